@@ -1,0 +1,45 @@
+# One place for every chore. `demo` and `test` set the machine up themselves; the second time that costs nothing.
+# PYTHON (3.11 or newer) makes the environment, VENV is where it stands, ARGS goes to the command: make demo ARGS="train.max_steps=50"
+PYTHON ?= python3
+VENV ?= .venv
+ARGS ?=
+
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+# Tools that libraries look up by name (ninja builds DeepSpeed's kernels) are the environment's.
+export PATH := $(abspath $(BIN)):$(PATH)
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint format bench
+
+help:  ## this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: $(READY)  ## make .venv with the tested library versions (constraints.txt)
+
+demo: $(READY)  ## train a draft for pico, decode with it, measure, write runs/demo/report, pass the gate
+	$(BIN)/python -m specdistill demo $(ARGS)
+
+test: $(READY)  ## all tests that this machine can run; ARGS="-m 'not slow'" for the quick ones
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(READY)  ## formatting, lint and types; changes nothing
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: $(READY)  ## reformat the code and sort its imports
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: $(READY)  ## measure speed on this machine
+	$(BIN)/python bench/run.py $(ARGS)
+
+# torch first and by its pin: without one, pip takes the newest CUDA build. DeepSpeed's set-up imports torch, so it sees this environment.
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.11")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt hatchling ninja setuptools torch wheel
+	DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation deepspeed
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[deepspeed,dev]'
+	touch $@
