@@ -1,0 +1,42 @@
+"""What a command says when it cannot do what was asked, and the exit code it leaves (0 done, 1 a check failed, 2 user, 3 outside)."""
+
+import difflib
+from collections.abc import Iterable
+from enum import IntEnum
+
+
+class ExitCode(IntEnum):
+    DONE = 0
+    CHECK_FAILED = 1
+    USER_ERROR = 2
+    RESOURCE_ERROR = 3
+
+
+class UserError(Exception):
+    """The user's input was wrong: one line that names the key, what was got, what was expected and the nearest valid name.
+
+    >>> print(UserError("draft.num_layer", got="an unknown key", expected="a key of draft", nearest="draft.num_layers"))
+    draft.num_layer: got an unknown key, expected a key of draft; did you mean draft.num_layers?
+    """
+
+    def __init__(self, key: str, *, got: object, expected: str, nearest: str | None = None) -> None:
+        hint = f"; did you mean {nearest}?" if nearest else ""
+        super().__init__(one_line(f"{key}: got {got}, expected {expected}{hint}"))
+        self.key = key
+
+
+class ResourceError(Exception):
+    """Something outside failed (Hub, disk, memory); says what to do next."""
+
+    def __init__(self, what: str, *, next_step: str) -> None:
+        super().__init__(one_line(f"{what}; {next_step}"))
+
+
+def one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def nearest(name: str, valid: Iterable[str]) -> str | None:
+    """The valid name closest to a misspelt one, or None when nothing is close."""
+    matches = difflib.get_close_matches(name, list(valid), n=1, cutoff=0.5)
+    return matches[0] if matches else None

@@ -1,0 +1,351 @@
+"""Recipes: what to train, on what, and how it is measured, as OmegaConf structured configs over frozen dataclasses.
+
+A recipe is a YAML file (`recipe=path/to.yaml`, or a name under `recipes/` without the ending) plus `key=value` overrides. It is
+strict: an unknown, missing or mistyped key is a `UserError` that names the nearest key. Library code takes plain arguments.
+"""
+
+import dataclasses
+import json
+import math
+import re
+import types
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+
+import yaml
+from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf.errors import ConfigKeyError, OmegaConfBaseException, ValidationError
+
+from specdistill.errors import UserError, nearest, one_line
+from specdistill.project import RECIPES
+
+R = TypeVar("R")
+
+
+def option(
+    default: Any, help: str, *, choices: Sequence[str] | None = None, least: float = -math.inf, most: float = math.inf
+) -> Any:
+    """A recipe field with its help text (units) and its valid names, or the range of its value (of every item, for a list)."""
+    metadata = {"help": help, "choices": choices, "least": least, "most": most}
+    if isinstance(default, list | dict):
+        return field(default_factory=lambda: type(default)(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+def section(of: type) -> Any:
+    return field(default_factory=of)
+
+
+@dataclass(frozen=True)
+class TargetConfig:
+    model: str = option(MISSING, "target: pico, a folder or a Hub id")
+    revision: str | None = option(None, "branch, tag or commit of a Hub id")
+    dtype: str = option("float32", "weights' dtype", choices=["float32", "bfloat16", "float16"])
+    attn: str = option("sdpa", "attention implementation of transformers", choices=["sdpa", "eager", "flash_attention_2"])
+    trust_remote_code: bool = option(False, "run Python code that the model's repository carries")
+
+
+@dataclass(frozen=True)
+class RegenerateConfig:
+    num_tokens: int = option(0, "tokens the target writes as training data; 0 trains on the source as it is", least=0)
+    prompt_tokens: int = option(32, "tokens taken from the head of a text row as its prompt", least=1)
+    temperatures: list[float] = option(
+        [0.0, 0.8], "sampling temperatures, an equal share of the rows each; 0 is greedy", least=0
+    )
+    batch_size: int = option(128, "rows written at a time", least=1)
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    source: Any = option("pico", "pico, a jsonl/json/parquet file, a Hub id, or a list of {source, weight, split}")
+    split: str = option("train", "split of the source")
+    max_length: int = option(512, "tokens in a packed row; longer documents are left out", least=2)
+    validation_fraction: float = option(
+        0.02, "share of the documents held out for the training-time evaluation", least=0, most=0.5
+    )
+    packing: bool = option(True, "put several documents into a row; they never see each other")
+    supervise: str = option("assistant", "tokens that carry loss", choices=["assistant", "all"])
+    regenerate: RegenerateConfig = section(RegenerateConfig)
+    seed: int = option(0, "order of the documents, and sampling in regeneration")
+    cache_dir: str | None = option(None, "where prepared rows are kept; default: the datasets library's cache")
+
+
+@dataclass(frozen=True)
+class HiddenStatesConfig:
+    mode: str = option("online", "where the target's features come from: computed in each step", choices=["online"])
+
+
+@dataclass(frozen=True)
+class DraftConfig:
+    num_layers: int = option(1, "decoder layers of the draft", least=1)
+    aux_layers: list[int] | None = option(None, "target layers read, counted as 'after L layers'; null: [2, n//2, n-3]")
+    vocab_size: int | None = option(None, "draft vocabulary, the target's most frequent tokens; null: all of them", least=1)
+    hidden_size: int | None = option(None, "null: the target's", least=1)
+    intermediate_size: int | None = option(None, "MLP width; null: the target's", least=1)
+    num_attention_heads: int | None = option(None, "null: the target's", least=1)
+    num_key_value_heads: int | None = option(None, "null: the target's", least=1)
+    head_dim: int | None = option(None, "null: the target's", least=1)
+    fc_norm: bool = option(False, "EAGLE-3.1: normalise each auxiliary state before fc")
+    norm_output: bool = option(False, "EAGLE-3.1: feed back the normalised hidden state")
+    norm_before_residual: bool = option(False, "take the residual after the hidden norm; SGLang cannot express true")
+    ttt_steps: int = option(5, "steps the training-time test unrolls", least=1)
+    init: str | None = option(None, "draft folder to start from; null: fresh weights")
+
+    def shape(self) -> dict[str, Any]:
+        """What a fresh head is built from: everything but the vocabulary, the unroll and the start."""
+        elsewhere = {"vocab_size", "ttt_steps", "init"}
+        return {name: value for name, value in vars(self).items() if name not in elsewhere}
+
+
+@dataclass(frozen=True)
+class LossConfig:
+    divergence: str = option("forward_kl", "how the draft's law is compared with the target's", choices=["forward_kl"])
+    step_decay: float = option(0.8, "weight of unroll step k is step_decay ** k", least=0, most=1)
+    temperature: float = option(1.0, "divides both sets of logits", least=0.01)
+
+
+@dataclass(frozen=True)
+class EvalConfig:
+    suite: str = option("pico", "suite name, suite YAML, or a jsonl file with prompt | messages | text rows")
+    draft: str | None = option(None, "draft folder; null: <train.output_dir>/draft")
+    output_dir: str | None = option(None, "where the report goes; null: <train.output_dir>/report")
+    num_speculative_tokens: int = option(4, "K, tokens drafted a round", least=1)
+    temperature: float = option(0.0, "0 is greedy", least=0)
+    top_p: float = option(1.0, "nucleus kept, for the target and the draft alike", least=0.01, most=1)
+    top_k: int = option(0, "tokens kept; 0 keeps all", least=0)
+    max_new_tokens: int = option(128, "tokens written for each prompt", least=1)
+    num_prompts: int | None = option(None, "prompts used, spread evenly over the categories; null: all", least=1)
+    repeats: int = option(3, "timed repetitions of each prompt, with and without the draft; medians count", least=1)
+    warmup: int = option(2, "untimed prompts first", least=0)
+    sampling_draws: int = option(400, "draws of the two-sample losslessness test; 0 leaves it out", least=0)
+    seed: int = option(0, "sampling and bootstrap seed")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A draft recipe: one method, one target, its data, its training and how it is judged."""
+
+    method: str = option("eagle3", "how the draft proposes tokens", choices=["eagle3", "ngram"])
+    target: TargetConfig = section(TargetConfig)
+    data: DataConfig = section(DataConfig)
+    hidden_states: HiddenStatesConfig = section(HiddenStatesConfig)
+    draft: DraftConfig = section(DraftConfig)
+    loss: LossConfig = section(LossConfig)
+    optimizer: str = option("muon_adamw", "optimizer of the draft", choices=["muon_adamw", "adamw"])
+    train: dict[str, Any] = option({"output_dir": MISSING}, "transformers.TrainingArguments, field by field")
+    eval: EvalConfig = section(EvalConfig)
+    gate: str = option("default", "gate name, or a gate YAML")
+
+
+@dataclass(frozen=True)
+class TokenizerConfig:
+    vocab_size: int = option(1024, "byte-level BPE tokens, special ones included", least=1)
+
+
+@dataclass(frozen=True)
+class ShapeConfig:
+    num_layers: int = option(16, "decoder layers", least=1)
+    hidden_size: int = option(128, "width, a multiple of 64", least=1)
+    intermediate_size: int = option(448, "MLP width", least=1)
+    context_length: int = option(512, "longest text, in tokens", least=16)
+
+
+@dataclass(frozen=True)
+class CurriculumConfig:
+    batch_tokens: int = option(8192, "tokens in every optimizer step", least=1)
+    lengths: list[int] = option([256, 512], "row lengths, in the order they are trained", least=2)
+    shares: list[float] = option([0.85, 0.15], "share of the steps each length gets", least=0, most=1)
+
+
+@dataclass(frozen=True)
+class TargetRecipe:
+    """The recipe of pico itself: tokenizer, shape, curriculum and training arguments."""
+
+    tokenizer: TokenizerConfig = section(TokenizerConfig)
+    shape: ShapeConfig = section(ShapeConfig)
+    curriculum: CurriculumConfig = section(CurriculumConfig)
+    train: dict[str, Any] = option({"output_dir": MISSING}, "transformers.TrainingArguments, field by field")
+
+
+def load_recipe(schema: type[R], arguments: Sequence[str]) -> R:
+    """Build a recipe from `recipe=… key=value …` command-line arguments. Raises UserError for anything the user got wrong."""
+    overrides = [_split_argument(argument) for argument in arguments]
+    path = [value for key, value in overrides if key == "recipe"]
+    layers = [_read_yaml(find_recipe(path[-1]))] if path else []
+    layers += [_override(key, value) for key, value in overrides if key != "recipe"]
+    config = OmegaConf.structured(schema)
+    for layer in layers:
+        plain = cast(dict[str, Any], OmegaConf.to_container(layer))
+        _check_names(schema, plain)
+        try:
+            config = OmegaConf.merge(config, layer)
+        except (ValidationError, ConfigKeyError) as error:
+            key = error.full_key or "recipe"
+            raise _type_error(schema, key, OmegaConf.select(layer, key)) from error
+        _check_conversions(schema, plain, config)
+    try:
+        missing = sorted(OmegaConf.missing_keys(config))
+        if missing:
+            raise UserError(missing[0], got="nothing", expected=f"a value ({_help(schema, missing[0])})")
+        recipe = OmegaConf.to_object(config)
+    except OmegaConfBaseException as error:
+        got = one_line(str(error).split("\n")[0])
+        raise UserError(error.full_key or "recipe", got=got, expected="a value, or ${another.key}") from error
+    assert isinstance(recipe, schema)
+    _check_values(recipe)
+    return recipe
+
+
+def find_recipe(name: str) -> Path:
+    """A recipe's path: the path itself, or a name under `recipes/` without the ending."""
+    for candidate in (Path(name), RECIPES / f"{name}.yaml"):
+        if candidate.is_file():
+            return candidate
+    known = sorted(path.relative_to(RECIPES).with_suffix("").as_posix() for path in RECIPES.rglob("*.yaml"))
+    raise UserError("recipe", got=repr(name), expected="a YAML file or a name under recipes/", nearest=nearest(name, known))
+
+
+def save_recipe(recipe: Any, path: Path) -> None:
+    """Write the resolved recipe; `load_recipe` reads it back equal."""
+    path.write_text(OmegaConf.to_yaml(OmegaConf.structured(recipe)), encoding="utf-8")
+
+
+def describe(schema: type) -> list[tuple[str, str, str, str]]:
+    """Rows of (key, type, default, help) for every leaf of a recipe, for `--help`."""
+    rows: list[tuple[str, str, str, str]] = []
+    for name, hint, entry in _fields(schema):
+        if dataclasses.is_dataclass(hint):
+            assert isinstance(hint, type)
+            rows += [(f"{name}.{key}", *rest) for key, *rest in describe(hint)]  # type: ignore[misc]
+            continue
+        default = entry.default_factory() if callable(entry.default_factory) else entry.default
+        rows.append((name, _kind(hint, entry), _shown(default), entry.metadata["help"]))
+    return rows
+
+
+def _split_argument(argument: str) -> tuple[str, str]:
+    key, separator, value = argument.partition("=")
+    if not separator or not re.fullmatch(r"[A-Za-z_][\w.]*", key):
+        raise UserError(argument, got="an argument without key=", expected="key=value")
+    return key, value
+
+
+def _read_yaml(path: Path) -> DictConfig:
+    try:
+        config = OmegaConf.load(path)
+    except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
+        raise UserError("recipe", got=f"{path}: {error}", expected="a readable YAML file") from error
+    if not isinstance(config, DictConfig):
+        raise UserError("recipe", got=f"{path}, which holds a list", expected="YAML with keys")
+    return config
+
+
+def _override(key: str, value: str) -> DictConfig:
+    try:
+        return OmegaConf.from_dotlist([f"{key}={value}"])
+    except (yaml.YAMLError, OmegaConfBaseException) as error:
+        raise UserError(key, got=repr(value), expected="a YAML value") from error
+
+
+def _check_names(schema: type, layer: dict[str, Any], prefix: str = "") -> None:
+    """Unknown keys are errors that name the nearest key, wherever in the recipe it stands."""
+    known = {name: hint for name, hint, _ in _fields(schema)}
+    for name, value in layer.items():
+        key = f"{prefix}{name}"
+        if name not in known:
+            close = nearest(str(name), known)
+            anywhere = nearest(key, [row[0] for row in describe(schema)])
+            expected = f"one of {', '.join(sorted(known))}"
+            raise UserError(key, got="an unknown key", expected=expected, nearest=f"{prefix}{close}" if close else anywhere)
+        hint = known[name]
+        if dataclasses.is_dataclass(hint):
+            if not isinstance(value, dict):
+                raise UserError(key, got=repr(value), expected="a section with keys of its own")
+            assert isinstance(hint, type)
+            _check_names(hint, value, f"{key}.")
+        elif isinstance(value, dict) and hint is not Any and get_origin(hint) is not dict:
+            raise UserError(key, got=f"keys below it ({', '.join(map(str, value))})", expected=_type_name(hint))
+
+
+def _check_conversions(schema: type, layer: dict[str, Any], config: Any) -> None:
+    """OmegaConf reads 3 as true, 5 as '5' and '5' as 5; of its conversions a recipe accepts only an int for a float."""
+    for key, value in _leaves(layer):
+        converted = OmegaConf.select(config, key)
+        if type(converted) is not type(value) and (type(value), type(converted)) != (int, float):
+            raise _type_error(schema, key, value)
+
+
+def _leaves(node: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """(key, value) of every value below `node` that stands for itself: not `???`, not an interpolation."""
+    if isinstance(node, dict):
+        for name, value in node.items():
+            yield from _leaves(value, f"{key}.{name}" if key else str(name))
+    elif isinstance(node, list):
+        for index, value in enumerate(node):
+            yield from _leaves(value, f"{key}[{index}]")
+    elif not (isinstance(node, str) and ("${" in node or node == MISSING)):
+        yield key, node
+
+
+def _check_values(config: Any, prefix: str = "") -> None:
+    """Names must be among the choices of their field, numbers within its range."""
+    for name, hint, entry in _fields(type(config)):
+        key, value = f"{prefix}{name}", getattr(config, name)
+        if dataclasses.is_dataclass(hint):
+            _check_values(value, f"{key}.")
+            continue
+        choices, least, most = (entry.metadata[rule] for rule in ("choices", "least", "most"))
+        if choices and value not in choices:
+            close = nearest(str(value), choices)
+            raise UserError(key, got=repr(value), expected=f"one of {', '.join(choices)}", nearest=close)
+        for number in value if isinstance(value, list) else [value]:
+            if isinstance(number, int | float) and not least <= number <= most:
+                raise UserError(key, got=number, expected=_kind(hint, entry))
+
+
+def _kind(hint: Any, entry: dataclasses.Field[Any]) -> str:
+    """A field's type with its choices or range, as help and errors state it."""
+    choices, least, most = (entry.metadata[rule] for rule in ("choices", "least", "most"))
+    if choices:
+        return "|".join(choices)
+    bounds = f", at least {least}" * (least > -math.inf) + f", at most {most}" * (most < math.inf)
+    return f"{_type_name(hint)}{bounds}"
+
+
+def _fields(schema: type) -> list[tuple[str, Any, dataclasses.Field[Any]]]:
+    hints = get_type_hints(schema)
+    return [(entry.name, hints[entry.name], entry) for entry in dataclasses.fields(schema)]
+
+
+def _type_error(schema: type, key: str, value: Any) -> UserError:
+    rows = {row[0]: row for row in describe(schema)}
+    leaf = next((name for name in (key, re.sub(r"\[.*", "", key), key.split(".")[0]) if name in rows), None)
+    expected = rows[leaf][1] if leaf else "a value of the right type"
+    plain = OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
+    return UserError(key, got=f"{plain!r} ({'null' if plain is None else type(plain).__name__})", expected=expected)
+
+
+def _shown(default: Any) -> str:
+    """A default as a recipe would write it."""
+    if isinstance(default, dict):
+        return f"{{{', '.join(f'{name}: {_shown(value)}' for name, value in default.items())}}}"
+    if isinstance(default, str):
+        return "required" if default == MISSING else default
+    return json.dumps(default)
+
+
+def _help(schema: type, key: str) -> str:
+    return next((row[3] for row in describe(schema) if row[0] == key), "required")
+
+
+def _type_name(hint: Any) -> str:
+    origin = get_origin(hint)
+    if origin in (Union, types.UnionType):
+        return " or ".join("null" if argument is type(None) else _type_name(argument) for argument in get_args(hint))
+    if origin is list:
+        return f"list of {_type_name(get_args(hint)[0])}"
+    if hint is Any:
+        return "name or list"
+    return "mapping" if origin is dict else str(hint.__name__)
