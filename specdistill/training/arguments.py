@@ -1,0 +1,105 @@
+"""The `train:` section of a recipe as `transformers.TrainingArguments`, field by field, for the processes of one launch.
+
+`accelerate launch` says in the environment how many processes there are and how they share the model. On a machine without a
+GPU accelerate needs help to make them one group; without it each trains alone, writes the same checkpoint, and nothing says so.
+"""
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from enum import Enum
+from types import NoneType
+from typing import Any, get_args, get_type_hints
+
+import torch
+from accelerate.utils import DistributedType
+from transformers import TrainingArguments
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
+
+from specdistill.errors import UserError, nearest, one_line
+
+
+def training_arguments(train: Mapping[str, Any], **defaults: Any) -> TrainingArguments:
+    """Build the arguments from `train:`; `defaults` fill what it leaves out. Starts the process group of a distributed launch.
+
+    Raises UserError for unknown or mistyped fields, and for a launch whose processes would each train alone.
+    """
+    hints = get_type_hints(TrainingArguments)
+    known = [entry.name for entry in dataclasses.fields(TrainingArguments) if entry.init]
+    fields = dict(defaults)
+    for name, value in train.items():
+        if name not in known:
+            raise _error(name, "an unknown key", "a field of transformers.TrainingArguments", nearest(name, known), "train.")
+        fields[name] = _checked(name, value, hints[name])
+    if fields.get("output_dir") is None:
+        raise _error("output_dir", "nothing", "a folder")
+    try:
+        arguments = TrainingArguments(**{**_cpu_processes(), **fields})
+    except (ValueError, TypeError) as error:
+        raise UserError("train", got=one_line(str(error)), expected="fields that TrainingArguments accepts together") from error
+    precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    if _launched_with("DEEPSPEED") and precision != "no":
+        setattr(arguments, precision, True)  # the Trainer has read it; DeepSpeed refuses arguments that do not name it
+    _join_processes(arguments)
+    return arguments
+
+
+def _cpu_processes() -> dict[str, Any]:
+    """How several processes talk to each other on a machine without a GPU."""
+    if _num_processes() == 1 or torch.cuda.is_available():
+        return {}
+    if _launched_with("DEEPSPEED") or _launched_with("FSDP"):
+        return {"ddp_backend": "gloo"}  # use_cpu would switch sharding off
+    return {"use_cpu": True}
+
+
+def _join_processes(arguments: TrainingArguments) -> None:
+    """Start the process group and check that every process of the launch is in it."""
+    if _num_processes() == 1:
+        return
+    _ = arguments.device  # building the device starts the group
+    state = arguments.distributed_state
+    if state.distributed_type == DistributedType.NO and _launched_with("FSDP") and not torch.cuda.is_available():
+        state.distributed_type = (
+            DistributedType.MULTI_GPU
+        )  # on a CPU accelerate leaves NO, and then neither shards nor synchronises
+    if state.num_processes != _num_processes() or state.distributed_type == DistributedType.NO:
+        raise UserError(
+            "accelerate launch",
+            got=f"{_num_processes()} processes that would each train alone",
+            expected="a configuration such as accelerate_configs/ddp.yaml, without use_cpu",
+        )
+
+
+def _num_processes() -> int:
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def _launched_with(sharding: str) -> bool:
+    return os.environ.get(f"ACCELERATE_USE_{sharding}", "false").lower() == "true"
+
+
+def _checked(name: str, value: Any, hint: Any) -> Any:
+    """The value, if it has its field's simple type or is one of its names; other types are left to TrainingArguments."""
+    accepted = set(get_args(hint)) or {hint}
+    names = [member.value for kind in accepted if isinstance(kind, type) and issubclass(kind, Enum) for member in kind]
+    if name == "report_to":
+        names = ["all", "none", *INTEGRATION_TO_CALLBACK]
+    if names:
+        value = "no" if value is False and "no" in names else value  # YAML reads an unquoted no as false
+        for item in value if isinstance(value, list) else [value]:
+            if item not in names:
+                raise _error(name, repr(item), f"one of {', '.join(names)}", nearest(str(item), names))
+    elif accepted <= {int, float, bool, str, NoneType}:
+        number = isinstance(value, int) and not isinstance(value, bool)
+        if not (type(value) in accepted or (number and float in accepted)):
+            raise _error(name, f"{value!r} ({type(value).__name__})", _type_name(accepted))
+    return value
+
+
+def _error(name: str, got: str, expected: str, close: str | None = None, prefix: str = "") -> UserError:
+    return UserError(f"train.{name}", got=got, expected=expected, nearest=f"{prefix}{close}" if close else None)
+
+
+def _type_name(accepted: set[type]) -> str:
+    return " or ".join(sorted("null" if kind is NoneType else kind.__name__ for kind in accepted))

@@ -1,0 +1,91 @@
+"""Train pico, the small target that ships with the package, on the source text of Python's standard library.
+
+accelerate launch --config_file accelerate_configs/cpu.yaml train/target.py recipe=pico/target
+"""
+
+import platform
+import sys
+from pathlib import Path
+
+import torch
+from datasets import Dataset, IterableDataset
+from transformers import AutoModelForCausalLM, LlamaForCausalLM, Trainer, set_seed
+
+from specdistill.command import run
+from specdistill.data.corpus import standard_library
+from specdistill.recipe import TargetRecipe
+from specdistill.targets.pico import curriculum, documents, llama_config, token_stream, train_tokenizer
+from specdistill.targets.pico_card import write_card
+from specdistill.training.arguments import training_arguments
+from specdistill.training.optimizer import muon_adamw
+from specdistill.training.run_directory import RunDirectory
+
+
+def main(recipe: TargetRecipe) -> None:
+    shape, rows = recipe.shape, recipe.curriculum
+    arguments = training_arguments(
+        recipe.train, use_cpu=not torch.cuda.is_available(), per_device_train_batch_size=1, per_device_eval_batch_size=1
+    )
+    directory = RunDirectory.create(arguments.output_dir, recipe)
+    set_seed(arguments.seed)
+
+    # Tokenizer and data
+    tokenizer = train_tokenizer(
+        (module.text for module in standard_library("train")), recipe.tokenizer.vocab_size, shape.context_length
+    )
+    train_stream = token_stream(documents("train", tokenizer), tokenizer)
+    held_out_texts = documents("validation", tokenizer)
+    held_out = token_stream(held_out_texts, tokenizer)
+    train_set = IterableDataset.from_generator(
+        lambda: (
+            {"input_ids": batch}
+            for batch in curriculum(
+                train_stream, arguments.max_steps, rows.batch_tokens, list(rows.lengths), list(rows.shares), arguments.seed
+            )
+        )
+    )
+    eval_set = Dataset.from_dict({"input_ids": held_out[: 8 * 32 * 256].view(8, 32, 256).tolist()})
+    directory.record_provenance(train_tokens=len(train_stream), data_fingerprint=str(hash(tuple(train_stream.tolist()))))
+
+    # Model; eager attention, because the CPU's fused kernel is slow for short rows
+    config = llama_config(tokenizer, shape.num_layers, shape.hidden_size, shape.intermediate_size, shape.context_length)
+    config._attn_implementation = "eager"
+    model = LlamaForCausalLM(config)
+    model.compile(dynamic=False)
+
+    # Train
+    trainer = Trainer(
+        model,
+        arguments,
+        train_dataset=train_set,
+        eval_dataset=eval_set,
+        data_collator=_whole_batch,
+        optimizers=(muon_adamw(model, arguments.learning_rate, arguments.weight_decay), None),
+    )
+    trainer.train(resume_from_checkpoint=directory.last_checkpoint())
+
+    # Save, and measure what was saved
+    folder = Path(arguments.output_dir) / "model"
+    model.to(torch.bfloat16).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    write_card(
+        folder,
+        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32),
+        tokenizer,
+        train_stream=train_stream,
+        held_out=held_out,
+        held_out_bytes=sum(len(text.encode()) for text in held_out_texts),
+        steps=arguments.max_steps,
+        batch_tokens=rows.batch_tokens,
+        python=platform.python_version(),
+    )
+
+
+def _whole_batch(items: list[dict[str, list[list[int]]]]) -> dict[str, torch.Tensor]:
+    """The curriculum yields whole batches; the loader's own batch size is one."""
+    batch = torch.as_tensor(items[0]["input_ids"])
+    return {"input_ids": batch, "labels": batch}
+
+
+if __name__ == "__main__":
+    sys.exit(run(main, TargetRecipe))
