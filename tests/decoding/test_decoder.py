@@ -1,0 +1,171 @@
+"""Real decoding of a tiny target: lossless under every proposer, exact under sampling, right at every end."""
+
+from collections import Counter
+
+import pytest
+import torch
+from scipy.stats import chi2_contingency
+
+from specdistill.decoding.decoder import Decoder
+from specdistill.decoding.proposers import DecodingState, Eagle3Proposer, NgramProposer, Proposal, Proposer, load_proposer
+from specdistill.decoding.sampling import Sampling
+from specdistill.drafts.build import build_eagle3
+from specdistill.errors import UserError
+from specdistill.targets.frozen import FrozenTarget
+from tests.tiny import tiny_target_model, tiny_tokenizer
+
+PROMPT = [5, 9, 5, 9, 20, 31]
+
+
+@pytest.fixture(scope="module")
+def target() -> FrozenTarget:
+    model = tiny_target_model()
+    model.generation_config.eos_token_id = []
+    return FrozenTarget(model, tiny_tokenizer(), name="tiny")
+
+
+class OracleProposer:
+    """The target drafts for itself: a second copy of its greedy text, always right."""
+
+    aux_layers: tuple[int, ...] = ()
+    num_parameters = num_bytes = 0
+
+    def __init__(self, text: list[int]) -> None:
+        self.text = text
+
+    def begin(self, max_length: int) -> None:
+        pass
+
+    def propose(self, state: DecodingState, k: int, sampling: Sampling, generator: torch.Generator | None) -> Proposal:
+        done = len(state.token_ids)
+        return Proposal(self.text[done : done + k])
+
+
+def proposers(target: FrozenTarget) -> dict[str, Proposer]:
+    return {
+        "eagle3": Eagle3Proposer(build_eagle3(target)),
+        "eagle3, two layers": Eagle3Proposer(build_eagle3(target, num_layers=2, norm_output=True)),
+        "eagle3, pruned": Eagle3Proposer(build_eagle3(target, draft_vocabulary=torch.arange(0, target.vocab_size, 3))),
+        "ngram": NgramProposer(),
+    }
+
+
+@pytest.mark.parametrize("name", ["eagle3", "eagle3, two layers", "eagle3, pruned", "ngram"])
+@pytest.mark.parametrize("k", [1, 4])
+def test_greedy_output_is_the_plain_output(target: FrozenTarget, name: str, k: int) -> None:
+    plain = Decoder(target).generate(PROMPT, max_new_tokens=40)
+    fast = Decoder(target, proposers(target)[name]).generate(PROMPT, max_new_tokens=40, num_speculative_tokens=k)
+    assert fast.token_ids == plain.token_ids
+
+
+def test_plain_decoding_is_transformers_greedy_search(target: FrozenTarget) -> None:
+    ours = Decoder(target).generate(PROMPT, max_new_tokens=30)
+    theirs = target.model.generate(torch.tensor([PROMPT]), max_new_tokens=30, do_sample=False, pad_token_id=0)  # type: ignore[operator]
+    assert list(ours.token_ids) == theirs[0, len(PROMPT) :].tolist()
+
+
+def test_the_target_drafting_for_itself_is_accepted_in_full(target: FrozenTarget) -> None:
+    plain = Decoder(target).generate(PROMPT, max_new_tokens=41)
+    oracle = OracleProposer([*PROMPT, *plain.token_ids])
+    fast = Decoder(target, oracle).generate(PROMPT, max_new_tokens=41, num_speculative_tokens=4)
+    assert fast.token_ids == plain.token_ids
+    assert [r.num_accepted for r in fast.rounds] == [4] * 8
+
+
+def test_rounds_add_up_to_the_text(target: FrozenTarget) -> None:
+    run = Decoder(target, NgramProposer()).generate(PROMPT, max_new_tokens=37, num_speculative_tokens=3)
+    assert len(run.token_ids) == 37
+    assert run.token_ids[1:] == tuple(token for r in run.rounds for token in r.emitted)
+    for r in run.rounds:
+        assert r.emitted[: r.num_accepted] == r.drafted[: r.num_accepted]
+        assert len(r.emitted) in (r.num_accepted, r.num_accepted + 1)
+
+
+@pytest.mark.parametrize("max_new_tokens", [1, 2, 5])
+def test_the_length_limit_cuts_accepted_tokens(target: FrozenTarget, max_new_tokens: int) -> None:
+    plain = Decoder(target).generate(PROMPT, max_new_tokens=20)
+    oracle = OracleProposer([*PROMPT, *plain.token_ids])
+    run = Decoder(target, oracle).generate(PROMPT, max_new_tokens=max_new_tokens, num_speculative_tokens=4)
+    assert run.token_ids == plain.token_ids[:max_new_tokens]
+    assert sum(r.num_accepted for r in run.rounds) <= max_new_tokens - 1
+    assert not run.stopped
+
+
+def test_a_stop_token_ends_the_text_and_nothing_past_it_counts(target: FrozenTarget) -> None:
+    plain = Decoder(target).generate(PROMPT, max_new_tokens=20)
+    stop = plain.token_ids[6]
+    first = plain.token_ids.index(stop)
+    model = tiny_target_model()
+    model.generation_config.eos_token_id = stop
+    stopping = FrozenTarget(model, tiny_tokenizer(), name="tiny")
+    oracle = OracleProposer([*PROMPT, *plain.token_ids])
+    for proposer in (None, oracle):
+        run = Decoder(stopping, proposer).generate(PROMPT, max_new_tokens=20, num_speculative_tokens=4)
+        assert run.token_ids == plain.token_ids[: first + 1] and run.stopped
+    assert sum(r.num_accepted for r in run.rounds) <= first
+
+
+@pytest.mark.parametrize("name", ["eagle3", "eagle3, pruned", "ngram"])
+def test_sampled_text_follows_the_targets_law(target: FrozenTarget, name: str) -> None:
+    """Two samples of (first, second, third token) with and without the draft are one law; the same seeds, so no flakes."""
+    sampling = Sampling(temperature=0.7, top_k=3)
+    generator = torch.Generator().manual_seed(0)
+    draws: list[Counter[tuple[int, ...]]] = []
+    for proposer in (None, proposers(target)[name]):
+        decoder = Decoder(target, proposer)
+        runs = [
+            decoder.generate(
+                PROMPT, max_new_tokens=3, num_speculative_tokens=2, sampling=sampling, generator=generator
+            ).token_ids
+            for _ in range(150)
+        ]
+        draws.append(Counter(runs))
+    keys = sorted(draws[0].keys() | draws[1].keys())
+    assert chi2_contingency([[d[key] for key in keys] for d in draws]).pvalue > 0.01
+
+
+def test_sampling_is_reproducible_by_its_generator(target: FrozenTarget) -> None:
+    decoder = Decoder(target, Eagle3Proposer(build_eagle3(target)))
+    texts = [
+        decoder.generate(
+            PROMPT,
+            max_new_tokens=12,
+            num_speculative_tokens=3,
+            sampling=Sampling(1.0),
+            generator=torch.Generator().manual_seed(seed),
+        ).token_ids
+        for seed in (1, 1, 2)
+    ]
+    assert texts[0] == texts[1] != texts[2]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "key"),
+    [
+        (PROMPT, {"max_new_tokens": 8, "num_speculative_tokens": 0}, "num_speculative_tokens"),
+        (PROMPT, {"max_new_tokens": 0, "num_speculative_tokens": 2}, "max_new_tokens"),
+        ([], {"max_new_tokens": 8, "num_speculative_tokens": 2}, "max_new_tokens"),
+        (PROMPT, {"max_new_tokens": 10**6, "num_speculative_tokens": 2}, "max_new_tokens"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(
+    target: FrozenTarget, prompt: list[int], options: dict[str, int], key: str
+) -> None:
+    with pytest.raises(UserError, match=rf"eval\.{key}: got"):
+        Decoder(target, NgramProposer()).generate(prompt, **options)
+
+
+def test_unknown_methods_are_named(target: FrozenTarget) -> None:
+    with pytest.raises(UserError, match=r"method: got eagle33.*did you mean eagle3"):
+        load_proposer("eagle33", None, target)
+
+
+def test_ngram_prefers_the_longest_and_latest_match() -> None:
+    proposer = NgramProposer(max_ngram=2)
+    proposer.begin(100)
+    state = DecodingState([1, 2, 7, 9, 2, 8, 1, 2])
+    assert proposer.propose(state, 3, Sampling(), None).tokens == [7, 9, 2]  # (1, 2) beats the later (2,)
+    state.token_ids += [7, 5, 2]
+    assert proposer.propose(state, 2, Sampling(), None).tokens == [7, 5]  # no (5, 2) before: the latest (2,)
+    state.token_ids += [77]
+    assert proposer.propose(state, 2, Sampling(), None).tokens == []

@@ -1,0 +1,104 @@
+"""The law of speculative decoding's output, exactly: every outcome of the real rule is enumerated, none is sampled."""
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+
+from specdistill.decoding.verify import greedy, rejection, rejection_from_uniforms
+
+V = 3
+
+
+def random_law(seed: int, rows: int) -> Tensor:
+    """[rows, V] float64 laws; every third row has a token of probability zero."""
+    generator = torch.Generator().manual_seed(seed)
+    weights = torch.rand(rows, V, dtype=torch.float64, generator=generator)
+    weights[::3, seed % V] = 0
+    return weights / weights.sum(-1, keepdim=True)
+
+
+def cells(breakpoints: Tensor) -> list[tuple[float, float]]:
+    """(midpoint, width) of the pieces into which breakpoints cut [0, 1)."""
+    points = torch.cat((breakpoints.clamp(0, 1), torch.tensor([0.0, 1.0], dtype=torch.float64))).sort().values.tolist()
+    return [((low + high) / 2, high - low) for low, high in itertools.pairwise(points) if high > low]
+
+
+def output_law(target: dict[tuple[int, ...], Tensor], draft: dict[tuple[int, ...], Tensor], length: int, k: int) -> Tensor:
+    """The exact law of `length` tokens decoded in rounds of k: the rule is evaluated on every cell of its uniforms."""
+    law = torch.zeros((V,) * length, dtype=torch.float64)
+
+    def walk(prefix: tuple[int, ...], weight: float) -> None:
+        if len(prefix) >= length:
+            law[prefix[:length]] += weight
+            return
+        for tokens in itertools.product(range(V), repeat=k):
+            chance = weight
+            for index, token in enumerate(tokens):
+                chance *= float(draft[prefix + tokens[:index]][token])
+            if chance == 0:
+                continue
+            p = torch.stack([target[prefix + tokens[:index]] for index in range(k + 1)])
+            q = torch.stack([draft[prefix + tokens[:index]] for index in range(k)])
+            ratios = [p[i, token] / q[i, token] for i, token in enumerate(tokens)]
+            tests = [cells(ratio.unsqueeze(0)) for ratio in ratios]
+            residuals = torch.cat([(p[:k] - q).clamp_min(0), p[k:]])
+            sums = residuals.cumsum(-1)
+            draws = cells((sums / sums[:, -1:].clamp_min(1e-300)).flatten())
+            for cell in itertools.product(*tests, draws):
+                uniforms = torch.tensor([[midpoint for midpoint, _ in cell]], dtype=torch.float64)
+                volume = chance
+                for _, width in cell:
+                    volume *= width
+                count, token = rejection_from_uniforms(torch.tensor([tokens]), p[None], q[None], uniforms)
+                walk(prefix + tokens[: int(count)] + (int(token),), volume)
+
+    walk((), 1.0)
+    return law
+
+
+@pytest.mark.parametrize(("k", "length", "seed"), [(1, 2, 0), (1, 3, 1), (2, 2, 2)])
+def test_rejection_gives_the_targets_law_exactly(k: int, length: int, seed: int) -> None:
+    prefixes = [p for n in range(length + k + 1) for p in itertools.product(range(V), repeat=n)]
+    target = dict(zip(prefixes, random_law(seed, len(prefixes)), strict=True))
+    draft = dict(zip(prefixes, random_law(seed + 100, len(prefixes)), strict=True))
+    expected = torch.zeros((V,) * length, dtype=torch.float64)
+    for tokens in itertools.product(range(V), repeat=length):
+        expected[tokens] = torch.stack([target[tokens[:i]][token] for i, token in enumerate(tokens)]).prod()
+    assert torch.allclose(output_law(target, draft, length, k), expected, rtol=0, atol=1e-12)
+
+
+def test_one_hot_draft_equals_its_explicit_law() -> None:
+    tokens = torch.tensor([[2, 0]])
+    p = random_law(5, 3)[None]
+    q = torch.nn.functional.one_hot(tokens, V).double()
+    for seed in range(50):
+        uniforms = torch.rand(1, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+        implicit = rejection_from_uniforms(tokens, p, None, uniforms)
+        explicit = rejection_from_uniforms(tokens, p, q, uniforms)
+        assert [int(x) for x in implicit] == [int(x) for x in explicit]
+
+
+def test_a_draft_equal_to_the_target_is_always_accepted() -> None:
+    p = random_law(7, 4)[None]
+    tokens = p[:, :3].argmax(-1)
+    for seed in range(20):
+        count, _ = rejection(tokens, p, p[:, :3], torch.Generator().manual_seed(seed))
+        assert int(count) == 3
+
+
+def test_impossible_tokens_are_rejected_and_never_drawn() -> None:
+    p = torch.tensor([[[0.0, 0.5, 0.5], [1.0, 0.0, 0.0]]])
+    q = torch.tensor([[[1.0, 0.0, 0.0]]])
+    for seed in range(30):
+        count, token = rejection(torch.tensor([[0]]), p, q, torch.Generator().manual_seed(seed))
+        assert int(count) == 0 and int(token) in (1, 2)
+
+
+def test_greedy_accepts_the_matching_prefix_of_each_row() -> None:
+    logits = torch.nn.functional.one_hot(torch.tensor([[4, 3, 2, 1], [4, 3, 2, 1], [0, 3, 2, 1]]), 5).float()
+    tokens = torch.tensor([[4, 3, 0], [4, 3, 2], [1, 3, 2]])
+    count, token = greedy(tokens, logits)
+    assert count.tolist() == [2, 3, 0]
+    assert token.tolist() == [2, 1, 0]
