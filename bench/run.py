@@ -1,0 +1,127 @@
+"""Time what users wait for: plain decoding beside transformers' own, a training step, regeneration. Numbers go to bench/results/.
+
+    make bench
+
+Medians of several repetitions on an otherwise idle machine; nothing here is a test. `docs/performance.md` quotes the committed files.
+"""
+
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+
+from specdistill.data.writing import Sampling as WritingSampling
+from specdistill.data.writing import fast_dtype, write, writer
+from specdistill.decoding.decoder import Decoder
+from specdistill.decoding.proposers import Eagle3Proposer
+from specdistill.drafts.build import build_eagle3
+from specdistill.evaluation.environment import hardware, software
+from specdistill.targets.frozen import FrozenTarget
+from specdistill.training.arguments import training_arguments
+from specdistill.training.optimizer import muon_adamw
+from specdistill.training.trainer import DraftTrainer
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def median_seconds(work: Callable[[], object], repeats: int = 5) -> float:
+    """Median wall time of a piece of work, after one untimed call."""
+    work()
+    times = []
+    for _ in range(repeats):
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        work()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def decoding(target: FrozenTarget, new_tokens: int = 96) -> dict[str, float]:
+    """Plain decoding beside transformers' greedy generate, and the cost of a round of an (untrained) EAGLE-3 chain."""
+    prompt = target.tokenizer("def main(arguments):\n    ").input_ids
+    ids = torch.tensor([prompt], device=target.device)
+    model: Any = target.model
+    plain = Decoder(target)
+    ours = median_seconds(lambda: plain.generate(prompt, max_new_tokens=new_tokens))
+    theirs = median_seconds(
+        lambda: model.generate(ids, max_new_tokens=new_tokens, min_new_tokens=new_tokens, do_sample=False, pad_token_id=0)
+    )
+    steps = plain.generate(prompt, max_new_tokens=new_tokens).rounds
+    chain = Decoder(target, Eagle3Proposer(build_eagle3(target)))
+    rounds = chain.generate(prompt, max_new_tokens=new_tokens, num_speculative_tokens=4).rounds
+    step = statistics.median(r.verify_seconds for r in steps)
+    return {
+        "plain_tokens_per_second": new_tokens / ours,
+        "hf_generate_tokens_per_second": new_tokens / theirs,
+        "step_ms": 1000 * step,
+        "verify_ratio_v": statistics.median(r.verify_seconds for r in rounds) / step,
+        "draft_ratio_c": statistics.median(r.draft_seconds for r in rounds) / 4 / step,
+    }
+
+
+def training_step(target: FrozenTarget, rows: int = 16, length: int = 256) -> dict[str, float]:
+    """Optimizer steps of the pico recipe's shape: tokens that pass through target and draft each second."""
+    generator = torch.Generator().manual_seed(0)
+    table = {
+        "input_ids": torch.randint(4, target.vocab_size, (rows, length), generator=generator).tolist(),
+        "supervise": [[1] * length] * rows,
+        "document_ids": [[0] * length] * rows,
+        "position_ids": [list(range(length))] * rows,
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = training_arguments(
+            {
+                "output_dir": folder,
+                "per_device_train_batch_size": rows,
+                "bf16": fast_dtype(target.device) == torch.bfloat16,
+                "max_steps": 6,
+                "save_strategy": "no",
+                "report_to": "none",
+                "disable_tqdm": True,
+                "learning_rate": 1e-4,
+            }
+        )
+        draft = build_eagle3(target)
+        data = Dataset.from_dict(table)
+        trainer = DraftTrainer(draft, target, arguments, data, data, ttt_steps=5, optimizer=muon_adamw(draft, 1e-4))
+        trainer.train()
+        seconds = median_seconds(lambda: trainer.train(), repeats=1) / 6
+    return {"step_seconds": seconds, "tokens_per_second": rows * length / seconds}
+
+
+def regeneration(target: FrozenTarget, rows: int = 256, new_tokens: int = 96) -> dict[str, float]:
+    """Tokens the target writes each second, in the batches that regeneration uses."""
+    prompts = [list(range(10, 42))] * rows
+    with writer(target.model, fast_dtype(target.device)) as model:  # type: ignore[arg-type]
+        seconds = median_seconds(
+            lambda: write(model, prompts, [0.8] * rows, WritingSampling(new_tokens, end_ids=(), seed=0)), repeats=2
+        )
+    return {"tokens_per_second": rows * new_tokens / seconds}
+
+
+def main() -> None:
+    target = FrozenTarget.load("pico")
+    results: dict[str, Any] = {"created": datetime.now(UTC).isoformat(timespec="seconds")}
+    results |= {"hardware": hardware(target.device), "software": software()}
+    for measure in (decoding, training_step, regeneration):
+        print(f"{measure.__name__} …", file=sys.stderr)
+        results[measure.__name__] = {name: round(value, 4) for name, value in measure(target).items()}
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{'cuda' if torch.cuda.is_available() else 'cpu'}.json"
+    path.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+    print(json.dumps(results, indent=2))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,88 @@
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from specdistill.errors import UserError
+from specdistill.training.arguments import training_arguments
+from specdistill.training.optimizer import build_optimizer, muon_adamw
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(7, 6)
+        self.hidden = nn.Linear(6, 8, bias=True)
+        self.frozen = nn.Linear(8, 8).requires_grad_(False)
+        self.lm_head = nn.Linear(8, 7, bias=False)
+
+    def loss(self) -> torch.Tensor:
+        return self.lm_head(self.frozen(self.hidden(self.embed(torch.arange(7)))).tanh()).square().mean()
+
+
+def step(model: Model, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+    model.loss().backward()
+    optimizer.step()
+
+
+def test_hidden_matrices_go_to_muon_and_the_rest_to_adamw() -> None:
+    model = Model()
+    optimizer = muon_adamw(model, lr=0.1)
+    muon, adamw = ([p for group in part.param_groups for p in group["params"]] for part in (optimizer.muon, optimizer.adamw))
+    assert [id(p) for p in muon] == [id(model.hidden.weight)]
+    assert {id(p) for p in adamw} == {id(model.embed.weight), id(model.hidden.bias), id(model.lm_head.weight)}
+
+
+def test_each_part_takes_torchs_own_step() -> None:
+    ours, theirs = Model(), Model()
+    optimizer = muon_adamw(ours, lr=0.1, weight_decay=0.01)
+    muon = torch.optim.Muon([theirs.hidden.weight], lr=0.1, weight_decay=0.01, adjust_lr_fn="match_rms_adamw")
+    others = [theirs.embed.weight, theirs.hidden.bias, theirs.lm_head.weight]
+    adamw = torch.optim.AdamW(others, lr=0.1, betas=(0.9, 0.95), weight_decay=0.0)
+    for _ in range(3):
+        step(ours, optimizer)
+        theirs.zero_grad()
+        theirs.loss().backward()
+        muon.step()
+        adamw.step()
+    for name, parameter in ours.named_parameters():
+        assert torch.equal(parameter, dict(theirs.named_parameters())[name]), name
+
+
+def test_a_schedule_moves_both_parts() -> None:
+    model = Model()
+    optimizer = muon_adamw(model, lr=0.1)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda done: 0.5**done)
+    step(model, optimizer)
+    schedule.step()
+    assert {group["lr"] for part in (optimizer.muon, optimizer.adamw) for group in part.param_groups} == {0.05}
+
+
+def test_resuming_from_its_state_continues_exactly() -> None:
+    model = Model()
+    optimizer = muon_adamw(model, lr=0.1)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda done: 0.5**done)
+    step(model, optimizer)
+    schedule.step()
+    other = copy.deepcopy(model)
+    resumed = muon_adamw(other, lr=0.1)
+    resumed_schedule = torch.optim.lr_scheduler.LambdaLR(resumed, lambda done: 0.5**done)
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    resumed_schedule.load_state_dict(schedule.state_dict())
+    for _ in range(2):
+        for pair in ((model, optimizer, schedule), (other, resumed, resumed_schedule)):
+            step(pair[0], pair[1])
+            pair[2].step()
+    for one, two in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(one, two)
+
+
+def test_muon_is_refused_where_parameters_are_shards(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:
+    arguments = training_arguments({"output_dir": str(tmp_path)})
+    assert build_optimizer("adamw", Model(), arguments) is None
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(UserError, match="optimizer: got muon_adamw under DeepSpeed or FSDP"):
+        build_optimizer("muon_adamw", Model(), arguments)

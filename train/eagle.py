@@ -1,0 +1,67 @@
+"""Train an EAGLE-3 head for a frozen target (arXiv 2503.01840).
+
+accelerate launch --config_file accelerate_configs/cpu.yaml train/eagle.py recipe=pico/eagle3
+"""
+
+import sys
+
+from transformers import set_seed
+
+from specdistill.command import run
+from specdistill.data import draft_vocabulary, training_data
+from specdistill.drafts.build import build_eagle3
+from specdistill.drafts.checkpoint import load_eagle3, save_eagle3
+from specdistill.recipe import Recipe
+from specdistill.targets.frozen import FrozenTarget, check_aux_layers
+from specdistill.training.arguments import training_arguments
+from specdistill.training.optimizer import build_optimizer
+from specdistill.training.run_directory import RunDirectory
+from specdistill.training.trainer import DraftTrainer
+from specdistill.training.trajectory import TrainingCurve
+
+
+def main(recipe: Recipe) -> None:
+    arguments = training_arguments(recipe.train)
+    directory = RunDirectory.create(arguments.output_dir, recipe)
+    set_seed(arguments.seed)
+
+    # Target
+    target = FrozenTarget.load(**vars(recipe.target))
+    check_aux_layers(recipe.draft.aux_layers, target.num_layers)
+
+    # Data
+    train_set, eval_set = training_data(recipe.data, target.tokenizer, target.model, fingerprint=target.fingerprint())
+    directory.record_provenance(
+        target=target.name, target_revision=target.revision, data_fingerprint=train_set._fingerprint, rows=len(train_set)
+    )
+
+    # Draft
+    if recipe.draft.init:
+        draft = load_eagle3(recipe.draft.init, target, key="draft.init")
+    else:
+        vocabulary = draft_vocabulary(train_set, target.vocab_size, recipe.draft.vocab_size)
+        draft = build_eagle3(target, draft_vocabulary=vocabulary, seed=arguments.seed, **recipe.draft.shape())
+
+    # Trainer
+    trainer = DraftTrainer(
+        draft,
+        target,
+        arguments,
+        train_set,
+        eval_set,
+        ttt_steps=recipe.draft.ttt_steps,
+        divergence=recipe.loss.divergence,
+        step_decay=recipe.loss.step_decay,
+        temperature=recipe.loss.temperature,
+        optimizer=build_optimizer(recipe.optimizer, draft, arguments),
+        callbacks=[TrainingCurve(directory.path / "training_curve.png")],
+    )
+
+    # Train and save
+    trainer.train(resume_from_checkpoint=directory.last_checkpoint())
+    if trainer.is_world_process_zero():
+        save_eagle3(trainer.best_draft(), directory.draft)
+
+
+if __name__ == "__main__":
+    sys.exit(run(main, Recipe))
