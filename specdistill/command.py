@@ -1,7 +1,8 @@
 """What every command shares: `key=value` arguments, `--help` from the recipe's dataclasses, one line and an exit code for a failure."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import TypeVar
 
 from specdistill.errors import ExitCode, ResourceError, UserError
@@ -9,20 +10,33 @@ from specdistill.recipe import describe, load_recipe
 
 R = TypeVar("R")
 
+NO_SHORTHANDS: Mapping[str, str] = MappingProxyType({})
 
-def run(main: Callable[[R], ExitCode | None], schema: type[R], arguments: list[str] | None = None) -> ExitCode:
+
+def run(
+    main: Callable[[R], ExitCode | None],
+    schema: type[R],
+    arguments: list[str] | None = None,
+    *,
+    shorthands: Mapping[str, str] = NO_SHORTHANDS,
+    without_recipe: Sequence[str] = (),
+) -> ExitCode:
     """Load a recipe from the command line and run `main` on it; `debug=true` shows the traceback of a user's mistake.
+
+    shorthands: short key -> recipe key, as {"target": "target.model"} lets `target=pico` stand for `target.model=pico`.
+    without_recipe: arguments that come first when there is no `recipe=`, for keys that only recipes need to set.
 
     Returns the exit code; scripts end with `sys.exit(run(main, Recipe))`.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
     if {"-h", "--help"} & set(arguments):
-        print_help(main.__globals__.get("__doc__") or "", schema)
+        print_help(main.__globals__.get("__doc__") or "", schema, shorthands)
         return ExitCode.DONE
     debug = "debug=true" in arguments
     try:
-        recipe = load_recipe(schema, [argument for argument in arguments if not argument.startswith("debug=")])
-        return main(recipe) or ExitCode.DONE
+        given = [_spell_out(argument, shorthands) for argument in arguments if not argument.startswith("debug=")]
+        first = [] if any(argument.startswith("recipe=") for argument in given) else without_recipe
+        return main(load_recipe(schema, [*first, *given])) or ExitCode.DONE
     except (UserError, ResourceError) as error:
         if debug:
             raise
@@ -30,9 +44,16 @@ def run(main: Callable[[R], ExitCode | None], schema: type[R], arguments: list[s
         return ExitCode.USER_ERROR if isinstance(error, UserError) else ExitCode.RESOURCE_ERROR
 
 
-def print_help(introduction: str, schema: type) -> None:
+def print_help(introduction: str, schema: type, shorthands: Mapping[str, str] = NO_SHORTHANDS) -> None:
     """The command's docstring, then its keys with type, default and meaning."""
     print(introduction.strip(), "\n\nKeys (key=value):")
     for key, kind, default, text in describe(schema):
         print(f"  {key:34} {text} [{kind}; default {default}]")
+    for short, key in shorthands.items():
+        print(f"  {short:34} short for {key}")
     print(f"  {'debug':34} show the traceback of a user's mistake [bool; default false]")
+
+
+def _spell_out(argument: str, shorthands: Mapping[str, str]) -> str:
+    key, separator, value = argument.partition("=")
+    return f"{shorthands.get(key, key)}{separator}{value}"

@@ -61,9 +61,9 @@ class RegenerateConfig:
 class DataConfig:
     source: Any = option("pico", "pico, a jsonl/json/parquet file, a Hub id, or a list of {source, weight, split}")
     split: str = option("train", "split of the source")
-    max_length: int = option(512, "tokens in a packed row; longer documents are left out", least=2)
+    max_length: int = option(512, "tokens in a packed row; longer documents are left out", least=8)
     validation_fraction: float = option(
-        0.02, "share of the documents held out for the training-time evaluation", least=0, most=0.5
+        0.02, "share of the documents held out for the training-time evaluation", least=0, most=0.9
     )
     packing: bool = option(True, "put several documents into a row; they never see each other")
     supervise: str = option("assistant", "tokens that carry loss", choices=["assistant", "all"])
@@ -198,6 +198,14 @@ def load_recipe(schema: type[R], arguments: Sequence[str]) -> R:
     return recipe
 
 
+def schema_of(arguments: Sequence[str]) -> type[Recipe] | type[TargetRecipe]:
+    """The schema that the file of a `recipe=…` argument is written for: a target's own recipe has keys that a draft's lacks."""
+    names = [value for key, value in map(_split_argument, arguments) if key == "recipe"]
+    keys = set(_read_yaml(find_recipe(names[-1]))) if names else set()
+    draft, target = ({entry.name for entry in dataclasses.fields(schema)} for schema in (Recipe, TargetRecipe))
+    return TargetRecipe if keys & (target - draft) else Recipe
+
+
 def find_recipe(name: str) -> Path:
     """A recipe's path: the path itself, or a name under `recipes/` without the ending."""
     for candidate in (Path(name), RECIPES / f"{name}.yaml"):
@@ -209,7 +217,12 @@ def find_recipe(name: str) -> Path:
 
 def save_recipe(recipe: Any, path: Path) -> None:
     """Write the resolved recipe; `load_recipe` reads it back equal."""
-    path.write_text(OmegaConf.to_yaml(OmegaConf.structured(recipe)), encoding="utf-8")
+    path.write_text(recipe_yaml(recipe), encoding="utf-8")
+
+
+def recipe_yaml(recipe: Any) -> str:
+    """A resolved recipe as YAML, every key in its place."""
+    return OmegaConf.to_yaml(OmegaConf.structured(recipe))
 
 
 def describe(schema: type) -> list[tuple[str, str, str, str]]:

@@ -8,7 +8,8 @@ import sys
 from transformers import set_seed
 
 from specdistill.command import run
-from specdistill.data import draft_vocabulary, training_data
+from specdistill.data import training_data
+from specdistill.data.vocabulary import draft_vocabulary
 from specdistill.drafts.build import build_eagle3
 from specdistill.drafts.checkpoint import load_eagle3, save_eagle3
 from specdistill.recipe import Recipe
@@ -22,7 +23,7 @@ from specdistill.training.trajectory import TrainingCurve
 
 def main(recipe: Recipe) -> None:
     arguments = training_arguments(recipe.train)
-    directory = RunDirectory.create(arguments.output_dir, recipe)
+    directory = RunDirectory.open(arguments.output_dir, recipe)
     set_seed(arguments.seed)
 
     # Target
@@ -31,9 +32,6 @@ def main(recipe: Recipe) -> None:
 
     # Data
     train_set, eval_set = training_data(recipe.data, target.tokenizer, target.model, fingerprint=target.fingerprint())
-    directory.record_provenance(
-        target=target.name, target_revision=target.revision, data_fingerprint=train_set._fingerprint, rows=len(train_set)
-    )
 
     # Draft
     if recipe.draft.init:
@@ -41,6 +39,12 @@ def main(recipe: Recipe) -> None:
     else:
         vocabulary = draft_vocabulary(train_set, target.vocab_size, recipe.draft.vocab_size)
         draft = build_eagle3(target, draft_vocabulary=vocabulary, seed=arguments.seed, **recipe.draft.shape())
+
+    # The run's record, before the first step
+    if arguments.process_index == 0:
+        directory.record(
+            target=target.name, target_revision=target.revision, data_fingerprint=train_set._fingerprint, rows=len(train_set)
+        )
 
     # Trainer
     trainer = DraftTrainer(

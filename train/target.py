@@ -26,7 +26,7 @@ def main(recipe: TargetRecipe) -> None:
     arguments = training_arguments(
         recipe.train, use_cpu=not torch.cuda.is_available(), per_device_train_batch_size=1, per_device_eval_batch_size=1
     )
-    directory = RunDirectory.create(arguments.output_dir, recipe)
+    directory = RunDirectory.open(arguments.output_dir, recipe)
     set_seed(arguments.seed)
 
     # Tokenizer and data
@@ -45,7 +45,7 @@ def main(recipe: TargetRecipe) -> None:
         )
     )
     eval_set = Dataset.from_dict({"input_ids": held_out[: 8 * 32 * 256].view(8, 32, 256).tolist()})
-    directory.record_provenance(train_tokens=len(train_stream), data_fingerprint=str(hash(tuple(train_stream.tolist()))))
+    directory.record(train_tokens=len(train_stream), data_fingerprint=str(hash(tuple(train_stream.tolist()))))
 
     # Model; eager attention, because the CPU's fused kernel is slow for short rows
     config = llama_config(tokenizer, shape.num_layers, shape.hidden_size, shape.intermediate_size, shape.context_length)

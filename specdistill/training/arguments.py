@@ -45,12 +45,15 @@ def training_arguments(train: Mapping[str, Any], **defaults: Any) -> TrainingArg
 
 
 def _cpu_processes() -> dict[str, Any]:
-    """How several processes talk to each other on a machine without a GPU."""
-    if _num_processes() == 1 or torch.cuda.is_available():
+    """What a machine without a GPU needs: no pinned memory, and a way for several processes to talk to each other."""
+    if torch.cuda.is_available():
         return {}
+    unpinned = {"dataloader_pin_memory": False}
+    if _num_processes() == 1:
+        return unpinned
     if _launched_with("DEEPSPEED") or _launched_with("FSDP"):
-        return {"ddp_backend": "gloo"}  # use_cpu would switch sharding off
-    return {"use_cpu": True}
+        return {**unpinned, "ddp_backend": "gloo"}  # use_cpu would switch sharding off
+    return {**unpinned, "use_cpu": True}
 
 
 def _join_processes(arguments: TrainingArguments) -> None:

@@ -4,6 +4,7 @@ The record (resolved recipe, command, versions, revision, data fingerprint) is w
 """
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from specdistill.errors import UserError
 from specdistill.project import ROOT
-from specdistill.recipe import save_recipe
+from specdistill.recipe import recipe_yaml, save_recipe
 
 PACKAGES = ("specdistill", "torch", "transformers", "accelerate", "datasets", "tokenizers", "safetensors")
 
@@ -24,34 +25,52 @@ PACKAGES = ("specdistill", "torch", "transformers", "accelerate", "datasets", "t
 @dataclass(frozen=True)
 class RunDirectory:
     path: Path
+    recipe: Any
 
     @classmethod
-    def create(cls, output_dir: str, recipe: Any) -> "RunDirectory":
-        """Open a run's folder, new or interrupted. Raises UserError when it cannot be written or holds another or a finished run."""
-        run = cls(Path(output_dir))
-        try:
-            (run.path / "run").mkdir(parents=True, exist_ok=True)
-            (run.path / "run" / ".writable").touch()
-            (run.path / "run" / ".writable").unlink()
-        except OSError as error:
+    def open(cls, output_dir: str, recipe: Any) -> "RunDirectory":
+        """A run's folder, new or interrupted; nothing is written yet.
+
+        Raises UserError when it cannot be written, or holds other files, another run or a finished one.
+        """
+        run = cls(Path(output_dir), recipe)
+        place = next(path for path in (run.path, *run.path.absolute().parents) if path.exists())
+        if not place.is_dir() or not os.access(place, os.W_OK):
+            raise UserError("train.output_dir", got=output_dir, expected="a folder that can be written")
+        held = run._holds()
+        if held:
             raise UserError(
-                "train.output_dir", got=f"{output_dir} ({error.strerror})", expected="a folder that can be written"
-            ) from error
-        record = run.path / "run" / "recipe.yaml"
-        before = record.read_text(encoding="utf-8") if record.exists() else None
-        if before is None and any(entry.name != "run" for entry in run.path.iterdir()):
-            raise UserError("train.output_dir", got=f"{output_dir}, which holds other files", expected="a new or empty folder")
-        fresh = run.path / "run" / ".recipe.yaml"
-        save_recipe(recipe, fresh)
-        same = before is None or before == fresh.read_text(encoding="utf-8")
-        if not same or run.draft.exists():
-            fresh.unlink()
-            what = "a finished run" if same else "a run of another recipe"
-            raise UserError(
-                "train.output_dir", got=f"{output_dir}, which holds {what}", expected="a new folder, or an interrupted run"
+                "train.output_dir", got=f"{output_dir}, which holds {held}", expected="a new folder, or an interrupted run"
             )
-        fresh.replace(record)
         return run
+
+    def record(self, **facts: Any) -> None:
+        """Write what the run is made of, before its first step: the resolved recipe; command, versions, git revision, the facts given."""
+        provenance = {
+            "created": datetime.now(UTC).isoformat(timespec="seconds"),
+            "command": sys.argv,
+            "python": sys.version.split()[0],
+            "packages": {name: version(name) for name in PACKAGES},
+            "git_revision": git_revision(),
+            **facts,
+        }
+        (self.path / "run").mkdir(parents=True, exist_ok=True)
+        save_recipe(self.recipe, self._recipe_file)
+        (self.path / "run" / "provenance.json").write_text(json.dumps(provenance, indent=2) + "\n", encoding="utf-8")
+
+    def _holds(self) -> str | None:
+        """What stands in the way of a run in this folder, in words."""
+        if not self.path.exists() or not any(self.path.iterdir()):
+            return None
+        if not self._recipe_file.exists():
+            return "other files"
+        if self._recipe_file.read_text(encoding="utf-8") != recipe_yaml(self.recipe):
+            return "a run of another recipe"
+        return "a finished run" if self.draft.exists() else None
+
+    @property
+    def _recipe_file(self) -> Path:
+        return self.path / "run" / "recipe.yaml"
 
     @property
     def draft(self) -> Path:
@@ -61,19 +80,6 @@ class RunDirectory:
         """Where an interrupted run stopped, for `resume_from_checkpoint`."""
         checkpoint: str | None = get_last_checkpoint(str(self.path))
         return checkpoint
-
-    def record_provenance(self, **facts: Any) -> None:
-        """Write provenance.json: command, versions, git revision and the facts given (data fingerprint, target revision)."""
-        provenance = {
-            "created": datetime.now(UTC).isoformat(timespec="seconds"),
-            "command": sys.argv,
-            "python": sys.version.split()[0],
-            "packages": {name: version(name) for name in PACKAGES},
-            "git_revision": git_revision(),
-            **facts,
-        }
-        path = self.path / "run" / "provenance.json"
-        path.write_text(json.dumps(provenance, indent=2) + "\n", encoding="utf-8")
 
 
 def git_revision() -> str | None:

@@ -1,0 +1,157 @@
+"""Texts and conversations as token ids, with the mask of the tokens that carry loss: the assistant's, or all of them.
+
+A conversation is rendered by the target's own chat template. Where the template marks what the assistant writes (`{% generation %}`),
+its marks are the mask. Elsewhere the assistant's spans are found by rendering: a turn starts where the conversation before it, with the
+generation prompt, ends; its content ends where a marker put there comes out; what the template closes the turn with belongs to it too,
+since the target has to write that. Without the markers, what was rendered must be the conversation, character for character.
+"""
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
+
+from specdistill.errors import UserError
+
+Message = dict[str, str]
+Render = Callable[[Sequence[Message], bool], str]
+GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
+MARKER = "[[specdistill-marks-this-place]]"
+SHOWN_CHARACTERS = 240
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """Token ids and, for each, 1 where it carries loss."""
+
+    input_ids: list[int]
+    supervise: list[int]
+
+
+def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> Encoded:
+    """A text as the target reads it, with its end-of-text token; every token carries loss."""
+    ids = list(tokenizer(text)["input_ids"])
+    if tokenizer.eos_token_id is not None and ids[-1:] != [tokenizer.eos_token_id]:
+        ids.append(tokenizer.eos_token_id)
+    return Encoded(ids, [1] * len(ids))
+
+
+def encode_chat(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], supervise: str, where: str = "data.source"
+) -> Encoded:
+    """A conversation by the target's chat template; `supervise` is `assistant` or `all`.
+
+    Raises UserError, with the rendered text, where the assistant's tokens come out as none or as all of them.
+    """
+    rendered = render(tokenizer, messages, where=where)
+    encoding = tokenizer(rendered, add_special_tokens=False, return_offsets_mapping=True)
+    ids = list(encoding["input_ids"])
+    if supervise == "all":
+        return Encoded(ids, [1] * len(ids))
+    if has_generation_tags(tokenizer):
+        mask = _mask_by_tags(tokenizer, messages)
+    else:
+        spans = assistant_spans(lambda turns, prompt: render(tokenizer, turns, prompt, where), messages, where)
+        mask = [int(any(left < end and start < right for start, end in spans)) for left, right in encoding["offset_mapping"]]
+    if sum(mask) in (0, len(mask)):
+        got = f"{sum(mask)} of {len(mask)} tokens written by the assistant in {shortened(rendered)!r}"
+        raise UserError(where, got=got, expected="a conversation of which the assistant writes a part (or data.supervise=all)")
+    return Encoded(ids, mask)
+
+
+def prompt_ids(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], where: str = "data.source") -> list[int]:
+    """The conversation up to its first assistant turn, as the target reads it just before it answers."""
+    roles = [message["role"] for message in messages]
+    end = roles.index("assistant") if "assistant" in roles else len(roles)
+    return list(tokenizer(render(tokenizer, messages[:end], True, where), add_special_tokens=False)["input_ids"])
+
+
+def render(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], generation_prompt: bool = False, where: str = "data.source"
+) -> str:
+    if tokenizer.chat_template is None:
+        raise UserError(
+            where,
+            got="conversations for a target whose tokenizer has no chat template",
+            expected="text rows, or a target.model with a chat template",
+        )
+    try:
+        return str(tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=generation_prompt))
+    except TemplateError as error:
+        roles = ", ".join(message["role"] for message in messages)
+        raise UserError(
+            where, got=f"turns {roles}: {error}", expected="a conversation that the target's chat template takes"
+        ) from error
+
+
+def has_generation_tags(tokenizer: PreTrainedTokenizerBase) -> bool:
+    return bool(GENERATION_TAG.search(tokenizer.get_chat_template()))
+
+
+def assistant_spans(render: Render, messages: Sequence[Message], where: str = "data.source") -> list[tuple[int, int]]:
+    """Character spans [start, end) of what the assistant writes in `render(messages, False)`, each turn's closing text included."""
+    whole = render(messages, False)
+    turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+    marked = [_marked(message, at_end=True) if message["role"] == "assistant" else message for message in messages]
+    ends = _marker_positions(render(marked, False), whole)
+    starts = [_prefix_start(render, messages[:turn], whole) for turn in turns]
+    if None in starts:  # the template renders a conversation's last turns otherwise than the same turns before others
+        opened = [_marked(message, at_end=False) if message["role"] == "assistant" else message for message in messages]
+        starts = list(_marker_positions(render(opened, False), whole))
+    if not len(starts) == len(ends) == len(turns):
+        got = f"a chat template that changes what the assistant wrote in {shortened(whole)!r}"
+        raise UserError(where, got=got, expected="a template with {% generation %} tags, or data.supervise=all")
+    spans = []
+    for turn, start, content_end in zip(turns, starts, ends, strict=True):
+        closing = render(marked[: turn + 1], False).rpartition(MARKER)[2].rstrip()
+        end = content_end + len(closing) if whole.startswith(closing, content_end) else content_end
+        spans.append((min(start or 0, content_end), end))
+    return spans
+
+
+def _prefix_start(render: Render, before: Sequence[Message], whole: str) -> int | None:
+    """Where the next turn starts: after `before` and the generation prompt, as far as the whole conversation has that prompt.
+
+    Some templates prompt with more (an empty thought) than they render once the turn is written. None where `whole` does not even
+    start with `before`.
+    """
+    if not before:
+        return 0
+    prompted = render(before, True)
+    start = next(
+        (index for index, (a, b) in enumerate(zip(prompted, whole, strict=False)) if a != b), min(len(prompted), len(whole))
+    )
+    return start if start >= len(render(before, False).rstrip()) else None
+
+
+def _marked(message: Message, at_end: bool) -> Message:
+    """A message with the marker at its end or start, inside the white space around it, which a template may strip."""
+    content = message["content"]
+    body = content.strip()
+    position = len(content.rstrip()) if at_end else content.find(body)
+    return {**message, "content": content[:position] + MARKER + content[position:]}
+
+
+def _marker_positions(rendered: str, whole: str) -> list[int]:
+    """Where in `whole` the markers of `rendered` came out; none unless `rendered` is `whole` but for them."""
+    pieces = rendered.split(MARKER)
+    if "".join(pieces) != whole:
+        return []
+    return list(accumulate(len(piece) for piece in pieces[:-1]))
+
+
+def _mask_by_tags(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> list[int]:
+    encoding: Any = tokenizer.apply_chat_template(
+        list(messages), tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+    )
+    return list(encoding["assistant_masks"])
+
+
+def shortened(text: str) -> str:
+    """The beginning and the end of a text too long for an error message."""
+    half = SHOWN_CHARACTERS // 2
+    return text if len(text) <= SHOWN_CHARACTERS else f"{text[:half]} … {text[-half:]}"

@@ -1,0 +1,121 @@
+"""Documents into rows of equal length: several to a row, each with its own id and its own positions, the rest padding.
+
+Columns of a row, all `max_length` long: `input_ids`; `supervise` (1 where the token carries loss); `document_ids` (0, 1, 2, … in the
+row, -1 for padding): tokens see only their own document; `position_ids`, which restart at 0 with each document.
+"""
+
+import logging
+import random
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from datasets import Dataset, List, Value
+from torch import Tensor
+
+from specdistill.data.cache import Row, cached, fingerprint_of
+from specdistill.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+COLUMNS = {
+    "input_ids": List(Value("int32")),
+    "supervise": List(Value("int8")),
+    "document_ids": List(Value("int32")),
+    "position_ids": List(Value("int32")),
+}
+MIN_TOKENS = 3  # a draft reads two tokens before there is a third to be right about
+PADDING_DOCUMENT = -1
+CHUNK = 4096  # pieces packed at a time: rows then mix lengths, and the search stays quick
+
+
+class Piece(NamedTuple):
+    """Tokens [start, stop) of a document."""
+
+    document: int
+    start: int
+    stop: int
+
+
+def usable(lengths: Sequence[int], may_cut: Sequence[bool], max_length: int) -> list[int]:
+    """Documents worth packing: of at least MIN_TOKENS, and no longer than a row unless they may be cut.
+
+    Raises UserError when there are none because all are too long.
+    """
+    too_short = [length < MIN_TOKENS for length in lengths]
+    too_long = [length > max_length and not cut for length, cut in zip(lengths, may_cut, strict=True)]
+    kept = [index for index, flags in enumerate(zip(too_short, too_long, strict=True)) if not any(flags)]
+    if not kept and any(too_long):
+        shortest = min(length for length, long in zip(lengths, too_long, strict=True) if long)
+        raise UserError("data.max_length", got=max_length, expected=f"{shortest} or more: every row of data.source is longer")
+    if not kept:
+        raise UserError("data.source", got=f"{len(lengths)} rows of fewer than {MIN_TOKENS} tokens", expected="longer rows")
+    for count, what in ((sum(too_long), f"longer than data.max_length={max_length}"), (sum(too_short), "too short to use")):
+        if count:
+            logger.warning("%d of %d documents are %s tokens and are left out", count, len(lengths), what)
+    return kept
+
+
+def cut(lengths: Sequence[int], max_length: int) -> list[Piece]:
+    """Every document in consecutive pieces of nearly equal length, as few as `max_length` allows."""
+    pieces = []
+    for document, length in enumerate(lengths):
+        count = -(-length // max_length)
+        bounds = [length * index // count for index in range(count + 1)]
+        pieces += [Piece(document, start, stop) for start, stop in pairwise(bounds)]
+    return pieces
+
+
+def fill_rows(pieces: Sequence[Piece], max_length: int, packing: bool, seed: int) -> list[list[Piece]]:
+    """Which pieces share a row: in each shuffled chunk, longest first, every piece goes where it leaves the least room."""
+    shuffled = list(pieces)
+    random.Random(seed).shuffle(shuffled)
+    if not packing:
+        return [[piece] for piece in shuffled]
+    rows: list[list[Piece]] = []
+    for first in range(0, len(shuffled), CHUNK):
+        spaces: list[tuple[int, int]] = []  # (tokens free, row), sorted
+        for piece in sorted(shuffled[first : first + CHUNK], key=lambda piece: piece.start - piece.stop):
+            length = piece.stop - piece.start
+            best = bisect_left(spaces, (length, 0))
+            if best == len(spaces):
+                rows.append([])
+                space, row = max_length, len(rows) - 1
+            else:
+                space, row = spaces.pop(best)
+            rows[row].append(piece)
+            insort(spaces, (space - length, row))
+    random.Random(seed).shuffle(rows)
+    return rows
+
+
+def pack(
+    documents: Dataset, max_length: int, packing: bool, pad_token_id: int, seed: int, cache_dir: str | None = None
+) -> Dataset:
+    """Rows of `max_length` from documents with columns `input_ids`, `supervise` and `length`."""
+    lengths = list(documents["length"])
+    rows = fill_rows(cut(lengths, max_length), max_length, packing, seed)
+    share = 100 * sum(lengths) / max(1, len(rows) * max_length)
+    logger.info("%d documents in %d rows of %d tokens, %.1f%% of them used", len(lengths), len(rows), max_length, share)
+    inputs = ["packed", fingerprint_of(documents), max_length, packing, pad_token_id, seed]
+    return cached(lambda: (_row(documents, row, max_length, pad_token_id) for row in rows), COLUMNS, inputs, cache_dir)
+
+
+def _row(documents: Dataset, pieces: Sequence[Piece], max_length: int, pad_token_id: int) -> Row:
+    row: dict[str, list[int]] = {column: [] for column in COLUMNS}
+    for number, piece in enumerate(pieces):
+        document, length = documents[piece.document], piece.stop - piece.start
+        row["input_ids"] += document["input_ids"][piece.start : piece.stop]
+        row["supervise"] += document["supervise"][piece.start : piece.stop]
+        row["document_ids"] += [number] * length
+        row["position_ids"] += range(length)
+    padding = max_length - len(row["input_ids"])
+    fillers = {"input_ids": pad_token_id, "supervise": 0, "document_ids": PADDING_DOCUMENT, "position_ids": 0}
+    return {column: values + [fillers[column]] * padding for column, values in row.items()}
+
+
+def collate(rows: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
+    """A batch of rows as int64 tensors [B, T], one for each column."""
+    return {column: torch.tensor([row[column] for row in rows], dtype=torch.long) for column in COLUMNS}

@@ -1,0 +1,90 @@
+"""Prompts for the target to continue, taken from the rows of a source.
+
+Of a conversation: everything up to the first assistant turn, which the target then writes. Of a text: `prompt_tokens` tokens from its
+beginning, and from the beginnings of other lines where more prompts are wanted than there are texts (of words, where lines run out).
+"""
+
+import itertools
+import random
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from datasets import Dataset
+from transformers import PreTrainedTokenizerBase
+
+from specdistill.data.chat import prompt_ids
+
+CHARACTERS_PER_TOKEN = 16  # more than a token has on average, so that a snippet of text surely holds enough of them
+TEXTS_AT_ONCE = 64
+LINE_START = re.compile(r"^(?=[^\n]*\S)", re.MULTILINE)
+WORD_START = re.compile(r"(?<=\s)\S")
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Token ids to continue, the row they come from, and whether they ask for an assistant's answer."""
+
+    ids: list[int]
+    row: int
+    is_chat: bool
+    is_beginning: bool = True
+
+
+def chat_prompts(rows: Dataset, tokenizer: PreTrainedTokenizerBase, max_tokens: int, limit: int, seed: int) -> list[Prompt]:
+    """Up to `limit` prompts of at most `max_tokens`, one for each conversation, in shuffled order."""
+    found: list[Prompt] = []
+    for row, record in _shuffled(rows, seed):
+        if len(found) == limit:
+            break
+        if record["messages"] is not None:
+            ids = prompt_ids(tokenizer, record["messages"], f"data.source row {row}")
+            if len(ids) <= max_tokens:
+                found.append(Prompt(ids, row, is_chat=True))
+    return found
+
+
+def text_prompts(rows: Dataset, tokenizer: PreTrainedTokenizerBase, num_tokens: int, limit: int, seed: int) -> list[Prompt]:
+    """About `limit` prompts of exactly `num_tokens`: first the beginnings of the texts, then places within them."""
+    num_texts = sum(text is not None for text in rows["text"])
+    per_text = -(-2 * limit // max(1, num_texts))  # twice the need: some texts are short
+    generator = random.Random(seed)
+    found: list[Prompt] = []
+    texts = ((row, record["text"]) for row, record in _shuffled(rows, seed) if record["text"] is not None)
+    while len(found) < 2 * limit and (batch := list(itertools.islice(texts, TEXTS_AT_ONCE))):
+        starts = [(row, text, start) for row, text in batch for start in _starts(text, per_text, generator)]
+        snippets = [text[start : start + num_tokens * CHARACTERS_PER_TOKEN] for _, text, start in starts]
+        for (row, _, start), ids in zip(starts, tokenizer(snippets)["input_ids"], strict=True):
+            if len(ids) >= num_tokens:
+                found.append(Prompt(list(ids[:num_tokens]), row, is_chat=False, is_beginning=start == 0))
+    generator.shuffle(found)
+    return sorted(found, key=lambda prompt: not prompt.is_beginning)
+
+
+def repeated(prompts: Sequence[Prompt], temperatures: Sequence[float]) -> Iterator[tuple[Prompt, float]]:
+    """Every prompt at every temperature, one temperature after the other; then again and again where sampling writes something new."""
+    count = len(temperatures)
+    for turn in range(count):
+        for index, prompt in enumerate(prompts):
+            yield prompt, temperatures[(index + turn) % count]
+    sampled = [temperature for temperature in temperatures if temperature > 0]
+    while sampled and prompts:
+        for index, prompt in enumerate(prompts):
+            yield prompt, sampled[index % len(sampled)]
+
+
+def _starts(text: str, count: int, generator: random.Random) -> list[int]:
+    """The beginning of a text and up to `count` - 1 other places to start from."""
+    lines = [match.start() for match in LINE_START.finditer(text)]
+    places = lines[1:]
+    if len(places) < count - 1:
+        places = sorted({*places, *(match.start() for match in WORD_START.finditer(text))})
+    return [0, *generator.sample(places, min(count - 1, len(places)))]
+
+
+def _shuffled(rows: Dataset, seed: int) -> Iterator[tuple[int, dict[str, Any]]]:
+    order = list(range(len(rows)))
+    random.Random(seed).shuffle(order)
+    for row in order:
+        yield row, rows[row]

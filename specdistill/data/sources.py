@@ -1,0 +1,223 @@
+"""Where training rows come from, and the forms they come in, all brought to two: a text, or a conversation.
+
+A source is `pico` (the standard library's source, as modules and as chats), a jsonl, json or parquet file, a folder or Hub id that the
+datasets library can load, or a list of `{source, weight, split, name}`. Every row becomes `{"text": str, "messages": None}` or
+`{"text": None, "messages": [{"role", "content"}, …]}` with the roles system, user, assistant and tool.
+"""
+
+import hashlib
+import json
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+from datasets import Dataset, List, Value, load_dataset
+from datasets.exceptions import DatasetsError
+
+from specdistill.data.cache import Row, cached, fingerprint_of
+from specdistill.data.corpus import Split, chats, standard_library
+from specdistill.errors import ResourceError, UserError, nearest, one_line
+
+logger = logging.getLogger(__name__)
+
+COLUMNS = {"text": Value("string"), "messages": List({"role": Value("string"), "content": Value("string")})}
+LOADERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
+CONVERSATIONS = ("messages", "conversations", "conversation")
+EXCHANGES = (
+    ("instruction", "output"),
+    ("instruction", "response"),
+    ("prompt", "response"),
+    ("prompt", "completion"),
+    ("question", "answer"),
+)
+KNOWN_COLUMNS = ("text", *CONVERSATIONS, "instances", *dict.fromkeys(name for pair in EXCHANGES for name in pair))
+EXPECTED = "text, messages, conversations, or instruction and output (prompt and response, question and answer)"
+ROLES = {
+    **dict.fromkeys(("user", "human", "prompter"), "user"),
+    **dict.fromkeys(("assistant", "gpt", "chatgpt", "bot", "model", "function_call", "tool_call"), "assistant"),
+    **dict.fromkeys(("system", "developer"), "system"),
+    **dict.fromkeys(("tool", "observation", "function", "function_response", "tool_response"), "tool"),
+}
+
+
+@dataclass(frozen=True)
+class Source:
+    """Rows of one source, and how many times they are used: 1 once, 0.5 half of them, 2 twice. `key` names it in error messages."""
+
+    rows: Dataset
+    weight: float
+    key: str
+
+
+def load_sources(source: Any, split: str, cache_dir: str | None = None) -> list[Source]:
+    """Load `data.source`. Raises UserError for what the user named wrongly, ResourceError where the Hub fails."""
+    if isinstance(source, str):
+        return [Source(load_rows(source, split, cache_dir=cache_dir), 1.0, "data.source")]
+    if not isinstance(source, Sequence) or not source:
+        raise UserError(
+            "data.source", got=repr(source), expected="pico, a file, a Hub id, or a list of {source, weight, split}"
+        )
+    return [_load_entry(entry, f"data.source[{index}]", split, cache_dir) for index, entry in enumerate(source)]
+
+
+def _load_entry(entry: Any, key: str, split: str, cache_dir: str | None) -> Source:
+    fields = ("source", "weight", "split", "name")
+    if not isinstance(entry, Mapping) or not isinstance(entry.get("source"), str):
+        raise UserError(key, got=repr(entry), expected="{source, weight, split} with the name of a source")
+    for field in entry:
+        if field not in fields:
+            raise UserError(f"{key}.{field}", got="an unknown key", expected=", ".join(fields), nearest=nearest(field, fields))
+    weight = entry.get("weight", 1.0)
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not weight > 0:
+        raise UserError(f"{key}.weight", got=repr(weight), expected="a number above 0 (2 uses every row twice)")
+    rows = load_rows(
+        entry["source"], entry.get("split", split), name=entry.get("name"), key=f"{key}.source", cache_dir=cache_dir
+    )
+    return Source(rows, float(weight), f"{key}.source")
+
+
+def load_rows(
+    source: str, split: str, *, name: str | None = None, key: str = "data.source", cache_dir: str | None = None
+) -> Dataset:
+    """One source's rows in the two common forms; `name` picks a configuration of a Hub id."""
+    if source == "pico":
+        return _pico(split, cache_dir)
+    raw = _load(source, split, name, key, cache_dir)
+    if len(raw) == 0:
+        raise UserError(key, got=f"{source}, which holds no rows", expected="a dataset with rows")
+    if not _is_known(raw.column_names):
+        close = next((match for column in raw.column_names if (match := nearest(column, KNOWN_COLUMNS))), None)
+        raise UserError(key, got=f"{source} with columns {', '.join(raw.column_names)}", expected=EXPECTED, nearest=close)
+
+    def normalised() -> Iterator[Row]:
+        dropped = 0
+        for index, row in enumerate(raw):
+            made = list(normalise(row, f"{key} row {index}"))
+            dropped += not made
+            yield from made
+        if dropped:
+            logger.warning("%s: %d of %d rows of %s hold no text and are left out", key, dropped, len(raw), source)
+
+    rows = cached(normalised, COLUMNS, ["rows", fingerprint_of(raw)], cache_dir)
+    if len(rows) == 0:
+        raise UserError(key, got=f"{source}, whose rows are all empty", expected=EXPECTED)
+    return rows
+
+
+def normalise(row: Mapping[str, Any], where: str) -> Iterator[Row]:
+    """A row in any known form -> rows in the two common forms; nothing for a row without content."""
+    present = {column: value for column, value in row.items() if value}
+    conversation = next((present[column] for column in CONVERSATIONS if column in present), None)
+    exchange = next((pair for pair in EXCHANGES if pair[0] in present and pair[1] in present), None)
+    if conversation is not None:
+        messages = _conversation(conversation, where)
+        if messages and messages[0]["role"] != "system" and isinstance(present.get("system"), str):
+            messages = [{"role": "system", "content": present["system"]}, *messages]
+        yield {"text": None, "messages": messages}
+    elif "text" in present:
+        yield {"text": _string(present["text"], where, "text"), "messages": None}
+    elif (
+        "instances" in present and "instruction" in present
+    ):  # the self-instruct form: one instruction, several worked instances
+        for instance in present["instances"]:
+            yield _exchange(present["instruction"], instance.get("input"), instance.get("output"), where)
+    elif exchange is not None:
+        context = present.get("input") or present.get("context")
+        yield _exchange(present[exchange[0]], context, present[exchange[1]], where)
+
+
+def _pico(split: str, cache_dir: str | None) -> Dataset:
+    splits = get_args(Split)
+    if split not in splits:
+        raise UserError("data.split", got=split, expected=" or ".join(splits), nearest=nearest(split, splits))
+    modules = standard_library(split)  # type: ignore[arg-type]
+
+    def rows() -> Iterator[Row]:
+        for module in modules:
+            yield {"text": module.text, "messages": None}
+        for messages in chats(modules):
+            yield {"text": None, "messages": messages}
+
+    content = hashlib.sha256("\0".join(module.text for module in modules).encode()).hexdigest()
+    return cached(rows, COLUMNS, ["pico", content], cache_dir)
+
+
+def _load(source: str, split: str, name: str | None, key: str, cache_dir: str | None) -> Dataset:
+    path = Path(source)
+    if path.suffix in LOADERS:
+        return _load_file(path, split, key, cache_dir)
+    if not path.is_dir() and source.count("/") != 1:
+        expected = "pico, a jsonl, json or parquet file, a folder, or a Hub id as owner/name"
+        raise UserError(key, got=source, expected=expected, nearest=nearest(source, ["pico"]))
+    try:
+        return load_dataset(source, name, split=split, cache_dir=cache_dir)
+    except ValueError as error:  # an unknown split or configuration: the message lists the valid ones
+        raise UserError(key, got=f"{source}, split {split}: {error}", expected="a split and configuration of it") from error
+    except (DatasetsError, OSError) as error:
+        reason = one_line(str(error))[:300]
+        next_step = "check the id, HF_TOKEN if it is private, and the network, or give a local file"
+        raise ResourceError(f"{key}: {source} could not be loaded from the Hub ({reason})", next_step=next_step) from error
+
+
+def _load_file(path: Path, split: str, key: str, cache_dir: str | None) -> Dataset:
+    if not path.is_file():
+        siblings = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
+        close = nearest(path.name, siblings)
+        raise UserError(
+            key, got=f"{path}, which does not exist", expected="a file", nearest=str(path.parent / close) if close else None
+        )
+    if path.stat().st_size == 0:
+        raise UserError(key, got=f"{path}, which is empty", expected="a file with rows")
+    base, _, _ = split.partition("[")  # `train[:100]` is a slice of the only split a file has
+    if base != "train":
+        raise UserError("data.split", got=split, expected=f"train, the only split of the file {path.name}")
+    try:
+        return load_dataset(LOADERS[path.suffix], data_files=str(path), split=split, cache_dir=cache_dir)
+    except (DatasetsError, ValueError, TypeError) as error:
+        if "corresponds to no data" in str(error):
+            raise UserError(key, got=f"{path}, which holds no rows", expected="a dataset with rows") from error
+        reason = one_line(str(error.__cause__ or error))[:300]
+        raise UserError(
+            key, got=f"{path}, which does not read as {LOADERS[path.suffix]} ({reason})", expected="rows"
+        ) from error
+
+
+def _is_known(columns: Sequence[str]) -> bool:
+    single = {"text", *CONVERSATIONS}
+    pairs = (*EXCHANGES, ("instruction", "instances"))
+    return bool(single & set(columns)) or any(set(pair) <= set(columns) for pair in pairs)
+
+
+def _conversation(turns: Any, where: str) -> list[dict[str, str]]:
+    """Turns in the `role`/`content` or the ShareGPT `from`/`value` form; turns before the first question or instruction are dropped."""
+    if not isinstance(turns, list) or not all(isinstance(turn, Mapping) for turn in turns):
+        raise UserError(where, got=f"a conversation of type {type(turns).__name__}", expected="a list of turns")
+    messages = [_message(turn, where) for turn in turns]
+    first = next((index for index, message in enumerate(messages) if message["role"] in ("user", "system")), 0)
+    return messages[first:]
+
+
+def _message(turn: Mapping[str, Any], where: str) -> dict[str, str]:
+    role, content = turn.get("role", turn.get("from")), turn.get("content", turn.get("value"))
+    if role not in ROLES:
+        raise UserError(where, got=f"the role {role!r}", expected=", ".join(ROLES), nearest=nearest(str(role), ROLES))
+    if isinstance(content, list):  # content in parts, of which the text counts
+        content = "".join(part.get("text") or "" for part in content)
+    if not content and turn.get("tool_calls"):
+        content = json.dumps(turn["tool_calls"])
+    return {"role": ROLES[role], "content": _string(content or "", where, "content")}
+
+
+def _exchange(question: Any, context: Any, answer: Any, where: str) -> Row:
+    """An instruction, its input below it where there is one, and the answer to it."""
+    parts = [_string(part, where, "instruction") for part in (question, context) if part]
+    turns = [("user", "\n\n".join(parts)), ("assistant", _string(answer or "", where, "output"))]
+    return {"text": None, "messages": [{"role": role, "content": content} for role, content in turns]}
+
+
+def _string(value: Any, where: str, what: str) -> str:
+    if not isinstance(value, str):
+        raise UserError(where, got=f"{what} of type {type(value).__name__}", expected="a string")
+    return value

@@ -1,0 +1,255 @@
+"""The target writes: a batch of prompts continued token by token, each row at its own temperature.
+
+Where the time goes on a CPU (16 layers of 128, batches of 256 rows) is reading the keys and values, so that is what this module makes
+cheap, inside the model's own forward pass:
+
+* `GrowingLayer` keeps keys and values dense. The library's dynamic cache copies all of them at every token; a view into a larger buffer
+  is copied by oneDNN's bfloat16 product instead.
+* `grouped_attention` reads every key and value once for all the query heads that share it.
+* rows that have ended leave the batch, and on a CPU the batch is cut into one part per core: threads that never wait for one another
+  beat threads inside each of hundreds of small operations.
+
+Letters: B rows, P prompt tokens, V vocabulary.
+"""
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+BLOCK = 32  # tokens by which a cache grows: copying it then costs about as much as reading its unused tail
+CHECK_EVERY = 8  # steps between two looks at which rows have ended
+KEEP_SHARE = 0.75  # rows that have ended leave the batch once no more than this share is alive
+GROUPED_ATTENTION = "specdistill_grouped"
+
+
+class GrowingLayer(DynamicLayer):
+    """Keys and values of one layer in a dense [B, heads, room, head_dim] block; what lies beyond `length` is zero and masked."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.length = 0
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        end = self.length + key_states.shape[2]
+        if not self.is_initialized:
+            keys, values, self.is_initialized = key_states, value_states, True
+        else:
+            assert self.keys is not None and self.values is not None
+            keys, values = (_with_room(block, self.length, room(self.length, end)) for block in (self.keys, self.values))
+            keys[:, :, self.length : end] = key_states
+            values[:, :, self.length : end] = value_states
+        self.keys, self.values, self.length = keys, values, end
+        return keys, values
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return room(self.length, self.length + query_length), 0
+
+    def get_seq_length(self) -> int:
+        return self.length
+
+
+def room(seen: int, end: int) -> int:
+    """Tokens that attention runs over when `seen` are cached and `end` will be: a prompt exactly, then whole blocks."""
+    return end if seen == 0 else -(-end // BLOCK) * BLOCK
+
+
+def _with_room(block: Tensor, length: int, tokens: int) -> Tensor:
+    if block.shape[2] == tokens:
+        return block
+    larger = block.new_zeros(*block.shape[:2], tokens, block.shape[3])
+    larger[:, :, :length] = block[:, :, :length]
+    return larger
+
+
+def growing_cache(model: PreTrainedModel) -> DynamicCache:
+    """The library's cache for this model, its plain full-attention layers replaced by growing ones."""
+    cache = DynamicCache(config=model.config)
+    cache.layers = [GrowingLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
+    return cache
+
+
+def grouped_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention of one new token: query [B, heads, 1, D], key and value [B, shared heads, room, D] -> [B, 1, heads, D]."""
+    batch, heads, num_queries, width = query.shape
+    if num_queries > 1 or kwargs.get("position_bias") is not None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+    query = query.reshape(batch, key.shape[1], -1, width) * (width**-0.5 if scaling is None else scaling)
+    # Keys on the left: the product then streams through them in the order they are stored.
+    scores = (key @ query.transpose(2, 3)).transpose(2, 3)
+    if attention_mask is not None:
+        scores = scores.masked_fill(~attention_mask, float("-inf"))
+    mixed = scores.softmax(-1) @ value
+    return mixed.reshape(batch, 1, heads, -1), None
+
+
+AttentionInterface.register(GROUPED_ATTENTION, grouped_attention)
+AttentionMaskInterface.register(GROUPED_ATTENTION, sdpa_mask)
+
+
+@contextmanager
+def writer(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[PreTrainedModel]:
+    """The model made ready to write fast: weights in `dtype` (a copy where they are not), attention that suits its device."""
+    attention, training = model.config._attn_implementation, model.training
+    if model.dtype != dtype:
+        model = copy.deepcopy(model)
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(dtype)  # not `model.to`, which would round the rotary frequencies too
+    model.eval()
+    if model.device.type == "cpu" and attention == "sdpa":
+        model.set_attn_implementation(GROUPED_ATTENTION)
+    try:
+        yield model
+    finally:
+        model.set_attn_implementation(attention)
+        model.train(training)
+
+
+def fast_dtype(device: torch.device) -> torch.dtype:
+    """bfloat16 where the hardware multiplies it, else float32."""
+    if device.type == "cuda":
+        return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float32
+    return torch.bfloat16 if torch.cpu._is_avx512_bf16_supported() else torch.float32
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a batch is written: `end_ids` stop a row, which never writes more than `max_new_tokens`."""
+
+    max_new_tokens: int
+    end_ids: Sequence[int]
+    seed: int
+
+
+def write(
+    model: PreTrainedModel,
+    prompts: Sequence[Sequence[int]],
+    temperatures: Sequence[float],
+    sampling: Sampling,
+    on_tokens: Callable[[int], object] = lambda count: None,
+) -> list[list[int]]:
+    """Continue every prompt; returns the written tokens of each row, its end token included. Temperature 0 is greedy.
+
+    `on_tokens` hears how many tokens each step wrote. The same seed, prompts and number of cores give the same tokens.
+    """
+    parts = min(torch.get_num_threads(), len(prompts)) if model.device.type == "cpu" else 1
+    if parts == 1:
+        return _write_part(model, prompts, temperatures, sampling, on_tokens, part=0)
+    threads = torch.get_num_threads()
+
+    def one_part(part: int) -> list[list[int]]:
+        torch.set_num_threads(max(1, threads // parts))
+        return _write_part(model, prompts[part::parts], temperatures[part::parts], sampling, on_tokens, part)
+
+    try:
+        with ThreadPoolExecutor(parts) as pool:
+            written = list(pool.map(one_part, range(parts)))
+    finally:
+        torch.set_num_threads(threads)
+    return [written[row % parts][row // parts] for row in range(len(prompts))]
+
+
+@torch.inference_mode()
+def _write_part(
+    model: PreTrainedModel,
+    prompts: Sequence[Sequence[int]],
+    temperatures: Sequence[float],
+    sampling: Sampling,
+    on_tokens: Callable[[int], object],
+    part: int,
+) -> list[list[int]]:
+    device = model.device
+    generator = torch.Generator(device).manual_seed(sampling.seed * 1_009 + part)
+    ids_BP, seen_BT = _left_padded(prompts, sampling.max_new_tokens, device)
+    positions_B1 = seen_BT.sum(1, keepdim=True)
+    temperatures_B = torch.tensor(temperatures, device=device)
+    end_ids = torch.tensor(list(sampling.end_ids), device=device, dtype=torch.long)
+    written = torch.full((len(prompts), sampling.max_new_tokens), -1, device=device)
+    rows_B, ended_B = torch.arange(len(prompts), device=device), torch.zeros(len(prompts), dtype=torch.bool, device=device)
+    cache, length = growing_cache(model), ids_BP.shape[1]
+    step_ids, step_positions = ids_BP, (seen_BT[:, :length].cumsum(1) - 1).clamp(min=0)
+
+    for step in range(sampling.max_new_tokens):
+        visible = room(length - step_ids.shape[1], length)
+        logits_BV = model(
+            input_ids=step_ids,
+            attention_mask=seen_BT[:, :visible],
+            position_ids=step_positions,
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        ).logits[:, -1]
+        tokens_B = sample(logits_BV, temperatures_B, generator)
+        written[rows_B, step] = tokens_B
+        ended_B |= torch.isin(tokens_B, end_ids)
+        if step % CHECK_EVERY == CHECK_EVERY - 1:
+            alive = (~ended_B).nonzero().flatten()
+            on_tokens(CHECK_EVERY * len(alive))
+            if len(alive) == 0:
+                break
+            if len(alive) <= KEEP_SHARE * len(ended_B):
+                cache.batch_select_indices(alive)
+                rows_B, ended_B, tokens_B, temperatures_B = (
+                    rows_B[alive],
+                    ended_B[alive],
+                    tokens_B[alive],
+                    temperatures_B[alive],
+                )
+                seen_BT, positions_B1 = seen_BT[alive], positions_B1[alive]
+        seen_BT[:, length] = True
+        step_ids, step_positions = tokens_B[:, None], positions_B1 + step
+        length += 1
+    return [_until_end(row, sampling.end_ids) for row in written.tolist()]
+
+
+def sample(logits_BV: Tensor, temperatures_B: Tensor, generator: torch.Generator) -> Tensor:
+    """One token a row: the argmax at temperature 0, else a draw from softmax(logits / temperature) by inverting its cumulative sum.
+
+    One uniform number a row instead of the V that `torch.multinomial` draws, which on a CPU cost more than the head. float32.
+    """
+    tokens_B = logits_BV.argmax(-1)
+    sampled = (temperatures_B > 0).nonzero().flatten()
+    if len(sampled) > 0:
+        probabilities = (logits_BV[sampled].float() / temperatures_B[sampled, None]).softmax(-1)
+        cumulative = probabilities.cumsum(-1)
+        uniform = torch.rand(len(sampled), 1, generator=generator, device=logits_BV.device)
+        drawn = torch.searchsorted(cumulative, uniform * cumulative[:, -1:], right=True)
+        tokens_B[sampled] = drawn.squeeze(1).clamp(max=logits_BV.shape[1] - 1)
+    return tokens_B
+
+
+def _left_padded(prompts: Sequence[Sequence[int]], max_new_tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Token ids [B, P], prompts flush right, and which cache slots hold a token: [B, slots of the longest row]."""
+    width = max(len(prompt) for prompt in prompts)
+    ids = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt in prompts], device=device)
+    seen = torch.zeros(len(prompts), room(1, width + max_new_tokens), dtype=torch.bool, device=device)
+    for row, prompt in enumerate(prompts):
+        seen[row, width - len(prompt) : width] = True
+    return ids, seen
+
+
+def _until_end(row: list[int], end_ids: Sequence[int]) -> list[int]:
+    """The written tokens up to and with the first end token; -1 fills what was never written."""
+    for position, token in enumerate(row):
+        if token in end_ids:
+            return row[: position + 1]
+        if token == -1:
+            return row[:position]
+    return row

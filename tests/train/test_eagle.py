@@ -1,0 +1,137 @@
+"""train/eagle.py as a user runs it: what a run leaves, how it resumes, and what it says when the input is wrong."""
+
+import json
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+from specdistill.drafts.checkpoint import load_eagle3
+from specdistill.project import RECIPES, ROOT
+from specdistill.recipe import Recipe, load_recipe
+from specdistill.targets.frozen import FrozenTarget
+from tests.tiny import tiny_target_model, tiny_tokenizer
+
+SCRIPT = str(ROOT / "train" / "eagle.py")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny target and a text file."""
+    path = tmp_path_factory.mktemp("target")
+    tiny_target_model().save_pretrained(path / "model")
+    tiny_tokenizer().save_pretrained(path / "model")
+    rows = [json.dumps({"text": f"Row {index} says {index * 7} and then again {index * 7}."}) for index in range(60)]
+    (path / "rows.jsonl").write_text("\n".join(rows))
+    return path
+
+
+def arguments(folder: Path, output_dir: Path, *extra: str) -> list[str]:
+    return [
+        f"target.model={folder / 'model'}",
+        f"data.source={folder / 'rows.jsonl'}",
+        f"data.cache_dir={folder / 'cache'}",
+        "data.max_length=64",
+        "data.validation_fraction=0.1",
+        "draft.ttt_steps=3",
+        f"train.output_dir={output_dir}",
+        "train.max_steps=4",
+        "train.per_device_train_batch_size=4",
+        "train.learning_rate=1e-3",
+        "train.eval_strategy=steps",
+        "train.eval_steps=2",
+        "train.save_steps=2",
+        "train.load_best_model_at_end=true",
+        "train.metric_for_best_model=acceptance_length",
+        "train.report_to=none",
+        *extra,
+    ]
+
+
+def launch(monkeypatch: pytest.MonkeyPatch, *args: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["train/eagle.py", *args])
+    with pytest.raises(SystemExit) as caught:
+        runpy.run_path(SCRIPT, run_name="__main__")
+    return int(caught.value.code or 0)
+
+
+def test_a_run_leaves_a_draft_its_record_and_a_curve(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert launch(monkeypatch, *arguments(folder, tmp_path / "run")) == 0
+    run = tmp_path / "run"
+    target = FrozenTarget.load(str(folder / "model"))
+    assert load_eagle3(run / "draft", target).config.vocab_size == 260
+    assert json.loads((run / "run" / "provenance.json").read_text())["data_fingerprint"]
+    assert load_recipe(Recipe, [f"recipe={run / 'run' / 'recipe.yaml'}"]).draft.ttt_steps == 3
+    assert (run / "training_curve.png").stat().st_size > 1000
+    log = json.loads((run / "checkpoint-4" / "trainer_state.json").read_text())["log_history"]
+    assert any("eval_acceptance_length" in entry for entry in log)
+
+
+def test_regeneration_and_a_pruned_vocabulary_go_the_same_way(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    extra = ["data.regenerate.num_tokens=1500", "data.regenerate.prompt_tokens=8", "draft.vocab_size=50", "train.max_steps=2"]
+    assert launch(monkeypatch, *arguments(folder, tmp_path / "run", *extra)) == 0
+    config = json.loads((tmp_path / "run" / "draft" / "config.json").read_text())
+    assert config["draft_vocab_size"] == 50
+
+
+def test_an_interrupted_run_resumes_to_the_same_draft(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert launch(monkeypatch, *arguments(folder, tmp_path / "whole")) == 0
+    resumed = tmp_path / "resumed"
+    assert launch(monkeypatch, *arguments(folder, resumed)) == 0
+    for path in sorted((resumed / "draft").iterdir()):
+        path.unlink()
+    (resumed / "draft").rmdir()  # as if it had been killed after step 2
+    for path in sorted((resumed / "checkpoint-4").rglob("*"), reverse=True):
+        path.rmdir() if path.is_dir() else path.unlink()
+    (resumed / "checkpoint-4").rmdir()
+    assert launch(monkeypatch, *arguments(folder, resumed)) == 0
+    one, two = ((tmp_path / name / "draft" / "model.safetensors").read_bytes() for name in ("whole", "resumed"))
+    assert one == two
+
+
+def test_training_goes_on_from_an_earlier_draft(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert launch(monkeypatch, *arguments(folder, tmp_path / "first", "train.max_steps=2")) == 0
+    start = f"draft.init={tmp_path / 'first' / 'draft'}"
+    assert launch(monkeypatch, *arguments(folder, tmp_path / "second", start, "train.learning_rate=0.0")) == 0
+    one, two = ((tmp_path / name / "draft" / "model.safetensors").read_bytes() for name in ("first", "second"))
+    assert one == two
+
+
+@pytest.mark.parametrize(
+    ("extra", "key"),
+    [
+        ("draft.aux_layers=[1,9]", "draft.aux_layers"),
+        ("draft.vocab_size=5000", "draft.vocab_size"),
+        ("draft.init=nowhere", "draft.init"),
+        ("draft.ttt_steps=0", "draft.ttt_steps"),
+        ("target.model=nowhere/at/all", "target.model"),
+        ("data.source=nowhere.jsonl", "data.source"),
+        ("data.max_length=2", "data.max_length"),
+        ("train.learning_rte=1", "train.learning_rte"),
+        ("loss.step_decay=2", "loss.step_decay"),
+        ("loss.temperature=0", "loss.temperature"),
+        ("optimizer=adam", "optimizer"),
+    ],
+)
+def test_wrong_input_is_one_line_and_leaves_nothing(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], extra: str, key: str
+) -> None:
+    assert launch(monkeypatch, *arguments(folder, tmp_path / "run", extra)) == 2
+    error = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert len(error) == 1
+    assert error[0].startswith(f"error: {key}: got ")
+    assert not (tmp_path / "run").exists()
+
+
+def test_every_draft_recipe_takes_a_step(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The recipes that ship, shrunk: their keys reach a real optimizer step."""
+    recipes = sorted(path for path in RECIPES.rglob("*.yaml") if path.stem == "eagle3")
+    assert recipes
+    for recipe in recipes:
+        output_dir = tmp_path / recipe.parent.name
+        extra = ["data.regenerate.num_tokens=0", "draft.intermediate_size=64", "train.max_steps=1", "train.bf16=false"]
+        assert launch(monkeypatch, f"recipe={recipe}", *arguments(folder, output_dir, *extra)) == 0
+        assert (output_dir / "draft" / "model.safetensors").exists()
