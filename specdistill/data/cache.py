@@ -33,7 +33,7 @@ def cached(
             yield {**row, "_is_row": True}
         yield {**dict.fromkeys(columns), "_is_row": False}  # the library cannot store a dataset without rows
 
-    with _quiet():
+    with quiet():
         try:
             dataset = Dataset.from_generator(rows_and_mark, features=marked, cache_dir=cache_dir, fingerprint=fingerprint)
         except DatasetGenerationError as error:  # the library's wrapping of whatever went wrong in `make_rows`
@@ -58,7 +58,7 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """The library's own progress bars count rows that mean nothing to the user."""
     were_disabled = are_progress_bars_disabled()
     disable_progress_bars()

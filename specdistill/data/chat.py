@@ -34,7 +34,7 @@ class Encoded:
 
 def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> Encoded:
     """A text as the target reads it, with its end-of-text token; every token carries loss."""
-    ids = list(tokenizer(text)["input_ids"])
+    ids = list(tokenizer(text, verbose=False)["input_ids"])
     if tokenizer.eos_token_id is not None and ids[-1:] != [tokenizer.eos_token_id]:
         ids.append(tokenizer.eos_token_id)
     return Encoded(ids, [1] * len(ids))
@@ -48,7 +48,7 @@ def encode_chat(
     Raises UserError, with the rendered text, where the assistant's tokens come out as none or as all of them.
     """
     rendered = render(tokenizer, messages, where=where)
-    encoding = tokenizer(rendered, add_special_tokens=False, return_offsets_mapping=True)
+    encoding = tokenizer(rendered, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     ids = list(encoding["input_ids"])
     if supervise == "all":
         return Encoded(ids, [1] * len(ids))
@@ -145,9 +145,12 @@ def _marker_positions(rendered: str, whole: str) -> list[int]:
 
 
 def _mask_by_tags(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> list[int]:
-    encoding: Any = tokenizer.apply_chat_template(
-        list(messages), tokenize=True, return_dict=True, return_assistant_tokens_mask=True
-    )
+    options: dict[str, Any] = {
+        "return_dict": True,
+        "return_assistant_tokens_mask": True,
+        "tokenizer_kwargs": {"verbose": False},
+    }
+    encoding: Any = tokenizer.apply_chat_template(list(messages), tokenize=True, **options)
     return list(encoding["assistant_masks"])
 
 

@@ -59,11 +59,12 @@ def usable(lengths: Sequence[int], may_cut: Sequence[bool], max_length: int) -> 
 
 
 def cut(lengths: Sequence[int], max_length: int) -> list[Piece]:
-    """Every document in consecutive pieces of nearly equal length, as few as `max_length` allows."""
+    """Every document in consecutive pieces of `max_length` tokens and a rest, which is never shorter than MIN_TOKENS."""
     pieces = []
     for document, length in enumerate(lengths):
-        count = -(-length // max_length)
-        bounds = [length * index // count for index in range(count + 1)]
+        bounds = [*range(0, length, max_length), length]
+        if len(bounds) > 2 and bounds[-1] - bounds[-2] < MIN_TOKENS:
+            bounds[-2] = length - MIN_TOKENS
         pieces += [Piece(document, start, stop) for start, stop in pairwise(bounds)]
     return pieces
 
@@ -100,15 +101,16 @@ def pack(
     share = 100 * sum(lengths) / max(1, len(rows) * max_length)
     logger.info("%d documents in %d rows of %d tokens, %.1f%% of them used", len(lengths), len(rows), max_length, share)
     inputs = ["packed", fingerprint_of(documents), max_length, packing, pad_token_id, seed]
-    return cached(lambda: (_row(documents, row, max_length, pad_token_id) for row in rows), COLUMNS, inputs, cache_dir)
+    arrays = documents.with_format("numpy")  # pieces of a long document are then views, not lists of all its tokens
+    return cached(lambda: (_row(arrays, row, max_length, pad_token_id) for row in rows), COLUMNS, inputs, cache_dir)
 
 
 def _row(documents: Dataset, pieces: Sequence[Piece], max_length: int, pad_token_id: int) -> Row:
     row: dict[str, list[int]] = {column: [] for column in COLUMNS}
     for number, piece in enumerate(pieces):
         document, length = documents[piece.document], piece.stop - piece.start
-        row["input_ids"] += document["input_ids"][piece.start : piece.stop]
-        row["supervise"] += document["supervise"][piece.start : piece.stop]
+        row["input_ids"] += document["input_ids"][piece.start : piece.stop].tolist()
+        row["supervise"] += document["supervise"][piece.start : piece.stop].tolist()
         row["document_ids"] += [number] * length
         row["position_ids"] += range(length)
     padding = max_length - len(row["input_ids"])

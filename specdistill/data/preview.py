@@ -33,5 +33,5 @@ def document(row: Mapping[str, Sequence[int]], tokenizer: PreTrainedTokenizerBas
     tokens = zip(row["input_ids"], row["supervise"], row["document_ids"], strict=True)
     first = [(token, supervised) for token, supervised, number in tokens if number == 0]
     for supervised, group in groupby(first, key=lambda pair: bool(pair[1])):
-        text.append(tokenizer.decode([token for token, _ in group]), style="bold green" if supervised else "dim")
+        text.append(str(tokenizer.decode([token for token, _ in group])), style="bold green" if supervised else "dim")
     return text

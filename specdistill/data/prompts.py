@@ -1,7 +1,7 @@
 """Prompts for the target to continue, taken from the rows of a source.
 
-Of a conversation: everything up to the first assistant turn, which the target then writes. Of a text: `prompt_tokens` tokens from its
-beginning, and from the beginnings of other lines where more prompts are wanted than there are texts (of words, where lines run out).
+Of a conversation: everything up to the first assistant turn, which the target then writes. Of a text: a fixed number of tokens from
+its beginning and, where more prompts are wanted than there are texts, from the beginnings of its paragraphs, lines or words.
 """
 
 import itertools
@@ -18,8 +18,8 @@ from specdistill.data.chat import prompt_ids
 
 CHARACTERS_PER_TOKEN = 16  # more than a token has on average, so that a snippet of text surely holds enough of them
 TEXTS_AT_ONCE = 64
-LINE_START = re.compile(r"^(?=[^\n]*\S)", re.MULTILINE)
-WORD_START = re.compile(r"(?<=\s)\S")
+# Where a text can be entered, the most natural places first: paragraphs, lines, words.
+ENTRIES = (re.compile(r"(?<=\n\n)(?=[^\n]*\S)"), re.compile(r"(?<=\n)(?=[^\n]*\S)"), re.compile(r"(?<=\s)(?=\S)"))
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ def chat_prompts(rows: Dataset, tokenizer: PreTrainedTokenizerBase, max_tokens: 
 
 
 def text_prompts(rows: Dataset, tokenizer: PreTrainedTokenizerBase, num_tokens: int, limit: int, seed: int) -> list[Prompt]:
-    """About `limit` prompts of exactly `num_tokens`: first the beginnings of the texts, then places within them."""
+    """Up to twice `limit` prompts of exactly `num_tokens`: first the beginnings of the texts, then places within them."""
     num_texts = sum(text is not None for text in rows["text"])
     per_text = -(-2 * limit // max(1, num_texts))  # twice the need: some texts are short
     generator = random.Random(seed)
@@ -55,7 +55,7 @@ def text_prompts(rows: Dataset, tokenizer: PreTrainedTokenizerBase, num_tokens: 
     while len(found) < 2 * limit and (batch := list(itertools.islice(texts, TEXTS_AT_ONCE))):
         starts = [(row, text, start) for row, text in batch for start in _starts(text, per_text, generator)]
         snippets = [text[start : start + num_tokens * CHARACTERS_PER_TOKEN] for _, text, start in starts]
-        for (row, _, start), ids in zip(starts, tokenizer(snippets)["input_ids"], strict=True):
+        for (row, _, start), ids in zip(starts, tokenizer(snippets, verbose=False)["input_ids"], strict=True):
             if len(ids) >= num_tokens:
                 found.append(Prompt(list(ids[:num_tokens]), row, is_chat=False, is_beginning=start == 0))
     generator.shuffle(found)
@@ -75,12 +75,15 @@ def repeated(prompts: Sequence[Prompt], temperatures: Sequence[float]) -> Iterat
 
 
 def _starts(text: str, count: int, generator: random.Random) -> list[int]:
-    """The beginning of a text and up to `count` - 1 other places to start from."""
-    lines = [match.start() for match in LINE_START.finditer(text)]
-    places = lines[1:]
-    if len(places) < count - 1:
-        places = sorted({*places, *(match.start() for match in WORD_START.finditer(text))})
-    return [0, *generator.sample(places, min(count - 1, len(places)))]
+    """The beginning of a text and `count` - 1 other places to start from, or as many as it has."""
+    chosen: list[int] = []
+    for entries in ENTRIES:
+        missing = count - 1 - len(chosen)
+        if missing <= 0:
+            break
+        places = sorted({match.start() for match in entries.finditer(text)} - set(chosen))
+        chosen += generator.sample(places, min(missing, len(places)))
+    return [0, *chosen]
 
 
 def _shuffled(rows: Dataset, seed: int) -> Iterator[tuple[int, dict[str, Any]]]:

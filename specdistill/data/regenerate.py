@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 CHAT_SHARE = (
     1 / 3
 )  # of the tokens, where the source has both conversations and texts: answers are short, so that this is most rows
+SHORT_ROW = 256  # tokens of a text, prompt and continuation, that are always worth writing
 SORTED_BATCHES = 4  # batches whose prompts are sorted by length together, so that little of a batch is padding
 ENOUGH = 0.995  # share of the tokens asked for that ends the writing: a batch of a few rows costs as much time as a full one
 
@@ -43,11 +44,11 @@ class _Kind:
 def row_lengths(max_length: int, prompt_tokens: int) -> list[int]:
     """Lengths that batches of texts are written to, in turn.
 
-    Three in four stop half way: attention over the first half costs a third of that over both, and greedy text begins to loop. The
-    fourth is as long as a row, so that every position is trained.
+    Three in four stop half way, though not before SHORT_ROW tokens: attention over the first half costs a third of that over both, and
+    a small target's greedy text begins to loop. The fourth is as long as a row, so that every position is trained.
     """
-    half = max_length // 2
-    return [half, half, half, max_length] if half >= 2 * prompt_tokens else [max_length]
+    short = min(max_length, max(SHORT_ROW, max_length // 2))
+    return [short, short, short, max_length] if short >= 2 * prompt_tokens else [max_length]
 
 
 def written_rows(

@@ -16,7 +16,7 @@ from typing import Any, get_args
 from datasets import Dataset, List, Value, load_dataset
 from datasets.exceptions import DatasetsError
 
-from specdistill.data.cache import Row, cached, fingerprint_of
+from specdistill.data.cache import Row, cached, fingerprint_of, quiet
 from specdistill.data.corpus import Split, chats, standard_library
 from specdistill.errors import ResourceError, UserError, nearest, one_line
 
@@ -174,7 +174,8 @@ def _load_file(path: Path, split: str, key: str, cache_dir: str | None) -> Datas
     if base != "train":
         raise UserError("data.split", got=split, expected=f"train, the only split of the file {path.name}")
     try:
-        return load_dataset(LOADERS[path.suffix], data_files=str(path), split=split, cache_dir=cache_dir)
+        with quiet():
+            return load_dataset(LOADERS[path.suffix], data_files=str(path), split=split, cache_dir=cache_dir)
     except (DatasetsError, ValueError, TypeError) as error:
         if "corresponds to no data" in str(error):
             raise UserError(key, got=f"{path}, which holds no rows", expected="a dataset with rows") from error

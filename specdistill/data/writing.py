@@ -29,6 +29,7 @@ from transformers.masking_utils import sdpa_mask
 BLOCK = 32  # tokens by which a cache grows: copying it then costs about as much as reading its unused tail
 CHECK_EVERY = 8  # steps between two looks at which rows have ended
 KEEP_SHARE = 0.75  # rows that have ended leave the batch once no more than this share is alive
+MIN_PART_ROWS = 32  # rows that are worth a thread of their own
 GROUPED_ATTENTION = "specdistill_grouped"
 
 
@@ -144,26 +145,29 @@ def write(
     temperatures: Sequence[float],
     sampling: Sampling,
     on_tokens: Callable[[int], object] = lambda count: None,
+    num_parts: int | None = None,
 ) -> list[list[int]]:
     """Continue every prompt; returns the written tokens of each row, its end token included. Temperature 0 is greedy.
 
-    `on_tokens` hears how many tokens each step wrote. The same seed, prompts and number of cores give the same tokens.
+    `on_tokens` hears how many tokens were written since it last did. `num_parts` batches are written side by side, by default as many
+    as suit the device; the same seed, prompts and parts give the same tokens.
     """
-    parts = min(torch.get_num_threads(), len(prompts)) if model.device.type == "cpu" else 1
-    if parts == 1:
-        return _write_part(model, prompts, temperatures, sampling, on_tokens, part=0)
     threads = torch.get_num_threads()
+    if num_parts is None:
+        num_parts = max(1, min(threads, len(prompts) // MIN_PART_ROWS)) if model.device.type == "cpu" else 1
+    if num_parts == 1:
+        return _write_part(model, prompts, temperatures, sampling, on_tokens, part=0)
 
     def one_part(part: int) -> list[list[int]]:
-        torch.set_num_threads(max(1, threads // parts))
-        return _write_part(model, prompts[part::parts], temperatures[part::parts], sampling, on_tokens, part)
+        torch.set_num_threads(max(1, threads // num_parts))
+        return _write_part(model, prompts[part::num_parts], temperatures[part::num_parts], sampling, on_tokens, part)
 
     try:
-        with ThreadPoolExecutor(parts) as pool:
-            written = list(pool.map(one_part, range(parts)))
+        with ThreadPoolExecutor(num_parts) as pool:
+            written = list(pool.map(one_part, range(num_parts)))
     finally:
         torch.set_num_threads(threads)
-    return [written[row % parts][row // parts] for row in range(len(prompts))]
+    return [written[row % num_parts][row // num_parts] for row in range(len(prompts))]
 
 
 @torch.inference_mode()

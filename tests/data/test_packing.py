@@ -1,0 +1,74 @@
+"""Packing: no token lost, none twice, every document told apart."""
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from datasets import Dataset
+
+from specdistill.data.packing import MIN_TOKENS, Piece, collate, cut, fill_rows, pack, usable
+from specdistill.errors import UserError
+
+PAD = 7
+
+
+def documents_of(lengths: list[int]) -> Dataset:
+    """Documents whose every token is a number of its own; odd tokens carry loss."""
+    first, rows = 100, []
+    for length in lengths:
+        ids = list(range(first, first + length))
+        rows.append({"input_ids": ids, "supervise": [token % 2 for token in ids], "length": length})
+        first += length
+    return Dataset.from_list(rows)
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_every_token_comes_out_once_in_its_document_at_its_position(tmp_path: Path, packing: bool) -> None:
+    generator = random.Random(0)
+    lengths = [generator.randint(MIN_TOKENS, 70) for _ in range(200)]
+    documents = documents_of(lengths)
+    rows = pack(documents, 32, packing, PAD, seed=1, cache_dir=str(tmp_path))
+    batch = collate(list(rows))
+    assert all(tensor.shape == (len(rows), 32) and tensor.dtype == torch.int64 for tensor in batch.values())
+    real = batch["document_ids"] >= 0
+    assert sorted(batch["input_ids"][real].tolist()) == list(range(100, 100 + sum(lengths)))
+    assert (batch["supervise"][real] == batch["input_ids"][real] % 2).all()
+    assert (
+        (batch["input_ids"][~real] == PAD).all()
+        and not batch["supervise"][~real].any()
+        and not batch["position_ids"][~real].any()
+    )
+    starts = {sum(lengths[:index]) + 100 for index in range(len(lengths))}
+    for ids, numbers, positions in zip(batch["input_ids"], batch["document_ids"], batch["position_ids"], strict=True):
+        present = numbers[numbers >= 0].unique().tolist()
+        assert present == list(range(len(present))) and (packing or present == [0])
+        for number in present:
+            piece, places = ids[numbers == number].tolist(), positions[numbers == number].tolist()
+            assert places == list(range(len(piece))) and piece == list(range(piece[0], piece[0] + len(piece)))
+            assert not starts & set(piece[1:])  # no piece runs over into the next document
+
+
+def test_packing_leaves_little_room() -> None:
+    generator = random.Random(0)
+    pieces = [Piece(index, 0, generator.randint(3, 256)) for index in range(5000)]
+    rows = fill_rows(pieces, 256, packing=True, seed=0)
+    assert sorted(piece for row in rows for piece in row) == pieces
+    assert sum(piece.stop for piece in pieces) / (256 * len(rows)) > 0.98
+    assert len({len(row) for row in rows[:50]}) > 1  # short and long pieces are mixed
+    assert rows == fill_rows(pieces, 256, packing=True, seed=0) != fill_rows(pieces, 256, packing=True, seed=1)
+
+
+def test_texts_are_cut_into_whole_rows_and_a_rest_that_is_worth_a_row() -> None:
+    pieces = [(0, 0, 8), (0, 8, 16), (0, 16, 20), (1, 0, 8), (2, 0, 8), (2, 8, 14), (2, 14, 17), (3, 0, 5)]
+    assert cut([20, 8, 17, 5], 8) == [Piece(*piece) for piece in pieces]
+
+
+def test_documents_that_cannot_be_used_are_counted(caplog: pytest.LogCaptureFixture) -> None:
+    assert usable([2, 3, 8, 9, 9], [False, False, False, False, True], 8) == [1, 2, 4]
+    assert "1 of 5 documents are longer than data.max_length=8 tokens" in caplog.text
+    assert "1 of 5 documents are too short" in caplog.text
+    with pytest.raises(UserError, match=r"data.max_length: got 8, expected 9 or more"):
+        usable([12, 9, 1], [False] * 3, 8)
+    with pytest.raises(UserError, match=r"data.source: got 2 rows of fewer than 3 tokens"):
+        usable([1, 2], [True, False], 8)
