@@ -1,0 +1,42 @@
+"""Acceptance of a draft, as a local metric of the `evaluate` library: load it by its path, it works offline."""
+
+import datasets
+import evaluate
+import numpy as np
+
+from specdistill.evaluation.metrics import acceptance
+from specdistill.evaluation.statistics import estimates
+
+DESCRIPTION = """How many drafted tokens the target accepts: mean acceptance length (bonus token counted), acceptance rate,
+and unconditional and conditional rates per position, as vLLM defines them; micro-averages over drafts, with 95 % intervals
+from a bootstrap over prompts for the first two."""
+
+INPUTS = """
+Args:
+    predictions: for each prompt, the accepted number of tokens of each round.
+    references: for each prompt, the drafted number of tokens of the same rounds.
+    num_positions: K, the drafted tokens of a full round.
+    seed: of the bootstrap.
+"""
+
+
+class Acceptance(evaluate.Metric):  # type: ignore[misc]  # evaluate has no types
+    def _info(self) -> evaluate.MetricInfo:
+        counts = datasets.Sequence(datasets.Value("int32"))
+        return evaluate.MetricInfo(
+            description=DESCRIPTION,
+            citation="",
+            inputs_description=INPUTS,
+            features=datasets.Features({"predictions": counts, "references": counts}),
+        )
+
+    def _compute(
+        self, predictions: list[list[int]], references: list[list[int]], num_positions: int, seed: int = 0
+    ) -> dict[str, object]:
+        columns = {
+            "num_drafts": np.array([len(prompt) for prompt in references], dtype=np.float64),
+            "num_draft_tokens": np.array([sum(prompt) for prompt in references], dtype=np.float64),
+            "num_accepted_tokens": np.array([sum(prompt) for prompt in predictions], dtype=np.float64),
+        }
+        intervals = estimates(("mean_acceptance_length", "acceptance_rate"), columns, seed)
+        return intervals | acceptance(predictions, references, num_positions)

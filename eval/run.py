@@ -1,0 +1,71 @@
+"""Measure a draft by real speculative decoding and judge it: report.json, samples.jsonl, report.md, report.html and junit.xml.
+
+python eval/run.py recipe=pico/eagle3
+python eval/run.py target=pico draft=runs/demo/draft method=eagle3 suite=pico output_dir=runs/report
+"""
+
+import sys
+from pathlib import Path
+
+from specdistill.command import run
+from specdistill.decoding.proposers import load_proposer
+from specdistill.decoding.sampling import Sampling
+from specdistill.errors import ExitCode
+from specdistill.evaluation.gate import Evidence, decide, load_gate
+from specdistill.evaluation.measure import Settings
+from specdistill.evaluation.pipeline import evaluate_draft
+from specdistill.evaluation.report.console import print_report
+from specdistill.evaluation.report.files import check_writable, write_report
+from specdistill.evaluation.suites import load_suite, tokenize
+from specdistill.recipe import Recipe
+from specdistill.targets.frozen import FrozenTarget
+
+SHORTHANDS = {
+    "target": "target.model",
+    "draft": "eval.draft",
+    "suite": "eval.suite",
+    "output_dir": "eval.output_dir",
+}
+
+
+def main(recipe: Recipe) -> ExitCode:
+    config = recipe.eval
+    run_folder = Path(recipe.train["output_dir"])
+    folder = Path(config.output_dir or run_folder / "report")
+    check_writable(folder, "eval.output_dir")
+    rules, suite = load_gate(recipe.gate), load_suite(config.suite)
+
+    # Target, draft and prompts
+    draft = None if recipe.method == "ngram" else config.draft or str(run_folder / "draft")
+    target = FrozenTarget.load(**vars(recipe.target))
+    proposer = load_proposer(recipe.method, draft, target)
+    prompts = tokenize(
+        suite,
+        target.tokenizer,
+        max_new_tokens=config.max_new_tokens,
+        max_length=target.max_length,
+        num_prompts=config.num_prompts,
+    )
+
+    # Measure
+    settings = Settings(
+        num_speculative_tokens=config.num_speculative_tokens,
+        max_new_tokens=config.max_new_tokens,
+        sampling=Sampling(config.temperature, config.top_p, config.top_k),
+        repeats=config.repeats,
+        warmup=config.warmup,
+        seed=config.seed,
+    )
+    report, records = evaluate_draft(
+        target, proposer, suite, prompts, settings, method=recipe.method, draft=draft, sampling_draws=config.sampling_draws
+    )
+
+    # Judge and write
+    report["gate"] = decide(rules, Evidence(report, records))
+    write_report(folder, report, records)
+    print_report(report, folder)
+    return ExitCode.DONE if report["gate"]["passed"] else ExitCode.CHECK_FAILED
+
+
+if __name__ == "__main__":
+    sys.exit(run(main, Recipe, shorthands=SHORTHANDS, without_recipe=["train.output_dir=runs/eval"]))

@@ -1,0 +1,240 @@
+"""The gate: rules as data, decided from a report alone.
+
+A gate is a YAML list of rules: a `metric` (a field of a result row, or a dotted path into report.json), optionally a `scope`
+(suite, category, temperature, context_bucket; by default the first row, the whole suite), and exactly one requirement: `min`,
+`max`, `equals`, or `max_regression` (a share, against a baseline report). A number that has an interval passes only if the
+unfavourable end of it does, at `confidence` (default 0.95). A rule with `severity: warn` is an alarm: it is reported and does
+not decide. Absent evidence fails.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from specdistill.errors import UserError, nearest, one_line
+from specdistill.evaluation.columns import columns
+from specdistill.evaluation.metrics import METRICS
+from specdistill.evaluation.records import PromptRecord
+from specdistill.evaluation.report.schema import document_metrics, row_metrics
+from specdistill.evaluation.statistics import Interval, interval, relative_change
+from specdistill.project import GATES, ROOT
+
+REQUIREMENTS = ("min", "max", "equals", "max_regression")
+SCOPES = ("suite", "category", "temperature", "context_bucket")
+SEVERITIES = ("fail", "warn")
+KEYS = ("metric", "scope", *REQUIREMENTS, "confidence", "severity")
+DEFAULT_CONFIDENCE = 0.95
+
+
+@dataclass(frozen=True)
+class Rule:
+    metric: str
+    requirement: str
+    threshold: float | bool | str
+    scope: Mapping[str, Any] = field(default_factory=dict)
+    confidence: float = DEFAULT_CONFIDENCE
+    severity: str = "fail"
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """A report and the prompts it was made from."""
+
+    report: Mapping[str, Any]
+    records: Sequence[PromptRecord]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What the evidence says about a rule's metric: its value and interval, or the reason why there is none."""
+
+    value: Any = None
+    ends: Interval | None = None
+    reason: str | None = None
+
+
+def load_gate(name: str) -> list[Rule]:
+    """Rules of a gate by name or path. Raises UserError for an unknown gate, key or metric, and for a rule that says too much
+    or little.
+    """
+    path = _find(name)
+    try:
+        entries = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, OSError, UnicodeDecodeError) as error:
+        raise UserError("gate", got=f"{path}: {one_line(str(error))}", expected="a readable YAML file") from error
+    if not isinstance(entries, list) or not entries:
+        raise UserError("gate", got=f"{path}, which holds no list", expected="a YAML list of rules")
+    return [_rule(f"{path.name} rule {number}", entry) for number, entry in enumerate(entries, start=1)]
+
+
+def decide(rules: Sequence[Rule], evidence: Evidence, baseline: Evidence | None = None) -> dict[str, Any]:
+    """The report's `gate` section. Raises UserError when the baseline measured other prompts or another suite version."""
+    results = [_decide(rule, evidence, baseline) for rule in rules]
+    return {"passed": all(result["passed"] or result["severity"] == "warn" for result in results), "rules": results}
+
+
+def _find(name: str) -> Path:
+    for candidate in (Path(name), GATES / f"{name}.yaml", ROOT / name):
+        if candidate.is_file():
+            return candidate
+    known = sorted(path.stem for path in GATES.glob("*.yaml"))
+    raise UserError("gate", got=name, expected=f"one of {', '.join(known)}, or a gate YAML", nearest=nearest(name, known))
+
+
+def _rule(place: str, entry: Any) -> Rule:
+    if not isinstance(entry, dict):
+        raise UserError(place, got=repr(entry), expected=f"keys of {', '.join(KEYS)}")
+    _check_keys(place, entry, KEYS)
+    requirements = [name for name in REQUIREMENTS if name in entry]
+    if len(requirements) != 1:
+        raise UserError(
+            place, got=" and ".join(requirements) or "no requirement", expected=f"exactly one of {', '.join(REQUIREMENTS)}"
+        )
+    requirement, metric = requirements[0], entry.get("metric")
+    known = [*row_metrics(), *document_metrics()]
+    if metric not in known:
+        raise UserError(f"{place}: metric", got=metric, expected="a metric of the report", nearest=nearest(str(metric), known))
+    if requirement == "max_regression" and metric not in METRICS:
+        expected = f"one of {', '.join(METRICS)}, which can be compared prompt by prompt"
+        raise UserError(f"{place}: max_regression", got=f"metric {metric}", expected=expected)
+    threshold = entry[requirement]
+    if requirement != "equals" and (isinstance(threshold, bool) or not isinstance(threshold, int | float)):
+        raise UserError(f"{place}: {requirement}", got=repr(threshold), expected="a number")
+    scope = entry.get("scope") or {}
+    if not isinstance(scope, dict):
+        raise UserError(f"{place}: scope", got=repr(scope), expected=f"keys of {', '.join(SCOPES)}")
+    _check_keys(f"{place}: scope", scope, SCOPES)
+    confidence = entry.get("confidence", DEFAULT_CONFIDENCE)
+    if not isinstance(confidence, float) or not 0 < confidence < 1:
+        raise UserError(f"{place}: confidence", got=repr(confidence), expected="a share between 0 and 1")
+    severity = entry.get("severity", "fail")
+    if severity not in SEVERITIES:
+        raise UserError(f"{place}: severity", got=severity, expected="fail or warn", nearest=nearest(str(severity), SEVERITIES))
+    return Rule(metric, requirement, threshold, scope, confidence, severity)
+
+
+def _check_keys(place: str, entry: Mapping[str, Any], known: Sequence[str]) -> None:
+    for key in entry:
+        if key not in known:
+            raise UserError(
+                f"{place}: {key}", got="an unknown key", expected=f"one of {', '.join(known)}", nearest=nearest(str(key), known)
+            )
+
+
+def _decide(rule: Rule, evidence: Evidence, baseline: Evidence | None) -> dict[str, Any]:
+    if rule.requirement == "max_regression":
+        finding = _regression(rule, evidence, baseline)
+    elif rule.metric in row_metrics():
+        finding = _row_metric(rule, evidence)
+    else:
+        finding = _document_metric(rule.metric, evidence.report)
+    passed, reason = (False, f"no evidence: {finding.reason}") if finding.reason else _test(rule, finding)
+    return {
+        "metric": rule.metric,
+        "scope": dict(rule.scope),
+        "requirement": {rule.requirement: rule.threshold},
+        "confidence": rule.confidence,
+        "severity": rule.severity,
+        "value": finding.value,
+        "ci95": list(finding.ends) if finding.ends and rule.confidence == DEFAULT_CONFIDENCE else None,
+        "passed": passed,
+        "reason": reason,
+    }
+
+
+def _row_metric(rule: Rule, evidence: Evidence) -> Finding:
+    row = find_row(evidence.report, rule.scope)
+    if row is None:
+        return Finding(reason=f"the report has no row for {_words(rule.scope)}")
+    if row.get(rule.metric) is None:
+        return Finding(reason=row["not_measured"].get(rule.metric, "it was not measured"))
+    if rule.metric not in METRICS or rule.confidence == DEFAULT_CONFIDENCE:
+        ends = row.get(f"{rule.metric}_ci95")
+        return Finding(row[rule.metric], tuple(ends) if ends else None, _interval_is_missing(rule, row))
+    seed = evidence.report["settings"]["seed"]
+    found = interval(METRICS[rule.metric], columns(_of(row, evidence.records)), confidence=rule.confidence, seed=seed)
+    return Finding(row[rule.metric], found, None if found else "too few prompts for an interval")
+
+
+def _interval_is_missing(rule: Rule, row: Mapping[str, Any]) -> str | None:
+    """A number whose interval could not be made is no evidence either."""
+    reason: str | None = row["not_measured"].get(f"{rule.metric}_ci95")
+    return f"no interval ({reason})" if reason else None
+
+
+def _document_metric(path: str, report: Mapping[str, Any]) -> Finding:
+    found: Any = report
+    for name in path.split("."):
+        found = found.get(name) if isinstance(found, Mapping) else None
+    if found is not None:
+        return Finding(found)
+    reasons: Mapping[str, str] = report["not_measured"]
+    return Finding(reason=next((reason for name, reason in reasons.items() if path.startswith(name)), "it was not measured"))
+
+
+def _regression(rule: Rule, evidence: Evidence, baseline: Evidence | None) -> Finding:
+    """value is the relative change, candidate / baseline - 1."""
+    if baseline is None:
+        return Finding(reason="no baseline report was given")
+    row, old = find_row(evidence.report, rule.scope), find_row(baseline.report, rule.scope)
+    if row is None or old is None:
+        return Finding(reason=f"{'the report' if row is None else 'the baseline'} has no row for {_words(rule.scope)}")
+    new_records, old_records = _paired(row, old, evidence, baseline)
+    metric = METRICS[rule.metric]
+    change, ends = relative_change(
+        metric, columns(new_records), columns(old_records), confidence=rule.confidence, seed=evidence.report["settings"]["seed"]
+    )
+    return Finding(change, ends, None if ends else "too few prompts measured in both reports for an interval")
+
+
+def _paired(
+    row: Mapping[str, Any], old: Mapping[str, Any], evidence: Evidence, baseline: Evidence
+) -> tuple[list[PromptRecord], list[PromptRecord]]:
+    """The records of both rows, prompt by prompt. Raises UserError when the two did not measure the same prompts."""
+    for name in ("suite", "suite_version", "temperature"):
+        if row[name] != old[name]:
+            raise UserError("baseline", got=f"{name} {old[name]}", expected=f"{row[name]}, as in the report")
+    new = {record.id: record for record in _of(row, evidence.records)}
+    before = {record.id: record for record in _of(old, baseline.records)}
+    different = []
+    if different:
+        got = f"other prompts ({len(different)} are in one report only, {different[0]} among them)"
+        raise UserError("baseline", got=got, expected="a report of the same prompts")
+    return list(new.values()), [before[id] for id in new]
+
+
+def _test(rule: Rule, finding: Finding) -> tuple[bool, str]:
+    """Whether the requirement holds, and a sentence that says why."""
+    if rule.requirement == "equals":
+        return finding.value == rule.threshold, f"{_show(finding.value)}, required {_show(rule.threshold)}"
+    low, high = finding.ends or (finding.value, finding.value)
+    threshold = float(rule.threshold)
+    end = f"unfavourable end at {rule.confidence:.0%}: " if finding.ends else ""
+    if rule.requirement == "max_regression":
+        higher = METRICS[rule.metric].better == "higher"
+        passed, change = (low >= -threshold, low) if higher else (high <= threshold, high)
+        return passed, f"{end}changed by {change:+.1%}, allowed {threshold:.1%} for the worse"
+    if rule.requirement == "min":
+        return low >= threshold, f"{end}{_show(low)}, required at least {_show(rule.threshold)}"
+    return high <= threshold, f"{end}{_show(high)}, required at most {_show(rule.threshold)}"
+
+
+def find_row(report: Mapping[str, Any], scope: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The first row that fits a scope; what the scope leaves out is the whole suite's (category and context `all`)."""
+    wanted = {"category": "all", "context_bucket": "all", **scope}
+    return next((row for row in report["results"] if all(row[name] == value for name, value in wanted.items())), None)
+
+
+def _of(row: Mapping[str, Any], records: Sequence[PromptRecord]) -> list[PromptRecord]:
+    return [record for record in records if record.suite == row["suite"] and row["category"] in ("all", record.category)]
+
+
+def _words(scope: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in scope.items()) or "the whole suite"
+
+
+def _show(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value).lower() if isinstance(value, bool) else str(value)

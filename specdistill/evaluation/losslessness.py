@@ -1,0 +1,197 @@
+"""Whether speculation changes what the target writes. It must not: greedy text token for token, sampled text in law.
+
+Greedy decoding in float32 must be identical. In a 16-bit dtype the verification of several tokens at once rounds differently
+from one step at a time, so texts may part where the target itself hardly prefers one token: a near-tie. A divergence that is
+no near-tie is a bug.
+
+Sampling is tested as statistics tests it: the first two tokens are drawn many times with and without the draft, and a
+two-sample chi-square test compares them. A test that never fails proves nothing, so the same test must catch a rule that is
+wrong on purpose.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from specdistill.decoding.decoder import Decoder, Generation
+from specdistill.decoding.proposers import Proposer
+from specdistill.decoding.sampling import Sampling
+from specdistill.decoding.verify import rejection
+from specdistill.evaluation.statistics import two_sample_chi_square
+from specdistill.evaluation.suites import Prompt
+from specdistill.targets.frozen import FrozenTarget
+
+NEAR_TIE_ROUNDINGS = 4  # two logits this many roundings apart, at their magnitude, are a near-tie
+TESTED_TOKENS = 2
+NUM_PROBED_PROMPTS = 16
+NUM_PROBED_TOKENS = 48  # written after each of them, in search of a place where a wrong rule would show
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """The first place where the two texts of a prompt part. `top2_gap`: the target's best logit less its second best."""
+
+    prompt_id: str
+    position: int
+    speculative_token: int | None
+    baseline_token: int | None
+    top2_gap: float
+    near_tie: bool
+
+
+def compare_greedy(target: FrozenTarget, pairs: Iterable[tuple[Prompt, Generation, Generation]]) -> dict[str, Any]:
+    """The report's greedy part of `lossless`, from (prompt, with the draft, without) of every prompt."""
+    pairs = list(pairs)
+    found = [_divergence(target, prompt, with_draft, plain) for prompt, with_draft, plain in pairs]
+    divergences = [divergence for divergence in found if divergence]
+    near_ties = sum(divergence.near_tie for divergence in divergences)
+    first = divergences[0] if divergences else None
+    return {
+        "greedy_identical": not divergences,
+        "prompts_checked": len(pairs),
+        "first_divergence": vars(first) if first else None,
+        "divergences": len(divergences),
+        "near_ties": near_ties,
+        "unexplained_divergences": len(divergences) - near_ties,
+    }
+
+
+def _divergence(target: FrozenTarget, prompt: Prompt, with_draft: Generation, plain: Generation) -> Divergence | None:
+    ours, theirs = with_draft.token_ids, plain.token_ids
+    if ours == theirs:
+        return None
+    shorter = min(len(ours), len(theirs))
+    position = next((index for index in range(shorter) if ours[index] != theirs[index]), shorter)
+    best, second = _logits(target, [*prompt.token_ids, *theirs[:position]])[-1].topk(2).values.tolist()
+    bound = NEAR_TIE_ROUNDINGS * torch.finfo(getattr(torch, target.dtype)).eps * abs(best)
+    return Divergence(
+        prompt.id,
+        position,
+        ours[position] if position < len(ours) else None,
+        theirs[position] if position < len(theirs) else None,
+        best - second,
+        near_tie=target.dtype != "float32" and best - second <= bound,
+    )
+
+
+@torch.inference_mode()
+def _logits(target: FrozenTarget, token_ids: Sequence[int]) -> Tensor:
+    """[T, V] float32, after each token."""
+    ids = torch.tensor([list(token_ids)], device=target.device)
+    return target.logits(target.features(ids, ()).last_hidden)[0].float()
+
+
+def wrong_residual(
+    tokens_BK: Tensor, target_probs_BKV: Tensor, draft_probs_BKV: Tensor | None, generator: torch.Generator | None = None
+) -> tuple[Tensor, Tensor]:
+    """A rule that is wrong on purpose: after a rejection it draws from p, where max(p - q, 0) would be right.
+
+    Drafted tokens are accepted as they should be, so they come out too often: a mistake that acceptance rates do not show.
+    """
+    num_accepted, next_token = rejection(tokens_BK, target_probs_BKV, draft_probs_BKV, generator)
+    rows = torch.arange(len(tokens_BK), device=tokens_BK.device)
+    law = target_probs_BKV[rows, num_accepted]
+    rejected = num_accepted < tokens_BK.shape[1]
+    drawn = torch.multinomial(law.cpu(), 1, generator=generator).squeeze(-1).to(next_token.device)
+    return num_accepted, torch.where(rejected, drawn, next_token)
+
+
+def sampling_test(
+    target: FrozenTarget,
+    proposer: Proposer,
+    prompts: Sequence[Prompt],
+    *,
+    num_draws: int,
+    num_speculative_tokens: int,
+    seed: int,
+    advance: Callable[[], None],
+) -> dict[str, Any] | str:
+    """The report's `lossless.sampling_test`, or the reason why there is none. `advance` is called after each of 3 · num_draws
+    draws.
+    """
+    prompt_ids, prompt_id = most_telling_prompt(target, proposer, prompts, num_speculative_tokens, seed)
+
+    def draw(decoder: Decoder, arm: int) -> list[tuple[int, ...]]:
+        generator = torch.Generator().manual_seed(seed * 3 + arm)
+        outcomes = []
+        for _ in range(num_draws):
+            generation = decoder.generate(
+                prompt_ids,
+                max_new_tokens=TESTED_TOKENS,
+                num_speculative_tokens=num_speculative_tokens if decoder.proposer else 0,
+                sampling=Sampling(temperature=1.0),
+                generator=generator,
+            )
+            outcomes.append(generation.token_ids)
+            advance()
+        return outcomes
+
+    plain = draw(Decoder(target), 0)
+    result = two_sample_chi_square(plain, draw(Decoder(target, proposer), 1))
+    control = two_sample_chi_square(plain, draw(Decoder(target, proposer, sampled_rule=wrong_residual), 2))
+    if result is None or control is None:
+        return f"{num_draws} draws hold no two outcomes that are frequent enough to compare; draw more"
+    return {
+        "statistic": result.statistic,
+        "p_value": result.p_value,
+        "negative_control_p_value": control.p_value,
+        "num_cells": result.num_cells,
+        "num_draws": num_draws,
+        "prompt_id": prompt_id,
+        "num_prompt_tokens": len(prompt_ids),
+    }
+
+
+def most_telling_prompt(
+    target: FrozenTarget, proposer: Proposer, prompts: Sequence[Prompt], num_speculative_tokens: int, seed: int
+) -> tuple[tuple[int, ...], str]:
+    """A short beginning after which `wrong_residual` shows most, and the id of the prompt it is from.
+
+    The first token comes from the prefill and the second from a round, so the score of a place is the probability of the token
+    before it times how far the wrong rule's law lies from the right one there.
+    """
+    best_score, best = -1.0, (prompts[0].token_ids, prompts[0].id)
+    for prompt in sorted(prompts, key=lambda prompt: len(prompt.token_ids))[:NUM_PROBED_PROMPTS]:
+        deviations: list[float] = []
+        generation = Decoder(target, proposer, sampled_rule=partial(_watched_rejection, deviations)).generate(
+            prompt.token_ids,
+            max_new_tokens=min(NUM_PROBED_TOKENS, target.max_length - len(prompt.token_ids)),
+            num_speculative_tokens=num_speculative_tokens,
+            sampling=Sampling(temperature=1.0),
+            generator=torch.Generator().manual_seed(seed),
+        )
+        text = (*prompt.token_ids, *generation.token_ids)
+        law_TV = _logits(target, text).softmax(-1)
+        length = len(prompt.token_ids) + 1  # of the text before a round
+        for entry, deviation in zip(generation.rounds, deviations[1:], strict=True):  # the first verification is the prefill's
+            score = float(law_TV[length - 2, text[length - 1]]) * deviation
+            if score > best_score:
+                best_score, best = score, (text[: length - 1], prompt.id)
+            length += len(entry.emitted)
+    return best
+
+
+def _watched_rejection(
+    deviations: list[float],
+    tokens_BK: Tensor,
+    target_probs_BKV: Tensor,
+    draft_probs_BKV: Tensor | None,
+    generator: torch.Generator | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`rejection`, noting how far from p the first token's law would be under `wrong_residual`: 1/2 sum_v |min(p, q) - beta p|.
+
+    With beta = sum min(p, q), the chance of acceptance, that rule's law is min(p, q) + (1 - beta) p.
+    """
+    if tokens_BK.shape[1]:
+        p = target_probs_BKV[0, 0]
+        q = F.one_hot(tokens_BK[0, 0], len(p)) if draft_probs_BKV is None else draft_probs_BKV[0, 0]
+        accepted = torch.minimum(p, q.to(p.dtype))
+        deviations.append(float((accepted - accepted.sum() * p).abs().sum() / 2))
+    else:
+        deviations.append(0.0)
+    return rejection(tokens_BK, target_probs_BKV, draft_probs_BKV, generator)

@@ -1,0 +1,264 @@
+"""The measurement: every prompt with and without the draft, turn about, on an otherwise quiet device.
+
+Timing is paired. The two ways of decoding a prompt run one right after the other, which of them first alternates, and every
+repetition goes through all prompts again, so that what drifts on the machine drifts for both. Medians over the repetitions
+are kept, per prompt.
+"""
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+from specdistill.decoding.decoder import Decoder, Generation, Round
+from specdistill.decoding.proposers import Eagle3Proposer, NgramProposer, Proposer
+from specdistill.decoding.sampling import Sampling
+from specdistill.evaluation.records import HFGenerate, PromptRecord, RoundRecord, Timing
+from specdistill.evaluation.suites import Prompt, evenly
+from specdistill.evaluation.theory import StepCost
+from specdistill.targets.frozen import FrozenTarget
+
+NUM_COST_PROMPTS = 4  # prompts on which the rounds of shorter drafts are timed
+NUM_HF_PROMPTS = 12  # prompts on which the library's own generate is timed as well
+TEXT_CONTEXT = 8  # tokens before a token that decide how it is spelt (spaces, halves of characters)
+
+
+GREEDY = Sampling()
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How to measure; every number in tokens, prompts or repetitions. The seed is for sampling."""
+
+    num_speculative_tokens: int
+    max_new_tokens: int
+    sampling: Sampling = GREEDY
+    repeats: int = 3
+    warmup: int = 2
+    seed: int = 0
+
+
+@dataclass
+class Runs:
+    """All repetitions of one prompt."""
+
+    prompt: Prompt
+    speculative: list[Generation] = field(default_factory=list)
+    baseline: list[Generation] = field(default_factory=list)
+    hf_generate: list[HFGenerate] = field(default_factory=list)
+
+
+def measure(target: FrozenTarget, proposer: Proposer, prompts: Sequence[Prompt], settings: Settings) -> list[Runs]:
+    """Decode every prompt `repeats` times in both ways. Sampled text is the same in each repetition: its seed is the
+    prompt's.
+    """
+    with_draft, plain = Decoder(target, proposer), Decoder(target)
+    runs = [Runs(prompt) for prompt in prompts]
+    hf_ids = {prompt.id for prompt in evenly(prompts, [prompt.category for prompt in prompts], NUM_HF_PROMPTS)}
+
+    def speculative(prompt: Prompt, index: int) -> Generation:
+        return _generate(with_draft, prompt, settings, index, settings.num_speculative_tokens)
+
+    def baseline(prompt: Prompt, index: int) -> Generation:
+        return _generate(plain, prompt, settings, index, 0)
+
+    with progress("measuring", settings.warmup + settings.repeats * len(prompts)) as advance, settled_memory():
+        for index, prompt in enumerate(evenly(prompts, [prompt.category for prompt in prompts], settings.warmup)):
+            speculative(prompt, index)
+            _hf_generate(target, prompt, len(baseline(prompt, index).token_ids))
+            advance()
+        for repeat in range(settings.repeats):
+            for index, run in enumerate(runs):
+                if (repeat + index) % 2:
+                    run.speculative.append(speculative(run.prompt, index))
+                    run.baseline.append(baseline(run.prompt, index))
+                else:
+                    run.baseline.append(baseline(run.prompt, index))
+                    run.speculative.append(speculative(run.prompt, index))
+                if settings.sampling.is_greedy and run.prompt.id in hf_ids:
+                    run.hf_generate.append(_hf_generate(target, run.prompt, len(run.baseline[-1].token_ids)))
+                advance()
+    return runs
+
+
+def shorter_costs(target: FrozenTarget, proposer: Proposer, prompts: Sequence[Prompt], settings: Settings) -> list[StepCost]:
+    """What a round costs at every K' below K, timed on a few prompts beside plain decoding of the same ones."""
+    with_draft, plain = Decoder(target, proposer), Decoder(target)
+    probed = evenly(prompts, [prompt.category for prompt in prompts], NUM_COST_PROMPTS)
+    lengths = range(1, settings.num_speculative_tokens)
+    plain_rounds: list[Round] = []
+    rounds: dict[int, list[Round]] = {k: [] for k in lengths}
+    with progress("step costs", len(probed) * len(lengths)) as advance, settled_memory():
+        for index, prompt in enumerate(probed):
+            plain_rounds += _generate(plain, prompt, settings, index, 0).rounds
+            for k in lengths:
+                rounds[k] += _generate(with_draft, prompt, settings, index, k).rounds
+                advance()
+    costs = []
+    for k in lengths:
+        full = [entry for entry in rounds[k] if len(entry.drafted) == k]
+        if full and plain_rounds:
+            step = statistics.median(entry.verify_seconds for entry in plain_rounds)
+            v = statistics.median(entry.verify_seconds for entry in full) / step
+            costs.append(StepCost(k, v, statistics.median(entry.draft_seconds for entry in full) / k / step))
+    return costs
+
+
+def greedy_pairs(
+    target: FrozenTarget, proposer: Proposer, runs: Sequence[Runs], settings: Settings
+) -> Iterator[tuple[Prompt, Generation, Generation]]:
+    """(prompt, greedy with the draft, greedy without) of every prompt: from the runs, or decoded once more if those were
+    sampled.
+    """
+    if settings.sampling.is_greedy:
+        yield from ((run.prompt, run.speculative[0], run.baseline[0]) for run in runs)
+        return
+    with_draft, plain = Decoder(target, proposer), Decoder(target)
+    greedy = Settings(settings.num_speculative_tokens, settings.max_new_tokens)
+    with progress("greedy identity", len(runs)) as advance:
+        for run in runs:
+            yield (
+                run.prompt,
+                _generate(with_draft, run.prompt, greedy, 0, greedy.num_speculative_tokens),
+                _generate(plain, run.prompt, greedy, 0, 0),
+            )
+            advance()
+
+
+def records(suite: str, target: FrozenTarget, proposer: Proposer, runs: Sequence[Runs]) -> list[PromptRecord]:
+    """The runs as plain data; texts are spelt out by the target's tokenizer."""
+    vocabulary = draft_vocabulary(proposer)
+    return [_record(suite, target, run, vocabulary) for run in runs]
+
+
+def draft_vocabulary(proposer: Proposer) -> frozenset[int] | None:
+    """The target's token ids that the draft can propose; None when it can propose any token of the text."""
+    return frozenset(proposer.target_ids_W.tolist()) if isinstance(proposer, Eagle3Proposer) else None
+
+
+def draft_sampling(proposer: Proposer, sampling: Sampling) -> str:
+    """`greedy` when each drafted token is a certain guess, `probabilistic` when it is drawn from the draft's law."""
+    return "greedy" if sampling.is_greedy or isinstance(proposer, NgramProposer) else "probabilistic"
+
+
+@contextmanager
+def progress(what: str, total: int) -> Iterator[Callable[[], None]]:
+    """A bar with the time left, on stderr; yields the function that advances it by one."""
+    bars = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+    with Progress(*bars, console=Console(stderr=True)) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda: bar.advance(task)
+
+
+@contextmanager
+def settled_memory() -> Iterator[None]:
+    """Keeps the garbage collector off what is there already: a pass over torch and transformers takes tens of milliseconds, and
+    would strike one side of a pair.
+    """
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+def _generate(decoder: Decoder, prompt: Prompt, settings: Settings, index: int, num_speculative_tokens: int) -> Generation:
+    return decoder.generate(
+        prompt.token_ids,
+        max_new_tokens=settings.max_new_tokens,
+        num_speculative_tokens=num_speculative_tokens,
+        sampling=settings.sampling,
+        generator=torch.Generator().manual_seed(settings.seed + index),
+    )
+
+
+@torch.inference_mode()
+def _hf_generate(target: FrozenTarget, prompt: Prompt, num_tokens: int) -> HFGenerate:
+    """The library's greedy loop over the same number of tokens."""
+    ids = torch.tensor([prompt.token_ids], device=target.device)
+    _synchronize(target.device)
+    start = time.perf_counter()
+    output = target.model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        do_sample=False,
+        max_new_tokens=num_tokens,
+        pad_token_id=min(target.eos_token_ids, default=0),
+    )
+    _synchronize(target.device)
+    return HFGenerate(output.shape[1] - ids.shape[1], time.perf_counter() - start)
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _record(suite: str, target: FrozenTarget, run: Runs, vocabulary: frozenset[int] | None) -> PromptRecord:
+    prompt, written = run.prompt, run.speculative[0]
+    context = [*prompt.token_ids]
+    (first_text,) = spell(target.tokenizer, context, written.token_ids[:1])
+    context.append(written.token_ids[0])
+    rounds = []
+    for entry in written.rounds:
+        drafted_text = spell(target.tokenizer, context, entry.drafted)
+        emitted_text = spell(target.tokenizer, context, entry.emitted)
+        accepted = entry.drafted[: entry.num_accepted]
+        rounds.append(RoundRecord(entry.drafted, drafted_text, accepted, entry.emitted, emitted_text))
+        context += entry.emitted
+    plain = run.baseline[0].token_ids
+    return PromptRecord(
+        suite=suite,
+        id=prompt.id,
+        category=prompt.category,
+        num_prompt_tokens=len(prompt.token_ids),
+        prompt=prompt.text,
+        text=target.tokenizer.decode(written.token_ids, skip_special_tokens=False),
+        first_token=written.token_ids[0],
+        first_token_text=first_text,
+        rounds=tuple(rounds),
+        speculative=_timing(run.speculative),
+        baseline=_timing(run.baseline),
+        hf_generate=_median_hf(run.hf_generate),
+        num_in_draft_vocabulary=None if vocabulary is None else sum(token in vocabulary for token in plain),
+    )
+
+
+def _timing(generations: Sequence[Generation]) -> Timing:
+    return Timing(
+        num_tokens=len(generations[0].token_ids),
+        num_rounds=len(generations[0].rounds),
+        seconds=statistics.median(generation.seconds for generation in generations),
+        prefill_seconds=statistics.median(generation.prefill_seconds for generation in generations),
+        draft_seconds=statistics.median(sum(entry.draft_seconds for entry in g.rounds) for g in generations),
+        verify_seconds=statistics.median(sum(entry.verify_seconds for entry in g.rounds) for g in generations),
+    )
+
+
+def _median_hf(timings: Sequence[HFGenerate]) -> HFGenerate | None:
+    if not timings:
+        return None
+    return HFGenerate(timings[0].num_tokens, statistics.median(timing.seconds for timing in timings))
+
+
+def spell(tokenizer: object, context: Sequence[int], token_ids: Sequence[int]) -> tuple[str, ...]:
+    """Each token's text as it continues what stands before it; together they are the text, but for characters that tokens
+    share.
+    """
+    decode = tokenizer.decode  # type: ignore[attr-defined]
+    tokens = list(context[-TEXT_CONTEXT:])
+    before = decode(tokens)
+    texts = []
+    for token in token_ids:
+        tokens.append(token)
+        after = decode(tokens)
+        texts.append(after[len(before) :] if after.startswith(before) else decode([token]))
+        before = after
+    return tuple(texts)

@@ -1,0 +1,30 @@
+"""junit.xml: one test case for each gate rule, so that any CI shows which one failed."""
+
+from collections.abc import Mapping
+from typing import Any
+from xml.etree import ElementTree
+
+from specdistill.evaluation.report.wording import measured, outcome, requirement, scope, title
+
+
+def to_junit(report: Mapping[str, Any]) -> str:
+    rules = report["gate"]["rules"]
+    failures = sum(outcome(rule) == "failed" for rule in rules)
+    suite = ElementTree.Element(
+        "testsuite", name=_printable(title(report)), tests=str(len(rules)), failures=str(failures), timestamp=report["created"]
+    )
+    for rule in rules:
+        name = f"{rule['metric']} {requirement(rule)} [{scope(rule)}]"
+        case = ElementTree.SubElement(suite, "testcase", classname="gate", name=_printable(name))
+        text = _printable(f"{measured(rule)}: {rule['reason']}")
+        if outcome(rule) == "failed":
+            ElementTree.SubElement(case, "failure", message=text)
+        else:
+            ElementTree.SubElement(case, "system-out").text = f"{outcome(rule)}, {text}"
+    ElementTree.indent(suite)
+    return f'<?xml version="1.0" encoding="utf-8"?>\n{ElementTree.tostring(suite, encoding="unicode")}\n'
+
+
+def _printable(text: str) -> str:
+    """XML has no way to write most control characters."""
+    return "".join(character if character.isprintable() else "�" for character in text)

@@ -1,0 +1,95 @@
+"""report.md: the report as a page that fits a CI job's summary."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from specdistill.evaluation.report.wording import (
+    between,
+    failed_rules,
+    measured,
+    number,
+    outcome,
+    percent,
+    requirement,
+    scope,
+    settings_line,
+    summary,
+    times,
+    title,
+    verdict,
+)
+
+
+def to_markdown(report: Mapping[str, Any]) -> str:
+    sections = [
+        f"# {verdict(report)}: {_plain(title(report))}",
+        summary(report),
+        failed_rules(report),
+        _plain(settings_line(report)),
+        "\n".join(f"- **{_plain(finding['name'])}**: {_plain(finding['message'])}" for finding in report["findings"]),
+        "## Results",
+        _table(
+            ("category", "prompts", "acceptance length", "acceptance rate", "per position", "tokens/s", "speedup", "predicted"),
+            (_result(row) for row in report["results"]),
+        ),
+        _headline(report),
+        "## Gate",
+        _table(
+            ("", "metric", "scope", "required", "measured", "why"),
+            (
+                (outcome(rule), rule["metric"], _plain(scope(rule)), requirement(rule), measured(rule), _plain(rule["reason"]))
+                for rule in report["gate"]["rules"]
+            ),
+        ),
+        "## Losslessness",
+        _lossless(report),
+    ]
+    return "\n\n".join(section for section in sections if section) + "\n"
+
+
+def _result(row: Mapping[str, Any]) -> tuple[str, ...]:
+    rates = row.get("acceptance_rate_per_position", [])
+    return (
+        _plain(row["category"]),
+        str(row["num_prompts"]),
+        number(row.get("mean_acceptance_length")) + between(row, "mean_acceptance_length"),
+        percent(row.get("acceptance_rate")),
+        " ".join(percent(rate) for rate in rates) or "–",
+        f"{number(row['tokens_per_second'], 0)} / {number(row['baseline_tokens_per_second'], 0)}",
+        times(row["speedup"]) + between(row, "speedup"),
+        times(row.get("predicted_speedup")),
+    )
+
+
+def _headline(report: Mapping[str, Any]) -> str:
+    headline = report["headline"]
+    if not headline:
+        return ""
+    return f"Acceptance length to quote: **{headline['mean_acceptance_length']:.2f}** ({headline['average']})."
+
+
+def _lossless(report: Mapping[str, Any]) -> str:
+    lossless = report["lossless"]
+    lines = [
+        f"- greedy: {lossless['prompts_checked']} texts, {lossless['divergences']} differ, {lossless['near_ties']} at near-ties"
+    ]
+    test = lossless.get("sampling_test")
+    if test:
+        lines.append(
+            f"- sampled: chi-square p = {test['p_value']:.3g} over {test['num_draws']} draws; "
+            f"a rule wrong on purpose gives p = {test['negative_control_p_value']:.2g}"
+        )
+    else:
+        lines.append(f"- sampled: {report['not_measured']['lossless.sampling_test']}")
+    return "\n".join(lines)
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [f"| {' | '.join(row)} |" for row in rows]
+    return "\n".join([f"| {' | '.join(head)} |", f"|{' --- |' * len(head)}", *lines]) if lines else ""
+
+
+def _plain(text: str) -> str:
+    """Names come from outside: they are shown as they are and cannot become markup."""
+    escaped = "".join(f"\\{character}" if character in "\\`*_[]<>|#" else character for character in text)
+    return " ".join(escaped.split())

@@ -1,0 +1,91 @@
+"""How a report says things: the same words and roundings in every format."""
+
+from collections.abc import Mapping
+from typing import Any
+
+
+def title(report: Mapping[str, Any]) -> str:
+    return f"{report['draft']['method']} draft for {report['target']['model']}"
+
+
+def verdict(report: Mapping[str, Any]) -> str:
+    gate = report["gate"]
+    if not gate["rules"]:
+        return "Not judged"
+    return "Passed" if gate["passed"] else "Failed"
+
+
+def summary(report: Mapping[str, Any]) -> str:
+    """One sentence: what the draft gains, how sure that is, and whether the text stays the same."""
+    row, lossless = report["results"][0], report["lossless"]
+    texts = f"{lossless['prompts_checked']} greedy texts"
+    if lossless["greedy_identical"]:
+        same = f"all {texts} identical to plain decoding"
+    elif not lossless["unexplained_divergences"]:
+        same = f"{texts} equal to plain decoding up to {lossless['near_ties']} near-ties"
+    else:
+        same = f"{lossless['divergences']} of {texts} DIFFERENT from plain decoding"
+    return f"{times(row['speedup'])} the speed of plain decoding{between(row, 'speedup')}, {same}."
+
+
+def failed_rules(report: Mapping[str, Any]) -> str:
+    """Which rules decided against the draft; empty when none did."""
+    failed = [rule["metric"] for rule in report["gate"]["rules"] if outcome(rule) == "failed"]
+    return (
+        f"{len(failed)} of {len(report['gate']['rules'])} rules failed: {', '.join(dict.fromkeys(failed))}." if failed else ""
+    )
+
+
+def between(row: Mapping[str, Any], name: str, digits: int = 2) -> str:
+    ends = row.get(f"{name}_ci95")
+    return f" ({ends[0]:.{digits}f} to {ends[1]:.{digits}f})" if ends else ""
+
+
+def times(value: float | None) -> str:
+    return "–" if value is None else f"{value:.2f}×"
+
+
+def number(value: float | None, digits: int = 2) -> str:
+    return "–" if value is None else f"{value:,.{digits}f}"
+
+
+def percent(value: float | None) -> str:
+    return "–" if value is None else f"{value:.0%}"
+
+
+def requirement(rule: Mapping[str, Any]) -> str:
+    ((kind, threshold),) = rule["requirement"].items()
+    shown = (
+        str(threshold).lower()
+        if isinstance(threshold, bool)
+        else f"{threshold:g}"
+        if isinstance(threshold, float)
+        else threshold
+    )
+    return {"min": f"≥ {shown}", "max": f"≤ {shown}", "equals": f"= {shown}", "max_regression": f"regression ≤ {shown}"}[kind]
+
+
+def scope(rule: Mapping[str, Any]) -> str:
+    return ", ".join(str(value) for value in rule["scope"].values()) or "all"
+
+
+def measured(rule: Mapping[str, Any]) -> str:
+    value = rule["value"]
+    if value is None:
+        return "no evidence"
+    if isinstance(value, bool):
+        return str(value).lower()
+    shown = f"{value:.4g}" if isinstance(value, float) else str(value)
+    return f"{shown} ({rule['ci95'][0]:.3g} to {rule['ci95'][1]:.3g})" if rule["ci95"] else shown
+
+
+def outcome(rule: Mapping[str, Any]) -> str:
+    if rule["passed"]:
+        return "passed"
+    return "alarm" if rule["severity"] == "warn" else "failed"
+
+
+def settings_line(report: Mapping[str, Any]) -> str:
+    settings, hardware = report["settings"], report["hardware"]
+    sampling = "greedy" if not settings["temperature"] else f"T = {settings['temperature']:g}"
+    return f"K = {settings['num_speculative_tokens']} · {sampling} · suite {report['suite']['name']} · {hardware['name']}"

@@ -1,0 +1,176 @@
+"""The result rows of a report, from the records of its prompts: one for the whole suite, one a category.
+
+Acceptance and speed come from the two metric modules under `eval/metrics`, loaded by path with the `evaluate` library; every
+other number is a formula of specdistill.evaluation.metrics. What was not measured is absent, with the reason under
+`not_measured`.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import evaluate
+
+from specdistill.evaluation.columns import Columns, columns, drafts_per_bucket, in_bucket, long_context_start
+from specdistill.evaluation.metrics import METRICS, value
+from specdistill.evaluation.records import PromptRecord
+from specdistill.evaluation.statistics import estimates
+from specdistill.evaluation.suites import Suite
+from specdistill.evaluation.theory import StepCost, alpha_from_acceptance_length, best_point, speedup_curve
+from specdistill.project import METRICS as METRIC_MODULES
+
+ALL = "all"
+PLAIN = (
+    "draft_ms",
+    "verify_ms",
+    "baseline_step_ms",
+    "overhead_factor",
+    "predicted_speedup",
+    "prediction_gap",
+    "decode_speedup",
+)
+NEED_DRAFTS = (
+    "mean_acceptance_length",
+    "acceptance_rate",
+    "acceptance_rate_per_position",
+    "conditional_acceptance_rate",
+    "draft_ms",
+    "predicted_speedup",
+    "prediction_gap",
+    "overhead_factor",
+)
+SLOW_BASELINE = 0.95  # below this share of the library's own speed the baseline flatters the draft
+
+
+def result_rows(
+    records: Sequence[PromptRecord], suite: Suite, *, temperature: float, k: int, seed: int
+) -> list[dict[str, Any]]:
+    """The suite's row (`category: all`) and one for each category, in the suite's order."""
+    groups = {ALL: list(records)}
+    for record in records:
+        groups.setdefault(record.category, []).append(record)
+    scope = {"suite": suite.name, "suite_version": suite.version, "temperature": temperature, "batch_size": 1}
+    return [
+        {**scope, "category": category, "context_bucket": ALL, **_numbers(group, temperature, k, seed)}
+        for category, group in groups.items()
+    ]
+
+
+def context_rows(records: Sequence[PromptRecord]) -> list[dict[str, Any]]:
+    """Acceptance by the number of tokens that stand before a round, in powers of two."""
+    rows = []
+    for bucket, num_drafts in sorted(drafts_per_bucket(records).items()):
+        accepted = sum(in_bucket(record, bucket)[1] for record in records)
+        length = 1 + accepted / num_drafts
+        rows.append({"bucket": f"{bucket}-{2 * bucket - 1}", "num_drafts": num_drafts, "mean_acceptance_length": length})
+    return rows
+
+
+def theory(row: dict[str, Any], shorter: Sequence[StepCost]) -> dict[str, Any] | None:
+    """What the suite's row implies: alpha, v and c at K, and the speedup to expect at K' up to K; None without drafts.
+
+    shorter: separately timed costs of K' < K.
+    """
+    needed = ("acceptance_rate_per_position", "verify_ms", "draft_ms", "baseline_step_ms", "predicted_speedup")
+    if any(name not in row for name in needed):
+        return None
+    rates = row["acceptance_rate_per_position"]
+    v, c = row["verify_ms"] / row["baseline_step_ms"], row["draft_ms"] / row["baseline_step_ms"]
+    curve = speedup_curve(rates, [*shorter, StepCost(len(rates), v, c)])
+    return {
+        "alpha": alpha_from_acceptance_length(row["mean_acceptance_length"], len(rates)),
+        "K": len(rates),
+        "v": v,
+        "c": c,
+        "predicted": row["predicted_speedup"],
+        "best_k": best_point(curve)["k"],
+        "curve": curve,
+    }
+
+
+def headline(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The one number to quote: the acceptance length, as a macro-average over the categories."""
+    lengths = [row["mean_acceptance_length"] for row in rows if row["category"] != ALL and "mean_acceptance_length" in row]
+    if not lengths:
+        return {}
+    return {
+        "mean_acceptance_length": sum(lengths) / len(lengths),
+        "average": f"macro over {len(lengths)} categories, each a micro-average over its drafts",
+    }
+
+
+def _numbers(records: Sequence[PromptRecord], temperature: float, k: int, seed: int) -> dict[str, Any]:
+    table = columns(records)
+    row: dict[str, Any] = {
+        "num_prompts": len(records),
+        "num_new_tokens": int(table["num_tokens"].sum()),
+        "num_rounds": int(table["num_rounds"].sum()),
+        "num_looping": sum(is_looping(record) for record in records),
+        **_acceptance(records, k, seed),
+        **_speed(table, seed),
+        **{name: number for name in PLAIN if (number := value(METRICS[name], table)) is not None},
+        **_against_hf(records, table, seed),
+        **estimates(("context_ratio", "vocabulary_coverage"), table, seed),
+    }
+    row["not_measured"] = _reasons(row, records, temperature)
+    return row
+
+
+def _acceptance(records: Sequence[PromptRecord], k: int, seed: int) -> dict[str, Any]:
+    drafts = [[entry for entry in record.rounds if entry.drafted] for record in records]
+    numbers: dict[str, Any] = evaluate.load(str(METRIC_MODULES / "acceptance"), keep_in_memory=True).compute(
+        predictions=[[len(entry.accepted) for entry in prompt] for prompt in drafts],
+        references=[[len(entry.drafted) for entry in prompt] for prompt in drafts],
+        num_positions=k,
+        seed=seed,
+    )
+    return numbers
+
+
+def _speed(table: Columns, seed: int) -> dict[str, Any]:
+    def timings(side: str) -> list[dict[str, float]]:
+        pairs = zip(table[f"{side}num_tokens"], table[f"{side}seconds"], strict=True)
+        return [{"num_tokens": int(tokens), "seconds": seconds} for tokens, seconds in pairs]
+
+    numbers: dict[str, Any] = evaluate.load(str(METRIC_MODULES / "speedup"), keep_in_memory=True).compute(
+        predictions=timings(""), references=timings("baseline_"), seed=seed
+    )
+    return numbers
+
+
+def _against_hf(records: Sequence[PromptRecord], table: Columns, seed: int) -> dict[str, Any]:
+    """Speed beside the library's own loop, over the prompts on which that was timed; the speedup over it when it is the
+    faster one.
+    """
+    timed = sum(record.hf_generate is not None for record in records)
+    if not timed:
+        return {}
+    numbers = estimates(("hf_generate_tokens_per_second", "baseline_over_hf_generate"), table, seed)
+    if numbers["baseline_over_hf_generate"] < SLOW_BASELINE:
+        numbers |= estimates(("speedup_over_hf_generate",), table, seed)
+    return {**numbers, "hf_generate_num_prompts": timed}
+
+
+def is_looping(record: PromptRecord) -> bool:
+    """Whether the text ends in a cycle: its last 48 tokens repeat with a period of at most 16. Loops inflate acceptance."""
+    tail = [record.first_token, *(token for entry in record.rounds for token in entry.emitted)][-48:]
+    if len(tail) < 48:
+        return False
+    return any(tail[period:] == tail[:-period] for period in range(1, 17))
+
+
+def _reasons(row: dict[str, Any], records: Sequence[PromptRecord], temperature: float) -> dict[str, str]:
+    few = "fewer than two prompts" if len(records) < 2 else "its resamples are undefined: too few prompts"
+    reasons = dict.fromkeys(NEED_DRAFTS, "nothing was drafted")
+    reasons |= dict.fromkeys(("verify_ms", "baseline_step_ms", "decode_speedup"), "every text ended with its first token")
+    hf = "the library's loop is timed on greedy text only" if temperature else "none of these prompts was among those timed"
+    reasons |= dict.fromkeys(("hf_generate_tokens_per_second", "baseline_over_hf_generate"), hf)
+    reasons["speedup_over_hf_generate"] = (
+        "the baseline is as fast as the library's loop" if "baseline_over_hf_generate" in row else hf
+    )
+    start = long_context_start(records)
+    reasons["context_ratio"] = "too few drafts at a long or a short context" if start is None else "nothing was drafted"
+    reasons["vocabulary_coverage"] = "this method proposes tokens of the text, not of a vocabulary"
+    missing = {name: reason for name, reason in reasons.items() if name not in row}
+    with_interval = ("mean_acceptance_length", "acceptance_rate", "tokens_per_second", "baseline_tokens_per_second", "speedup")
+    intervals = {f"{name}_ci95": few for name in with_interval if name in row and f"{name}_ci95" not in row}
+    return missing | intervals

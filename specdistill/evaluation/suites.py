@@ -1,0 +1,199 @@
+"""Suites: the prompts a draft is measured on, named, versioned and checked by hash.
+
+A suite is a YAML file (name, version, licence, source, sha256 and the jsonl file of its prompts), by path or by its name under
+`eval/suites`, or just a jsonl file. A row holds `prompt` (text as it is), `messages` (rendered by the target's chat template,
+with the generation prompt) or `text` (its first 32 tokens are the prompt), and optionally `id` and `category`.
+"""
+
+import hashlib
+import json
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+
+from specdistill.errors import UserError, nearest, one_line
+from specdistill.project import SUITES
+
+TEXT_PROMPT_TOKENS = 32
+KINDS = ("prompt", "messages", "text")
+KEYS = ("name", "version", "licence", "source", "sha256", "prompts")
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class SuiteRow:
+    """One prompt before tokenisation. `content` is a string, or the list of messages."""
+
+    id: str
+    category: str
+    kind: str
+    content: Any
+
+
+@dataclass(frozen=True)
+class Suite:
+    name: str
+    version: str
+    licence: str
+    source: str
+    sha256: str
+    rows: tuple[SuiteRow, ...]
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt as the target reads it; `text` is what its tokens say."""
+
+    id: str
+    category: str
+    text: str
+    token_ids: tuple[int, ...]
+
+
+def load_suite(name: str) -> Suite:
+    """A suite by name or path. Raises UserError for an unknown name, a wrong hash or a row that holds no prompt."""
+    path = _find(name)
+    if path.suffix == ".jsonl":
+        content = _read(path)
+        digest = hashlib.sha256(content).hexdigest()
+        return Suite(path.stem, digest[:12], "not stated", path.name, digest, _rows(path, content))
+    header = _header(path)
+    prompts = path.parent / header["prompts"]
+    content = _read(prompts)
+    digest = hashlib.sha256(content).hexdigest()
+    if digest != header["sha256"]:
+        expected = f"the content that {path.name} names by its sha256 {header['sha256']}"
+        raise UserError("eval.suite", got=f"{prompts} with sha256 {digest}", expected=expected)
+    named = {key: str(header[key]) for key in ("name", "version", "licence", "source", "sha256")}
+    return Suite(**named, rows=_rows(prompts, content))
+
+
+def tokenize(
+    suite: Suite, tokenizer: Any, *, max_new_tokens: int, max_length: int, num_prompts: int | None = None
+) -> list[Prompt]:
+    """The suite's prompts, or `num_prompts` of them spread evenly over the categories, as the target's tokens.
+
+    `max_length` is the target's context; a prompt that leaves no room for `max_new_tokens` raises UserError.
+    """
+    rows = suite.rows if num_prompts is None else evenly(suite.rows, [row.category for row in suite.rows], num_prompts)
+    prompts = [_tokenize(row, tokenizer) for row in rows]
+    for prompt in prompts:
+        if not prompt.token_ids:
+            raise UserError("eval.suite", got=f"prompt {prompt.id} of {suite.name}, which has no tokens", expected="some text")
+        length = len(prompt.token_ids)
+        if length + max_new_tokens > max_length:
+            got = f"prompt {prompt.id} of {suite.name} with {length} tokens, and eval.max_new_tokens={max_new_tokens}"
+            raise UserError("eval.suite", got=got, expected=f"at most {max_length} tokens together, the target's context")
+    return prompts
+
+
+def evenly(items: Sequence[T], groups: Sequence[Hashable], count: int) -> list[T]:
+    """`count` of the items in their order, as even as can be over the groups, and spread over each group from its first to
+    its last.
+    """
+    members: dict[Hashable, list[int]] = {}
+    for index, group in enumerate(groups):
+        members.setdefault(group, []).append(index)
+    quota = dict.fromkeys(members, 0)
+    for _ in range(min(count, len(items))):
+        open_groups = [group for group in members if quota[group] < len(members[group])]
+        quota[min(open_groups, key=lambda group: quota[group])] += 1
+    chosen = [
+        indices[position * len(indices) // quota[group]]
+        for group, indices in members.items()
+        for position in range(quota[group])
+    ]
+    return [items[index] for index in sorted(chosen)]
+
+
+def _find(name: str) -> Path:
+    for candidate in (Path(name), SUITES / f"{name}.yaml"):
+        if candidate.suffix in (".yaml", ".yml", ".jsonl") and candidate.is_file():
+            return candidate
+    known = sorted(path.stem for path in SUITES.glob("*.yaml"))
+    expected = f"one of {', '.join(known)}, a suite YAML or a jsonl file"
+    raise UserError("eval.suite", got=name, expected=expected, nearest=nearest(name, known))
+
+
+def _header(path: Path) -> dict[str, Any]:
+    try:
+        header = yaml.safe_load(_read(path))
+    except yaml.YAMLError as error:
+        raise UserError("eval.suite", got=f"{path}: {one_line(str(error))}", expected="a readable YAML file") from error
+    if not isinstance(header, dict):
+        raise UserError("eval.suite", got=f"{path}, which holds no keys", expected=f"a suite with {', '.join(KEYS)}")
+    for key in header:
+        if key not in KEYS:
+            raise UserError(
+                f"{path.name}: {key}",
+                got="an unknown key",
+                expected=f"one of {', '.join(KEYS)}",
+                nearest=nearest(str(key), KEYS),
+            )
+    for key in KEYS:
+        if header.get(key) in (None, ""):
+            raise UserError(f"{path.name}: {key}", got="nothing", expected="a value")
+    return header
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise UserError("eval.suite", got=f"{path} ({error.strerror})", expected="a readable file") from error
+
+
+def _rows(path: Path, content: bytes) -> tuple[SuiteRow, ...]:
+    rows = []
+    for number, line in enumerate(content.split(b"\n"), start=1):
+        if line.strip():
+            rows.append(_row(f"{path.name}:{number}", number, line))
+    if not rows:
+        raise UserError("eval.suite", got=f"{path}, which is empty", expected="at least one prompt")
+    ids = [row.id for row in rows]
+    repeated = next((id for id in ids if ids.count(id) > 1), None)
+    if repeated is not None:
+        raise UserError("eval.suite", got=f"{path} with the id {repeated} twice", expected="a different id for each prompt")
+    return tuple(rows)
+
+
+def _row(place: str, number: int, line: bytes) -> SuiteRow:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise UserError("eval.suite", got=f"{place}: {error}", expected="one JSON object a line") from error
+    kind = next((kind for kind in KINDS if isinstance(row, dict) and kind in row), None)
+    if kind is None:
+        keys = ", ".join(row) if isinstance(row, dict) else "no object"
+        close = next((close for key in row if (close := nearest(key, KINDS))), None) if isinstance(row, dict) else None
+        raise UserError("eval.suite", got=f"{place} with {keys}", expected="prompt, messages or text", nearest=close)
+    content = row[kind]
+    if kind == "messages":
+        fits = isinstance(content, list) and all(
+            isinstance(turn, dict) and {"role", "content"} <= turn.keys() for turn in content
+        )
+    else:
+        fits = isinstance(content, str)
+    if not content or not fits:
+        expected = "a list of {role, content}" if kind == "messages" else "some text"
+        raise UserError("eval.suite", got=f"{place} with {kind}={one_line(repr(content))[:60]}", expected=expected)
+    return SuiteRow(str(row.get("id", number)), str(row.get("category", "default")), kind, content)
+
+
+def _tokenize(row: SuiteRow, tokenizer: Any) -> Prompt:
+    if row.kind == "messages":
+        if not tokenizer.chat_template:
+            raise UserError(
+                "eval.suite", got=f"messages (prompt {row.id})", expected="plain prompts: the target has no chat template"
+            )
+        text = tokenizer.apply_chat_template(row.content, tokenize=False, add_generation_prompt=True)
+        return Prompt(row.id, row.category, text, tuple(tokenizer(text, add_special_tokens=False)["input_ids"]))
+    ids = tokenizer(row.content)["input_ids"]
+    if row.kind == "text":
+        ids = ids[:TEXT_PROMPT_TOKENS]
+        return Prompt(row.id, row.category, tokenizer.decode(ids, skip_special_tokens=True), tuple(ids))
+    return Prompt(row.id, row.category, row.content, tuple(ids))

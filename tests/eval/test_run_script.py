@@ -1,0 +1,157 @@
+"""eval/run.py, from the command line's arguments to the files it leaves."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+from specdistill.command import run
+from specdistill.errors import ExitCode
+from specdistill.evaluation.report.schema import validate
+from specdistill.project import ROOT
+from specdistill.recipe import Recipe
+from tests.tiny import tiny_target_model, tiny_tokenizer
+
+FILES = ["junit.xml", "report.html", "report.json", "report.md", "samples.jsonl"]
+
+
+def script(name):
+    spec = importlib.util.spec_from_file_location(f"eval_{name}", ROOT / "eval" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+eval_run = script("run")
+
+
+def command(*arguments):
+    return run(
+        eval_run.main, Recipe, list(arguments), shorthands=eval_run.SHORTHANDS, without_recipe=["train.output_dir=runs/eval"]
+    )
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("target")
+    tiny_target_model(num_layers=2).save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def suite(tmp_path_factory):
+    path = tmp_path_factory.mktemp("suite") / "small.jsonl"
+    rows = [{"id": f"{kind}{n}", "category": kind, "prompt": f"{kind} {n} {kind} {n} "} for kind in "ab" for n in range(2)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture
+def gate(tmp_path):
+    path = tmp_path / "gate.yaml"
+    path.write_text("- {metric: lossless.greedy_identical, equals: true}\n")
+    return path
+
+
+def arguments(target, suite, gate, output_dir, *more):
+    return [
+        f"target={target}",
+        "method=ngram",
+        f"suite={suite}",
+        f"output_dir={output_dir}",
+        f"gate={gate}",
+        "eval.max_new_tokens=8",
+        "eval.repeats=1",
+        "eval.warmup=0",
+        "eval.sampling_draws=0",
+        *more,
+    ]
+
+
+def test_a_measurement_leaves_a_whole_report(target, suite, gate, tmp_path, capsys):
+    folder = tmp_path / "report"
+    assert command(*arguments(target, suite, gate, folder, "eval.num_speculative_tokens=2")) == ExitCode.DONE
+    assert sorted(path.name for path in folder.iterdir()) == FILES
+    report = json.loads((folder / "report.json").read_text())
+    validate(report)
+    row = report["results"][0]
+    assert (row["category"], row["num_prompts"], len(row["accepted_per_position"])) == ("all", 4, 2)
+    assert [entry["category"] for entry in report["results"]] == ["all", "a", "b"]
+    assert report["lossless"]["prompts_checked"] == 4
+    assert report["not_measured"]["lossless.sampling_test"] == "eval.sampling_draws is 0"
+    assert (report["draft"]["method"], report["draft"]["model"], report["draft"]["parameters"]) == ("ngram", None, 0)
+    assert report["settings"]["draft_sampling"] == "greedy"
+    assert report["gate"]["passed"]
+    assert report["hardware"]["cpu_threads"] >= 1
+    samples = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+    assert [sample["id"] for sample in samples] == ["a0", "a1", "b0", "b1"]
+    assert f"report: {folder / 'report.html'}" in capsys.readouterr().out
+
+
+def test_a_failed_gate_is_exit_code_one_and_still_a_report(target, suite, gate, tmp_path):
+    gate.write_text("- {metric: speedup, min: 1000}\n")
+    sampled = ("eval.temperature=1.0", "eval.num_speculative_tokens=1", "eval.num_prompts=2", "eval.sampling_draws=2")
+    assert command(*arguments(target, suite, gate, tmp_path / "report", *sampled)) == ExitCode.CHECK_FAILED
+    report = json.loads((tmp_path / "report" / "report.json").read_text())
+    assert not report["gate"]["passed"]
+    assert report["settings"]["temperature"] == 1.0
+    assert report["results"][0]["num_prompts"] == 2
+    assert report["lossless"]["greedy_identical"]
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["eval.num_speculative_tokens=0"], "eval.num_speculative_tokens: got 0"),
+        (["eval.temperature=-1"], "eval.temperature: got -1"),
+        (["eval.top_p=0"], "eval.top_p: got 0"),
+        (["eval.top_p=1.5"], "eval.top_p: got 1.5"),
+        (["eval.max_new_tokens=400"], "eval.suite: got prompt a0 of small"),
+        (["suite=pcio"], "eval.suite: got pcio, expected one of pico, a suite YAML or a jsonl file; did you mean pico?"),
+        (["gate=defalt"], "gate: got defalt, expected one of default, pico, or a gate YAML; did you mean default?"),
+        (["method=eagle3"], "eval.draft: got"),
+        (["method=eagle"], "method: got 'eagle'"),
+        (["target=./nowhere"], "target.model: got"),
+        (["sweet=pico"], "sweet: got an unknown key"),
+    ],
+)
+def test_bad_input_is_one_line_and_leaves_nothing(target, suite, gate, tmp_path, capsys, more, message):
+    folder = tmp_path / "report"
+    assert command(*arguments(target, suite, gate, folder, *more)) == ExitCode.USER_ERROR
+    said = capsys.readouterr().err.strip().splitlines()[-1]
+    assert said.startswith("error: ")
+    assert message in said
+    assert not folder.exists()
+
+
+def test_an_output_folder_that_cannot_be_written(target, suite, gate, tmp_path, capsys):
+    (tmp_path / "file").touch()
+    assert command(*arguments(target, suite, gate, tmp_path / "file" / "report")) == ExitCode.USER_ERROR
+    assert "eval.output_dir: got" in capsys.readouterr().err
+
+
+def test_shorthands_stand_for_keys_of_the_recipe(capsys):
+    seen = []
+    code = run(
+        seen.append,
+        Recipe,
+        ["target=pico", "draft=here", "suite=s", "output_dir=there", "method=ngram"],
+        shorthands=eval_run.SHORTHANDS,
+        without_recipe=["train.output_dir=runs/eval", "method=eagle3"],
+    )
+    assert code == ExitCode.DONE
+    (recipe,) = seen
+    assert (recipe.target.model, recipe.eval.draft, recipe.eval.suite, recipe.eval.output_dir) == ("pico", "here", "s", "there")
+    assert (recipe.method, recipe.train["output_dir"]) == ("ngram", "runs/eval")
+    run(seen.append, Recipe, ["recipe=pico/eagle3"], shorthands=eval_run.SHORTHANDS, without_recipe=["method=ngram"])
+    assert seen[-1].method == "eagle3"
+    assert run(eval_run.main, Recipe, ["--help"], shorthands=eval_run.SHORTHANDS) == ExitCode.DONE
+    said = capsys.readouterr().out
+    assert "short for eval.suite" in said
+    assert "python eval/run.py target=" in said
+
+
+def test_the_scripts_are_where_the_readme_says():
+    assert all((Path(ROOT) / "eval" / name).is_file() for name in ("run.py", "gate.py"))

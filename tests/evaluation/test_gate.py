@@ -1,0 +1,255 @@
+import copy
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import yaml
+
+from specdistill.errors import UserError
+from specdistill.evaluation.gate import Evidence, Rule, decide, load_gate
+from specdistill.project import GATES
+from tests.evaluation.simulated import simulate, simulated_report
+
+
+@pytest.fixture(scope="module")
+def evidence():
+    records = simulate()
+    return Evidence(simulated_report(records), records)
+
+
+def write_gate(folder, *rules):
+    path = folder / "mine.yaml"
+    path.write_text(yaml.safe_dump(list(rules)))
+    return str(path)
+
+
+def judged(evidence, rule, baseline=None):
+    (result,) = decide([rule], evidence, baseline)["rules"]
+    return result
+
+
+def without(evidence, *path):
+    report = copy.deepcopy(dict(evidence.report))
+    place = report
+    for name in path[:-1]:
+        place = place[name]
+    del place[path[-1]]
+    return Evidence(report, evidence.records)
+
+
+def test_a_measured_number_is_tested_at_its_unfavourable_end(evidence):
+    row = evidence.report["results"][0]
+    low, high = row["speedup_ci95"]
+    between = (low + row["speedup"]) / 2
+    assert row["speedup"] > between
+    result = judged(evidence, Rule("speedup", "min", between))
+    assert not result["passed"]
+    assert result["ci95"] == [low, high]
+    assert "unfavourable end at 95%" in result["reason"]
+    assert judged(evidence, Rule("speedup", "min", low - 1e-6))["passed"]
+    assert not judged(evidence, Rule("speedup", "max", (high + row["speedup"]) / 2))["passed"]
+    assert judged(evidence, Rule("speedup", "max", high + 1e-6))["passed"]
+
+
+def test_another_confidence_is_another_interval(evidence):
+    low = evidence.report["results"][0]["speedup_ci95"][0]
+    result = judged(evidence, Rule("speedup", "min", low + 1e-4, confidence=0.5))
+    assert result["passed"]
+    assert (result["ci95"], result["confidence"]) == (None, 0.5)
+    assert not judged(evidence, Rule("speedup", "min", low, confidence=0.999))["passed"]
+
+
+def test_a_category_has_its_own_row_and_records(evidence):
+    row = next(row for row in evidence.report["results"] if row["category"] == "chat")
+    result = judged(evidence, Rule("mean_acceptance_length", "min", 1.5, {"category": "chat"}))
+    assert (result["value"], result["scope"]) == (row["mean_acceptance_length"], {"category": "chat"})
+    narrow = judged(evidence, Rule("mean_acceptance_length", "min", 1.5, {"category": "chat"}, confidence=0.5))
+    assert narrow["passed"]
+
+
+def test_equals_and_dotted_paths(evidence):
+    assert judged(evidence, Rule("lossless.greedy_identical", "equals", True))["passed"]
+    assert not judged(evidence, Rule("lossless.greedy_identical", "equals", False))["passed"]
+    assert judged(evidence, Rule("draft.bytes", "max", 2_000_000))["passed"]
+
+
+def test_absent_evidence_fails_and_says_why(evidence):
+    missing = [
+        (without(evidence, "results", 0, "speedup"), Rule("speedup", "min", 0.0)),
+        (without(evidence, "lossless", "sampling_test"), Rule("lossless.sampling_test.p_value", "min", 0.0)),
+        (without(evidence, "theory"), Rule("theory.best_k", "min", 0)),
+        (evidence, Rule("speedup", "min", 0.0, {"category": "poems"})),
+        (evidence, Rule("speedup", "min", 0.0, {"suite": "other"})),
+        (evidence, Rule("speedup", "max_regression", 1.0)),
+    ]
+    for changed, rule in missing:
+        result = judged(changed, rule)
+        assert (result["passed"], result["value"]) == (False, None)
+        assert result["reason"].startswith("no evidence: ")
+    report = copy.deepcopy(dict(evidence.report))
+    report["not_measured"]["theory"] = "nothing was drafted"
+    del report["theory"]
+    assert judged(Evidence(report, []), Rule("theory.v", "max", 9.0))["reason"] == "no evidence: nothing was drafted"
+
+
+def test_a_number_without_the_interval_it_should_have_is_no_evidence():
+    records = simulate(1)
+    result = judged(Evidence(simulated_report(records), records), Rule("speedup", "min", 0.0))
+    assert not result["passed"]
+    assert "fewer than two prompts" in result["reason"]
+
+
+def test_an_alarm_does_not_decide(evidence):
+    alarm, rule = Rule("acceptance_rate", "min", 0.99, severity="warn"), Rule("speedup", "min", 1.0)
+    assert decide([alarm, rule], evidence)["passed"]
+    assert not decide([alarm, Rule("speedup", "min", 9.0)], evidence)["passed"]
+    assert not judged(evidence, alarm)["passed"]
+
+
+@pytest.mark.parametrize(
+    ("rule", "message"),
+    [
+        ({"metric": "speedupp", "min": 1}, "metric: got speedupp.*did you mean speedup"),
+        ({"metric": "lossless.greedy_identicl", "equals": True}, r"did you mean lossless\.greedy_identical"),
+        ({"min": 1}, "metric: got None"),
+        ({"metric": "speedup"}, "got no requirement, expected exactly one of min, max"),
+        ({"metric": "speedup", "min": 1, "max": 2}, "got min and max"),
+        ({"metric": "speedup", "minimum": 1}, "did you mean min"),
+        ({"metric": "speedup", "min": "fast"}, "expected a number"),
+        ({"metric": "speedup", "min": True}, "expected a number"),
+        ({"metric": "speedup", "min": 1, "confidence": 95}, "a share between 0 and 1"),
+        ({"metric": "speedup", "min": 1, "severity": "alarm"}, "fail or warn"),
+        ({"metric": "speedup", "min": 1, "scope": {"categry": "chat"}}, "did you mean category"),
+        ({"metric": "speedup", "min": 1, "scope": "chat"}, "keys of suite"),
+        ({"metric": "draft.bytes", "max_regression": 0.1}, "can be compared prompt by prompt"),
+        ("speedup > 1", "expected keys of"),
+    ],
+)
+def test_rules_that_say_nothing_sensible(tmp_path, rule, message):
+    with pytest.raises(UserError, match=message):
+        load_gate(write_gate(tmp_path, rule))
+
+
+def test_gates_that_are_not_there(tmp_path):
+    with pytest.raises(UserError, match="did you mean default"):
+        load_gate("defualt")
+    (tmp_path / "empty.yaml").write_text("")
+    with pytest.raises(UserError, match="a YAML list of rules"):
+        load_gate(str(tmp_path / "empty.yaml"))
+    (tmp_path / "broken.yaml").write_text("[")
+    with pytest.raises(UserError, match="a readable YAML file"):
+        load_gate(str(tmp_path / "broken.yaml"))
+
+
+def test_every_gate_that_ships_loads_and_can_be_passed(evidence):
+    names = sorted(path.stem for path in GATES.glob("*.yaml"))
+    assert names == ["default", "pico"]
+    for name in names:
+        decision = decide(load_gate(name), evidence)
+        assert decision["passed"], decision
+        assert load_gate(f"eval/gates/{name}.yaml") == load_gate(name)
+
+
+def test_the_default_gate_fails_what_it_is_there_to_fail(evidence):
+    for path, value in (
+        (("lossless", "unexplained_divergences"), 1),
+        (("lossless", "sampling_test", "p_value"), 1e-6),
+        (("lossless", "sampling_test", "negative_control_p_value"), 0.4),
+        (("results", 0, "speedup_ci95"), [0.99, 1.4]),
+        (("results", 0, "baseline_over_hf_generate_ci95"), [0.9, 1.1]),
+    ):
+        report = copy.deepcopy(dict(evidence.report))
+        place = report
+        for name in path[:-1]:
+            place = place[name]
+        place[path[-1]] = value
+        assert not decide(load_gate("default"), Evidence(report, evidence.records))["passed"], path
+
+
+# Regressions
+
+NO_WORSE = Rule("mean_acceptance_length", "max_regression", 0.03)
+
+
+def report_of(records):
+    return Evidence({**SKELETON, "results": [ROW]}, records)
+
+
+ROW = {
+    "suite": "simulated",
+    "suite_version": "1",
+    "category": "all",
+    "context_bucket": "all",
+    "temperature": 0.0,
+    "not_measured": {},
+}
+SKELETON = {"settings": {"seed": 0}, "not_measured": {}}
+
+
+def test_other_prompts_or_another_suite_cannot_be_compared(evidence):
+    with pytest.raises(UserError, match="1 are in one report only"):
+        judged(evidence, NO_WORSE, Evidence(evidence.report, evidence.records[1:]))
+    report = copy.deepcopy(dict(evidence.report))
+    report["results"][0]["suite_version"] = "2"
+    with pytest.raises(UserError, match="suite_version 2, expected 1"):
+        judged(evidence, NO_WORSE, Evidence(report, evidence.records))
+
+
+def test_the_same_report_has_not_regressed(evidence):
+    result = judged(evidence, NO_WORSE, evidence)
+    assert (result["passed"], result["value"]) == (True, 0.0)
+
+
+def test_lower_is_better_for_costs():
+    slow = report_of(simulate(24))
+    for record in slow.records:
+        object.__setattr__(record.speculative, "verify_seconds", record.speculative.verify_seconds * 1.2)
+    rule = Rule("verify_ms", "max_regression", 0.1)
+    assert not judged(slow, rule, report_of(simulate(24)))["passed"]
+    assert judged(report_of(simulate(24)), rule, slow)["passed"]
+
+
+def churned(records, drop, seed):
+    """The same prompts by a draft that differs: one round in twenty is accepted one token further, others one less, and the mean
+    acceptance length falls by the share `drop`.
+    """
+    generator = np.random.default_rng(seed)
+    counts = np.array([len(entry.accepted) for record in records for entry in record.rounds])
+    gain, full = 0.05, len(records[0].rounds[0].drafted)
+    loss = float((gain * (counts < full).mean() + drop * (1 + counts.mean())) / (counts > 0).mean())
+    changed = []
+    for record in records:
+        rounds = []
+        for entry in record.rounds:
+            draw, count = float(generator.uniform()), len(entry.accepted)
+            count += (draw < gain and count < full) - (draw > 1 - loss and count > 0)
+            rounds.append(replace(entry, accepted=entry.drafted[:count]))
+        changed.append(replace(record, rounds=tuple(rounds)))
+    return changed
+
+
+def slowed(records, drop, seed):
+    """The same prompts, timed again with 1 % noise, slower with the draft so that the speedup falls by the share `drop`."""
+    generator = np.random.default_rng(seed)
+
+    def again(timing, factor):
+        return replace(timing, seconds=timing.seconds * factor * generator.normal(1, 0.01))
+
+    return [
+        replace(record, speculative=again(record.speculative, 1 / (1 - drop)), baseline=again(record.baseline, 1))
+        for record in records
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("metric", "change"), [("mean_acceptance_length", churned), ("speedup", slowed)])
+def test_a_drop_of_three_per_cent_is_caught_and_no_drop_is_not(metric, change):
+    before = report_of(simulate(80))
+    rule = Rule(metric, "max_regression", 0.03)
+    trials = 100
+
+    def passes(drop):
+        return sum(judged(report_of(change(before.records, drop, trial)), rule, before)["passed"] for trial in range(trials))
+
+    assert passes(0.03) <= 0.05 * trials
+    assert passes(0.0) >= 0.99 * trials

@@ -1,0 +1,256 @@
+import copy
+import html as html_library
+import json
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from xml.etree import ElementTree
+
+import jsonschema
+import pytest
+
+from specdistill.errors import ResourceError, UserError
+from specdistill.evaluation.gate import Evidence, decide, load_gate
+from specdistill.evaluation.report.build import findings
+from specdistill.evaluation.report.console import print_gate, print_report
+from specdistill.evaluation.report.files import check_writable, read_report, render, write_report
+from specdistill.evaluation.report.html import to_html
+from specdistill.evaluation.report.markdown import to_markdown
+from specdistill.evaluation.report.schema import schema, validate
+from tests.evaluation.simulated import simulate, simulated_report
+
+FILES = ["junit.xml", "report.html", "report.json", "report.md", "samples.jsonl"]
+HOSTILE = '</script><script>alert(1)</script><img src=x onerror="alert(2)">|`'
+
+
+@pytest.fixture(scope="module")
+def records():
+    return simulate()
+
+
+@pytest.fixture(scope="module")
+def judged(records):
+    report = simulated_report(records)
+    report["gate"] = decide(load_gate("pico"), Evidence(report, records))
+    return report
+
+
+@pytest.fixture
+def report(judged):
+    return copy.deepcopy(judged)
+
+
+def test_the_report_fits_its_schema(report):
+    jsonschema.Draft202012Validator.check_schema(schema())
+    validate(report)
+    assert report["results"][0]["category"] == "all"
+    assert set(report) == set(schema()["properties"])
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        (("results", 0, "speedup"), "fast", "results.0.speedup"),
+        (("results", 0, "speed"), 1.0, "results.0.*speed"),
+        (("results",), [], "results"),
+        (("schema_version",), 2, "schema_version"),
+        (("lossless", "greedy_identical"), None, "lossless.greedy_identical"),
+    ],
+)
+def test_what_does_not_fit_the_schema_is_not_written(tmp_path, report, records, path, value, message):
+    place = report
+    for name in path[:-1]:
+        place = place[name]
+    place[path[-1]] = value
+    with pytest.raises(UserError, match=message):
+        write_report(tmp_path / "report", report, records)
+    assert not (tmp_path / "report").exists()
+
+
+def test_a_written_report_is_read_back_equal(tmp_path, report, records):
+    write_report(tmp_path / "report", report, records)
+    assert sorted(path.name for path in (tmp_path / "report").iterdir()) == FILES
+    assert read_report(tmp_path / "report") == (report, records)
+    assert read_report(tmp_path / "report" / "report.json") == (report, records)
+
+
+def test_rendering_depends_on_the_json_files_alone(tmp_path, report, records):
+    write_report(tmp_path, report, records)
+    before = {name: (tmp_path / name).read_bytes() for name in FILES}
+    for name in ("report.html", "report.md", "junit.xml"):
+        (tmp_path / name).unlink()
+    render(tmp_path)
+    assert {name: (tmp_path / name).read_bytes() for name in FILES} == before
+
+
+def test_reports_that_are_not_there(tmp_path, report, records):
+    with pytest.raises(UserError, match="baseline: got"):
+        read_report(tmp_path / "report.json", key="baseline")
+    (tmp_path / "report.json").write_text("{}")
+    with pytest.raises(UserError, match="schema version 1"):
+        read_report(tmp_path)
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"eval\.output_dir"):
+        check_writable(tmp_path / "file" / "report", "eval.output_dir")
+    with pytest.raises(ResourceError, match="could not write"):
+        write_report(tmp_path / "file" / "report", report, records)
+    check_writable(tmp_path / "new" / "deep", "eval.output_dir")
+    assert not (tmp_path / "new").exists()
+
+
+def test_the_page_stands_alone(report, records):
+    page = to_html(report, records)
+    assert len(page) < 200_000
+    references = re.findall(r"""(?:src|href|action)\s*=\s*["']([^"']*)""", page)
+    assert [reference for reference in references if not reference.startswith("data:,")] == []
+    assert "url(" not in page
+    assert "@import" not in page
+    assert "http" not in page
+
+
+def test_the_verdict_comes_first(report, records):
+    page = to_html(report, records)
+    text = html_library.unescape(re.sub(r"<[^>]+>", " ", page[page.index("<main>") :]))
+    assert text.split()[0] == "Passed"
+    report["gate"]["rules"][0].update(passed=False)
+    report["gate"]["passed"] = False
+    page = to_html(report, records)
+    assert "1 of 8 rules failed: lossless.greedy_identical." in page
+    assert to_markdown(report).startswith("# Failed: ")
+    report["gate"]["rules"] = []
+    assert "Not judged" in to_html(report, records)
+
+
+def test_model_output_and_names_cannot_become_markup(report, records):
+    hostile = [
+        replace(
+            record,
+            id=HOSTILE + record.id,
+            prompt=HOSTILE,
+            text=HOSTILE,
+            first_token_text=HOSTILE,
+            rounds=tuple(
+                replace(entry, emitted_text=(HOSTILE,) * len(entry.emitted), drafted_text=(HOSTILE,) * len(entry.drafted))
+                for entry in record.rounds[:3]
+            ),
+        )
+        for record in records[:4]
+    ]
+    report["target"]["model"] = report["draft"]["model"] = report["suite"]["source"] = HOSTILE
+    report["results"][1]["category"] = report["gate"]["rules"][0]["reason"] = HOSTILE
+    report["findings"].append({"name": "x", "message": HOSTILE})
+    page = to_html(report, hostile)
+    assert page.count("<script") == 2  # the data and the code
+    assert "<img" not in page
+    data = re.search(r'<script type="application/json" id="samples">(.*?)</script>', page, re.DOTALL)[1]
+    assert json.loads(data)[0]["prompt"] == HOSTILE
+    markdown = to_markdown(report)
+    assert "\\<img" in markdown
+    assert re.search(r"(?<!\\)<", markdown) is None
+
+
+def test_a_report_of_almost_nothing_still_renders(records):
+    from specdistill.evaluation.records import RoundRecord
+
+    nothing = [
+        replace(records[0], rounds=(RoundRecord((), (), (), (1,), ("x",)),), hf_generate=None, num_in_draft_vocabulary=None),
+        replace(records[1], rounds=(), hf_generate=None, num_in_draft_vocabulary=None),
+    ]
+    report = simulated_report(nothing, git_revision=None)
+    validate(report)
+    assert "git_revision" not in report
+    assert report["not_measured"]["theory"]
+    assert "nothing was drafted" in to_html(report, nothing)
+    assert "| all | 2 | – |" in to_markdown(report)
+
+
+def test_the_token_view_has_every_category(report, records):
+    page = to_html(report, records)
+    data = json.loads(re.search(r'id="samples">(.*?)</script>', page, re.DOTALL)[1])
+    assert len(data) == 12
+    assert {sample["category"] for sample in data} == {record.category for record in records}
+    first = next(record for record in records if record.id == data[0]["id"])
+    drafted, accepted, emitted = data[0]["rounds"][0]
+    assert (tuple(drafted), accepted, tuple(emitted)) == (
+        first.rounds[0].drafted_text,
+        len(first.rounds[0].accepted),
+        first.rounds[0].emitted_text,
+    )
+
+
+def test_junit_has_one_case_a_rule(tmp_path, report, records):
+    report["gate"]["rules"][0].update(passed=False, reason="control \x00 character & <markup>")
+    report["gate"]["rules"][1].update(passed=False, severity="warn")
+    write_report(tmp_path, report, records)
+    suite = ElementTree.parse(tmp_path / "junit.xml").getroot()
+    assert (suite.get("tests"), suite.get("failures"), len(suite)) == ("8", "1", 8)
+    assert "<markup>" in suite[0].find("failure").get("message")
+    assert suite[1].find("failure") is None
+
+
+def test_markdown_fits_a_summary(report):
+    page = to_markdown(report)
+    assert page.startswith("# Passed: eagle3 draft for pico\n")
+    assert len(page) < 10_000
+    assert "| all | 48 | " in page
+    assert "| passed | speedup |" in page
+
+
+def test_the_console_says_the_main_things(report, tmp_path, capsys):
+    report["gate"]["rules"][3].update(passed=False)
+    report["gate"]["passed"] = False
+    print_report(report, tmp_path)
+    said = capsys.readouterr().out
+    for word in ("acceptance length", "accepted per position", "speedup", "predicted speedup", "Failed", "report.html"):
+        assert word in said
+    assert "failed" in said.split("note:")[-1]
+    print_gate(report)
+    said = capsys.readouterr().out
+    assert said.count("passed") == 7
+    assert said.rstrip().endswith("Failed")
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("prediction_gap", lambda report: report["results"][0].update(prediction_gap=0.2)),
+        ("divergence", lambda report: report["lossless"].update(unexplained_divergences=1)),
+        ("near_ties", lambda report: report["lossless"].update(near_ties=2)),
+        ("blind_sampling_test", lambda report: report["lossless"]["sampling_test"].update(negative_control_p_value=0.3)),
+        ("loops", lambda report: report["results"][0].update(num_looping=9)),
+        ("top_k", lambda report: report["settings"].update(temperature=1.0, top_k=1)),
+        ("best_k", lambda report: report["theory"].update(best_k=2, predicted=1.2)),
+        ("wide_interval", lambda report: report["results"][0].update(speedup_ci95=[1.0, 2.0])),
+    ],
+)
+def test_findings_say_what_numbers_do_not(report, name, change):
+    quiet = simulated_report(simulate(), theory=None)
+    assert [finding["name"] for finding in quiet["findings"]] == []
+    report["findings"] = []
+    change(report)
+    assert name in [found for found, _ in findings(report)]
+
+
+def test_a_gpus_prediction_is_held_to_more(report):
+    report["results"][0]["prediction_gap"] = 0.05
+    assert "prediction_gap" not in dict(findings(report))
+    report["hardware"]["device"] = "cuda"
+    assert "prediction_gap" in dict(findings(report))
+
+
+def test_reports_and_gates_need_no_torch(tmp_path, report, records):
+    write_report(tmp_path, report, records)
+    code = (
+        "import sys\n"
+        "from pathlib import Path\n"
+        "from specdistill.evaluation.gate import Evidence, decide, load_gate\n"
+        "from specdistill.evaluation.report.files import read_report, render\n"
+        "from specdistill.evaluation.report.build import build_report\n"
+        "from specdistill.evaluation.report.console import print_report\n"
+        "folder = Path(sys.argv[1])\n"
+        "render(folder)\n"
+        "decide(load_gate('pico'), Evidence(*read_report(folder)))\n"
+        "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)\n"
+    )
+    assert subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False).returncode == 0

@@ -1,0 +1,108 @@
+import pytest
+
+from specdistill.evaluation.records import PromptRecord, RoundRecord
+from specdistill.evaluation.results import context_rows, headline, is_looping, result_rows, theory
+from specdistill.evaluation.theory import StepCost
+from tests.evaluation.simulated import SUITE, simulate, simulated_report
+
+
+def rows_of(records, temperature=0.0, k=4):
+    return result_rows(records, SUITE, temperature=temperature, k=k, seed=0)
+
+
+def test_the_first_row_is_the_whole_suite_and_the_counts_add_up():
+    rows = rows_of(simulate(16))
+    assert [row["category"] for row in rows] == ["all", "function", "docstring", "chat", "long_context"]
+    for name in ("num_prompts", "num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_new_tokens"):
+        assert rows[0][name] == sum(row[name] for row in rows[1:])
+
+
+def test_the_public_identities_hold():
+    row = rows_of(simulate(16))[0]
+    assert row["mean_acceptance_length"] == pytest.approx(1 + row["num_accepted_tokens"] / row["num_drafts"])
+    assert row["mean_acceptance_length"] == pytest.approx(1 + sum(row["acceptance_rate_per_position"]))
+    assert row["acceptance_rate"] == pytest.approx(row["num_accepted_tokens"] / row["num_draft_tokens"])
+    assert row["speedup"] == pytest.approx(row["tokens_per_second"] / row["baseline_tokens_per_second"])
+    assert row["overhead_factor"] == pytest.approx(row["mean_acceptance_length"] / row["speedup"])
+    v, c = row["verify_ms"] / row["baseline_step_ms"], row["draft_ms"] / row["baseline_step_ms"]
+    assert row["predicted_speedup"] == pytest.approx(row["mean_acceptance_length"] / (v + 4 * c))
+    assert row["prediction_gap"] == pytest.approx(abs(row["speedup"] / row["predicted_speedup"] - 1))
+    for name in ("tokens_per_second", "baseline_tokens_per_second", "speedup", "mean_acceptance_length"):
+        low, high = row[f"{name}_ci95"]
+        assert low <= row[name] <= high
+
+
+def test_macro_and_micro_averages_are_told_apart():
+    rows = [{"category": "all", "mean_acceptance_length": 2.9}] + [
+        {"category": name, "mean_acceptance_length": length} for name, length in (("a", 2.0), ("b", 3.0))
+    ]
+    assert headline(rows)["mean_acceptance_length"] == 2.5
+    assert "macro over 2 categories" in headline(rows)["average"]
+    assert headline([{"category": "all"}, {"category": "a"}]) == {}
+
+
+def test_what_was_not_measured_is_absent_with_a_reason():
+    nothing_drafted = [
+        PromptRecord(**{**vars(record), "rounds": (RoundRecord((), (), (), (1,), ("x",)),), "hf_generate": None})
+        for record in simulate(1)
+    ]
+    row = rows_of(nothing_drafted)[0]
+    for name in ("mean_acceptance_length", "predicted_speedup", "hf_generate_tokens_per_second", "context_ratio"):
+        assert name not in row
+        assert row["not_measured"][name]
+    assert row["num_drafts"] == 0
+    assert "fewer than two prompts" in row["not_measured"]["speedup_ci95"]
+    assert theory(row, []) is None
+    sampled = [PromptRecord(**{**vars(record), "hf_generate": None}) for record in simulate(4)]
+    assert "greedy text only" in rows_of(sampled, temperature=1.0)[0]["not_measured"]["baseline_over_hf_generate"]
+
+
+def test_every_metric_of_a_row_is_there_or_has_a_reason():
+    from specdistill.evaluation.report.schema import row_metrics
+
+    for records in (simulate(16), simulate(1), simulate(3, num_rounds=2)):
+        for row in rows_of(records):
+            assert [name for name in row_metrics() if name not in row and name not in row["not_measured"]] == []
+            assert [name for name in row_metrics() if name in row and name in row["not_measured"]] == []
+
+
+def test_a_slow_baseline_also_gives_the_speedup_over_the_faster_loop():
+    records = simulate(12)
+    fast_library = [
+        PromptRecord(
+            **{
+                **vars(record),
+                "hf_generate": type(record.hf_generate)(record.hf_generate.num_tokens, record.baseline.seconds / 1.5),
+            }
+        )
+        for record in records
+    ]
+    row = rows_of(fast_library)[0]
+    assert row["baseline_over_hf_generate"] == pytest.approx(1 / 1.5)
+    assert row["speedup_over_hf_generate"] == pytest.approx(row["speedup"] / 1.5)
+    assert "speedup_over_hf_generate" not in rows_of(records)[0]
+    assert "slow_baseline" in [finding["name"] for finding in simulated_report(fast_library)["findings"]]
+
+
+def test_theory_uses_timed_costs_of_shorter_drafts():
+    row = rows_of(simulate(8))[0]
+    found = theory(row, [StepCost(1, 1.0, 0.01), StepCost(2, 1.1, 0.01), StepCost(3, 1.2, 0.01)])
+    assert (found["K"], [point["k"] for point in found["curve"]]) == (4, [0, 1, 2, 3, 4])
+    assert found["predicted"] == pytest.approx(found["curve"][4]["predicted_speedup"])
+    assert found["curve"][1]["predicted_speedup"] == pytest.approx((1 + row["acceptance_rate_per_position"][0]) / 1.01)
+    assert 0.6 < found["alpha"] < 0.8
+
+
+def test_contexts_are_reported_in_buckets():
+    rows = context_rows(simulate(48))
+    assert [row["bucket"] for row in rows] == ["32-63", "64-127", "128-255", "256-511"]
+    assert sum(row["num_drafts"] for row in rows) == 48 * 40
+    assert all(row["mean_acceptance_length"] > 1 for row in rows)
+
+
+def test_loops_are_noticed():
+    record = simulate(1)[0]
+    assert not is_looping(record)
+    loop = RoundRecord((1, 2), ("a", "b"), (1, 2), (1, 2, 3), ("a", "b", "c"))
+    assert is_looping(PromptRecord(**{**vars(record), "rounds": (*record.rounds, *[loop] * 16)}))
+    assert not is_looping(PromptRecord(**{**vars(record), "rounds": (loop,) * 5}))

@@ -1,0 +1,146 @@
+import hashlib
+import json
+
+import pytest
+import yaml
+
+from specdistill.data.corpus import split_of
+from specdistill.errors import UserError
+from specdistill.evaluation.suites import evenly, load_suite, tokenize
+from specdistill.project import SUITES
+from specdistill.targets.pico import CHAT_TEMPLATE
+from tests.tiny import tiny_tokenizer
+
+
+def write_jsonl(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def write_suite(folder, rows, **changes):
+    content = write_jsonl(folder / "prompts.jsonl", rows).read_bytes()
+    header = {
+        "name": "mine",
+        "version": "2",
+        "licence": "CC0-1.0",
+        "source": "made up",
+        "sha256": hashlib.sha256(content).hexdigest(),
+        "prompts": "prompts.jsonl",
+        **changes,
+    }
+    path = folder / "mine.yaml"
+    path.write_text(yaml.safe_dump({key: value for key, value in header.items() if value is not None}))
+    return path
+
+
+def prompts(path, tokenizer=None, **options):
+    return tokenize(load_suite(str(path)), tokenizer or tiny_tokenizer(), **{"max_new_tokens": 8, "max_length": 256, **options})
+
+
+def test_a_suite_is_its_yaml_and_its_prompts(tmp_path):
+    suite = load_suite(str(write_suite(tmp_path, [{"prompt": "ab", "category": "short", "id": "x"}])))
+    assert (suite.name, suite.version, suite.licence, suite.source) == ("mine", "2", "CC0-1.0", "made up")
+    assert [(row.id, row.category, row.content) for row in suite.rows] == [("x", "short", "ab")]
+
+
+def test_a_jsonl_file_is_a_suite_named_by_its_content(tmp_path):
+    path = write_jsonl(tmp_path / "stories.jsonl", [{"prompt": "ab"}, {"prompt": "cd"}])
+    suite = load_suite(str(path))
+    assert suite.name == "stories"
+    assert suite.version == hashlib.sha256(path.read_bytes()).hexdigest()[:12]
+    assert [(row.id, row.category) for row in suite.rows] == [("1", "default"), ("2", "default")]
+
+
+def test_the_three_kinds_of_prompts(tmp_path):
+    rows = [
+        {"prompt": "plain"},
+        {"text": "x" * 100},
+        {"messages": [{"role": "user", "content": "hi"}]},
+    ]
+    tokenizer = tiny_tokenizer(CHAT_TEMPLATE)
+    plain, text, chat = prompts(write_jsonl(tmp_path / "s.jsonl", rows), tokenizer)
+    assert plain.token_ids == tuple(tokenizer("plain")["input_ids"])
+    assert (len(text.token_ids), text.text) == (32, "x" * 32)
+    assert chat.text == tokenizer.apply_chat_template(rows[2]["messages"], tokenize=False, add_generation_prompt=True)
+    assert chat.text.endswith("<|assistant|>\n")
+    assert tokenizer.decode(chat.token_ids) == chat.text
+
+
+def test_messages_need_a_chat_template(tmp_path):
+    path = write_jsonl(tmp_path / "s.jsonl", [{"messages": [{"role": "user", "content": "hi"}]}])
+    with pytest.raises(UserError, match="no chat template"):
+        prompts(path)
+
+
+def test_a_prompt_that_leaves_no_room_is_refused(tmp_path):
+    path = write_jsonl(tmp_path / "s.jsonl", [{"prompt": "x" * 200}])
+    assert len(prompts(path, max_new_tokens=56)) == 1
+    with pytest.raises(UserError, match=r"200 tokens, and eval\.max_new_tokens=57, expected at most 256"):
+        prompts(path, max_new_tokens=57)
+
+
+def test_a_changed_prompt_is_noticed(tmp_path):
+    path = write_suite(tmp_path, [{"prompt": "ab"}])
+    write_jsonl(tmp_path / "prompts.jsonl", [{"prompt": "abc"}])
+    with pytest.raises(UserError, match="sha256"):
+        load_suite(str(path))
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([], "empty"),
+        ([{"promt": "a"}], r"s\.jsonl:1 with promt.*did you mean prompt"),
+        ([{"prompt": "a"}, {"prompt": ""}], r"s\.jsonl:2"),
+        ([{"prompt": 3}], "some text"),
+        ([{"messages": [{"content": "a"}]}], "a list of {role, content}"),
+        ([["a"]], "no object"),
+        ([{"prompt": "a", "id": "x"}, {"prompt": "b", "id": "x"}], "twice"),
+    ],
+)
+def test_rows_that_hold_no_prompt(tmp_path, rows, message):
+    with pytest.raises(UserError, match=message):
+        load_suite(str(write_jsonl(tmp_path / "s.jsonl", rows)))
+
+
+def test_names_and_headers_that_are_wrong(tmp_path):
+    with pytest.raises(UserError, match="did you mean pico"):
+        load_suite("picco")
+    with pytest.raises(UserError, match=r"missing\.jsonl"):
+        load_suite(str(tmp_path / "missing.jsonl"))
+    with pytest.raises(UserError, match="licence: got nothing"):
+        load_suite(str(write_suite(tmp_path, [{"prompt": "a"}], licence=None)))
+    with pytest.raises(UserError, match="did you mean licence"):
+        load_suite(str(write_suite(tmp_path, [{"prompt": "a"}], license="x")))
+    with pytest.raises(UserError, match="readable file"):
+        load_suite(str(write_suite(tmp_path, [{"prompt": "a"}], prompts="gone.jsonl")))
+    (tmp_path / "broken.jsonl").write_text("{")
+    with pytest.raises(UserError, match=r"broken\.jsonl:1"):
+        load_suite(str(tmp_path / "broken.jsonl"))
+
+
+def test_prompts_are_chosen_evenly_over_categories(tmp_path):
+    rows = [{"prompt": "a", "category": category, "id": f"{category}{n}"} for category in "abc" for n in range(10)]
+    path = write_jsonl(tmp_path / "s.jsonl", rows)
+    assert [prompt.id for prompt in prompts(path, num_prompts=6)] == ["a0", "a5", "b0", "b5", "c0", "c5"]
+    assert len(prompts(path, num_prompts=7)) == 7
+    assert len(prompts(path, num_prompts=500)) == 30
+    assert evenly([1, 2, 3, 4], ["a", "b", "b", "b"], 3) == [1, 2, 3]
+
+
+def test_every_suite_that_ships_loads():
+    names = [path.stem for path in SUITES.glob("*.yaml")]
+    assert "pico" in names
+    for name in names:
+        assert load_suite(name).name == name
+
+
+def test_the_pico_suite_is_held_out_and_balanced():
+    rows = [json.loads(line) for line in (SUITES / "pico.jsonl").read_text().splitlines()]
+    assert [row["category"] for row in rows] == [
+        name for name in ("function", "docstring", "chat", "long_context") for _ in range(12)
+    ]
+    assert all(split_of(row["module"]) == "validation" for row in rows)
+    assert len({row["module"] for row in rows}) >= 24
+    assert all(row["prompt"].endswith('"""') for row in rows if row["category"] == "docstring")
+    assert all(row["prompt"].endswith((":", '"""')) for row in rows if row["category"] == "function")
