@@ -1,6 +1,8 @@
-"""What a command says when it cannot do what was asked, and the exit code it leaves (0 done, 1 a check failed, 2 user, 3 outside)."""
+"""What a command says when it cannot do what was asked, and the exit code it leaves."""
 
 import difflib
+import sys
+import traceback
 from collections.abc import Iterable
 from enum import IntEnum
 
@@ -30,6 +32,14 @@ class ResourceError(Exception):
 
     def __init__(self, what: str, *, next_step: str) -> None:
         super().__init__(one_line(f"{what}; {next_step}"))
+
+
+def explain(error: UserError | ResourceError, *, debug: bool = False) -> ExitCode:
+    """Say on stderr, in one line, what went wrong (with the traceback when debugging); returns the exit code that goes with it."""
+    if debug:
+        traceback.print_exception(error)
+    print(f"error: {error}", file=sys.stderr)
+    return ExitCode.USER_ERROR if isinstance(error, UserError) else ExitCode.RESOURCE_ERROR
 
 
 def one_line(text: str) -> str:

@@ -49,11 +49,9 @@ def _cpu_processes() -> dict[str, Any]:
     if torch.cuda.is_available():
         return {}
     unpinned = {"dataloader_pin_memory": False}
-    if _num_processes() == 1:
-        return unpinned
-    if _launched_with("DEEPSPEED") or _launched_with("FSDP"):
-        return {**unpinned, "ddp_backend": "gloo"}  # use_cpu would switch sharding off
-    return {**unpinned, "use_cpu": True}
+    if not (_launched_with("DEEPSPEED") or _launched_with("FSDP")):
+        return {**unpinned, "use_cpu": True}  # under those two it would switch sharding off
+    return {**unpinned, "ddp_backend": "gloo"} if _num_processes() > 1 else unpinned
 
 
 def _join_processes(arguments: TrainingArguments) -> None:
@@ -70,7 +68,7 @@ def _join_processes(arguments: TrainingArguments) -> None:
         raise UserError(
             "accelerate launch",
             got=f"{_num_processes()} processes that would each train alone",
-            expected="a configuration such as accelerate_configs/ddp.yaml, without use_cpu",
+            expected="processes of one group, as accelerate_configs/ddp.yaml starts them, and no train.use_cpu",
         )
 
 

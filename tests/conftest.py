@@ -1,0 +1,44 @@
+"""What every test stands on: no network, caches of its own, no display; what the machine lacks is skipped, saying so."""
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+# Before any test module imports a library that reads them. The cache is fresh: no test passes on what an earlier run prepared.
+CACHE = tempfile.mkdtemp(prefix="specdistill-tests-")
+os.environ.update(HF_HOME=CACHE, HF_HUB_OFFLINE="1", HF_HUB_DISABLE_TELEMETRY="1", MPLBACKEND="Agg")
+
+
+def pytest_unconfigure() -> None:
+    shutil.rmtree(CACHE, ignore_errors=True)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu"):
+        import torch
+
+        if not torch.cuda.is_available():
+            pytest.skip("needs a CUDA device")
+    if item.get_closest_marker("browser") and not any(map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))):
+        pytest.skip("needs Chromium on PATH")
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """Prompts, conversations and a small trained model: SPECDISTILL_TEST_DATA, or ../shared/data beside the repository."""
+    folder = Path(os.environ.get("SPECDISTILL_TEST_DATA", ROOT.parent / "shared" / "data"))
+    if not folder.is_dir():
+        pytest.skip(f"no test data at {folder}; set SPECDISTILL_TEST_DATA")
+    return folder
+
+
+@pytest.fixture
+def in_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Run a test where neither recipes nor sources can be found by accident."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path

@@ -1,0 +1,61 @@
+"""What a GPU must do as a CPU does; skipped, saying so, where there is none."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from datasets import Dataset
+
+from specdistill.decoding.decoder import Decoder
+from specdistill.decoding.proposers import Eagle3Proposer, NgramProposer
+from specdistill.decoding.sampling import Sampling
+from specdistill.drafts.build import build_eagle3
+from specdistill.targets.frozen import FrozenTarget
+from specdistill.training.arguments import training_arguments
+from specdistill.training.trainer import DraftTrainer
+from tests.tiny import tiny_target_model, tiny_tokenizer
+
+pytestmark = pytest.mark.gpu
+PROMPT = [5, 9, 5, 9, 20, 31]
+
+
+@pytest.fixture(scope="module")
+def target() -> FrozenTarget:
+    model = tiny_target_model().to("cuda")
+    model.generation_config.eos_token_id = []
+    return FrozenTarget(model, tiny_tokenizer(), name="tiny")
+
+
+def test_greedy_output_is_the_plain_output(target: FrozenTarget) -> None:
+    plain = Decoder(target).generate(PROMPT, max_new_tokens=60)
+    for proposer in (Eagle3Proposer(build_eagle3(target)), NgramProposer()):
+        fast = Decoder(target, proposer).generate(PROMPT, max_new_tokens=60, num_speculative_tokens=4)
+        assert fast.token_ids == plain.token_ids
+
+
+def test_sampling_is_reproducible_by_its_generator(target: FrozenTarget) -> None:
+    decoder = Decoder(target, Eagle3Proposer(build_eagle3(target)))
+    first, second = (
+        decoder.generate(
+            PROMPT,
+            max_new_tokens=20,
+            num_speculative_tokens=3,
+            sampling=Sampling(1.0, top_p=0.9),
+            generator=torch.Generator().manual_seed(1),
+        ).token_ids
+        for _ in range(2)
+    )
+    assert first == second
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_a_training_step_runs_and_lowers_the_loss(target: FrozenTarget, tmp_path: Path, bf16: bool) -> None:
+    ids = torch.randint(3, 200, (4, 64), generator=torch.Generator().manual_seed(0)).tolist()
+    rows = {"input_ids": ids, "supervise": [[1] * 64] * 4, "document_ids": [[0] * 64] * 4, "position_ids": [list(range(64))] * 4}
+    data = Dataset.from_dict(rows)
+    settings = {"max_steps": 20, "learning_rate": 1e-3, "bf16": bf16, "save_strategy": "no", "report_to": "none"}
+    arguments = training_arguments({"output_dir": str(tmp_path), "per_device_train_batch_size": 4, **settings})
+    trainer = DraftTrainer(build_eagle3(target), target, arguments, data, data, ttt_steps=3)
+    before = trainer.evaluate()["eval_loss"]
+    trainer.train()
+    assert trainer.evaluate()["eval_loss"] < before

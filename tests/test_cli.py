@@ -1,0 +1,230 @@
+"""The command line as a person meets it: what it says, what it leaves, and the exit code."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from specdistill import __version__
+from specdistill.cli import VERBS, main
+from specdistill.project import PICO, ROOT
+
+
+def specdistill(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    """The command in a process of its own, as a shell would start it."""
+    return subprocess.run(
+        [sys.executable, "-m", "specdistill", *arguments],
+        capture_output=True,
+        text=True,
+        cwd=cwd,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+
+
+def error_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """What a user's mistake prints: exactly one line on stderr, nothing on stdout."""
+    assert main(arguments) == 2
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert output.err.startswith("error: ")
+    assert output.err.count("\n") == 1
+    return output.err.removeprefix("error: ").strip()
+
+
+@pytest.mark.parametrize("arguments", [[], ["--help"], ["-h"]])
+def test_usage_lists_every_verb(arguments: list[str], capsys: pytest.CaptureFixture[str]):
+    assert main(arguments) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines if line.startswith("  ")] == list(VERBS)
+
+
+def test_version(capsys: pytest.CaptureFixture[str]):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"specdistill {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["trian"], "specdistill trian: got an unknown verb, expected one of demo, "),
+        (["train", "recipe=nope"], "recipe: got 'nope', expected a YAML file or a name under recipes/"),
+        (
+            ["train", "recipe=pico/eagle"],
+            "recipe: got 'pico/eagle', expected a YAML file or a name under recipes/; did you mean ",
+        ),
+        (["train", "recipe=pico/eagle3", "draft.layers=1"], "draft.layers: got an unknown key, expected one of "),
+        (["train", "recipe=pico/target", "shape.layers=1"], "shape.layers: got an unknown key, expected one of "),
+        (["train", "target.model=pico"], "train.output_dir: got nothing, expected a value"),
+        (["train", "recipe=pico/eagle3", "method=ngram"], "method: got ngram, which needs no training, expected eagle3"),
+        (["train", "pico/eagle3"], "pico/eagle3: got an argument without key=, expected key=value"),
+        (["eval", "recipe=nope"], "recipe: got 'nope', expected a YAML file or a name under recipes/"),
+        (["eval", "recipe=pico/target"], "recipe: got the recipe of a target, expected the recipe of a draft"),
+        (["demo", "eval.temperature=-1"], "eval.temperature: got -1.0, expected float, at least 0"),
+        (["path"], "specdistill path: got nothing, expected pico"),
+        (["path", "picoo"], "specdistill path: got picoo, expected pico; did you mean pico?"),
+    ],
+)
+def test_mistakes_cost_one_line(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]):
+    assert error_of(capsys, *arguments).startswith(said)
+
+
+def test_debug_shows_the_traceback_and_keeps_the_exit_code(capsys: pytest.CaptureFixture[str]):
+    assert main(["train", "recipe=nope", "debug=true"]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].startswith("Traceback")
+    assert lines[-1] == "error: recipe: got 'nope', expected a YAML file or a name under recipes/"
+
+
+def test_a_mistake_exits_with_2_from_a_shell(tmp_path: Path):
+    result = specdistill("train", "recipe=nope", cwd=tmp_path)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr == "error: recipe: got 'nope', expected a YAML file or a name under recipes/\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_a_mistake_in_the_training_arguments_writes_nothing(tmp_path: Path):
+    result = specdistill("train", "recipe=pico/eagle3", "train.output_dir=run", "train.max_stepz=1", cwd=tmp_path)
+    assert result.returncode == 2, result.stderr
+    assert result.stderr.splitlines()[-1].startswith("error: train.max_stepz: got an unknown key")
+    assert "Traceback" not in result.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "arguments", ["--help", "train --help", "demo --help", "data --help", "path pico", "train recipe=nope"]
+)
+def test_light_verbs_do_not_import_torch(arguments: str):
+    code = f"import sys, specdistill.cli as c; c.main({arguments.split()!r}); sys.exit('torch' in sys.modules)"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, cwd=ROOT, check=False)
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "key"),
+    [
+        ("train", "draft.num_layers"),
+        ("train recipe=pico/target", "curriculum.batch_tokens"),
+        ("demo", "eval.num_speculative_tokens"),
+        ("data", "data.max_length"),
+        ("gate", "baseline"),
+    ],
+)
+def test_help_of_a_verb_lists_its_keys(arguments: str, key: str, capsys: pytest.CaptureFixture[str]):
+    try:
+        code = main([*arguments.split(), "--help"])
+    except SystemExit as end:  # a script ends the process itself
+        code = end.code
+    assert code == 0
+    assert f"  {key} " in capsys.readouterr().out
+
+
+def test_path_names_the_folder_of_pico(capsys: pytest.CaptureFixture[str]):
+    assert main(["path", "pico"]) == 0
+    assert capsys.readouterr().out == f"{PICO}\n"
+
+
+def test_path_of_pico_holds_a_model():
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {file.name for file in PICO.iterdir()}
+
+
+class Shell:
+    """Records what the demo starts and answers with the exit codes it was given; the commands themselves have tests of their own."""
+
+    def __init__(self, codes: list[int]) -> None:
+        self.codes = codes
+        self.commands: list[list[str]] = []
+
+    def __call__(self, command: list[str], *, check: bool) -> subprocess.CompletedProcess[bytes]:
+        self.commands.append(command[1:])
+        return subprocess.CompletedProcess(command, self.codes[len(self.commands) - 1])
+
+
+@pytest.fixture
+def shell(monkeypatch: pytest.MonkeyPatch) -> Shell:
+    recorder = Shell([0, 0, 0, 0])
+    monkeypatch.setattr(subprocess, "run", recorder)
+    return recorder
+
+
+def test_demo_trains_then_measures_and_says_so(shell: Shell, in_empty_folder: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["demo", "train.max_steps=3"]) == 0
+    keys = ["recipe=pico/eagle3", "train.output_dir=runs/demo", "train.max_steps=3"]
+    assert shell.commands == [["-m", "specdistill", "train", *keys], ["-m", "specdistill", "eval", *keys]]
+    assert capsys.readouterr().out.splitlines() == [f"$ specdistill {verb} {' '.join(keys)}" for verb in ("train", "eval")]
+
+
+@pytest.mark.parametrize(("codes", "code", "started"), [([3, 0], 3, 1), ([0, 1], 1, 2), ([-9, 0], 3, 1)])
+def test_demo_ends_with_the_code_of_what_failed(shell: Shell, in_empty_folder: Path, codes: list[int], code: int, started: int):
+    shell.codes = codes
+    assert main(["demo"]) == code
+    assert len(shell.commands) == started
+
+
+def test_demo_clears_its_own_earlier_run_and_nothing_else(shell: Shell, in_empty_folder: Path):
+    for folder in ("runs/demo", "runs/mine"):
+        (in_empty_folder / folder / "run").mkdir(parents=True)
+        (in_empty_folder / folder / "run" / "recipe.yaml").write_text("method: eagle3\n", encoding="utf-8")
+    assert main(["demo", "train.output_dir=runs/mine"]) == 0
+    assert main(["demo", "draft.layers=1"]) == 2
+    assert (in_empty_folder / "runs/demo").exists()
+    assert main(["demo"]) == 0
+    assert not (in_empty_folder / "runs/demo").exists()
+    assert (in_empty_folder / "runs/mine/run/recipe.yaml").exists()
+
+
+def test_demo_leaves_a_folder_that_is_no_run_alone(shell: Shell, in_empty_folder: Path):
+    (in_empty_folder / "runs/demo").mkdir(parents=True)
+    (in_empty_folder / "runs/demo/thesis.txt").write_text("mine", encoding="utf-8")
+    assert main(["demo"]) == 0
+    assert (in_empty_folder / "runs/demo/thesis.txt").exists()
+
+
+def test_every_method_s_script_exists_and_is_named_by_a_recipe():
+    from specdistill.cli import TRAINED_BY
+
+    recipes = [yaml.safe_load(path.read_text(encoding="utf-8")) for path in (ROOT / "recipes").rglob("*.yaml")]
+    assert all((ROOT / script).is_file() for script in TRAINED_BY.values())
+    assert set(TRAINED_BY) <= {recipe.get("method") for recipe in recipes}
+
+
+@pytest.mark.slow
+def test_the_demo_s_two_commands_really_run(tmp_path: Path):
+    """On a tiny random target: the line from recipe to gate, as a shell runs it."""
+    from tests.tiny import tiny_target_model, tiny_tokenizer
+
+    tiny_target_model().save_pretrained(tmp_path / "target")
+    tiny_tokenizer().save_pretrained(tmp_path / "target")
+    texts = [json.dumps({"text": f"{number} green bottles hanging on the wall. " * 3}) for number in range(40)]
+    (tmp_path / "texts.jsonl").write_text("\n".join(texts), encoding="utf-8")
+    (tmp_path / "gate.yaml").write_text("- {metric: lossless.greedy_identical, equals: true}\n", encoding="utf-8")
+    small = [
+        "target.model=target",
+        "data.source=texts.jsonl",
+        "data.max_length=64",
+        "data.regenerate.num_tokens=0",
+        "data.validation_fraction=0.2",
+        "draft.ttt_steps=2",
+        "train.max_steps=2",
+        "train.warmup_steps=0",
+        "train.eval_steps=2",
+        "train.save_steps=2",
+        "eval.suite=texts.jsonl",
+        "eval.num_prompts=2",
+        "eval.max_new_tokens=8",
+        "eval.repeats=1",
+        "eval.warmup=0",
+        "eval.sampling_draws=0",
+        "gate=gate.yaml",
+    ]
+    result = specdistill("demo", *small, cwd=tmp_path)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert (tmp_path / "runs/demo/draft/model.safetensors").is_file()
+    report = json.loads((tmp_path / "runs/demo/report/report.json").read_text(encoding="utf-8"))
+    assert report["results"][0]["category"] == "all"
+    assert report["gate"]["passed"]

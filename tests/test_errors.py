@@ -1,0 +1,42 @@
+import doctest
+
+import pytest
+
+from specdistill import errors
+from specdistill.errors import ExitCode, ResourceError, UserError, nearest
+
+
+def test_exit_codes_are_the_public_ones():
+    assert {code.name: code.value for code in ExitCode} == {
+        "DONE": 0,
+        "CHECK_FAILED": 1,
+        "USER_ERROR": 2,
+        "RESOURCE_ERROR": 3,
+    }
+
+
+def test_user_error_is_one_line_whatever_it_is_told():
+    error = UserError("data.source", got="a\n  multi-line\tvalue", expected="one\nline", nearest="data.split")
+    assert str(error) == "data.source: got a multi-line value, expected one line; did you mean data.split?"
+    assert error.key == "data.source"
+
+
+def test_user_error_asks_nothing_when_nothing_is_near():
+    assert str(UserError("method", got="x", expected="eagle3")) == "method: got x, expected eagle3"
+
+
+def test_resource_error_says_what_to_do_next():
+    error = ResourceError("the disk is\nfull", next_step="free 3 GB and start again: the run resumes")
+    assert str(error) == "the disk is full; free 3 GB and start again: the run resumes"
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("learning_rte", "learning_rate"), ("eagle", "eagle3"), ("zzz", None), ("", None)],
+)
+def test_nearest_is_close_or_none(name: str, expected: str | None):
+    assert nearest(name, ["learning_rate", "eagle3", "ngram"]) == expected
+
+
+def test_docstring_example():
+    assert doctest.testmod(errors).failed == 0

@@ -1,0 +1,157 @@
+"""What is shipped and how it is set up: the wheel, the pins, and the commands that people and CI run."""
+
+import os
+import re
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from specdistill import __version__
+from specdistill.project import ROOT
+from specdistill.recipe import Recipe, load_recipe
+from specdistill.training.arguments import training_arguments
+
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    subprocess.run(
+        [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", folder], cwd=ROOT, check=True, capture_output=True
+    )
+    (built,) = folder.glob("*.whl")
+    return built
+
+
+def in_repository(folder: str, *endings: str) -> set[str]:
+    files = (path for path in (ROOT / folder).rglob("*") if path.suffix in endings and "__pycache__" not in path.parts)
+    return {path.relative_to(ROOT).as_posix() for path in files}
+
+
+def test_wheel_holds_the_package_and_nothing_else(wheel: Path):
+    names = set(zipfile.ZipFile(wheel).namelist())
+    information = f"specdistill-{__version__}.dist-info/"
+    assert wheel.name == f"specdistill-{__version__}-py3-none-any.whl"
+    assert {name for name in names if not name.startswith(("specdistill/", information))} == set()
+    assert {name for name in names if "__pycache__" in name or "/tests/" in name} == set()
+    assert f"{information}licenses/LICENSE" in names
+
+
+def test_wheel_carries_recipes_scripts_suites_and_assets(wheel: Path):
+    names = set(zipfile.ZipFile(wheel).namelist())
+    beside = in_repository("recipes", ".yaml") | in_repository("train", ".py") | in_repository("eval", ".py", ".yaml", ".jsonl")
+    assert {f"specdistill/_project/{name}" for name in beside} <= names
+    assert in_repository("specdistill", ".py", ".json", ".html", ".css", ".js", ".jinja", ".j2", ".md", ".safetensors") <= names
+
+
+def test_wheel_works_from_an_empty_folder(wheel: Path, tmp_path: Path, in_empty_folder: Path):
+    site = tmp_path / "site"
+    zipfile.ZipFile(wheel).extractall(site)
+
+    def specdistill(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "specdistill", *arguments]
+        environment = {**os.environ, "PYTHONPATH": str(site)}
+        return subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+
+    assert specdistill("--version").stdout == f"specdistill {__version__}\n"
+    assert specdistill("path", "pico").stdout == f"{site / 'specdistill' / 'assets' / 'pico'}\n"
+    assert "train/eagle.py" in specdistill("train", "--help").stdout
+    mistake = specdistill("train", "recipe=pico/eagle3", "draft.layers=1")
+    assert mistake.returncode == 2
+    assert mistake.stderr.startswith("error: draft.layers: got an unknown key")
+
+
+def pins() -> dict[str, str]:
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    pinned = [line.split("==") for line in lines if not line.startswith("#")]
+    return {canonicalize_name(name): version for name, version in pinned}
+
+
+def declared() -> list[Requirement]:
+    extras = PYPROJECT["project"]["optional-dependencies"].values()
+    groups = [PYPROJECT["build-system"]["requires"], PYPROJECT["project"]["dependencies"], *extras]
+    return [Requirement(line) for group in groups for line in group]
+
+
+def test_constraints_pin_every_dependency_within_its_range():
+    pinned = pins()
+    unmet = [str(need) for need in declared() if not need.specifier.contains(pinned.get(canonicalize_name(need.name), "0"))]
+    assert unmet == []
+
+
+def test_constraints_pin_torch_without_a_build_tag():
+    assert pins()["torch"] == "2.13.0"
+
+
+def test_constraints_pin_what_the_dependencies_need():
+    """Every requirement of every pinned package that is installed is pinned too, so that no set-up differs from another."""
+    from importlib.metadata import PackageNotFoundError, requires
+
+    pinned, unpinned = pins(), set()
+    for name in pinned:
+        try:
+            needs = [Requirement(line) for line in requires(name) or []]
+        except PackageNotFoundError:
+            continue
+        wanted = [need for need in needs if need.marker is None or need.marker.evaluate({"extra": ""})]
+        unpinned |= {canonicalize_name(need.name) for need in wanted} - pinned.keys()
+    assert {name for name in unpinned if not name.startswith(("nvidia-", "cuda-", "triton"))} == set()
+
+
+def test_newest_entry_of_the_changelog_is_this_version():
+    changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert re.findall(r"^## (\S+)", changelog, re.MULTILINE)[0] == __version__
+
+
+def dry_run(target: str) -> list[str]:
+    command = ["make", "--dry-run", "--old-file=.venv/.ready", target]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+
+
+def test_pre_commit_runs_what_ci_lints():
+    config = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8"))
+    assert [hook["entry"] for repository in config["repos"] for hook in repository["hooks"]] == dry_run("lint")
+
+
+def test_ci_runs_lint_and_the_readme_s_test_command():
+    script = ROOT / ".ci" / "run"
+    assert os.access(script, os.X_OK)
+    steps = re.findall(r"^step (.+)$", script.read_text(encoding="utf-8"), re.MULTILINE)
+    assert steps == ["make setup", "make lint", "make test"]
+
+
+def test_help_lists_every_target_of_the_makefile():
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    targets = re.search(r"^\.PHONY: (.+)$", makefile, re.MULTILINE)[1].split()
+    listing = subprocess.run(["make"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert [line.split()[1] for line in listing.splitlines()] == targets
+
+
+def test_readme_starts_with_the_two_commands():
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    first = re.search(r"```\w*\n(.*?)```", readme, re.DOTALL)
+    commands = [line.split("#")[0].strip() for line in first[1].splitlines()]
+    assert commands[-2:] == ["make demo", "make test"]
+    assert readme.index("make demo") < 400
+
+
+def test_readme_s_recipe_loads(tmp_path: Path):
+    (example,) = re.findall(r"```yaml\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    (tmp_path / "mine.yaml").write_text(example, encoding="utf-8")
+    recipe = load_recipe(Recipe, [f"recipe={tmp_path / 'mine.yaml'}"])
+    training_arguments({**recipe.train, "output_dir": str(tmp_path)}, use_cpu=True)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_between_pages_lead_somewhere(page: Path):
+    targets = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8"))
+    assert [target for target in targets if "://" not in target and not (page.parent / target).exists()] == []

@@ -1,0 +1,207 @@
+"""Recipes load strictly: what is unknown, missing or mistyped is one line that names the key and what is near it."""
+
+import dataclasses
+import itertools
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from specdistill.command import print_help
+from specdistill.errors import UserError
+from specdistill.project import RECIPES
+from specdistill.recipe import Recipe, TargetRecipe, describe, find_recipe, load_recipe, save_recipe
+from specdistill.training.arguments import training_arguments
+
+COMPLETE = ["target.model=pico", "train.output_dir=runs/x"]
+EVERY_RECIPE = sorted(path.relative_to(RECIPES).with_suffix("").as_posix() for path in RECIPES.rglob("*.yaml"))
+
+
+def schema_of(name: str) -> type:
+    return TargetRecipe if "curriculum" in yaml.safe_load((RECIPES / f"{name}.yaml").read_text(encoding="utf-8")) else Recipe
+
+
+def launch_line(name: str) -> list[str]:
+    """The key=value arguments of the command in a recipe's header comment."""
+    lines = (RECIPES / f"{name}.yaml").read_text(encoding="utf-8").splitlines()
+    header = [line[1:].rstrip(" \\") for line in itertools.takewhile(lambda line: line.startswith("#"), lines)]
+    return re.findall(r"\S+=\S+", " ".join(header))
+
+
+def load(*arguments: str) -> Recipe:
+    return load_recipe(Recipe, [*COMPLETE, *arguments])
+
+
+def message(*arguments: str) -> str:
+    with pytest.raises(UserError) as caught:
+        load(*arguments)
+    text = str(caught.value)
+    assert "\n" not in text
+    return text
+
+
+@pytest.mark.parametrize("name", EVERY_RECIPE)
+def test_every_recipe_loads_and_round_trips(name: str, tmp_path: Path):
+    schema = schema_of(name)
+    recipe = load_recipe(schema, launch_line(name))
+    save_recipe(recipe, tmp_path / "recipe.yaml")
+    assert load_recipe(schema, [f"recipe={tmp_path / 'recipe.yaml'}"]) == recipe
+
+
+@pytest.mark.parametrize("name", EVERY_RECIPE)
+def test_every_recipe_says_how_it_is_launched(name: str):
+    assert launch_line(name)[0] == f"recipe={name}"
+
+
+@pytest.mark.parametrize("name", EVERY_RECIPE)
+def test_every_recipe_s_training_arguments_exist(name: str, tmp_path: Path):
+    recipe = load_recipe(schema_of(name), launch_line(name))
+    training_arguments({**recipe.train, "output_dir": str(tmp_path)}, use_cpu=True)
+
+
+def test_strings_that_look_like_other_types_round_trip(tmp_path: Path):
+    recipe = load("target.revision='1e5'", "data.cache_dir='true'", "eval.suite='null'", "draft.init='0123'")
+    assert (recipe.target.revision, recipe.data.cache_dir, recipe.eval.suite) == ("1e5", "true", "null")
+    save_recipe(recipe, tmp_path / "recipe.yaml")
+    assert load_recipe(Recipe, [f"recipe={tmp_path / 'recipe.yaml'}"]) == recipe
+
+
+def test_recipe_by_path_and_by_name():
+    assert find_recipe("pico/target") == RECIPES / "pico" / "target.yaml"
+    assert find_recipe(str(RECIPES / "pico" / "target.yaml")) == RECIPES / "pico" / "target.yaml"
+
+
+def test_unknown_recipe_names_the_nearest():
+    with pytest.raises(UserError, match=r"recipe: got 'pico/targt', expected .*; did you mean pico/target\?"):
+        find_recipe("pico/targt")
+
+
+def test_overrides_win_over_the_file_and_the_last_one_over_the_others(tmp_path: Path):
+    path = tmp_path / "r.yaml"
+    path.write_text("target: {model: pico}\ntrain: {output_dir: a, max_steps: 3}\n", encoding="utf-8")
+    recipe = load_recipe(Recipe, ["train.output_dir=b", f"recipe={path}", "train.output_dir=c"])
+    assert recipe.train == {"output_dir": "c", "max_steps": 3}
+
+
+def test_scientific_notation_is_a_number_in_files_and_on_the_command_line(tmp_path: Path):
+    path = tmp_path / "r.yaml"
+    path.write_text(
+        "target: {model: pico}\ntrain: {output_dir: x, learning_rate: 1e-4}\nloss: {step_decay: 8e-1}\n", encoding="utf-8"
+    )
+    recipe = load_recipe(Recipe, [f"recipe={path}", "eval.temperature=5e-1", "train.weight_decay=1e-2"])
+    numbers = (recipe.train["learning_rate"], recipe.loss.step_decay, recipe.eval.temperature, recipe.train["weight_decay"])
+    assert numbers == (1e-4, 0.8, 0.5, 0.01)
+    assert all(type(number) is float for number in numbers)
+
+
+@pytest.mark.parametrize(
+    ("argument", "near"),
+    [
+        ("draft.num_layer=2", "draft.num_layers"),
+        ("data.regenerate.num_token=5", "data.regenerate.num_tokens"),
+        ("num_layers=2", "draft.num_layers"),
+        ("eval.num_spec_tokens=4", "eval.num_speculative_tokens"),
+        ("targett.model=pico", "target"),
+    ],
+)
+def test_unknown_keys_name_the_nearest(argument: str, near: str):
+    key = argument.split("=")[0].split(".model")[0]
+    text = message(argument)
+    assert text.startswith(f"{key}: got an unknown key, expected one of ")
+    assert text.endswith(f"; did you mean {near}?")
+
+
+def test_unknown_keys_of_a_file_are_errors_too(tmp_path: Path):
+    path = tmp_path / "r.yaml"
+    path.write_text("target: {model: pico}\ntrain: {output_dir: x}\ndraft: {layers: 1}\n", encoding="utf-8")
+    with pytest.raises(UserError, match=r"^draft\.layers: got an unknown key"):
+        load_recipe(Recipe, [f"recipe={path}"])
+
+
+@pytest.mark.parametrize(
+    ("given", "missing"),
+    [([], "target.model"), (["target.model=pico"], "train.output_dir"), (["train.output_dir=x"], "target.model")],
+)
+def test_missing_keys_are_named(given: list[str], missing: str):
+    with pytest.raises(UserError, match=rf"^{missing}: got nothing, expected a value"):
+        load_recipe(Recipe, given)
+
+
+@pytest.mark.parametrize(
+    ("argument", "expected"),
+    [
+        ("draft.num_layers=two", "draft.num_layers: got 'two' (str), expected int"),
+        ("draft.num_layers=1.5", "draft.num_layers: got 1.5 (float), expected int"),
+        ("draft.num_layers='2'", "draft.num_layers: got '2' (str), expected int"),
+        ("draft.num_layers=true", "draft.num_layers: got True (bool), expected int"),
+        ("draft.num_layers=null", "draft.num_layers: got None (null), expected int"),
+        ("data.packing=3", "data.packing: got 3 (int), expected bool"),
+        ("eval.temperature=hot", "eval.temperature: got 'hot' (str), expected float"),
+        ("target.revision=12e4", "target.revision: got 120000.0 (float), expected str or null"),
+        ("target.model=", "target.model: got None (null), expected str"),
+        ("draft.aux_layers=3", "draft.aux_layers: got 3 (int), expected list of int or null"),
+        ("draft.aux_layers=[1,x]", "draft.aux_layers[1]: got 'x' (str), expected list of int or null"),
+        ("draft.aux_layers.first=1", "draft.aux_layers: got keys below it (first), expected list of int or null"),
+        ("method.name=eagle3", "method: got keys below it (name), expected str"),
+        ("target=pico", "target: got 'pico', expected a section with keys of its own"),
+        ("train=null", "train: got None (null), expected mapping"),
+        ("target.model=[1", "target.model: got '[1', expected a YAML value"),
+        ("target.model=${nowhere}", "target.model: got Interpolation key 'nowhere' not found"),
+        (
+            "target.dtype=flaot32",
+            "target.dtype: got 'flaot32', expected one of float32, bfloat16, float16; did you mean float32?",
+        ),
+        ("method=eagle4", "method: got 'eagle4', expected one of eagle3, ngram; did you mean eagle3?"),
+        ("eval.num_speculative_tokens=0", "eval.num_speculative_tokens: got 0, expected int, at least 1"),
+        ("eval.temperature=-0.5", "eval.temperature: got -0.5, expected float, at least 0"),
+        ("eval.temperature=.nan", "eval.temperature: got nan, expected float, at least 0"),
+        ("eval.top_p=1.5", "eval.top_p: got 1.5, expected float, at least 0.01, at most 1"),
+        ("data.regenerate.temperatures=[0,-1]", "data.regenerate.temperatures: got -1.0, expected list of float, at least 0"),
+        ("--recipe", "--recipe: got an argument without key=, expected key=value"),
+        ("pico/eagle3", "pico/eagle3: got an argument without key=, expected key=value"),
+    ],
+)
+def test_mistakes_name_key_value_and_expectation(argument: str, expected: str):
+    assert message(argument).startswith(expected)
+
+
+def test_an_int_is_good_for_a_float():
+    assert load("eval.temperature=1", "data.regenerate.temperatures=[0,1]").data.regenerate.temperatures == [0.0, 1.0]
+
+
+def test_interpolation_of_another_key():
+    assert load("eval.output_dir=${train.output_dir}/elsewhere").eval.output_dir == "runs/x/elsewhere"
+
+
+@pytest.mark.parametrize("text", ["- a\n- b\n", "target: {model: pico\n", "target: {model: a}\ntarget: {model: b}\n"])
+def test_a_file_that_is_no_recipe(text: str, tmp_path: Path):
+    path = tmp_path / "r.yaml"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(UserError, match=rf"^recipe: got {path}.*, expected "):
+        load_recipe(Recipe, [f"recipe={path}"])
+
+
+def test_mixtures_of_sources_stay_as_written():
+    source = load("data.source=[{source: pico, weight: 2}, {source: a.jsonl, split: all}]").data.source
+    assert source == [{"source": "pico", "weight": 2}, {"source": "a.jsonl", "split": "all"}]
+
+
+def leaves(schema: Any, prefix: str = "") -> list[str]:
+    keys = []
+    for entry in dataclasses.fields(schema):
+        default = entry.default_factory() if callable(entry.default_factory) else None
+        nested = dataclasses.is_dataclass(default)
+        keys += leaves(default, f"{prefix}{entry.name}.") if nested else [f"{prefix}{entry.name}"]
+    return keys
+
+
+@pytest.mark.parametrize("schema", [Recipe, TargetRecipe])
+def test_help_lists_every_key_with_type_default_and_meaning(schema: type, capsys: pytest.CaptureFixture[str]):
+    print_help("What it does.", schema)
+    lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines() if line.startswith("  ")}
+    for key, kind, default, text in describe(schema):
+        assert text
+        assert f"{text} [{kind}; default {default}]" in lines[key]
+    assert set(leaves(schema)) <= set(lines)

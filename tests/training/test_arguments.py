@@ -1,0 +1,109 @@
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import TrainingArguments
+
+from specdistill.errors import UserError
+from specdistill.project import ROOT
+from specdistill.training.arguments import training_arguments
+
+
+def build(tmp_path: Path, **fields: Any) -> TrainingArguments:
+    return training_arguments({"output_dir": str(tmp_path), **fields})
+
+
+def test_fields_pass_through_and_win_over_defaults(tmp_path: Path):
+    arguments = training_arguments(
+        {"output_dir": str(tmp_path), "learning_rate": 1e-4, "seed": 7}, seed=3, per_device_train_batch_size=5
+    )
+    assert (arguments.learning_rate, arguments.seed, arguments.per_device_train_batch_size) == (1e-4, 7, 5)
+
+
+def test_an_int_is_good_for_a_float(tmp_path: Path):
+    assert build(tmp_path, learning_rate=1).learning_rate == 1
+
+
+def test_unquoted_no_is_a_name(tmp_path: Path):
+    assert build(tmp_path, eval_strategy=False).eval_strategy == "no"
+
+
+@pytest.mark.parametrize("given", ["none", ["tensorboard"], "tensorboard"])
+def test_trackers_by_name(tmp_path: Path, given: str | list[str]):
+    arguments = build(tmp_path, report_to=given)
+    assert arguments.report_to == ([] if given == "none" else ["tensorboard"])
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"learning_rte": 1e-4}, "train.learning_rte: got an unknown key, .*; did you mean train.learning_rate?"),
+        ({"max_steps": "3"}, "train.max_steps: got '3' (str), expected int"),
+        ({"max_steps": 3.0}, "train.max_steps: got 3.0 (float), expected int"),
+        ({"max_steps": True}, "train.max_steps: got True (bool), expected int"),
+        ({"max_steps": None}, "train.max_steps: got None (NoneType), expected int"),
+        ({"bf16": 1}, "train.bf16: got 1 (int), expected bool"),
+        ({"learning_rate": "1e-4"}, "train.learning_rate: got '1e-4' (str), expected float"),
+        ({"run_name": 5}, "train.run_name: got 5 (int), expected null or str"),
+        ({"eval_strategy": "step"}, "train.eval_strategy: got 'step', expected one of no, steps, epoch; did you mean steps?"),
+        ({"lr_scheduler_type": "cosin"}, "train.lr_scheduler_type: got 'cosin', expected one of .*; did you mean cosine?"),
+        ({"report_to": "tensorbord"}, "train.report_to: got 'tensorbord', expected one of .*; did you mean tensorboard?"),
+        ({"report_to": None}, "train.report_to: got None, expected one of "),
+        ({"load_best_model_at_end": True}, "train: got --load_best_model_at_end requires .*, expected fields that "),
+        ({"output_dir": None}, "train.output_dir: got nothing, expected a folder"),
+    ],
+)
+def test_mistakes_name_the_field(tmp_path: Path, fields: dict[str, Any], said: str):
+    with pytest.raises(UserError) as caught:
+        build(tmp_path, **fields)
+    assert re.match(re.escape(said).replace(r"\.\*", ".*"), str(caught.value))
+
+
+def launch(name: str, *script_arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "accelerate.commands.launch", f"--config_file=accelerate_configs/{name}.yaml"]
+    options = ["--mixed_precision=no", "--main_process_port=0", str(Path(__file__).with_name("three_steps.py"))]
+    # The environment's own tools first: DeepSpeed looks ninja up by name.
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    line = [*command, *options, *script_arguments]
+    return subprocess.run(line, capture_output=True, text=True, check=False, timeout=400, env=environment, cwd=ROOT)
+
+
+@pytest.fixture(scope="module")
+def losses_of_ddp(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    return losses_of("ddp", "MULTI_CPU", tmp_path_factory.mktemp("ddp"))
+
+
+def losses_of(name: str, distributed_type: str, folder: Path) -> list[float]:
+    result = launch(name, str(folder))
+    assert result.returncode == 0, result.stderr
+    seen = [json.loads((folder / f"process-{index}.json").read_text(encoding="utf-8")) for index in (0, 1)]
+    assert [entry["num_processes"] for entry in seen] == [2, 2]
+    assert [entry["distributed_type"] for entry in seen] == [distributed_type] * 2
+    assert seen[0]["losses"] == seen[1]["losses"]
+    return seen[0]["losses"]
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize(("name", "distributed_type"), [("fsdp2", "FSDP"), ("zero2", "DEEPSPEED"), ("zero3", "DEEPSPEED")])
+def test_two_processes_train_as_one_however_the_model_is_sharded(
+    name: str, distributed_type: str, losses_of_ddp: list[float], tmp_path: Path
+):
+    """Lone processes see other data after the first step: their losses differ from each other and from these."""
+    assert losses_of(name, distributed_type, tmp_path) == pytest.approx(losses_of_ddp, abs=2e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_processes_that_would_train_alone_are_refused(tmp_path: Path):
+    """Without a GPU, and told not to use the CPU, accelerate starts processes that never meet."""
+    result = launch("ddp", str(tmp_path), "use_cpu=false")
+    assert result.returncode != 0
+    assert "accelerate launch: got 2 processes that would each train alone, expected processes of one group" in result.stderr
+    assert list(tmp_path.glob("process-*.json")) == []
