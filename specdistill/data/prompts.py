@@ -47,8 +47,10 @@ def chat_prompts(rows: Dataset, tokenizer: PreTrainedTokenizerBase, max_tokens: 
 
 def text_prompts(rows: Dataset, tokenizer: PreTrainedTokenizerBase, num_tokens: int, limit: int, seed: int) -> list[Prompt]:
     """Up to twice `limit` prompts of exactly `num_tokens`: first the beginnings of the texts, then places within them."""
-    num_texts = sum(text is not None for text in rows["text"])
-    per_text = -(-2 * limit // max(1, num_texts))  # twice the need: some texts are short
+    num_texts = len(rows) - rows.data.column("text").null_count
+    if num_texts == 0:
+        return []
+    per_text = -(-2 * limit // num_texts)  # twice the need: some texts are short
     generator = random.Random(seed)
     found: list[Prompt] = []
     texts = ((row, record["text"]) for row, record in _shuffled(rows, seed) if record["text"] is not None)
@@ -63,7 +65,7 @@ def text_prompts(rows: Dataset, tokenizer: PreTrainedTokenizerBase, num_tokens: 
 
 
 def repeated(prompts: Sequence[Prompt], temperatures: Sequence[float]) -> Iterator[tuple[Prompt, float]]:
-    """Every prompt at every temperature, one temperature after the other; then again and again where sampling writes something new."""
+    """Every prompt at every temperature, then again and again at those that write something new."""
     count = len(temperatures)
     for turn in range(count):
         for index, prompt in enumerate(prompts):

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 CHAT_SHARE = (
     1 / 3
-)  # of the tokens, where the source has both conversations and texts: answers are short, so that this is most rows
+)  # of the tokens, where the source has conversations and texts; answers are short, so that most rows are answers
 SHORT_ROW = 256  # tokens of a text, prompt and continuation, that are always worth writing
 SORTED_BATCHES = 4  # batches whose prompts are sorted by length together, so that little of a batch is padding
 ENOUGH = 0.995  # share of the tokens asked for that ends the writing: a batch of a few rows costs as much time as a full one
@@ -32,7 +32,7 @@ ENOUGH = 0.995  # share of the tokens asked for that ends the writing: a batch o
 
 @dataclass
 class _Kind:
-    """Prompts of one kind in batches, the lengths these are written to in turn, and what has been written so far."""
+    """Prompts of one kind in batches, their share of the tokens, the lengths they are written to, and what was written so far."""
 
     share: float
     batches: Iterator[list[tuple[Prompt, float]]]
@@ -80,7 +80,8 @@ def written_rows(
                 continue
             new_tokens = next(kind.lengths) - max(len(prompt.ids) for prompt, _ in batch)
             expected = min(new_tokens, kind.tokens / kind.rows) if kind.rows else new_tokens
-            batch = batch[: math.ceil((num_tokens - total) / expected)]
+            missing = kind.share * num_tokens - kind.tokens if len(kinds) > 1 else num_tokens - total
+            batch = batch[: math.ceil(missing / expected)]
             texts = _write(fast, batch, Sampling(new_tokens, end_ids, seed * 1_000_003 + number), bar.update)
             for (prompt, _), text in zip(batch, texts, strict=True):
                 yield _row(prompt, text)
@@ -103,18 +104,17 @@ def _kinds(
 ) -> list[_Kind]:
     chats = [prompt for prompt in prompts if prompt.is_chat]
     texts = [prompt for prompt in prompts if not prompt.is_chat]
-    chat_share = CHAT_SHARE if texts else 1.0
     kinds = []
     if texts:
         lengths = itertools.cycle(row_lengths(max_length, len(texts[0].ids)))
-        kinds.append(_Kind(1 - CHAT_SHARE if chats else 1.0, batched(repeated(texts, temperatures), batch_size), lengths))
+        kinds.append(_Kind(1 - CHAT_SHARE, _batched(repeated(texts, temperatures), batch_size), lengths))
     if chats:
         batches = _by_length(repeated(chats, temperatures), batch_size, seed)
-        kinds.append(_Kind(chat_share, batches, itertools.repeat(max_length)))
+        kinds.append(_Kind(CHAT_SHARE, batches, itertools.repeat(max_length)))
     return kinds
 
 
-def batched(items: Iterator[tuple[Prompt, float]], size: int) -> Iterator[list[tuple[Prompt, float]]]:
+def _batched(items: Iterator[tuple[Prompt, float]], size: int) -> Iterator[list[tuple[Prompt, float]]]:
     while batch := list(itertools.islice(items, size)):
         yield batch
 
@@ -122,9 +122,9 @@ def batched(items: Iterator[tuple[Prompt, float]], size: int) -> Iterator[list[t
 def _by_length(items: Iterator[tuple[Prompt, float]], size: int, seed: int) -> Iterator[list[tuple[Prompt, float]]]:
     """Batches of prompts of similar length, in shuffled order."""
     generator = random.Random(seed)
-    for several in batched(items, SORTED_BATCHES * size):
+    for several in _batched(items, SORTED_BATCHES * size):
         several.sort(key=lambda item: len(item[0].ids))
-        batches = list(batched(iter(several), size))
+        batches = list(_batched(iter(several), size))
         generator.shuffle(batches)
         yield from batches
 

@@ -36,7 +36,7 @@ def training_data(
     With `regenerate.num_tokens` above 0, `model` writes the documents, unless it did before: `fingerprint` says which weights it has.
     Raises UserError naming the recipe's key for settings or rows that cannot be used, ResourceError where the Hub or the disk fails.
     """
-    _check(config, model)
+    _check(config, tokenizer, model)
     sources = load_sources(config.source, config.split, config.cache_dir)
     if config.regenerate.num_tokens > 0:
         assert model is not None
@@ -50,10 +50,15 @@ def training_data(
     return train, validation
 
 
-def _check(config: DataConfig, model: PreTrainedModel | None) -> None:
+def _check(config: DataConfig, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel | None) -> None:
     written = config.regenerate
+    if not tokenizer.is_fast:
+        raise UserError("target.model", got=f"the tokenizer {type(tokenizer).__name__}", expected="one with a tokenizer.json")
     if config.max_length < MIN_LENGTH:
         raise UserError("data.max_length", got=config.max_length, expected=f"{MIN_LENGTH} tokens or more")
+    positions = getattr(model.config, "max_position_embeddings", None) if model is not None else None
+    if positions is not None and config.max_length > positions:
+        raise UserError("data.max_length", got=config.max_length, expected=f"at most {positions}, the target's context length")
     if not 0 <= config.validation_fraction < 1:
         raise UserError("data.validation_fraction", got=config.validation_fraction, expected="a share from 0 to below 1")
     if written.num_tokens < 0:
@@ -69,9 +74,6 @@ def _check(config: DataConfig, model: PreTrainedModel | None) -> None:
         )
     if written.batch_size < 1:
         raise UserError("data.regenerate.batch_size", got=written.batch_size, expected="1 row or more")
-    positions = getattr(model.config, "max_position_embeddings", None) if model is not None else None
-    if positions is not None and config.max_length > positions:
-        raise UserError("data.max_length", got=config.max_length, expected=f"at most {positions}, the target's context length")
 
 
 def _as_it_is(config: DataConfig, sources: Sequence[Source], tokenizer: PreTrainedTokenizerBase) -> tuple[Dataset, Dataset]:
@@ -160,7 +162,7 @@ def _split_prompts(
         found += [((number, prompt.row), prompt) for prompt in prompts]
     if not found:
         expected = (
-            f"texts of {settings.prompt_tokens} tokens (data.regenerate.prompt_tokens) or questions of at most half of it"
+            f"texts of {settings.prompt_tokens} tokens (data.regenerate.prompt_tokens) or questions of half of it at most"
         )
         raise UserError("data.max_length", got=f"{config.max_length}, and no row that gives a prompt", expected=expected)
     held_out = _held_out(sorted({document for document, _ in found}), config.validation_fraction, config.seed)

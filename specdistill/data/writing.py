@@ -9,7 +9,7 @@ cheap, inside the model's own forward pass:
 * rows that have ended leave the batch, and on a CPU the batch is cut into one part per core: threads that never wait for one another
   beat threads inside each of hundreds of small operations.
 
-Letters: B rows, P prompt tokens, V vocabulary.
+Letters: B rows, P prompt tokens (with padding), D head width, V vocabulary.
 """
 
 import copy
@@ -88,7 +88,10 @@ def grouped_attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of one new token: query [B, heads, 1, D], key and value [B, shared heads, room, D] -> [B, 1, heads, D]."""
+    """Attention of one new token: query [B, heads, 1, D], key and value [B, shared heads, room, D] -> [B, 1, heads, D].
+
+    softmax(scaling · Q Kᵀ) V, as `sdpa` computes it, which serves prompts.
+    """
     batch, heads, num_queries, width = query.shape
     if num_queries > 1 or kwargs.get("position_bias") is not None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
@@ -170,6 +173,20 @@ def write(
     return [written[row % num_parts][row // num_parts] for row in range(len(prompts))]
 
 
+@dataclass
+class _Rows:
+    """The rows of a batch that are still being written, and what is known of each."""
+
+    number: Tensor  # [B], the row's place among the prompts
+    seen: Tensor  # [B, cache slots] bool, slots that hold a token of the row
+    num_seen: Tensor  # [B, 1], prompt tokens
+    temperature: Tensor  # [B]
+    ended: Tensor  # [B] bool
+
+    def __getitem__(self, rows: Tensor) -> "_Rows":
+        return _Rows(*(value[rows] for value in vars(self).values()))
+
+
 @torch.inference_mode()
 def _write_part(
     model: PreTrainedModel,
@@ -179,46 +196,35 @@ def _write_part(
     on_tokens: Callable[[int], object],
     part: int,
 ) -> list[list[int]]:
-    device = model.device
-    generator = torch.Generator(device).manual_seed(sampling.seed * 1_009 + part)
-    ids_BP, seen_BT = _left_padded(prompts, sampling.max_new_tokens, device)
-    positions_B1 = seen_BT.sum(1, keepdim=True)
-    temperatures_B = torch.tensor(temperatures, device=device)
-    end_ids = torch.tensor(list(sampling.end_ids), device=device, dtype=torch.long)
-    written = torch.full((len(prompts), sampling.max_new_tokens), -1, device=device)
-    rows_B, ended_B = torch.arange(len(prompts), device=device), torch.zeros(len(prompts), dtype=torch.bool, device=device)
-    cache, length = growing_cache(model), ids_BP.shape[1]
-    step_ids, step_positions = ids_BP, (seen_BT[:, :length].cumsum(1) - 1).clamp(min=0)
+    generator = torch.Generator(model.device).manual_seed(sampling.seed * 1_009 + part)
+    end_ids = torch.tensor(list(sampling.end_ids), dtype=torch.long, device=model.device)
+    written = torch.full((len(prompts), sampling.max_new_tokens), -1, device=model.device)
+    ids, rows = _left_padded(prompts, temperatures, sampling.max_new_tokens, model.device)
+    cache, length = growing_cache(model), ids.shape[1]
+    positions = (rows.seen[:, :length].cumsum(1) - 1).clamp(min=0)
 
     for step in range(sampling.max_new_tokens):
-        visible = room(length - step_ids.shape[1], length)
         logits_BV = model(
-            input_ids=step_ids,
-            attention_mask=seen_BT[:, :visible],
-            position_ids=step_positions,
+            input_ids=ids,
+            attention_mask=rows.seen[:, : room(length - ids.shape[1], length)],
+            position_ids=positions,
             past_key_values=cache,
             use_cache=True,
             logits_to_keep=1,
         ).logits[:, -1]
-        tokens_B = sample(logits_BV, temperatures_B, generator)
-        written[rows_B, step] = tokens_B
-        ended_B |= torch.isin(tokens_B, end_ids)
+        tokens_B = sample(logits_BV, rows.temperature, generator)
+        written[rows.number, step] = tokens_B
+        rows.ended |= torch.isin(tokens_B, end_ids)
         if step % CHECK_EVERY == CHECK_EVERY - 1:
-            alive = (~ended_B).nonzero().flatten()
+            alive = (~rows.ended).nonzero().flatten()
             on_tokens(CHECK_EVERY * len(alive))
             if len(alive) == 0:
                 break
-            if len(alive) <= KEEP_SHARE * len(ended_B):
+            if len(alive) <= KEEP_SHARE * len(tokens_B):
+                rows, tokens_B = rows[alive], tokens_B[alive]
                 cache.batch_select_indices(alive)
-                rows_B, ended_B, tokens_B, temperatures_B = (
-                    rows_B[alive],
-                    ended_B[alive],
-                    tokens_B[alive],
-                    temperatures_B[alive],
-                )
-                seen_BT, positions_B1 = seen_BT[alive], positions_B1[alive]
-        seen_BT[:, length] = True
-        step_ids, step_positions = tokens_B[:, None], positions_B1 + step
+        rows.seen[:, length] = True
+        ids, positions = tokens_B[:, None], rows.num_seen + step
         length += 1
     return [_until_end(row, sampling.end_ids) for row in written.tolist()]
 
@@ -239,14 +245,18 @@ def sample(logits_BV: Tensor, temperatures_B: Tensor, generator: torch.Generator
     return tokens_B
 
 
-def _left_padded(prompts: Sequence[Sequence[int]], max_new_tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Token ids [B, P], prompts flush right, and which cache slots hold a token: [B, slots of the longest row]."""
+def _left_padded(
+    prompts: Sequence[Sequence[int]], temperatures: Sequence[float], max_new_tokens: int, device: torch.device
+) -> tuple[Tensor, _Rows]:
+    """Token ids [B, P], prompts flush right, and their rows."""
     width = max(len(prompt) for prompt in prompts)
     ids = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt in prompts], device=device)
     seen = torch.zeros(len(prompts), room(1, width + max_new_tokens), dtype=torch.bool, device=device)
-    for row, prompt in enumerate(prompts):
-        seen[row, width - len(prompt) : width] = True
-    return ids, seen
+    num_seen = torch.tensor([[len(prompt)] for prompt in prompts], device=device)
+    seen[:, :width] = torch.arange(width, device=device) >= width - num_seen
+    number = torch.arange(len(prompts), device=device)
+    ended = torch.zeros(len(prompts), dtype=torch.bool, device=device)
+    return ids, _Rows(number, seen, num_seen, torch.tensor(temperatures, device=device), ended)
 
 
 def _until_end(row: list[int], end_ids: Sequence[int]) -> list[int]:

@@ -199,7 +199,7 @@ def _paired(
             raise UserError("baseline", got=f"{name} {old[name]}", expected=f"{row[name]}, as in the report")
     new = {record.id: record for record in _of(row, evidence.records)}
     before = {record.id: record for record in _of(old, baseline.records)}
-    different = []
+    different = sorted(new.keys() ^ before.keys())
     if different:
         got = f"other prompts ({len(different)} are in one report only, {different[0]} among them)"
         raise UserError("baseline", got=got, expected="a report of the same prompts")

@@ -51,7 +51,12 @@ def test_sampling_is_reproducible_by_its_generator(target: FrozenTarget) -> None
 @pytest.mark.parametrize("bf16", [False, True])
 def test_a_training_step_runs_and_lowers_the_loss(target: FrozenTarget, tmp_path: Path, bf16: bool) -> None:
     ids = torch.randint(3, 200, (4, 64), generator=torch.Generator().manual_seed(0)).tolist()
-    rows = {"input_ids": ids, "supervise": [[1] * 64] * 4, "document_ids": [[0] * 64] * 4, "position_ids": [list(range(64))] * 4}
+    rows = {
+        "input_ids": ids,
+        "supervise": [[1] * 64] * 4,
+        "document_ids": [[0] * 64] * 4,
+        "position_ids": [list(range(64))] * 4,
+    }
     data = Dataset.from_dict(rows)
     settings = {"max_steps": 20, "learning_rate": 1e-3, "bf16": bf16, "save_strategy": "no", "report_to": "none"}
     arguments = training_arguments({"output_dir": str(tmp_path), "per_device_train_batch_size": 4, **settings})
