@@ -2,7 +2,7 @@
 
     make bench
 
-Medians of several repetitions on an otherwise idle machine; nothing here is a test. `docs/performance.md` quotes the committed files.
+Medians of several repetitions on an otherwise idle machine; nothing here is a test.
 """
 
 import json

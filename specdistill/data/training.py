@@ -56,7 +56,7 @@ def _check(config: DataConfig, tokenizer: PreTrainedTokenizerBase, model: PreTra
         raise UserError("target.model", got=f"the tokenizer {type(tokenizer).__name__}", expected="one with a tokenizer.json")
     if config.max_length < MIN_LENGTH:
         raise UserError("data.max_length", got=config.max_length, expected=f"{MIN_LENGTH} tokens or more")
-    positions = getattr(model.config, "max_position_embeddings", None) if model is not None else None
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) if model is not None else None
     if positions is not None and config.max_length > positions:
         raise UserError("data.max_length", got=config.max_length, expected=f"at most {positions}, the target's context length")
     if not 0 <= config.validation_fraction < 1:

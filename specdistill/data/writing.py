@@ -29,6 +29,7 @@ from transformers.masking_utils import sdpa_mask
 BLOCK = 32  # tokens by which a cache grows: copying it then costs about as much as reading its unused tail
 CHECK_EVERY = 8  # steps between two looks at which rows have ended
 KEEP_SHARE = 0.75  # rows that have ended leave the batch once no more than this share is alive
+STOP_SHARE = 1 / 8  # when no more than this share of the rows has not ended, they are cut: a few rows cost a step like many
 MIN_PART_ROWS = 32  # rows that are worth a thread of their own
 GROUPED_ATTENTION = "specdistill_grouped"
 
@@ -152,6 +153,7 @@ def write(
 ) -> list[list[int]]:
     """Continue every prompt; returns the written tokens of each row, its end token included. Temperature 0 is greedy.
 
+    A row may stop short of its end, after `max_new_tokens` or when nearly all the others have ended: what it has is still the target's.
     `on_tokens` hears how many tokens were written since it last did. `num_parts` batches are written side by side, by default as many
     as suit the device; the same seed, prompts and parts give the same tokens.
     """
@@ -218,7 +220,7 @@ def _write_part(
         if step % CHECK_EVERY == CHECK_EVERY - 1:
             alive = (~rows.ended).nonzero().flatten()
             on_tokens(CHECK_EVERY * len(alive))
-            if len(alive) == 0:
+            if len(alive) <= STOP_SHARE * len(prompts):
                 break
             if len(alive) <= KEEP_SHARE * len(tokens_B):
                 rows, tokens_B = rows[alive], tokens_B[alive]

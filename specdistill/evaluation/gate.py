@@ -3,8 +3,8 @@
 A gate is a YAML list of rules: a `metric` (a field of a result row, or a dotted path into report.json), optionally a `scope`
 (suite, category, temperature, context_bucket; by default the first row, the whole suite), and exactly one requirement: `min`,
 `max`, `equals`, or `max_regression` (a share, against a baseline report). A number that has an interval passes only if the
-unfavourable end of it does, at `confidence` (default 0.95). A rule with `severity: warn` is an alarm: it is reported and does
-not decide. Absent evidence fails.
+unfavourable end of it does, at `confidence` (default 0.95; at 0 the interval is the number itself). A rule with `severity:
+warn` is an alarm: it is reported and does not decide. Absent evidence fails.
 """
 
 from collections.abc import Mapping, Sequence
@@ -108,8 +108,8 @@ def _rule(place: str, entry: Any) -> Rule:
         raise UserError(f"{place}: scope", got=repr(scope), expected=f"keys of {', '.join(SCOPES)}")
     _check_keys(f"{place}: scope", scope, SCOPES)
     confidence = entry.get("confidence", DEFAULT_CONFIDENCE)
-    if not isinstance(confidence, float) or not 0 < confidence < 1:
-        raise UserError(f"{place}: confidence", got=repr(confidence), expected="a share between 0 and 1")
+    if isinstance(confidence, bool) or not isinstance(confidence, int | float) or not 0 <= confidence < 1:
+        raise UserError(f"{place}: confidence", got=repr(confidence), expected="a share from 0 to below 1")
     severity = entry.get("severity", "fail")
     if severity not in SEVERITIES:
         raise UserError(f"{place}: severity", got=severity, expected="fail or warn", nearest=nearest(str(severity), SEVERITIES))
@@ -151,6 +151,8 @@ def _row_metric(rule: Rule, evidence: Evidence) -> Finding:
         return Finding(reason=f"the report has no row for {_words(rule.scope)}")
     if row.get(rule.metric) is None:
         return Finding(reason=row["not_measured"].get(rule.metric, "it was not measured"))
+    if rule.confidence == 0:
+        return Finding(row[rule.metric])
     if rule.metric not in METRICS or rule.confidence == DEFAULT_CONFIDENCE:
         ends = row.get(f"{rule.metric}_ci95")
         return Finding(row[rule.metric], tuple(ends) if ends else None, _interval_is_missing(rule, row))

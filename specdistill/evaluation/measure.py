@@ -21,7 +21,7 @@ from specdistill.decoding.proposers import Eagle3Proposer, NgramProposer, Propos
 from specdistill.decoding.sampling import Sampling
 from specdistill.evaluation.records import HFGenerate, PromptRecord, RoundRecord, Timing
 from specdistill.evaluation.suites import Prompt, evenly
-from specdistill.evaluation.theory import StepCost
+from specdistill.evaluation.theory import RoundCost
 from specdistill.targets.frozen import FrozenTarget
 
 NUM_COST_PROMPTS = 4  # prompts on which the rounds of shorter drafts are timed
@@ -87,27 +87,25 @@ def measure(target: FrozenTarget, proposer: Proposer, prompts: Sequence[Prompt],
     return runs
 
 
-def shorter_costs(target: FrozenTarget, proposer: Proposer, prompts: Sequence[Prompt], settings: Settings) -> list[StepCost]:
-    """What a round costs at every K' below K, timed on a few prompts beside plain decoding of the same ones."""
-    with_draft, plain = Decoder(target, proposer), Decoder(target)
+def shorter_drafts(target: FrozenTarget, proposer: Proposer, prompts: Sequence[Prompt], settings: Settings) -> list[RoundCost]:
+    """What a round costs at every K' up to K, timed on a few prompts, the lengths one right after the other."""
+    decoder = Decoder(target, proposer)
     probed = evenly(prompts, [prompt.category for prompt in prompts], NUM_COST_PROMPTS)
-    lengths = range(1, settings.num_speculative_tokens)
-    plain_rounds: list[Round] = []
-    rounds: dict[int, list[Round]] = {k: [] for k in lengths}
-    with progress("step costs", len(probed) * len(lengths)) as advance, settled_memory():
+    rounds: dict[int, list[Round]] = {k: [] for k in range(1, settings.num_speculative_tokens + 1)}
+    with progress("step costs", len(probed) * len(rounds)) as advance, settled_memory():
         for index, prompt in enumerate(probed):
-            plain_rounds += _generate(plain, prompt, settings, index, 0).rounds
-            for k in lengths:
-                rounds[k] += _generate(with_draft, prompt, settings, index, k).rounds
+            for k, done in rounds.items():
+                done += [entry for entry in _generate(decoder, prompt, settings, index, k).rounds if len(entry.drafted) == k]
                 advance()
-    costs = []
-    for k in lengths:
-        full = [entry for entry in rounds[k] if len(entry.drafted) == k]
-        if full and plain_rounds:
-            step = statistics.median(entry.verify_seconds for entry in plain_rounds)
-            v = statistics.median(entry.verify_seconds for entry in full) / step
-            costs.append(StepCost(k, v, statistics.median(entry.draft_seconds for entry in full) / k / step))
-    return costs
+    return [
+        RoundCost(
+            k,
+            statistics.median(entry.verify_seconds for entry in done),
+            statistics.median(entry.draft_seconds for entry in done),
+        )
+        for k, done in rounds.items()
+        if done
+    ]
 
 
 def greedy_pairs(

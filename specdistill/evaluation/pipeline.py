@@ -6,7 +6,7 @@ from typing import Any
 from specdistill.decoding.proposers import Proposer
 from specdistill.evaluation.environment import hardware, software
 from specdistill.evaluation.losslessness import compare_greedy, sampling_test
-from specdistill.evaluation.measure import Settings, draft_sampling, greedy_pairs, measure, progress, records, shorter_costs
+from specdistill.evaluation.measure import Settings, draft_sampling, greedy_pairs, measure, progress, records, shorter_drafts
 from specdistill.evaluation.records import PromptRecord
 from specdistill.evaluation.report.build import build_report
 from specdistill.evaluation.results import context_rows, headline, result_rows, theory
@@ -62,7 +62,7 @@ def evaluate_draft(
         results=rows,
         context=context_rows(measured),
         headline=headline(rows),
-        theory=theory(rows[0], shorter_costs(target, proposer, prompts, settings)),
+        theory=theory(rows[0], shorter_drafts(target, proposer, prompts, settings)),
         lossless=lossless if isinstance(sampled, str) else {**lossless, "sampling_test": sampled},
         not_measured={"lossless.sampling_test": sampled} if isinstance(sampled, str) else {},
         git_revision=git_revision(),

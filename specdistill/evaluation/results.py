@@ -15,7 +15,7 @@ from specdistill.evaluation.metrics import METRICS, value
 from specdistill.evaluation.records import PromptRecord
 from specdistill.evaluation.statistics import estimates
 from specdistill.evaluation.suites import Suite
-from specdistill.evaluation.theory import StepCost, alpha_from_acceptance_length, best_point, speedup_curve
+from specdistill.evaluation.theory import RoundCost, alpha_from_acceptance_length, best_point, speedup_curve
 from specdistill.project import METRICS as METRIC_MODULES
 
 ALL = "all"
@@ -65,17 +65,17 @@ def context_rows(records: Sequence[PromptRecord]) -> list[dict[str, Any]]:
     return rows
 
 
-def theory(row: dict[str, Any], shorter: Sequence[StepCost]) -> dict[str, Any] | None:
+def theory(row: dict[str, Any], costs: Sequence[RoundCost]) -> dict[str, Any] | None:
     """What the suite's row implies: alpha, v and c at K, and the speedup to expect at K' up to K; None without drafts.
 
-    shorter: separately timed costs of K' < K.
+    costs: rounds timed at K' up to K; only what they cost relative to each other counts.
     """
     needed = ("acceptance_rate_per_position", "verify_ms", "draft_ms", "baseline_step_ms", "predicted_speedup")
     if any(name not in row for name in needed):
         return None
     rates = row["acceptance_rate_per_position"]
     v, c = row["verify_ms"] / row["baseline_step_ms"], row["draft_ms"] / row["baseline_step_ms"]
-    curve = speedup_curve(rates, [*shorter, StepCost(len(rates), v, c)])
+    curve = speedup_curve(rates, v, c, costs)
     return {
         "alpha": alpha_from_acceptance_length(row["mean_acceptance_length"], len(rates)),
         "K": len(rates),

@@ -38,25 +38,35 @@ def conditional_rates(rates: Sequence[float]) -> list[float | None]:
 
 
 @dataclass(frozen=True)
-class StepCost:
-    """What a round with K' = k drafted tokens costs, in plain decoding steps: v to verify them, c to draft each."""
+class RoundCost:
+    """Seconds of a round with K' = k drafted tokens: to verify them, and to draft all of them."""
 
     k: int
-    v: float
-    c: float
+    verify_seconds: float
+    draft_seconds: float
 
 
-def speedup_curve(rates: Sequence[float], costs: Sequence[StepCost]) -> list[dict[str, float]]:
-    """AL and predicted speedup at K' = 0 and at every K' whose cost is known, from the rates measured at K.
+def speedup_curve(rates: Sequence[float], v: float, c: float, costs: Sequence[RoundCost]) -> list[dict[str, float]]:
+    """AL and predicted speedup at K' = 0, at K, and at every K' between whose cost was timed beside that of K.
 
     A chain's position k is reached and accepted no matter how many positions follow it, so AL(K') is 1 plus the first K' rates.
+    `costs` give v and c at K' relative to those at K: v(K') = v · verify(K') / verify(K), K'·c(K') = K·c · draft(K') /
+    draft(K).
     """
-    curve = [{"k": 0, "mean_acceptance_length": 1.0, "predicted_speedup": 1.0}]
-    for cost in sorted(costs, key=lambda cost: cost.k):
-        length = 1 + sum(rates[: cost.k])
-        speedup = predicted_speedup(length, cost.v, cost.c, cost.k)
-        curve.append({"k": cost.k, "mean_acceptance_length": length, "predicted_speedup": speedup})
-    return curve
+    longest = len(rates)
+    timed = {cost.k: cost for cost in costs}
+    curve = [_point(0, rates, 1.0, 0.0)]
+    for k in range(1, longest):
+        if k in timed and longest in timed:
+            verify = v * timed[k].verify_seconds / timed[longest].verify_seconds
+            draft = c * longest * timed[k].draft_seconds / timed[longest].draft_seconds
+            curve.append(_point(k, rates, verify, draft / k))
+    return [*curve, _point(longest, rates, v, c)]
+
+
+def _point(k: int, rates: Sequence[float], v: float, c: float) -> dict[str, float]:
+    length = 1 + sum(rates[:k])
+    return {"k": k, "mean_acceptance_length": length, "predicted_speedup": predicted_speedup(length, v, c, k)}
 
 
 def best_point(curve: Sequence[dict[str, float]]) -> dict[str, float]:

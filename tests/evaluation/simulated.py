@@ -14,7 +14,7 @@ from specdistill.evaluation.records import HFGenerate, PromptRecord, RoundRecord
 from specdistill.evaluation.report.build import build_report
 from specdistill.evaluation.results import context_rows, headline, result_rows, theory
 from specdistill.evaluation.suites import Suite
-from specdistill.evaluation.theory import StepCost
+from specdistill.evaluation.theory import RoundCost
 
 CATEGORIES = ("function", "docstring", "chat", "long_context")
 WORDS = re.findall(r"\s*\w+|\s*[^\w\s]+", inspect.getsource(suites))
@@ -97,6 +97,11 @@ def _timing(num_tokens: int, num_rounds: int, draft: float, verify: float, noise
     return Timing(num_tokens, num_rounds, seconds, PREFILL, num_rounds * draft * noise, num_rounds * verify * noise)
 
 
+def round_costs(k: int) -> list[RoundCost]:
+    """Rounds that get cheaper by a tenth of a plain step with each token less."""
+    return [RoundCost(n, VERIFY_STEP - (k - n) * PLAIN_STEP / 10, n * DRAFT_STEP) for n in range(1, k + 1)]
+
+
 def simulated_report(
     records: Sequence[PromptRecord], *, k: int = 4, temperature: float = 0.0, **changes: Any
 ) -> dict[str, Any]:
@@ -149,7 +154,7 @@ def simulated_report(
         "results": rows,
         "context": context_rows(records),
         "headline": headline(rows),
-        "theory": theory(rows[0], [StepCost(shorter, 1.2, 0.12) for shorter in range(1, k)]),
+        "theory": theory(rows[0], round_costs(k)),
         "lossless": lossless,
         "not_measured": {},
         "git_revision": "0123456789abcdef",

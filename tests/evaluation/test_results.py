@@ -2,8 +2,7 @@ import pytest
 
 from specdistill.evaluation.records import PromptRecord, RoundRecord
 from specdistill.evaluation.results import context_rows, headline, is_looping, result_rows, theory
-from specdistill.evaluation.theory import StepCost
-from tests.evaluation.simulated import SUITE, simulate, simulated_report
+from tests.evaluation.simulated import PLAIN_STEP, SUITE, VERIFY_STEP, round_costs, simulate, simulated_report
 
 
 def rows_of(records, temperature=0.0, k=4):
@@ -84,12 +83,13 @@ def test_a_slow_baseline_also_gives_the_speedup_over_the_faster_loop():
     assert "slow_baseline" in [finding["name"] for finding in simulated_report(fast_library)["findings"]]
 
 
-def test_theory_uses_timed_costs_of_shorter_drafts():
+def test_theory_scales_the_costs_of_shorter_drafts_to_the_row():
     row = rows_of(simulate(8))[0]
-    found = theory(row, [StepCost(1, 1.0, 0.01), StepCost(2, 1.1, 0.01), StepCost(3, 1.2, 0.01)])
+    found = theory(row, round_costs(4))
     assert (found["K"], [point["k"] for point in found["curve"]]) == (4, [0, 1, 2, 3, 4])
     assert found["predicted"] == pytest.approx(found["curve"][4]["predicted_speedup"])
-    assert found["curve"][1]["predicted_speedup"] == pytest.approx((1 + row["acceptance_rate_per_position"][0]) / 1.01)
+    cost = found["v"] * (VERIFY_STEP - 3 * PLAIN_STEP / 10) / VERIFY_STEP + found["c"]
+    assert found["curve"][1]["predicted_speedup"] == pytest.approx((1 + row["acceptance_rate_per_position"][0]) / cost)
     assert 0.6 < found["alpha"] < 0.8
 
 

@@ -1,7 +1,7 @@
 import pytest
 
 from specdistill.evaluation.theory import (
-    StepCost,
+    RoundCost,
     alpha_from_acceptance_length,
     best_point,
     conditional_rates,
@@ -29,13 +29,19 @@ def test_conditional_rates_are_ratios_of_neighbours():
 
 
 def test_the_curve_cuts_the_same_rates_shorter():
-    costs = [StepCost(2, 1.2, 0.1), StepCost(1, 1.1, 0.1)]
-    curve = speedup_curve([0.5, 0.25], costs)
+    costs = [RoundCost(2, 2.4, 0.6), RoundCost(1, 2.2, 0.3)]
+    curve = speedup_curve([0.5, 0.25], 1.2, 0.1, costs)
     assert [point["k"] for point in curve] == [0, 1, 2]
     assert [point["mean_acceptance_length"] for point in curve] == [1.0, 1.5, 1.75]
-    assert [point["predicted_speedup"] for point in curve] == pytest.approx([1.0, 1.5 / 1.2, 1.75 / 1.4])
-    assert best_point(curve)["k"] in (1, 2)
+    assert [point["predicted_speedup"] for point in curve] == pytest.approx([1.0, 1.5 / (1.1 + 0.1), 1.75 / (1.2 + 2 * 0.1)])
+
+
+def test_lengths_that_were_not_timed_are_left_out():
+    assert [point["k"] for point in speedup_curve([0.5, 0.3, 0.1], 1.2, 0.1, [])] == [0, 3]
+    assert [point["k"] for point in speedup_curve([0.5, 0.3, 0.1], 1.2, 0.1, [RoundCost(1, 1, 1)])] == [0, 3]
+    timed = [RoundCost(1, 1, 1), RoundCost(3, 2, 2)]
+    assert [point["k"] for point in speedup_curve([0.5, 0.3, 0.1], 1.2, 0.1, timed)] == [0, 1, 3]
 
 
 def test_a_useless_draft_is_best_left_out():
-    assert best_point(speedup_curve([0.05], [StepCost(1, 1.2, 0.2)]))["k"] == 0
+    assert best_point(speedup_curve([0.05], 1.2, 0.2, []))["k"] == 0

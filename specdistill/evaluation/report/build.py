@@ -13,7 +13,7 @@ MAX_PREDICTION_GAP = {"cpu": 0.10, "cuda": 0.03}  # by device: a processor's clo
 SLOW_BASELINE = 0.95
 LOOPING_SHARE = 0.1
 WIDE_INTERVAL = 0.05  # half its width, as a share of the speedup
-CONTROL_P_VALUE = 0.01
+CONTROL_P_VALUE = 0.05
 BETTER_K_GAIN = 0.02  # below this another K is not worth a word
 
 
