@@ -14,6 +14,7 @@ from transformers import DynamicCache
 from specdistill.decoding import verify
 from specdistill.decoding.proposers import DecodingState, Proposal, Proposer
 from specdistill.decoding.sampling import Sampling
+from specdistill.decoding.ties import settle
 from specdistill.errors import UserError
 from specdistill.targets.frozen import FrozenTarget
 
@@ -88,7 +89,7 @@ class Decoder:
         start = self._now()
         cache = DynamicCache(config=self.target.config)
         logits, aux = self._forward(list(prompt_ids), cache, only_last=True)
-        _, first = self._verify(Proposal([]), logits, sampling, generator)
+        _, first = self._verify(list(prompt_ids), Proposal([]), logits, sampling, generator)
         state = DecodingState([*prompt_ids, first], aux)
         prefill_seconds = self._now() - start
 
@@ -115,7 +116,7 @@ class Decoder:
         proposal = self.proposer.propose(state, k, sampling, generator) if self.proposer else Proposal([])
         drafted = self._now()
         logits, aux = self._forward([state.token_ids[-1], *proposal.tokens], cache)
-        num_accepted, next_token = self._verify(proposal, logits, sampling, generator)
+        num_accepted, next_token = self._verify(state.token_ids, proposal, logits, sampling, generator)
         rejected = len(proposal.tokens) - num_accepted
         if rejected:
             cache.crop(-rejected)
@@ -133,11 +134,17 @@ class Decoder:
         return self.target.logits(hidden), features.aux
 
     def _verify(
-        self, proposal: Proposal, logits_1KV: Tensor, sampling: Sampling, generator: torch.Generator | None
+        self,
+        text: list[int],
+        proposal: Proposal,
+        logits_1KV: Tensor,
+        sampling: Sampling,
+        generator: torch.Generator | None,
     ) -> tuple[int, int]:
+        """(number of accepted tokens, the token after them); the logits are those after `text` and after each proposed token."""
         tokens = torch.tensor([proposal.tokens], dtype=torch.long, device=logits_1KV.device)
         if sampling.is_greedy:
-            num_accepted, next_token = verify.greedy(tokens, logits_1KV)
+            num_accepted, next_token = verify.greedy(tokens, settle(self.target, [*text, *proposal.tokens], logits_1KV))
         else:
             law = sampling.probabilities(logits_1KV)
             draft_law = None if proposal.probabilities is None else proposal.probabilities.unsqueeze(0)

@@ -1,8 +1,9 @@
-"""The pico suite: prompts from the standard-library modules that pico was not trained on, four kinds of them.
+"""The pico suites: prompts from the standard-library modules that pico was not trained on, four kinds of them.
 
     python -m specdistill.evaluation.pico_suite
 
-writes `eval/suites/pico.jsonl` and `pico.yaml` again, byte for byte with the Python and the tokenizer that the YAML file names.
+writes `eval/suites/pico*.{yaml,jsonl}` again, byte for byte with the Python and the tokenizer that the YAML files name. `pico` is what
+gates ask about; `pico-dev` holds other prompts, to choose recipes on, so that a gate's verdict is not flattered by the choosing.
 """
 
 import ast
@@ -12,7 +13,7 @@ import platform
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
 
@@ -22,45 +23,60 @@ from transformers import AutoTokenizer
 from specdistill.data.corpus import Module, chats, standard_library
 from specdistill.project import PICO, SUITES
 
+SUITE_NAMES = ("pico", "pico-dev")
 PROMPTS_PER_CATEGORY = 12
 SHORT_TOKENS = range(40, 91)  # function and docstring prompts
 LONG_TOKENS = range(300, 381)
 CHAT_TOKENS = range(16, 257)
+
+HEADING = "# Held-out Python: function bodies, docstrings, chats and long context. Made by specdistill.evaluation.pico_suite.\n"
 
 CountTokens = Callable[[str], int]
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A possible prompt: `row` is what the jsonl file gets, `place` says where it is from."""
+    """A possible prompt: `row` is what the jsonl file gets, `place` says where it is from; `lines` of the module are in it."""
 
     module: str
     place: str
     row: dict[str, object]
+    lines: range = field(default=range(0))
 
     def order(self) -> bytes:
         """A fixed shuffle, so that the choice follows neither the alphabet nor the order inside a module."""
         return hashlib.sha256(f"{self.module} {self.place}".encode()).digest()
 
+    def overlaps(self, other: "Candidate") -> bool:
+        return self.module == other.module and max(self.lines.start, other.lines.start) < min(self.lines.stop, other.lines.stop)
 
-def pico_suite(modules: Sequence[Module], count_tokens: CountTokens) -> list[dict[str, object]]:
-    """The rows of the suite, 12 of each category, from as many different modules as there are."""
-    rows = []
-    used: Counter[str] = Counter()
-    for category, candidates in (
-        ("function", function_prompts),
-        ("docstring", docstring_prompts),
-        ("chat", chat_prompts),
-        ("long_context", long_prompts),
-    ):
-        pool = sorted((found for module in modules for found in candidates(module, count_tokens)), key=Candidate.order)
-        for number in range(PROMPTS_PER_CATEGORY):
-            # The module least drawn from so far, over all categories; ties go by the fixed shuffle.
-            chosen = min(pool, key=lambda candidate: used[candidate.module])
-            pool.remove(chosen)
-            used[chosen.module] += 1
-            rows.append({"id": f"{category}-{number:02}", "category": category, **chosen.row, "module": chosen.module})
-    return rows
+
+def pico_suites(modules: Sequence[Module], count_tokens: CountTokens) -> list[list[dict[str, object]]]:
+    """The rows of each suite, 12 of each category, from as many different modules as there are; no line of a module is in two suites."""
+    pools = {
+        category: sorted((found for module in modules for found in candidates(module, count_tokens)), key=Candidate.order)
+        for category, candidates in (
+            ("function", function_prompts),
+            ("docstring", docstring_prompts),
+            ("chat", chat_prompts),
+            ("long_context", long_prompts),
+        )
+    }
+    suites = []
+    for _ in SUITE_NAMES:
+        rows, taken = [], []
+        used: Counter[str] = Counter()
+        for category, pool in pools.items():
+            for number in range(PROMPTS_PER_CATEGORY):
+                # The module least drawn from so far, over all categories; ties go by the fixed shuffle.
+                chosen = min(pool, key=lambda candidate: used[candidate.module])
+                pool.remove(chosen)
+                used[chosen.module] += 1
+                taken.append(chosen)
+                rows.append({"id": f"{category}-{number:02}", "category": category, **chosen.row, "module": chosen.module})
+        suites.append(rows)
+        pools = {category: [left for left in pool if not any(map(left.overlaps, taken))] for category, pool in pools.items()}
+    return suites
 
 
 def function_prompts(module: Module, count_tokens: CountTokens) -> Iterator[Candidate]:
@@ -70,7 +86,7 @@ def function_prompts(module: Module, count_tokens: CountTokens) -> Iterator[Cand
         end = (node.body[0].end_lineno or 0) if documented else node.body[0].lineno - 1
         text = _paragraphs_up_to(lines, end, count_tokens)
         if text and text.endswith(('"""', ":")):
-            yield Candidate(module.name, f"function {node.lineno}", {"prompt": text})
+            yield Candidate(module.name, f"function {node.lineno}", {"prompt": text}, _lines_up_to(end, text))
 
 
 def docstring_prompts(module: Module, count_tokens: CountTokens) -> Iterator[Candidate]:
@@ -83,7 +99,7 @@ def docstring_prompts(module: Module, count_tokens: CountTokens) -> Iterator[Can
         opened = [*lines[: first.lineno - 1], opening[: opening.index('"""') + 3]]
         text = _paragraphs_up_to(opened, first.lineno, count_tokens)
         if text:
-            yield Candidate(module.name, f"docstring {node.lineno}", {"prompt": text})
+            yield Candidate(module.name, f"docstring {node.lineno}", {"prompt": text}, _lines_up_to(first.lineno, text))
 
 
 def chat_prompts(module: Module, count_tokens: CountTokens) -> Iterator[Candidate]:
@@ -105,26 +121,24 @@ def long_prompts(module: Module, count_tokens: CountTokens) -> Iterator[Candidat
             continue
         text = "\n".join(lines[start:end])
         if count_tokens(text) in LONG_TOKENS:
-            yield Candidate(module.name, f"long_context {start}", {"prompt": text})
+            yield Candidate(module.name, f"long_context {start}", {"prompt": text}, range(start, end))
 
 
-def write_pico_suite(modules: Sequence[Module], count_tokens: CountTokens, folder: Path) -> None:
-    """Write `pico.jsonl` and the `pico.yaml` that names it by hash."""
-    rows = pico_suite(modules, count_tokens)
-    content = "".join(json.dumps(row) + "\n" for row in rows).encode()
-    (folder / "pico.jsonl").write_bytes(content)
-    header = {
-        "name": "pico",
-        "version": "1",
-        "licence": "PSF-2.0",
-        "source": f"standard library of Python {platform.python_version()}, modules held out from pico's training data",
-        "sha256": hashlib.sha256(content).hexdigest(),
-        "prompts": "pico.jsonl",
-    }
-    heading = (
-        "# Held-out Python: function bodies, docstrings, chats and long context. Made by specdistill.evaluation.pico_suite.\n"
-    )
-    (folder / "pico.yaml").write_text(heading + yaml.safe_dump(header, sort_keys=False, width=130), encoding="utf-8")
+def write_pico_suites(modules: Sequence[Module], count_tokens: CountTokens, folder: Path) -> None:
+    """Write the jsonl file of each suite and the YAML file that names it by hash."""
+    for name, rows in zip(SUITE_NAMES, pico_suites(modules, count_tokens), strict=True):
+        content = "".join(json.dumps(row) + "\n" for row in rows).encode()
+        (folder / f"{name}.jsonl").write_bytes(content)
+        header = {
+            "name": name,
+            "version": "1",
+            "licence": "PSF-2.0",
+            "source": f"standard library of Python {platform.python_version()}, modules held out from pico's training data",
+            "sha256": hashlib.sha256(content).hexdigest(),
+            "prompts": f"{name}.jsonl",
+        }
+        text = HEADING + yaml.safe_dump(header, sort_keys=False, width=130)
+        (folder / f"{name}.yaml").write_text(text, encoding="utf-8")
 
 
 def _functions(module: Module) -> Iterator[tuple[ast.FunctionDef, list[str]]]:
@@ -133,6 +147,10 @@ def _functions(module: Module) -> Iterator[tuple[ast.FunctionDef, list[str]]]:
     for node in ast.walk(ast.parse(module.text)):
         if isinstance(node, ast.FunctionDef) and lines[node.body[0].lineno - 2].rstrip().endswith(":"):
             yield node, lines
+
+
+def _lines_up_to(end: int, text: str) -> range:
+    return range(end - text.count("\n") - 1, end)
 
 
 def _paragraphs_up_to(lines: Sequence[str], end: int, count_tokens: CountTokens) -> str | None:
@@ -150,4 +168,4 @@ def _paragraphs_up_to(lines: Sequence[str], end: int, count_tokens: CountTokens)
 
 if __name__ == "__main__":
     pico = AutoTokenizer.from_pretrained(PICO)
-    write_pico_suite(standard_library("validation"), lambda text: len(pico(text)["input_ids"]), SUITES)
+    write_pico_suites(standard_library("validation"), lambda text: len(pico(text)["input_ids"]), SUITES)

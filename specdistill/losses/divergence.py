@@ -27,7 +27,8 @@ Divergence = Callable[[Tensor, Tensor], LossSum]
 def forward_kl(draft_logits_RW: Tensor, target_probs_RW: Tensor) -> LossSum:
     """KL(p || q) = sum_w p_w (log p_w - log q_w); zero iff q = p; its gradient with respect to the draft's logits is q - p."""
     log_q = draft_logits_RW.float().log_softmax(-1)
-    negative_entropy = torch.xlogy(target_probs_RW, target_probs_RW).sum()
+    # Not xlogy, which takes twice the time on a CPU; 0 log 0 = 0 here too.
+    negative_entropy = (target_probs_RW * target_probs_RW.clamp_min(torch.finfo(torch.float32).tiny).log()).sum()
     return LossSum(negative_entropy - (target_probs_RW * log_q).sum(), len(draft_logits_RW))
 
 

@@ -126,7 +126,7 @@ class TrainingTimeTest(nn.Module):
             supervise: 1 where a token is worth predicting.
             document_ids: which document of the row a token belongs to, -1 for padding.
             position_ids: start again at 0 in each document.
-            measure: also fill the metrics that cost time (acceptance and chains).
+            measure: also fill the metrics that cost time (what is correct, acceptance and chains).
 
         Returns:
             the weighted sum of the steps' losses over all kept rows (not yet divided), and the per-step sums.
@@ -145,11 +145,11 @@ class TrainingTimeTest(nn.Module):
             step = self.divergence(logits_RW, teacher.probs_RW[rows])
             total = total + self.step_weights[k] * step.total
             with torch.no_grad():
-                hit = self.draft.target_ids_W[logits_RW.argmax(-1)] == teacher.best_R[rows]
                 sums.loss.append(step.total.detach())
                 sums.kept.append(keep_BT.sum())
-                sums.correct.append(hit.sum())
                 if measure:
+                    hit = self.draft.target_ids_W[logits_RW.argmax(-1)] == teacher.best_R[rows]
+                    sums.correct.append(hit.sum())
                     alpha = acceptance(logits_RW.float().softmax(-1), teacher.probs_RW[rows] * teacher.share_R[rows, None])
                     sums.accepted.append(alpha.sum())
                     chain_BT = chain_BT & keep_BT

@@ -8,11 +8,13 @@ from specdistill.data.corpus import Module, standard_library
 from specdistill.evaluation.pico_suite import (
     LONG_TOKENS,
     SHORT_TOKENS,
+    SUITE_NAMES,
+    Candidate,
     chat_prompts,
     docstring_prompts,
     function_prompts,
     long_prompts,
-    write_pico_suite,
+    write_pico_suites,
 )
 from specdistill.evaluation.suites import load_suite, tokenize
 from specdistill.project import PICO, SUITES
@@ -70,10 +72,10 @@ def test_long_prompts_leave_text_to_write():
     assert len(list(long_prompts(Module("short.py", "\n".join(lines[:100])), lambda text: len(text.split())))) == 0
 
 
-@pytest.mark.skipif(not PICO.is_dir(), reason="pico is not built")
-def test_the_committed_suite_fits_picos_context():
+@pytest.mark.parametrize("name", SUITE_NAMES)
+def test_a_committed_suite_fits_picos_context(name):
     tokenizer = AutoTokenizer.from_pretrained(PICO)
-    prompts = tokenize(load_suite("pico"), tokenizer, max_new_tokens=128, max_length=512)
+    prompts = tokenize(load_suite(name), tokenizer, max_new_tokens=128, max_length=512)
     lengths = {prompt.id: len(prompt.token_ids) for prompt in prompts}
     for id, length in lengths.items():
         if id.startswith("long_context"):
@@ -82,13 +84,24 @@ def test_the_committed_suite_fits_picos_context():
             assert length in SHORT_TOKENS, id
 
 
+def test_no_line_is_in_two_suites():
+    texts = [[row.content for row in load_suite(name).rows if row.kind == "prompt"] for name in SUITE_NAMES]
+    ends = [{text.splitlines()[-2:][0] + text.splitlines()[-1] for text in suite} for suite in texts]
+    assert all(len(suite) == 36 for suite in texts)
+    assert not ends[0] & ends[1]
+    chosen = Candidate("m.py", "", {}, range(10, 20))
+    assert chosen.overlaps(Candidate("m.py", "", {}, range(19, 30)))
+    assert not chosen.overlaps(Candidate("m.py", "", {}, range(20, 30)))
+    assert not chosen.overlaps(Candidate("n.py", "", {}, range(10, 20)))
+
+
 @pytest.mark.slow
-def test_the_committed_suite_is_what_its_generator_writes(tmp_path):
-    if not PICO.is_dir():
-        pytest.skip("pico is not built")
+def test_the_committed_suites_are_what_their_generator_writes(tmp_path):
     if f"Python {platform.python_version()}," not in load_suite("pico").source:
-        pytest.skip(f"the suite was made from another standard library than {sysconfig.get_paths()['stdlib']}")
+        pytest.skip(f"the suites were made from another standard library than {sysconfig.get_paths()['stdlib']}")
     tokenizer = AutoTokenizer.from_pretrained(PICO)
-    write_pico_suite(standard_library("validation"), lambda text: len(tokenizer(text)["input_ids"]), tmp_path)
-    for name in ("pico.jsonl", "pico.yaml"):
-        assert (tmp_path / name).read_bytes() == (SUITES / name).read_bytes()
+    write_pico_suites(standard_library("validation"), lambda text: len(tokenizer(text)["input_ids"]), tmp_path)
+    written = sorted(tmp_path.iterdir())
+    assert [path.name for path in written] == ["pico-dev.jsonl", "pico-dev.yaml", "pico.jsonl", "pico.yaml"]
+    for path in written:
+        assert path.read_bytes() == (SUITES / path.name).read_bytes()

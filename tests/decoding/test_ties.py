@@ -1,0 +1,55 @@
+"""Greedy text where every choice is a near-tie: the vocabulary's second half are twins of the first, a few roundings apart."""
+
+import pytest
+import torch
+
+from specdistill.decoding import decoder, ties
+from specdistill.decoding.decoder import Decoder
+from specdistill.decoding.proposers import Eagle3Proposer, NgramProposer
+from specdistill.drafts.build import build_eagle3
+from specdistill.targets.frozen import FrozenTarget
+from tests.tiny import tiny_target_model, tiny_tokenizer
+
+PROMPT = [5, 9, 5, 9, 20, 31]
+NEW_TOKENS = 40
+
+
+@pytest.fixture
+def target() -> FrozenTarget:
+    model = tiny_target_model()
+    model.generation_config.eos_token_id = []
+    head = model.lm_head.weight.data
+    noise = torch.rand(head[130:].shape, generator=torch.Generator().manual_seed(1)) - 0.5
+    head[130:] = head[:130] * (1 + 4 * torch.finfo(torch.float32).eps * noise)
+    return FrozenTarget(model, tiny_tokenizer(), name="twins")
+
+
+def test_greedy_text_is_what_float64_prefers(target):
+    before = {name: tensor.clone() for name, tensor in target.model.state_dict().items()}
+    plain = Decoder(target).generate(PROMPT, max_new_tokens=NEW_TOKENS).token_ids
+    best = ties.in_float64(target, [*PROMPT, *plain])[0].argmax(-1)
+    assert list(plain) == best[len(PROMPT) - 1 : -1].tolist()
+    assert any(token >= 130 for token in plain)
+    assert any(token < 130 for token in plain)
+    after = target.model.state_dict()
+    assert all(torch.equal(tensor, after[name]) and tensor.dtype == after[name].dtype for name, tensor in before.items())
+
+
+def test_a_draft_changes_nothing_at_near_ties(target):
+    plain = Decoder(target).generate(PROMPT, max_new_tokens=NEW_TOKENS).token_ids
+    for proposer in (Eagle3Proposer(build_eagle3(target)), NgramProposer()):
+        fast = Decoder(target, proposer).generate(PROMPT, max_new_tokens=NEW_TOKENS, num_speculative_tokens=4)
+        assert fast.token_ids == plain
+
+
+def test_float32_alone_decides_otherwise(target, monkeypatch):
+    settled = Decoder(target).generate(PROMPT, max_new_tokens=NEW_TOKENS).token_ids
+    monkeypatch.setattr(decoder, "settle", lambda target, token_ids, logits: logits)
+    assert Decoder(target).generate(PROMPT, max_new_tokens=NEW_TOKENS).token_ids != settled
+
+
+def test_clear_choices_and_16_bit_logits_are_left_alone(target):
+    clear = torch.tensor([[[1.0, 2.0, 3.0]]])
+    assert ties.settle(target, PROMPT, clear) is clear
+    tied = torch.tensor([[[3.0, 3.0, 1.0]]], dtype=torch.bfloat16)
+    assert ties.settle(target, PROMPT, tied) is tied
