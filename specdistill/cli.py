@@ -16,10 +16,10 @@ from pathlib import Path
 import specdistill
 from specdistill.command import print_help
 from specdistill.errors import ExitCode, ResourceError, UserError, explain, nearest
+from specdistill.methods import METHODS
 from specdistill.project import PICO, ROOT
 from specdistill.recipe import Recipe, TargetRecipe, load_recipe, schema_of
 
-TRAINED_BY = {"eagle3": "train/eagle.py"}  # by method
 PATHS = {"pico": PICO}
 DEMO_RECIPE, DEMO_FOLDER = "pico/eagle3", "runs/demo"
 HELP = {"-h", "--help"}
@@ -46,14 +46,16 @@ def train(arguments: list[str]) -> int:
     """train a draft on a recipe (one process; `accelerate launch train/….py` for more), or a target of its own"""
     keys = _keys(arguments)
     schema = schema_of(keys)
-    script = "train/target.py" if schema is TargetRecipe else TRAINED_BY["eagle3"]
+    script = "train/target.py" if schema is TargetRecipe else "train/eagle.py"
     if HELP & set(arguments):
         return _script_help(script, schema)
     recipe = load_recipe(schema, keys)
     if isinstance(recipe, Recipe):
-        if recipe.method not in TRAINED_BY:
-            raise UserError("method", got=f"{recipe.method}, which needs no training", expected=" or ".join(TRAINED_BY))
-        script = TRAINED_BY[recipe.method]
+        trained_by = METHODS[recipe.method].trained_by
+        if trained_by is None:
+            trained = [name for name, method in METHODS.items() if method.trained_by]
+            raise UserError("method", got=f"{recipe.method}, which needs no training", expected=" or ".join(trained))
+        script = trained_by
     return _run_script(script, arguments)
 
 

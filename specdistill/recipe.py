@@ -19,6 +19,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException, ValidationError
 
 from specdistill.errors import UserError, nearest, one_line
+from specdistill.methods import METHODS
 from specdistill.project import RECIPES
 
 R = TypeVar("R")
@@ -127,7 +128,7 @@ class EvalConfig:
 class Recipe:
     """A draft recipe: one method, one target, its data, its training and how it is judged."""
 
-    method: str = option("eagle3", "how the draft proposes tokens", choices=["eagle3", "ngram"])
+    method: str = option("eagle3", "how the draft proposes tokens", choices=list(METHODS))
     target: TargetConfig = section(TargetConfig)
     data: DataConfig = section(DataConfig)
     hidden_states: HiddenStatesConfig = section(HiddenStatesConfig)

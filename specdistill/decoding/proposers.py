@@ -15,6 +15,7 @@ from specdistill.decoding.sampling import Sampling, draw
 from specdistill.drafts.checkpoint import load_eagle3
 from specdistill.drafts.eagle3 import Eagle3Draft
 from specdistill.errors import UserError, nearest
+from specdistill.methods import METHODS
 from specdistill.targets.frozen import FrozenTarget
 
 
@@ -125,13 +126,10 @@ class Eagle3Proposer:
         return Proposal(torch.stack(tokens).tolist(), torch.stack(laws) if laws else None)
 
 
-PROPOSERS = ("eagle3", "ngram")
-
-
 def load_proposer(method: str, draft: Path | str | None, target: FrozenTarget) -> Proposer:
     """The proposer of a method. Raises UserError when the method is unknown or the draft does not fit the target."""
-    if method not in PROPOSERS:
-        raise UserError("method", got=method, expected=f"one of {', '.join(PROPOSERS)}", nearest=nearest(method, PROPOSERS))
+    if method not in METHODS:
+        raise UserError("method", got=method, expected=f"one of {', '.join(METHODS)}", nearest=nearest(method, METHODS))
     if method == "ngram":
         return NgramProposer()
     if draft is None:
