@@ -1,8 +1,9 @@
-"""Time what users wait for: plain decoding beside transformers' own, a training step, regeneration. Numbers go to bench/results/.
+"""Time what users wait for: decoding, plain and with a draft model, beside transformers' own, a training step, regeneration.
 
     make bench
 
-Medians of several repetitions on an otherwise idle machine; nothing here is a test.
+writes bench/results/<device>.json, and docs/performance.md from all the results there. Medians of several repetitions on an otherwise
+idle machine; nothing here is a test.
 """
 
 import json
@@ -10,8 +11,10 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +24,23 @@ from datasets import Dataset
 from specdistill.data.writing import Sampling as WritingSampling
 from specdistill.data.writing import fast_dtype, write, writer
 from specdistill.decoding.decoder import Decoder
+from specdistill.decoding.draft_model import DraftModelProposer
 from specdistill.decoding.proposers import Eagle3Proposer
 from specdistill.drafts.build import build_eagle3
+from specdistill.drafts.checkpoint import save_eagle3
+from specdistill.drafts.pruning import from_layers
 from specdistill.evaluation.environment import hardware, software
+from specdistill.losses.divergence import forward_kl
+from specdistill.project import ROOT
 from specdistill.targets.frozen import FrozenTarget
 from specdistill.training.arguments import training_arguments
 from specdistill.training.optimizer import muon_adamw
 from specdistill.training.trainer import DraftTrainer
+from specdistill.training.unroll import TrainingTimeTest
 
 RESULTS = Path(__file__).parent / "results"
+PAGE = ROOT / "docs" / "performance.md"
+PROMPTS = ("def main(arguments):\n    ", "import json\n\n\nclass Reader:\n", "# The longest common prefix of two lists\n")
 
 
 def median_seconds(work: Callable[[], object], repeats: int = 5) -> float:
@@ -47,6 +58,18 @@ def median_seconds(work: Callable[[], object], repeats: int = 5) -> float:
     return statistics.median(times)
 
 
+@contextmanager
+def without_end_tokens(target: FrozenTarget) -> Iterator[None]:
+    """Nothing ends a text but its length, so that all ways of decoding write the same number of tokens."""
+    generation_config = target.model.generation_config
+    ids = generation_config.eos_token_id
+    generation_config.eos_token_id = []  # not None, for which the model's config is asked
+    try:
+        yield
+    finally:
+        generation_config.eos_token_id = ids
+
+
 def decoding(target: FrozenTarget, new_tokens: int = 96) -> dict[str, float]:
     """Plain decoding beside transformers' greedy generate, and the cost of a round of an (untrained) EAGLE-3 chain."""
     prompt = target.tokenizer("def main(arguments):\n    ").input_ids
@@ -54,9 +77,7 @@ def decoding(target: FrozenTarget, new_tokens: int = 96) -> dict[str, float]:
     model: Any = target.model
     plain = Decoder(target)
     ours = median_seconds(lambda: plain.generate(prompt, max_new_tokens=new_tokens))
-    theirs = median_seconds(
-        lambda: model.generate(ids, max_new_tokens=new_tokens, min_new_tokens=new_tokens, do_sample=False, pad_token_id=0)
-    )
+    theirs = median_seconds(lambda: model.generate(ids, max_new_tokens=new_tokens, do_sample=False, pad_token_id=0))
     steps = plain.generate(prompt, max_new_tokens=new_tokens).rounds
     chain = Decoder(target, Eagle3Proposer(build_eagle3(target)))
     rounds = chain.generate(prompt, max_new_tokens=new_tokens, num_speculative_tokens=4).rounds
@@ -67,6 +88,50 @@ def decoding(target: FrozenTarget, new_tokens: int = 96) -> dict[str, float]:
         "step_ms": 1000 * step,
         "verify_ratio_v": statistics.median(r.verify_seconds for r in rounds) / step,
         "draft_ratio_c": statistics.median(r.draft_seconds for r in rounds) / 4 / step,
+    }
+
+
+def assisted_generation(target: FrozenTarget, new_tokens: int = 96, k: int = 4, repeats: int = 5) -> dict[str, float]:
+    """Our decoding with a draft model beside transformers' own, greedy, with the same two models and the same draft length.
+
+    Paired: both ways of a prompt run one right after the other, and which of them is first alternates.
+    """
+    draft: Any = from_layers(target.model, 2)
+    draft.generation_config.update(
+        num_assistant_tokens=k, num_assistant_tokens_schedule="constant", assistant_confidence_threshold=0
+    )
+    decoder = Decoder(target, DraftModelProposer(draft, target_max_length=target.max_length))
+    model: Any = target.model
+
+    def ours(prompt: list[int]) -> list[int]:
+        return list(decoder.generate(prompt, max_new_tokens=new_tokens, num_speculative_tokens=k).token_ids)
+
+    def theirs(prompt: list[int]) -> list[int]:
+        ids = torch.tensor([prompt], device=target.device)
+        with torch.inference_mode():
+            output = model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                assistant_model=draft,
+                max_new_tokens=new_tokens,
+                do_sample=False,
+                pad_token_id=0,
+            )
+        return output[0, len(prompt) :].tolist()
+
+    prompts = [target.tokenizer(text).input_ids for text in PROMPTS]
+    seconds: dict[Callable[[list[int]], list[int]], list[float]] = {ours: [], theirs: []}
+    for prompt in prompts:
+        assert len(ours(prompt)) == len(theirs(prompt)) == new_tokens  # untimed; the same number of tokens is compared
+    for index, prompt in enumerate(prompts * repeats):
+        for way in (ours, theirs) if index % 2 else (theirs, ours):
+            start = time.perf_counter()
+            way(prompt)
+            seconds[way].append(time.perf_counter() - start)
+    return {
+        "tokens_per_second": new_tokens / statistics.median(seconds[ours]),
+        "hf_assisted_tokens_per_second": new_tokens / statistics.median(seconds[theirs]),
+        "ratio": statistics.median(b / a for a, b in zip(seconds[ours], seconds[theirs], strict=True)),
     }
 
 
@@ -94,7 +159,9 @@ def training_step(target: FrozenTarget, rows: int = 16, length: int = 256) -> di
         )
         draft = build_eagle3(target)
         data = Dataset.from_dict(table)
-        trainer = DraftTrainer(draft, target, arguments, data, data, ttt_steps=5, optimizer=muon_adamw(draft, 1e-4))
+        objective = TrainingTimeTest(draft, forward_kl, 5)
+        save, optimizer = partial(save_eagle3, draft), muon_adamw(draft, 1e-4)
+        trainer = DraftTrainer(objective, target, arguments, data, data, save=save, optimizer=optimizer)
         trainer.train()
         seconds = median_seconds(lambda: trainer.train(), repeats=1) / 6
     return {"step_seconds": seconds, "tokens_per_second": rows * length / seconds}
@@ -114,13 +181,34 @@ def main() -> None:
     target = FrozenTarget.load("pico")
     results: dict[str, Any] = {"created": datetime.now(UTC).isoformat(timespec="seconds")}
     results |= {"hardware": hardware(target.device), "software": software()}
-    for measure in (decoding, training_step, regeneration):
+    for measure in (decoding, assisted_generation, training_step, regeneration):
         print(f"{measure.__name__} …", file=sys.stderr)
-        results[measure.__name__] = {name: round(value, 4) for name, value in measure(target).items()}
+        with without_end_tokens(target):
+            results[measure.__name__] = {name: round(value, 4) for name, value in measure(target).items()}
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{'cuda' if torch.cuda.is_available() else 'cpu'}.json"
     path.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+    PAGE.write_text(page([json.loads(file.read_text(encoding="utf-8")) for file in sorted(RESULTS.glob("*.json"))]), "utf-8")
     print(json.dumps(results, indent=2))
+
+
+def page(all_results: list[dict[str, Any]]) -> str:
+    """The results as a page for people: one table for each piece of hardware."""
+    lines = [
+        "# Performance",
+        "",
+        "Written by `make bench`, pico as the target; a machine with other work to do gives other numbers.",
+    ]
+    for results in all_results:
+        versions = ", ".join(f"{name} {results['software'][name]}" for name in ("torch", "transformers", "python"))
+        lines += ["", f"## {results['hardware']['name']}, {results['hardware']['cpu_threads']} CPU threads", ""]
+        lines += [f"{results['created']}; {versions}.", "", "| what | measure | value |", "|---|---|---|"]
+        for what, numbers in results.items():
+            if what not in ("created", "hardware", "software"):
+                lines += [
+                    f"| {what.replace('_', ' ')} | {name.replace('_', ' ')} | {value:g} |" for name, value in numbers.items()
+                ]
+    return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":

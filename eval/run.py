@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from specdistill.command import run
-from specdistill.decoding.proposers import load_proposer
+from specdistill.decoding.load import load_proposer
 from specdistill.decoding.sampling import Sampling
 from specdistill.errors import ExitCode
 from specdistill.evaluation.gate import Evidence, decide, load_gate
@@ -38,7 +38,14 @@ def main(recipe: Recipe) -> ExitCode:
     # Target, draft and prompts
     draft = None if recipe.method == "ngram" else config.draft or str(run_folder / "draft")
     target = FrozenTarget.load(**vars(recipe.target))
-    proposer = load_proposer(recipe.method, draft, target)
+    proposer = load_proposer(
+        recipe.method,
+        draft,
+        target,
+        confidence_threshold=config.confidence_threshold,
+        draft_context=config.draft_context,
+        heterogeneous_vocab=recipe.draft.heterogeneous_vocab,
+    )
     prompts = tokenize(
         suite,
         target.tokenizer,

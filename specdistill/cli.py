@@ -92,6 +92,11 @@ def gate(arguments: list[str]) -> int:
     return _run_script("eval/gate.py", arguments)
 
 
+def compare(arguments: list[str]) -> int:
+    """measure several drafts for one target in one paired run, rank them, and say why they differ"""
+    return _run_script("eval/compare.py", arguments)
+
+
 def demo(arguments: list[str]) -> int:
     """train a head for the target that ships with the package, decode with it, measure, pass the gate; key=value goes to both"""
     if HELP & set(arguments):
@@ -130,6 +135,7 @@ VERBS: dict[str, Callable[[list[str]], int]] = {
     "data": data,
     "train": train,
     "eval": eval,
+    "compare": compare,
     "gate": gate,
     "path": path,
 }
@@ -138,7 +144,7 @@ VERBS: dict[str, Callable[[list[str]], int]] = {
 def _print_usage() -> int:
     print(f"{specdistill.__doc__}\n\nUsage: specdistill <verb> key=value …     specdistill <verb> --help lists its keys\n")
     for name, verb in VERBS.items():
-        print(f"  {name:6} {verb.__doc__}")
+        print(f"  {name:8} {verb.__doc__}")
     return ExitCode.DONE
 
 

@@ -39,10 +39,19 @@ def section(of: type) -> Any:
     return field(default_factory=of)
 
 
+def like(schema: type, name: str) -> Any:
+    """The field of another schema: same default, help and range, stated once."""
+    entry = next(entry for entry in dataclasses.fields(schema) if entry.name == name)
+    return field(default=entry.default, metadata=entry.metadata)
+
+
 @dataclass(frozen=True)
 class TargetConfig:
     model: str = option(MISSING, "target: pico, a folder or a Hub id")
     revision: str | None = option(None, "branch, tag or commit of a Hub id")
+    adapter: str | None = option(
+        None, "LoRA adapter of the target (peft), a folder or a Hub id; the draft learns the adapted target"
+    )
     dtype: str = option("float32", "weights' dtype", choices=["float32", "bfloat16", "float16"])
     attn: str = option("sdpa", "attention implementation of transformers", choices=["sdpa", "eager", "flash_attention_2"])
     trust_remote_code: bool = option(False, "run Python code that the model's repository carries")
@@ -79,8 +88,18 @@ class HiddenStatesConfig:
 
 
 @dataclass(frozen=True)
+class LoraConfig:
+    rank: int = option(0, "rank of the update of each adapted matrix; 0 trains all weights", least=0)
+    alpha: int = option(16, "the update is scaled by alpha / rank", least=1)
+    dropout: float = option(0.0, "dropout of the update's input", least=0, most=1)
+    target_modules: list[str] | None = option(None, "linear layers adapted, by the end of their name; null: all but the head")
+
+
+@dataclass(frozen=True)
 class DraftConfig:
-    num_layers: int = option(1, "decoder layers of the draft", least=1)
+    num_layers: int | None = option(
+        None, "decoder layers of the draft; null: 1 for a head, the start's choice otherwise", least=1
+    )
     aux_layers: list[int] | None = option(None, "target layers read, counted as 'after L layers'; null: [2, n//2, n-3]")
     vocab_size: int | None = option(None, "draft vocabulary, the target's most frequent tokens; null: all of them", least=1)
     hidden_size: int | None = option(None, "null: the target's", least=1)
@@ -92,19 +111,50 @@ class DraftConfig:
     norm_output: bool = option(False, "EAGLE-3.1: feed back the normalised hidden state")
     norm_before_residual: bool = option(False, "take the residual after the hidden norm; SGLang cannot express true")
     ttt_steps: int = option(5, "steps the training-time test unrolls", least=1)
-    init: str | None = option(None, "draft folder to start from; null: fresh weights")
+    init: str | None = option(
+        None,
+        "first weights: a trained draft (folder or Hub id), or for a small draft layers | width | scratch; null: the method's own",
+    )
+    max_parameters: int | None = option(None, "most parameters of a small draft; its shape is then proposed", least=1)
+    allow_larger: bool = option(False, "go on with a small draft that has more parameters than the target")
+    lora: LoraConfig = section(LoraConfig)
+    heterogeneous_vocab: bool = option(False, "a small draft with another tokenizer: draft over the tokens both have")
 
     def shape(self) -> dict[str, Any]:
-        """What a fresh head is built from: everything but the vocabulary, the unroll and the start."""
-        elsewhere = {"vocab_size", "ttt_steps", "init"}
-        return {name: value for name, value in vars(self).items() if name not in elsewhere}
+        """What a fresh EAGLE head is built from: everything but the vocabulary, the unroll, the start and what small drafts have."""
+        elsewhere = {"vocab_size", "ttt_steps", "init", "max_parameters", "allow_larger", "lora", "heterogeneous_vocab"}
+        sizes = {name: value for name, value in vars(self).items() if name not in elsewhere}
+        return {**sizes, "num_layers": self.num_layers or 1}
+
+    def small(self) -> dict[str, Any]:
+        """What a small draft is built from: its start, its sizes and their limits."""
+        names = ("init", "num_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+        return {name: getattr(self, name) for name in (*names, "head_dim", "max_parameters", "allow_larger")}
 
 
 @dataclass(frozen=True)
 class LossConfig:
-    divergence: str = option("forward_kl", "how the draft's law is compared with the target's", choices=["forward_kl"])
+    divergence: Any = option(
+        "forward_kl",
+        "how the draft's law is compared with the target's: forward_kl, reverse_kl, jsd, tvd, tvd_plus_plus, nla, lk, "
+        "cross_entropy, or a weighted sum {name: weight}",
+    )
+    jsd_beta: float = option(0.5, "the target's share of jsd's mixture, between 0 and 1")
     step_decay: float = option(0.8, "weight of unroll step k is step_decay ** k", least=0, most=1)
     temperature: float = option(1.0, "divides both sets of logits", least=0.01)
+    labels: str = option("laws", "draft_model: learn the target's laws, or the text's own tokens", choices=["laws", "tokens"])
+    reference: str | None = option(None, "draft_model: folder of a draft that says which tokens can be learnt (AdaSPEC)")
+    selected: float = option(0.4, "share of the tokens kept when there is a reference", least=0.01, most=1)
+
+
+@dataclass(frozen=True)
+class OnPolicyConfig:
+    fraction: float = option(
+        0.0, "draft_model: share of the batches that the draft writes and the target scores", least=0, most=1
+    )
+    temperature: float = option(1.0, "at which the draft writes; 0 is greedy", least=0)
+    prompt_tokens: int = option(32, "tokens kept from the beginning of a row", least=1)
+    num_tokens: int = option(64, "tokens the draft writes after them", least=1)
 
 
 @dataclass(frozen=True)
@@ -113,6 +163,12 @@ class EvalConfig:
     draft: str | None = option(None, "draft folder; null: <train.output_dir>/draft")
     output_dir: str | None = option(None, "where the report goes; null: <train.output_dir>/report")
     num_speculative_tokens: int = option(4, "K, tokens drafted a round", least=1)
+    confidence_threshold: float | None = option(
+        None, "draft_model: stop drafting where its best next token is less probable; null: never", least=0, most=1
+    )
+    draft_context: str = option(
+        "refuse", "draft_model: a text longer than the draft's context, refused or seen in part", choices=["refuse", "window"]
+    )
     temperature: float = option(0.0, "0 is greedy", least=0)
     top_p: float = option(1.0, "nucleus kept, for the target and the draft alike", least=0.01, most=1)
     top_k: int = option(0, "tokens kept; 0 keeps all", least=0)
@@ -134,6 +190,7 @@ class Recipe:
     hidden_states: HiddenStatesConfig = section(HiddenStatesConfig)
     draft: DraftConfig = section(DraftConfig)
     loss: LossConfig = section(LossConfig)
+    on_policy: OnPolicyConfig = section(OnPolicyConfig)
     optimizer: str = option("muon_adamw", "optimizer of the draft", choices=["muon_adamw", "adamw"])
     train: dict[str, Any] = option({"output_dir": MISSING}, "transformers.TrainingArguments, field by field")
     eval: EvalConfig = section(EvalConfig)
@@ -361,5 +418,5 @@ def _type_name(hint: Any) -> str:
     if origin is list:
         return f"list of {_type_name(get_args(hint)[0])}"
     if hint is Any:
-        return "name or list"
+        return "name, list or mapping"
     return "mapping" if origin is dict else str(hint.__name__)

@@ -136,7 +136,7 @@ def test_missing_keys_are_named(given: list[str], missing: str):
         ("draft.num_layers=1.5", "draft.num_layers: got 1.5 (float), expected int"),
         ("draft.num_layers='2'", "draft.num_layers: got '2' (str), expected int"),
         ("draft.num_layers=true", "draft.num_layers: got True (bool), expected int"),
-        ("draft.num_layers=null", "draft.num_layers: got None (null), expected int"),
+        ("draft.ttt_steps=null", "draft.ttt_steps: got None (null), expected int"),
         ("data.packing=3", "data.packing: got 3 (int), expected bool"),
         ("eval.temperature=hot", "eval.temperature: got 'hot' (str), expected float"),
         ("target.revision=12e4", "target.revision: got 120000.0 (float), expected str or null"),
@@ -153,7 +153,7 @@ def test_missing_keys_are_named(given: list[str], missing: str):
             "target.dtype=flaot32",
             "target.dtype: got 'flaot32', expected one of float32, bfloat16, float16; did you mean float32?",
         ),
-        ("method=eagle4", "method: got 'eagle4', expected one of eagle3, ngram; did you mean eagle3?"),
+        ("method=eagle4", "method: got 'eagle4', expected one of eagle3, draft_model, ngram; did you mean eagle3?"),
         ("eval.num_speculative_tokens=0", "eval.num_speculative_tokens: got 0, expected int, at least 1"),
         ("eval.temperature=-0.5", "eval.temperature: got -0.5, expected float, at least 0"),
         ("eval.temperature=.nan", "eval.temperature: got nan, expected float, at least 0"),
@@ -186,6 +186,15 @@ def test_a_file_that_is_no_recipe(text: str, tmp_path: Path):
 def test_mixtures_of_sources_stay_as_written():
     source = load("data.source=[{source: pico, weight: 2}, {source: a.jsonl, split: all}]").data.source
     assert source == [{"source": "pico", "weight": 2}, {"source": "a.jsonl", "split": "all"}]
+
+
+def test_a_divergence_is_a_name_or_a_weighted_sum(tmp_path: Path):
+    assert load("loss.divergence=tvd").loss.divergence == "tvd"
+    recipe = load("loss.divergence={forward_kl: 0.5, tvd: 1}", "loss.divergence.tvd=2")
+    assert recipe.loss.divergence == {"forward_kl": 0.5, "tvd": 2}
+    save_recipe(recipe, tmp_path / "recipe.yaml")
+    assert load_recipe(Recipe, [f"recipe={tmp_path / 'recipe.yaml'}"]) == recipe
+    assert load_recipe(Recipe, [f"recipe={tmp_path / 'recipe.yaml'}", "loss.divergence=jsd"]).loss.divergence == "jsd"
 
 
 def leaves(schema: Any, prefix: str = "") -> list[str]:

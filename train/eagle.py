@@ -4,6 +4,7 @@ accelerate launch --config_file accelerate_configs/cpu.yaml train/eagle.py recip
 """
 
 import sys
+from functools import partial
 
 from transformers import set_seed
 
@@ -12,6 +13,7 @@ from specdistill.data import training_data
 from specdistill.data.vocabulary import draft_vocabulary
 from specdistill.drafts.build import build_eagle3
 from specdistill.drafts.checkpoint import load_eagle3, save_eagle3
+from specdistill.losses.divergence import build_divergence
 from specdistill.recipe import Recipe
 from specdistill.targets.frozen import FrozenTarget, check_aux_layers
 from specdistill.training.arguments import training_arguments
@@ -19,12 +21,15 @@ from specdistill.training.optimizer import build_optimizer
 from specdistill.training.run_directory import RunDirectory
 from specdistill.training.trainer import DraftTrainer
 from specdistill.training.trajectory import TrainingCurve
+from specdistill.training.unroll import TrainingTimeTest
 
 
 def main(recipe: Recipe) -> None:
     arguments = training_arguments(recipe.train)
     directory = RunDirectory.open(arguments.output_dir, recipe)
     set_seed(arguments.seed)
+    loss = recipe.loss
+    divergence = build_divergence(loss.divergence, jsd_beta=loss.jsd_beta)
 
     # Target
     target = FrozenTarget.load(**vars(recipe.target))
@@ -48,15 +53,12 @@ def main(recipe: Recipe) -> None:
 
     # Trainer
     trainer = DraftTrainer(
-        draft,
+        TrainingTimeTest(draft, divergence, recipe.draft.ttt_steps, loss.step_decay, loss.temperature),
         target,
         arguments,
         train_set,
         eval_set,
-        ttt_steps=recipe.draft.ttt_steps,
-        divergence=recipe.loss.divergence,
-        step_decay=recipe.loss.step_decay,
-        temperature=recipe.loss.temperature,
+        save=partial(save_eagle3, draft),
         optimizer=build_optimizer(recipe.optimizer, draft, arguments),
         callbacks=[TrainingCurve(directory.path / "training_curve.png")],
     )
@@ -64,7 +66,7 @@ def main(recipe: Recipe) -> None:
     # Train and save
     trainer.train(resume_from_checkpoint=directory.last_checkpoint())
     if trainer.is_world_process_zero():
-        save_eagle3(trainer.best_draft(), directory.draft)
+        save_eagle3(draft, directory.draft)  # the best one: the Trainer has loaded it back
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ Shapes: D target hidden size, F freshly committed positions, K drafted tokens, V
 """
 
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -12,11 +11,7 @@ from torch import Tensor
 
 from specdistill.decoding.cache import DraftCache
 from specdistill.decoding.sampling import Sampling, draw
-from specdistill.drafts.checkpoint import load_eagle3
 from specdistill.drafts.eagle3 import Eagle3Draft
-from specdistill.errors import UserError, nearest
-from specdistill.methods import METHODS
-from specdistill.targets.frozen import FrozenTarget
 
 
 @dataclass
@@ -124,14 +119,3 @@ class Eagle3Proposer:
                 assert self.cache.length == committed
         self.cache.length = committed  # drafted positions used guessed features: forget them
         return Proposal(torch.stack(tokens).tolist(), torch.stack(laws) if laws else None)
-
-
-def load_proposer(method: str, draft: Path | str | None, target: FrozenTarget) -> Proposer:
-    """The proposer of a method. Raises UserError when the method is unknown or the draft does not fit the target."""
-    if method not in METHODS:
-        raise UserError("method", got=method, expected=f"one of {', '.join(METHODS)}", nearest=nearest(method, METHODS))
-    if method == "ngram":
-        return NgramProposer()
-    if draft is None:
-        raise UserError("eval.draft", got="nothing", expected="a draft folder")
-    return Eagle3Proposer(load_eagle3(draft, target).to(device=target.device, dtype=target.model.dtype))

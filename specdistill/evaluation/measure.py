@@ -1,8 +1,8 @@
 """The measurement: every prompt with and without the draft, turn about, on an otherwise quiet device.
 
-Timing is paired. The two ways of decoding a prompt run one right after the other, which of them first alternates, and every
-repetition goes through all prompts again, so that what drifts on the machine drifts for both. Medians over the repetitions
-are kept, per prompt.
+Timing is paired. The ways of decoding a prompt (plain, and with each draft) run one right after the other, which of them comes
+first rotates, and every repetition goes through all prompts again, so that what drifts on the machine drifts for all. Medians over
+the repetitions are kept, per prompt.
 """
 
 import gc
@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from specdistill.decoding.decoder import Decoder, Generation, Round
+from specdistill.decoding.draft_model import DraftModelProposer
 from specdistill.decoding.proposers import Eagle3Proposer, NgramProposer, Proposer
 from specdistill.decoding.sampling import Sampling
 from specdistill.evaluation.records import HFGenerate, PromptRecord, RoundRecord, Timing
@@ -46,7 +47,7 @@ class Settings:
 
 @dataclass
 class Runs:
-    """All repetitions of one prompt."""
+    """All repetitions of one prompt. Drafts that were measured together share the lists of the plain runs."""
 
     prompt: Prompt
     speculative: list[Generation] = field(default_factory=list)
@@ -58,31 +59,44 @@ def measure(target: FrozenTarget, proposer: Proposer, prompts: Sequence[Prompt],
     """Decode every prompt `repeats` times in both ways. Sampled text is the same in each repetition: its seed is the
     prompt's.
     """
-    with_draft, plain = Decoder(target, proposer), Decoder(target)
-    runs = [Runs(prompt) for prompt in prompts]
+    (runs,) = measure_together(target, [proposer], prompts, settings)
+    return runs
+
+
+def measure_together(
+    target: FrozenTarget, proposers: Sequence[Proposer], prompts: Sequence[Prompt], settings: Settings
+) -> list[list[Runs]]:
+    """`measure` of several drafts at once, each draft's runs in the order given: a prompt is decoded with every draft and once
+    without, so that the drafts share one baseline and their times are paired with each other.
+    """
+    with_draft, plain = [Decoder(target, proposer) for proposer in proposers], Decoder(target)
+    baselines = [Runs(prompt) for prompt in prompts]
+    runs = [[Runs(run.prompt, [], run.baseline, run.hf_generate) for run in baselines] for _ in proposers]
     hf_ids = {prompt.id for prompt in evenly(prompts, [prompt.category for prompt in prompts], NUM_HF_PROMPTS)}
 
-    def speculative(prompt: Prompt, index: int) -> Generation:
-        return _generate(with_draft, prompt, settings, index, settings.num_speculative_tokens)
+    def speculative(decoder: Decoder, prompt: Prompt, index: int) -> Generation:
+        return _generate(decoder, prompt, settings, index, settings.num_speculative_tokens)
 
     def baseline(prompt: Prompt, index: int) -> Generation:
         return _generate(plain, prompt, settings, index, 0)
 
     with progress("measuring", settings.warmup + settings.repeats * len(prompts)) as advance, settled_memory():
         for index, prompt in enumerate(evenly(prompts, [prompt.category for prompt in prompts], settings.warmup)):
-            speculative(prompt, index)
+            for decoder in with_draft:
+                speculative(decoder, prompt, index)
             _hf_generate(target, prompt, len(baseline(prompt, index).token_ids))
             advance()
         for repeat in range(settings.repeats):
-            for index, run in enumerate(runs):
-                if (repeat + index) % 2:
-                    run.speculative.append(speculative(run.prompt, index))
-                    run.baseline.append(baseline(run.prompt, index))
-                else:
-                    run.baseline.append(baseline(run.prompt, index))
-                    run.speculative.append(speculative(run.prompt, index))
-                if settings.sampling.is_greedy and run.prompt.id in hf_ids:
-                    run.hf_generate.append(_hf_generate(target, run.prompt, len(run.baseline[-1].token_ids)))
+            for index, shared in enumerate(baselines):
+                ways = [None, *range(len(proposers))]
+                first = (repeat + index) % len(ways)
+                for way in ways[first:] + ways[:first]:
+                    if way is None:
+                        shared.baseline.append(baseline(shared.prompt, index))
+                    else:
+                        runs[way][index].speculative.append(speculative(with_draft[way], shared.prompt, index))
+                if settings.sampling.is_greedy and shared.prompt.id in hf_ids:
+                    shared.hf_generate.append(_hf_generate(target, shared.prompt, len(shared.baseline[-1].token_ids)))
                 advance()
     return runs
 
@@ -137,12 +151,23 @@ def records(suite: str, target: FrozenTarget, proposer: Proposer, runs: Sequence
 
 def draft_vocabulary(proposer: Proposer) -> frozenset[int] | None:
     """The target's token ids that the draft can propose; None when it can propose any token of the text."""
-    return frozenset(proposer.target_ids_W.tolist()) if isinstance(proposer, Eagle3Proposer) else None
+    if isinstance(proposer, Eagle3Proposer):
+        return frozenset(proposer.target_ids_W.tolist())
+    if isinstance(proposer, DraftModelProposer) and proposer.vocabulary:
+        return frozenset(proposer.vocabulary.target_ids_W.tolist())
+    return None
 
 
 def draft_sampling(proposer: Proposer, sampling: Sampling) -> str:
     """`greedy` when each drafted token is a certain guess, `probabilistic` when it is drawn from the draft's law."""
     return "greedy" if sampling.is_greedy or isinstance(proposer, NgramProposer) else "probabilistic"
+
+
+def draft_settings(proposer: Proposer) -> dict[str, float | str | None]:
+    """What the report's settings say of a draft model's own; null for other methods."""
+    if isinstance(proposer, DraftModelProposer):
+        return {"confidence_threshold": proposer.confidence_threshold, "draft_context": proposer.context}
+    return {"confidence_threshold": None, "draft_context": None}
 
 
 @contextmanager

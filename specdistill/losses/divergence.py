@@ -1,16 +1,34 @@
 """How far a draft's law q is from the target's p, per kept row. Plain versions, computed in float32.
 
-Shapes: R kept rows, W draft vocabulary. `target_probs_RW` is p restricted to the draft vocabulary and renormalised there.
+Shapes: R kept rows, W draft vocabulary. `target_probs_RW` is p restricted to the draft vocabulary and renormalised there; it takes no
+gradient and may hold exact zeros. alpha = sum_w min(p_w, q_w) is the probability that a token drawn from q is accepted.
+
+    forward_kl     KL(p || q)                                arXiv 2310.08461, covers all of p
+    reverse_kl     KL(q || p)                                arXiv 2310.08461, seeks its mode
+    jsd            beta KL(p || m) + (1 - beta) KL(q || m)   arXiv 2306.13649, m = beta p + (1 - beta) q
+    tvd            1 - alpha                                 arXiv 2310.08461, what decoding pays for; weak where the laws hardly overlap
+    tvd_plus_plus  1 - alpha, another gradient               arXiv 2403.00858, tvd with normalised rewards
+    nla            -log alpha                                arXiv 2602.23881
+    lk             l KL(p || q) + (1 - l) (1 - alpha)        arXiv 2602.23881, l = exp(-3 alpha): from KL to tvd as the laws meet
+    cross_entropy  -log q(argmax p)                          arXiv 2401.10774, the target's favourite token alone
 
 A loss is a sum and a count. Exactly one place divides, by the count of the whole global batch (specdistill.training.trainer): a mean
-taken here would make the gradient depend on how the batch was cut.
+taken here would make the gradient depend on how the batch was cut. For the same reason nothing here is averaged over rows on the way.
 """
 
-from collections.abc import Callable
+import functools
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from specdistill.errors import UserError, nearest
+
+# How fast the LK mix turns from KL to total variation as acceptance grows.
+LK_DECAY = 3.0
 
 
 @dataclass(frozen=True)
@@ -32,7 +50,125 @@ def forward_kl(draft_logits_RW: Tensor, target_probs_RW: Tensor) -> LossSum:
     return LossSum(negative_entropy - (target_probs_RW * log_q).sum(), len(draft_logits_RW))
 
 
-DIVERGENCES: dict[str, Divergence] = {"forward_kl": forward_kl}
+def reverse_kl(draft_logits_RW: Tensor, target_probs_RW: Tensor) -> LossSum:
+    """KL(q || p) = sum_w q_w (log q_w - log p_w); its gradient is q_w (log q_w - log p_w - KL).
+
+    Where p is zero the divergence is infinite: log p is floored at float32's smallest normal number, -87.3 nats.
+    """
+    log_q = draft_logits_RW.float().log_softmax(-1)
+    return LossSum((log_q.exp() * (log_q - _floored_log(target_probs_RW))).sum(), len(draft_logits_RW))
+
+
+def jsd(draft_logits_RW: Tensor, target_probs_RW: Tensor, *, beta: float = 0.5) -> LossSum:
+    """beta KL(p || m) + (1 - beta) KL(q || m) with m = beta p + (1 - beta) q, 0 < beta < 1 (arXiv 2306.13649, equation 1).
+
+    Divided by beta it tends to the forward KL as beta -> 0, and divided by 1 - beta to the reverse KL as beta -> 1. Never above log 2.
+    """
+    log_q, log_p = draft_logits_RW.float().log_softmax(-1), _floored_log(target_probs_RW)
+    log_m = torch.logaddexp(log_p + math.log(beta), log_q + math.log1p(-beta))
+    forward, reverse = target_probs_RW * (log_p - log_m), log_q.exp() * (log_q - log_m)
+    return LossSum((beta * forward + (1 - beta) * reverse).sum(), len(draft_logits_RW))
+
+
+def tvd(draft_logits_RW: Tensor, target_probs_RW: Tensor) -> LossSum:
+    """1 - alpha = 1/2 sum_w |p_w - q_w|; gradient q_w (Q - r_w) with r_w = [p_w > q_w] and Q = sum_w q_w r_w."""
+    q = draft_logits_RW.float().softmax(-1)
+    return LossSum(0.5 * (target_probs_RW - q).abs().sum(), len(draft_logits_RW))
+
+
+def tvd_plus_plus(draft_logits_RW: Tensor, target_probs_RW: Tensor) -> LossSum:
+    """The value of `tvd`, with the gradient -E_q[A(w) grad log q_w], A = (r - mean r) / std r, r_w = [p_w > q_w] (arXiv 2403.00858).
+
+    The paper draws w from q and takes the mean and deviation of the rewards over a batch. Here the expectation is exact, and both are
+    those of the row's own law: mean Q = sum_w q_w r_w, variance Q (1 - Q). So the gradient is that of `tvd` over sqrt(Q (1 - Q)), no
+    longer than 1, and it stays strong where q puts little mass on what p prefers. No reward, no gradient.
+    """
+    log_q = draft_logits_RW.float().log_softmax(-1)
+    with torch.no_grad():
+        q = log_q.exp()
+        rewarded = target_probs_RW > q
+        hit_R, miss_R = (q * rewarded).sum(-1, keepdim=True), (q * ~rewarded).sum(-1, keepdim=True)
+        deviation_R = (hit_R * miss_R).clamp_min(torch.finfo(torch.float32).tiny).sqrt()
+        # Not r - Q: where every token is rewarded, by rounding, the advantage is zero and not rounding over zero.
+        advantage_RW = torch.where(rewarded, miss_R, -hit_R) / deviation_R
+        value = tvd(draft_logits_RW, target_probs_RW).total
+    surrogate = -(q * advantage_RW * log_q).sum()
+    return LossSum(value + surrogate - surrogate.detach(), len(draft_logits_RW))
+
+
+def nla(draft_logits_RW: Tensor, target_probs_RW: Tensor) -> LossSum:
+    """-log alpha; the gradient of `tvd` over alpha. Of a one-hot p it is cross-entropy.
+
+    In logarithms, where alpha does not vanish however little the laws overlap: log alpha = logsumexp_w min(log p_w, log q_w).
+    """
+    log_q = draft_logits_RW.float().log_softmax(-1)
+    return LossSum(-torch.minimum(target_probs_RW.log(), log_q).logsumexp(-1).sum(), len(draft_logits_RW))
+
+
+def lk(draft_logits_RW: Tensor, target_probs_RW: Tensor) -> LossSum:
+    """l KL(p || q) + (1 - l) (1 - alpha) per row, l = exp(-LK_DECAY alpha), which takes no gradient (arXiv 2602.23881)."""
+    log_q = draft_logits_RW.float().log_softmax(-1)
+    kl_R = (target_probs_RW * (_floored_log(target_probs_RW) - log_q)).sum(-1)
+    distance_R = 0.5 * (target_probs_RW - log_q.exp()).abs().sum(-1)
+    weight_R = (-LK_DECAY * (1 - distance_R.detach())).exp()
+    return LossSum((weight_R * kl_R + (1 - weight_R) * distance_R).sum(), len(draft_logits_RW))
+
+
+def cross_entropy(draft_logits_RW: Tensor, target_probs_RW: Tensor) -> LossSum:
+    """-log q(argmax p), what greedy decoding asks for; zero iff q has all its mass there. Gradient q - onehot(argmax p)."""
+    log_q = draft_logits_RW.float().log_softmax(-1)
+    return LossSum(-log_q.gather(-1, target_probs_RW.argmax(-1, keepdim=True)).sum(), len(draft_logits_RW))
+
+
+DIVERGENCES: dict[str, Divergence] = {
+    "forward_kl": forward_kl,
+    "reverse_kl": reverse_kl,
+    "jsd": jsd,
+    "tvd": tvd,
+    "tvd_plus_plus": tvd_plus_plus,
+    "nla": nla,
+    "lk": lk,
+    "cross_entropy": cross_entropy,
+}
+
+
+def build_divergence(spec: str | Mapping[str, float], *, jsd_beta: float = 0.5) -> Divergence:
+    """The divergence a recipe names: one of DIVERGENCES, or a sum of several, {name: weight}.
+
+    Raises UserError for an unknown name, a weight that is no positive number, or a beta outside (0, 1).
+    """
+    if not 0 < jsd_beta < 1:
+        raise UserError("loss.jsd_beta", got=jsd_beta, expected="a number between 0 and 1, ends excluded")
+    if isinstance(spec, str):
+        return _named(spec, jsd_beta)
+    if not isinstance(spec, Mapping) or not spec:
+        raise UserError("loss.divergence", got=repr(spec), expected="a name, or {name: weight}")
+    parts = [(_named(name, jsd_beta), _weight(name, weight)) for name, weight in spec.items()]
+
+    def weighted_sum(draft_logits_RW: Tensor, target_probs_RW: Tensor) -> LossSum:
+        totals = [weight * part(draft_logits_RW, target_probs_RW).total for part, weight in parts]
+        return LossSum(torch.stack(totals).sum(), len(draft_logits_RW))
+
+    return weighted_sum
+
+
+def _named(name: Any, jsd_beta: float) -> Divergence:
+    if name not in DIVERGENCES:
+        close = nearest(str(name), DIVERGENCES)
+        raise UserError("loss.divergence", got=repr(name), expected=f"one of {', '.join(DIVERGENCES)}", nearest=close)
+    return functools.partial(jsd, beta=jsd_beta) if name == "jsd" else DIVERGENCES[name]
+
+
+def _weight(name: str, weight: Any) -> float:
+    number = isinstance(weight, int | float) and not isinstance(weight, bool)
+    if not number or not 0 < weight < math.inf:
+        raise UserError(f"loss.divergence.{name}", got=repr(weight), expected="a positive number")
+    return float(weight)
+
+
+def _floored_log(probs_RW: Tensor) -> Tensor:
+    """log p, finite where p is zero, so that 0 log 0 is 0."""
+    return probs_RW.clamp_min(torch.finfo(torch.float32).tiny).log()
 
 
 def acceptance(draft_probs_RW: Tensor, target_probs_RW: Tensor) -> Tensor:

@@ -14,12 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import peft
 import torch
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, Cache, PreTrainedModel
 
-from specdistill.errors import ResourceError, UserError, nearest
+from specdistill.errors import ResourceError, UserError, nearest, one_line
 from specdistill.project import PICO
 
 
@@ -53,29 +55,24 @@ class FrozenTarget:
         model: str,
         *,
         revision: str | None = None,
+        adapter: str | None = None,
         dtype: str = "float32",
         attn: str = "sdpa",
         trust_remote_code: bool = False,
         device: str | torch.device | None = None,
     ) -> "FrozenTarget":
-        """Load `pico`, a folder or a Hub id. Raises UserError for what is not a target, ResourceError when the Hub fails."""
-        path = resolve(model)
-        options = {"revision": revision, "trust_remote_code": trust_remote_code}
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(path, **options)
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
-                path, dtype=getattr(torch, dtype), attn_implementation=attn, **options
-            )
-        except (HfHubHTTPError, OfflineModeIsEnabled) as error:
-            raise ResourceError(
-                f"target.model: could not fetch {model} from the Hub ({error})",
-                next_step="check the id, HF_TOKEN and the network",
-            ) from error
-        except (OSError, ValueError, HFValidationError) as error:
-            expected = "pico, a folder with config, weights and tokenizer, or a Hub id"
-            raise UserError("target.model", got=f"{model} ({str(error).splitlines()[0]})", expected=expected) from error
+        """Load `pico`, a folder or a Hub id, with a LoRA adapter merged into it if one is named.
+
+        Raises UserError for what is not a target or an adapter of it, ResourceError when the Hub fails.
+        """
+        loaded, tokenizer = read_causal_lm(
+            resolve(model), revision=revision, dtype=dtype, attn=attn, trust_remote_code=trust_remote_code
+        )
+        if adapter is not None:
+            loaded = with_adapter(loaded, adapter, base=model)
+        name = model if adapter is None else f"{model} + {adapter}"
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-        return cls(loaded.to(device), tokenizer, name=model, revision=revision or getattr(loaded.config, "_commit_hash", None))
+        return cls(loaded.to(device), tokenizer, name=name, revision=revision or getattr(loaded.config, "_commit_hash", None))
 
     @property
     def device(self) -> torch.device:
@@ -150,14 +147,91 @@ class FrozenTarget:
         return logits
 
 
-def resolve(model: str) -> str:
+def read_causal_lm(
+    path: str,
+    *,
+    key: str = "target.model",
+    revision: str | None = None,
+    dtype: str = "float32",
+    attn: str = "sdpa",
+    trust_remote_code: bool = False,
+) -> tuple[Any, Any]:
+    """A causal language model and its tokenizer from a folder or the Hub; `key` is the recipe key that errors name.
+
+    Raises UserError when files are missing or broken, or when weights are not those that the config asks for; ResourceError when the
+    Hub fails.
+    """
+    options = {"revision": revision, "trust_remote_code": trust_remote_code}
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, **options)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            path, dtype=getattr(torch, dtype), attn_implementation=attn, output_loading_info=True, **options
+        )
+    except (HfHubHTTPError, OfflineModeIsEnabled) as error:
+        raise ResourceError(
+            f"{key}: could not fetch {path} from the Hub ({error})", next_step="check the id, HF_TOKEN and the network"
+        ) from error
+    except SafetensorError as error:
+        raise UserError(key, got=f"{path}: {error}", expected="whole safetensors files") from error
+    except (OSError, ValueError, RuntimeError, HFValidationError) as error:
+        expected = "pico, a folder with config, weights and tokenizer, or a Hub id"
+        raise UserError(key, got=f"{path} ({str(error).splitlines()[0]})", expected=expected) from error
+    model, report = loaded
+    missing = sorted(report["missing_keys"])
+    if missing:  # transformers makes them up
+        raise UserError(key, got=f"{path} without {', '.join(missing[:3])}", expected="every weight that its config asks for")
+    return model, tokenizer
+
+
+def with_adapter(model: PreTrainedModel, adapter: str, *, base: str) -> PreTrainedModel:
+    """The model with a peft LoRA adapter merged into its weights (arXiv 2106.09685); `base` is the name the model was loaded by.
+
+    An adapter names its base: the same name, or the same folder or repository name elsewhere, will do. Raises UserError for another base,
+    for another kind of adapter, and for one whose tensors are not exactly those that the model takes.
+    """
+    key = "target.adapter"
+    try:
+        config = peft.PeftConfig.from_pretrained(adapter)
+        weights = peft.utils.load_peft_weights(adapter, device="cpu")
+    except (HfHubHTTPError, OfflineModeIsEnabled) as error:
+        raise ResourceError(
+            f"{key}: could not fetch {adapter} from the Hub ({error})", next_step="check the id, HF_TOKEN and the network"
+        ) from error
+    except SafetensorError as error:
+        raise UserError(key, got=f"{adapter}: {error}", expected="a whole safetensors file") from error
+    except (OSError, ValueError, HFValidationError) as error:
+        got = f"{adapter} ({str(error).splitlines()[0]})"
+        raise UserError(key, got=got, expected="the folder or Hub id of a LoRA adapter") from error
+    if config.peft_type != "LORA":
+        raise UserError(key, got=f"{adapter}, a {config.peft_type} adapter", expected="a LoRA adapter")
+    named = config.base_model_name_or_path
+    if named and Path(named).name.lower() != Path(resolve(base)).name.lower():
+        raise UserError(key, got=f"{adapter}, an adapter of {named}", expected=f"an adapter of {base}")
+    config.inference_mode, config.base_model_name_or_path = True, None  # peft would warn of the name it was loaded by
+    try:
+        adapted = peft.get_peft_model(model, config)
+    except ValueError as error:
+        got = f"{adapter} ({one_line(str(error))[:160]})"
+        raise UserError(key, got=got, expected=f"an adapter of {base}") from error
+    taken = {name: tensor.shape for name, tensor in peft.get_peft_model_state_dict(adapted).items()}
+    given = {name: tensor.shape for name, tensor in weights.items()}
+    if taken != given:
+        name = sorted({name for name, _ in taken.items() ^ given.items()})[0]
+        shapes = (tuple(shape[name]) if name in shape else "nothing" for shape in (given, taken))
+        raise UserError(key, got=f"{adapter} with {next(shapes)} for {name}", expected=f"{next(shapes)}, as {base} takes")
+    peft.set_peft_model_state_dict(adapted, weights)
+    merged: PreTrainedModel = adapted.merge_and_unload()
+    return merged
+
+
+def resolve(model: str, key: str = "target.model") -> str:
     """`pico` is the folder that ships with the package; everything else is itself. Raises UserError for a folder that is not there."""
     if model == "pico":
         return str(PICO)
     if not Path(model).is_dir() and (model.startswith((".", "/", "~")) or (model.count("/") != 1 and "/" in model)):
-        raise UserError("target.model", got=f"{model}, which is no folder", expected="pico, a folder or a Hub id")
+        raise UserError(key, got=f"{model}, which is no folder", expected="pico, a folder or a Hub id")
     if "/" not in model and not Path(model).is_dir():
-        raise UserError("target.model", got=model, expected="pico, a folder or a Hub id", nearest=nearest(model, ["pico"]))
+        raise UserError(key, got=model, expected="pico, a folder or a Hub id", nearest=nearest(model, ["pico"]))
     return model
 
 

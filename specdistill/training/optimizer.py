@@ -16,7 +16,7 @@ from specdistill.errors import UserError
 
 
 class MuonAdamW(torch.optim.Optimizer):
-    """Two torch optimizers behind the interface of one: shared schedule, one state dict.
+    """Two torch optimizers behind the interface of one: shared schedule, one state dict. A part without parameters is left out.
 
     Muon needs whole matrices: refuse it under ZeRO or FSDP, where parameters are shards.
     """
@@ -29,26 +29,33 @@ class MuonAdamW(torch.optim.Optimizer):
         weight_decay: float = 0.0,
         betas: tuple[float, float] = (0.9, 0.95),
     ) -> None:
-        self.muon = torch.optim.Muon(matrices, lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw")
-        self.adamw = torch.optim.AdamW(others, lr=lr, betas=betas, weight_decay=0.0)
-        super().__init__([*self.muon.param_groups, *self.adamw.param_groups], defaults={"lr": lr})
-        # Schedulers write into `param_groups`: the parts must see the very same dictionaries.
-        self.param_groups = [*self.muon.param_groups, *self.adamw.param_groups]
+        matrices, others = list(matrices), list(others)
+        self.parts: dict[str, torch.optim.Optimizer] = {}
+        if matrices:
+            self.parts["muon"] = torch.optim.Muon(matrices, lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw")
+        if others:
+            self.parts["adamw"] = torch.optim.AdamW(others, lr=lr, betas=betas, weight_decay=0.0)
+        super().__init__(self._groups(), defaults={"lr": lr})
+        self.param_groups = self._groups()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         loss = None if closure is None else torch.enable_grad()(closure)()
-        self.muon.step()
-        self.adamw.step()
+        for part in self.parts.values():
+            part.step()
         return loss
 
     def state_dict(self) -> dict[str, Any]:
-        return {"muon": self.muon.state_dict(), "adamw": self.adamw.state_dict()}
+        return {name: part.state_dict() for name, part in self.parts.items()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.muon.load_state_dict(state_dict["muon"])
-        self.adamw.load_state_dict(state_dict["adamw"])
-        self.param_groups = [*self.muon.param_groups, *self.adamw.param_groups]
+        for name, part in self.parts.items():
+            part.load_state_dict(state_dict[name])
+        self.param_groups = self._groups()
+
+    def _groups(self) -> list[dict[str, Any]]:
+        """The parts' own dictionaries: schedulers write into `param_groups`, and the parts must see it."""
+        return [group for part in self.parts.values() for group in part.param_groups]
 
 
 def muon_adamw(model: nn.Module, lr: float, weight_decay: float = 0.0) -> MuonAdamW:

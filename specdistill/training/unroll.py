@@ -12,14 +12,16 @@ the pairs of step 0 at positions <= t of its document, and its own chain's steps
 and stands in the document of the root.
 """
 
-from dataclasses import dataclass, field
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from specdistill.drafts.eagle3 import Eagle3Draft
 from specdistill.losses.divergence import Divergence, acceptance
+from specdistill.targets.frozen import FrozenTarget
+from specdistill.training.sums import StepSums
+from specdistill.training.teacher import Teacher, predicts, shift_left, teach
 
 
 class ChainMemory:
@@ -54,45 +56,6 @@ class ChainMemory:
         return result
 
 
-@dataclass
-class Teacher:
-    """The target's laws at the positions that teach, computed once for all steps.
-
-    row_BT: index of a position's law, or -1. probs_RW: renormalised over the draft vocabulary. share_R: the target's mass inside the
-    draft vocabulary. best_R: the target's favourite among all its tokens.
-    """
-
-    row_BT: Tensor
-    probs_RW: Tensor
-    share_R: Tensor
-    best_R: Tensor
-
-
-@dataclass
-class StepSums:
-    """Sums over the kept rows of each unroll step [K]; divide by `kept` (or `chains`) after adding up batches and processes.
-
-    loss in nats; correct: the draft's favourite is the target's; accepted: expected acceptance (see losses.divergence.acceptance);
-    chain_correct: correct at this and every earlier step of the chain, out of `chains`.
-    """
-
-    loss: list[Tensor] = field(default_factory=list)
-    kept: list[Tensor] = field(default_factory=list)
-    correct: list[Tensor] = field(default_factory=list)
-    accepted: list[Tensor] = field(default_factory=list)
-    chain_correct: list[Tensor] = field(default_factory=list)
-    chains: list[Tensor] = field(default_factory=list)
-
-    NAMES = ("loss", "kept", "correct", "accepted", "chain_correct", "chains")
-
-    def table(self) -> Tensor:
-        """[6, K] float32 in the order of NAMES; rows that were not measured are NaN."""
-        steps = len(self.loss)
-        nothing = torch.full((steps,), torch.nan, device=self.loss[0].device)
-        rows = [getattr(self, name) for name in self.NAMES]
-        return torch.stack([torch.stack(row).float() if row else nothing for row in rows])
-
-
 class TrainingTimeTest(nn.Module):
     """The draft as the trainer sees it: target features in, per-step loss sums out."""
 
@@ -109,6 +72,17 @@ class TrainingTimeTest(nn.Module):
         weights = torch.tensor([step_decay**k for k in range(num_steps)])
         # Weights sum to one, so that the learning rate does not depend on how deep the unroll is.
         self.register_buffer("step_weights", weights / weights.sum(), persistent=False)
+
+    def num_kept(self, batch: dict[str, Tensor]) -> Tensor:
+        """How many rows step 0 keeps: what the loss of a batch is divided by."""
+        return predicts(batch["document_ids"], batch["supervise"], ahead=2).sum()
+
+    def teach(self, target: FrozenTarget, inputs: dict[str, Tensor]) -> dict[str, Any]:
+        """What `forward` needs from the frozen target: auxiliary features [B, T, D] and the laws that teach."""
+        features = target.features(inputs["input_ids"], self.draft.config.aux_layers, position_ids_BT=inputs["position_ids"])
+        kept_BT = predicts(inputs["document_ids"], inputs["supervise"], ahead=1)
+        teacher = teach(target.lm_head, features.last_hidden, kept_BT, self.draft.target_ids_W, self.temperature)
+        return {"aux": features.aux, "teacher": teacher}
 
     def forward(
         self,
@@ -139,7 +113,7 @@ class TrainingTimeTest(nn.Module):
         total = input_ids.new_zeros((), dtype=torch.float32)
         for k in range(self.num_steps):
             normed, hidden = self.draft(shift_left(input_ids, 1 + k, 0), hidden, position_ids + k, memory)
-            keep_BT = predicts(document_ids, supervise, k)
+            keep_BT = predicts(document_ids, supervise, ahead=2 + k)
             logits_RW = self.draft.lm_head(normed[keep_BT]) / self.temperature
             rows = shift_left(teacher.row_BT, 1 + k, -1)[keep_BT]
             step = self.divergence(logits_RW, teacher.probs_RW[rows])
@@ -157,36 +131,3 @@ class TrainingTimeTest(nn.Module):
                     sums.chain_correct.append((correct_BT & chain_BT).sum())
                     sums.chains.append(chain_BT.sum())
         return total, sums
-
-
-def shift_left(x_BT: Tensor, by: int, fill: int) -> Tensor:
-    """x[t + by] at position t, `fill` past the end."""
-    return F.pad(x_BT[:, by:], (0, min(by, x_BT.shape[1])), value=fill)
-
-
-def predicts(document_ids: Tensor, supervise: Tensor, step: int) -> Tensor:
-    """Where step k's prediction counts: x_{t+2+k} is supervised and in the document of t. [B, T] bool."""
-    ahead = 2 + step
-    same_document = (shift_left(document_ids, ahead, -1) == document_ids) & (document_ids >= 0)
-    return same_document & shift_left(supervise, ahead, 0).bool()
-
-
-@torch.no_grad()
-def teach(
-    logits_of: nn.Module,
-    last_hidden_BTD: Tensor,
-    supervise: Tensor,
-    document_ids: Tensor,
-    target_ids_W: Tensor,
-    temperature: float,
-) -> Teacher:
-    """The target's head at just the positions that teach: those whose next token is supervised and in their document."""
-    follows = (shift_left(document_ids, 1, -1) == document_ids) & (document_ids >= 0) & shift_left(supervise, 1, 0).bool()
-    row_BT = torch.where(follows, follows.flatten().cumsum(0).view_as(follows) - 1, -1)
-    logits_RV = logits_of(last_hidden_BTD[follows]).float()
-    best_R = logits_RV.argmax(-1)
-    if len(target_ids_W) == logits_RV.shape[-1]:
-        return Teacher(row_BT, (logits_RV / temperature).softmax(-1), torch.ones_like(best_R, dtype=torch.float32), best_R)
-    everything = (logits_RV / temperature).logsumexp(-1)
-    logits_RW = logits_RV[:, target_ids_W] / temperature
-    return Teacher(row_BT, logits_RW.softmax(-1), (logits_RW.logsumexp(-1) - everything).exp(), best_R)

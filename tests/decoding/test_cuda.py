@@ -1,5 +1,6 @@
 """What a GPU must do as a CPU does; skipped, saying so, where there is none."""
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,12 @@ from specdistill.decoding.decoder import Decoder
 from specdistill.decoding.proposers import Eagle3Proposer, NgramProposer
 from specdistill.decoding.sampling import Sampling
 from specdistill.drafts.build import build_eagle3
+from specdistill.drafts.checkpoint import save_eagle3
+from specdistill.losses.divergence import forward_kl
 from specdistill.targets.frozen import FrozenTarget
 from specdistill.training.arguments import training_arguments
 from specdistill.training.trainer import DraftTrainer
+from specdistill.training.unroll import TrainingTimeTest
 from tests.tiny import tiny_target_model, tiny_tokenizer
 
 pytestmark = pytest.mark.gpu
@@ -60,7 +64,9 @@ def test_a_training_step_runs_and_lowers_the_loss(target: FrozenTarget, tmp_path
     data = Dataset.from_dict(rows)
     settings = {"max_steps": 20, "learning_rate": 1e-3, "bf16": bf16, "save_strategy": "no", "report_to": "none"}
     arguments = training_arguments({"output_dir": str(tmp_path), "per_device_train_batch_size": 4, **settings})
-    trainer = DraftTrainer(build_eagle3(target), target, arguments, data, data, ttt_steps=3)
+    draft = build_eagle3(target)
+    objective = TrainingTimeTest(draft, forward_kl, 3)
+    trainer = DraftTrainer(objective, target, arguments, data, data, save=partial(save_eagle3, draft))
     before = trainer.evaluate()["eval_loss"]
     trainer.train()
     assert trainer.evaluate()["eval_loss"] < before

@@ -7,7 +7,8 @@ import torch
 from scipy.stats import chi2_contingency
 
 from specdistill.decoding.decoder import Decoder
-from specdistill.decoding.proposers import DecodingState, Eagle3Proposer, NgramProposer, Proposal, Proposer, load_proposer
+from specdistill.decoding.load import load_proposer
+from specdistill.decoding.proposers import DecodingState, Eagle3Proposer, NgramProposer, Proposal, Proposer
 from specdistill.decoding.sampling import Sampling
 from specdistill.drafts.build import build_eagle3
 from specdistill.errors import UserError

@@ -1,56 +1,235 @@
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
+from torch import Tensor
 
-from specdistill.losses.divergence import acceptance, forward_kl
+from specdistill.errors import UserError
+from specdistill.losses.divergence import DIVERGENCES, LK_DECAY, acceptance, build_divergence, forward_kl, jsd, tvd
+
+LOG2 = math.log(2)
+# p = (1/2, 1/2, 0) and q = (1/4, 1/2, 1/4): they share 3/4.
+P_BY_HAND = torch.tensor([[0.5, 0.5, 0.0]])
+Q_BY_HAND = torch.tensor([[0.25, 0.5, 0.25]])
+FLOOR = math.log(torch.finfo(torch.float32).tiny)
+LK_BY_HAND = math.exp(-LK_DECAY * 0.75)
+# m = (3/8, 1/2, 1/8)
+JSD_BY_HAND = 0.5 * 0.5 * math.log(4 / 3) + 0.5 * (0.25 * math.log(2 / 3) + 0.25 * LOG2)
+BY_HAND = {
+    "forward_kl": 0.5 * LOG2,
+    "reverse_kl": -0.25 * LOG2 + 0.25 * (math.log(0.25) - FLOOR),
+    "jsd": JSD_BY_HAND,
+    "tvd": 0.25,
+    "tvd_plus_plus": 0.25,
+    "nla": -math.log(0.75),
+    "lk": LK_BY_HAND * 0.5 * LOG2 + (1 - LK_BY_HAND) * 0.25,
+    "cross_entropy": math.log(4),
+}
 
 
-def logits(seed: int, rows: int = 4, width: int = 6) -> torch.Tensor:
+def logits(seed: int, rows: int = 4, width: int = 6) -> Tensor:
     return torch.randn(rows, width, generator=torch.Generator().manual_seed(seed))
 
 
-def test_forward_kl_is_zero_at_equality() -> None:
+def gradient(name: str, x: Tensor, p: Tensor) -> Tensor:
+    leaf = x.clone().requires_grad_()
+    build_divergence(name)(leaf, p).total.backward()
+    assert leaf.grad is not None
+    return leaf.grad
+
+
+# The gradients with respect to the logits, as formulas of p and q.
+
+
+def reverse_kl_gradient(p: Tensor, q: Tensor) -> Tensor:
+    ratio = (q / p).log()
+    return q * (ratio - (q * ratio).sum(-1, keepdim=True))
+
+
+def jsd_gradient(p: Tensor, q: Tensor) -> Tensor:
+    """With m = (p + q) / 2: d/dq_w = 1/2 log (q_w / m_w), as the terms of m cancel."""
+    slope = 0.5 * (q / (0.5 * (p + q))).log()
+    return q * (slope - (q * slope).sum(-1, keepdim=True))
+
+
+def tvd_gradient(p: Tensor, q: Tensor) -> Tensor:
+    rewards = (p > q).double()
+    return q * ((q * rewards).sum(-1, keepdim=True) - rewards)
+
+
+def tvd_plus_plus_gradient(p: Tensor, q: Tensor) -> Tensor:
+    """-E_q[(r - mean) / deviation * grad log q], term by term: grad log q_w is onehot(w) - q."""
+    rewards = (p > q).double()
+    mean = (q * rewards).sum(-1, keepdim=True)
+    deviation = (q * (rewards - mean) ** 2).sum(-1, keepdim=True).sqrt()
+    score = torch.eye(q.shape[-1]).double() - q[:, None, :]
+    return -((q * (rewards - mean) / deviation)[..., None] * score).sum(1)
+
+
+def nla_gradient(p: Tensor, q: Tensor) -> Tensor:
+    return tvd_gradient(p, q) / torch.minimum(p, q).sum(-1, keepdim=True)
+
+
+def lk_gradient(p: Tensor, q: Tensor) -> Tensor:
+    weight = (-LK_DECAY * torch.minimum(p, q).sum(-1, keepdim=True)).exp()
+    return weight * (q - p) + (1 - weight) * tvd_gradient(p, q)
+
+
+def cross_entropy_gradient(p: Tensor, q: Tensor) -> Tensor:
+    return q - torch.nn.functional.one_hot(p.argmax(-1), p.shape[-1])
+
+
+GRADIENTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "forward_kl": lambda p, q: q - p,
+    "reverse_kl": reverse_kl_gradient,
+    "jsd": jsd_gradient,
+    "tvd": tvd_gradient,
+    "tvd_plus_plus": tvd_plus_plus_gradient,
+    "nla": nla_gradient,
+    "lk": lk_gradient,
+    "cross_entropy": cross_entropy_gradient,
+}
+
+
+@pytest.mark.parametrize("name", [name for name in DIVERGENCES if name != "cross_entropy"])
+def test_zero_at_equality_and_nowhere_else(name: str) -> None:
     x = logits(0)
-    assert float(forward_kl(x, x.softmax(-1)).total) == pytest.approx(0, abs=1e-6)
+    assert float(DIVERGENCES[name](x, x.softmax(-1)).total) == pytest.approx(0, abs=2e-6)
+    for seed in range(1, 20):
+        assert float(DIVERGENCES[name](logits(seed), x.softmax(-1)).total) > 0.05
 
 
-def test_forward_kl_by_hand() -> None:
-    p = torch.tensor([[0.5, 0.5, 0.0]])
-    q_logits = torch.tensor([[math.log(0.25), math.log(0.5), math.log(0.25)]])
-    loss = forward_kl(q_logits, p)
-    assert float(loss.total) == pytest.approx(0.5 * math.log(2) + 0.5 * math.log(1), rel=1e-6)
+def test_cross_entropy_is_zero_when_q_has_all_its_mass_on_the_favourite() -> None:
+    p = logits(0).softmax(-1)
+    favourite = torch.nn.functional.one_hot(p.argmax(-1), 6)
+    assert float(DIVERGENCES["cross_entropy"](200.0 * favourite, p).total) == 0
+    assert float(DIVERGENCES["cross_entropy"](p.log(), p).total) == pytest.approx(-float(p.max(-1).values.log().sum()))
+
+
+@pytest.mark.parametrize("name", DIVERGENCES)
+def test_value_by_hand(name: str) -> None:
+    loss = DIVERGENCES[name](Q_BY_HAND.log(), P_BY_HAND)
+    assert float(loss.total) == pytest.approx(BY_HAND[name], rel=1e-5)
     assert loss.count == 1
 
 
-def test_forward_kl_gradient_is_q_minus_p() -> None:
-    x = logits(1).requires_grad_()
-    p = logits(2).softmax(-1)
-    forward_kl(x, p).total.backward()
-    assert x.grad is not None
-    assert torch.allclose(x.grad, x.detach().softmax(-1) - p, atol=1e-6)
+@pytest.mark.parametrize("name", DIVERGENCES)
+def test_gradient_is_the_closed_form(name: str) -> None:
+    x, p = logits(1), logits(2).softmax(-1)
+    expected = GRADIENTS[name](p.double(), x.double().softmax(-1))
+    assert float(expected.abs().max()) > 0.05
+    assert torch.allclose(gradient(name, x, p).double(), expected, atol=2e-6)
 
 
-def test_forward_kl_does_not_depend_on_how_rows_are_split() -> None:
-    x = logits(3).requires_grad_()
-    p = logits(4).softmax(-1)
-    forward_kl(x, p).total.backward()
-    whole = x.grad
-    x.grad = None
-    for rows in (slice(0, 1), slice(1, 4)):
-        forward_kl(x[rows], p[rows]).total.backward()
-    assert whole is not None and x.grad is not None
-    assert torch.allclose(whole, x.grad, atol=1e-6)
+@pytest.mark.parametrize("name", [name for name in DIVERGENCES if name not in ("tvd_plus_plus", "lk")])
+def test_gradient_is_the_slope_of_the_value(name: str) -> None:
+    """By central differences along a direction. The gradients of tvd++ and of lk, whose weight is a constant to it, are others."""
+    x, p, direction = logits(1), logits(2).softmax(-1), logits(3)
+    up, down = (float(DIVERGENCES[name](x + step * direction, p).total.double()) for step in (5e-3, -5e-3))
+    assert (up - down) / 1e-2 == pytest.approx(float((gradient(name, x, p) * direction).sum()), abs=2e-3)
 
 
-def test_forward_kl_of_no_rows_is_zero_and_differentiable() -> None:
+@pytest.mark.parametrize("name", DIVERGENCES)
+def test_gradients_do_not_depend_on_how_rows_are_split(name: str) -> None:
+    x, p = logits(3), logits(4).softmax(-1)
+    parts = [gradient(name, x[rows], p[rows]) for rows in (slice(0, 1), slice(1, 4))]
+    assert torch.allclose(gradient(name, x, p), torch.cat(parts), atol=1e-6)
+
+
+@pytest.mark.parametrize("name", DIVERGENCES)
+def test_no_rows_give_zero_and_stay_differentiable(name: str) -> None:
     x = logits(5, rows=0).requires_grad_()
-    loss = forward_kl(x, x.detach().softmax(-1))
+    loss = DIVERGENCES[name](x, x.detach().softmax(-1))
     loss.total.backward()
     assert (float(loss.total.detach()), loss.count) == (0.0, 0)
+
+
+@pytest.mark.parametrize("name", DIVERGENCES)
+@pytest.mark.parametrize("scale", [0.0, 30.0, 1e4])
+def test_values_and_gradients_stay_finite(name: str, scale: float) -> None:
+    """p with exact zeros, down to one-hot, against a q that is flat, far off or as far off as float32 allows, right or wrong."""
+    hot = torch.eye(6)[:4]
+    half = 0.5 * hot + 0.5 * hot.roll(1, -1)
+    for p in (hot, half):
+        for x in (scale * hot, scale * hot.roll(2, -1), -scale * hot, logits(6) * scale):
+            assert torch.isfinite(DIVERGENCES[name](x, p).total), (p, x)
+            assert torch.isfinite(gradient(name, x, p)).all(), (p, x)
+            assert float(gradient(name, x, p).abs().max()) < 100
+
+
+def test_tvd_plus_plus_survives_rewards_everywhere() -> None:
+    """By rounding p may exceed q at every token: there is then nothing to prefer."""
+    p = torch.tensor([[1.0, 1e-30]])
+    x = torch.tensor([[-1e-7, math.log(1e-31)]])
+    q = x.log_softmax(-1).exp()
+    near = torch.where(p > q, p, q.nextafter(torch.tensor(2.0)))
+    assert bool((near > q).all())
+    assert float(gradient("tvd_plus_plus", x, near).abs().max()) < 1e-3
+
+
+@pytest.mark.parametrize(("name", "pulls"), [("forward_kl", True), ("nla", True), ("lk", True), ("tvd", False)])
+def test_which_losses_still_pull_when_the_laws_hardly_meet(name: str, pulls: bool) -> None:
+    p, x = torch.eye(6)[:1], 40.0 * torch.eye(6)[1:2]
+    assert (float(gradient(name, x, p)[0, 0]) < -0.5) == pulls
+
+
+def test_tvd_plus_plus_is_stronger_than_tvd_where_the_laws_hardly_meet() -> None:
+    p, x = torch.eye(6)[:1], 10.0 * torch.eye(6)[1:2]
+    assert float(gradient("tvd_plus_plus", x, p)[0, 0]) < 50 * float(gradient("tvd", x, p)[0, 0]) < 0
+
+
+def test_jsd_tends_to_both_kls_and_stays_below_log_2() -> None:
+    x, p = logits(1), logits(2).softmax(-1)
+    forward, reverse = (float(DIVERGENCES[name](x, p).total) for name in ("forward_kl", "reverse_kl"))
+    assert float(jsd(x, p, beta=1e-3).total) / 1e-3 == pytest.approx(forward, rel=0.02)
+    assert float(jsd(x, p, beta=1 - 1e-3).total) / 1e-3 == pytest.approx(reverse, rel=0.02)
+    apart = jsd(1e4 * torch.eye(6), torch.eye(6).roll(1, -1))
+    assert float(apart.total) == pytest.approx(6 * LOG2, rel=1e-5)
+
+
+def test_a_weighted_sum_adds_values_and_gradients() -> None:
+    x, p = logits(1).requires_grad_(), logits(2).softmax(-1)
+    loss = build_divergence({"forward_kl": 0.25, "tvd": 3})(x, p)
+    assert torch.allclose(loss.total, 0.25 * forward_kl(x, p).total + 3 * tvd(x, p).total)
+    assert loss.count == 4
+    loss.total.backward()
+    expected = 0.25 * gradient("forward_kl", x.detach(), p) + 3 * gradient("tvd", x.detach(), p)
+    assert x.grad is not None and torch.allclose(x.grad, expected, atol=1e-6)
+
+
+def test_beta_reaches_jsd() -> None:
+    x, p = logits(1), logits(2).softmax(-1)
+    assert float(build_divergence("jsd", jsd_beta=0.1)(x, p).total) == float(jsd(x, p, beta=0.1).total)
+    assert float(build_divergence("jsd", jsd_beta=0.1)(x, p).total) != float(build_divergence("jsd")(x, p).total)
+
+
+@pytest.mark.parametrize(
+    ("spec", "beta", "says"),
+    [
+        ("foward_kl", 0.5, "loss.divergence: got 'foward_kl', expected one of forward_kl, .*; did you mean forward_kl?"),
+        ({"forward_kl": 1, "tvdd": 1}, 0.5, "loss.divergence: got 'tvdd', .*; did you mean tvd?"),
+        ({"tvd": 0}, 0.5, "loss.divergence.tvd: got 0, expected a positive number"),
+        ({"tvd": -1.0}, 0.5, "loss.divergence.tvd: got -1.0, expected a positive number"),
+        ({"tvd": math.nan}, 0.5, "loss.divergence.tvd: got nan, expected a positive number"),
+        ({"tvd": math.inf}, 0.5, "loss.divergence.tvd: got inf, expected a positive number"),
+        ({"tvd": True}, 0.5, "loss.divergence.tvd: got True, expected a positive number"),
+        ({"tvd": "half"}, 0.5, "loss.divergence.tvd: got 'half', expected a positive number"),
+        ({}, 0.5, "loss.divergence: got {}, expected a name, or {name: weight}"),
+        (["tvd"], 0.5, r"loss.divergence: got \['tvd'\], expected a name, or {name: weight}"),
+        (None, 0.5, "loss.divergence: got None, expected a name"),
+        ("jsd", 0.0, "loss.jsd_beta: got 0.0, expected a number between 0 and 1"),
+        ("jsd", 1.0, "loss.jsd_beta: got 1.0, expected a number between 0 and 1"),
+        ("jsd", math.nan, "loss.jsd_beta: got nan, expected a number between 0 and 1"),
+    ],
+)
+def test_mistakes_are_named(spec: object, beta: float, says: str) -> None:
+    with pytest.raises(UserError, match=f"^{says}"):
+        build_divergence(spec, jsd_beta=beta)  # type: ignore[arg-type]
 
 
 def test_acceptance_is_one_minus_total_variation() -> None:
     p, q = logits(6).softmax(-1), logits(7).softmax(-1)
     assert torch.allclose(acceptance(q, p), 1 - 0.5 * (p - q).abs().sum(-1), atol=1e-6)
     assert torch.allclose(acceptance(p, p), torch.ones(4), atol=1e-6)
+    assert float(acceptance(q, p).sum()) == pytest.approx(4 - float(tvd(q.log(), p).total), rel=1e-5)

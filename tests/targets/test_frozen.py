@@ -1,7 +1,10 @@
 from pathlib import Path
+from typing import Any
 
+import peft
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import DynamicCache
 
 from specdistill.errors import UserError
@@ -86,3 +89,75 @@ def test_fingerprint_tells_weights_apart(target: FrozenTarget) -> None:
     other = FrozenTarget(tiny_target_model(seed=1), tiny_tokenizer(), name="tiny")
     same = FrozenTarget(tiny_target_model(), tiny_tokenizer(), name="tiny")
     assert target.fingerprint() == same.fingerprint() != other.fingerprint()
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("targets") / "base"
+    tiny_target_model().save_pretrained(path)
+    tiny_tokenizer().save_pretrained(path)
+    return path
+
+
+def save_adapter(folder: Path, base: str, **model: Any) -> Any:
+    """A LoRA adapter with updates that are not zero; returns the adapted model."""
+    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "up_proj"], task_type="CAUSAL_LM")
+    adapted = peft.get_peft_model(tiny_target_model(**model), config)
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        for parameter in adapted.parameters():
+            if parameter.requires_grad:
+                torch.nn.init.normal_(parameter, std=0.1)
+    adapted.peft_config["default"].base_model_name_or_path = base
+    adapted.save_pretrained(folder, save_embedding_layers=False)  # "auto" asks the Hub about the base
+    return adapted.eval()
+
+
+def test_an_adapter_is_merged_and_changes_the_fingerprint(base: Path, tmp_path: Path) -> None:
+    adapted = save_adapter(tmp_path, str(base))
+    plain, target = FrozenTarget.load(str(base)), FrozenTarget.load(str(base), adapter=str(tmp_path))
+    ids = torch.arange(4, 28)[None]
+    assert torch.allclose(target.model(ids).logits, adapted(ids).logits.detach(), atol=1e-5)
+    assert not torch.allclose(target.model(ids).logits, plain.model(ids).logits, atol=1e-2)
+    assert type(target.model) is type(plain.model) and target.num_parameters == plain.num_parameters
+    assert target.fingerprint() != plain.fingerprint() and target.name == f"{base} + {tmp_path}"
+
+
+def test_an_adapter_knows_its_base_wherever_it_lies(base: Path, tmp_path: Path) -> None:
+    save_adapter(tmp_path, "someone/Base")
+    assert FrozenTarget.load(str(base), adapter=str(tmp_path)).num_layers == 4
+
+
+@pytest.mark.parametrize(
+    ("name", "model", "says"),
+    [
+        ("someone/other", {}, "an adapter of someone/other, expected an adapter of"),
+        (None, {"hidden_size": 128}, r"with \(4, 128\) for base_model.*, expected \(4, 64\)"),
+        (None, {"num_layers": 6}, r"for base_model.*layers\.4.*, expected nothing"),
+        (None, {"num_layers": 2}, r"with nothing for base_model.*layers\.2.*, expected"),
+    ],
+)
+def test_an_adapter_of_another_base_is_refused(base: Path, tmp_path: Path, name: str, model: Any, says: str) -> None:
+    save_adapter(tmp_path, name, **model)
+    with pytest.raises(UserError, match=rf"^target\.adapter: got .*({says})"):
+        FrozenTarget.load(str(base), adapter=str(tmp_path))
+
+
+@pytest.mark.parametrize("broken", ["adapter_config.json", "adapter_model.safetensors", "truncated"])
+def test_a_broken_adapter_is_refused(base: Path, tmp_path: Path, broken: str) -> None:
+    save_adapter(tmp_path, str(base))
+    weights = tmp_path / "adapter_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100]) if broken == "truncated" else (tmp_path / broken).unlink()
+    with pytest.raises(UserError, match=r"^target\.adapter: got "):
+        FrozenTarget.load(str(base), adapter=str(tmp_path))
+
+
+def test_weights_that_are_missing_are_not_made_up(base: Path, tmp_path: Path) -> None:
+    model = tiny_target_model()
+    model.save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match=r"^target\.model: got .* without model\.layers\.1\.mlp\.up_proj\.weight"):
+        FrozenTarget.load(str(tmp_path))

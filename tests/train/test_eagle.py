@@ -113,6 +113,8 @@ def test_training_goes_on_from_an_earlier_draft(folder: Path, tmp_path: Path, mo
         ("train.learning_rte=1", "train.learning_rte"),
         ("loss.step_decay=2", "loss.step_decay"),
         ("loss.temperature=0", "loss.temperature"),
+        ("loss.divergence=tdv", "loss.divergence"),
+        ("loss.jsd_beta=1", "loss.jsd_beta"),
         ("optimizer=adam", "optimizer"),
     ],
 )

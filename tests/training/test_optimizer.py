@@ -31,7 +31,7 @@ def step(model: Model, optimizer: torch.optim.Optimizer) -> None:
 def test_hidden_matrices_go_to_muon_and_the_rest_to_adamw() -> None:
     model = Model()
     optimizer = muon_adamw(model, lr=0.1)
-    muon, adamw = ([p for group in part.param_groups for p in group["params"]] for part in (optimizer.muon, optimizer.adamw))
+    muon, adamw = ([p for group in part.param_groups for p in group["params"]] for part in optimizer.parts.values())
     assert [id(p) for p in muon] == [id(model.hidden.weight)]
     assert {id(p) for p in adamw} == {id(model.embed.weight), id(model.hidden.bias), id(model.lm_head.weight)}
 
@@ -58,7 +58,7 @@ def test_a_schedule_moves_both_parts() -> None:
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda done: 0.5**done)
     step(model, optimizer)
     schedule.step()
-    assert {group["lr"] for part in (optimizer.muon, optimizer.adamw) for group in part.param_groups} == {0.05}
+    assert {group["lr"] for part in optimizer.parts.values() for group in part.param_groups} == {0.05}
 
 
 def test_resuming_from_its_state_continues_exactly() -> None:
@@ -86,3 +86,14 @@ def test_muon_is_refused_where_parameters_are_shards(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     with pytest.raises(UserError, match="optimizer: got muon_adamw under DeepSpeed or FSDP"):
         build_optimizer("muon_adamw", Model(), arguments)
+
+
+def test_a_part_without_parameters_is_left_out():
+    only_matrices = torch.nn.Linear(4, 4, bias=False)
+    optimizer = muon_adamw(only_matrices, lr=0.1)
+    before = only_matrices.weight.detach().clone()
+    only_matrices(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    assert not torch.equal(only_matrices.weight, before)
+    assert set(optimizer.state_dict()) == {"muon"}
+    optimizer.load_state_dict(optimizer.state_dict())

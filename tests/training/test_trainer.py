@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,14 @@ from datasets import Dataset
 from specdistill.decoding.decoder import Decoder
 from specdistill.decoding.proposers import Eagle3Proposer
 from specdistill.drafts.build import build_eagle3
+from specdistill.drafts.checkpoint import save_eagle3
+from specdistill.losses.divergence import forward_kl
 from specdistill.project import ROOT
 from specdistill.targets.frozen import FrozenTarget
 from specdistill.training.arguments import training_arguments
 from specdistill.training.optimizer import muon_adamw
 from specdistill.training.trainer import DraftTrainer
+from specdistill.training.unroll import TrainingTimeTest
 from tests.tiny import tiny_target_model, tiny_tokenizer
 
 
@@ -47,7 +51,8 @@ def trainer(output_dir: Path, data: Dataset, target: FrozenTarget | None = None,
     )
     draft = build_eagle3(target)
     optimizer = muon_adamw(draft, arguments.learning_rate)
-    return DraftTrainer(draft, target, arguments, data, data, ttt_steps=4, optimizer=optimizer)
+    objective = TrainingTimeTest(draft, forward_kl, 4, step_decay=0.8)
+    return DraftTrainer(objective, target, arguments, data, data, save=partial(save_eagle3, draft), optimizer=optimizer)
 
 
 def gradient_of_one_step(output_dir: Path, micro_batch: int, accumulation: int) -> dict[str, torch.Tensor]:
@@ -64,7 +69,7 @@ def gradient_of_one_step(output_dir: Path, micro_batch: int, accumulation: int) 
     gradients: dict[str, torch.Tensor] = {}
 
     def keep(*_: Any) -> None:
-        gradients.update({name: p.grad.clone() for name, p in fit.draft.named_parameters() if p.grad is not None})
+        gradients.update({name: p.grad.clone() for name, p in fit.objective.draft.named_parameters() if p.grad is not None})
 
     assert fit.optimizer is not None
     fit.optimizer.register_step_pre_hook(keep)
@@ -105,7 +110,7 @@ def test_a_memorised_sample_is_accepted_in_full_blocks(tmp_path: Path) -> None:
     )
     fit = trainer(tmp_path, sample, target, max_steps=300, learning_rate=1e-2, lr_scheduler_type="linear")
     fit.train()
-    draft = fit.best_draft()
+    draft = fit.objective.draft
     run = Decoder(target, Eagle3Proposer(draft)).generate(prompt, max_new_tokens=44, num_speculative_tokens=4)
     assert [*prompt, *run.token_ids] == text
     whole = run.rounds[:-1]  # the last round is cut by the length limit

@@ -9,7 +9,9 @@ from specdistill.drafts.build import build_eagle3
 from specdistill.drafts.eagle3 import Eagle3Draft
 from specdistill.losses.divergence import forward_kl
 from specdistill.targets.frozen import FrozenTarget
-from specdistill.training.unroll import ChainMemory, StepSums, Teacher, TrainingTimeTest, predicts, shift_left, teach
+from specdistill.training.sums import StepSums
+from specdistill.training.teacher import predicts, shift_left, teach
+from specdistill.training.unroll import ChainMemory, TrainingTimeTest
 from tests.tiny import tiny_target_model, tiny_tokenizer
 
 K = 4
@@ -52,9 +54,9 @@ def test_the_unroll_guesses_what_the_decoder_guesses(target: FrozenTarget, optio
 def test_only_supervised_tokens_of_the_roots_document_are_predicted() -> None:
     document = torch.tensor([[0, 0, 0, 0, 0, 1, 1, 1, -1, -1]])
     supervise = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1, 0, 0]])
-    assert predicts(document, supervise, 0).nonzero()[:, 1].tolist() == [1, 2, 5]  # predict x_3, x_4 and x_7
-    assert predicts(document, supervise, 1).nonzero()[:, 1].tolist() == [0, 1]
-    assert predicts(document, supervise, 2).nonzero()[:, 1].tolist() == [0]
+    assert predicts(document, supervise, ahead=2).nonzero()[:, 1].tolist() == [1, 2, 5]  # predict x_3, x_4 and x_7
+    assert predicts(document, supervise, ahead=3).nonzero()[:, 1].tolist() == [0, 1]
+    assert predicts(document, supervise, ahead=4).nonzero()[:, 1].tolist() == [0]
 
 
 def test_the_teacher_is_the_targets_law_one_step_ahead(target: FrozenTarget) -> None:
@@ -62,18 +64,17 @@ def test_the_teacher_is_the_targets_law_one_step_ahead(target: FrozenTarget) -> 
     ones, document = torch.ones_like(ids), torch.zeros_like(ids)
     hidden = target.features(ids, []).last_hidden
     everything = torch.arange(target.vocab_size)
-    teacher = teach(target.lm_head, hidden, ones, document, everything, 1.0)
+    teacher = teach(target.lm_head, hidden, predicts(document, ones, ahead=1), everything, 1.0)
     laws = target.model(ids).logits[0].softmax(-1)
-    rows = shift_left(teacher.row_BT, 1, -1)[predicts(document, ones, 0)]
+    rows = shift_left(teacher.row_BT, 1, -1)[predicts(document, ones, ahead=2)]
     assert torch.allclose(teacher.probs_RW[rows], laws[1:11], atol=1e-6)  # roots 0..9 are taught by the laws at 1..10
 
 
 def test_a_pruned_teacher_is_renormalised_and_remembers_its_share(target: FrozenTarget) -> None:
     ids = torch.arange(3, 15)[None]
     kept = torch.arange(0, target.vocab_size, 2)
-    teacher = teach(
-        target.lm_head, target.features(ids, []).last_hidden, torch.ones_like(ids), torch.zeros_like(ids), kept, 1.0
-    )
+    teaches = predicts(torch.zeros_like(ids), torch.ones_like(ids), ahead=1)
+    teacher = teach(target.lm_head, target.features(ids, []).last_hidden, teaches, kept, 1.0)
     laws = target.model(ids).logits[0, :-1].softmax(-1)
     assert torch.allclose(teacher.probs_RW.sum(-1), torch.ones(11), atol=1e-5)
     assert torch.allclose(teacher.share_R, laws[:, kept].sum(-1), atol=1e-5)
@@ -82,11 +83,7 @@ def test_a_pruned_teacher_is_renormalised_and_remembers_its_share(target: Frozen
 
 
 def run(model: TrainingTimeTest, target: FrozenTarget, rows: dict[str, torch.Tensor]) -> tuple[torch.Tensor, StepSums]:
-    features = target.features(rows["input_ids"], model.draft.config.aux_layers, position_ids_BT=rows["position_ids"])
-    teacher: Teacher = teach(
-        target.lm_head, features.last_hidden, rows["supervise"], rows["document_ids"], model.draft.target_ids_W, 1.0
-    )
-    total, sums = model(**rows, aux=features.aux, teacher=teacher, measure=True)
+    total, sums = model(**rows, **model.teach(target, rows), measure=True)
     return total, sums
 
 

@@ -3,7 +3,7 @@
 Every plot is 420 units wide, so that four of them fit a desktop in pairs and a phone one by one, with readable labels on both.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,26 +62,102 @@ def acceptance_by_category(rows: Sequence[Mapping[str, Any]], k: int) -> dict[st
     shown = [row for row in rows if "mean_acceptance_length" in row]
     if not shown:
         return None
-    left, step, top = 108, 30, 12
-    x = Scale(1, k + 1, left, WIDTH - 44)
+    lines = [(row["category"].replace("_", " "), row, "mean_acceptance_length") for row in shown]
+    return _lines(lines, 1, k + 1, [(value, str(value)) for value in range(1, k + 2)], number)
+
+
+def speedup_by_candidate(reports: Sequence[tuple[str, Mapping[str, Any]]]) -> dict[str, Any]:
+    """One line a candidate: the speedup and its interval; `one` is where plain decoding stands."""
+    rows = [(name, report["results"][0]) for name, report in reports]
+    ends = [end for _, row in rows for end in row.get("speedup_ci95", (row["speedup"],))]
+    floor, ceiling = _round_bounds(min(1.0, *ends), max(1.0, *ends))
+    ticks = [(value, f"{value:g}×") for value in _ticks(floor, ceiling)]
+    plot = _lines([(name, row, "speedup") for name, row in rows], floor, ceiling, ticks, times)
+    return {**plot, "one": _line_scale(floor, ceiling)(1.0)}
+
+
+def _line_scale(low: float, high: float) -> Scale:
+    return Scale(low, high, 108, WIDTH - 44)
+
+
+def _lines(
+    rows: Sequence[tuple[str, Mapping[str, Any], str]],
+    low: float,
+    high: float,
+    ticks: Sequence[tuple[float, str]],
+    label: Callable[[float], str],
+) -> dict[str, Any]:
+    """A named line for each (name, row, metric): the metric's value and its interval, on one horizontal axis."""
+    x, step, top = _line_scale(low, high), 30, 12
     lines = []
-    for index, row in enumerate(shown):
-        length = row["mean_acceptance_length"]
-        low, high = row.get("mean_acceptance_length_ci95", (length, length))
-        name = row["category"].replace("_", " ")
+    for index, (name, row, metric) in enumerate(rows):
+        value = row[metric]
+        start, end = row.get(f"{metric}_ci95", (value, value))
         lines.append(
             {
                 "y": top + step * index + step / 2,
-                "name": name if len(name) <= 16 else f"{name[:15]}…",
-                "x": x(length),
-                "low": x(low),
-                "high": x(high),
-                "label": number(length),
+                "name": _short(name, 16),
+                "x": x(value),
+                "low": x(start),
+                "high": x(end),
+                "label": label(value),
             }
         )
-    bottom = top + step * len(shown)
-    ticks = [{"x": x(value), "label": str(value)} for value in range(1, k + 2)]
-    return {"height": bottom + 26, "lines": lines, "ticks": ticks, "top": top, "bottom": bottom}
+    bottom = top + step * len(lines)
+    marks = [{"x": x(value), "label": text} for value, text in ticks]
+    return {"height": bottom + 26, "lines": lines, "ticks": marks, "top": top, "bottom": bottom}
+
+
+def acceptance_against_cost(
+    ranking: Sequence[Mapping[str, Any]], reports: Mapping[str, Mapping[str, Any]]
+) -> dict[str, Any] | None:
+    """A point a candidate: c to the right, the acceptance length and its interval upward; the frontier's points joined by a line.
+
+    Left and up is better. None when nothing was drafted by any of them.
+    """
+    shown = [(entry, reports[entry["name"]]) for entry in ranking if "theory" in reports[entry["name"]]]
+    if not shown:
+        return None
+    height = 240
+    costs = [report["theory"]["c"] for _, report in shown]
+    rows = [report["results"][0] for _, report in shown]
+    intervals = [row.get("mean_acceptance_length_ci95", (row["mean_acceptance_length"],) * 2) for row in rows]
+    floor, ceiling = _round_bounds(min(low for low, _ in intervals), max(high for _, high in intervals))
+    right = max(costs) * 1.15 or 1.0
+    x, y = Scale(0, right, LEFT, WIDTH - RIGHT), Scale(floor, ceiling, height - BOTTOM - 14, TOP)
+    points = []
+    for (entry, _), cost, row, (low, high) in zip(shown, costs, rows, intervals, strict=True):
+        place = {"x": x(cost), "y": y(row["mean_acceptance_length"]), "low": y(low), "high": y(high)}
+        side = "end" if place["x"] > WIDTH * 0.6 else "start"
+        label = {"label": _short(entry["name"], 24), "anchor": side, "label_x": place["x"] + (-9 if side == "end" else 9)}
+        points.append({**place, **label, "frontier": entry["on_pareto_frontier"], "best": entry["rank"] == 1})
+    _spread_labels(points)
+    frontier = sorted((point["x"], point["y"]) for point in points if point["frontier"])
+    return {
+        "height": height,
+        "points": points,
+        "path": " ".join(f"{left},{up}" for left, up in frontier),
+        "x_ticks": [{"x": x(value), "label": f"{value:g}"} for value in _ticks(0, right)],
+        "y_ticks": [{"y": y(value), "label": f"{value:g}"} for value in _ticks(floor, ceiling)],
+        "left": LEFT,
+        "right": WIDTH - RIGHT,
+        "bottom": height - BOTTOM - 14,
+    }
+
+
+def _spread_labels(points: Sequence[dict[str, Any]], line: float = 15) -> None:
+    """Gives each point a `label_y`: its own height, or lower where a label is in the way."""
+    placed: list[dict[str, Any]] = []
+    for point in sorted(points, key=lambda point: (point["y"], point["x"])):
+        point["label_y"] = point["y"] + 4
+        for other in placed:
+            if abs(other["x"] - point["x"]) < WIDTH / 2 and point["label_y"] - other["label_y"] < line:
+                point["label_y"] = other["label_y"] + line
+        placed.append(point)
+
+
+def _short(name: str, length: int) -> str:
+    return name if len(name) <= length else f"{name[: length - 1]}…"
 
 
 def speedup_by_k(theory: Mapping[str, Any], row: Mapping[str, Any]) -> dict[str, Any]:
@@ -115,21 +191,40 @@ def time_per_token(row: Mapping[str, Any]) -> dict[str, Any] | None:
     """Milliseconds that one token costs, plain and with the draft, and what they go into."""
     if "verify_ms" not in row or "baseline_step_ms" not in row:
         return None
-    tokens = row["num_new_tokens"]
-    with_draft, plain = 1000 / row["tokens_per_second"], 1000 / row["baseline_tokens_per_second"]
+    return _stacked([("plain", _plain_parts(row)), ("with draft", _draft_parts(row))])
+
+
+def time_per_token_by_candidate(reports: Sequence[tuple[str, Mapping[str, Any]]]) -> dict[str, Any] | None:
+    """`time_per_token` of several candidates, in their order, below the plain decoding that they share."""
+    rows = [(name, report["results"][0]) for name, report in reports]
+    if any("verify_ms" not in row or "baseline_step_ms" not in row for _, row in rows):
+        return None
+    return _stacked([("plain", _plain_parts(rows[0][1])), *((_short(name, 13), _draft_parts(row)) for name, row in rows)])
+
+
+Parts = tuple[tuple[str, float], ...]  # (kind, milliseconds a token)
+
+
+def _plain_parts(row: Mapping[str, Any]) -> Parts:
+    tokens, total = row["num_new_tokens"], 1000 / row["baseline_tokens_per_second"]
+    step = row["baseline_step_ms"] * (tokens - row["num_prompts"]) / tokens
+    return ("target", step), ("rest", total - step)
+
+
+def _draft_parts(row: Mapping[str, Any]) -> Parts:
+    tokens, total = row["num_new_tokens"], 1000 / row["tokens_per_second"]
     draft = row.get("draft_ms", 0.0) * row["num_draft_tokens"] / tokens
     verify = row["verify_ms"] * row["num_rounds"] / tokens
-    step = row["baseline_step_ms"] * (tokens - row["num_prompts"]) / tokens
+    return ("draft", draft), ("target", verify), ("rest", total - draft - verify)
+
+
+def _stacked(rows: Sequence[tuple[str, Parts]]) -> dict[str, Any]:
+    """A bar for each name, of its parts one after the other."""
     left, step_height, top = 88, 52, 8
-    x = Scale(0, max(with_draft, plain), left, WIDTH - 62)
+    x = Scale(0, max(sum(milliseconds for _, milliseconds in parts) for _, parts in rows), left, WIDTH - 62)
     bars = []
-    for index, (name, total, parts) in enumerate(
-        (
-            ("plain", plain, (("target", step), ("rest", plain - step))),
-            ("with draft", with_draft, (("draft", draft), ("target", verify), ("rest", with_draft - draft - verify))),
-        )
-    ):
-        start, segments = 0.0, []
+    for index, (name, parts) in enumerate(rows):
+        total, start, segments = sum(milliseconds for _, milliseconds in parts), 0.0, []
         for kind, milliseconds in parts:
             milliseconds = max(milliseconds, 0.0)
             segments.append(
@@ -139,7 +234,7 @@ def time_per_token(row: Mapping[str, Any]) -> dict[str, Any] | None:
         bars.append(
             {"name": name, "y": top + step_height * index, "segments": segments, "end": x(start), "label": f"{total:.2f} ms"}
         )
-    return {"height": top + 2 * step_height, "bars": bars, "left": left}
+    return {"height": top + len(rows) * step_height, "bars": bars, "left": left}
 
 
 def _round_bounds(low: float, high: float) -> tuple[float, float]:
@@ -148,6 +243,8 @@ def _round_bounds(low: float, high: float) -> tuple[float, float]:
 
 
 def _ticks(low: float, high: float) -> list[float]:
-    step = next(step for step in (0.1, 0.2, 0.25, 0.5, 1.0, 2.0, 5.0, 10.0) if (high - low) / step <= 6)
+    step = next(
+        step for step in (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.25, 0.5, 1.0, 2.0, 5.0, 10.0) if (high - low) / step <= 6
+    )
     first = int(low / step + 0.999999) * step
-    return [round(first + index * step, 2) for index in range(int((high - first) / step + 1e-9) + 1)]
+    return [round(first + index * step, 3) for index in range(int((high - first) / step + 1e-9) + 1)]

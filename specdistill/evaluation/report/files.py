@@ -3,7 +3,8 @@
 import json
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +23,20 @@ def write_report(folder: Path, report: Mapping[str, Any], records: Sequence[Prom
     ready.
     """
     validate(report)
+    with staged(folder) as staging:
+        (staging / REPORT).write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        write_records(records, staging / SAMPLES)
+        render(staging)
+
+
+@contextmanager
+def staged(folder: Path) -> Iterator[Path]:
+    """A folder to write files into; they move to `folder` once all of them are there. Raises ResourceError when the disk fails."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder, prefix=".report-") as name:
-            staging = Path(name)
-            (staging / REPORT).write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-            write_records(records, staging / SAMPLES)
-            render(staging)
-            for path in staging.iterdir():
+            yield Path(name)
+            for path in Path(name).iterdir():
                 os.replace(path, folder / path.name)
     except OSError as error:
         raise ResourceError(f"could not write the report to {folder} ({error.strerror})", next_step="free the disk") from error

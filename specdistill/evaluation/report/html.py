@@ -15,28 +15,37 @@ NUM_SAMPLES = 12
 PROMPT_CHARACTERS = 400  # of a prompt's end, enough to see what is continued
 
 
-def to_html(report: Mapping[str, Any], records: Sequence[PromptRecord]) -> str:
-    environment = Environment(
+def environment() -> Environment:
+    """The templates beside this file: whatever they are given is escaped, and what they are not given is an error."""
+    made = Environment(
         loader=PackageLoader("specdistill.evaluation", "report"),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"number": wording.number, "times": wording.times, "percent": wording.percent}
+    made.filters |= {"number": wording.number, "times": wording.times, "percent": wording.percent}
+    return made
+
+
+def to_html(report: Mapping[str, Any], records: Sequence[PromptRecord]) -> str:
     row = report["results"][0]
     theory = report.get("theory")
     shown = evenly(records, [record.category for record in records], NUM_SAMPLES)
-    html: str = environment.get_template("report.html.j2").render(
-        report=report,
-        row=row,
-        words=wording,
-        positions=charts.acceptance_by_position(row),
-        categories=charts.acceptance_by_category(report["results"], report["settings"]["num_speculative_tokens"]),
-        speedups=charts.speedup_by_k(theory, row) if theory else None,
-        breakdown=charts.time_per_token(row),
-        samples=[_sample(record) for record in shown],
-        width=charts.WIDTH,
+    html: str = (
+        environment()
+        .get_template("report.html.j2")
+        .render(
+            report=report,
+            row=row,
+            words=wording,
+            positions=charts.acceptance_by_position(row),
+            categories=charts.acceptance_by_category(report["results"], report["settings"]["num_speculative_tokens"]),
+            speedups=charts.speedup_by_k(theory, row) if theory else None,
+            breakdown=charts.time_per_token(row),
+            samples=[_sample(record) for record in shown],
+            width=charts.WIDTH,
+        )
     )
     return html
 

@@ -22,22 +22,22 @@ from specdistill.evaluation.report.wording import (
 
 def to_markdown(report: Mapping[str, Any]) -> str:
     sections = [
-        f"# {verdict(report)}: {_plain(title(report))}",
+        f"# {verdict(report)}: {plain(title(report))}",
         summary(report),
         failed_rules(report),
-        _plain(settings_line(report)),
-        "\n".join(f"- **{_plain(finding['name'])}**: {_plain(finding['message'])}" for finding in report["findings"]),
+        plain(settings_line(report)),
+        "\n".join(f"- **{plain(finding['name'])}**: {plain(finding['message'])}" for finding in report["findings"]),
         "## Results",
-        _table(
+        table(
             ("category", "prompts", "acceptance length", "acceptance rate", "per position", "tokens/s", "speedup", "predicted"),
             (_result(row) for row in report["results"]),
         ),
         _headline(report),
         "## Gate",
-        _table(
+        table(
             ("", "metric", "scope", "required", "measured", "why"),
             (
-                (outcome(rule), rule["metric"], _plain(scope(rule)), requirement(rule), measured(rule), _plain(rule["reason"]))
+                (outcome(rule), rule["metric"], plain(scope(rule)), requirement(rule), measured(rule), plain(rule["reason"]))
                 for rule in report["gate"]["rules"]
             ),
         ),
@@ -50,7 +50,7 @@ def to_markdown(report: Mapping[str, Any]) -> str:
 def _result(row: Mapping[str, Any]) -> tuple[str, ...]:
     rates = row.get("acceptance_rate_per_position", [])
     return (
-        _plain(row["category"]),
+        plain(row["category"]),
         str(row["num_prompts"]),
         number(row.get("mean_acceptance_length")) + between(row, "mean_acceptance_length"),
         percent(row.get("acceptance_rate")),
@@ -84,12 +84,12 @@ def _lossless(report: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     lines = [f"| {' | '.join(row)} |" for row in rows]
     return "\n".join([f"| {' | '.join(head)} |", f"|{' --- |' * len(head)}", *lines]) if lines else ""
 
 
-def _plain(text: str) -> str:
+def plain(text: str) -> str:
     """Names come from outside: they are shown as they are and cannot become markup."""
     escaped = "".join(f"\\{character}" if character in "\\`*_[]<>|#" else character for character in text)
     return " ".join(escaped.split())

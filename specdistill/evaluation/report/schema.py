@@ -1,4 +1,4 @@
-"""The JSON Schema of report.json, which ships with the package: what a report may hold, and so what a gate may ask for."""
+"""JSON Schemas of report.json and comparison.json, which ship with the package: what they may hold, so what a gate may ask for."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -11,6 +11,7 @@ import jsonschema
 from specdistill.errors import UserError
 
 PATH = Path(__file__).parent / "report.schema.json"
+COMPARISON_PATH = Path(__file__).parent / "comparison.schema.json"
 SCALARS = ("number", "integer", "boolean")
 ROW_IDENTITY = ("temperature", "batch_size")  # numbers of a row that say what it is about
 
@@ -21,12 +22,30 @@ def schema() -> dict[str, Any]:
     return document
 
 
+@cache
+def comparison_schema() -> dict[str, Any]:
+    """Of comparison.json; the reports in it are `schema`'s."""
+    document: dict[str, Any] = json.loads(COMPARISON_PATH.read_text(encoding="utf-8"))
+    return document
+
+
 def validate(report: Mapping[str, Any], name: str = "report.json", key: str = "report") -> None:
     """Raises UserError that names the first field that does not fit the schema."""
-    error = jsonschema.exceptions.best_match(jsonschema.Draft202012Validator(schema()).iter_errors(report))
+    _validate(schema(), report, name, key, "a report of schema version 1")
+
+
+def validate_comparison(comparison: Mapping[str, Any], name: str = "comparison.json", key: str = "comparison") -> None:
+    """Raises UserError that names the first field that does not fit, in the comparison or in one of its reports."""
+    _validate(comparison_schema(), comparison, name, key, "a comparison of schema version 1")
+    for candidate in comparison["candidates"]:
+        validate(candidate["report"], f"{name} ({candidate['name']})", key)
+
+
+def _validate(document: Mapping[str, Any], instance: Mapping[str, Any], name: str, key: str, expected: str) -> None:
+    error = jsonschema.exceptions.best_match(jsonschema.Draft202012Validator(document).iter_errors(instance))
     if error is not None:
         place = ".".join(str(part) for part in error.absolute_path) or "the whole document"
-        raise UserError(key, got=f"{name} with {place}: {error.message[:200]}", expected="a report of schema version 1")
+        raise UserError(key, got=f"{name} with {place}: {error.message[:200]}", expected=expected)
 
 
 @cache

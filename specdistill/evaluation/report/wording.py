@@ -53,6 +53,16 @@ def percent(value: float | None) -> str:
     return "–" if value is None else f"{value:.0%}"
 
 
+def size(num_bytes: int) -> str:
+    """Bytes in the largest of KiB, MiB and GiB that they fill."""
+    if not num_bytes:
+        return "none"
+    unit, scale = next(
+        ((unit, 2**power) for unit, power in (("GiB", 30), ("MiB", 20)) if num_bytes >= 2**power), ("KiB", 2**10)
+    )
+    return f"{num_bytes / scale:,.1f} {unit}"
+
+
 def requirement(rule: Mapping[str, Any]) -> str:
     ((kind, threshold),) = rule["requirement"].items()
     shown = (

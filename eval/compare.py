@@ -1,0 +1,89 @@
+"""Compare drafts for one target in one paired run: comparison.json, .md and .html, and each candidate's own report.
+
+python eval/compare.py target=pico drafts=[runs/demo/draft,runs/small/draft,ngram] suite=pico output_dir=runs/comparison
+"""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from omegaconf import MISSING
+
+from specdistill.command import run
+from specdistill.decoding.load import load_proposer
+from specdistill.decoding.sampling import Sampling
+from specdistill.drafts.candidates import find_candidates
+from specdistill.errors import ExitCode
+from specdistill.evaluation.comparison import Measured, compare
+from specdistill.evaluation.measure import Settings
+from specdistill.evaluation.pipeline import NamedDraft, evaluate_drafts
+from specdistill.evaluation.report.comparison import print_comparison, write_comparison
+from specdistill.evaluation.report.files import check_writable
+from specdistill.evaluation.suites import load_suite, tokenize
+from specdistill.recipe import EvalConfig, TargetConfig, like, option, section
+from specdistill.targets.frozen import FrozenTarget
+
+SHORTHANDS = {"target": "target.model"}
+
+
+@dataclass(frozen=True)
+class CompareOptions:
+    target: TargetConfig = section(TargetConfig)
+    drafts: list[str] = option(MISSING, "two or more: draft folders, Hub ids, or the word ngram")
+    suite: str = like(EvalConfig, "suite")
+    output_dir: str = option(MISSING, "where the comparison and the reports go")
+    num_speculative_tokens: int = like(EvalConfig, "num_speculative_tokens")
+    temperature: float = like(EvalConfig, "temperature")
+    top_p: float = like(EvalConfig, "top_p")
+    top_k: int = like(EvalConfig, "top_k")
+    max_new_tokens: int = like(EvalConfig, "max_new_tokens")
+    num_prompts: int | None = like(EvalConfig, "num_prompts")
+    repeats: int = like(EvalConfig, "repeats")
+    warmup: int = like(EvalConfig, "warmup")
+    sampling_draws: int = like(EvalConfig, "sampling_draws")
+    seed: int = like(EvalConfig, "seed")
+
+
+def main(options: CompareOptions) -> ExitCode:
+    folder = Path(options.output_dir)
+    check_writable(folder, "output_dir")
+    candidates, suite = find_candidates(options.drafts), load_suite(options.suite)
+
+    # Target, all the drafts, and prompts: whatever is wrong with one of them shows before anything is measured
+    target = FrozenTarget.load(**vars(options.target))
+    drafts = [
+        NamedDraft(load_proposer(entry.method, entry.folder, target, key="drafts"), entry.method, entry.draft, entry.revision)
+        for entry in candidates
+    ]
+    prompts = tokenize(
+        suite,
+        target.tokenizer,
+        max_new_tokens=options.max_new_tokens,
+        max_length=target.max_length,
+        num_prompts=options.num_prompts,
+    )
+
+    # Measure
+    settings = Settings(
+        num_speculative_tokens=options.num_speculative_tokens,
+        max_new_tokens=options.max_new_tokens,
+        sampling=Sampling(options.temperature, options.top_p, options.top_k),
+        repeats=options.repeats,
+        warmup=options.warmup,
+        seed=options.seed,
+    )
+    results = evaluate_drafts(target, drafts, suite, prompts, settings, sampling_draws=options.sampling_draws)
+
+    # Compare and write
+    measured = [
+        Measured(entry.name, entry.num_layers, report, records)
+        for entry, (report, records) in zip(candidates, results, strict=True)
+    ]
+    comparison = compare(measured, seed=options.seed)
+    write_comparison(folder, comparison, {entry.name: entry.records for entry in measured})
+    print_comparison(comparison, folder)
+    return ExitCode.DONE if all(entry["lossless"] for entry in comparison["ranking"]) else ExitCode.CHECK_FAILED
+
+
+if __name__ == "__main__":
+    sys.exit(run(main, CompareOptions, shorthands=SHORTHANDS))

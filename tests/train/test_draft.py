@@ -1,0 +1,124 @@
+"""train/draft.py as a user runs it: every kind of first weights, the loss's choices, and what it says when the input is wrong."""
+
+import json
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from specdistill.project import RECIPES, ROOT
+from tests.tiny import tiny_target_model, tiny_tokenizer
+
+SCRIPT = str(ROOT / "train" / "draft.py")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny target, a smaller model of its family, and a text file."""
+    path = tmp_path_factory.mktemp("target")
+    for name, layers in (("model", 4), ("smaller", 1)):
+        tiny_target_model(num_layers=layers).save_pretrained(path / name)
+        tiny_tokenizer().save_pretrained(path / name)
+    rows = [json.dumps({"text": f"Row {index} says {index * 7} and then again {index * 7}."}) for index in range(60)]
+    (path / "rows.jsonl").write_text("\n".join(rows))
+    return path
+
+
+def launch(monkeypatch: pytest.MonkeyPatch, folder: Path, output_dir: Path, *extra: str) -> int:
+    arguments = [
+        "method=draft_model",
+        f"target.model={folder / 'model'}",
+        f"data.source={folder / 'rows.jsonl'}",
+        f"data.cache_dir={folder / 'cache'}",
+        "data.max_length=64",
+        "data.validation_fraction=0.1",
+        "draft.init=layers",
+        "draft.num_layers=2",
+        f"train.output_dir={output_dir}",
+        "train.max_steps=2",
+        "train.per_device_train_batch_size=4",
+        "train.learning_rate=1e-3",
+        "train.eval_strategy=steps",
+        "train.eval_steps=2",
+        "train.save_steps=2",
+        "train.load_best_model_at_end=true",
+        "train.metric_for_best_model=acceptance_length",
+        "train.report_to=none",
+        *(extra if not any(argument.startswith("recipe=") for argument in extra) else ()),
+    ]
+    recipe = [argument for argument in extra if argument.startswith("recipe=")]
+    monkeypatch.setattr(sys, "argv", ["train/draft.py", *recipe, *arguments])
+    with pytest.raises(SystemExit) as caught:
+        runpy.run_path(SCRIPT, run_name="__main__")
+    return int(caught.value.code or 0)
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        (),
+        ("draft.init=scratch", "draft.hidden_size=32", "draft.num_layers=1"),
+        ("draft.init=width", "draft.intermediate_size=64"),
+        ("loss.labels=tokens",),
+        ("loss.divergence={forward_kl: 0.5, tvd: 0.5}", "loss.temperature=2.0"),
+        ("on_policy.fraction=1.0", "on_policy.prompt_tokens=8", "on_policy.num_tokens=8"),
+        ("draft.lora.rank=4",),
+    ],
+    ids=["layers", "scratch", "width", "tokens", "sum", "on-policy", "lora"],
+)
+def test_a_run_leaves_a_model_that_any_tool_loads(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, extra: tuple[str, ...]
+) -> None:
+    assert launch(monkeypatch, folder, tmp_path / "run", *extra) == 0
+    draft = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "draft")
+    assert draft.config.vocab_size == 260
+    assert len(AutoTokenizer.from_pretrained(tmp_path / "run" / "draft")) == 260
+    log = json.loads((tmp_path / "run" / "checkpoint-2" / "trainer_state.json").read_text())["log_history"]
+    measured = next(entry for entry in log if "eval_acceptance_length" in entry)
+    assert 1 <= measured["eval_acceptance_length"] <= 5
+    assert 0 < measured["eval_acceptance_0"] <= 1
+    assert (tmp_path / "run" / "training_curve.png").stat().st_size > 1000
+
+
+def test_an_existing_model_and_a_reference_that_chooses_tokens(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    extra = (
+        f"draft.init={folder / 'smaller'}",
+        f"loss.reference={folder / 'smaller'}",
+        "loss.selected=0.5",
+        "draft.num_layers=null",
+    )
+    assert launch(monkeypatch, folder, tmp_path / "run", *extra) == 0
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "draft").config.num_hidden_layers == 1
+
+
+@pytest.mark.parametrize(
+    ("extra", "key"),
+    [
+        ("on_policy.fraction=1.5", "on_policy.fraction"),
+        ("loss.divergence=foward_kl", "loss.divergence"),
+        ("loss.labels=words", "loss.labels"),
+        ("draft.num_layers=9", "draft.num_layers"),
+        ("draft.init=nowhere", "draft.init"),
+        ("loss.reference=nowhere", "loss.reference"),
+    ],
+)
+def test_wrong_input_is_one_line_and_leaves_nothing(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], extra: str, key: str
+) -> None:
+    assert launch(monkeypatch, folder, tmp_path / "run", extra) == 2
+    error = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert len(error) == 1
+    assert error[0].startswith(f"error: {key}: got ")
+    assert not (tmp_path / "run").exists()
+
+
+def test_every_recipe_of_a_small_draft_takes_a_step(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipes = sorted(path for path in RECIPES.rglob("draft*.yaml"))
+    assert recipes
+    for recipe in recipes:
+        assert launch(monkeypatch, folder, tmp_path / recipe.stem, f"recipe={recipe}") == 0
+        assert (tmp_path / recipe.stem / "draft" / "model.safetensors").exists()
