@@ -53,6 +53,12 @@ class Distillation(nn.Module):
         self.num_positions = num_positions
         self.selected = selected if reference is not None else 1.0
         self._reference = (reference,)  # in a tuple, so that it is neither trained nor saved
+        # transformers' Trainer reads this name: what is the same tensor under another name is written once.
+        self._keys_to_ignore_on_save = repeated_names(self)
+
+    def tie_weights(self) -> None:
+        """Called by transformers' Trainer after it has loaded a checkpoint without the repeated names."""
+        self.draft.tie_weights()
 
     def num_kept(self, batch: dict[str, Tensor]) -> Tensor:
         """How many rows the loss of a batch is summed over, up to the rounding of a selection."""
@@ -120,6 +126,16 @@ class Distillation(nn.Module):
             correct_BT = correct_BT & shift_left(hit_BT.long(), k, 0).bool()
             sums.chains.append(chain_BT.sum())
             sums.chain_correct.append((chain_BT & correct_BT).sum())
+
+
+def repeated_names(module: nn.Module) -> list[str]:
+    """Names in a module's state that stand for a tensor named before: a head that is the embedding."""
+    first: dict[tuple[int, torch.Size], str] = {}
+    return [
+        name
+        for name, tensor in module.state_dict().items()
+        if first.setdefault((tensor.data_ptr(), tensor.shape), name) != name
+    ]
 
 
 def logits_of_rows(model: PreTrainedModel, input_ids: Tensor, position_ids: Tensor, kept_BT: Tensor) -> Tensor:

@@ -119,5 +119,7 @@ class DraftTrainer(Trainer):
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
         """Checkpoints hold the Trainer's own file, for resuming, and the draft in its public layout, for measuring."""
-        super()._save(output_dir, state_dict)
+        state = self.objective.state_dict() if state_dict is None else state_dict
+        repeated = set(getattr(self.objective, "_keys_to_ignore_on_save", ()))
+        super()._save(output_dir, {name: tensor for name, tensor in state.items() if name not in repeated})
         self.save_draft(Path(output_dir or str(self.args.output_dir)) / "draft")

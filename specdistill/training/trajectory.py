@@ -26,7 +26,7 @@ def draw(log: list[dict[str, float]], path: Path) -> None:
     figure, (left, middle, right) = plt.subplots(1, 3, figsize=(13, 3.8), constrained_layout=True)
     left.plot(*_series(log, "loss"), label="training", color="tab:gray", linewidth=1)
     left.plot(*_series(log, "eval_loss"), label="held out", color="tab:blue", marker="o", markersize=3)
-    left.set(title="Weighted loss of the unroll", ylabel="nats per token")
+    left.set(title="Loss", ylabel="nats per token")
     left.legend(frameon=False)
     steps = sorted({int(key.rsplit("_", 1)[1]) for entry in log for key in entry if key.startswith("eval_accuracy_")})
     for step in steps:

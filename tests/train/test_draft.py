@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from specdistill.project import RECIPES, ROOT
@@ -18,8 +19,12 @@ SCRIPT = str(ROOT / "train" / "draft.py")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny target, a smaller model of its family, and a text file."""
     path = tmp_path_factory.mktemp("target")
-    for name, layers in (("model", 4), ("smaller", 1)):
-        tiny_target_model(num_layers=layers).save_pretrained(path / name)
+    for name, layers in (("model", 4), ("smaller", 1), ("tied", 4)):
+        model = tiny_target_model(num_layers=layers)
+        if name == "tied":
+            model.config.tie_word_embeddings = True
+            model.tie_weights()
+        model.save_pretrained(path / name)
         tiny_tokenizer().save_pretrained(path / name)
     rows = [json.dumps({"text": f"Row {index} says {index * 7} and then again {index * 7}."}) for index in range(60)]
     (path / "rows.jsonl").write_text("\n".join(rows))
@@ -80,6 +85,17 @@ def test_a_run_leaves_a_model_that_any_tool_loads(
     assert 1 <= measured["eval_acceptance_length"] <= 5
     assert 0 < measured["eval_acceptance_0"] <= 1
     assert (tmp_path / "run" / "training_curve.png").stat().st_size > 1000
+
+
+def test_a_head_that_is_the_embedding_is_written_once_and_read_back(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = tmp_path / "run"
+    assert launch(monkeypatch, folder, run, f"target.model={folder / 'tied'}") == 0
+    draft = AutoModelForCausalLM.from_pretrained(run / "draft")
+    assert draft.lm_head.weight is draft.model.embed_tokens.weight
+    assert "lm_head.weight" not in load_file(run / "checkpoint-2" / "model.safetensors")
+    assert "missing keys" not in caplog.text
 
 
 def test_an_existing_model_and_a_reference_that_chooses_tokens(
