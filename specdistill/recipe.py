@@ -26,10 +26,20 @@ R = TypeVar("R")
 
 
 def option(
-    default: Any, help: str, *, choices: Sequence[str] | None = None, least: float = -math.inf, most: float = math.inf
+    default: Any,
+    help: str,
+    *,
+    choices: Sequence[str] | None = None,
+    least: float = -math.inf,
+    most: float = math.inf,
+    only: str | None = None,
 ) -> Any:
-    """A recipe field with its help text (units) and its valid names, or the range of its value (of every item, for a list)."""
-    metadata = {"help": help, "choices": choices, "least": least, "most": most}
+    """A recipe field with its help text (units) and its valid names, or the range of its value (of every item, for a list).
+
+    `only` names the one method whose training reads it.
+    """
+    help = f"{only}: {help}" if only else help
+    metadata = {"help": help, "choices": choices, "least": least, "most": most, "only": only}
     if isinstance(default, list | dict):
         return field(default_factory=lambda: type(default)(default), metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -89,7 +99,7 @@ class HiddenStatesConfig:
 
 @dataclass(frozen=True)
 class LoraConfig:
-    rank: int = option(0, "rank of the update of each adapted matrix; 0 trains all weights", least=0)
+    rank: int = option(0, "rank of the update of each adapted matrix; 0 trains all weights", least=0, only="draft_model")
     alpha: int = option(16, "the update is scaled by alpha / rank", least=1)
     dropout: float = option(0.0, "dropout of the update's input", least=0, most=1)
     target_modules: list[str] | None = option(None, "linear layers adapted, by the end of their name; null: all but the head")
@@ -100,23 +110,31 @@ class DraftConfig:
     num_layers: int | None = option(
         None, "decoder layers of the draft; null: 1 for a head, the start's choice otherwise", least=1
     )
-    aux_layers: list[int] | None = option(None, "target layers read, counted as 'after L layers'; null: [2, n//2, n-3]")
-    vocab_size: int | None = option(None, "draft vocabulary, the target's most frequent tokens; null: all of them", least=1)
+    aux_layers: list[int] | None = option(
+        None, "target layers read, counted as 'after L layers'; null: [2, n//2, n-3]", only="eagle3"
+    )
+    vocab_size: int | None = option(
+        None, "draft vocabulary, the target's most frequent tokens; null: all of them", least=1, only="eagle3"
+    )
     hidden_size: int | None = option(None, "null: the target's", least=1)
     intermediate_size: int | None = option(None, "MLP width; null: the target's", least=1)
     num_attention_heads: int | None = option(None, "null: the target's", least=1)
     num_key_value_heads: int | None = option(None, "null: the target's", least=1)
     head_dim: int | None = option(None, "null: the target's", least=1)
-    fc_norm: bool = option(False, "EAGLE-3.1: normalise each auxiliary state before fc")
-    norm_output: bool = option(False, "EAGLE-3.1: feed back the normalised hidden state")
-    norm_before_residual: bool = option(False, "take the residual after the hidden norm; SGLang cannot express true")
-    ttt_steps: int = option(5, "steps the training-time test unrolls", least=1)
+    fc_norm: bool = option(False, "EAGLE-3.1: normalise each auxiliary state before fc", only="eagle3")
+    norm_output: bool = option(False, "EAGLE-3.1: feed back the normalised hidden state", only="eagle3")
+    norm_before_residual: bool = option(
+        False, "take the residual after the hidden norm; SGLang cannot express true", only="eagle3"
+    )
+    ttt_steps: int = option(5, "steps the training-time test unrolls", least=1, only="eagle3")
     init: str | None = option(
         None,
         "first weights: a trained draft (folder or Hub id), or for a small draft layers | width | scratch; null: the method's own",
     )
-    max_parameters: int | None = option(None, "most parameters of a small draft; its shape is then proposed", least=1)
-    allow_larger: bool = option(False, "go on with a small draft that has more parameters than the target")
+    max_parameters: int | None = option(
+        None, "most parameters of a small draft; its shape is then proposed", least=1, only="draft_model"
+    )
+    allow_larger: bool = option(False, "go on with a small draft that has more parameters than the target", only="draft_model")
     lora: LoraConfig = section(LoraConfig)
     heterogeneous_vocab: bool = option(False, "a small draft with another tokenizer: draft over the tokens both have")
 
@@ -140,17 +158,23 @@ class LossConfig:
         "cross_entropy, or a weighted sum {name: weight}",
     )
     jsd_beta: float = option(0.5, "the target's share of jsd's mixture, between 0 and 1")
-    step_decay: float = option(0.8, "weight of unroll step k is step_decay ** k", least=0, most=1)
+    step_decay: float = option(0.8, "weight of unroll step k is step_decay ** k", least=0, most=1, only="eagle3")
     temperature: float = option(1.0, "divides both sets of logits", least=0.01)
-    labels: str = option("laws", "draft_model: learn the target's laws, or the text's own tokens", choices=["laws", "tokens"])
-    reference: str | None = option(None, "draft_model: folder of a draft that says which tokens can be learnt (AdaSPEC)")
-    selected: float = option(0.4, "share of the tokens kept when there is a reference", least=0.01, most=1)
+    labels: str = option(
+        "laws", "learn the target's laws, or the text's own tokens", choices=["laws", "tokens"], only="draft_model"
+    )
+    reference: str | None = option(None, "folder of a draft that says which tokens can be learnt (AdaSPEC)", only="draft_model")
+    selected: float = option(0.4, "share of the tokens kept when there is a reference", least=0.01, most=1, only="draft_model")
 
 
 @dataclass(frozen=True)
 class OnPolicyConfig:
     fraction: float = option(
-        0.0, "draft_model: share of the batches that the draft writes and the target scores", least=0, most=1
+        0.0,
+        "share of the batches that the draft writes and the target scores",
+        least=0,
+        most=1,
+        only="draft_model",
     )
     temperature: float = option(1.0, "at which the draft writes; 0 is greedy", least=0)
     prompt_tokens: int = option(32, "tokens kept from the beginning of a row", least=1)
@@ -254,6 +278,26 @@ def load_recipe(schema: type[R], arguments: Sequence[str]) -> R:
     assert isinstance(recipe, schema)
     _check_values(recipe)
     return recipe
+
+
+def check_trainable(recipe: Recipe, script: str) -> None:
+    """Raises UserError when `script` does not train the recipe's method, or when a setting is for the training of another one."""
+    trained_by = METHODS[recipe.method].trained_by
+    if trained_by != script:
+        own = [name for name, method in METHODS.items() if method.trained_by == script]
+        who = f"which {trained_by} trains" if trained_by else "which needs no training"
+        raise UserError("method", got=f"{recipe.method}, {who}", expected=" or ".join(own))
+    _check_applies(recipe, recipe.method)
+
+
+def _check_applies(config: Any, method: str, prefix: str = "") -> None:
+    for name, hint, entry in _fields(type(config)):
+        key, value = f"{prefix}{name}", getattr(config, name)
+        if dataclasses.is_dataclass(hint):
+            _check_applies(value, method, f"{key}.")
+        elif entry.metadata["only"] not in (None, method) and value != entry.default:
+            expected = f"{_shown(entry.default)}: only {entry.metadata['only']} reads it"
+            raise UserError(key, got=f"{value} with method {method}", expected=expected)
 
 
 def schema_of(arguments: Sequence[str]) -> type[Recipe] | type[TargetRecipe]:

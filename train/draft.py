@@ -12,9 +12,9 @@ from transformers import set_seed
 from specdistill.command import run
 from specdistill.data import training_data
 from specdistill.drafts.lora import merged, with_lora
-from specdistill.drafts.small import build_small, load_small, save_small
+from specdistill.drafts.small import build_small, load_alike, save_small
 from specdistill.losses.divergence import build_divergence
-from specdistill.recipe import Recipe
+from specdistill.recipe import Recipe, check_trainable
 from specdistill.targets.frozen import FrozenTarget
 from specdistill.training.arguments import training_arguments
 from specdistill.training.distillation import Distillation
@@ -28,6 +28,7 @@ CALIBRATION_ROWS = 16  # rows of training data whose activations say what a prun
 
 
 def main(recipe: Recipe) -> None:
+    check_trainable(recipe, "train/draft.py")
     arguments = training_arguments(recipe.train)
     directory = RunDirectory.open(arguments.output_dir, recipe)
     set_seed(arguments.seed)
@@ -36,6 +37,7 @@ def main(recipe: Recipe) -> None:
 
     # Target
     target = FrozenTarget.load(**vars(recipe.target))
+    reference = load_alike(loss.reference, target, key="loss.reference") if loss.reference else None
 
     # Data
     train_set, eval_set = training_data(recipe.data, target.tokenizer, target.model, fingerprint=target.fingerprint())
@@ -45,7 +47,6 @@ def main(recipe: Recipe) -> None:
     draft = with_lora(
         build_small(target, calibration=calibration, seed=arguments.seed, **recipe.draft.small()), **vars(recipe.draft.lora)
     )
-    reference = load_small(loss.reference, key="loss.reference", device=target.device)[0] if loss.reference else None
 
     # The run's record, before the first step
     if arguments.process_index == 0:

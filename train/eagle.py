@@ -14,7 +14,7 @@ from specdistill.data.vocabulary import draft_vocabulary
 from specdistill.drafts.build import build_eagle3
 from specdistill.drafts.checkpoint import load_eagle3, save_eagle3
 from specdistill.losses.divergence import build_divergence
-from specdistill.recipe import Recipe
+from specdistill.recipe import Recipe, check_trainable
 from specdistill.targets.frozen import FrozenTarget, check_aux_layers
 from specdistill.training.arguments import training_arguments
 from specdistill.training.optimizer import build_optimizer
@@ -25,6 +25,7 @@ from specdistill.training.unroll import TrainingTimeTest
 
 
 def main(recipe: Recipe) -> None:
+    check_trainable(recipe, "train/eagle.py")
     arguments = training_arguments(recipe.train)
     directory = RunDirectory.open(arguments.output_dir, recipe)
     set_seed(arguments.seed)

@@ -66,12 +66,10 @@ def build_small(
     }
     given = {name: size for name, size in sizes.items() if size is not None}
     if init not in STARTS:
-        draft, tokenizer = load_small(init, key="draft.init", device=target.device)
-        for name, size in given.items():
+        draft = load_alike(init, target, key="draft.init")
+        if given:
+            name, size = next(iter(given.items()))
             raise UserError(f"draft.{name}", got=size, expected=f"null: {init} has its sizes")
-        width: int = draft.get_output_embeddings().weight.shape[0]
-        if match_vocabularies(target.tokenizer, target.vocab_size, tokenizer, width, key="draft.init"):
-            raise UserError("draft.init", got=f"logits of {width} tokens", expected=f"{target.vocab_size}, as the target's")
     else:
         draft = _from_target(target, init, given, max_parameters, calibration, seed)
     _check_size(draft, target, max_parameters, allow_larger)
@@ -133,6 +131,15 @@ def load_small(
         raise UserError(key, got=name, expected=expected, nearest=nearest(name, STARTS) if key == "draft.init" else None)
     model, tokenizer = read_causal_lm(resolve(name, key), key=key, dtype=dtype)
     return model.to(device).eval(), tokenizer
+
+
+def load_alike(path: str, target: FrozenTarget, *, key: str) -> PreTrainedModel:
+    """A trained model with the target's own vocabulary, on its device. Raises UserError when the two differ, as `load_small` does."""
+    draft, tokenizer = load_small(path, key=key, device=target.device)
+    width: int = draft.get_output_embeddings().weight.shape[0]
+    if match_vocabularies(target.tokenizer, target.vocab_size, tokenizer, width, key=key):
+        raise UserError(key, got=f"logits of {width} tokens", expected=f"{target.vocab_size}, as the target's")
+    return draft
 
 
 def _from_target(

@@ -120,6 +120,11 @@ def test_an_existing_model_and_a_reference_that_chooses_tokens(
         ("draft.num_layers=9", "draft.num_layers"),
         ("draft.init=nowhere", "draft.init"),
         ("loss.reference=nowhere", "loss.reference"),
+        ("loss.reference=pico", "loss.reference"),
+        ("draft.init=pico", "draft.init"),
+        ("method=eagle3", "method"),
+        ("method=ngram", "method"),
+        ("draft.ttt_steps=3", "draft.ttt_steps"),
     ],
 )
 def test_wrong_input_is_one_line_and_leaves_nothing(

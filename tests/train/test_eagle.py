@@ -116,6 +116,10 @@ def test_training_goes_on_from_an_earlier_draft(folder: Path, tmp_path: Path, mo
         ("loss.divergence=tdv", "loss.divergence"),
         ("loss.jsd_beta=1", "loss.jsd_beta"),
         ("optimizer=adam", "optimizer"),
+        ("method=draft_model", "method"),
+        ("on_policy.fraction=0.5", "on_policy.fraction"),
+        ("loss.labels=tokens", "loss.labels"),
+        ("draft.lora.rank=4", "draft.lora.rank"),
     ],
 )
 def test_wrong_input_is_one_line_and_leaves_nothing(
