@@ -1,0 +1,103 @@
+"""A plan as a person reads it: what to do first, then a row for each method, where its numbers come from, and what was assumed."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from specdistill.evaluation.report.wording import times
+from specdistill.planning.hub import KnownDraft
+from specdistill.planning.plan import Plan, Row
+
+SHOWN_DRAFTS = 8
+
+
+def print_plan(plan: Plan, drafts: Sequence[KnownDraft], not_asked: str | None, console: Console | None = None) -> None:
+    """`not_asked` says why the Hub was not asked for drafts."""
+    console = console or Console(highlight=False)
+    target, advice = plan.target, plan.recommendation
+    read = f", {short(target['parameters_read'])} read a step" if target["parameters_read"] < 0.5 * target["parameters"] else ""
+    sizes = (
+        f": {target['model_type']}, {short(target['parameters'])} parameters{read}, {short(target['bytes'], 'B')} in "
+        f"{target['dtype']}, {target['num_layers']} layers of {target['hidden_size']:,}, {target['vocab_size']:,} tokens\n"
+    )
+    console.print(Text(f"\n{target['model']}", style="bold").append(sizes, style="not bold"))
+    grid = Table(box=box.SIMPLE_HEAD, leading=1, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+    for name in ("method", "the draft", "to train it", "step, c", "accepted, AL", "speedup"):
+        grid.add_column(name, no_wrap=True)
+    for row in plan.methods:
+        grid.add_row(*_cells(row), style="bold green" if row.method == advice["method"] else "" if row.available else "dim")
+    console.print(grid)
+    sections = {
+        "What each is": [f"{row.method}: {row.draft + ', ' if row.draft else ''}{row.note}" for row in plan.methods],
+        "Acceptance as published": [f"{row.method}: {row.acceptance_source}" for row in plan.methods if row.acceptance_source],
+        "Training data": [f"{row.method}: {row.training_source}" for row in plan.methods if row.training_tokens],
+        "Assumed": plan.assumptions,
+    }
+    for title, lines in sections.items():
+        _print_list(console, title, lines)
+    shown = [
+        f"{draft.repository} ({draft.method}, {draft.downloads:,} downloads, by its {draft.found_by})"
+        for draft in drafts[:SHOWN_DRAFTS]
+    ]
+    more = [f"{len(drafts) - SHOWN_DRAFTS} more"] if len(drafts) > SHOWN_DRAFTS else []
+    known = "Drafts on the Hub, methods guessed from names and tags; measure one before you train"
+    _print_list(console, known if drafts else "Drafts on the Hub", [*shown, *more] or [not_asked or "none found"])
+    for warning in plan.warnings:
+        console.print(Text(f"note: {warning}", style="yellow"))
+    console.print(
+        Text(f"\nRecommended: {advice['method'] or 'none'}", style="bold").append(f", {advice['reason']}.", style="not bold")
+    )
+    if advice["method"]:
+        console.print(Text(f"  {advice['start'] or 'no recipe of it ships'}", style="bold"), soft_wrap=True)
+
+
+def short(number: float, unit: str = "") -> str:
+    """Three digits and a decimal prefix: 8.03B parameters, 16.1 GB (a byte's giga is G, a number's B)."""
+    prefixes = ("", "k", "M", "G", "T", "P") if unit else ("", "k", "M", "B", "T", "P")
+    power = 0
+    while number >= 999.5 and power < len(prefixes) - 1:
+        number, power = number / 1000, power + 1
+    digits = f"{number:.0f}" if number >= 99.95 or not power else f"{number:.3g}"
+    return f"{digits} {prefixes[power]}{unit}" if unit else f"{digits}{prefixes[power]}"
+
+
+def _cells(row: Row) -> list[Text | str]:
+    """A method's cells, up to three lines each."""
+    if not row.available:
+        return [row.method, "none, see below", "", "", "", "–"]
+    size = "no weights"
+    if row.parameters:
+        size = f"{short(row.parameters)}, {short(row.bytes or 0, 'B')}\n{row.num_layers} × {row.hidden_size:,} wide"
+    train = ["nothing"]
+    if row.method != "ngram":
+        tokens = f"{short(row.training_tokens)} tokens" if row.training_tokens else "? tokens"
+        train = [tokens, f"{short(row.training_memory_bytes or 0, 'B')} device"]
+        train += [f"{short(row.disk_bytes, 'B')} disk"] if row.disk_bytes else []
+    shares = row.step_shares or {}
+    binding = max(shares, key=lambda name: shares[name]) if row.step_ratio else "no model"
+    step = f"{row.step_ratio:.3f}\n{binding}"
+    accepted, speedup = "not known", "–"
+    if row.low and row.high:
+        accepted = _between(f"{row.low.acceptance_length:.2f}", f"{row.high.acceptance_length:.2f}")
+        accepted += f"\nK = {_between(row.low.num_speculative_tokens, row.high.num_speculative_tokens)}"
+        speedup = f"{row.low.speedup:.2f} to\n{times(row.high.speedup)}"
+    return [row.method, size, "\n".join(train), step, accepted, speedup]
+
+
+def _between(low: Any, high: Any) -> str:
+    return f"{low}" if low == high else f"{low} to {high}"
+
+
+def _print_list(console: Console, title: str, lines: Sequence[str]) -> None:
+    """A heading and one indented paragraph a line, wrapped under itself."""
+    if not lines:
+        return
+    console.print(Text(f"\n{title}", style="bold"))
+    grid = Table.grid(padding=(0, 1))
+    for line in lines:
+        grid.add_row(Text(" ·", style="dim"), Text(line, style="dim"))
+    console.print(grid)

@@ -1,0 +1,93 @@
+"""The formulas of a plan, against values computed by hand and against the drafts themselves."""
+
+import pytest
+
+from specdistill.drafts.build import build_eagle3
+from specdistill.drafts.pruning import Shape, shape_of
+from specdistill.evaluation.theory import alpha_from_acceptance_length
+from specdistill.planning import costs
+from specdistill.planning.published import PUBLISHED
+from specdistill.targets.frozen import FrozenTarget
+from tests.tiny import tiny_target_model, tiny_tokenizer
+
+LLAMA_8B = Shape(1, 4096, 14336, 32, 8, 128)
+VOCABULARY, TARGET_READ = 128_256, 7_504_924_672  # 8,030,261,248 parameters less an embedding of 525,336,576
+
+
+def test_an_eagle3_head_for_llama_8b():
+    # q, k, v 48·128·8192, o 4096², MLP 3·4096·14336, two norms; a norm of the hidden half and the last one; head; fc
+    layer = 50_331_648 + 16_777_216 + 176_160_768 + 8_192
+    head = costs.eagle3_head(LLAMA_8B, VOCABULARY, 32_000, 4096)
+    assert head.read == layer + 8_192 + 131_072_000 == 374_358_016
+    assert head.parameters == head.read + 3 * 4096**2
+    assert costs.step_shares(head, TARGET_READ, 32) == pytest.approx({"weights": 0.04988, "layers": 0.03125}, rel=1e-3)
+
+
+def test_an_eagle_head_borrows_the_target_s_head():
+    head = costs.eagle_head(LLAMA_8B, VOCABULARY)
+    assert head.parameters == 2 * 4096**2 + 25_165_824 + 16_777_216 + 176_160_768 + 4_096
+    assert head.read == head.parameters + 525_336_576
+    assert head.copied == 2 * 525_336_576
+
+
+def test_native_layers_are_all_kept_and_read_one_at_a_time():
+    one, three = (costs.mtp_head(8, 100, layer=1000, layer_read=300, num_layers=n) for n in (1, 3))
+    assert one.parameters == 2 * 64 + 24 + 1000 and three.parameters == 3 * one.parameters
+    assert one.read == three.read == 2 * 64 + 24 + 300 + 800
+
+
+@pytest.mark.parametrize("hidden_size", [64, 32])
+def test_an_eagle3_head_is_counted_as_it_is_built(hidden_size: int):
+    target = FrozenTarget(tiny_target_model(), tiny_tokenizer(), name="tiny")
+    draft = build_eagle3(target, num_layers=2, hidden_size=hidden_size)
+    own = sum(
+        parameter.numel()
+        for name, parameter in draft.named_parameters()
+        if draft.config.owns_embedding or name != "embed_tokens.weight"
+    )
+    shape = Shape(2, hidden_size, *list(vars(shape_of(target.config)).values())[2:])
+    assert costs.eagle3_head(shape, 260, 260, 64).parameters == own
+
+
+def test_the_best_k():
+    # AL 1.5, 1.75, 1.875 over 1.2, 1.4, 1.6
+    best = costs.best_k(0.5, [1.0] * 3, 0.2)
+    assert (best.num_speculative_tokens, best.acceptance_length) == (1, 1.5)
+    assert best.speedup == pytest.approx(1.25)
+    free = costs.best_k(0.5, [1.0] * 8, 0.0)
+    assert free.num_speculative_tokens == 6  # 1.984 of at most 1.996
+
+
+def test_the_fitted_overhead_gives_back_what_was_measured():
+    """vLLM issue 20780: v = 1.18, c = 0.144, and 1.75 times plain decoding at AL 3.08, K = 4."""
+    head = costs.eagle3_head(LLAMA_8B, VOCABULARY, 32_000, 4096)
+    shares = costs.step_shares(head, TARGET_READ, 32)
+    assert max(shares.values()) + costs.LAYERS_OVERHEAD / 32 == pytest.approx(0.144, rel=0.01)
+    alpha = alpha_from_acceptance_length(3.08, 4)
+    low, high = costs.speedup_range((alpha, alpha), [1.0] * 8, shares, 32)
+    assert low.speedup == pytest.approx(1.75, rel=0.02)
+    assert high.speedup == pytest.approx(2.70, rel=0.01)
+
+
+def test_the_measured_speedups_of_others_lie_in_the_ranges():
+    """vLLM issue 20780 and vLLM 0.16 on an A100 (PARD's tables): EAGLE 1.65; EAGLE-3 1.75 and 2.42 on MT-bench."""
+    heads = {"eagle": costs.eagle_head(LLAMA_8B, VOCABULARY), "eagle3": costs.eagle3_head(LLAMA_8B, VOCABULARY, 32_000, 4096)}
+    for method, speedups in {"eagle": (1.65,), "eagle3": (1.75, 2.42)}.items():
+        shares = costs.step_shares(heads[method], TARGET_READ, 32)
+        low, high = costs.speedup_range(PUBLISHED[method].alphas, [1.0] * 8, shares, 32)
+        assert all(low.speedup < speedup < high.speedup for speedup in speedups)
+
+
+def test_a_mixture_pays_for_verification_and_lookup_for_nothing_else():
+    shares = {"weights": 0.0, "layers": 0.0}
+    dense, _ = costs.speedup_range((0.4, 0.4), [1.0] * 8, shares, 32)
+    mixture, high = costs.speedup_range((0.4, 0.4), [1 + 0.5 * k for k in range(1, 9)], shares, 32)
+    assert dense.speedup == pytest.approx(1 / 0.6 / 1.18, rel=0.02)
+    assert mixture.speedup == pytest.approx(1.4 / 1.68) and high.speedup > 1.6
+
+
+def test_training_memory_adds_up():
+    parts = costs.Parts(parameters=1000, read=900, num_layers=2, copied=500)
+    shape = Shape(2, 8, 16, 2, 1, 4)
+    # two layers of 2·(64 + 64) and 16·100 bytes for each of 10 tokens and 3 steps
+    assert costs.training_bytes(parts, 5000, shape, 100, 3, 10) == 5000 + 16_000 + 2000 + 30 * (512 + 1600)

@@ -1,0 +1,223 @@
+"""Plans for configs written here: no weights, no network."""
+
+import io
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from specdistill.drafts.small import propose_shape
+from specdistill.errors import UserError
+from specdistill.planning.console import print_plan, short
+from specdistill.planning.plan import Plan, make_plan, recommend
+from specdistill.planning.reading import build, read
+from specdistill.recipe import Recipe, load_recipe
+
+LLAMA_8B = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336,
+    "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256,
+    "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+}  # fmt: skip
+LLAMA_1B = LLAMA_8B | {
+    "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "head_dim": 64, "tie_word_embeddings": True,
+}  # fmt: skip
+QWEN3_06B = {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 1024, "intermediate_size": 3072,
+    "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936,
+    "tie_word_embeddings": True, "dtype": "bfloat16",
+}  # fmt: skip
+MIXTURE = {
+    "architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next", "hidden_size": 64, "num_hidden_layers": 4,
+    "num_experts": 8, "num_experts_per_tok": 2, "vocab_size": 1000, "num_nextn_predict_layers": 1, "dtype": "bfloat16",
+}  # fmt: skip
+EAGLE3 = LLAMA_8B | {"num_hidden_layers": 1, "draft_vocab_size": 32000}
+
+
+def folder(parent: Path, config: dict[str, Any], name: str = "target") -> str:
+    path = parent / name
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return str(path)
+
+
+def plan_for(tmp_path: Path, config: dict[str, Any], draft: dict[str, Any] | None = None) -> Plan:
+    target = read(folder(tmp_path, config), key="target.model")
+    return make_plan(target, read(folder(tmp_path, draft, "draft"), key="draft") if draft else None)
+
+
+def row_of(plan: Plan, method: str) -> Any:
+    return next(row for row in plan.methods if row.method == method)
+
+
+def test_llama_8b(tmp_path: Path):
+    plan = plan_for(tmp_path, LLAMA_8B)
+    assert (plan.target["parameters"], plan.target["bytes"]) == (8_030_261_248, 16_060_522_496)
+    assert plan.target["parameters_read"] == 7_504_924_672
+    assert plan.target["native_mtp"] is None
+    head = row_of(plan, "eagle3")
+    assert (head.parameters, head.bytes) == (424_689_664, 849_379_328)
+    assert head.training_tokens == 532_000 * 950
+    assert head.disk_bytes == head.training_tokens * 32 * 1024  # four tensors of 4096 in bfloat16
+    assert head.low.acceptance_length == pytest.approx(2.26)  # the source's own K
+    # 2.26 / (1.18 + 3 · (0.0499 + 3/32))
+    assert head.low.speedup == pytest.approx(1.403, abs=2e-3)
+    assert plan.recommendation["method"] == "eagle3"
+    assert plan.recommendation["start"].startswith("specdistill train recipe=small/eagle3 target.model=")
+    small = row_of(plan, "draft_model")
+    assert small.parameters < 8_030_261_248 / 16 and small.step_ratio == 3 / 32
+
+
+def test_a_fresh_mtp_layer_has_no_published_acceptance(tmp_path: Path):
+    row = row_of(plan_for(tmp_path, LLAMA_8B), "mtp")
+    assert row.available and "num_nextn_predict_layers" in row.note
+    assert row.alphas is row.low is row.high is row.training_tokens is None
+
+
+def test_a_tied_head_is_read(tmp_path: Path):
+    plan = plan_for(tmp_path, QWEN3_06B)
+    assert plan.target["parameters"] == plan.target["parameters_read"] == 596_049_920
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_native_layers_are_found_by_their_key_and_come_first(tmp_path: Path, nested: bool):
+    config = MIXTURE
+    if nested:
+        text = {"model_type": "qwen3_5_text", "mtp_num_hidden_layers": 1, "vocab_size": 1000, "num_hidden_layers": 4}
+        text |= {"hidden_size": 2048, "intermediate_size": 4096}
+        config = {"architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5", "text_config": text}
+    plan = plan_for(tmp_path, config)
+    key = "mtp_num_hidden_layers" if nested else "num_nextn_predict_layers"
+    assert plan.target["native_mtp"] == {"key": key, "layers": 1}
+    assert row_of(plan, "mtp").note == f"the target's own ({key}: 1)"
+    assert plan.recommendation["method"] == "mtp"
+    assert ("names no dtype" in " ".join(plan.warnings)) == nested
+
+
+@pytest.mark.parametrize("method", ["eagle3", "draft_model"])
+def test_the_command_trains_what_the_row_describes(tmp_path: Path, method: str):
+    """Its keys are those of the recipe, and the shape that it makes training propose is the row's."""
+    plan = plan_for(tmp_path, LLAMA_8B)
+    row = row_of(plan, method)
+    only = [replace(other, low=None, high=None) if other.method not in (method, "ngram") else other for other in plan.methods]
+    command = recommend(only, plan.target)["start"]
+    recipe = load_recipe(Recipe, command.split()[2:])
+    assert recipe.method == method
+    if method == "eagle3":
+        assert f"{recipe.draft.vocab_size:,} tokens" in row.note
+    else:
+        model = build(read(plan.target["model"], key="target.model"), key="target.model")
+        shape = propose_shape(model, recipe.draft.max_parameters)
+        assert (shape.num_layers, shape.hidden_size) == (row.num_layers, row.hidden_size)
+        assert (recipe.draft.init, recipe.draft.num_layers) == ("width", None)
+
+
+def test_what_no_head_can_read_gets_lookup(tmp_path: Path):
+    plan = plan_for(
+        tmp_path, {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_layer": 2, "n_embd": 64, "n_head": 2}
+    )
+    assert [row.method for row in plan.methods if row.available] == ["ngram"]
+    assert "a gpt2 target" in row_of(plan, "eagle3").note
+    assert plan.recommendation["method"] == "ngram"
+
+
+def test_quantised_weights_are_said_to_be_counted_otherwise(tmp_path: Path):
+    plan = plan_for(tmp_path, QWEN3_06B | {"quantization_config": {"quant_method": "fp8"}})
+    assert "fp8" in plan.warnings[0]
+
+
+@pytest.mark.parametrize(
+    ("config", "method"),
+    [
+        (EAGLE3, "eagle3"),
+        (EAGLE3 | {"architectures": ["LlamaForCausalLMEagle3"]}, "eagle3"),
+        ({key: value for key, value in EAGLE3.items() if key != "draft_vocab_size"}, "eagle"),
+        (LLAMA_1B, "draft_model"),
+    ],
+)
+def test_a_draft_that_is_given_takes_its_method_s_row(tmp_path: Path, config: dict[str, Any], method: str):
+    plan = plan_for(tmp_path, LLAMA_8B, config)
+    assert [row.method for row in plan.methods if row.draft] == [method]
+    if method == "eagle3":
+        assert plan.recommendation["start"].startswith(f"specdistill eval target={plan.target['model']} draft=")
+    if method == "draft_model":
+        row = row_of(plan, method)
+        assert row.parameters == 1_235_814_400
+        assert row.step_shares == {"weights": pytest.approx(0.1647, rel=1e-3), "layers": 0.5}
+
+
+def test_a_draft_larger_than_its_target_is_warned_of(tmp_path: Path):
+    plan = plan_for(tmp_path, LLAMA_1B, LLAMA_8B)
+    row = row_of(plan, "draft_model")
+    assert row.high.speedup < 1
+    assert plan.warnings[0].endswith(f"a predicted speedup of at most {row.high.speedup:.2f}")
+
+
+@pytest.mark.parametrize(
+    ("draft", "said"),
+    [
+        (QWEN3_06B, "with a vocabulary of 151,936, expected 128,256, the target's"),
+        (EAGLE3 | {"vocab_size": 128000}, "with a vocabulary of 128,000"),
+        (EAGLE3 | {"target_hidden_size": 8192}, "for a width of 8,192, expected 4,096"),
+        (
+            {"model_type": "bert", "architectures": ["BertForMaskedLM"]},
+            "a BertForMaskedLM, expected the config.json of an EAGLE",
+        ),
+    ],
+)
+def test_a_draft_of_something_else_is_refused(tmp_path: Path, draft: dict[str, Any], said: str):
+    with pytest.raises(UserError, match=r"^draft: ") as caught:
+        plan_for(tmp_path, LLAMA_8B, draft)
+    assert said in str(caught.value)
+
+
+def test_another_padding_of_the_vocabulary_is_only_warned_of(tmp_path: Path):
+    plan = plan_for(tmp_path, LLAMA_8B, LLAMA_1B | {"vocab_size": 128384})
+    assert "padded differently" in plan.warnings[0]
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"model_type": "t5", "architectures": ["T5ForConditionalGeneration"]}, "a T5ForConditionalGeneration"),
+        ({"model_type": "bert", "architectures": ["BertForMaskedLM"]}, "a BertForMaskedLM"),
+        ({"hidden_size": 3}, "model_type"),
+        (LLAMA_8B | {"hidden_size": "wide"}, "hidden_size"),
+        (LLAMA_8B | {"num_hidden_layers": 0}, "with num_hidden_layers 0, expected 1 or more"),
+    ],
+)
+def test_what_is_no_target_is_refused(tmp_path: Path, config: dict[str, Any], said: str):
+    with pytest.raises(UserError, match=r"^target\.model: ") as caught:
+        plan_for(tmp_path, config)
+    assert said in str(caught.value)
+
+
+def test_a_folder_without_a_config_is_refused(tmp_path: Path):
+    with pytest.raises(UserError, match=r"which has no config\.json"):
+        read(str(tmp_path), key="target.model")
+
+
+@pytest.mark.parametrize("width", [80, 100])
+def test_the_table_is_whole_at_usual_widths(tmp_path: Path, width: int):
+    output = io.StringIO()
+    print_plan(plan_for(tmp_path, LLAMA_8B), [], "not asked: hub=false", Console(file=output, width=width))
+    text = output.getvalue()
+    assert max(map(len, text.split("What each is")[0].splitlines())) <= width
+    assert "…" not in text.split("Recommended")[0]
+
+
+@pytest.mark.parametrize(
+    ("number", "unit", "said"),
+    [
+        (0, "", "0"),
+        (999, "", "999"),
+        (8.03e9, "", "8.03B"),
+        (999_600, "", "1M"),
+        (424_689_664, "B", "425 MB"),
+        (1.34e12, "B", "1.34 TB"),
+    ],
+)
+def test_short_numbers(number: float, unit: str, said: str):
+    assert short(number, unit) == said
