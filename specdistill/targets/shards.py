@@ -1,0 +1,107 @@
+"""The safetensors files of a checkpoint: which tensor stands in which file, and whether the index tells the truth."""
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from specdistill.errors import UserError, one_line
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+@dataclass(frozen=True)
+class Shards:
+    """`file_of`: file name of each tensor, in the order of the checkpoint. `key` is the recipe key that errors name."""
+
+    folder: Path
+    file_of: dict[str, str]
+    key: str
+
+    @classmethod
+    def open(cls, folder: Path, key: str, *, complete: bool = True) -> "Shards":
+        """Raises UserError when a file is missing or broken, or when the index names one that is not in the folder (not yet, unless
+        `complete`).
+        """
+        if not (folder / INDEX).is_file():
+            if not (folder / SINGLE).is_file():
+                raise UserError(
+                    key, got=f"{folder}, which has no {SINGLE} and no index", expected="a checkpoint in safetensors"
+                )
+            return cls(folder, dict.fromkeys(_names(folder / SINGLE, key), SINGLE), key)
+        try:
+            file_of: dict[str, str] = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
+            files = sorted(set(file_of.values()))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise UserError(key, got=f"{folder / INDEX}: {error}", expected="a safetensors index") from error
+        for file in files:
+            if Path(file).name != file:
+                raise UserError(key, got=f"{folder / INDEX} with {file}", expected="files in the same folder")
+            if complete and not (folder / file).is_file():
+                raise UserError(key, got=f"{folder} without {file}", expected="every file that its index names")
+        return cls(folder, file_of, key)
+
+    @property
+    def files(self) -> list[str]:
+        return sorted(set(self.file_of.values()))
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors: each file's, without its header and the eight bytes that say how long it is."""
+        total = 0
+        for file in self.files:
+            with (self.folder / file).open("rb") as stream:
+                total += (self.folder / file).stat().st_size - 8 - int.from_bytes(stream.read(8), "little")
+        return total
+
+    def config(self) -> dict[str, Any]:
+        """The checkpoint's config.json. Raises UserError when there is none."""
+        path = self.folder / "config.json"
+        try:
+            config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise UserError(self.key, got=f"{path}: {error}", expected="a checkpoint with its config.json") from error
+        return config
+
+    def describe(self, name: str) -> tuple[torch.dtype, torch.Size]:
+        """Dtype and shape of a tensor, which is not read."""
+        with safe_open(self.folder / self.file_of[name], framework="pt") as weights:
+            part = weights.get_slice(name)
+            return part[:0].dtype, torch.Size(part.get_shape())
+
+    def load(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Tensors by name, from the files they stand in. Raises UserError when one is not there."""
+        tensors = {}
+        by_file: dict[str, list[str]] = {}
+        for name in names:
+            by_file.setdefault(self.file_of[name], []).append(name)
+        for file, inside in by_file.items():
+            try:
+                with safe_open(self.folder / file, framework="pt") as weights:
+                    tensors.update({name: weights.get_tensor(name) for name in inside})
+            except SafetensorError as error:
+                raise UserError(
+                    self.key, got=f"{self.folder / file}: {one_line(str(error))}", expected="a whole file"
+                ) from error
+        return tensors
+
+    def check(self) -> None:
+        """Raises UserError unless every tensor stands in just the file that the index says."""
+        inside = [(name, file) for file in self.files for name in _names(self.folder / file, self.key)]
+        wrong = sorted({name for name, _ in set(inside) ^ set(self.file_of.items())})
+        if wrong:
+            got = f"{self.folder}, whose files and index differ about {', '.join(wrong[:3])}"
+            raise UserError(self.key, got=got, expected="every tensor in the one file that the index names")
+
+
+def _names(path: Path, key: str) -> list[str]:
+    try:
+        with safe_open(path, framework="pt") as weights:
+            return list(weights.keys())
+    except SafetensorError as error:
+        raise UserError(key, got=f"{path}: {one_line(str(error))}", expected="a whole safetensors file") from error

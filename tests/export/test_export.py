@@ -1,0 +1,238 @@
+"""The verb `export`: commands that serve, acceptance to expect, untrained drafts, and mistakes."""
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from specdistill.cli import main
+from specdistill.drafts.eagle3_checkpoint import load_eagle3
+from specdistill.drafts.heads import HEADS
+from specdistill.drafts.mtp_checkpoint import build_mtp, save_mtp
+from specdistill.drafts.recognise import method_of
+from specdistill.errors import UserError
+from specdistill.export.export import export
+from specdistill.export.target import TargetFiles
+from specdistill.targets.frozen import FrozenTarget
+from tests.mtp_targets import write_checkpoint
+from tests.tiny import tiny_target_model, tiny_tokenizer
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`target`, and `run/draft`, an EAGLE-3 head for it."""
+    path = tmp_path_factory.mktemp("export")
+    tiny_target_model(num_layers=8).save_pretrained(path / "target")
+    tiny_tokenizer().save_pretrained(path / "target")
+    HEADS["eagle3"].save(HEADS["eagle3"].build(FrozenTarget.load(str(path / "target"))), path / "run" / "draft")
+    return path
+
+
+def report(method: str = "eagle3", **settings: Any) -> dict[str, Any]:
+    row = {
+        "suite": "pico",
+        "num_prompts": 24,
+        "mean_acceptance_length": 2.891,
+        "mean_acceptance_length_ci95": [2.73, 3.08],
+        "acceptance_rate_per_position": [0.7, 0.551, 0.4, 0.3],
+    }
+    return {
+        "draft": {"method": method},
+        "target": {"model": "pico", "dtype": "float32"},
+        "settings": {"num_speculative_tokens": 4, "temperature": 0.0, "draft_sampling": "greedy", **settings},
+        "results": [row],
+    }
+
+
+def served(folder: Path) -> tuple[list[str], str]:
+    """The words of the last command in SERVE.md, and the whole text."""
+    text = (folder / "SERVE.md").read_text()
+    lines = text.split("```bash\n")[1].split("\n```")[0].replace("\\\n", " ").splitlines()
+    return shlex.split(lines[-1]), text
+
+
+def test_vllm_is_told_method_draft_and_number(folder: Path, tmp_path: Path) -> None:
+    export(folder / "run" / "draft", "vllm", tmp_path / "out", TargetFiles(str(folder / "target")))
+    words, text = served(tmp_path / "out")
+    assert words[:3] == ["vllm", "serve", str(folder / "target")] and words[3] == "--speculative-config"
+    assert json.loads(words[4]) == {"method": "eagle3", "model": str(tmp_path / "out"), "num_speculative_tokens": 3}
+    assert "vLLM (0.32 and 0.33)" in text and "Not measured" in text
+
+
+def test_sglang_is_told_steps_and_drafted_tokens(folder: Path, tmp_path: Path) -> None:
+    export(folder / "run" / "draft", "sglang", tmp_path / "out", num_speculative_tokens=5)
+    words, text = served(tmp_path / "out")
+    flags = dict(zip(words[3::2], words[4::2], strict=True))
+    assert words[:3] == ["python", "-m", "sglang.launch_server"]
+    assert flags == {
+        "--model-path": "TARGET",
+        "--speculative-algorithm": "EAGLE3",
+        "--speculative-draft-model-path": str(tmp_path / "out"),
+        "--speculative-num-steps": "5",
+        "--speculative-eagle-topk": "1",
+        "--speculative-num-draft-tokens": "6",
+    }
+    assert "TARGET stands for the model" in text
+
+
+@pytest.mark.parametrize(
+    ("engine", "words"),
+    [
+        ("speculators", ["vllm", "serve", "OUT"]),
+        (
+            "gguf",
+            [
+                "llama-server",
+                "-m",
+                "target.gguf",
+                "-md",
+                "draft.gguf",
+                "--spec-type",
+                "draft-eagle3",
+                "--spec-draft-n-max",
+                "3",
+            ],
+        ),
+    ],
+)
+def test_other_engines(engine: str, words: list[str], folder: Path, tmp_path: Path) -> None:
+    export(folder / "run" / "draft", engine, tmp_path / "out", TargetFiles(str(folder / "target")))
+    command, text = served(tmp_path / "out")
+    assert command[: len(words)] == [str(tmp_path / "out") if word == "OUT" else word for word in words]
+    if engine == "gguf":
+        assert f"convert_hf_to_gguf.py {tmp_path / 'out'} --target-model-dir {folder / 'target'}" in text
+
+
+def test_safeailab_is_told_in_python(folder: Path, tmp_path: Path) -> None:
+    export(folder / "run" / "draft", "safeailab", tmp_path / "out", TargetFiles(str(folder / "target")))
+    words, _ = served(tmp_path / "out")
+    assert words[:2] == ["python", "-c"] and "EaModel.from_pretrained(use_eagle3=True, base_model_path=" in words[2]
+    compile(words[2], "SERVE.md", "exec")
+
+
+def test_a_small_draft_is_served_by_each_engine(tmp_path: Path) -> None:
+    tiny_target_model(num_layers=2).save_pretrained(tmp_path / "ours")
+    tiny_tokenizer().save_pretrained(tmp_path / "ours")
+    export(tmp_path / "ours", "vllm", tmp_path / "vllm")
+    assert json.loads(served(tmp_path / "vllm")[0][4])["method"] == "draft_model"
+    export(tmp_path / "ours", "sglang", tmp_path / "sglang")
+    assert "STANDALONE" in served(tmp_path / "sglang")[0]
+    export(tmp_path / "ours", "gguf", tmp_path / "gguf", dtype="q8_0")
+    assert str(tmp_path / "gguf" / "draft-q8_0.gguf") in served(tmp_path / "gguf")[0]
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_what_was_measured_is_what_to_expect(named: bool, folder: Path, tmp_path: Path) -> None:
+    """From the report that is named, or from the one beside the draft in its run."""
+    place = tmp_path / "elsewhere" if named else tmp_path / "run" / "report"
+    place.mkdir(parents=True)
+    (place / "report.json").write_text(json.dumps(report()))
+    (tmp_path / "run").mkdir(exist_ok=True)
+    (tmp_path / "run" / "draft").symlink_to(folder / "run" / "draft")
+    export(tmp_path / "run" / "draft", "vllm", tmp_path / "out", report=place if named else None)
+    words, text = served(tmp_path / "out")
+    assert json.loads(words[4])["num_speculative_tokens"] == 4
+    assert "Acceptance length **2.89** (95 % interval 2.73 to 3.08)" in text
+    assert "70% / 55% / 40% / 30%" in text and "24 prompts of suite pico" in text and "temperature 0," in text
+
+
+def test_vllm_samples_as_the_measurement_did(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "report.json").write_text(json.dumps(report(temperature=0.8, draft_sampling="probabilistic")))
+    export(folder / "run" / "draft", "vllm", tmp_path / "out", report=tmp_path / "report.json")
+    assert json.loads(served(tmp_path / "out")[0][4])["draft_sample_method"] == "probabilistic"
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (None, "No such file"),
+        ("{", "expected the report.json"),
+        (json.dumps({}), "draft"),
+        (json.dumps({**report(), "results": []}), "expected the report.json"),
+        (json.dumps(report("eagle")), "of a draft of method eagle, expected the report.json of a draft of method eagle3"),
+    ],
+)
+def test_a_report_that_is_none(content: str | None, said: str, folder: Path, tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(UserError, match=r"^report: got ") as caught:
+        export(folder / "run" / "draft", "vllm", tmp_path / "out", report=path)
+    assert said in str(caught.value) and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_a_multi_token_prediction_layer_goes_into_its_target(engine: str, tmp_path: Path) -> None:
+    target = write_checkpoint("qwen3_next", tmp_path / "target")
+    save_mtp(build_mtp(target), tmp_path / "draft")
+    assert export(tmp_path / "draft", engine, tmp_path / "out", TargetFiles(str(tmp_path / "target"))) == "mtp"
+    words, _ = served(tmp_path / "out")
+    assert words[2 if engine == "vllm" else 4] == str(tmp_path / "out")
+    assert ('"method": "mtp"' in words[-1]) if engine == "vllm" else ("NEXTN" in words)
+    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("target", "out"))
+    assert before.keys() == after.keys()
+
+
+def test_a_layer_that_no_engine_looks_for_is_refused(folder: Path, tmp_path: Path) -> None:
+    target = FrozenTarget.load(str(folder / "target"))
+    save_mtp(build_mtp(target, init="scratch"), tmp_path / "draft")
+    with pytest.raises(UserError, match=r"^engine: got vllm for a layer of .*, a llama, expected a target that it loads"):
+        export(tmp_path / "draft", "vllm", tmp_path / "out", TargetFiles(target.name))
+    with pytest.raises(UserError, match=r"^engine: got gguf for .* method mtp, expected vllm or sglang"):
+        export(tmp_path / "draft", "gguf", tmp_path / "out", TargetFiles(target.name))
+    with pytest.raises(UserError, match=r"^target\.model: got nothing, expected the draft's target"):
+        export(tmp_path / "draft", "vllm", tmp_path / "out")
+
+
+def test_the_verb(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [
+        f"draft={folder / 'run' / 'draft'}",
+        "engine=sglang",
+        f"target={folder / 'target'}",
+        f"output_dir={tmp_path / 'out'}",
+    ]
+    assert main(["export", *arguments]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        f"draft of method eagle3 for sglang: {tmp_path / 'out'}",
+        f"how to serve it: {tmp_path / 'out' / 'SERVE.md'}",
+    ]
+    assert main(["export", *arguments]) == 2  # the folder is there now
+
+
+@pytest.mark.parametrize("engine", ["vllm", "speculators"])
+def test_an_untrained_head_of_a_recipe(engine: str, folder: Path, tmp_path: Path) -> None:
+    arguments = ["recipe=pico/eagle3", f"target={folder / 'target'}", "draft.num_layers=2", "draft.vocab_size=40"]
+    assert main(["export", "dry_run=true", f"engine={engine}", f"output_dir={tmp_path / 'out'}", *arguments]) == 0
+    head = load_eagle3(tmp_path / "out", FrozenTarget.load(str(folder / "target")))
+    assert head.config.num_layers == 2 and head.config.draft_vocab_size == 40 and head.config.fc_norm
+
+
+@pytest.mark.parametrize(("recipe", "method"), [("eagle", "eagle"), ("draft", "draft_model")])
+def test_an_untrained_draft_of_other_methods(recipe: str, method: str, folder: Path, tmp_path: Path) -> None:
+    arguments = [f"recipe=pico/{recipe}", f"target={folder / 'target'}", "engine=vllm", f"output_dir={tmp_path / 'out'}"]
+    assert main(["export", "dry_run=true", *arguments]) == 0
+    assert method_of(tmp_path / "out") == method
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "draft: got nothing, expected a folder or Hub id"),
+        (["engine=tgi"], "engine: got 'tgi', expected one of vllm, sglang"),
+        (["recipe=pico/eagle3"], "recipe: got recipe=pico/eagle3, expected a recipe with dry_run=true"),
+        (["dry_run=true"], "recipe: got nothing, expected a recipe with dry_run=true"),
+        (["dry_run=true", "recipe=pico/eagle3", "draft=x"], "draft: got x, expected"),
+        (["dry_run=true", "recipe=pico/eagle3", "draft.layers=1"], "draft.layers: got an unknown key"),
+        (["dry_run=true", "recipe=pico/eagle3", "draft.fc_bias=true"], "draft.fc_bias: got True with method eagle3"),
+        (["dry_run=true", "recipe=pico/eagle3", "method=ngram"], "method: got ngram, which needs no training"),
+        (["draft=./nowhere"], "draft: got ./nowhere, which is no folder"),
+    ],
+)
+def test_mistakes_are_one_line(arguments: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first = [] if any(argument.startswith("engine=") for argument in arguments) else ["engine=vllm"]
+    assert main(["export", *first, f"output_dir={tmp_path / 'out'}", *arguments]) == 2
+    errors = capsys.readouterr().err.splitlines()
+    assert errors[-1].startswith(f"error: {said}") and not (tmp_path / "out").exists()

@@ -1,0 +1,379 @@
+"""EAGLE heads: ours -> an engine's layout -> ours, bit for bit; names and keys of each layout by hand; what each engine refuses."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from specdistill.drafts.eagle3 import Eagle3Draft
+from specdistill.drafts.heads import HEADS
+from specdistill.errors import UserError
+from specdistill.export.export import export
+from specdistill.export.target import TargetFiles
+from specdistill.targets.frozen import FrozenTarget
+from tests.tiny import tiny_target_model, tiny_tokenizer
+
+ENGINES = ("vllm", "sglang", "speculators", "safeailab", "gguf")
+NUM_LAYERS = 8  # of the target: the default auxiliary layers are 2, 4 and 5
+IDS = "eagle_aux_hidden_state_layer_ids"
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+# What a head is built with, and the engines that can have it.
+EAGLE3: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "plain": ({}, ENGINES),
+    "pruned vocabulary": ({"draft_vocabulary": torch.arange(5, 105, 4)}, ENGINES),
+    "two layers": ({"num_layers": 2}, ("vllm", "speculators")),
+    "four layers": ({"num_layers": 4}, ("vllm", "speculators")),
+    "norms of 3.1": ({"fc_norm": True, "norm_output": True}, ("vllm", "sglang", "speculators")),
+    "norm_output": ({"norm_output": True}, ("vllm", "sglang", "speculators")),
+    "norm before fc": ({"norm_before_fc": True}, ("vllm", "sglang", "speculators", "gguf")),
+    "norm before residual": ({"norm_before_residual": True}, ("vllm", "speculators", "gguf")),
+    "narrower": ({"hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}, ENGINES),
+    "as wide as what fc reads": ({"hidden_size": 192}, ("vllm", "speculators", "gguf")),
+    "an embedding of its own": ({"own_embedding": True}, ("vllm", "speculators", "gguf")),
+    "two layers read": ({"aux_layers": [1, 6]}, ("vllm", "sglang", "speculators")),
+    "other three layers read": ({"aux_layers": [0, 3, 7]}, ("vllm", "sglang", "speculators", "gguf")),
+    "five layers read": ({"aux_layers": [1, 2, 3, 5, 7]}, ("vllm", "sglang", "speculators")),
+    "the last state read": ({"aux_layers": [2, 4, 8]}, ("vllm", "speculators")),
+    "layers out of order": ({"aux_layers": [5, 4, 2]}, ()),
+    "window": ({"sliding_window": 4}, ("vllm", "sglang", "speculators")),
+    "window and two layers": ({"sliding_window": 4, "num_layers": 2}, ("vllm", "speculators")),
+    "Llama 3's rotary embedding": ({"rope_scaling": LLAMA3}, ("vllm", "sglang", "speculators", "gguf")),
+}
+EAGLE: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "plain": ({}, ("vllm", "sglang", "safeailab")),
+    "a bias": ({"fc_bias": True}, ("sglang", "safeailab")),
+    "three layers": ({"num_layers": 3}, ("vllm", "sglang", "safeailab")),
+    "wider heads": ({"head_dim": 64}, ("vllm", "sglang")),
+    "window": ({"sliding_window": 4}, ()),
+}
+CASES = [
+    pytest.param(method, engine, shape, engine in able, id=f"{method}, {name}, {engine}")
+    for method, table in (("eagle3", EAGLE3), ("eagle", EAGLE))
+    for name, (shape, able) in table.items()
+    for engine in ENGINES
+    if (method, engine) not in (("eagle", "speculators"), ("eagle", "gguf"))
+]
+REPLACED = (
+    "norm_before_fc",
+    "own_embedding",
+    "rope_scaling",
+    "aux_layers",
+)  # what fresh heads are not built with, or not in this order
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> FrozenTarget:
+    folder = tmp_path_factory.mktemp("target")
+    tiny_target_model(num_layers=NUM_LAYERS).save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return FrozenTarget.load(str(folder))
+
+
+def head_of(method: str, target: FrozenTarget, shape: dict[str, Any], dtype: torch.dtype = torch.bfloat16) -> Any:
+    """A head with every tensor random, and none the same as another."""
+    replaced = {name: tuple(value) if name == "aux_layers" else value for name, value in shape.items() if name in REPLACED}
+    built = {name: value for name, value in shape.items() if name not in replaced}
+    if "aux_layers" in shape:
+        built["aux_layers"] = sorted(shape["aux_layers"])
+    head = HEADS[method].build(target, **built)
+    if replaced:
+        changed = Eagle3Draft(dataclasses.replace(head.config, **replaced))
+        changed.load_state_dict(head.state_dict(), strict=False)
+        head = changed
+    for index, (name, parameter) in enumerate(head.named_parameters()):
+        if name not in head.shared:
+            generator = torch.Generator().manual_seed(index)
+            parameter.data = torch.randn(parameter.shape, generator=generator)
+    return head.to(dtype)
+
+
+def written(folder: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    return json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
+
+
+@pytest.mark.parametrize(("method", "engine", "shape", "able"), CASES)
+def test_a_head_comes_back_bit_for_bit_or_is_refused(
+    method: str, engine: str, shape: dict[str, Any], able: bool, target: FrozenTarget, tmp_path: Path
+) -> None:
+    head = head_of(method, target, shape)
+    HEADS[method].save(head, tmp_path / "ours")
+    if not able:
+        with pytest.raises(UserError, match=rf"^engine: got {engine} for .* a head with .*, expected "):
+            export(tmp_path / "ours", engine, tmp_path / "out", TargetFiles(target.name))
+        assert [path.name for path in tmp_path.iterdir()] == ["ours"]
+        return
+    assert export(tmp_path / "ours", engine, tmp_path / "out", TargetFiles(target.name)) == method
+    back = HEADS[method].load(tmp_path / "out", target)
+    assert back.config == head.config
+    for name, tensor in head.state_dict().items():
+        assert back.state_dict()[name].dtype == tensor.dtype and torch.equal(back.state_dict()[name], tensor), name
+    # And from there into ours again, without the target where that is not asked for.
+    HEADS[method].save(back, tmp_path / "again")
+    for one, other in zip(written(tmp_path / "ours"), written(tmp_path / "again"), strict=True):
+        assert one.keys() == other.keys()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_weights_keep_their_dtype(dtype: torch.dtype, target: FrozenTarget, tmp_path: Path) -> None:
+    HEADS["eagle3"].save(head_of("eagle3", target, {"draft_vocabulary": torch.arange(5, 105, 4)}, dtype), tmp_path / "ours")
+    for engine in ENGINES:
+        export(tmp_path / "ours", engine, tmp_path / engine, TargetFiles(target.name))
+        config, tensors = written(tmp_path / engine)
+        assert {tensor.dtype for name, tensor in tensors.items() if name not in ("d2t", "t2d")} == {dtype}
+        assert tensors["d2t"].dtype == torch.int64 and tensors["t2d"].dtype == torch.bool
+        assert str(dtype).removeprefix("torch.") in (config.get("torch_dtype"), config.get("dtype"))
+
+
+@pytest.mark.parametrize(("first", "second"), [("speculators", "sglang"), ("sglang", "vllm"), ("vllm", "speculators")])
+def test_one_layout_becomes_another(first: str, second: str, target: FrozenTarget, tmp_path: Path) -> None:
+    head = head_of("eagle3", target, {"aux_layers": [1, 3, 6], "fc_norm": True})
+    HEADS["eagle3"].save(head, tmp_path / "ours")
+    export(tmp_path / "ours", first, tmp_path / "first", TargetFiles(target.name))
+    export(tmp_path / "first", second, tmp_path / "second", TargetFiles(target.name))
+    assert HEADS["eagle3"].load(tmp_path / "second", target).config == head.config
+
+
+def llama(**keys: Any) -> dict[str, Any]:
+    """The keys of a Llama that every layout has for a head of the tiny target."""
+    return {
+        "model_type": "llama",
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "bos_token_id": None,
+        "eos_token_id": 0,
+        "head_dim": 32,
+        "hidden_act": "silu",
+        "hidden_size": 64,
+        "initializer_range": 0.02,
+        "intermediate_size": 128,
+        "max_position_embeddings": 256,
+        "mlp_bias": False,
+        "num_attention_heads": 2,
+        "num_hidden_layers": 1,
+        "num_key_value_heads": 1,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "rope_scaling": None,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "sliding_window": None,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "use_cache": True,
+        "vocab_size": 260,
+        **keys,
+    }
+
+
+def head_shapes(first: str) -> dict[str, tuple[int, ...]]:
+    """Of an EAGLE-3 head with 25 tokens that reads three layers of 64."""
+    return {
+        "fc.weight": (64, 192),
+        f"{first}self_attn.q_proj.weight": (64, 128),
+        f"{first}self_attn.k_proj.weight": (32, 128),
+        f"{first}self_attn.v_proj.weight": (32, 128),
+        f"{first}self_attn.o_proj.weight": (64, 64),
+        f"{first}hidden_norm.weight": (64,),
+        f"{first}input_layernorm.weight": (64,),
+        f"{first}post_attention_layernorm.weight": (64,),
+        f"{first}mlp.gate_proj.weight": (128, 64),
+        f"{first}mlp.up_proj.weight": (128, 64),
+        f"{first}mlp.down_proj.weight": (64, 128),
+        "norm.weight": (64,),
+        "lm_head.weight": (25, 64),
+        "d2t": (25,),
+        "t2d": (260,),
+    }
+
+
+def speculators_keys(target: FrozenTarget, **keys: Any) -> dict[str, Any]:
+    return {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        "speculators_version": "0.9.0",
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [
+                {"proposal_type": "greedy", "speculative_tokens": 3, "verifier_accept_k": 1, "accept_tolerance": 0.0}
+            ],
+            "verifier": {"name_or_path": target.name, "architectures": ["LlamaForCausalLM"]},
+        },
+        "transformer_layer_config": llama(),
+        "draft_vocab_size": 25,
+        "target_hidden_size": None,
+        "norm_before_residual": False,
+        "fc_norm": False,
+        "norm_output": False,
+        "norm_before_fc": False,
+        IDS: [2, 4, 5],
+        "embed_requires_grad": False,
+        "tie_word_embeddings": False,
+        "dtype": "bfloat16",
+        **keys,
+    }
+
+
+NO_NORMS = {"fc_norm": False, "norm_output": False, "norm_before_fc": False}
+COUNTED = {"draft_vocab_size": 25, "target_hidden_size": 64, "num_aux_hidden_states": 3}
+
+
+def test_eagle3_layouts_by_hand(target: FrozenTarget, tmp_path: Path) -> None:
+    """The default layers are stated nowhere but by speculators; the embedding is the target's, which speculators alone repeats."""
+    HEADS["eagle3"].save(head_of("eagle3", target, {"draft_vocabulary": torch.arange(5, 105, 4)}), tmp_path / "ours")
+    expected = {
+        "vllm": {"architectures": ["LlamaForCausalLMEagle3"], **llama(**COUNTED, **NO_NORMS, norm_before_residual=False)},
+        "sglang": {"architectures": ["LlamaForCausalLMEagle3"], **llama(**COUNTED, **NO_NORMS)},
+        "safeailab": {"architectures": ["LlamaForCausalLM"], **llama(draft_vocab_size=25)},
+        "gguf": {
+            "architectures": ["LlamaForCausalLMEagle3"],
+            **llama(**COUNTED, norm_before_fc=False, norm_before_residual=False),
+        },
+        "speculators": speculators_keys(target),
+    }
+    for engine, keys in expected.items():
+        export(tmp_path / "ours", engine, tmp_path / engine, TargetFiles(target.name))
+        config, tensors = written(tmp_path / engine)
+        assert config == keys, engine
+        shapes = head_shapes("layers.0." if engine == "speculators" else "midlayer.")
+        shapes |= {"embed_tokens.weight": (260, 64)} if engine == "speculators" else {}
+        assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == shapes, engine
+        assert tensors["d2t"].tolist() == [5 + 3 * index for index in range(25)]
+        assert tensors["t2d"].nonzero().flatten().tolist() == list(range(5, 105, 4))
+    embedding = written(tmp_path / "speculators")[1]["embed_tokens.weight"]
+    assert torch.equal(embedding, target.model.get_input_embeddings().weight.bfloat16())
+
+
+def test_chosen_layers_stand_where_each_engine_counts_them_rightly(target: FrozenTarget, tmp_path: Path) -> None:
+    HEADS["eagle3"].save(head_of("eagle3", target, {"aux_layers": [1, 6]}), tmp_path / "ours")
+    for engine in ("vllm", "sglang", "speculators"):
+        export(tmp_path / "ours", engine, tmp_path / engine, TargetFiles(target.name))
+    vllm, sglang, speculators = (written(tmp_path / engine)[0] for engine in ("vllm", "sglang", "speculators"))
+    assert vllm[IDS] == [1, 6] and "eagle_config" not in vllm and vllm["num_aux_hidden_states"] == 2
+    assert sglang["eagle_config"] == {"use_aux_hidden_state": True, IDS: [0, 5]} and IDS not in sglang
+    assert sglang["num_aux_hidden_states"] == 2
+    assert speculators[IDS] == [1, 6]
+
+
+def test_a_whole_vocabulary_has_no_maps_and_another_width_its_own_embedding(target: FrozenTarget, tmp_path: Path) -> None:
+    shape = {"hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
+    HEADS["eagle3"].save(head_of("eagle3", target, shape), tmp_path / "ours")
+    for engine in ENGINES:
+        export(tmp_path / "ours", engine, tmp_path / engine, TargetFiles(target.name))
+        config, tensors = written(tmp_path / engine)
+        assert not {"d2t", "t2d"} & tensors.keys()
+        assert tensors["embed_tokens.weight"].shape == (260, 32) and tensors["lm_head.weight"].shape == (260, 32)
+        assert config["target_hidden_size"] == 64 and config["draft_vocab_size"] == 260
+
+
+def test_windows_stand_where_engines_look(target: FrozenTarget, tmp_path: Path) -> None:
+    HEADS["eagle3"].save(head_of("eagle3", target, {"sliding_window": 4, "num_layers": 2}), tmp_path / "ours")
+    export(tmp_path / "ours", "vllm", tmp_path / "vllm", TargetFiles(target.name))
+    config, _ = written(tmp_path / "vllm")
+    assert config["sliding_window"] == 4 and config["layer_types"] == ["sliding_attention", "sliding_attention"]
+    HEADS["eagle3"].save(head_of("eagle3", target, {"sliding_window": 4}), tmp_path / "one")
+    export(tmp_path / "one", "sglang", tmp_path / "sglang", TargetFiles(target.name))
+    assert "--speculative-draft-window-size 4" in (tmp_path / "sglang" / "SERVE.md").read_text()
+
+
+def test_scaled_rotary_frequencies_are_written_for_older_and_newer_readers(target: FrozenTarget, tmp_path: Path) -> None:
+    HEADS["eagle3"].save(head_of("eagle3", target, {"rope_scaling": LLAMA3}), tmp_path / "ours")
+    export(tmp_path / "ours", "vllm", tmp_path / "out")
+    config, _ = written(tmp_path / "out")
+    assert config["rope_scaling"] == LLAMA3 and config["rope_theta"] == 10000.0
+    assert config["rope_parameters"] == {**LLAMA3, "rope_theta": 10000.0}
+
+
+def test_eagle_layouts_by_hand(target: FrozenTarget, tmp_path: Path) -> None:
+    """vLLM's has no bias, SGLang's and SafeAILab's one of zeros, with no `bias` in the config that would reach the attention."""
+    HEADS["eagle"].save(head_of("eagle", target, {}), tmp_path / "ours")
+    shapes = {
+        "fc.weight": (64, 128),
+        "layers.0.self_attn.q_proj.weight": (64, 64),
+        "layers.0.self_attn.k_proj.weight": (32, 64),
+        "layers.0.self_attn.v_proj.weight": (32, 64),
+        "layers.0.self_attn.o_proj.weight": (64, 64),
+        "layers.0.post_attention_layernorm.weight": (64,),
+        "layers.0.mlp.gate_proj.weight": (128, 64),
+        "layers.0.mlp.up_proj.weight": (128, 64),
+        "layers.0.mlp.down_proj.weight": (64, 128),
+    }
+    model = {"architectures": ["LlamaForCausalLM"], **llama(bias=False)}
+    expected = {
+        "vllm": ({"model_type": "eagle", "model": model, "truncated_vocab_size": None, "method": "eagle"}, shapes),
+        "sglang": ({"architectures": ["LlamaForCausalLMEagle"], **llama()}, shapes | {"fc.bias": (64,)}),
+        "safeailab": (
+            {"architectures": ["LlamaForCausalLM"], **llama()},
+            shapes | {"fc.bias": (64,), "embed_tokens.weight": (260, 64)},
+        ),
+    }
+    for engine, (keys, wanted) in expected.items():
+        export(tmp_path / "ours", engine, tmp_path / engine, TargetFiles(target.name))
+        config, tensors = written(tmp_path / engine)
+        assert config == keys, engine
+        assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == wanted, engine
+        assert "fc.bias" not in tensors or not tensors["fc.bias"].any()
+
+
+def test_a_trained_bias_is_written(target: FrozenTarget, tmp_path: Path) -> None:
+    head = head_of("eagle", target, {"fc_bias": True})
+    HEADS["eagle"].save(head, tmp_path / "ours")
+    export(tmp_path / "ours", "sglang", tmp_path / "out")
+    config, tensors = written(tmp_path / "out")
+    assert torch.equal(tensors["fc.bias"], head.fc.bias) and "bias" not in config
+
+
+@pytest.mark.parametrize(
+    ("method", "engine", "why"),
+    [
+        ("eagle3", "speculators", "speculators' config.json names it"),
+        ("eagle", "safeailab", "SafeAILab's heads repeat its embedding"),
+    ],
+)
+def test_the_target_is_asked_for_where_it_is_needed(
+    method: str, engine: str, why: str, target: FrozenTarget, tmp_path: Path
+) -> None:
+    HEADS[method].save(head_of(method, target, {}), tmp_path / "ours")
+    with pytest.raises(UserError, match=rf"^target\.model: got nothing, expected the draft's target: {why}"):
+        export(tmp_path / "ours", engine, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_target_that_does_not_fit_is_refused(target: FrozenTarget, tmp_path: Path) -> None:
+    tiny_target_model(num_layers=6).save_pretrained(tmp_path / "other")
+    for method in ("eagle", "eagle3"):
+        HEADS[method].save(head_of(method, target, {}), tmp_path / method)
+    with pytest.raises(UserError, match="num_target_layers 8, expected 6"):
+        export(tmp_path / "eagle3", "vllm", tmp_path / "out", TargetFiles(str(tmp_path / "other")))
+    config = json.loads((tmp_path / "other" / "config.json").read_text())
+    (tmp_path / "other" / "config.json").write_text(json.dumps(config | {"vocab_size": 300}))
+    with pytest.raises(UserError, match="vocab_size 260, expected 300"):
+        export(tmp_path / "eagle", "vllm", tmp_path / "out", TargetFiles(str(tmp_path / "other")))
+
+
+def test_the_embedding_is_found_in_a_sharded_target(target: FrozenTarget, tmp_path: Path) -> None:
+    tiny_target_model(num_layers=NUM_LAYERS).save_pretrained(tmp_path / "sharded", max_shard_size="80KB")
+    assert (tmp_path / "sharded" / "model.safetensors.index.json").is_file()
+    HEADS["eagle3"].save(head_of("eagle3", target, {}), tmp_path / "ours")
+    export(tmp_path / "ours", "speculators", tmp_path / "out", TargetFiles(str(tmp_path / "sharded")))
+    embedding = written(tmp_path / "out")[1]["embed_tokens.weight"]
+    assert torch.equal(embedding, target.model.get_input_embeddings().weight.bfloat16())
+
+
+def test_a_head_left_to_the_target_is_completed(target: FrozenTarget, tmp_path: Path) -> None:
+    """Some heads of a whole vocabulary leave `lm_head` to the target."""
+    HEADS["eagle3"].save(head_of("eagle3", target, {}, torch.float32), tmp_path / "ours")
+    path = tmp_path / "ours" / "model.safetensors"
+    save_file({name: tensor for name, tensor in load_file(path).items() if name != "lm_head.weight"}, path)
+    export(tmp_path / "ours", "vllm", tmp_path / "out", TargetFiles(target.name))
+    assert torch.equal(written(tmp_path / "out")[1]["lm_head.weight"], target.lm_head.weight)
+    assert torch.equal(HEADS["eagle3"].load(tmp_path / "ours", target).lm_head.weight, target.lm_head.weight)
