@@ -25,9 +25,9 @@ from specdistill.data.writing import Sampling as WritingSampling
 from specdistill.data.writing import fast_dtype, write, writer
 from specdistill.decoding.decoder import Decoder
 from specdistill.decoding.draft_model import DraftModelProposer
-from specdistill.decoding.proposers import Eagle3Proposer
+from specdistill.decoding.proposers import HeadProposer
 from specdistill.drafts.build import build_eagle3
-from specdistill.drafts.checkpoint import save_eagle3
+from specdistill.drafts.eagle3_checkpoint import save_eagle3
 from specdistill.drafts.pruning import from_layers
 from specdistill.evaluation.environment import hardware, software
 from specdistill.losses.divergence import forward_kl
@@ -79,7 +79,7 @@ def decoding(target: FrozenTarget, new_tokens: int = 96) -> dict[str, float]:
     ours = median_seconds(lambda: plain.generate(prompt, max_new_tokens=new_tokens))
     theirs = median_seconds(lambda: model.generate(ids, max_new_tokens=new_tokens, do_sample=False, pad_token_id=0))
     steps = plain.generate(prompt, max_new_tokens=new_tokens).rounds
-    chain = Decoder(target, Eagle3Proposer(build_eagle3(target)))
+    chain = Decoder(target, HeadProposer(build_eagle3(target)))
     rounds = chain.generate(prompt, max_new_tokens=new_tokens, num_speculative_tokens=4).rounds
     step = statistics.median(r.verify_seconds for r in steps)
     return {
