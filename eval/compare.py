@@ -22,6 +22,7 @@ from specdistill.evaluation.report.files import check_writable
 from specdistill.evaluation.suites import load_suite, tokenize
 from specdistill.recipe import EvalConfig, TargetConfig, like, option, section
 from specdistill.targets.frozen import FrozenTarget
+from specdistill.training.trajectory import read_history
 
 SHORTHANDS = {"target": "target.model"}
 
@@ -55,6 +56,7 @@ def main(options: CompareOptions) -> ExitCode:
         NamedDraft(load_proposer(entry.method, entry.folder, target, key="drafts"), entry.method, entry.draft, entry.revision)
         for entry in candidates
     ]
+    histories = [read_history(entry.folder, key="drafts") if entry.folder else None for entry in candidates]
     prompts = tokenize(
         suite,
         target.tokenizer,
@@ -76,8 +78,8 @@ def main(options: CompareOptions) -> ExitCode:
 
     # Compare and write
     measured = [
-        Measured(entry.name, entry.num_layers, report, records)
-        for entry, (report, records) in zip(candidates, results, strict=True)
+        Measured(entry.name, entry.num_layers, history.summary() if history else None, report, records)
+        for entry, history, (report, records) in zip(candidates, histories, results, strict=True)
     ]
     comparison = compare(measured, seed=options.seed)
     write_comparison(folder, comparison, {entry.name: entry.records for entry in measured})

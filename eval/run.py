@@ -45,6 +45,9 @@ def main(recipe: Recipe) -> ExitCode:
         confidence_threshold=config.confidence_threshold,
         draft_context=config.draft_context,
         heterogeneous_vocab=recipe.draft.heterogeneous_vocab,
+        ngram_min=config.ngram.min,
+        ngram_max=config.ngram.max,
+        ngram_lookup=config.ngram.lookup,
     )
     prompts = tokenize(
         suite,

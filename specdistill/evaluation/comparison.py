@@ -30,6 +30,7 @@ PARTS: dict[str, Metric] = {
         lambda draft, verify, rounds, plain, plain_rounds: (draft + verify) / rounds / (plain / plain_rounds),
         "lower",
     ),
+    "acceptance_rate": METRICS["acceptance_rate"],
     "drafted_per_round": Metric(("num_draft_tokens", "num_rounds"), lambda drafted, rounds: drafted / rounds),
     "first_position_rate": Metric(("num_accepted_first", "num_drafts"), lambda accepted, drafts: accepted / drafts),
     "later_position_rate": Metric(("num_accepted_later", "num_reached_later"), lambda accepted, reached: accepted / reached),
@@ -49,10 +50,14 @@ PARTS: dict[str, Metric] = {
 
 @dataclass(frozen=True)
 class Measured:
-    """One candidate's measurement. num_layers: decoder layers of the draft, None where it has none."""
+    """One candidate's measurement.
+
+    num_layers: decoder layers of the draft, None where it has none; training: its `History.summary()`, None where that is not known.
+    """
 
     name: str
     num_layers: int | None
+    training: dict[str, Any] | None
     report: dict[str, Any]
     records: Sequence[PromptRecord]
 
@@ -83,7 +88,10 @@ def compare(candidates: Sequence[Measured], *, seed: int = 0) -> dict[str, Any]:
                 "difference_to_best": differences,
             }
         )
-    listed = [{"name": entry.name, "num_layers": entry.num_layers, "report": entry.report} for entry in candidates]
+    listed = [
+        {"name": entry.name, "num_layers": entry.num_layers, "training": entry.training, "report": entry.report}
+        for entry in candidates
+    ]
     return {
         "schema_version": SCHEMA_VERSION,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -18,7 +19,8 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 
 from specdistill.decoding.decoder import Decoder, Generation, Round
 from specdistill.decoding.draft_model import DraftModelProposer
-from specdistill.decoding.proposers import Eagle3Proposer, NgramProposer, Proposer
+from specdistill.decoding.ngram import NgramProposer
+from specdistill.decoding.proposers import HeadProposer, Proposer
 from specdistill.decoding.sampling import Sampling
 from specdistill.evaluation.records import HFGenerate, PromptRecord, RoundRecord, Timing
 from specdistill.evaluation.suites import Prompt, evenly
@@ -151,7 +153,7 @@ def records(suite: str, target: FrozenTarget, proposer: Proposer, runs: Sequence
 
 def draft_vocabulary(proposer: Proposer) -> frozenset[int] | None:
     """The target's token ids that the draft can propose; None when it can propose any token of the text."""
-    if isinstance(proposer, Eagle3Proposer):
+    if isinstance(proposer, HeadProposer):
         return frozenset(proposer.target_ids_W.tolist())
     if isinstance(proposer, DraftModelProposer) and proposer.vocabulary:
         return frozenset(proposer.vocabulary.target_ids_W.tolist())
@@ -163,11 +165,14 @@ def draft_sampling(proposer: Proposer, sampling: Sampling) -> str:
     return "greedy" if sampling.is_greedy or isinstance(proposer, NgramProposer) else "probabilistic"
 
 
-def draft_settings(proposer: Proposer) -> dict[str, float | str | None]:
-    """What the report's settings say of a draft model's own; null for other methods."""
+def draft_settings(proposer: Proposer) -> dict[str, Any]:
+    """What the report's settings say of the method's own; null where they are another method's."""
+    settings: dict[str, Any] = dict.fromkeys(("confidence_threshold", "draft_context", "ngram"))
     if isinstance(proposer, DraftModelProposer):
-        return {"confidence_threshold": proposer.confidence_threshold, "draft_context": proposer.context}
-    return {"confidence_threshold": None, "draft_context": None}
+        settings |= {"confidence_threshold": proposer.confidence_threshold, "draft_context": proposer.context}
+    if isinstance(proposer, NgramProposer):
+        settings["ngram"] = {"min": proposer.min_ngram, "max": proposer.max_ngram, "lookup": proposer.lookup}
+    return settings
 
 
 @contextmanager

@@ -72,7 +72,9 @@ def arguments(target, suite, gate, output_dir, *more):
 
 def test_a_measurement_leaves_a_whole_report(target, suite, gate, tmp_path, capsys):
     folder = tmp_path / "report"
-    assert command(*arguments(target, suite, gate, folder, "eval.num_speculative_tokens=2")) == ExitCode.DONE
+    assert (
+        command(*arguments(target, suite, gate, folder, "eval.num_speculative_tokens=2", "eval.ngram.max=4")) == ExitCode.DONE
+    )
     assert sorted(path.name for path in folder.iterdir()) == FILES
     report = json.loads((folder / "report.json").read_text())
     validate(report)
@@ -83,6 +85,8 @@ def test_a_measurement_leaves_a_whole_report(target, suite, gate, tmp_path, caps
     assert report["not_measured"]["lossless.sampling_test"] == "eval.sampling_draws is 0"
     assert (report["draft"]["method"], report["draft"]["model"], report["draft"]["parameters"]) == ("ngram", None, 0)
     assert report["settings"]["draft_sampling"] == "greedy"
+    assert report["settings"]["ngram"] == {"min": 1, "max": 4, "lookup": "text"}
+    assert "n = 1 to 4, looked up in prompt and output" in (folder / "report.md").read_text()
     assert report["gate"]["passed"]
     assert report["hardware"]["cpu_threads"] >= 1
     samples = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
@@ -111,11 +115,15 @@ def test_a_failed_gate_is_exit_code_one_and_still_a_report(target, suite, gate, 
         (["eval.max_new_tokens=400"], "eval.suite: got prompt a0 of small"),
         (
             ["suite=pcio"],
-            "eval.suite: got pcio, expected one of pico, pico-dev, a suite YAML or a jsonl file; did you mean pico?",
+            "eval.suite: got pcio, expected one of pico, pico-context, pico-dev, pico-edit, pico-short, a suite YAML or a jsonl file;",
         ),
         (["gate=defalt"], "gate: got defalt, expected one of default, pico, or a gate YAML; did you mean default?"),
         (["method=eagle3"], "eval.draft: got"),
-        (["method=eagle"], "method: got 'eagle'"),
+        (["method=eagle3", "eval.ngram.lookup=prompt"], "eval.ngram.lookup: got prompt with method eagle3"),
+        (["eval.ngram.min=0"], "eval.ngram.min: got 0, expected int, at least 1"),
+        (["eval.ngram.min=4"], "eval.ngram.min: got 4, expected at most eval.ngram.max, which is 3"),
+        (["eval.ngram.lookup=promt"], "eval.ngram.lookup: got 'promt', expected one of text, prompt; did you mean prompt?"),
+        (["method=egle"], "method: got 'egle'"),
         (["target=./nowhere"], "target.model: got"),
         (["sweet=pico"], "sweet: got an unknown key"),
     ],

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from specdistill.evaluation import suites
+from specdistill.evaluation.comparison import Measured
 from specdistill.evaluation.records import HFGenerate, PromptRecord, RoundRecord, Timing
 from specdistill.evaluation.report.build import build_report
 from specdistill.evaluation.results import context_rows, headline, result_rows, theory
@@ -28,6 +29,8 @@ def simulate(
     *,
     conditional: Sequence[float] = (0.75, 0.72, 0.68, 0.65),
     num_rounds: int = 40,
+    draft_step: float = DRAFT_STEP,
+    verify_step: float = VERIFY_STEP,
     noise: float = 0.01,
     seed: int = 0,
     timing_seed: int = 1,
@@ -42,6 +45,7 @@ def simulate(
             number,
             conditional,
             num_rounds,
+            (draft_step, verify_step),
             noise,
             np.random.default_rng([seed, number]),
             np.random.default_rng([timing_seed, number]),
@@ -54,10 +58,12 @@ def _record(
     number: int,
     conditional: Sequence[float],
     num_rounds: int,
+    steps: tuple[float, float],
     noise: float,
     text: np.random.Generator,
     clock: np.random.Generator,
 ) -> PromptRecord:
+    draft_step, verify_step = steps
     category = CATEGORIES[number % len(CATEGORIES)]
     difficulty = text.normal(0, 0.05)
     start = int(text.integers(len(WORDS)))
@@ -85,7 +91,7 @@ def _record(
         first_token=0,
         first_token_text="return",
         rounds=tuple(rounds),
-        speculative=_timing(num_tokens, num_rounds, len(conditional) * DRAFT_STEP, VERIFY_STEP, clock.normal(1, noise)),
+        speculative=_timing(num_tokens, num_rounds, len(conditional) * draft_step, verify_step, clock.normal(1, noise)),
         baseline=_timing(num_tokens, num_tokens - 1, 0.0, PLAIN_STEP, clock.normal(1, noise)),
         hf_generate=HFGenerate(num_tokens, num_tokens * PLAIN_STEP * 1.1) if number < 12 else None,
         num_in_draft_vocabulary=num_tokens,
@@ -160,3 +166,24 @@ def simulated_report(
         "git_revision": "0123456789abcdef",
     }
     return build_report(**{**parts, **changes})
+
+
+def simulated_candidate(
+    name: str,
+    *,
+    num_layers: int | None = 1,
+    parameters: int = 410_000,
+    training: dict[str, Any] | None = None,
+    unexplained: int = 0,
+    **simulation: Any,
+) -> Measured:
+    """A draft of a comparison. `unexplained`: greedy texts that are not the target's own; `simulation`: arguments of `simulate`."""
+    records = simulate(**simulation)
+    report = simulated_report(records, k=len(records[0].rounds[0].drafted))
+    report["draft"] |= {"model": f"runs/{name}", "parameters": parameters, "bytes": 4 * parameters}
+    report["lossless"] |= {
+        "greedy_identical": not unexplained,
+        "unexplained_divergences": unexplained,
+        "divergences": unexplained,
+    }
+    return Measured(name, num_layers, training, report, records)

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from specdistill.decoding.decoder import Decoder, Generation, Round
-from specdistill.decoding.proposers import NgramProposer
+from specdistill.decoding.ngram import NgramProposer
 from specdistill.decoding.verify import rejection
 from specdistill.evaluation.losslessness import compare_greedy, most_telling_prompt, sampling_test, wrong_residual
 from specdistill.evaluation.suites import Prompt

@@ -2,12 +2,14 @@ import pytest
 import torch
 
 from specdistill.decoding.decoder import Decoder
-from specdistill.decoding.proposers import NgramProposer
+from specdistill.decoding.draft_model import DraftModelProposer
+from specdistill.decoding.ngram import NgramProposer
 from specdistill.decoding.sampling import Sampling
 from specdistill.evaluation import measure as measuring
 from specdistill.evaluation.measure import (
     Settings,
     draft_sampling,
+    draft_settings,
     draft_vocabulary,
     greedy_pairs,
     measure,
@@ -113,6 +115,15 @@ def test_what_a_draft_may_propose(proposer):
     assert draft_sampling(NgramProposer(), Sampling(1.0)) == "greedy"
     assert draft_sampling(proposer, Sampling(1.0)) == "probabilistic"
     assert draft_sampling(proposer, Sampling()) == "greedy"
+
+
+def test_what_the_report_says_of_a_methods_own_settings(target, proposer):
+    nothing = {"confidence_threshold": None, "draft_context": None, "ngram": None}
+    assert draft_settings(proposer) == nothing
+    small = DraftModelProposer(target.model, confidence_threshold=0.5, context="window")
+    assert draft_settings(small) == {**nothing, "confidence_threshold": 0.5, "draft_context": "window"}
+    look_up = NgramProposer(2, 5, "prompt")
+    assert draft_settings(look_up) == {**nothing, "ngram": {"min": 2, "max": 5, "lookup": "prompt"}}
 
 
 def test_spelling_adds_up_to_the_text():

@@ -6,14 +6,20 @@ from transformers import AutoTokenizer
 
 from specdistill.data.corpus import Module, standard_library
 from specdistill.evaluation.pico_suite import (
+    EDIT_TOKENS,
+    LINE_TOKENS,
     LONG_TOKENS,
     SHORT_TOKENS,
-    SUITE_NAMES,
+    SUITES_HOLD,
     Candidate,
     chat_prompts,
+    class_prompts,
     docstring_prompts,
     function_prompts,
     long_prompts,
+    rename_prompts,
+    revision_prompts,
+    signature_prompts,
     write_pico_suites,
 )
 from specdistill.evaluation.suites import load_suite, tokenize
@@ -38,8 +44,8 @@ class Tree:
 '''
 
 
-def prompts_of(kind):
-    return [candidate.row for candidate in kind(Module("m.py", SOURCE), len)]
+def prompts_of(kind, count_tokens=len):
+    return [candidate.row for candidate in kind(Module("m.py", SOURCE), count_tokens)]
 
 
 def test_function_prompts_end_at_the_signature_or_after_the_docstring():
@@ -72,7 +78,24 @@ def test_long_prompts_leave_text_to_write():
     assert len(list(long_prompts(Module("short.py", "\n".join(lines[:100])), lambda text: len(text.split())))) == 0
 
 
-@pytest.mark.parametrize("name", SUITE_NAMES)
+def test_edit_prompts_hold_the_function_that_they_ask_for():
+    request = "Write `first(path, *, strict=False)`: Return the first part of a path."
+    function = "def first(path, *, strict=False):\n    parts = path.split(os.sep)\n    return parts[0]"
+    (revision,), (rename,) = (
+        prompts_of(kind, lambda text: EDIT_TOKENS.start // 2) for kind in (revision_prompts, rename_prompts)
+    )
+    assert revision == {"messages": [{"role": "user", "content": f"{request}\n\n{function}"}]}
+    assert [turn["content"] for turn in rename["messages"]] == [request, function, request.replace("first(", "first_2(")]
+    assert [turn["role"] for turn in rename["messages"]] == ["user", "assistant", "user"]
+    assert not prompts_of(revision_prompts, lambda text: EDIT_TOKENS.stop)
+
+
+def test_line_prompts_open_a_class_or_a_function():
+    assert prompts_of(class_prompts) == [{"prompt": "class Tree:"}]
+    assert prompts_of(signature_prompts) == [{"prompt": "def grow(self, by):"}]  # the other is longer than 32
+
+
+@pytest.mark.parametrize("name", SUITES_HOLD)
 def test_a_committed_suite_fits_picos_context(name):
     tokenizer = AutoTokenizer.from_pretrained(PICO)
     prompts = tokenize(load_suite(name), tokenizer, max_new_tokens=128, max_length=512)
@@ -80,12 +103,14 @@ def test_a_committed_suite_fits_picos_context(name):
     for id, length in lengths.items():
         if id.startswith("long_context"):
             assert length in LONG_TOKENS, id
-        elif not id.startswith("chat"):
+        elif id.startswith(("class", "signature")):
+            assert length in LINE_TOKENS, id
+        elif id.startswith(("function", "docstring")):
             assert length in SHORT_TOKENS, id
 
 
-def test_no_line_is_in_two_suites():
-    texts = [[row.content for row in load_suite(name).rows if row.kind == "prompt"] for name in SUITE_NAMES]
+def test_no_line_is_both_in_the_suite_to_choose_on_and_in_the_one_that_judges():
+    texts = [[row.content for row in load_suite(name).rows if row.kind == "prompt"] for name in ("pico", "pico-dev")]
     telling = [{line for text in suite for line in text.splitlines() if len(line) > 50} for suite in texts]
     assert all(len(suite) == 36 for suite in texts)
     assert min(map(len, telling)) > 30
@@ -96,6 +121,17 @@ def test_no_line_is_in_two_suites():
     assert not chosen.overlaps(Candidate("n.py", "", {}, range(10, 20)))
 
 
+def test_the_context_suite_holds_every_prompt_whole_and_cut_to_its_end():
+    rows = load_suite("pico-context").rows
+    ends, wholes = ([row for row in rows if row.category == category] for category in ("end", "whole"))
+    tokenizer = AutoTokenizer.from_pretrained(PICO)
+    assert len(ends) == len(wholes) == 12
+    for end, whole in zip(ends, wholes, strict=True):
+        assert whole.content.endswith("\n" + end.content)
+        assert len(tokenizer(whole.content)["input_ids"]) in LONG_TOKENS
+        assert SHORT_TOKENS.start <= len(tokenizer(end.content)["input_ids"]) < SHORT_TOKENS.stop
+
+
 @pytest.mark.slow
 def test_the_committed_suites_are_what_their_generator_writes(tmp_path):
     if f"Python {platform.python_version()}," not in load_suite("pico").source:
@@ -103,6 +139,6 @@ def test_the_committed_suites_are_what_their_generator_writes(tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(PICO)
     write_pico_suites(standard_library("validation"), lambda text: len(tokenizer(text)["input_ids"]), tmp_path)
     written = sorted(tmp_path.iterdir())
-    assert [path.name for path in written] == ["pico-dev.jsonl", "pico-dev.yaml", "pico.jsonl", "pico.yaml"]
+    assert [path.name for path in written] == sorted(f"{name}.{kind}" for name in SUITES_HOLD for kind in ("jsonl", "yaml"))
     for path in written:
         assert path.read_bytes() == (SUITES / path.name).read_bytes()

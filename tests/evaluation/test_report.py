@@ -18,6 +18,7 @@ from specdistill.evaluation.report.files import check_writable, read_report, ren
 from specdistill.evaluation.report.html import to_html
 from specdistill.evaluation.report.markdown import to_markdown
 from specdistill.evaluation.report.schema import schema, validate
+from specdistill.evaluation.report.wording import settings_line, shared_settings
 from tests.evaluation.simulated import simulate, simulated_report
 
 FILES = ["junit.xml", "report.html", "report.json", "report.md", "samples.jsonl"]
@@ -66,6 +67,25 @@ def test_what_does_not_fit_the_schema_is_not_written(tmp_path, report, records, 
     with pytest.raises(UserError, match=message):
         write_report(tmp_path / "report", report, records)
     assert not (tmp_path / "report").exists()
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({}, ""),
+        ({"confidence_threshold": None, "draft_context": "refuse", "ngram": None}, ""),
+        ({"confidence_threshold": 0.25, "draft_context": "refuse"}, " · drafting stops below probability 0.25"),
+        ({"confidence_threshold": None, "draft_context": "window"}, " · the draft sees a window of the text"),
+        ({"ngram": {"min": 1, "max": 3, "lookup": "text"}}, " · n = 1 to 3, looked up in prompt and output"),
+        ({"ngram": {"min": 2, "max": 2, "lookup": "prompt"}}, " · n = 2, looked up in the prompt"),
+    ],
+)
+def test_what_a_method_was_told_is_said_with_the_settings(report, records, settings, said):
+    report["settings"] |= settings
+    validate(report)
+    assert settings_line(report) == shared_settings(report) + said
+    assert said in to_markdown(report)
+    assert said in to_html(report, records)
 
 
 def test_a_written_report_is_read_back_equal(tmp_path, report, records):

@@ -3,16 +3,19 @@
 Every plot is 420 units wide, so that four of them fit a desktop in pairs and a phone one by one, with readable labels on both.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
-from specdistill.evaluation.report.wording import number, percent, times
+from specdistill.evaluation.report.wording import duration, number, percent, times
 from specdistill.evaluation.theory import best_point
 
 WIDTH = 420
 LEFT, RIGHT = 40, 12  # margins of plots with a vertical axis
 TOP, BOTTOM = 22, 30
+LETTER = 7.6  # the width that a character of a label takes, generously
+ABOVE, LONGEST = 14, int(WIDTH / LETTER)  # the height of a name over what it names, and the characters that go there
 
 
 @dataclass(frozen=True)
@@ -72,12 +75,12 @@ def speedup_by_candidate(reports: Sequence[tuple[str, Mapping[str, Any]]]) -> di
     ends = [end for _, row in rows for end in row.get("speedup_ci95", (row["speedup"],))]
     floor, ceiling = _round_bounds(min(1.0, *ends), max(1.0, *ends))
     ticks = [(value, f"{value:g}×") for value in _ticks(floor, ceiling)]
-    plot = _lines([(name, row, "speedup") for name, row in rows], floor, ceiling, ticks, times)
-    return {**plot, "one": _line_scale(floor, ceiling)(1.0)}
+    plot = _lines([(name, row, "speedup") for name, row in rows], floor, ceiling, ticks, times, left=16, above=ABOVE)
+    return {**plot, "one": _line_scale(floor, ceiling, 16)(1.0)}
 
 
-def _line_scale(low: float, high: float) -> Scale:
-    return Scale(low, high, 108, WIDTH - 44)
+def _line_scale(low: float, high: float, left: float) -> Scale:
+    return Scale(low, high, left, WIDTH - 44)
 
 
 def _lines(
@@ -86,17 +89,24 @@ def _lines(
     high: float,
     ticks: Sequence[tuple[float, str]],
     label: Callable[[float], str],
+    *,
+    left: float = 108,
+    above: float = 0,
 ) -> dict[str, Any]:
-    """A named line for each (name, row, metric): the metric's value and its interval, on one horizontal axis."""
-    x, step, top = _line_scale(low, high), 30, 12
+    """A line for each (name, row, metric): the metric's value and its interval, on one horizontal axis.
+
+    The names have `left` units beside the lines, or, where that is too little, `above` units over each.
+    """
+    x, step, top = _line_scale(low, high, left), 30 + above, 12
     lines = []
-    for index, (name, row, metric) in enumerate(rows):
+    names = _short([name for name, _, _ in rows], LONGEST if above else 16)
+    for index, (name, (_, row, metric)) in enumerate(zip(names, rows, strict=True)):
         value = row[metric]
         start, end = row.get(f"{metric}_ci95", (value, value))
         lines.append(
             {
-                "y": top + step * index + step / 2,
-                "name": _short(name, 16),
+                "y": top + step * index + above + 15,
+                "name": name,
                 "x": x(value),
                 "low": x(start),
                 "high": x(end),
@@ -118,20 +128,23 @@ def acceptance_against_cost(
     shown = [(entry, reports[entry["name"]]) for entry in ranking if "theory" in reports[entry["name"]]]
     if not shown:
         return None
-    height = 240
+    height, bottom = 240, 240 - BOTTOM - 14
     costs = [report["theory"]["c"] for _, report in shown]
     rows = [report["results"][0] for _, report in shown]
     intervals = [row.get("mean_acceptance_length_ci95", (row["mean_acceptance_length"],) * 2) for row in rows]
     floor, ceiling = _round_bounds(min(low for low, _ in intervals), max(high for _, high in intervals))
     right = max(costs) * 1.15 or 1.0
-    x, y = Scale(0, right, LEFT, WIDTH - RIGHT), Scale(floor, ceiling, height - BOTTOM - 14, TOP)
+    x, y = Scale(0, right, LEFT, WIDTH - RIGHT), Scale(floor, ceiling, bottom, TOP)
+    names = [entry["name"] for entry, _ in shown]
     points = []
-    for (entry, _), cost, row, (low, high) in zip(shown, costs, rows, intervals, strict=True):
+    for index, ((entry, _), cost, row, (low, high)) in enumerate(zip(shown, costs, rows, intervals, strict=True)):
         place = {"x": x(cost), "y": y(row["mean_acceptance_length"]), "low": y(low), "high": y(high)}
         side = "end" if place["x"] > WIDTH * 0.6 else "start"
-        label = {"label": _short(entry["name"], 24), "anchor": side, "label_x": place["x"] + (-9 if side == "end" else 9)}
+        room = (place["x"] - LEFT if side == "end" else WIDTH - place["x"]) - 9
+        name = _short(names, int(room / LETTER))[index]
+        label = {"label": name, "anchor": side, "label_x": place["x"] + (-9 if side == "end" else 9)}
         points.append({**place, **label, "frontier": entry["on_pareto_frontier"], "best": entry["rank"] == 1})
-    _spread_labels(points)
+    _spread_labels(points, 15, bottom)
     frontier = sorted((point["x"], point["y"]) for point in points if point["frontier"])
     return {
         "height": height,
@@ -141,23 +154,77 @@ def acceptance_against_cost(
         "y_ticks": [{"y": y(value), "label": f"{value:g}"} for value in _ticks(floor, ceiling)],
         "left": LEFT,
         "right": WIDTH - RIGHT,
-        "bottom": height - BOTTOM - 14,
+        "bottom": bottom,
     }
 
 
-def _spread_labels(points: Sequence[dict[str, Any]], line: float = 15) -> None:
-    """Gives each point a `label_y`: its own height, or lower where a label is in the way."""
-    placed: list[dict[str, Any]] = []
-    for point in sorted(points, key=lambda point: (point["y"], point["x"])):
-        point["label_y"] = point["y"] + 4
-        for other in placed:
-            if abs(other["x"] - point["x"]) < WIDTH / 2 and point["label_y"] - other["label_y"] < line:
-                point["label_y"] = other["label_y"] + line
-        placed.append(point)
+def acceptance_while_training(candidates: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """A line for each candidate with a curve: simulated acceptance length against optimizer steps, its name where it ends.
+
+    Left and up is better: the same acceptance for less training. None when none of them has a curve.
+    """
+    shown = [(entry["name"], entry["training"]) for entry in candidates if entry["training"] and entry["training"]["curve"]]
+    if not shown:
+        return None
+    names, line = [name for name, _ in shown], 28  # a name with the time below it
+    height = max(240, TOP + BOTTOM + 14 + line * len(shown))
+    bottom, right = height - BOTTOM - 14, WIDTH - 140
+    steps, lengths = zip(*(point for _, training in shown for point in training["curve"]), strict=True)
+    floor, ceiling = _round_bounds(min(lengths), max(lengths))
+    x, y = Scale(0, max(steps) or 1, LEFT, right), Scale(floor, ceiling, bottom, TOP)
+    lines = []
+    for index, (_, training) in enumerate(shown):
+        points = [(x(step), y(length)) for step, length in training["curve"]]
+        end = dict(zip("xy", points[-1], strict=True))
+        name = _short(names, int((WIDTH - end["x"] - 8) / LETTER))[index]
+        time = "" if training["seconds"] is None else duration(training["seconds"])
+        lines.append({**end, "path": " ".join(f"{along},{up}" for along, up in points), "label": name, "time": time})
+    _spread_labels(lines, line, bottom - 14)
+    return {
+        "height": height,
+        "lines": lines,
+        "x_ticks": [{"x": x(value), "label": f"{value:,.0f}"} for value in _ticks(0, max(steps) or 1) if value == int(value)],
+        "y_ticks": [{"y": y(value), "label": f"{value:g}"} for value in _ticks(floor, ceiling)],
+        "left": LEFT,
+        "right": right,
+        "bottom": bottom,
+    }
 
 
-def _short(name: str, length: int) -> str:
-    return name if len(name) <= length else f"{name[: length - 1]}…"
+def _spread_labels(points: Sequence[dict[str, Any]], line: float, lowest: float) -> None:
+    """Gives each point a `label_y`: its own height, or lower where a label is in the way, or higher than `lowest` allows that."""
+    ordered = sorted(points, key=lambda point: (point["y"], point["x"]))
+
+    def nearby(point: dict[str, Any], others: Sequence[dict[str, Any]]) -> list[float]:
+        return [other["label_y"] for other in others if abs(other["x"] - point["x"]) < WIDTH / 2]
+
+    for index, point in enumerate(ordered):
+        point["label_y"] = max([point["y"] + 4, *(label + line for label in nearby(point, ordered[:index]))])
+    for index, point in reversed(list(enumerate(ordered))):
+        point["label_y"] = min([point["label_y"], lowest, *(label - line for label in nearby(point, ordered[index + 1 :]))])
+
+
+def _short(names: Sequence[str], length: int) -> list[str]:
+    """Names of at most `length` characters. Long ones lose the words that all of those begin or end with, then their middle."""
+    long = [name.split("-") for name in names if len(name) > length]
+    if len(long) < 2:
+        long = []
+    start = _num_shared(words[:-1] for words in long)
+    enough = all(len("-".join(words[start:])) < length for words in long)
+    end = 0 if enough else _num_shared(words[:start:-1] for words in long)
+    half = (length - 1) // 2
+    short = []
+    for name in names:
+        if len(name) > length:
+            words = name.split("-")
+            name = "…" * (start > 0) + "-".join(words[start : len(words) - end]) + "…" * (end > 0)
+        short.append(name if len(name) <= length else f"{name[: length - 1 - half]}…{name[-half:]}")
+    return short
+
+
+def _num_shared(lists: Iterable[Sequence[str]]) -> int:
+    """With how many equal items all of them begin."""
+    return len(list(takewhile(lambda items: len(set(items)) == 1, zip(*lists, strict=False))))
 
 
 def speedup_by_k(theory: Mapping[str, Any], row: Mapping[str, Any]) -> dict[str, Any]:
@@ -199,7 +266,9 @@ def time_per_token_by_candidate(reports: Sequence[tuple[str, Mapping[str, Any]]]
     rows = [(name, report["results"][0]) for name, report in reports]
     if any("verify_ms" not in row or "baseline_step_ms" not in row for _, row in rows):
         return None
-    return _stacked([("plain", _plain_parts(rows[0][1])), *((_short(name, 13), _draft_parts(row)) for name, row in rows)])
+    names = _short([name for name, _ in rows], LONGEST)
+    drafts = [(name, _draft_parts(row)) for name, (_, row) in zip(names, rows, strict=True)]
+    return _stacked([("plain", _plain_parts(rows[0][1])), *drafts], left=0, above=ABOVE)
 
 
 Parts = tuple[tuple[str, float], ...]  # (kind, milliseconds a token)
@@ -218,9 +287,9 @@ def _draft_parts(row: Mapping[str, Any]) -> Parts:
     return ("draft", draft), ("target", verify), ("rest", total - draft - verify)
 
 
-def _stacked(rows: Sequence[tuple[str, Parts]]) -> dict[str, Any]:
-    """A bar for each name, of its parts one after the other."""
-    left, step_height, top = 88, 52, 8
+def _stacked(rows: Sequence[tuple[str, Parts]], *, left: float = 88, above: float = 0) -> dict[str, Any]:
+    """A bar for each name, of its parts one after the other; names as in `_lines`."""
+    step_height, top = 52 + above, 8
     x = Scale(0, max(sum(milliseconds for _, milliseconds in parts) for _, parts in rows), left, WIDTH - 62)
     bars = []
     for index, (name, parts) in enumerate(rows):
@@ -232,7 +301,13 @@ def _stacked(rows: Sequence[tuple[str, Parts]]) -> dict[str, Any]:
             )
             start += milliseconds
         bars.append(
-            {"name": name, "y": top + step_height * index, "segments": segments, "end": x(start), "label": f"{total:.2f} ms"}
+            {
+                "name": name,
+                "y": top + step_height * index + above,
+                "segments": segments,
+                "end": x(start),
+                "label": f"{total:.2f} ms",
+            }
         )
     return {"height": top + len(rows) * step_height, "bars": bars, "left": left}
 
@@ -243,8 +318,7 @@ def _round_bounds(low: float, high: float) -> tuple[float, float]:
 
 
 def _ticks(low: float, high: float) -> list[float]:
-    step = next(
-        step for step in (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.25, 0.5, 1.0, 2.0, 5.0, 10.0) if (high - low) / step <= 6
-    )
+    steps = (0.005, *(digits * 10**power for power in range(-2, 9) for digits in (1, 2, 2.5, 5)))
+    step = next(step for step in steps if (high - low) / step <= 6)
     first = int(low / step + 0.999999) * step
     return [round(first + index * step, 3) for index in range(int((high - first) / step + 1e-9) + 1)]

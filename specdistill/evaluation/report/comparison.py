@@ -22,7 +22,7 @@ from specdistill.evaluation.report.wording import between, number, percent, time
 COMPARISON = "comparison.json"
 HEAD = (
     "", "candidate", "speedup", "to the best", "acceptance length", "rate", "first", "c", "v", "predicted", "best K",
-    "parameters", "memory", "long context", "lossless",
+    "weights", "training", "long context", "lossless",
 )  # fmt: skip
 
 
@@ -46,7 +46,7 @@ def to_markdown(comparison: Mapping[str, Any]) -> str:
     report = comparison["candidates"][0]["report"]
     sections = [
         f"# {plain(title(comparison))}",
-        plain(wording.settings_line(report)),
+        plain(wording.shared_settings(report)),
         table(HEAD, ([plain(" ".join(cell)) for cell in row["cells"]] for row in rows(comparison))),
         "## Why they differ",
         plain(paragraph(comparison)),
@@ -74,6 +74,7 @@ def to_html(comparison: Mapping[str, Any]) -> str:
             footnote=FOOTNOTE,
             speedups=charts.speedup_by_candidate(reports),
             pareto=charts.acceptance_against_cost(comparison["ranking"], dict(reports)),
+            curves=charts.acceptance_while_training(_ranked(comparison)),
             breakdown=charts.time_per_token_by_candidate(reports),
             width=charts.WIDTH,
         )
@@ -82,15 +83,22 @@ def to_html(comparison: Mapping[str, Any]) -> str:
 
 
 def print_comparison(comparison: Mapping[str, Any], folder: Path) -> None:
-    """The ranking in a few columns, the paragraph, and where the pages are. Text goes to stdout."""
-    console = Console(highlight=False)
-    shown = ("candidate", "speedup", "to the best", "acceptance length", "c", "memory", "lossless")
-    grid = Table(box=box.SIMPLE, title=Text(title(comparison)), title_justify="left")
-    for name in shown:
-        grid.add_column(name)
-    for row in rows(comparison):
-        grid.add_row(*(Text("\n".join(row["cells"][HEAD.index(name)])) for name in shown))
-    console.print(grid)
+    """The ranking from left to right, the paragraph, and where the pages are. Text goes to stdout.
+
+    A candidate is a column as wide as its longest interval, so that three fit 80 characters; the others follow below.
+    """
+    console, ranked = Console(highlight=False), rows(comparison)
+    across = max(1, (console.width - 17) // 21)
+    console.print(Text(title(comparison), style="italic"))
+    for start in range(0, len(ranked), across):
+        shown = ranked[start : start + across]
+        grid = Table(box=box.SIMPLE, show_edge=False, pad_edge=False)
+        grid.add_column(no_wrap=True, style="dim")
+        for row in shown:
+            grid.add_column(Text(row["name"]), overflow="fold")
+        for name in ("speedup", "to the best", "acceptance length", "c", "weights", "training", "lossless"):
+            grid.add_row(name, *(Text("\n".join(row["cells"][HEAD.index(name)])) for row in shown))
+        console.print(grid, "")
     console.print(Text(paragraph(comparison)), soft_wrap=True)
     console.print(Text(f"comparison: {folder / 'comparison.html'}", style="bold"), soft_wrap=True)
 
@@ -98,7 +106,7 @@ def print_comparison(comparison: Mapping[str, Any], folder: Path) -> None:
 FOOTNOTE = (
     "Every prompt was decoded with each candidate and once without, in turn; intervals are 95 %, from a bootstrap over prompts, and "
     "differences are paired. First: share of drafts whose first token was accepted. c: a draft step, v: a verification, in plain "
-    "decoding steps. Predicted = acceptance length / (v + c·K). Memory: the draft's weights."
+    "decoding steps. Predicted = acceptance length / (v + c·K). Weights: the draft's parameters."
 )
 
 
@@ -119,7 +127,7 @@ def rows(comparison: Mapping[str, Any]) -> list[dict[str, Any]]:
             "method": candidate["report"]["draft"]["method"],
             "link": f"{quote(candidate['name'])}/report.html",
             "best": entry["rank"] == 1,
-            "cells": _cells(entry, candidate["report"]),
+            "cells": _cells(entry, candidate),
         }
         for entry, candidate in zip(comparison["ranking"], _ranked(comparison), strict=True)
     ]
@@ -130,7 +138,8 @@ def _ranked(comparison: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return [by_name[entry["name"]] for entry in comparison["ranking"]]
 
 
-def _cells(entry: Mapping[str, Any], report: Mapping[str, Any]) -> list[tuple[str, ...]]:
+def _cells(entry: Mapping[str, Any], candidate: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    report, training = candidate["report"], candidate["training"]
     row, theory, draft = report["results"][0], report.get("theory", {}), report["draft"]
     return [
         (str(entry["rank"]),),
@@ -144,9 +153,9 @@ def _cells(entry: Mapping[str, Any], report: Mapping[str, Any]) -> list[tuple[st
         (number(theory.get("v")),),
         (times(row.get("predicted_speedup")),),
         (str(theory.get("best_k", "–")),),
-        (f"{draft['parameters']:,}",),
-        (wording.size(draft["bytes"]),),
-        _with_interval(percent(row.get("context_ratio")), row, "context_ratio"),
+        (f"{draft['parameters']:,}", f"({wording.size(draft['bytes'])})"),
+        (wording.duration(training["seconds"]), f"({training['steps']:,} steps)") if training else ("–",),
+        _context(row),
         ("yes" if entry["lossless"] else "NO",),
     ]
 
@@ -154,6 +163,12 @@ def _cells(entry: Mapping[str, Any], report: Mapping[str, Any]) -> list[tuple[st
 def _with_interval(shown: str, row: Mapping[str, Any], name: str) -> tuple[str, ...]:
     ends = between(row, name).strip()
     return (shown, ends) if ends else (shown,)
+
+
+def _context(row: Mapping[str, Any]) -> tuple[str, ...]:
+    ends = row.get("context_ratio_ci95")
+    shown = percent(row.get("context_ratio"))
+    return (shown, f"({percent(ends[0])} to {percent(ends[1])})") if ends else (shown,)
 
 
 def _to_best(entry: Mapping[str, Any]) -> tuple[str, ...]:

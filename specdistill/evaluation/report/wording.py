@@ -1,6 +1,6 @@
 """How a report says things: the same words and roundings in every format."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 
@@ -53,6 +53,19 @@ def percent(value: float | None) -> str:
     return "–" if value is None else f"{value:.0%}"
 
 
+def duration(seconds: float | None) -> str:
+    """The two largest units that it fills, as 2 min 21 s."""
+    if seconds is None:
+        return "–"
+    if seconds < 9.95:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {minutes} min"
+    return f"{minutes} min {rest} s" if minutes else f"{rest} s"
+
+
 def size(num_bytes: int) -> str:
     """Bytes in the largest of KiB, MiB and GiB that they fill."""
     if not num_bytes:
@@ -96,6 +109,22 @@ def outcome(rule: Mapping[str, Any]) -> str:
 
 
 def settings_line(report: Mapping[str, Any]) -> str:
+    """How it was measured, and what the method was told beyond that."""
+    return " · ".join([shared_settings(report), *_draft_settings(report["settings"])])
+
+
+def shared_settings(report: Mapping[str, Any]) -> str:
+    """The part of the settings that all drafts of a comparison have in common."""
     settings, hardware = report["settings"], report["hardware"]
     sampling = "greedy" if not settings["temperature"] else f"T = {settings['temperature']:g}"
     return f"K = {settings['num_speculative_tokens']} · {sampling} · suite {report['suite']['name']} · {hardware['name']}"
+
+
+def _draft_settings(settings: Mapping[str, Any]) -> Iterator[str]:
+    if settings.get("confidence_threshold") is not None:
+        yield f"drafting stops below probability {settings['confidence_threshold']:g}"
+    if settings.get("draft_context") == "window":
+        yield "the draft sees a window of the text"
+    if ngram := settings.get("ngram"):
+        lengths = f"{ngram['min']} to {ngram['max']}" if ngram["min"] < ngram["max"] else ngram["max"]
+        yield f"n = {lengths}, looked up in {'the prompt' if ngram['lookup'] == 'prompt' else 'prompt and output'}"

@@ -1,0 +1,154 @@
+"""eval/compare.py, from drafts on disk to the comparison's folder."""
+
+import json
+
+import pytest
+
+from specdistill.command import run
+from specdistill.drafts.heads import HEADS
+from specdistill.errors import ExitCode
+from specdistill.evaluation.report.schema import validate, validate_comparison
+from specdistill.targets.frozen import FrozenTarget
+from tests.eval.test_run_script import FILES, script
+from tests.tiny import tiny_target_model, tiny_tokenizer
+
+eval_compare = script("compare")
+HISTORY = {
+    "seconds": 7.5,
+    "steps": 4,
+    "log": [{"step": 2, "eval_acceptance_length": 1.2}, {"step": 4, "eval_acceptance_length": 1.3}],
+}
+
+
+def command(*arguments):
+    return run(eval_compare.main, eval_compare.CompareOptions, list(arguments), shorthands=eval_compare.SHORTHANDS)
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory):
+    """A folder with a target, a suite, a trained run with a head, a small draft and a head for a wider target."""
+    folder = tmp_path_factory.mktemp("work")
+    model, tokenizer = tiny_target_model(num_layers=3), tiny_tokenizer()
+    smaller, wider = tiny_target_model(num_layers=1), tiny_target_model(num_layers=3, hidden_size=128)
+    for name, saved in (("target", model), ("small", smaller)):
+        saved.save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+    for name, owner in (("run/draft", model), ("wide", wider)):
+        head = HEADS["eagle3"].build(FrozenTarget(owner, tokenizer, name="tiny"))
+        HEADS["eagle3"].save(head, folder / name)
+    (folder / "run" / "run").mkdir()
+    (folder / "run" / "run" / "history.json").write_text(json.dumps(HISTORY))
+    rows = [{"id": f"{kind}{n}", "category": kind, "prompt": f"{kind} {n} {kind} {n} "} for kind in "ab" for n in range(2)]
+    (folder / "suite.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+@pytest.fixture
+def arguments(work, tmp_path, monkeypatch):
+    """From inside that folder, as short a measurement as there is, into `tmp_path`."""
+    monkeypatch.chdir(work)
+    quick = ("max_new_tokens=8", "num_speculative_tokens=2", "repeats=1", "warmup=0", "sampling_draws=0")
+    return ["target=./target", "suite=suite.jsonl", f"output_dir={tmp_path / 'out'}", *quick]
+
+
+def test_a_comparison_leaves_its_pages_and_every_report(arguments, tmp_path, capsys):
+    assert command(*arguments, "drafts=[run/draft,small,ngram]") == ExitCode.DONE
+    out = tmp_path / "out"
+    names = ["draft", "small", "ngram"]
+    assert sorted(path.name for path in out.iterdir()) == sorted(
+        ["comparison.html", "comparison.json", "comparison.md", *names]
+    )
+    comparison = json.loads((out / "comparison.json").read_text())
+    validate_comparison(comparison)
+    assert [candidate["name"] for candidate in comparison["candidates"]] == names
+    assert [candidate["num_layers"] for candidate in comparison["candidates"]] == [1, 1, None]
+    trained, *others = (candidate["training"] for candidate in comparison["candidates"])
+    assert trained == {"seconds": 7.5, "steps": 4, "curve": [[2, 1.2], [4, 1.3]]}
+    assert others == [None, None]
+    assert all(entry["lossless"] for entry in comparison["ranking"])
+    reports = [candidate["report"] for candidate in comparison["candidates"]]
+    assert [report["draft"]["method"] for report in reports] == ["eagle3", "draft_model", "ngram"]
+    assert len({report["results"][0]["baseline_tokens_per_second"] for report in reports}) == 1  # measured once, for all
+    for name, report in zip(names, reports, strict=True):
+        assert sorted(path.name for path in (out / name).iterdir()) == FILES
+        assert json.loads((out / name / "report.json").read_text()) == report
+        validate(report)
+    samples = [[json.loads(line)["id"] for line in (out / name / "samples.jsonl").read_text().splitlines()] for name in names]
+    assert samples == [["a0", "a1", "b0", "b1"]] * 3
+    assert "Training: simulated acceptance length" in (out / "comparison.html").read_text()
+    said = capsys.readouterr().out
+    assert "7.5 s" in said and f"comparison: {out / 'comparison.html'}" in said
+    assert all(name in said for name in names)
+
+
+def test_a_draft_that_changes_the_text_is_exit_code_one(arguments, tmp_path, monkeypatch):
+    measure = eval_compare.evaluate_drafts
+
+    def one_changes_the_text(*args, **options):
+        results = measure(*args, **options)
+        where = {
+            "prompt_id": "a0",
+            "position": 3,
+            "speculative_token": 5,
+            "baseline_token": 6,
+            "top2_gap": 1.0,
+            "near_tie": False,
+        }
+        results[0][0]["lossless"] |= {
+            "greedy_identical": False,
+            "first_divergence": where,
+            "divergences": 1,
+            "unexplained_divergences": 1,
+        }
+        return results
+
+    monkeypatch.setattr(eval_compare, "evaluate_drafts", one_changes_the_text)
+    assert command(*arguments, "drafts=[small,ngram]", "num_prompts=2") == ExitCode.CHECK_FAILED
+    ranking = json.loads((tmp_path / "out" / "comparison.json").read_text())["ranking"]
+    assert [(entry["name"], entry["lossless"]) for entry in ranking] == [("ngram", True), ("small", False)]
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ([], "drafts"),
+        (["drafts=[small]"], "drafts: got 1 candidate, expected two or more"),
+        (["drafts=[small,./small]"], "drafts: got small and ./small, which are the same draft"),
+        (["drafts=[small,ngrm]"], "drafts: got ngrm, which is no folder, expected a draft folder, a Hub id or ngram; did you mean ngram?"),
+        (["drafts=[run,ngram]"], "drafts: got run, which holds draft, run, expected the folder of a trained draft"),
+        (["drafts=[wide,ngram]"], "drafts: got wide"),
+        (["drafts=[small,ngram]", "target=./nowhere"], "target.model: got"),
+        (["drafts=[small,ngram]", "suite=pcio"], "suite: got pcio"),
+        (["drafts=[small,ngram]", "max_new_tokens=400"], "got prompt a0"),
+        (["drafts=[small,ngram]", "num_speculative_tokens=0"], "num_speculative_tokens: got 0"),
+        (["drafts=[small,ngram]", "draft=small"], "draft: got an unknown key"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_one_line_and_leaves_nothing(arguments, tmp_path, capsys, more, message):
+    assert command(*arguments, *more) == ExitCode.USER_ERROR
+    said = capsys.readouterr().err.strip().splitlines()
+    assert said[-1].startswith("error: ") and message in said[-1]
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_history_that_cannot_be_read_is_said_before_anything_is_measured(arguments, work, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(eval_compare, "evaluate_drafts", None)
+    path = work / "run" / "run" / "history.json"
+    path.write_text("{")
+    try:
+        assert command(*arguments, "drafts=[run/draft,ngram]") == ExitCode.USER_ERROR
+    finally:
+        path.write_text(json.dumps(HISTORY))
+    assert "error: drafts: got " in (said := capsys.readouterr().err) and "history.json" in said
+
+
+def test_an_output_folder_that_cannot_be_written(arguments, tmp_path, capsys):
+    (tmp_path / "out").touch()
+    assert command(*arguments, "drafts=[small,ngram]") == ExitCode.USER_ERROR
+    assert "output_dir: got" in capsys.readouterr().err
+
+
+def test_help_shows_the_launch_line_and_every_key(capsys):
+    assert command("--help") == ExitCode.DONE
+    said = capsys.readouterr().out
+    assert "python eval/compare.py target=pico" in said and "short for target.model" in said
