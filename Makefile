@@ -10,7 +10,7 @@ READY := $(VENV)/.ready
 export PATH := $(abspath $(BIN)):$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint format bench
+.PHONY: help setup demo test lint format bench methods
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -34,6 +34,9 @@ format: $(READY)  ## reformat the code and sort its imports
 
 bench: $(READY)  ## measure speed on this machine
 	$(BIN)/python bench/run.py $(ARGS)
+
+methods: $(READY)  ## train every method for pico, compare them in one run, write the README's table
+	$(BIN)/python bench/methods.py $(ARGS)
 
 # torch first and by its pin: without one, pip takes the newest CUDA build. DeepSpeed's set-up imports torch, so it sees this environment.
 $(READY): pyproject.toml constraints.txt

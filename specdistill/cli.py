@@ -5,24 +5,63 @@ where its work is written down.
 """
 
 import ast
+import json
 import runpy
 import shlex
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from omegaconf import MISSING
+
 import specdistill
-from specdistill.command import print_help
+from specdistill.command import print_help, spell_out
 from specdistill.errors import ExitCode, ResourceError, UserError, explain, nearest
 from specdistill.methods import METHODS
 from specdistill.project import PICO, ROOT
-from specdistill.recipe import Recipe, TargetRecipe, load_recipe, schema_of
+from specdistill.recipe import Recipe, TargetConfig, TargetRecipe, describe, like, load_recipe, option, schema_of, section
 
 PATHS = {"pico": PICO}
 DEMO_RECIPE, DEMO_FOLDER = "pico/eagle3", "runs/demo"
 HELP = {"-h", "--help"}
+SHORTHANDS = {"target": "target.model"}
+
+
+@dataclass(frozen=True)
+class PlannedTarget:
+    model: str = like(TargetConfig, "model")
+    revision: str | None = like(TargetConfig, "revision")
+    trust_remote_code: bool = like(TargetConfig, "trust_remote_code")
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    target: PlannedTarget = section(PlannedTarget)
+    draft: str | None = option(None, "a draft that exists, folder or Hub id; of both only the configs are read")
+    hub: bool = option(True, "search the Hub for drafts of the target")
+    output: str | None = option(None, "JSON file for the same numbers")
+
+
+@dataclass(frozen=True)
+class ExportedTarget:
+    model: str | None = option(None, "the draft's target, pico, a folder or a Hub id; for method mtp and some layouts of heads")
+    revision: str | None = like(TargetConfig, "revision")
+
+
+@dataclass(frozen=True)
+class ExportOptions:
+    engine: str = option(MISSING, "what shall load it", choices=["vllm", "sglang", "speculators", "safeailab", "gguf"])
+    draft: str | None = option(None, "folder or Hub id of a trained draft, in any layout that is read")
+    output_dir: str = option(MISSING, "new folder for the checkpoint and SERVE.md, the command that serves it")
+    target: ExportedTarget = section(ExportedTarget)
+    report: str | None = option(None, "report.json of the draft, or its folder; null: <run>/report of <run>/draft")
+    dtype: str | None = option(None, "weights of a small draft in a GGUF file: f32, f16 or q8_0; null: f16")
+    num_speculative_tokens: int | None = option(None, "tokens drafted a round, for SERVE.md; null: the report's, or 3", least=1)
+    dry_run: bool = option(False, "write the untrained draft of recipe=…, with its key=value, to try its layout in an engine")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -57,6 +96,79 @@ def train(arguments: list[str]) -> int:
             raise UserError("method", got=f"{recipe.method}, which needs no training", expected=" or ".join(trained))
         script = trained_by
     return _run_script(script, arguments)
+
+
+def plan(arguments: list[str]) -> int:
+    """say which method a target should get before anything is trained: what each costs, the speedup to expect, and on what grounds"""
+    if HELP & set(arguments):
+        print_help(f"specdistill plan: {plan.__doc__}", PlanOptions, SHORTHANDS)
+        return ExitCode.DONE
+    options = load_recipe(PlanOptions, [spell_out(argument, SHORTHANDS) for argument in _keys(arguments)])
+    from specdistill.planning.console import print_plan  # here, and not above, because these import torch
+    from specdistill.planning.hub import known_drafts
+    from specdistill.planning.plan import make_plan
+    from specdistill.planning.reading import read
+
+    remote = options.target.trust_remote_code
+    target = read(options.target.model, key="target.model", revision=options.target.revision, trust_remote_code=remote)
+    draft = read(options.draft, key="draft", trust_remote_code=remote) if options.draft else None
+    made = make_plan(target, draft, trust_remote_code=remote)
+    drafts, not_asked = known_drafts(target.name, target.hub_id) if options.hub else ([], "not asked: hub=false")
+    if options.output is not None:
+        found = {"not_asked": not_asked, "drafts": [asdict(entry) for entry in drafts]}
+        text = json.dumps({**asdict(made), "hub": found}, indent=2, ensure_ascii=False) + "\n"
+        try:
+            Path(options.output).write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise UserError(
+                "output", got=f"{options.output} ({error.strerror})", expected="a file that can be written"
+            ) from error
+    print_plan(made, drafts, not_asked)
+    return ExitCode.DONE
+
+
+def export(arguments: list[str]) -> int:
+    """write a draft in the layout of an engine: vllm, sglang, speculators, safeailab or gguf (llama.cpp)"""
+    if HELP & set(arguments):
+        print_help(f"specdistill export: {export.__doc__}", ExportOptions, SHORTHANDS)
+        return ExitCode.DONE
+    given = [spell_out(argument, SHORTHANDS) for argument in _keys(arguments)]
+    dry_run = "dry_run=true" in given
+    own = {row[0] for row in describe(ExportOptions) if not (dry_run and row[0].startswith("target."))}
+    others = [argument for argument in given if dry_run and argument.partition("=")[0] not in own]
+    recipes = [argument for argument in given if argument.startswith("recipe=")]
+    options = load_recipe(ExportOptions, [argument for argument in given if argument not in [*others, *recipes]])
+    if bool(recipes) != dry_run:
+        raise UserError("recipe", got=(recipes or ["nothing"])[-1], expected="a recipe with dry_run=true, and only then")
+    if (options.draft is None) != dry_run:
+        raise UserError("draft", got=options.draft or "nothing", expected="a folder or Hub id, or null with dry_run=true")
+    recipe = load_recipe(Recipe, [*others, "train.output_dir=runs"]) if dry_run else None
+    from specdistill.drafts.recognise import locate  # here, and not above, because these import torch
+    from specdistill.export.export import export as write
+    from specdistill.export.target import TargetFiles
+    from specdistill.export.untrained import write_untrained
+
+    source = recipe.target if recipe else options.target
+    target = TargetFiles.of(source.model, source.revision) if source.model else None
+    with tempfile.TemporaryDirectory() as temporary:
+        if recipe:
+            draft = Path(temporary) / "draft"
+            write_untrained(recipe, draft)
+        else:
+            draft = locate(str(options.draft), key="draft")
+        output = Path(options.output_dir)
+        method = write(
+            draft,
+            options.engine,
+            output,
+            target,
+            report=Path(options.report) if options.report else None,
+            dtype=options.dtype,
+            num_speculative_tokens=options.num_speculative_tokens,
+        )
+    print(f"{'an untrained draft' if recipe else 'draft'} of method {method} for {options.engine}: {output}")
+    print(f"how to serve it: {output / 'SERVE.md'}")
+    return ExitCode.DONE
 
 
 def data(arguments: list[str]) -> int:
@@ -132,6 +244,8 @@ def path(arguments: list[str]) -> int:
 
 VERBS: dict[str, Callable[[list[str]], int]] = {
     "demo": demo,
+    "plan": plan,
+    "export": export,
     "data": data,
     "train": train,
     "eval": eval,

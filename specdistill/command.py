@@ -34,7 +34,7 @@ def run(
         return ExitCode.DONE
     debug = "debug=true" in arguments
     try:
-        given = [_spell_out(argument, shorthands) for argument in arguments if not argument.startswith("debug=")]
+        given = [spell_out(argument, shorthands) for argument in arguments if not argument.startswith("debug=")]
         first = [] if any(argument.startswith("recipe=") for argument in given) else without_recipe
         return main(load_recipe(schema, [*first, *given])) or ExitCode.DONE
     except (UserError, ResourceError) as error:
@@ -54,6 +54,7 @@ def print_help(introduction: str, schema: type, shorthands: Mapping[str, str] = 
     print(f"  {'debug':34} show the traceback of a user's mistake [bool; default false]")
 
 
-def _spell_out(argument: str, shorthands: Mapping[str, str]) -> str:
+def spell_out(argument: str, shorthands: Mapping[str, str]) -> str:
+    """An argument with its short key written out."""
     key, separator, value = argument.partition("=")
     return f"{shorthands.get(key, key)}{separator}{value}"

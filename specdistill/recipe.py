@@ -32,17 +32,26 @@ def option(
     choices: Sequence[str] | None = None,
     least: float = -math.inf,
     most: float = math.inf,
-    only: str | None = None,
+    only: str | Sequence[str] = (),
 ) -> Any:
     """A recipe field with its help text (units) and its valid names, or the range of its value (of every item, for a list).
 
-    `only` names the one method whose training reads it.
+    `only` names the methods whose training reads it; none stands for all.
     """
-    help = f"{only}: {help}" if only else help
+    only = (only,) if isinstance(only, str) else tuple(only)
+    help = f"{', '.join(only)}: {help}" if only else help
     metadata = {"help": help, "choices": choices, "least": least, "most": most, "only": only}
     if isinstance(default, list | dict):
         return field(default_factory=lambda: type(default)(default), metadata=metadata)
     return field(default=default, metadata=metadata)
+
+
+def _reads(entry: dataclasses.Field[Any], method: str) -> bool:
+    return not entry.metadata["only"] or method in entry.metadata["only"]
+
+
+def _default(config: Any, name: str) -> Any:
+    return next(entry.default for entry in dataclasses.fields(config) if entry.name == name)
 
 
 def section(of: type) -> Any:
@@ -105,6 +114,11 @@ class LoraConfig:
     target_modules: list[str] | None = option(None, "linear layers adapted, by the end of their name; null: all but the head")
 
 
+EAGLES = ("eagle", "eagle3")
+HEADS = (*EAGLES, "mtp")
+SHAPED = (*EAGLES, "draft_model")  # an MTP layer has the shape of the target's own
+
+
 @dataclass(frozen=True)
 class DraftConfig:
     num_layers: int | None = option(
@@ -116,20 +130,23 @@ class DraftConfig:
     vocab_size: int | None = option(
         None, "draft vocabulary, the target's most frequent tokens; null: all of them", least=1, only="eagle3"
     )
-    hidden_size: int | None = option(None, "null: the target's", least=1)
-    intermediate_size: int | None = option(None, "MLP width; null: the target's", least=1)
-    num_attention_heads: int | None = option(None, "null: the target's", least=1)
-    num_key_value_heads: int | None = option(None, "null: the target's", least=1)
-    head_dim: int | None = option(None, "null: the target's", least=1)
+    hidden_size: int | None = option(None, "null: the target's", least=1, only=("eagle3", "draft_model"))
+    intermediate_size: int | None = option(None, "MLP width; null: the target's", least=1, only=SHAPED)
+    num_attention_heads: int | None = option(None, "null: the target's", least=1, only=SHAPED)
+    num_key_value_heads: int | None = option(None, "null: the target's", least=1, only=SHAPED)
+    head_dim: int | None = option(None, "null: the target's", least=1, only=SHAPED)
     fc_norm: bool = option(False, "EAGLE-3.1: normalise each auxiliary state before fc", only="eagle3")
     norm_output: bool = option(False, "EAGLE-3.1: feed back the normalised hidden state", only="eagle3")
     norm_before_residual: bool = option(
         False, "take the residual after the hidden norm; SGLang cannot express true", only="eagle3"
     )
-    ttt_steps: int = option(5, "steps the training-time test unrolls", least=1, only="eagle3")
+    fc_bias: bool = option(False, "a bias in fc, as SafeAILab's first heads have; vLLM loads none", only="eagle")
+    sliding_window: int | None = option(None, "positions a head sees, itself included; null: all of them", least=2, only=EAGLES)
+    ttt_steps: int = option(5, "steps the training-time test unrolls; 1 is plain EAGLE, more is HASS", least=1, only=HEADS)
     init: str | None = option(
         None,
-        "first weights: a trained draft (folder or Hub id), or for a small draft layers | width | scratch; null: the method's own",
+        "first weights: a trained draft (a folder, for a small draft also a Hub id); for a small draft also layers | width | scratch, "
+        "for mtp scratch; null: the method's own",
     )
     max_parameters: int | None = option(
         None, "most parameters of a small draft; its shape is then proposed", least=1, only="draft_model"
@@ -138,11 +155,20 @@ class DraftConfig:
     lora: LoraConfig = section(LoraConfig)
     heterogeneous_vocab: bool = option(False, "a small draft with another tokenizer: draft over the tokens both have")
 
-    def shape(self) -> dict[str, Any]:
-        """What a fresh EAGLE head is built from: everything but the vocabulary, the unroll, the start and what small drafts have."""
-        elsewhere = {"vocab_size", "ttt_steps", "init", "max_parameters", "allow_larger", "lora", "heterogeneous_vocab"}
-        sizes = {name: value for name, value in vars(self).items() if name not in elsewhere}
-        return {**sizes, "num_layers": self.num_layers or 1}
+    def shape(self, method: str) -> dict[str, Any]:
+        """What a fresh head is built from: all that the method reads but the vocabulary, the unroll and the start."""
+        elsewhere = {"vocab_size", "ttt_steps", "init", "lora", "heterogeneous_vocab"}
+        entries = [entry for entry in dataclasses.fields(self) if entry.name not in elsewhere and _reads(entry, method)]
+        return {entry.name: getattr(self, entry.name) for entry in entries} | {"num_layers": self.num_layers or 1}
+
+    def check_shape(self, method: str, head: Any) -> None:
+        """Raises UserError for a shape asked of a trained head whose config says another."""
+        for name in (*self.shape(method), "vocab_size"):
+            asked, has = getattr(self, name), getattr(head, "draft_vocab_size" if name == "vocab_size" else name, None)
+            if isinstance(asked, list):
+                asked = tuple(asked)
+            if asked != _default(self, name) and asked != has:
+                raise UserError(f"draft.{name}", got=asked, expected=f"{has}, as {self.init} has")
 
     def small(self) -> dict[str, Any]:
         """What a small draft is built from: its start, its sizes and their limits."""
@@ -158,7 +184,11 @@ class LossConfig:
         "cross_entropy, or a weighted sum {name: weight}",
     )
     jsd_beta: float = option(0.5, "the target's share of jsd's mixture, between 0 and 1")
-    step_decay: float = option(0.8, "weight of unroll step k is step_decay ** k", least=0, most=1, only="eagle3")
+    step_decay: float = option(0.8, "weight of unroll step k is step_decay ** k", least=0, most=1, only=HEADS)
+    feature_weight: float = option(
+        0.0, "SmoothL1 to the target's next feature counts this much, beside the divergence", least=0, only="eagle"
+    )
+    noise: float = option(0.0, "uniform noise of at most this size on the features read", least=0, only="eagle")
     temperature: float = option(1.0, "divides both sets of logits", least=0.01)
     labels: str = option(
         "laws", "learn the target's laws, or the text's own tokens", choices=["laws", "tokens"], only="draft_model"
@@ -182,6 +212,15 @@ class OnPolicyConfig:
 
 
 @dataclass(frozen=True)
+class NgramConfig:
+    min: int = option(1, "ngram: fewest tokens that must agree", least=1)
+    max: int = option(3, "ngram: most tokens compared; the longest agreement counts", least=1)
+    lookup: str = option(
+        "text", "ngram: where they are looked up: prompt and output, or the prompt", choices=["text", "prompt"]
+    )
+
+
+@dataclass(frozen=True)
 class EvalConfig:
     suite: str = option("pico", "suite name, suite YAML, or a jsonl file with prompt | messages | text rows")
     draft: str | None = option(None, "draft folder; null: <train.output_dir>/draft")
@@ -193,6 +232,7 @@ class EvalConfig:
     draft_context: str = option(
         "refuse", "draft_model: a text longer than the draft's context, refused or seen in part", choices=["refuse", "window"]
     )
+    ngram: NgramConfig = section(NgramConfig)
     temperature: float = option(0.0, "0 is greedy", least=0)
     top_p: float = option(1.0, "nucleus kept, for the target and the draft alike", least=0.01, most=1)
     top_k: int = option(0, "tokens kept; 0 keeps all", least=0)
@@ -295,8 +335,8 @@ def _check_applies(config: Any, method: str, prefix: str = "") -> None:
         key, value = f"{prefix}{name}", getattr(config, name)
         if dataclasses.is_dataclass(hint):
             _check_applies(value, method, f"{key}.")
-        elif entry.metadata["only"] not in (None, method) and value != entry.default:
-            expected = f"{_shown(entry.default)}: only {entry.metadata['only']} reads it"
+        elif not _reads(entry, method) and value != entry.default:
+            expected = f"{_shown(entry.default)}: only {' and '.join(entry.metadata['only'])} reads it"
             raise UserError(key, got=f"{value} with method {method}", expected=expected)
 
 

@@ -55,17 +55,24 @@ def test_version(capsys: pytest.CaptureFixture[str]):
         (["trian"], "specdistill trian: got an unknown verb, expected one of demo, "),
         (["train", "recipe=nope"], "recipe: got 'nope', expected a YAML file or a name under recipes/"),
         (
-            ["train", "recipe=pico/eagle"],
-            "recipe: got 'pico/eagle', expected a YAML file or a name under recipes/; did you mean ",
+            ["train", "recipe=pico/eagl"],
+            "recipe: got 'pico/eagl', expected a YAML file or a name under recipes/; did you mean ",
         ),
         (["train", "recipe=pico/eagle3", "draft.layers=1"], "draft.layers: got an unknown key, expected one of "),
         (["train", "recipe=pico/target", "shape.layers=1"], "shape.layers: got an unknown key, expected one of "),
         (["train", "target.model=pico"], "train.output_dir: got nothing, expected a value"),
-        (["train", "recipe=pico/eagle3", "method=ngram"], "method: got ngram, which needs no training, expected eagle3"),
+        (
+            ["train", "recipe=pico/eagle3", "method=ngram"],
+            "method: got ngram, which needs no training, expected eagle or eagle3 or mtp",
+        ),
         (["train", "pico/eagle3"], "pico/eagle3: got an argument without key=, expected key=value"),
         (["eval", "recipe=nope"], "recipe: got 'nope', expected a YAML file or a name under recipes/"),
         (["eval", "recipe=pico/target"], "recipe: got the recipe of a target, expected the recipe of a draft"),
         (["demo", "eval.temperature=-1"], "eval.temperature: got -1.0, expected float, at least 0"),
+        (["plan"], "target.model: got nothing, expected a value"),
+        (["plan", "target=nowhere/at/all"], "target.model: got nowhere/at/all, which is no folder"),
+        (["plan", "target=pico", "suite=pico"], "suite: got an unknown key, expected one of "),
+        (["plan", "target=pico", "output=no/such/plan.json"], "output: got no/such/plan.json (No such file or directory)"),
         (["path"], "specdistill path: got nothing, expected pico"),
         (["path", "picoo"], "specdistill path: got picoo, expected pico; did you mean pico?"),
     ],
@@ -98,7 +105,7 @@ def test_a_mistake_in_the_training_arguments_writes_nothing(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    "arguments", ["--help", "train --help", "demo --help", "data --help", "path pico", "train recipe=nope"]
+    "arguments", ["--help", "train --help", "demo --help", "data --help", "plan --help", "path pico", "train recipe=nope"]
 )
 def test_light_verbs_do_not_import_torch(arguments: str):
     code = f"import sys, specdistill.cli as c; c.main({arguments.split()!r}); sys.exit('torch' in sys.modules)"
@@ -113,6 +120,7 @@ def test_light_verbs_do_not_import_torch(arguments: str):
         ("train recipe=pico/target", "curriculum.batch_tokens"),
         ("demo", "eval.num_speculative_tokens"),
         ("data", "data.max_length"),
+        ("plan", "target.model"),
         ("gate", "baseline"),
     ],
 )
@@ -123,6 +131,20 @@ def test_help_of_a_verb_lists_its_keys(arguments: str, key: str, capsys: pytest.
         code = end.code
     assert code == 0
     assert f"  {key} " in capsys.readouterr().out
+
+
+def test_plan_for_pico_names_its_own_recipe_and_writes_its_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["plan", "target=pico", f"output={tmp_path / 'plan.json'}"]) == 0
+    plan = json.loads((tmp_path / "plan.json").read_text(encoding="utf-8"))
+    assert plan["target"]["parameters"] == 3_674_240
+    assert {row["method"] for row in plan["methods"]} == {"eagle", "eagle3", "mtp", "draft_model", "ngram"} >= set(METHODS)
+    eagle3 = next(row for row in plan["methods"] if row["method"] == "eagle3")
+    assert (eagle3["training_tokens"], eagle3["training_source"]) == (420_000, "recipe pico/eagle3")
+    assert plan["recommendation"]["start"].startswith("specdistill train recipe=pico/")
+    assert plan["hub"] == {"not_asked": "not asked: pico ships with this package", "drafts": []}
+    printed = capsys.readouterr().out
+    assert plan["recommendation"]["start"] in printed
+    assert "Nothing here is measured" in printed
 
 
 def test_path_names_the_folder_of_pico(capsys: pytest.CaptureFixture[str]):

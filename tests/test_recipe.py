@@ -153,7 +153,7 @@ def test_missing_keys_are_named(given: list[str], missing: str):
             "target.dtype=flaot32",
             "target.dtype: got 'flaot32', expected one of float32, bfloat16, float16; did you mean float32?",
         ),
-        ("method=eagle4", "method: got 'eagle4', expected one of eagle3, draft_model, ngram; did you mean eagle3?"),
+        ("method=eagle4", "method: got 'eagle4', expected one of eagle, eagle3, mtp, draft_model, ngram; did you mean eagle?"),
         ("eval.num_speculative_tokens=0", "eval.num_speculative_tokens: got 0, expected int, at least 1"),
         ("eval.temperature=-0.5", "eval.temperature: got -0.5, expected float, at least 0"),
         ("eval.temperature=.nan", "eval.temperature: got nan, expected float, at least 0"),

@@ -1,4 +1,4 @@
-"""Train an EAGLE-3 head for a frozen target (arXiv 2503.01840).
+"""Train an EAGLE head for a frozen target (EAGLE arXiv 2401.15077, EAGLE-3 arXiv 2503.01840).
 
 accelerate launch --config_file accelerate_configs/cpu.yaml train/eagle.py recipe=pico/eagle3
 """
@@ -11,8 +11,8 @@ from transformers import set_seed
 from specdistill.command import run
 from specdistill.data import training_data
 from specdistill.data.vocabulary import draft_vocabulary
-from specdistill.drafts.build import build_eagle3
-from specdistill.drafts.checkpoint import load_eagle3, save_eagle3
+from specdistill.drafts.heads import HEADS
+from specdistill.drafts.layers import check_window
 from specdistill.losses.divergence import build_divergence
 from specdistill.recipe import Recipe, check_trainable
 from specdistill.targets.frozen import FrozenTarget, check_aux_layers
@@ -29,7 +29,7 @@ def main(recipe: Recipe) -> None:
     arguments = training_arguments(recipe.train)
     directory = RunDirectory.open(arguments.output_dir, recipe)
     set_seed(arguments.seed)
-    loss = recipe.loss
+    method, loss = HEADS[recipe.method], recipe.loss
     divergence = build_divergence(loss.divergence, jsd_beta=loss.jsd_beta)
 
     # Target
@@ -41,10 +41,13 @@ def main(recipe: Recipe) -> None:
 
     # Draft
     if recipe.draft.init:
-        draft = load_eagle3(recipe.draft.init, target, key="draft.init")
+        draft = method.load(recipe.draft.init, target, key="draft.init")
+        recipe.draft.check_shape(recipe.method, draft.config)
     else:
         vocabulary = draft_vocabulary(train_set, target.vocab_size, recipe.draft.vocab_size)
-        draft = build_eagle3(target, draft_vocabulary=vocabulary, seed=arguments.seed, **recipe.draft.shape())
+        shape = recipe.draft.shape(recipe.method) | ({} if vocabulary is None else {"draft_vocabulary": vocabulary})
+        draft = method.build(target, seed=arguments.seed, **shape)
+    check_window(draft.config, recipe.draft.ttt_steps, key="draft.ttt_steps")
 
     # The run's record, before the first step
     if arguments.process_index == 0:
@@ -54,12 +57,20 @@ def main(recipe: Recipe) -> None:
 
     # Trainer
     trainer = DraftTrainer(
-        TrainingTimeTest(draft, divergence, recipe.draft.ttt_steps, loss.step_decay, loss.temperature),
+        TrainingTimeTest(
+            draft,
+            divergence,
+            recipe.draft.ttt_steps,
+            loss.step_decay,
+            loss.temperature,
+            feature_weight=loss.feature_weight,
+            noise=loss.noise,
+        ),
         target,
         arguments,
         train_set,
         eval_set,
-        save=partial(save_eagle3, draft),
+        save=partial(method.save, draft),
         optimizer=build_optimizer(recipe.optimizer, draft, arguments),
         callbacks=[TrainingCurve(directory.path / "training_curve.png")],
     )
@@ -67,7 +78,7 @@ def main(recipe: Recipe) -> None:
     # Train and save
     trainer.train(resume_from_checkpoint=directory.last_checkpoint())
     if trainer.is_world_process_zero():
-        save_eagle3(draft, directory.draft)  # the best one: the Trainer has loaded it back
+        method.save(draft, directory.draft)  # the best one: the Trainer has loaded it back
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from specdistill.data.sources import Source, load_sources
 from specdistill.data.writing import fast_dtype
 from specdistill.errors import UserError
 from specdistill.recipe import DataConfig
+from specdistill.targets.frozen import is_recurrent
 
 D = TypeVar("D")
 
@@ -59,6 +60,9 @@ def _check(config: DataConfig, tokenizer: PreTrainedTokenizerBase, model: PreTra
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) if model is not None else None
     if positions is not None and config.max_length > positions:
         raise UserError("data.max_length", got=config.max_length, expected=f"at most {positions}, the target's context length")
+    if config.packing and model is not None and is_recurrent(model.config.get_text_config()):
+        got = "true with a target whose layers carry a state from one document into the next"
+        raise UserError("data.packing", got=got, expected="false")
     if not 0 <= config.validation_fraction < 1:
         raise UserError("data.validation_fraction", got=config.validation_fraction, expected="a share from 0 to below 1")
     if written.num_tokens < 0:

@@ -26,6 +26,8 @@ from transformers.cache_utils import DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from specdistill.targets.frozen import is_recurrent
+
 BLOCK = 32  # tokens by which a cache grows: copying it then costs about as much as reading its unused tail
 CHECK_EVERY = 8  # steps between two looks at which rows have ended
 KEEP_SHARE = 0.75  # rows that have ended leave the batch once no more than this share is alive
@@ -222,7 +224,7 @@ def _write_part(
             on_tokens(CHECK_EVERY * len(alive))
             if len(alive) <= STOP_SHARE * len(prompts):
                 break
-            if len(alive) <= KEEP_SHARE * len(tokens_B):
+            if len(alive) <= KEEP_SHARE * len(tokens_B) and not is_recurrent(model.config.get_text_config()):
                 rows, tokens_B = rows[alive], tokens_B[alive]
                 cache.batch_select_indices(alive)
         rows.seen[:, length] = True

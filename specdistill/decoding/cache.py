@@ -1,46 +1,79 @@
-"""Keys and values of a draft's committed positions, in buffers allocated once: trimming is setting a number.
+"""What a draft keeps of the text between rounds: keys, values and rotary tables, in buffers that double. Trimming is setting a number.
 
-Shapes: G key/value heads, S allocated positions, d head size, T positions of one step.
+Shapes: N query heads, G key/value heads, S allocated positions, d head size, T positions of one step.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specdistill.drafts.eagle3 import Eagle3Config
+FIRST_SIZE = 512  # positions allocated at first
 
 
-@dataclass
 class DraftCache:
-    """A `Memory` (see specdistill.drafts.eagle3) for one text: causal attention over everything cached.
+    """A `Memory` (see specdistill.drafts.layers) for one text: causal attention over what is cached, or the last `window` of it.
 
     `length` counts the positions held. The first layer of a step advances it, so that all layers of the step see one position.
+    `rotary`: position ids [1, S] -> (cos, sin) [1, S, d]; asked once for many positions, where computing a step's own would cost a
+    fifth of the step.
     """
 
-    keys: Tensor  # [layers, 1, G, S, d]
-    values: Tensor
-    length: int = 0
+    def __init__(
+        self,
+        num_layers: int,
+        rotary: Callable[[Tensor], tuple[Tensor, Tensor]],
+        device: torch.device,
+        window: int | None = None,
+    ) -> None:
+        self.window = window
+        self.length = 0
+        self._rotary = rotary
+        self._device = device
+        self._size = 0
+        self._tables: tuple[Tensor, Tensor]
+        self._buffers: list[tuple[Tensor, Tensor] | None] = [None] * num_layers  # keys and values [1, G, S, d] of each layer
+        self._grow(FIRST_SIZE)
 
-    @classmethod
-    def allocate(cls, config: Eagle3Config, max_length: int, dtype: torch.dtype, device: torch.device) -> "DraftCache":
-        shape = (config.num_layers, 1, config.num_key_value_heads, max_length, config.head_dim)
-        return cls(torch.empty(shape, dtype=dtype, device=device), torch.empty(shape, dtype=dtype, device=device))
-
-    def next_positions(self, count: int) -> Tensor:
-        """Position ids [1, count] of the next step."""
-        return torch.arange(self.length, self.length + count, device=self.keys.device).unsqueeze(0)
+    def next_rotary(self, count: int) -> tuple[Tensor, Tensor]:
+        """(cos, sin) [1, count, d] of the next step's positions."""
+        end = self.length + count
+        if end > self._size:
+            self._grow(end)
+        cos, sin = self._tables
+        return cos[:, self.length : end], sin[:, self.length : end]
 
     def attend(self, layer: int, query_BNTd: Tensor, key_BGTd: Tensor, value_BGTd: Tensor) -> Tensor:
         steps = query_BNTd.shape[2]
         if layer == 0:
             self.length += steps
         start, end = self.length - steps, self.length
-        self.keys[layer, :, :, start:end] = key_BGTd
-        self.values[layer, :, :, start:end] = value_BGTd
-        keys, values = self.keys[layer, :, :, :end], self.values[layer, :, :, :end]
+        buffers = self._buffers[layer]
+        if buffers is None:  # the first step says what shape and dtype they have
+            buffers = self._buffers[layer] = (self._like(key_BGTd), self._like(value_BGTd))
+        keys, values = buffers
+        keys[:, :, start:end], values[:, :, start:end] = key_BGTd, value_BGTd
+        first = 0 if self.window is None else max(0, start - self.window + 1)  # what the first query still sees
         mask = None
         if steps > 1:  # query i stands at position start + i and sees itself and what came before
-            mask = torch.ones(steps, end, dtype=torch.bool, device=keys.device).tril(start)
-        return F.scaled_dot_product_attention(query_BNTd, keys, values, attn_mask=mask, enable_gqa=True)
+            mask = torch.ones(steps, end - first, dtype=torch.bool, device=keys.device).tril(start - first)
+            if self.window is not None:
+                mask = mask.triu(start - first - self.window + 1)
+        return F.scaled_dot_product_attention(
+            query_BNTd, keys[:, :, first:end], values[:, :, first:end], attn_mask=mask, enable_gqa=True
+        )
+
+    def _like(self, x_BGTd: Tensor) -> Tensor:
+        return x_BGTd.new_empty(*x_BGTd.shape[:2], self._size, x_BGTd.shape[3])
+
+    def _grow(self, least: int) -> None:
+        """Room for `least` positions or twice as many as now."""
+        held = self._size
+        self._size = max(least, 2 * held)
+        self._tables = self._rotary(torch.arange(self._size, device=self._device).unsqueeze(0))
+        for index, buffers in enumerate(self._buffers):
+            if buffers is not None:
+                keys, values = (self._like(buffer) for buffer in buffers)
+                keys[:, :, :held], values[:, :, :held] = buffers
+                self._buffers[index] = (keys, values)

@@ -3,6 +3,7 @@
 Plain decoding is the same loop with nothing proposed, so that speed with and without a draft compares like with like.
 """
 
+import copy
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from specdistill.decoding.proposers import DecodingState, Proposal, Proposer
 from specdistill.decoding.sampling import Sampling
 from specdistill.decoding.ties import settle
 from specdistill.errors import UserError
-from specdistill.targets.frozen import FrozenTarget
+from specdistill.targets.frozen import Features, FrozenTarget
 
 GREEDY = Sampling()
 SampledRule = Callable[[Tensor, Tensor, Tensor | None, torch.Generator | None], tuple[Tensor, Tensor]]
@@ -87,10 +88,11 @@ class Decoder:
             self.proposer.begin(length + num_speculative_tokens)
 
         start = self._now()
-        cache = DynamicCache(config=self.target.config)
-        logits, aux = self._forward(list(prompt_ids), cache, only_last=True)
+        # Plain layers even for sliding windows, whose own would not give back what they dropped; the mask does the rest.
+        cache = DynamicCache(config=self.target.config) if self.target.is_recurrent else DynamicCache()
+        logits, features = self._forward(list(prompt_ids), cache, only_last=True)
         _, first = self._verify(list(prompt_ids), Proposal([]), logits, sampling, generator)
-        state = DecodingState([*prompt_ids, first], aux)
+        state = DecodingState([*prompt_ids, first], features)
         prefill_seconds = self._now() - start
 
         rounds = []
@@ -115,23 +117,27 @@ class Decoder:
         start = self._now()
         proposal = self.proposer.propose(state, k, sampling, generator) if self.proposer else Proposal([])
         drafted = self._now()
-        logits, aux = self._forward([state.token_ids[-1], *proposal.tokens], cache)
+        last, before = state.token_ids[-1], copy.deepcopy(cache) if self.target.is_recurrent and proposal.tokens else None
+        logits, features = self._forward([last, *proposal.tokens], cache)
         num_accepted, next_token = self._verify(state.token_ids, proposal, logits, sampling, generator)
         rejected = len(proposal.tokens) - num_accepted
-        if rejected:
+        if rejected and before is not None:  # a recurrent state cannot go back: it goes forward again from where it was
+            cache.layers = before.layers
+            self._forward([last, *proposal.tokens[:num_accepted]], cache)
+        elif rejected:
             cache.crop(-rejected)
-        state.fresh_aux = tuple(feature[:, : num_accepted + 1] for feature in aux)
+        state.fresh = features.first(num_accepted + 1)
         emitted = self._cut([*proposal.tokens[:num_accepted], next_token], budget)
         state.token_ids += emitted
         kept = min(num_accepted, len(emitted))
         return Round(tuple(proposal.tokens), kept, tuple(emitted), drafted - start, self._now() - drafted)
 
-    def _forward(self, token_ids: list[int], cache: DynamicCache, only_last: bool = False) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """The target over new tokens: logits [1, T, V] (of the last position alone if `only_last`) and auxiliary features [1, T, D]."""
+    def _forward(self, token_ids: list[int], cache: DynamicCache, only_last: bool = False) -> tuple[Tensor, Features]:
+        """The target over new tokens: logits [1, T, V] (of the last position alone if `only_last`) and features [1, T, D]."""
         ids = torch.tensor([token_ids], device=self.target.device)
         features = self.target.features(ids, self.aux_layers, past_key_values=cache)
         hidden = features.last_hidden[:, -1:] if only_last else features.last_hidden
-        return self.target.logits(hidden), features.aux
+        return self.target.logits(hidden), features
 
     def _verify(
         self,

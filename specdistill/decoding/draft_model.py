@@ -12,14 +12,55 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
+from transformers import DynamicCache, PreTrainedModel
 
+from specdistill.decoding.cache import DraftCache
 from specdistill.decoding.proposers import DecodingState, Proposal
 from specdistill.decoding.sampling import Sampling, draw
+from specdistill.drafts.llama import LlamaStack, is_plain_llama
 from specdistill.drafts.vocabulary import SharedVocabulary
 from specdistill.errors import UserError
 
 WINDOW_SHARE = 0.75  # of the context a window restarts with: rebuilding then costs one step in N/4 tokens
+
+
+class TransformersLayers:
+    """Any causal language model's layers, and the keys and values of the text so far: new ids [1, T] -> hidden states [1, T, H]."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.backbone = model.get_decoder()
+        self.restart()
+
+    def restart(self) -> None:
+        # Plain layers even for a model with sliding windows, whose own would not give back what they dropped; the mask does the rest.
+        self.cache = DynamicCache()
+
+    def crop(self, count: int) -> None:
+        """Forget the last `count` positions."""
+        self.cache.crop(-count)
+
+    def __call__(self, ids_1T: Tensor) -> Tensor:
+        hidden: Tensor = self.backbone(input_ids=ids_1T, past_key_values=self.cache, use_cache=True).last_hidden_state
+        return hidden
+
+
+class LlamaLayers:
+    """`TransformersLayers` of a plain Llama, faster."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.stack = LlamaStack(model)
+        self.device = model.device
+        self.restart()
+
+    def restart(self) -> None:
+        self.cache = DraftCache(len(self.stack.layers), self.stack.rotary, self.device)
+
+    def crop(self, count: int) -> None:
+        self.cache.length -= count
+
+    def __call__(self, ids_1T: Tensor) -> Tensor:
+        hidden: Tensor = self.stack(ids_1T, self.cache.next_rotary(ids_1T.shape[1]), self.cache)
+        return hidden
 
 
 class DraftModelProposer:
@@ -54,7 +95,8 @@ class DraftModelProposer:
         if context not in ("refuse", "window"):
             raise UserError("eval.draft_context", got=context, expected="refuse or window")
         self.draft = draft.eval()
-        self.backbone, self.head = draft.get_decoder(), draft.get_output_embeddings()
+        self.head = draft.get_output_embeddings()
+        self.layers = LlamaLayers(draft) if is_plain_llama(draft) else TransformersLayers(draft)
         self.config = draft.config.get_text_config()
         self.vocabulary = vocabulary
         self.confidence_threshold = confidence_threshold
@@ -111,8 +153,7 @@ class DraftModelProposer:
 
     def _forward(self, ids_1T: Tensor) -> Tensor:
         """Logits [1, W] of the token after the last of the new ones."""
-        output = self.backbone(input_ids=ids_1T, past_key_values=self._cache, use_cache=True)
-        logits_1V: Tensor = self.head(output.last_hidden_state[:, -1])
+        logits_1V: Tensor = self.head(self.layers(ids_1T)[:, -1])
         return logits_1V if self.vocabulary is None else logits_1V[:, self._draft_ids_W]
 
     def _is_unsure(self, logits_1W: Tensor, sampling: Sampling) -> bool:
@@ -181,8 +222,7 @@ class DraftModelProposer:
         """Show the draft the text from token `start` on, with nothing cached."""
         self._start = start
         self._cached: list[int] = []  # tokens whose keys and values the cache holds, from `start` on
-        # Plain layers even for a model with sliding windows, whose own would not give back what they dropped; the mask does the rest.
-        self._cache = DynamicCache()
+        self.layers.restart()
 
     def _uncached(self, unchanged: int) -> list[int]:
         """Cut off what the cache holds of rejected tokens; returns what must be fed, at least the last token. Notes it as fed."""
@@ -193,7 +233,7 @@ class DraftModelProposer:
             agrees += 1
         surplus = len(self._cached) - agrees
         if surplus:
-            self._cache.crop(-surplus)
+            self.layers.crop(surplus)
             del self._cached[agrees:]
         fresh = text[agrees:]
         self._cached += fresh

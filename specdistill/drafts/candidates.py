@@ -7,28 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import (
-    HfHubHTTPError,
-    HFValidationError,
-    LocalEntryNotFoundError,
-    OfflineModeIsEnabled,
-)
-
-from specdistill.drafts.recognise import method_of, read_config
-from specdistill.errors import ResourceError, UserError, nearest
+from specdistill.drafts.checkpoint import read_config
+from specdistill.drafts.recognise import locate, method_of
+from specdistill.errors import UserError, nearest
 
 KEY = "drafts"
 NGRAM = "ngram"
-WHOLE_DRAFT = (
-    "config.json",
-    "*.safetensors",
-    "*.index.json",
-    "pytorch_model.bin",
-    "tokenizer*",
-    "*.jinja",
-    "generation_config.json",
-)
 
 
 @dataclass(frozen=True)
@@ -62,7 +46,8 @@ def find_candidates(entries: Sequence[str]) -> list[Candidate]:
             candidates.append(Candidate(name, NGRAM, None, None, None, None))
             continue
         method = method_of(folder, key=KEY)
-        num_layers = read_config(folder, KEY).get("num_hidden_layers")
+        config = read_config(folder, KEY)
+        num_layers = 1 if method == "mtp" else config.get("model", config).get("num_hidden_layers")
         revision = None if Path(entry).is_dir() else folder.name
         candidates.append(Candidate(name, method, entry, folder, revision, num_layers))
     return candidates
@@ -70,22 +55,14 @@ def find_candidates(entries: Sequence[str]) -> list[Candidate]:
 
 def _locate(entry: str) -> Path:
     """The folder of an entry: the entry itself, or the Hub's files in the local cache."""
-    if Path(entry).is_dir():
+    if entry and Path(entry).is_dir():  # Path("") is the folder one stands in
         return Path(entry)
     expected = "a draft folder, a Hub id or ngram"
     if entry.startswith((".", "/", "~")) or entry.count("/") != 1:
         raise UserError(
             KEY, got=f"{entry or 'an empty name'}, which is no folder", expected=expected, nearest=nearest(entry, [NGRAM])
         )
-    try:
-        return Path(snapshot_download(entry, allow_patterns=list(WHOLE_DRAFT)))
-    except HFValidationError as error:
-        raise UserError(KEY, got=entry, expected=expected) from error
-    except (HfHubHTTPError, OfflineModeIsEnabled, LocalEntryNotFoundError) as error:
-        raise ResourceError(
-            f"{KEY}: {entry} is no folder here, and could not be fetched from the Hub ({str(error).splitlines()[0]})",
-            next_step="check the path or the id, HF_TOKEN and the network",
-        ) from error
+    return locate(entry, key=KEY, expected=expected)
 
 
 def _check_different(entries: Sequence[str], folders: Sequence[Path | None]) -> None:

@@ -1,4 +1,4 @@
-"""Which method a draft folder is for, from its content: the tensors' names first, then what its config.json calls itself.
+"""Where a draft is, and which method it is for, from its content: the tensors' names first, then what its config.json calls itself.
 
 Tensors decide because configs do not: SafeAILab's EAGLE-3 heads call themselves `LlamaForCausalLM`, as a plain model does.
 """
@@ -6,24 +6,56 @@ Tensors decide because configs do not: SafeAILab's EAGLE-3 heads call themselves
 import json
 import pickle
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from specdistill.drafts.checkpoint import PICKLED, read_config
+from specdistill.drafts.mtp_checkpoint import ARCHITECTURE as MTP
 from specdistill.errors import UserError, one_line
+from specdistill.hub import fetch
+from specdistill.targets.frozen import resolve
+from specdistill.targets.shards import INDEX, SINGLE, Shards
 
-EXPECTED = "a draft: an EAGLE-3 head or a causal language model, config.json and weights"
+EXPECTED = "a draft: an EAGLE or MTP head or a causal language model, config.json and weights"
 EAGLE3_TENSORS = ({"fc.weight", "midlayer.hidden_norm.weight"}, {"fc.weight", "layers.0.hidden_norm.weight"})
+EAGLE_TENSORS = {"fc.weight", "layers.0.self_attn.q_proj.weight"}
+# Parallel drafts have the tensors of a head and these.
+OTHER_TENSORS = {"mask_hidden", "hidden_norm.weight"}
+WHOLE_DRAFT = (
+    "config.json",
+    "*.safetensors",
+    "*.index.json",
+    "pytorch_model*.bin",
+    "tokenizer*",
+    "*tokens*.json",
+    "vocab.*",
+    "merges.txt",
+    "*.jinja",
+    "generation_config.json",
+)
+
+
+def locate(draft: str, *, key: str = "eval.draft", expected: str = "the folder or Hub id of a draft") -> Path:
+    """The folder of a draft: itself, or the Hub's files in the local cache.
+
+    Raises UserError for a path that is no folder, ResourceError when the Hub fails.
+    """
+    return fetch(resolve(draft, key), key=key, expected=expected, patterns=WHOLE_DRAFT)
 
 
 def method_of(folder: Path, *, key: str = "eval.draft") -> str:
-    """`eagle3` or `draft_model`. `key` is what errors name; raises UserError, saying what was found, for anything else."""
+    """`eagle3`, `eagle`, `mtp` or `draft_model`. `key` is what errors name; raises UserError, saying what was found, for anything else."""
     config, names = read_config(folder, key), _tensor_names(folder, key)
-    if any(wanted <= names for wanted in EAGLE3_TENSORS):
-        return "eagle3"
+    if not names & OTHER_TENSORS:
+        if any(wanted <= names for wanted in EAGLE3_TENSORS):
+            return "eagle3"
+        if names >= EAGLE_TENSORS:
+            return "eagle"
     architectures = config.get("architectures") or []
+    if names and architectures == [MTP]:
+        return "mtp"
     if names and set(architectures) & set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()):
         return "draft_model"
     found = f"architectures {', '.join(map(str, architectures)) or 'not named'}" + (
@@ -32,33 +64,15 @@ def method_of(folder: Path, *, key: str = "eval.draft") -> str:
     raise UserError(key, got=f"{folder}, which holds a config.json with {found}", expected=EXPECTED)
 
 
-def read_config(folder: Path, key: str) -> dict[str, Any]:
-    """A folder's config.json. Raises UserError, saying what is there instead, when it has none."""
-    path = folder / "config.json"
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        found = sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
-        inside = next((str(folder / name) for name in found if (folder / name / "config.json").is_file()), None)
-        shown = f"holds {', '.join(found[:5])}{', …' * (len(found) > 5)}" if found else "is empty"
-        raise UserError(key, got=f"{folder}, which {shown}", expected=EXPECTED, nearest=inside) from error
-    except (ValueError, OSError) as error:
-        raise UserError(key, got=f"{path}: {error}", expected="JSON") from error
-    if not isinstance(config, dict):
-        raise UserError(key, got=f"{path}, which holds no keys", expected="the config.json of a draft")
-    return config
-
-
 def _tensor_names(folder: Path, key: str) -> set[str]:
     """Names of the tensors in a folder's weights, without reading the tensors; empty when it has no weights."""
+    if (folder / INDEX).is_file() or (folder / SINGLE).is_file():
+        return set(Shards.open(folder, key).file_of)
     try:
+        if (folder / PICKLED).is_file():
+            return set(torch.load(folder / PICKLED, map_location="meta", weights_only=True))
         for index in sorted(folder.glob("*.index.json")):
             return set(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
-        if (folder / "model.safetensors").is_file():
-            with safe_open(folder / "model.safetensors", framework="pt") as weights:
-                return set(weights.keys())
-        if (folder / "pytorch_model.bin").is_file():
-            return set(torch.load(folder / "pytorch_model.bin", map_location="meta", weights_only=True))
     except (SafetensorError, ValueError, KeyError, RuntimeError, EOFError, OSError, pickle.UnpicklingError) as error:
         got = f"{folder} with weights that cannot be read ({one_line(str(error))[:120]})"
         raise UserError(key, got=got, expected="whole safetensors, or a pickle of plain tensors") from error

@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from specdistill.drafts.checkpoint import check_finite
 from specdistill.drafts.pruning import Shape, from_layers, from_width, reshaped, shape_of
 from specdistill.drafts.vocabulary import match_vocabularies
 from specdistill.errors import UserError, nearest
-from specdistill.targets.frozen import FrozenTarget, read_causal_lm, resolve
+from specdistill.targets.frozen import FrozenTarget, is_recurrent, read_causal_lm, resolve
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +72,7 @@ def build_small(
             name, size = next(iter(given.items()))
             raise UserError(f"draft.{name}", got=size, expected=f"null: {init} has its sizes")
     else:
+        check_attention(target.model, "draft.init", f"{init} of {target.name}")
         draft = _from_target(target, init, given, max_parameters, calibration, seed)
     _check_size(draft, target, max_parameters, allow_larger)
     return draft
@@ -107,9 +109,37 @@ def propose_shape(target: PreTrainedModel, max_parameters: int) -> Shape:
 
 def step_ratio(target: PreTrainedModel, draft: PreTrainedModel) -> float:
     """c, a draft step over a target step at batch 1: the larger of the shares of weights read and of layers (see the module)."""
-    weights = _weights_read(draft) / _weights_read(target)
+    weights = weights_read(draft) / weights_read(target)
     layers: float = draft.config.num_hidden_layers / target.config.num_hidden_layers
     return max(weights, layers)
+
+
+def weights_read(model: PreTrainedModel, num_tokens: int = 1) -> float:
+    """Parameters that one pass over `num_tokens` tokens reads: all but an embedding table that is not the head."""
+    embedding: Any = model.get_input_embeddings()
+    head: Any = model.get_output_embeddings()
+    looked_up = 0 if head.weight is embedding.weight else embedding.weight.numel()
+    return parameters_read(model, model.config.get_text_config(), num_tokens) - float(looked_up)
+
+
+def parameters_read(module: nn.Module, config: Any, num_tokens: int = 1) -> float:
+    """A module's parameters, of a mixture's E experts those that the tokens are sent to.
+
+    With k experts for each of n tokens, chosen independently, a share of 1 - (1 - k/E)^n of them; k/E for one token.
+    """
+    names = ("num_experts", "n_routed_experts", "num_local_experts")
+    num_experts = next((size for name in names if (size := getattr(config, name, None))), 1)
+    chosen = getattr(config, "num_experts_per_tok", None) or num_experts
+    share = 1 - (1 - chosen / num_experts) ** num_tokens
+    sizes = (("experts" in name.split("."), parameter.numel()) for name, parameter in module.named_parameters())
+    return sum(size * share if of_expert else size for of_expert, size in sizes)
+
+
+def on_meta(config: Any, shape: Shape) -> PreTrainedModel:
+    """A model of a config in another shape, without weights, to be counted."""
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(reshaped(config, shape))
+    return model
 
 
 def save_small(draft: PreTrainedModel, tokenizer: Any, folder: Path) -> None:
@@ -123,14 +153,23 @@ def load_small(
 ) -> tuple[PreTrainedModel, Any]:
     """A small draft and its tokenizer from a folder or a Hub id; `key` is the recipe key that errors name.
 
-    Raises UserError when there are no weights or no tokenizer, or when the weights are cut short or incomplete.
+    Raises UserError when there are no weights or no tokenizer, or when the weights are cut short, incomplete or not finite.
     """
     name = str(path)
     if "/" not in name and not Path(name).is_dir() and name != "pico":
         expected = f"a folder, a Hub id, or one of {', '.join(STARTS)}" if key == "draft.init" else "a folder or a Hub id"
         raise UserError(key, got=name, expected=expected, nearest=nearest(name, STARTS) if key == "draft.init" else None)
     model, tokenizer = read_causal_lm(resolve(name, key), key=key, dtype=dtype)
+    check_attention(model, key, name)
+    check_finite(model.state_dict(), name, key)
     return model.to(device).eval(), tokenizer
+
+
+def check_attention(model: PreTrainedModel, key: str, name: str) -> None:
+    """Raises UserError, naming `key`, for a draft with layers that keep a state: it could not take rejected tokens back."""
+    if is_recurrent(model.config.get_text_config()):
+        got = f"{name}, whose layers carry a state from token to token"
+        raise UserError(key, got=got, expected="a draft whose layers are all attention")
 
 
 def load_alike(path: str, target: FrozenTarget, *, key: str) -> PreTrainedModel:
@@ -197,18 +236,8 @@ def _check_size(draft: PreTrainedModel, target: FrozenTarget, max_parameters: in
         logger.warning(f"{got}: it cannot pay unless its steps are cheaper than its size says")
 
 
-def _weights_read(model: PreTrainedModel) -> int:
-    """Parameters that a step of one token reads: all but an embedding table that is not the head."""
-    embedding: Any = model.get_input_embeddings()
-    head: Any = model.get_output_embeddings()
-    looked_up = 0 if head.weight is embedding.weight else embedding.weight.numel()
-    return int(model.num_parameters()) - int(looked_up)
-
-
 def _count_parameters(target: PreTrainedModel, shape: Shape) -> int:
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(reshaped(target.config, shape))
-    return int(model.num_parameters())
+    return int(on_meta(target.config, shape).num_parameters())
 
 
 def _narrowed(whole: Shape, sixteenths: int) -> Shape:

@@ -4,7 +4,7 @@ Shapes: B batch, T positions, D target hidden size, V vocabulary, A auxiliary la
 
 Auxiliary layers are numbered "after L layers" everywhere inside specdistill: layer L is the residual stream after L decoder layers,
 that is Hugging Face's `hidden_states[L]`, the input of decoder layer L, and for L = n the last layer's output before the final norm.
-vLLM and speculators count the same way; SGLang and SpecForge count L - 1, which `specdistill.drafts.checkpoint` translates.
+vLLM and speculators count the same way; SGLang and SpecForge count L - 1, which `specdistill.drafts.eagle3_checkpoint` translates.
 """
 
 import hashlib
@@ -16,12 +16,12 @@ from typing import Any
 
 import peft
 import torch
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, Cache, PreTrainedModel
 
-from specdistill.errors import ResourceError, UserError, nearest, one_line
+from specdistill.errors import UserError, nearest, one_line
+from specdistill.hub import hub_errors
 from specdistill.project import PICO
 
 
@@ -35,6 +35,10 @@ class Features:
 
     aux: tuple[Tensor, ...]
     last_hidden: Tensor
+
+    def first(self, count: int) -> "Features":
+        """Those of the first `count` positions."""
+        return Features(tuple(feature[:, :count] for feature in self.aux), self.last_hidden[:, :count])
 
 
 class FrozenTarget:
@@ -90,6 +94,11 @@ class FrozenTarget:
     @property
     def num_layers(self) -> int:
         return len(self.backbone.layers)
+
+    @property
+    def is_recurrent(self) -> bool:
+        """Whether some layers keep a state that every token changes, instead of keys and values (linear attention, state spaces)."""
+        return is_recurrent(self.config)
 
     @property
     def hidden_size(self) -> int:
@@ -162,19 +171,16 @@ def read_causal_lm(
     Hub fails.
     """
     options = {"revision": revision, "trust_remote_code": trust_remote_code}
+    expected = "pico, a folder with config, weights and tokenizer, or a Hub id"
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path, **options)
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            path, dtype=getattr(torch, dtype), attn_implementation=attn, output_loading_info=True, **options
-        )
-    except (HfHubHTTPError, OfflineModeIsEnabled) as error:
-        raise ResourceError(
-            f"{key}: could not fetch {path} from the Hub ({error})", next_step="check the id, HF_TOKEN and the network"
-        ) from error
+        with hub_errors(key, path, expected=expected):
+            tokenizer = AutoTokenizer.from_pretrained(path, **options)
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                path, dtype=getattr(torch, dtype), attn_implementation=attn, output_loading_info=True, **options
+            )
     except SafetensorError as error:
         raise UserError(key, got=f"{path}: {error}", expected="whole safetensors files") from error
-    except (OSError, ValueError, RuntimeError, HFValidationError) as error:
-        expected = "pico, a folder with config, weights and tokenizer, or a Hub id"
+    except (OSError, ValueError, RuntimeError) as error:
         raise UserError(key, got=f"{path} ({str(error).splitlines()[0]})", expected=expected) from error
     model, report = loaded
     missing = sorted(report["missing_keys"])
@@ -189,19 +195,16 @@ def with_adapter(model: PreTrainedModel, adapter: str, *, base: str) -> PreTrain
     An adapter names its base: the same name, or the same folder or repository name elsewhere, will do. Raises UserError for another base,
     for another kind of adapter, and for one whose tensors are not exactly those that the model takes.
     """
-    key = "target.adapter"
+    key, expected = "target.adapter", "the folder or Hub id of a LoRA adapter"
     try:
-        config = peft.PeftConfig.from_pretrained(adapter)
-        weights = peft.utils.load_peft_weights(adapter, device="cpu")
-    except (HfHubHTTPError, OfflineModeIsEnabled) as error:
-        raise ResourceError(
-            f"{key}: could not fetch {adapter} from the Hub ({error})", next_step="check the id, HF_TOKEN and the network"
-        ) from error
+        with hub_errors(key, adapter, expected=expected):
+            config = peft.PeftConfig.from_pretrained(adapter)
+            weights = peft.utils.load_peft_weights(adapter, device="cpu")
     except SafetensorError as error:
         raise UserError(key, got=f"{adapter}: {error}", expected="a whole safetensors file") from error
-    except (OSError, ValueError, HFValidationError) as error:
+    except (OSError, ValueError) as error:
         got = f"{adapter} ({str(error).splitlines()[0]})"
-        raise UserError(key, got=got, expected="the folder or Hub id of a LoRA adapter") from error
+        raise UserError(key, got=got, expected=expected) from error
     if config.peft_type != "LORA":
         raise UserError(key, got=f"{adapter}, a {config.peft_type} adapter", expected="a LoRA adapter")
     named = config.base_model_name_or_path
@@ -222,6 +225,14 @@ def with_adapter(model: PreTrainedModel, adapter: str, *, base: str) -> PreTrain
     peft.set_peft_model_state_dict(adapted, weights)
     merged: PreTrainedModel = adapted.merge_and_unload()
     return merged
+
+
+RECURRENT = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}  # transformers' names of layers with a state
+
+
+def is_recurrent(text_config: Any) -> bool:
+    """Whether a text config names a layer with a state."""
+    return bool(RECURRENT & set(getattr(text_config, "layer_types", None) or ()))
 
 
 def resolve(model: str, key: str = "target.model") -> str:

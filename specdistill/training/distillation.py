@@ -65,12 +65,14 @@ class Distillation(nn.Module):
         return self.selected * predicts(batch["document_ids"], batch["supervise"], ahead=1).sum()
 
     def teach(self, target: FrozenTarget, inputs: dict[str, Tensor]) -> dict[str, Any]:
-        """The target's laws at temperature 1, and which rows the reference finds learnable."""
+        """The target's laws at temperature 1, and which rows the reference finds learnable; nothing where the text's tokens teach alone."""
+        (reference,) = self._reference
+        if self.training and self.labels == "tokens" and reference is None:
+            return {"teacher": None}
         kept_BT = predicts(inputs["document_ids"], inputs["supervise"], ahead=1)
         features = target.features(inputs["input_ids"], (), position_ids_BT=inputs["position_ids"])
         all_ids = torch.arange(target.vocab_size, device=target.device)
         teacher = teach(target.lm_head, features.last_hidden, kept_BT, all_ids, 1.0)
-        (reference,) = self._reference
         if reference is None:
             return {"teacher": teacher}
         logits_RV = logits_of_rows(reference, inputs["input_ids"], inputs["position_ids"], kept_BT)
@@ -82,19 +84,21 @@ class Distillation(nn.Module):
         supervise: Tensor,
         document_ids: Tensor,
         position_ids: Tensor,
-        teacher: Teacher,
+        teacher: Teacher | None,
         reference_loss_R: Tensor | None = None,
         measure: bool = False,
     ) -> tuple[Tensor, StepSums]:
         """The loss summed over the kept rows of packed rows [B, T] (see specdistill.data.packing), and the sums of the metrics."""
-        kept_BT = teacher.row_BT >= 0
+        kept_BT = predicts(document_ids, supervise, ahead=1)
         logits_RV = logits_of_rows(self.draft, input_ids, position_ids, kept_BT)
         next_R = shift_left(input_ids, 1, 0)[kept_BT]
-        probs_RV = teacher.probs_RW
+        probs_RV = None if teacher is None else teacher.probs_RW
         sums = StepSums()
         if measure:
+            assert teacher is not None
             self._measure(sums, logits_RV.detach(), teacher, kept_BT)
         elif reference_loss_R is not None:
+            assert probs_RV is not None
             rows = self._learnable(logits_RV.detach(), probs_RV, reference_loss_R)
             logits_RV, probs_RV, next_R = logits_RV[rows], probs_RV[rows], next_R[rows]
         loss = self._loss(logits_RV, probs_RV, next_R)
@@ -102,9 +106,10 @@ class Distillation(nn.Module):
         sums.kept.append(torch.tensor(loss.count, device=logits_RV.device))
         return loss.total, sums
 
-    def _loss(self, logits_RV: Tensor, probs_RV: Tensor, next_R: Tensor) -> LossSum:
+    def _loss(self, logits_RV: Tensor, probs_RV: Tensor | None, next_R: Tensor) -> LossSum:
         if self.labels == "tokens":
             return LossSum(F.cross_entropy(logits_RV.float(), next_R, reduction="sum"), len(next_R))
+        assert probs_RV is not None
         if self.temperature != 1.0:
             probs_RV = probs_RV.clamp_min(torch.finfo(torch.float32).tiny).log().div(self.temperature).softmax(-1)
         return self.divergence(logits_RV / self.temperature, probs_RV)

@@ -1,5 +1,8 @@
-"""The training curve: loss and acceptance against steps, drawn from the Trainer's own log when training ends."""
+"""A run's trajectory, from the Trainer's own log when training ends: `training_curve.png` to look at, `run/history.json` to read back."""
 
+import json
+import math
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -9,16 +12,59 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
+from specdistill.errors import UserError
+
+HISTORY = Path("run") / "history.json"  # in a run's folder
+
+
+@dataclass(frozen=True)
+class History:
+    """A finished training. seconds: its wall time, None when it was resumed, as then the whole is not known; log: the Trainer's."""
+
+    seconds: float | None
+    steps: int
+    log: list[dict[str, Any]]
+
+    def summary(self) -> dict[str, Any]:
+        """What a comparison shows of it: seconds, steps, and the curve of (step, simulated acceptance length)."""
+        points = zip(*_series(self.log, "eval_acceptance_length"), strict=True)
+        curve = [[step, length] for step, length in points if math.isfinite(length)]
+        return {"seconds": self.seconds, "steps": self.steps, "curve": curve}
+
+
+def read_history(draft_folder: Path, *, key: str) -> History | None:
+    """How the draft at `<run>/draft` was trained; None for a draft that stands elsewhere or whose run left no history.
+
+    Raises UserError, naming `key`, when there is one that cannot be read.
+    """
+    folder = draft_folder.resolve()
+    path = folder.parent / HISTORY
+    if folder.name != "draft" or not path.is_file():
+        return None
+    try:
+        return History(**json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise UserError(key, got=f"{path} ({error})", expected="seconds, steps and log, as training wrote them") from error
+
 
 class TrainingCurve(TrainerCallback):
-    """Writes `training_curve.png` into the run's folder."""
+    """Leaves the drawing at `path`, which is in the run's folder, and the run's history beside its record."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.resumed = False
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self.resumed = state.global_step > 0
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if state.is_world_process_zero:
             draw(state.log_history, self.path)
+            seconds = None if self.resumed else state.log_history[-1]["train_runtime"]
+            path = self.path.parent / HISTORY
+            path.parent.mkdir(parents=True, exist_ok=True)
+            history = asdict(History(seconds, state.global_step, state.log_history))
+            path.write_text(json.dumps(history, indent=2) + "\n", encoding="utf-8")
 
 
 def draw(log: list[dict[str, float]], path: Path) -> None:

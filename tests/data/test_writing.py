@@ -9,6 +9,7 @@ from scipy.stats import chisquare
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig, MistralConfig, MistralForCausalLM, PreTrainedModel
 
 from specdistill.data.writing import BLOCK, GROUPED_ATTENTION, Sampling, sample, write, writer
+from tests.mtp_targets import tiny_model
 from tests.tiny import tiny_target_model
 
 PROMPTS = [[5, 6, 7, 8], [9, 10, 11, 12], [13, 14, 15, 16], [17, 18, 19, 20], [21, 22, 23, 24]]
@@ -48,6 +49,13 @@ def test_rows_stop_at_their_end_tokens_and_the_others_go_on() -> None:
     written = greedy(model, PROMPTS, count, ends)
     assert written == [reference(model, prompt, count, ends) for prompt in PROMPTS]
     assert len({len(row) for row in written}) > 2 and all(not set(ends) & set(row[:-1]) for row in written)
+
+
+def test_recurrent_layers_keep_the_state_of_each_row() -> None:
+    model = tiny_model("qwen3_next")
+    free = greedy(model, UNEQUAL, 40)
+    ends = [row[5] for row in free[:3]]  # most rows end early: others would leave the batch
+    assert greedy(model, UNEQUAL, 40, ends) == [reference(model, prompt, 40, ends) for prompt in UNEQUAL]
 
 
 def test_models_with_windows_and_layers_of_two_kinds() -> None:

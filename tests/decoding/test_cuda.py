@@ -8,10 +8,11 @@ import torch
 from datasets import Dataset
 
 from specdistill.decoding.decoder import Decoder
-from specdistill.decoding.proposers import Eagle3Proposer, NgramProposer
+from specdistill.decoding.ngram import NgramProposer
+from specdistill.decoding.proposers import HeadProposer
 from specdistill.decoding.sampling import Sampling
 from specdistill.drafts.build import build_eagle3
-from specdistill.drafts.checkpoint import save_eagle3
+from specdistill.drafts.eagle3_checkpoint import save_eagle3
 from specdistill.losses.divergence import forward_kl
 from specdistill.targets.frozen import FrozenTarget
 from specdistill.training.arguments import training_arguments
@@ -32,13 +33,13 @@ def target() -> FrozenTarget:
 
 def test_greedy_output_is_the_plain_output(target: FrozenTarget) -> None:
     plain = Decoder(target).generate(PROMPT, max_new_tokens=60)
-    for proposer in (Eagle3Proposer(build_eagle3(target)), NgramProposer()):
+    for proposer in (HeadProposer(build_eagle3(target)), NgramProposer()):
         fast = Decoder(target, proposer).generate(PROMPT, max_new_tokens=60, num_speculative_tokens=4)
         assert fast.token_ids == plain.token_ids
 
 
 def test_sampling_is_reproducible_by_its_generator(target: FrozenTarget) -> None:
-    decoder = Decoder(target, Eagle3Proposer(build_eagle3(target)))
+    decoder = Decoder(target, HeadProposer(build_eagle3(target)))
     first, second = (
         decoder.generate(
             PROMPT,

@@ -8,11 +8,15 @@ from scipy.stats import chi2_contingency
 
 from specdistill.decoding.decoder import Decoder
 from specdistill.decoding.load import load_proposer
-from specdistill.decoding.proposers import DecodingState, Eagle3Proposer, NgramProposer, Proposal, Proposer
+from specdistill.decoding.ngram import NgramProposer
+from specdistill.decoding.proposers import DecodingState, HeadProposer, Proposal, Proposer
 from specdistill.decoding.sampling import Sampling
-from specdistill.drafts.build import build_eagle3
+from specdistill.drafts.build import build_eagle, build_eagle3
+from specdistill.drafts.mtp_checkpoint import build_mtp
 from specdistill.errors import UserError
 from specdistill.targets.frozen import FrozenTarget
+from tests import mtp_targets
+from tests.drafts.test_small import qwen
 from tests.tiny import tiny_target_model, tiny_tokenizer
 
 PROMPT = [5, 9, 5, 9, 20, 31]
@@ -44,19 +48,49 @@ class OracleProposer:
 
 def proposers(target: FrozenTarget) -> dict[str, Proposer]:
     return {
-        "eagle3": Eagle3Proposer(build_eagle3(target)),
-        "eagle3, two layers": Eagle3Proposer(build_eagle3(target, num_layers=2, norm_output=True)),
-        "eagle3, pruned": Eagle3Proposer(build_eagle3(target, draft_vocabulary=torch.arange(0, target.vocab_size, 3))),
+        "eagle3": HeadProposer(build_eagle3(target)),
+        "eagle3, two layers": HeadProposer(build_eagle3(target, num_layers=2, norm_output=True)),
+        "eagle3, pruned": HeadProposer(build_eagle3(target, draft_vocabulary=torch.arange(0, target.vocab_size, 3))),
+        "eagle3, window": HeadProposer(build_eagle3(target, sliding_window=4)),
+        "eagle": HeadProposer(build_eagle(target)),
+        "mtp": HeadProposer(build_mtp(target, init="scratch")),
         "ngram": NgramProposer(),
     }
 
 
-@pytest.mark.parametrize("name", ["eagle3", "eagle3, two layers", "eagle3, pruned", "ngram"])
+@pytest.mark.parametrize("name", ["eagle3", "eagle3, two layers", "eagle3, pruned", "eagle3, window", "eagle", "mtp", "ngram"])
 @pytest.mark.parametrize("k", [1, 4])
 def test_greedy_output_is_the_plain_output(target: FrozenTarget, name: str, k: int) -> None:
     plain = Decoder(target).generate(PROMPT, max_new_tokens=40)
     fast = Decoder(target, proposers(target)[name]).generate(PROMPT, max_new_tokens=40, num_speculative_tokens=k)
     assert fast.token_ids == plain.token_ids
+
+
+@pytest.mark.parametrize("architecture", ["qwen3_next", "qwen3"])
+def test_targets_that_cannot_drop_positions_keep_their_text(architecture: str) -> None:
+    """Recurrent layers and sliding windows: rejections leave no trace, and drafts that are right now and then are used."""
+    if architecture == "qwen3_next":
+        target = mtp_targets.tiny_target("qwen3_next")
+    else:
+        target = FrozenTarget(qwen(), tiny_tokenizer(), name="sliding")
+    target.model.generation_config.eos_token_id = []
+    plain = Decoder(target).generate(PROMPT, max_new_tokens=40).token_ids
+    hf = target.model.generate(torch.tensor([PROMPT]), max_new_tokens=40, do_sample=False, pad_token_id=0)
+    assert list(plain) == hf[0, len(PROMPT) :].tolist()
+    wrong = [token if index % 5 else (token + 1) % 200 for index, token in enumerate([*PROMPT, *plain])]
+    run = Decoder(target, OracleProposer(wrong)).generate(PROMPT, max_new_tokens=40, num_speculative_tokens=4)
+    assert run.token_ids == plain
+    assert 0 < sum(r.num_accepted for r in run.rounds) < sum(len(r.drafted) for r in run.rounds)
+
+
+@pytest.mark.parametrize("kind", mtp_targets.KINDS)
+def test_a_head_decodes_targets_of_every_kind_of_layer(kind: str) -> None:
+    target = mtp_targets.tiny_target(kind)
+    target.model.generation_config.eos_token_id = []
+    plain = Decoder(target).generate(PROMPT, max_new_tokens=30).token_ids
+    for head in (build_mtp(target, init="scratch"), build_eagle(target)):
+        run = Decoder(target, HeadProposer(head)).generate(PROMPT, max_new_tokens=30, num_speculative_tokens=3)
+        assert run.token_ids == plain
 
 
 def test_plain_decoding_is_transformers_greedy_search(target: FrozenTarget) -> None:
@@ -106,7 +140,7 @@ def test_a_stop_token_ends_the_text_and_nothing_past_it_counts(target: FrozenTar
     assert sum(r.num_accepted for r in run.rounds) <= first
 
 
-@pytest.mark.parametrize("name", ["eagle3", "eagle3, pruned", "ngram"])
+@pytest.mark.parametrize("name", ["eagle3", "eagle3, pruned", "eagle", "mtp", "ngram"])
 def test_sampled_text_follows_the_targets_law(target: FrozenTarget, name: str) -> None:
     """Two samples of (first, second, third token) with and without the draft are one law; the same seeds, so no flakes."""
     sampling = Sampling(temperature=0.7, top_k=3)
@@ -126,7 +160,7 @@ def test_sampled_text_follows_the_targets_law(target: FrozenTarget, name: str) -
 
 
 def test_sampling_is_reproducible_by_its_generator(target: FrozenTarget) -> None:
-    decoder = Decoder(target, Eagle3Proposer(build_eagle3(target)))
+    decoder = Decoder(target, HeadProposer(build_eagle3(target)))
     texts = [
         decoder.generate(
             PROMPT,
@@ -159,14 +193,3 @@ def test_settings_that_cannot_work_are_refused(
 def test_unknown_methods_are_named(target: FrozenTarget) -> None:
     with pytest.raises(UserError, match=r"method: got eagle33.*did you mean eagle3"):
         load_proposer("eagle33", None, target)
-
-
-def test_ngram_prefers_the_longest_and_latest_match() -> None:
-    proposer = NgramProposer(max_ngram=2)
-    proposer.begin(100)
-    state = DecodingState([1, 2, 7, 9, 2, 8, 1, 2])
-    assert proposer.propose(state, 3, Sampling(), None).tokens == [7, 9, 2]  # (1, 2) beats the later (2,)
-    state.token_ids += [7, 5, 2]
-    assert proposer.propose(state, 2, Sampling(), None).tokens == [7, 5]  # no (5, 2) before: the latest (2,)
-    state.token_ids += [77]
-    assert proposer.propose(state, 2, Sampling(), None).tokens == []

@@ -4,6 +4,7 @@ import itertools
 import statistics
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from specdistill.decoding.decoder import Decoder
-from specdistill.decoding.draft_model import DraftModelProposer
+from specdistill.decoding.draft_model import DraftModelProposer, LlamaLayers
 from specdistill.decoding.load import load_proposer
 from specdistill.decoding.proposers import DecodingState, Proposal
 from specdistill.decoding.sampling import Sampling
@@ -21,6 +22,7 @@ from specdistill.drafts.vocabulary import match_vocabularies
 from specdistill.errors import UserError
 from specdistill.targets.frozen import FrozenTarget
 from tests.decoding.test_verify import cells
+from tests.drafts.test_small import qwen
 from tests.tiny import tiny_target_model, tiny_tokenizer
 
 PROMPT = [5, 9, 5, 9, 20, 31]
@@ -55,6 +57,24 @@ def small_model(vocab_size: int, seed: int) -> LlamaForCausalLM:
     return tiny_target_model(num_layers=1, hidden_size=32, vocab_size=vocab_size, seed=seed)
 
 
+class Watched:
+    """Notes how many tokens each step feeds, and how many are cached after it."""
+
+    def __init__(self, layers: LlamaLayers) -> None:
+        self.layers = layers
+        self.fed: list[int] = []
+        self.held: list[int] = []
+
+    def __call__(self, ids_1T: Tensor) -> Tensor:
+        hidden = self.layers(ids_1T)
+        self.fed.append(ids_1T.shape[1])
+        self.held.append(self.layers.cache.length)
+        return hidden
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.layers, name)
+
+
 # --- Greedy text
 
 
@@ -77,8 +97,9 @@ def test_the_target_drafting_for_itself_is_accepted_in_full(target: FrozenTarget
     assert [r.num_accepted for r in run.rounds] == [4] * 8
 
 
-def test_the_cache_drafts_as_a_fresh_reading_of_the_whole_text_does(target: FrozenTarget):
-    draft = half_right(target)
+@pytest.mark.parametrize("architecture", ["llama", "qwen3"])
+def test_the_cache_drafts_as_a_fresh_reading_of_the_whole_text_does(target: FrozenTarget, architecture: str):
+    draft = half_right(target) if architecture == "llama" else qwen()
     run = Decoder(target, DraftModelProposer(draft)).generate(PROMPT, max_new_tokens=40, num_speculative_tokens=3)
     text = [*PROMPT, run.token_ids[0]]
     for entry in run.rounds:
@@ -93,13 +114,10 @@ def test_the_cache_drafts_as_a_fresh_reading_of_the_whole_text_does(target: Froz
 def test_only_what_was_committed_since_is_fed(target: FrozenTarget):
     """A round's first step feeds the committed tokens that the cache lacks; the others feed one token each."""
     proposer = DraftModelProposer(half_right(target))
-    fed: list[int] = []
-    proposer.backbone.register_forward_pre_hook(
-        lambda _module, _args, kwargs: fed.append(kwargs["input_ids"].shape[1]), with_kwargs=True
-    )
+    watched = proposer.layers = Watched(proposer.layers)
     run = Decoder(target, proposer).generate(PROMPT, max_new_tokens=40, num_speculative_tokens=3)
     firsts = [len(PROMPT) + 1] + [2 if r.num_accepted == 3 else 1 for r in run.rounds[:-1]]
-    assert fed == [count for first in firsts for count in (first, 1, 1)]
+    assert watched.fed == [count for first in firsts for count in (first, 1, 1)]
     assert {1, 2} <= set(firsts)
 
 
@@ -148,7 +166,8 @@ def output_law(target: LlamaForCausalLM, propose: Propose, prompt: list[int], sa
 
     def proposals(text: list[int], uniforms: list[float], weight: float) -> None:
         proposal = propose(text, sampling, uniforms)
-        if len(proposal.tokens) > len(uniforms):  # the law of the next drafted token is known: visit each of its tokens
+        if proposal.probabilities is not None and len(proposal.tokens) > len(uniforms):
+            # The law of the next drafted token is known: visit each of its tokens.
             sums = proposal.probabilities[len(uniforms)].double().cumsum(-1)
             for midpoint, width in cells(sums / sums[-1]):
                 proposals(text, [*uniforms, midpoint], weight * width)
@@ -346,17 +365,11 @@ def test_a_window_changes_no_greedy_text_and_still_sees_its_end(k: int):
     draft.config.max_position_embeddings = 32
     plain = Decoder(target).generate(PROMPT * 4, max_new_tokens=90)
     proposer = DraftModelProposer(draft, context="window")
-    lengths: list[int] = []
-    proposer.backbone.register_forward_pre_hook(
-        lambda _module, _args, kwargs: lengths.append(
-            kwargs["past_key_values"].get_seq_length() + kwargs["input_ids"].shape[1]
-        ),
-        with_kwargs=True,
-    )
+    watched = proposer.layers = Watched(proposer.layers)
     run = Decoder(target, proposer).generate(PROMPT * 4, max_new_tokens=90, num_speculative_tokens=k)
     assert run.token_ids == plain.token_ids
     assert all(r.num_accepted == min(k, 32) for r in run.rounds[:-1])
-    assert max(lengths) == 32
+    assert max(watched.held) == 32
 
 
 def test_a_text_longer_than_the_drafts_context_is_refused(target: FrozenTarget):

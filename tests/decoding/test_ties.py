@@ -5,7 +5,8 @@ import torch
 
 from specdistill.decoding import decoder, ties
 from specdistill.decoding.decoder import Decoder
-from specdistill.decoding.proposers import Eagle3Proposer, NgramProposer
+from specdistill.decoding.ngram import NgramProposer
+from specdistill.decoding.proposers import HeadProposer
 from specdistill.drafts.build import build_eagle3
 from specdistill.targets.frozen import FrozenTarget
 from tests.tiny import tiny_target_model, tiny_tokenizer
@@ -37,7 +38,7 @@ def test_greedy_text_is_what_float64_prefers(target):
 
 def test_a_draft_changes_nothing_at_near_ties(target):
     plain = Decoder(target).generate(PROMPT, max_new_tokens=NEW_TOKENS).token_ids
-    for proposer in (Eagle3Proposer(build_eagle3(target)), NgramProposer()):
+    for proposer in (HeadProposer(build_eagle3(target)), NgramProposer()):
         fast = Decoder(target, proposer).generate(PROMPT, max_new_tokens=NEW_TOKENS, num_speculative_tokens=4)
         assert fast.token_ids == plain
 

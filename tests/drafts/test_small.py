@@ -5,10 +5,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+from transformers import MixtralConfig, MixtralForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from specdistill.drafts.pruning import Shape, activation_norms, evenly_spaced, from_layers, from_width, shape_of
-from specdistill.drafts.small import build_small, from_scratch, load_small, propose_shape, save_small, step_ratio
+from specdistill.drafts.small import (
+    build_small,
+    from_scratch,
+    load_small,
+    parameters_read,
+    propose_shape,
+    save_small,
+    step_ratio,
+    weights_read,
+)
 from specdistill.errors import UserError
 from specdistill.targets.frozen import FrozenTarget
 from tests.tiny import tiny_target_model, tiny_tokenizer
@@ -195,6 +204,18 @@ def test_a_step_costs_the_larger_share() -> None:
     assert step_ratio(tied, from_layers(tied, 1)) == pytest.approx(
         from_layers(tied, 1).num_parameters() / tied.num_parameters()
     )
+
+
+def test_of_a_mixture_s_experts_a_token_reads_its_own() -> None:
+    config = MixtralConfig(
+        vocab_size=50, hidden_size=16, intermediate_size=8, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1
+    )  # two of eight experts a token
+    model = MixtralForCausalLM(config)
+    experts = 2 * 8 * 3 * 16 * 8  # layers, experts, matrices, each 16 by 8
+    rest = model.num_parameters() - experts - 50 * 16
+    assert weights_read(model) == pytest.approx(rest + experts / 4)
+    assert weights_read(model, 2) == pytest.approx(rest + experts * (1 - 0.75**2))
+    assert parameters_read(model.model.layers[0].mlp, config) == pytest.approx(experts / 8 + 16 * 8)  # and its router
 
 
 def test_each_start_builds_a_draft_and_says_what_it_costs(target: FrozenTarget, caplog: pytest.LogCaptureFixture) -> None:

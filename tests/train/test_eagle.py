@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from specdistill.drafts.checkpoint import load_eagle3
+from specdistill.drafts.eagle3_checkpoint import load_eagle3
 from specdistill.project import RECIPES, ROOT
 from specdistill.recipe import Recipe, load_recipe
 from specdistill.targets.frozen import FrozenTarget
+from specdistill.training.trajectory import read_history
 from tests.tiny import tiny_target_model, tiny_tokenizer
 
 SCRIPT = str(ROOT / "train" / "eagle.py")
@@ -64,6 +65,9 @@ def test_a_run_leaves_a_draft_its_record_and_a_curve(folder: Path, tmp_path: Pat
     assert json.loads((run / "run" / "provenance.json").read_text())["data_fingerprint"]
     assert load_recipe(Recipe, [f"recipe={run / 'run' / 'recipe.yaml'}"]).draft.ttt_steps == 3
     assert (run / "training_curve.png").stat().st_size > 1000
+    history = read_history(run / "draft", key="drafts")
+    assert history is not None and history.seconds is not None
+    assert [step for step, _ in history.summary()["curve"]] == [2, 4]
     log = json.loads((run / "checkpoint-4" / "trainer_state.json").read_text())["log_history"]
     assert any("eval_acceptance_length" in entry for entry in log)
 
@@ -90,14 +94,21 @@ def test_an_interrupted_run_resumes_to_the_same_draft(folder: Path, tmp_path: Pa
     assert launch(monkeypatch, *arguments(folder, resumed)) == 0
     one, two = ((tmp_path / name / "draft" / "model.safetensors").read_bytes() for name in ("whole", "resumed"))
     assert one == two
+    history = read_history(resumed / "draft", key="drafts")
+    assert history is not None and history.seconds is None
+    assert [step for step, _ in history.summary()["curve"]] == [2, 4]
 
 
-def test_training_goes_on_from_an_earlier_draft(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_goes_on_from_an_earlier_draft(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     assert launch(monkeypatch, *arguments(folder, tmp_path / "first", "train.max_steps=2")) == 0
     start = f"draft.init={tmp_path / 'first' / 'draft'}"
     assert launch(monkeypatch, *arguments(folder, tmp_path / "second", start, "train.learning_rate=0.0")) == 0
     one, two = ((tmp_path / name / "draft" / "model.safetensors").read_bytes() for name in ("first", "second"))
     assert one == two
+    assert launch(monkeypatch, *arguments(folder, tmp_path / "third", start, "draft.fc_norm=true")) == 2
+    assert "error: draft.fc_norm: got True, expected False, as" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -120,6 +131,8 @@ def test_training_goes_on_from_an_earlier_draft(folder: Path, tmp_path: Path, mo
         ("on_policy.fraction=0.5", "on_policy.fraction"),
         ("loss.labels=tokens", "loss.labels"),
         ("draft.lora.rank=4", "draft.lora.rank"),
+        ("draft.sliding_window=2", "draft.ttt_steps"),
+        ("draft.fc_bias=true", "draft.fc_bias"),
     ],
 )
 def test_wrong_input_is_one_line_and_leaves_nothing(
@@ -134,10 +147,10 @@ def test_wrong_input_is_one_line_and_leaves_nothing(
 
 def test_every_draft_recipe_takes_a_step(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The recipes that ship, shrunk: their keys reach a real optimizer step."""
-    recipes = sorted(path for path in RECIPES.rglob("*.yaml") if path.stem == "eagle3")
+    recipes = sorted(path for path in RECIPES.rglob("*.yaml") if path.stem in ("eagle", "eagle3"))
     assert recipes
     for recipe in recipes:
-        output_dir = tmp_path / recipe.parent.name
+        output_dir = tmp_path / recipe.parent.name / recipe.stem
         extra = ["data.regenerate.num_tokens=0", "draft.intermediate_size=64", "train.max_steps=1", "train.bf16=false"]
         assert launch(monkeypatch, f"recipe={recipe}", *arguments(folder, output_dir, *extra)) == 0
         assert (output_dir / "draft" / "model.safetensors").exists()

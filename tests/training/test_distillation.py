@@ -72,9 +72,15 @@ def test_temperature_divides_both_laws(target: FrozenTarget) -> None:
     )
 
 
-def test_labels_may_be_the_texts_own_tokens(target: FrozenTarget) -> None:
+@pytest.mark.parametrize("training", [True, False])
+def test_labels_may_be_the_texts_own_tokens(target: FrozenTarget, training: bool) -> None:
+    """In training the target is then not asked at all."""
     rows, draft = packed_rows(), small_draft()
-    total, _ = run(Distillation(draft, forward_kl, labels="tokens"), target, rows)
+    objective = Distillation(draft, forward_kl, labels="tokens").train(training)
+    asked = []
+    with target.backbone.register_forward_pre_hook(lambda *_: asked.append(1)):
+        total, _ = run(objective, target, rows, measure=not training)
+    assert bool(asked) is not training
     expected = 0.0
     for start, stop, first in ((0, 7, 2), (7, 12, 0)):
         ids = rows["input_ids"][:, start:stop]

@@ -1,12 +1,14 @@
 """The unroll's shifts, masks and attention, against decoding and against toy sequences."""
 
+from typing import Any
+
 import pytest
 import torch
 
-from specdistill.decoding.proposers import DecodingState, Eagle3Proposer
+from specdistill.decoding.proposers import DecodingState, HeadProposer
 from specdistill.decoding.sampling import Sampling
-from specdistill.drafts.build import build_eagle3
-from specdistill.drafts.eagle3 import Eagle3Draft
+from specdistill.drafts.build import build_eagle, build_eagle3
+from specdistill.drafts.heads import HEADS
 from specdistill.losses.divergence import forward_kl
 from specdistill.targets.frozen import FrozenTarget
 from specdistill.training.sums import StepSums
@@ -22,31 +24,42 @@ def target() -> FrozenTarget:
     return FrozenTarget(tiny_target_model(), tiny_tokenizer(), name="tiny")
 
 
-def unrolled_logits(draft: Eagle3Draft, target: FrozenTarget, ids: torch.Tensor, steps: int) -> list[torch.Tensor]:
+def unrolled_logits(draft: Any, target: FrozenTarget, ids: torch.Tensor, steps: int) -> list[torch.Tensor]:
     """Logits [T, W] of each unroll step over one document."""
-    memory = ChainMemory(torch.zeros_like(ids), draft.config.num_layers)
-    hidden = draft.fuse(target.features(ids, draft.config.aux_layers).aux)
+    memory = ChainMemory(torch.zeros_like(ids), draft.config.num_layers, draft.config.sliding_window)
+    hidden = draft.fuse(target.features(ids, draft.aux_layers))
     positions = torch.arange(ids.shape[1])[None]
     logits = []
     for k in range(steps):
-        normed, hidden = draft(shift_left(ids, 1 + k, 0), hidden, positions + k, memory)
+        normed, hidden = draft(shift_left(ids, 1 + k, 0), hidden, draft.rotary(hidden, positions + k), memory)
         logits.append(draft.lm_head(normed)[0])
     return logits
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"num_layers": 2}, {"norm_output": True, "fc_norm": True}, {"norm_before_residual": True}]
+    ("method", "options"),
+    [
+        ("eagle3", {}),
+        ("eagle3", {"num_layers": 2}),
+        ("eagle3", {"norm_output": True, "fc_norm": True}),
+        ("eagle3", {"norm_before_residual": True}),
+        ("eagle3", {"sliding_window": 5}),
+        ("eagle3", {"sliding_window": 4, "num_layers": 2}),
+        ("eagle", {}),
+        ("mtp", {"init": "scratch"}),
+        ("eagle", {"sliding_window": 5, "num_layers": 2}),
+    ],
 )
-def test_the_unroll_guesses_what_the_decoder_guesses(target: FrozenTarget, options: dict[str, bool]) -> None:
+def test_the_unroll_guesses_what_the_decoder_guesses(target: FrozenTarget, method: str, options: dict[str, Any]) -> None:
     """Chains of the decoder, put back into the text as if they had been accepted, are what the unroll predicts at their root."""
-    draft = build_eagle3(target, **options)  # type: ignore[arg-type]
+    draft = HEADS[method].build(target, **options)
     text = torch.randint(3, target.vocab_size, (12,), generator=torch.Generator().manual_seed(3)).tolist()
     root = len(text) - 2  # the chain starts from the features of this position
-    features = target.features(torch.tensor([text[:-1]]), draft.config.aux_layers)
-    proposer = Eagle3Proposer(draft)
+    features = target.features(torch.tensor([text[:-1]]), draft.aux_layers)
+    proposer = HeadProposer(draft)
     proposer.begin(len(text) + K)
     with torch.no_grad():
-        chain = proposer.propose(DecodingState(text, features.aux), K, Sampling(), None).tokens
+        chain = proposer.propose(DecodingState(text, features), K, Sampling(), None).tokens
         logits = unrolled_logits(draft, target, torch.tensor([text + chain]), K)
     assert [int(step[root].argmax()) for step in logits] == chain
 
@@ -137,3 +150,28 @@ def test_step_weights_decay_and_sum_to_one(target: FrozenTarget) -> None:
     total, sums = run(model, target, document_rows(12, 3))
     expected = sum(float(w) * float(loss) for w, loss in zip(model.step_weights, sums.loss, strict=True))
     assert float(total.detach()) == pytest.approx(expected, rel=1e-5)
+
+
+def test_features_are_held_to_the_targets_next_ones(target: FrozenTarget) -> None:
+    """Two supervised positions, one step: the divergence plus the weighted SmoothL1 to f_{t+1}, computed by hand."""
+    rows = document_rows(6, 3)
+    rows["supervise"][:, :4] = 0
+    draft = build_eagle(target)
+    plain, _ = run(TrainingTimeTest(draft, forward_kl, 1), target, rows)
+    held, _ = run(TrainingTimeTest(draft, forward_kl, 1, feature_weight=0.5), target, rows)
+    with torch.no_grad():
+        features = target.features(rows["input_ids"], ()).last_hidden
+        ids = shift_left(rows["input_ids"], 1, 0)
+        rotary = draft.rotary(features, rows["position_ids"])
+        given, _ = draft(ids, features, rotary, ChainMemory(rows["document_ids"], 1))
+        gap = (given[0, 2:4] - features[0, 3:5]).abs()  # x_4 and x_5 are predicted at 2 and 3
+        smooth = torch.where(gap < 1, 0.5 * gap**2, gap - 0.5).mean(-1).sum()
+    assert float(held.detach() - plain.detach()) == pytest.approx(0.5 * float(smooth), rel=1e-4)
+
+
+def test_noise_is_for_training_alone(target: FrozenTarget) -> None:
+    model, rows = TrainingTimeTest(build_eagle(target), forward_kl, 1, noise=0.1), document_rows(9, 3)
+    quiet = [float(run(model.eval(), target, rows)[0].detach()) for _ in range(2)]
+    noisy = [float(run(model.train(), target, rows)[0].detach()) for _ in range(2)]
+    assert quiet[0] == quiet[1] and noisy[0] != noisy[1]
+    assert noisy[0] == pytest.approx(quiet[0], rel=0.2)

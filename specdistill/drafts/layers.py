@@ -1,0 +1,141 @@
+"""What EAGLE heads are built of: Llama's parts, with the attention itself left to the caller.
+
+Shapes: B batch, T positions, I input size, H hidden size, N query heads, G key/value heads, d head size.
+
+A `Memory` holds keys and values and answers queries, so that cached decoding and the unrolled training-time test run the same layers.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from specdistill.errors import UserError
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadShape:
+    """What heads have in common: layers of Llama's shape over the target's vocabulary.
+
+    sliding_window: a position sees itself and the window - 1 before it; None sees all of them.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    num_layers: int = 1
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10000.0
+    rope_scaling: dict[str, float | int | str] | None = None
+    max_position_embeddings: int = 2048
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+    sliding_window: int | None = None
+
+
+def check_window(shape: HeadShape, num_steps: int, *, key: str) -> None:
+    """Raises UserError, naming `key`, when a chain of so many steps is longer than the window that must hold it."""
+    if shape.sliding_window is not None and num_steps > shape.sliding_window:
+        got = f"{num_steps} steps with a draft that sees {shape.sliding_window} positions"
+        raise UserError(key, got=got, expected=f"at most {shape.sliding_window}")
+
+
+class Memory(Protocol):
+    """Where a layer's keys and values live, and what each query may see."""
+
+    def attend(self, layer: int, query_BNTd: Tensor, key_BGTd: Tensor, value_BGTd: Tensor) -> Tensor:
+        """Take in this step's keys and values and return the attention output [B, N, T, d of the values]."""
+        ...
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
+
+
+class Attention(nn.Module):
+    def __init__(self, config: HeadShape, input_size: int) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        self.q_proj = nn.Linear(input_size, config.num_attention_heads * config.head_dim, bias=False)
+        self.k_proj = nn.Linear(input_size, config.num_key_value_heads * config.head_dim, bias=False)
+        self.v_proj = nn.Linear(input_size, config.num_key_value_heads * config.head_dim, bias=False)
+        self.o_proj = nn.Linear(config.num_attention_heads * config.head_dim, config.hidden_size, bias=False)
+
+    def forward(self, x_BTI: Tensor, rotary: tuple[Tensor, Tensor], layer: int, memory: Memory) -> Tensor:
+        split = (*x_BTI.shape[:2], -1, self.head_dim)
+        query = rotate(self.q_proj(x_BTI).view(split).transpose(1, 2), rotary)
+        key = rotate(self.k_proj(x_BTI).view(split).transpose(1, 2), rotary)
+        value = self.v_proj(x_BTI).view(split).transpose(1, 2)
+        context_BNTd = memory.attend(layer, query, key, value)
+        output: Tensor = self.o_proj(context_BNTd.transpose(1, 2).flatten(2))
+        return output
+
+
+class MLP(nn.Module):
+    def __init__(self, config: HeadShape) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return output
+
+
+class PlainLayer(nn.Module):
+    """An ordinary Llama layer: what every layer after a head's first one is."""
+
+    def __init__(self, config: HeadShape, index: int) -> None:
+        super().__init__()
+        self.index = index
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = Attention(config, config.hidden_size)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = MLP(config)
+
+    def forward(self, hidden_BTH: Tensor, rotary: tuple[Tensor, Tensor], memory: Memory) -> Tensor:
+        hidden = hidden_BTH + self.self_attn(self.input_layernorm(hidden_BTH), rotary, self.index, memory)
+        output: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
+        return output
+
+
+def rotate(x_BNTd: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotary position embedding, Llama's half-split form; cos and sin are [B, T, d]."""
+    cos, sin = (table.unsqueeze(1) for table in rotary)
+    first, second = x_BNTd.chunk(2, dim=-1)
+    return x_BNTd * cos + torch.cat((-second, first), dim=-1) * sin
+
+
+class Rotary:
+    """(cos, sin) [B, T, d] of positions, as a Llama with this shape has them, in the dtype of `like`.
+
+    No module, so that `.to(bfloat16)` of a draft leaves its frequencies in float32: rounded, they are off by a tenth at position 512.
+    """
+
+    def __init__(self, shape: HeadShape) -> None:
+        config = LlamaConfig(
+            hidden_size=shape.hidden_size,
+            num_attention_heads=1,  # only the head's size counts
+            head_dim=shape.head_dim,
+            max_position_embeddings=shape.max_position_embeddings,
+            rope_parameters={"rope_type": "default", "rope_theta": shape.rope_theta, **(shape.rope_scaling or {})},
+        )
+        self._tables = LlamaRotaryEmbedding(config)
+
+    def __call__(self, like: Tensor, positions_BT: Tensor) -> tuple[Tensor, Tensor]:
+        tables: tuple[Tensor, Tensor] = self._tables(like, positions_BT)
+        return tables
