@@ -134,17 +134,20 @@ class FrozenTarget:
         aux_layers: Sequence[int],
         *,
         position_ids_BT: Tensor | None = None,
+        attention_mask: Tensor | dict[str, Tensor] | None = None,
         past_key_values: Cache | None = None,
     ) -> Features:
         """One pass of the decoder layers, without the head.
 
         Packed rows: position ids that start again at 0 separate the documents, which transformers turns into the right mask for each
-        kind of layer. With `past_key_values` the tokens continue the cached ones, and the cache grows.
+        kind of layer. With `past_key_values` the tokens continue the cached ones, and the cache grows. An `attention_mask` is the whole
+        truth about what each token sees: [B, 1, T, S] over cached and new positions, added to the scores; or one for each kind of layer.
         """
         with _capture(self.backbone, aux_layers) as captured:
             output = self.backbone(
                 input_ids=input_ids_BT,
                 position_ids=position_ids_BT,
+                attention_mask=attention_mask,
                 past_key_values=past_key_values,
                 use_cache=past_key_values is not None,
             )

@@ -57,6 +57,20 @@ def test_cached_passes_equal_one_pass(target: FrozenTarget) -> None:
         assert torch.allclose(torch.cat([part.aux[index] for part in parts], 1), whole.aux[index], atol=1e-4)
 
 
+def test_a_mask_decides_what_each_token_sees(target: FrozenTarget) -> None:
+    """Two tokens that continue the same three cached ones, and do not see each other."""
+    ids, cache = torch.arange(3, 8)[None], DynamicCache()
+    target.features(ids[:, :3], [], past_key_values=cache)
+    mask = torch.zeros(1, 1, 2, 5)
+    mask[..., 0, 4] = mask[..., 1, 3] = torch.finfo(mask.dtype).min
+    both = target.features(
+        ids[:, 3:], [], position_ids_BT=torch.tensor([[3, 3]]), attention_mask=mask, past_key_values=cache
+    ).last_hidden
+    for index, last in enumerate(ids[0, 3:]):
+        alone = target.features(torch.cat((ids[0, :3], last[None]))[None], []).last_hidden[:, -1]
+        assert torch.allclose(both[:, index], alone, atol=1e-5)
+
+
 def test_default_layers_are_low_middle_high() -> None:
     assert default_aux_layers(36) == [2, 18, 33]
     assert [default_aux_layers(n) for n in (7, 5, 4, 2)] == [[2, 3, 4], [1, 2, 4], [1, 2, 3], [1]]
