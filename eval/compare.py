@@ -10,8 +10,7 @@ from pathlib import Path
 from omegaconf import MISSING
 
 from specdistill.command import run
-from specdistill.decoding.load import load_proposer
-from specdistill.decoding.sampling import Sampling
+from specdistill.decoding.load import check_options, load_proposer, options_of, proposer_options
 from specdistill.drafts.candidates import find_candidates
 from specdistill.errors import ExitCode
 from specdistill.evaluation.comparison import Measured, compare
@@ -20,7 +19,7 @@ from specdistill.evaluation.pipeline import NamedDraft, evaluate_drafts
 from specdistill.evaluation.report.comparison import print_comparison, write_comparison
 from specdistill.evaluation.report.files import check_writable
 from specdistill.evaluation.suites import load_suite, tokenize
-from specdistill.recipe import EvalConfig, TargetConfig, like, option, section
+from specdistill.recipe import EvalConfig, NgramConfig, TargetConfig, like, option, section
 from specdistill.targets.frozen import FrozenTarget
 from specdistill.training.trajectory import read_history
 
@@ -34,6 +33,9 @@ class CompareOptions:
     suite: str = like(EvalConfig, "suite")
     output_dir: str = option(MISSING, "where the comparison and the reports go")
     num_speculative_tokens: int = like(EvalConfig, "num_speculative_tokens")
+    confidence_threshold: float | None = like(EvalConfig, "confidence_threshold")
+    draft_context: str = like(EvalConfig, "draft_context")
+    ngram: NgramConfig = section(NgramConfig)
     temperature: float = like(EvalConfig, "temperature")
     top_p: float = like(EvalConfig, "top_p")
     top_k: int = like(EvalConfig, "top_k")
@@ -49,12 +51,18 @@ def main(options: CompareOptions) -> ExitCode:
     folder = Path(options.output_dir)
     check_writable(folder, "output_dir")
     candidates, suite = find_candidates(options.drafts), load_suite(options.suite)
+    drafting = proposer_options(options)
+    check_options([entry.method for entry in candidates], drafting)
 
     # Target, all the drafts, and prompts: whatever is wrong with one of them shows before anything is measured
     target = FrozenTarget.load(**vars(options.target))
-    drafts = [
-        NamedDraft(load_proposer(entry.method, entry.folder, target, key="drafts"), entry.method, entry.draft, entry.revision)
+    proposers = [
+        load_proposer(entry.method, entry.folder, target, key="drafts", **options_of(entry.method, drafting))
         for entry in candidates
+    ]
+    drafts = [
+        NamedDraft(proposer, entry.method, entry.draft, entry.revision)
+        for proposer, entry in zip(proposers, candidates, strict=True)
     ]
     histories = [read_history(entry.folder, key="drafts") if entry.folder else None for entry in candidates]
     prompts = tokenize(
@@ -66,14 +74,7 @@ def main(options: CompareOptions) -> ExitCode:
     )
 
     # Measure
-    settings = Settings(
-        num_speculative_tokens=options.num_speculative_tokens,
-        max_new_tokens=options.max_new_tokens,
-        sampling=Sampling(options.temperature, options.top_p, options.top_k),
-        repeats=options.repeats,
-        warmup=options.warmup,
-        seed=options.seed,
-    )
+    settings = Settings.of(options)
     results = evaluate_drafts(target, drafts, suite, prompts, settings, sampling_draws=options.sampling_draws)
 
     # Compare and write

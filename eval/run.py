@@ -8,8 +8,7 @@ import sys
 from pathlib import Path
 
 from specdistill.command import run
-from specdistill.decoding.load import load_proposer
-from specdistill.decoding.sampling import Sampling
+from specdistill.decoding.load import load_proposer, proposer_options
 from specdistill.errors import ExitCode
 from specdistill.evaluation.gate import Evidence, decide, load_gate
 from specdistill.evaluation.measure import Settings
@@ -42,12 +41,8 @@ def main(recipe: Recipe) -> ExitCode:
         recipe.method,
         draft,
         target,
-        confidence_threshold=config.confidence_threshold,
-        draft_context=config.draft_context,
         heterogeneous_vocab=recipe.draft.heterogeneous_vocab,
-        ngram_min=config.ngram.min,
-        ngram_max=config.ngram.max,
-        ngram_lookup=config.ngram.lookup,
+        **proposer_options(config),
     )
     prompts = tokenize(
         suite,
@@ -58,14 +53,7 @@ def main(recipe: Recipe) -> ExitCode:
     )
 
     # Measure
-    settings = Settings(
-        num_speculative_tokens=config.num_speculative_tokens,
-        max_new_tokens=config.max_new_tokens,
-        sampling=Sampling(config.temperature, config.top_p, config.top_k),
-        repeats=config.repeats,
-        warmup=config.warmup,
-        seed=config.seed,
-    )
+    settings = Settings.of(config)
     report, records = evaluate_draft(
         target, proposer, suite, prompts, settings, method=recipe.method, draft=draft, sampling_draws=config.sampling_draws
     )

@@ -1,6 +1,8 @@
 """From a method's name and a draft's folder to the proposer that decoding uses."""
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from specdistill.decoding.draft_model import DraftModelProposer
 from specdistill.decoding.ngram import NgramProposer
@@ -12,6 +14,41 @@ from specdistill.drafts.vocabulary import match_vocabularies
 from specdistill.errors import UserError, nearest
 from specdistill.methods import METHODS
 from specdistill.targets.frozen import FrozenTarget
+
+# Options of `load_proposer` that one method reads: the method, the key that sets it, and its default.
+OPTIONS: dict[str, tuple[str, str, Any]] = {
+    "confidence_threshold": ("draft_model", "eval.confidence_threshold", None),
+    "draft_context": ("draft_model", "eval.draft_context", "refuse"),
+    "heterogeneous_vocab": ("draft_model", "draft.heterogeneous_vocab", False),
+    "ngram_min": ("ngram", "eval.ngram.min", 1),
+    "ngram_max": ("ngram", "eval.ngram.max", 3),
+    "ngram_lookup": ("ngram", "eval.ngram.lookup", "text"),
+}
+
+
+def proposer_options(section: Any) -> dict[str, Any]:
+    """Options of `load_proposer` from a recipe's eval section, or from another command's options of the same names."""
+    return {
+        "confidence_threshold": section.confidence_threshold,
+        "draft_context": section.draft_context,
+        "ngram_min": section.ngram.min,
+        "ngram_max": section.ngram.max,
+        "ngram_lookup": section.ngram.lookup,
+    }
+
+
+def options_of(method: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Those of the options that a method reads."""
+    return {name: value for name, value in options.items() if OPTIONS[name][0] == method}
+
+
+def check_options(methods: Sequence[str], options: dict[str, Any]) -> None:
+    """Raises UserError for an option that was set and that none of the methods reads."""
+    for name, value in options.items():
+        only, key, default = OPTIONS[name]
+        if only not in methods and value != default:
+            got = f"{value} with method {' and '.join(dict.fromkeys(methods))}"
+            raise UserError(key, got=got, expected=f"its default; it is for method {only}")
 
 
 def load_proposer(
@@ -35,16 +72,17 @@ def load_proposer(
     """
     if method not in METHODS:
         raise UserError("method", got=method, expected=f"one of {', '.join(METHODS)}", nearest=nearest(method, METHODS))
-    for only, option, value, default in (
-        ("draft_model", "eval.confidence_threshold", confidence_threshold, None),
-        ("draft_model", "eval.draft_context", draft_context, "refuse"),
-        ("draft_model", "draft.heterogeneous_vocab", heterogeneous_vocab, False),
-        ("ngram", "eval.ngram.min", ngram_min, 1),
-        ("ngram", "eval.ngram.max", ngram_max, 3),
-        ("ngram", "eval.ngram.lookup", ngram_lookup, "text"),
-    ):
-        if method != only and value != default:
-            raise UserError(option, got=f"{value} with method {method}", expected=f"its default; it is for method {only}")
+    check_options(
+        [method],
+        {
+            "confidence_threshold": confidence_threshold,
+            "draft_context": draft_context,
+            "heterogeneous_vocab": heterogeneous_vocab,
+            "ngram_min": ngram_min,
+            "ngram_max": ngram_max,
+            "ngram_lookup": ngram_lookup,
+        },
+    )
     if method == "ngram":
         return NgramProposer(ngram_min, ngram_max, ngram_lookup)
     if draft is None:

@@ -46,6 +46,18 @@ class Settings:
     warmup: int = 2
     seed: int = 0
 
+    @classmethod
+    def of(cls, section: Any) -> "Settings":
+        """From a recipe's eval section, or from another command's options of the same names."""
+        return cls(
+            num_speculative_tokens=section.num_speculative_tokens,
+            max_new_tokens=section.max_new_tokens,
+            sampling=Sampling(section.temperature, section.top_p, section.top_k),
+            repeats=section.repeats,
+            warmup=section.warmup,
+            seed=section.seed,
+        )
+
 
 @dataclass
 class Runs:

@@ -81,6 +81,19 @@ def test_a_comparison_leaves_its_pages_and_every_report(arguments, tmp_path, cap
     assert all(name in said for name in names)
 
 
+def test_options_of_one_method_go_to_its_candidates(arguments, tmp_path):
+    told = ("confidence_threshold=0.5", "draft_context=window", "ngram.min=2", "ngram.max=5", "ngram.lookup=prompt")
+    assert command(*arguments, "drafts=[run/draft,small,ngram]", "num_prompts=2", *told) == ExitCode.DONE
+    settings = {
+        name: json.loads((tmp_path / "out" / name / "report.json").read_text())["settings"]
+        for name in ("draft", "small", "ngram")
+    }
+    own = ("confidence_threshold", "draft_context", "ngram")
+    assert [settings["draft"][name] for name in own] == [None, None, None]
+    assert [settings["small"][name] for name in own] == [0.5, "window", None]
+    assert [settings["ngram"][name] for name in own] == [None, None, {"min": 2, "max": 5, "lookup": "prompt"}]
+
+
 def test_a_draft_that_changes_the_text_is_exit_code_one(arguments, tmp_path, monkeypatch):
     measure = eval_compare.evaluate_drafts
 
@@ -121,6 +134,8 @@ def test_a_draft_that_changes_the_text_is_exit_code_one(arguments, tmp_path, mon
         (["drafts=[small,ngram]", "suite=pcio"], "suite: got pcio"),
         (["drafts=[small,ngram]", "max_new_tokens=400"], "got prompt a0"),
         (["drafts=[small,ngram]", "num_speculative_tokens=0"], "num_speculative_tokens: got 0"),
+        (["drafts=[run/draft,small]", "ngram.max=5"], "ngram.max: got 5 with method eagle3 and draft_model, expected its default; it is"),
+        (["drafts=[run/draft,ngram]", "confidence_threshold=0.5"], "confidence_threshold: got 0.5 with method eagle3 and ngram"),
         (["drafts=[small,ngram]", "draft=small"], "draft: got an unknown key"),
     ],
 )  # fmt: skip
