@@ -1,7 +1,9 @@
 # One place for every chore. `demo` and `test` set the machine up themselves; the second time that costs nothing.
-# PYTHON (3.11 or newer) makes the environment, VENV is where it stands, ARGS goes to the command: make demo ARGS="train.max_steps=50"
+# PYTHON (3.11 or newer) makes the environments, VENV is where ours stands, ENGINES where those of other projects stand, ARGS goes to the
+# command: make demo ARGS="train.max_steps=50"
 PYTHON ?= python3
 VENV ?= .venv
+ENGINES ?= .venv-engines
 ARGS ?=
 
 BIN := $(VENV)/bin
@@ -10,10 +12,10 @@ READY := $(VENV)/.ready
 export PATH := $(abspath $(BIN)):$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint format bench methods
+.PHONY: help setup demo test lint format bench methods engines test-engines
 
 help:  ## this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(READY)  ## make .venv with the tested library versions (constraints.txt)
 
@@ -21,7 +23,7 @@ demo: $(READY)  ## train a draft for pico, decode with it, measure, write runs/d
 	$(BIN)/python -m specdistill demo $(ARGS)
 
 test: $(READY)  ## all tests that this machine can run; ARGS="-m 'not slow'" for the quick ones
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest --ignore=tests/engines $(ARGS)
 
 lint: $(READY)  ## formatting, lint and types; changes nothing
 	$(BIN)/ruff format --check .
@@ -37,6 +39,18 @@ bench: $(READY)  ## measure speed on this machine
 
 methods: $(READY)  ## train every method for pico, compare them in one run, write the README's table
 	$(BIN)/python bench/methods.py $(ARGS)
+
+engines: $(ENGINES)/speculators/.ready  ## make an environment for each engine that reads our drafts (docs/engines.md)
+
+test-engines: $(READY) engines  ## drafts in those engines: same logits, same text, same counts of accepted tokens
+	SPECDISTILL_ENGINES=$(abspath $(ENGINES)) $(BIN)/python -m pytest tests/engines $(ARGS)
+
+# The lists are whole, so nothing is left to resolve: what the packages ask for beyond them, they do not need on a CPU.
+$(ENGINES)/%/.ready: tests/engines/%.txt
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --constraint $< torch
+	$(@D)/bin/python -m pip install --quiet --no-deps --requirement $<
+	touch $@
 
 # torch first and by its pin: without one, pip takes the newest CUDA build. DeepSpeed's set-up imports torch, so it sees this environment.
 $(READY): pyproject.toml constraints.txt

@@ -1,0 +1,28 @@
+"""Where the engines stand: an environment of its own for each, made by `make engines` and started as another process."""
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from specdistill.project import ROOT
+
+FOLDER = Path(os.environ.get("SPECDISTILL_ENGINES", ROOT / ".venv-engines"))
+
+
+def environment(name: str) -> Path:
+    """The folder of an engine that is set up; a test that needs one that is not is skipped."""
+    folder = FOLDER / name
+    if not (folder / ".ready").is_file():
+        pytest.skip(f"no {name} in {FOLDER}; `make engines` sets it up")
+    return folder
+
+
+def run(*command: str | Path) -> str:
+    """What a program of an engine prints, in a process that sees nothing of this one's Python; it must succeed."""
+    hidden = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
+    surroundings = {name: value for name, value in os.environ.items() if name not in hidden}
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False, env=surroundings)
+    assert done.returncode == 0, f"{command[0]} ended with {done.returncode}:\n{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
+    return done.stdout
