@@ -1,4 +1,4 @@
-"""speculators 0.9 reads the heads that are exported for it, and writes heads that are read here: every step of its unroll gives our logits."""
+"""speculators 0.9 reads heads that are exported for it, and heads that it wrote are read here: each step of its unroll gives our logits."""
 
 import json
 from pathlib import Path
@@ -128,7 +128,7 @@ def test_every_step_of_the_unroll_gives_the_same_logits(
         theirs_RW = theirs[str(step)][keep_BT[:, :-1]]
         assert ours_RW.shape == theirs_RW.shape and len(ours_RW) > 20
         if step and draft.config.sliding_window:
-            # Their windows stay with the root; in decoding, and here, they move on with the chain. Compared where none has dropped a position.
+            # Their window stays with the root; in decoding, and here, it moves on with the chain. Compared until it drops something.
             same_R = rows["position_ids"][keep_BT] + step < draft.config.sliding_window
             ours_RW, theirs_RW = ours_RW[same_R], theirs_RW[same_R]
             assert len(ours_RW) >= 8
