@@ -1,6 +1,7 @@
 """Judge a report again: exit code 0 when it passes, 1 when it does not. The report's gate section and pages are rewritten.
 
-python eval/gate.py report=runs/demo/report/report.json gates=default [baseline=runs/before/report/report.json]
+python eval/gate.py report=runs/demo/report/report.json gates=default
+python eval/gate.py report=runs/demo/report gates=release baseline=org/name@v1.2
 """
 
 import sys
@@ -11,17 +12,18 @@ from omegaconf import MISSING
 
 from specdistill.command import run
 from specdistill.errors import ExitCode
+from specdistill.evaluation.baseline import read_baseline
 from specdistill.evaluation.gate import Evidence, decide, load_gate
 from specdistill.evaluation.report.console import print_gate
 from specdistill.evaluation.report.files import check_writable, read_report, write_report
-from specdistill.recipe import option
+from specdistill.recipe import EvalConfig, like, option
 
 
 @dataclass(frozen=True)
 class GateOptions:
     report: str = option(MISSING, "report.json, or its folder")
     gates: str = option("default", "gate name, or a gate YAML")
-    baseline: str | None = option(None, "report.json that max_regression rules compare with")
+    baseline: str | None = like(EvalConfig, "baseline")
 
 
 def main(options: GateOptions) -> ExitCode:
@@ -30,7 +32,7 @@ def main(options: GateOptions) -> ExitCode:
     folder = path if path.is_dir() else path.parent
     check_writable(folder, "report")
     evidence = Evidence(*read_report(path))
-    baseline = Evidence(*read_report(Path(options.baseline), key="baseline")) if options.baseline else None
+    baseline = read_baseline(options.baseline) if options.baseline else None
 
     report = {**evidence.report, "gate": decide(rules, evidence, baseline)}
     write_report(folder, report, evidence.records)

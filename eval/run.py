@@ -10,6 +10,7 @@ from pathlib import Path
 from specdistill.command import run
 from specdistill.decoding.load import load_proposer, proposer_options
 from specdistill.errors import ExitCode
+from specdistill.evaluation.baseline import read_baseline
 from specdistill.evaluation.gate import Evidence, decide, load_gate
 from specdistill.evaluation.measure import Settings
 from specdistill.evaluation.pipeline import evaluate_draft
@@ -33,6 +34,7 @@ def main(recipe: Recipe) -> ExitCode:
     folder = Path(config.output_dir or run_folder / "report")
     check_writable(folder, "eval.output_dir")
     rules, suite = load_gate(recipe.gate), load_suite(config.suite)
+    baseline = read_baseline(config.baseline, "eval.baseline") if config.baseline else None
 
     # Target, draft and prompts
     draft = None if recipe.method == "ngram" else config.draft or str(run_folder / "draft")
@@ -59,7 +61,7 @@ def main(recipe: Recipe) -> ExitCode:
     )
 
     # Judge and write
-    report["gate"] = decide(rules, Evidence(report, records))
+    report["gate"] = decide(rules, Evidence(report, records), baseline)
     write_report(folder, report, records)
     print_report(report, folder)
     return ExitCode.DONE if report["gate"]["passed"] else ExitCode.CHECK_FAILED

@@ -24,9 +24,17 @@ def hub_errors(key: str, name: str, *, expected: str) -> Iterator[None]:
         ) from error
 
 
+def split_revision(entry: str) -> tuple[str, str | None]:
+    """`org/name@v1.2` -> (org/name, v1.2); what names a folder or file here is one name, also with an @ in it."""
+    name, separator, revision = entry.rpartition("@")
+    if not separator or Path(entry).exists():
+        return entry, None
+    return name, revision
+
+
 def fetch(name: str, *, key: str, expected: str, revision: str | None = None, patterns: Sequence[str] | None = None) -> Path:
     """The folder `name`, or the Hub repository's files in the local cache: those that match `patterns`, or all."""
     if Path(name).is_dir():
         return Path(name)
-    with hub_errors(key, name, expected=expected):
+    with hub_errors(key, f"{name}@{revision}" if revision else name, expected=expected):
         return Path(snapshot_download(name, revision=revision, allow_patterns=None if patterns is None else list(patterns)))

@@ -242,6 +242,9 @@ class EvalConfig:
     warmup: int = option(2, "untimed prompts first", least=0)
     sampling_draws: int = option(400, "draws of the two-sample losslessness test; 0 leaves it out", least=0)
     seed: int = option(0, "sampling and bootstrap seed")
+    baseline: str | None = option(
+        None, "what max_regression rules compare with: a report.json, its folder, or a Hub revision's report as org/name@v1.2"
+    )
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,9 @@
 
 import importlib.metadata
 import platform
+import resource
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +36,22 @@ def cpu_name() -> str:
         lines = []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
+
+
+def begin(device: torch.device) -> float:
+    """The clock's seconds at the beginning of a measurement; an accelerator's peak memory counts from here."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    return time.perf_counter()
+
+
+def measurement(device: torch.device, begun: float) -> dict[str, Any]:
+    """seconds since `begin`, and peak_memory_bytes of the accelerator since then, or of this process where there is none."""
+    seconds = time.perf_counter() - begun
+    if device.type == "cuda":
+        return {"seconds": seconds, "peak_memory_bytes": torch.cuda.max_memory_allocated(device)}
+    unit = 1 if sys.platform == "darwin" else 1024  # what getrusage counts in
+    return {"seconds": seconds, "peak_memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}
 
 
 def software() -> dict[str, str]:

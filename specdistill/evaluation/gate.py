@@ -1,12 +1,13 @@
 """The gate: rules as data, decided from a report alone.
 
 A gate is a YAML list of rules: a `metric` (a field of a result row, or a dotted path into report.json), optionally a `scope`
-(suite, category, temperature, context_bucket; by default the first row, the whole suite), and exactly one requirement: `min`,
-`max`, `equals`, or `max_regression` (a share, against a baseline report). A number that has an interval passes only if the
-unfavourable end of it does, at `confidence` (default 0.95; at 0 the interval is the number itself). A rule with `severity:
-warn` is an alarm: it is reported and does not decide. Absent evidence fails.
+(one of SCOPES; by default the first row, the whole suite), and exactly one requirement: `min`, `max`, `equals`, or
+`max_regression` (a share, against a baseline report). A number that has an interval passes only if the unfavourable end of it
+does, at `confidence` (default 0.95; at 0 the interval is the number itself). A rule with `severity: warn` is an alarm: it is
+reported and does not decide. Absent evidence fails, and so does a run that was cut short.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,10 +24,13 @@ from specdistill.evaluation.statistics import Interval, interval, relative_chang
 from specdistill.project import GATES, ROOT
 
 REQUIREMENTS = ("min", "max", "equals", "max_regression")
-SCOPES = ("suite", "category", "temperature", "context_bucket")
+SCOPES = ("suite", "category", "temperature", "context_bucket", "num_speculative_tokens", "batch_size", "tree")
 SEVERITIES = ("fail", "warn")
 KEYS = ("metric", "scope", *REQUIREMENTS, "confidence", "severity")
 DEFAULT_CONFIDENCE = 0.95
+# Beside the row's own cell, what two measurements must share to be compared: settings that change what is accepted or timed.
+SHARED_SETTINGS = ("top_p", "top_k", "max_new_tokens")
+NUM_SHOWN_IDS = 3
 
 
 @dataclass(frozen=True)
@@ -71,8 +75,17 @@ def load_gate(name: str) -> list[Rule]:
 
 
 def decide(rules: Sequence[Rule], evidence: Evidence, baseline: Evidence | None = None) -> dict[str, Any]:
-    """The report's `gate` section. Raises UserError when the baseline measured other prompts or another suite version."""
+    """The report's `gate` section. Raises UserError when a `max_regression` rule meets a baseline that measured something else.
+
+    A report of a run that was cut short gets one failed rule more, `incomplete`.
+    """
     results = [_decide(rule, evidence, baseline) for rule in rules]
+    if evidence.report.get("incomplete"):
+        whole = Rule("incomplete", "equals", False)
+        results = [
+            _result(whole, Finding(True), False, "the run was cut short: what it left out could say otherwise"),
+            *results,
+        ]
     return {"passed": all(result["passed"] or result["severity"] == "warn" for result in results), "rules": results}
 
 
@@ -101,14 +114,16 @@ def _rule(place: str, entry: Any) -> Rule:
         expected = f"one of {', '.join(METRICS)}, which can be compared prompt by prompt"
         raise UserError(f"{place}: max_regression", got=f"metric {metric}", expected=expected)
     threshold = entry[requirement]
-    if requirement != "equals" and (isinstance(threshold, bool) or not isinstance(threshold, int | float)):
+    if requirement != "equals" and not _is_number(threshold):
         raise UserError(f"{place}: {requirement}", got=repr(threshold), expected="a number")
+    if requirement == "max_regression" and not 0 <= threshold < 1:
+        raise UserError(f"{place}: max_regression", got=threshold, expected="a share from 0 to below 1")
     scope = entry.get("scope") or {}
     if not isinstance(scope, dict):
         raise UserError(f"{place}: scope", got=repr(scope), expected=f"keys of {', '.join(SCOPES)}")
     _check_keys(f"{place}: scope", scope, SCOPES)
     confidence = entry.get("confidence", DEFAULT_CONFIDENCE)
-    if isinstance(confidence, bool) or not isinstance(confidence, int | float) or not 0 <= confidence < 1:
+    if not _is_number(confidence) or not 0 <= confidence < 1:
         raise UserError(f"{place}: confidence", got=repr(confidence), expected="a share from 0 to below 1")
     severity = entry.get("severity", "fail")
     if severity not in SEVERITIES:
@@ -124,6 +139,10 @@ def _check_keys(place: str, entry: Mapping[str, Any], known: Sequence[str]) -> N
             )
 
 
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
 def _decide(rule: Rule, evidence: Evidence, baseline: Evidence | None) -> dict[str, Any]:
     if rule.requirement == "max_regression":
         finding = _regression(rule, evidence, baseline)
@@ -132,6 +151,10 @@ def _decide(rule: Rule, evidence: Evidence, baseline: Evidence | None) -> dict[s
     else:
         finding = _document_metric(rule.metric, evidence.report)
     passed, reason = (False, f"no evidence: {finding.reason}") if finding.reason else _test(rule, finding)
+    return _result(rule, finding, passed, reason)
+
+
+def _result(rule: Rule, finding: Finding, passed: bool, reason: str) -> dict[str, Any]:
     return {
         "metric": rule.metric,
         "scope": dict(rule.scope),
@@ -181,11 +204,16 @@ def _regression(rule: Rule, evidence: Evidence, baseline: Evidence | None) -> Fi
     """value is the relative change, candidate / baseline - 1."""
     if baseline is None:
         return Finding(reason="no baseline report was given")
+    if baseline.report.get("incomplete"):
+        return Finding(reason="the baseline's run was cut short")
     row, old = find_row(evidence.report, rule.scope), find_row(baseline.report, rule.scope)
     if row is None or old is None:
         return Finding(reason=f"{'the report' if row is None else 'the baseline'} has no row for {_words(rule.scope)}")
-    new_records, old_records = _paired(row, old, evidence, baseline)
     metric = METRICS[rule.metric]
+    machines = [side.report["hardware"]["name"] for side in (evidence, baseline)]
+    if metric.is_timed and machines[0] != machines[1]:
+        return Finding(reason=f"timed on another machine: the report on {machines[0]}, the baseline on {machines[1]}")
+    new_records, old_records = _paired(row, old, evidence, baseline)
     change, ends = relative_change(
         metric, columns(new_records), columns(old_records), confidence=rule.confidence, seed=evidence.report["settings"]["seed"]
     )
@@ -195,17 +223,36 @@ def _regression(rule: Rule, evidence: Evidence, baseline: Evidence | None) -> Fi
 def _paired(
     row: Mapping[str, Any], old: Mapping[str, Any], evidence: Evidence, baseline: Evidence
 ) -> tuple[list[PromptRecord], list[PromptRecord]]:
-    """The records of both rows, prompt by prompt. Raises UserError when the two did not measure the same prompts."""
-    for name in ("suite", "suite_version", "temperature"):
-        if row[name] != old[name]:
-            raise UserError("baseline", got=f"{name} {old[name]}", expected=f"{row[name]}, as in the report")
-    new = {record.id: record for record in _of(row, evidence.records)}
-    before = {record.id: record for record in _of(old, baseline.records)}
-    different = sorted(new.keys() ^ before.keys())
-    if different:
-        got = f"other prompts ({len(different)} are in one report only, {different[0]} among them)"
-        raise UserError("baseline", got=got, expected="a report of the same prompts")
-    return list(new.values()), [before[id] for id in new]
+    """The records of both rows, prompt by prompt. Raises UserError, with the difference, when the two did not measure the same."""
+    report, before = evidence.report, baseline.report
+    compared = {
+        **{name: (row.get(name), old.get(name)) for name in ("suite_version", *SCOPES)},
+        **{name: (report["settings"][name], before["settings"][name]) for name in SHARED_SETTINGS},
+        "suite.sha256": (report["suite"]["sha256"], before["suite"]["sha256"]),
+        "target.parameters": (report["target"]["parameters"], before["target"]["parameters"]),
+        "target.dtype": (report["target"]["dtype"], before["target"]["dtype"]),
+    }
+    for name, (new_value, old_value) in compared.items():
+        if new_value != old_value:
+            raise UserError("baseline", got=f"{name} {old_value}", expected=f"{new_value}, as in the report")
+    new, earlier = (
+        {record.id: record for record in found} for found in (_of(row, evidence.records), _of(old, baseline.records))
+    )
+    if new.keys() != earlier.keys():
+        parts = [
+            _only("the report", sorted(new.keys() - earlier.keys())),
+            _only("the baseline", sorted(earlier.keys() - new.keys())),
+        ]
+        raise UserError(
+            "baseline", got=f"other prompts: {'; '.join(filter(None, parts))}", expected="a report of the same prompts"
+        )
+    return list(new.values()), [earlier[id] for id in new]
+
+
+def _only(where: str, ids: Sequence[str]) -> str:
+    """`3 only in the report (a, b, c)`; empty without any."""
+    more = ", …" * (len(ids) > NUM_SHOWN_IDS)
+    return f"{len(ids)} only in {where} ({', '.join(ids[:NUM_SHOWN_IDS])}{more})" if ids else ""
 
 
 def _test(rule: Rule, finding: Finding) -> tuple[bool, str]:
@@ -227,7 +274,7 @@ def _test(rule: Rule, finding: Finding) -> tuple[bool, str]:
 def find_row(report: Mapping[str, Any], scope: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """The first row that fits a scope; what the scope leaves out is the whole suite's (category and context `all`)."""
     wanted = {"category": "all", "context_bucket": "all", **scope}
-    return next((row for row in report["results"] if all(row[name] == value for name, value in wanted.items())), None)
+    return next((row for row in report["results"] if all(row.get(name) == value for name, value in wanted.items())), None)
 
 
 def _of(row: Mapping[str, Any], records: Sequence[PromptRecord]) -> list[PromptRecord]:

@@ -24,6 +24,11 @@ class Metric:
     formula: Callable[..., Any]
     better: Literal["higher", "lower"] = "higher"
 
+    @property
+    def is_timed(self) -> bool:
+        """Whether it depends on the machine, not on the draft and the text alone."""
+        return any("seconds" in name for name in self.columns)
+
 
 def _speedup(tokens: Any, seconds: Any, baseline_tokens: Any, baseline_seconds: Any) -> Any:
     """Tokens a second with the draft over tokens a second without; over the same tokens, the ratio of times."""

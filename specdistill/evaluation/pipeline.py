@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from specdistill.decoding.proposers import Proposer
-from specdistill.evaluation.environment import hardware, software
+from specdistill.evaluation.environment import begin, hardware, measurement, software
 from specdistill.evaluation.losslessness import compare_greedy, sampling_test
 from specdistill.evaluation.measure import (
     Runs,
@@ -66,11 +66,14 @@ def evaluate_drafts(
     sampling_draws: int,
 ) -> list[tuple[dict[str, Any], list[PromptRecord]]]:
     """`evaluate_draft` of several drafts for one target, measured together: their times are paired, over one shared baseline."""
+    begun = begin(target.device)
     together = measure_together(target, [named.proposer for named in drafts], prompts, settings)
-    return [
+    results = [
         _evaluate(target, named, suite, prompts, settings, runs, sampling_draws)
         for named, runs in zip(drafts, together, strict=True)
     ]
+    took = measurement(target.device, begun)
+    return [({**report, "measurement": took}, found) for report, found in results]
 
 
 def _evaluate(

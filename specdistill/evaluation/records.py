@@ -80,9 +80,18 @@ def read_records(path: Path, key: str) -> list[PromptRecord]:
     """Raises UserError when the file is missing or was not written by `write_records`."""
     try:
         # Not splitlines(): model output may hold other line separators than "\n".
-        return [_record(json.loads(line)) for line in path.read_text(encoding="utf-8").split("\n") if line]
+        return [
+            _record(json.loads(line, parse_constant=refuse_constant))
+            for line in path.read_text(encoding="utf-8").split("\n")
+            if line
+        ]
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise UserError(key, got=f"{path} ({error!r})", expected="the samples.jsonl that stands beside a report") from error
+
+
+def refuse_constant(name: str) -> None:
+    """For `json.loads`, which reads NaN and Infinity though JSON has neither: what could not be measured is absent."""
+    raise ValueError(f"{name}, which is no number")
 
 
 def _record(row: dict[str, Any]) -> PromptRecord:

@@ -1,7 +1,7 @@
 """eval/gate.py: the same report, judged again."""
 
-import copy
 import json
+import shutil
 
 import pytest
 
@@ -64,12 +64,47 @@ def test_bad_input(folder, tmp_path, capsys):
     assert command(f"report={folder}", "gates=nowhere") == ExitCode.USER_ERROR
     assert command(f"report={folder}", f"baseline={tmp_path}/nowhere") == ExitCode.USER_ERROR
     assert "error: baseline: got" in capsys.readouterr().err
-    other = copy.deepcopy(json.loads((folder / "report.json").read_text()))
-    other["results"][0]["suite_version"] = "2"
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        (("schema_version",), 2, "report.json of schema version 2, expected version 1: measure again with this specdistill"),
+        (("suite", "sha256"), "f" * 64, "got suite.sha256 ffff"),
+        (("results", 0, "suite_version"), "2", "got suite_version 2, expected 1, as in the report"),
+        (("results", 0, "speedup"), float("nan"), "NaN, which is no number"),
+        (("results", 0, "speedup_ci95"), [1.0, float("inf")], "Infinity, which is no number"),
+        (("results", 0, "speedup"), "fast", "results.0.speedup"),
+    ],
+)
+def test_a_baseline_that_cannot_be_compared_is_refused_with_the_difference(folder, tmp_path, capsys, path, value, message):
+    other = place = json.loads((folder / "report.json").read_text())
+    for name in path[:-1]:
+        place = place[name]
+    place[path[-1]] = value
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "report.json").write_text(json.dumps(other))
-    (tmp_path / "other" / "samples.jsonl").write_text((folder / "samples.jsonl").read_text())
+    shutil.copy(folder / "samples.jsonl", tmp_path / "other")
     gate = tmp_path / "gate.yaml"
     gate.write_text("- {metric: speedup, max_regression: 0.05}\n")
+    before = (folder / "report.json").read_text()
     assert command(f"report={folder}", f"gates={gate}", f"baseline={tmp_path / 'other'}") == ExitCode.USER_ERROR
-    assert "suite_version" in capsys.readouterr().err
+    (said,) = capsys.readouterr().err.strip().splitlines()
+    assert said.startswith("error: baseline: got") and message in said
+    assert (folder / "report.json").read_text() == before
+
+
+def test_no_number_in_the_samples_is_refused_too(folder, capsys):
+    samples = folder / "samples.jsonl"
+    row, *rest = samples.read_text().splitlines()
+    timing = json.loads(row)["speculative"]["seconds"]
+    samples.write_text("\n".join([row.replace(str(timing), "NaN"), *rest]))
+    assert command(f"report={folder}") == ExitCode.USER_ERROR
+    assert "samples.jsonl" in (said := capsys.readouterr().err) and "NaN, which is no number" in said
+
+
+def test_a_report_of_a_run_that_was_cut_short_fails(folder, capsys):
+    report = json.loads((folder / "report.json").read_text())
+    (folder / "report.json").write_text(json.dumps({**report, "incomplete": True}))
+    assert command(f"report={folder}") == ExitCode.CHECK_FAILED
+    assert "failed  incomplete = false" in capsys.readouterr().out

@@ -105,9 +105,27 @@ def test_a_failed_gate_is_exit_code_one_and_still_a_report(target, suite, gate, 
     assert report["lossless"]["greedy_identical"]
 
 
+def test_a_run_is_judged_against_a_baseline_and_its_own_budget(target, suite, gate, tmp_path, capsys):
+    gate.write_text("- {metric: speedup, max_regression: 0.95}\n- {metric: measurement.seconds, max: 3600}\n")
+    quick = arguments(target, suite, gate, tmp_path / "before", "eval.num_speculative_tokens=2")
+    assert command(*quick) == ExitCode.CHECK_FAILED
+    assert "no baseline report was given" in capsys.readouterr().out
+    baseline = f"eval.baseline={tmp_path / 'before'}"
+    assert command(*quick, f"output_dir={tmp_path / 'after'}", baseline) == ExitCode.DONE
+    report = json.loads((tmp_path / "after" / "report.json").read_text())
+    regression, budget = report["gate"]["rules"]
+    before = json.loads((tmp_path / "before" / "report.json").read_text())
+    assert regression["value"] == pytest.approx(report["results"][0]["speedup"] / before["results"][0]["speedup"] - 1)
+    assert 0 < budget["value"] == report["measurement"]["seconds"] < 3600
+    assert report["measurement"]["peak_memory_bytes"] > 50 * 2**20  # of this process, torch and the target included
+    assert command(*quick, f"output_dir={tmp_path / 'other'}", baseline, "eval.max_new_tokens=6") == ExitCode.USER_ERROR
+    assert "baseline: got max_new_tokens 8, expected 6, as in the report" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [
+        (["eval.baseline=nowhere"], "eval.baseline: got nowhere, which does not exist"),
         (["eval.num_speculative_tokens=0"], "eval.num_speculative_tokens: got 0"),
         (["eval.temperature=-1"], "eval.temperature: got -1"),
         (["eval.top_p=0"], "eval.top_p: got 0"),

@@ -37,6 +37,15 @@ def without(evidence, *path):
     return Evidence(report, evidence.records)
 
 
+def changed(evidence, path, value):
+    report = copy.deepcopy(dict(evidence.report))
+    place = report
+    for name in path[:-1]:
+        place = place[name]
+    place[path[-1]] = value
+    return Evidence(report, evidence.records)
+
+
 def test_a_measured_number_is_tested_at_its_unfavourable_end(evidence):
     row = evidence.report["results"][0]
     low, high = row["speedup_ci95"]
@@ -102,6 +111,39 @@ def test_a_number_without_the_interval_it_should_have_is_no_evidence():
     assert "fewer than two prompts" in result["reason"]
 
 
+def test_a_run_that_was_cut_short_fails_whatever_it_shows(evidence):
+    cut = changed(evidence, ("incomplete",), True)
+    decision = decide([Rule("speedup", "min", 1.0)], cut)
+    assert not decision["passed"]
+    assert [(rule["metric"], rule["passed"]) for rule in decision["rules"]] == [("incomplete", False), ("speedup", True)]
+    assert decide([Rule("speedup", "min", 1.0)], changed(evidence, ("incomplete",), False))["passed"]
+    result = judged(evidence, NO_WORSE, cut)
+    assert (result["passed"], result["reason"]) == (False, "no evidence: the baseline's run was cut short")
+
+
+def test_every_setting_that_tells_rows_apart_is_a_scope(evidence):
+    tree = {"budget": 24, "depth": 5, "top_k": 4}
+    other = {"num_speculative_tokens": 7, "batch_size": 8, "tree": tree, "temperature": 1.0, "context_bucket": "512"}
+    row = {**evidence.report["results"][0], **other, "num_rounds": 77}
+    report = {**evidence.report, "results": [*evidence.report["results"], row]}
+    for name, value in other.items():
+        rule = Rule("num_rounds", "equals", 77, {name: value, "context_bucket": "512"})
+        assert judged(Evidence(report, []), rule)["value"] == 77, name
+    nowhere = judged(Evidence(report, []), Rule("num_rounds", "equals", 77, {"batch_size": 16}))
+    assert nowhere["reason"] == "no evidence: the report has no row for batch_size=16"
+    assert judged(Evidence(report, []), Rule("num_rounds", "min", 0))["value"] == evidence.report["results"][0]["num_rounds"]
+
+
+@pytest.mark.parametrize("metric", ["draft.bytes", "measurement.peak_memory_bytes", "measurement.seconds"])
+def test_budgets_are_rules(evidence, tmp_path, metric):
+    taken = changed(evidence, ("measurement",), {"seconds": 100.0, "peak_memory_bytes": 1_640_000})
+    inside, over = ({"metric": metric, "max": limit} for limit in (2_000_000, 99))
+    assert decide(load_gate(write_gate(tmp_path, inside)), taken)["passed"]
+    assert not decide(load_gate(write_gate(tmp_path, over)), taken)["passed"]
+    if metric.startswith("measurement"):
+        assert "no evidence" in judged(evidence, Rule(metric, "max", 2_000_000))["reason"]
+
+
 def test_an_alarm_does_not_decide(evidence):
     alarm, rule = Rule("acceptance_rate", "min", 0.99, severity="warn"), Rule("speedup", "min", 1.0)
     assert decide([alarm, rule], evidence)["passed"]
@@ -120,6 +162,10 @@ def test_an_alarm_does_not_decide(evidence):
         ({"metric": "speedup", "minimum": 1}, "did you mean min"),
         ({"metric": "speedup", "min": "fast"}, "expected a number"),
         ({"metric": "speedup", "min": True}, "expected a number"),
+        ({"metric": "speedup", "min": float("nan")}, "got nan, expected a number"),
+        ({"metric": "speedup", "min": 1, "confidence": float("nan")}, "a share from 0 to below 1"),
+        ({"metric": "speedup", "max_regression": 3}, "max_regression: got 3, expected a share from 0 to below 1"),
+        ({"metric": "speedup", "max_regression": -0.03}, "a share from 0 to below 1"),
         ({"metric": "speedup", "min": 1, "confidence": 95}, "a share from 0 to below 1"),
         ({"metric": "speedup", "min": 1, "severity": "alarm"}, "fail or warn"),
         ({"metric": "speedup", "min": 1, "scope": {"categry": "chat"}}, "did you mean category"),
@@ -160,41 +206,54 @@ def test_the_default_gate_fails_what_it_is_there_to_fail(evidence):
         (("lossless", "sampling_test", "negative_control_p_value"), 0.4),
         (("results", 0, "speedup_ci95"), [0.99, 1.4]),
     ):
-        report = copy.deepcopy(dict(evidence.report))
-        place = report
-        for name in path[:-1]:
-            place = place[name]
-        place[path[-1]] = value
-        assert not decide(load_gate("default"), Evidence(report, evidence.records))["passed"], path
+        assert not decide(load_gate("default"), changed(evidence, path, value))["passed"], path
 
 
 # Regressions
 
+REPORT = simulated_report(simulate(2))
 NO_WORSE = Rule("mean_acceptance_length", "max_regression", 0.03)
 
 
 def report_of(records):
-    return Evidence({**SKELETON, "results": [ROW]}, records)
+    """A report to compare by its records: of its numbers `max_regression` reads none."""
+    return Evidence(REPORT, records)
 
 
-ROW = {
-    "suite": "simulated",
-    "suite_version": "1",
-    "category": "all",
-    "context_bucket": "all",
-    "temperature": 0.0,
-    "not_measured": {},
-}
-SKELETON = {"settings": {"seed": 0}, "not_measured": {}}
-
-
-def test_other_prompts_or_another_suite_cannot_be_compared(evidence):
-    with pytest.raises(UserError, match="1 are in one report only"):
+def test_other_prompts_cannot_be_compared_and_the_difference_is_shown(evidence):
+    others = [replace(record, id=f"other-{number}") for number, record in enumerate(evidence.records[:5])]
+    with pytest.raises(UserError) as error:
+        judged(evidence, NO_WORSE, Evidence(evidence.report, [*evidence.records[1:], *others]))
+    assert "1 only in the report (function-00); 5 only in the baseline (other-0, other-1, other-2, …)" in str(error.value)
+    with pytest.raises(UserError, match=r"other prompts: 1 only in the report \(function-00\), expected"):
         judged(evidence, NO_WORSE, Evidence(evidence.report, evidence.records[1:]))
-    report = copy.deepcopy(dict(evidence.report))
-    report["results"][0]["suite_version"] = "2"
-    with pytest.raises(UserError, match="suite_version 2, expected 1"):
-        judged(evidence, NO_WORSE, Evidence(report, evidence.records))
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        (("results", 0, "suite_version"), "2", "suite_version 2, expected 1"),
+        (("results", 0, "suite"), "other", "suite other, expected simulated"),
+        (("results", 0, "temperature"), 1.0, r"temperature 1\.0, expected 0\.0"),
+        (("results", 0, "batch_size"), 8, "batch_size 8, expected 1"),
+        (("settings", "max_new_tokens"), 64, "max_new_tokens 64, expected 128"),
+        (("settings", "top_p"), 0.9, "top_p 0.9, expected 1.0"),
+        (("suite", "sha256"), "1" * 64, r"suite\.sha256 1111"),
+        (("target", "parameters"), 8, r"target\.parameters 8, expected 3700000"),
+        (("target", "dtype"), "bfloat16", r"target\.dtype bfloat16, expected float32"),
+    ],
+)
+def test_a_baseline_that_measured_something_else_is_refused(evidence, path, value, message):
+    with pytest.raises(UserError, match=message):
+        judged(evidence, NO_WORSE, changed(evidence, path, value))
+
+
+def test_another_machine_says_nothing_of_speed_and_all_of_acceptance(evidence):
+    elsewhere = changed(evidence, ("hardware", "name"), "NVIDIA H200")
+    result = judged(evidence, Rule("speedup", "max_regression", 0.5), elsewhere)
+    assert (result["passed"], result["value"]) == (False, None)
+    assert result["reason"] == "no evidence: timed on another machine: the report on AMD EPYC 9B45, the baseline on NVIDIA H200"
+    assert judged(evidence, NO_WORSE, elsewhere)["passed"]
 
 
 def test_the_same_report_has_not_regressed(evidence):

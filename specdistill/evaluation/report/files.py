@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from specdistill.errors import ResourceError, UserError
-from specdistill.evaluation.records import PromptRecord, read_records, write_records
+from specdistill.evaluation.records import PromptRecord, read_records, refuse_constant, write_records
 from specdistill.evaluation.report.html import to_html
 from specdistill.evaluation.report.junit import to_junit
 from specdistill.evaluation.report.markdown import to_markdown
@@ -48,7 +48,7 @@ def read_report(path: Path, key: str = "report") -> tuple[dict[str, Any], list[P
     """
     path = path / REPORT if path.is_dir() else path
     try:
-        report = json.loads(path.read_text(encoding="utf-8"))
+        report = json.loads(path.read_text(encoding="utf-8"), parse_constant=refuse_constant)
     except (OSError, ValueError) as error:
         raise UserError(key, got=f"{path} ({error})", expected="a report.json") from error
     validate(report, str(path), key)

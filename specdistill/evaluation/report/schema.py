@@ -30,7 +30,15 @@ def comparison_schema() -> dict[str, Any]:
 
 
 def validate(report: Mapping[str, Any], name: str = "report.json", key: str = "report") -> None:
-    """Raises UserError that names the first field that does not fit the schema."""
+    """Raises UserError for another schema version, and else names the first field that does not fit the schema."""
+    version, own = (
+        report.get("schema_version") if isinstance(report, Mapping) else None,
+        schema()["properties"]["schema_version"]["const"],
+    )
+    if version not in (None, own):
+        raise UserError(
+            key, got=f"{name} of schema version {version}", expected=f"version {own}: measure again with this specdistill"
+        )
     _validate(schema(), report, name, key, "a report of schema version 1")
 
 
