@@ -27,6 +27,22 @@ window.found = answer => {
 </script>"""
 
 
+OPENED = """<script>
+window.addEventListener("load", () => {
+  document.body.getBoundingClientRect();
+  document.title = JSON.stringify({ seconds: performance.now() / 1000, requests: performance.getEntriesByType("resource").length });
+});
+</script>"""
+
+
+def opening(page: str, folder: Path) -> dict[str, Any]:
+    """`seconds` from the start of opening the page, a file, until it is laid out, its scripts run; `requests` that it made."""
+    path = folder / "opened.html"
+    path.write_text(page.replace("</body>", f"{OPENED}</body>"), encoding="utf-8")
+    answer: dict[str, Any] = json.loads(_title(_browse(path, folder)))
+    return answer
+
+
 def look(page: str, script: str, folder: Path, *, width: int = 500, dark: bool = False) -> dict[str, Any]:
     """What `script`, run at the page's end, hands to `found({...})`; besides, `problems` and whether the page overflows sideways.
 
@@ -35,13 +51,21 @@ def look(page: str, script: str, folder: Path, *, width: int = 500, dark: bool =
     watched = page.replace("<style>", WATCH + "<style>", 1).replace("</body>", f"<script>{script}</script></body>")
     framed = folder / "framed.html"
     framed.write_text(FRAME.format(width=width, page=html.escape(watched)), encoding="utf-8")
-    browser = next(path for name in BROWSERS if (path := shutil.which(name)))
-    command = [browser, "--headless=new", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--v=0"]
-    command += [f"--user-data-dir={folder / 'profile'}", f"--window-size={max(width, 500)},900", "--virtual-time-budget=3000"]
-    command += [f"--blink-settings=preferredColorScheme={0 if dark else 1}", "--dump-dom", framed.as_uri()]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    colours = f"--blink-settings=preferredColorScheme={0 if dark else 1}"
+    result = _browse(framed, folder, f"--window-size={max(width, 500)},900", "--virtual-time-budget=3000", colours)
     assert ":CONSOLE" not in result.stderr, result.stderr
+    answer: dict[str, Any] = json.loads(_title(result))
+    return answer
+
+
+def _browse(page: Path, folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    browser = next(path for name in BROWSERS if (path := shutil.which(name)))
+    command = [browser, "--headless=new", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--v=0", "--dump-dom"]
+    command += [f"--user-data-dir={folder / 'profile'}", *options, page.as_uri()]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+def _title(result: subprocess.CompletedProcess[str]) -> str:
     title = re.search(r"<title>(.*?)</title>", result.stdout, re.DOTALL)
     assert title is not None, result.stderr
-    answer: dict[str, Any] = json.loads(html.unescape(title[1]))
-    return answer
+    return html.unescape(title[1])

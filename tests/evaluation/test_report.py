@@ -12,6 +12,7 @@ import pytest
 
 from specdistill.errors import ResourceError, UserError
 from specdistill.evaluation.gate import Evidence, decide, load_gate
+from specdistill.evaluation.report import token_view
 from specdistill.evaluation.report.build import findings
 from specdistill.evaluation.report.console import print_gate, print_report
 from specdistill.evaluation.report.files import check_writable, read_report, render, write_report
@@ -121,7 +122,6 @@ def test_reports_that_are_not_there(tmp_path, report, records):
 
 def test_the_page_stands_alone(report, records):
     page = to_html(report, records)
-    assert len(page) < 200_000
     references = re.findall(r"""(?:src|href|action)\s*=\s*["']([^"']*)""", page)
     assert [reference for reference in references if not reference.startswith("data:,")] == []
     assert "url(" not in page
@@ -185,18 +185,31 @@ def test_a_report_of_almost_nothing_still_renders(records):
     assert "| all | 2 | – |" in to_markdown(report)
 
 
-def test_the_token_view_has_every_category(report, records):
+def test_the_token_view_has_every_round(report, records):
     page = to_html(report, records)
     data = json.loads(re.search(r'id="samples">(.*?)</script>', page, re.DOTALL)[1])
-    assert len(data) == 12
-    assert {sample["category"] for sample in data} == {record.category for record in records}
-    first = next(record for record in records if record.id == data[0]["id"])
-    drafted, accepted, emitted = data[0]["rounds"][0]
-    assert (tuple(drafted), accepted, tuple(emitted)) == (
-        first.rounds[0].drafted_text,
-        len(first.rounds[0].accepted),
-        first.rounds[0].emitted_text,
-    )
+    assert [sample["id"] for sample in data] == [record.id for record in records]
+    assert {sample["category"].replace(" ", "_") for sample in data} == {record.category for record in records}
+    for (emitted, accepted, refused), entry in zip(data[7]["rounds"], records[7].rounds, strict=True):
+        assert (tuple(emitted), accepted) == (entry.emitted_text, len(entry.accepted))
+        assert (*emitted[:accepted], *refused) == entry.drafted_text
+
+
+def test_what_does_not_fit_the_page_is_left_out_evenly(report, records):
+    whole = len(json.dumps(token_view.samples(records), ensure_ascii=False, separators=(",", ":")))
+    some = token_view.samples(records, max_bytes=whole // 3)
+    assert len(json.dumps(some, ensure_ascii=False, separators=(",", ":"))) <= whole // 3
+    assert 12 <= len(some) <= 16
+    assert {sample["category"] for sample in some} == {"function", "docstring", "chat", "long context"}
+    assert token_view.samples(records, max_bytes=10) == []
+
+
+def test_without_scripts_the_first_texts_are_there(report, records):
+    shown = re.search(r"<noscript>(.*?)</noscript>", to_html(report, records), re.DOTALL)[1]
+    for record in records[:3]:
+        text = html_library.unescape(re.sub(r"<[^>]+>", "", shown[shown.index(f"<h3>{record.id}") :]))
+        assert record.prompt + record.text in text
+    assert records[3].id not in shown
 
 
 def test_junit_has_one_case_a_rule(tmp_path, report, records):

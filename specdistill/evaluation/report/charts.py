@@ -8,12 +8,16 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
-from specdistill.evaluation.report.wording import duration, number, percent, times
+from specdistill.evaluation.report.cells import k_of
+from specdistill.evaluation.report.latency import KINDS
+from specdistill.evaluation.report.wording import between, duration, number, percent, times
 from specdistill.evaluation.theory import best_point
 
 WIDTH = 420
 LEFT, RIGHT = 40, 12  # margins of plots with a vertical axis
 TOP, BOTTOM = 22, 30
+AXIS = 16  # the height of an axis's name
+BESIDE = 108  # the width of names beside what they name
 LETTER = 7.6  # the width that a character of a label takes, generously
 ABOVE, LONGEST = 14, int(WIDTH / LETTER)  # the height of a name over what it names, and the characters that go there
 
@@ -36,13 +40,13 @@ def acceptance_by_position(row: Mapping[str, Any]) -> dict[str, Any] | None:
     rates: Sequence[float] = row.get("acceptance_rate_per_position", [])
     if not rates:
         return None
-    height = 210
-    y = Scale(0, 1, height - BOTTOM, TOP)
+    height, bottom = 230, 230 - BOTTOM - AXIS
+    y = Scale(0, 1, bottom, TOP)
     slot = (WIDTH - LEFT - RIGHT) / len(rates)
+    width = round(min(slot * 0.56, 56), 1)
     bars = []
     for index, (rate, conditional) in enumerate(zip(rates, row["conditional_acceptance_rate"], strict=True)):
         centre = round(LEFT + slot * (index + 0.5), 1)
-        width = round(min(slot * 0.56, 56), 1)
         bars.append(
             {
                 "x": round(centre - width / 2, 1),
@@ -51,32 +55,45 @@ def acceptance_by_position(row: Mapping[str, Any]) -> dict[str, Any] | None:
                 "height": round(y(0) - y(rate), 1),
                 "centre": centre,
                 "label": percent(rate),
-                "name": str(index + 1),
+                "labelled": width > 4 * LETTER and bottom - y(rate) > 20,
+                "name": str(index + 1) if slot > 2 * LETTER or index % 4 == 0 else "",
                 "dot": None if conditional is None else y(conditional),
                 "dot_label": percent(conditional),
             }
         )
     ticks = [{"y": y(share), "label": percent(share)} for share in (0, 0.25, 0.5, 0.75, 1)]
-    return {"height": height, "bars": bars, "ticks": ticks, "left": LEFT, "right": WIDTH - RIGHT}
+    return {"height": height, "bottom": bottom, "bars": bars, "ticks": ticks, "left": LEFT, "right": WIDTH - RIGHT}
 
 
-def acceptance_by_category(rows: Sequence[Mapping[str, Any]], k: int) -> dict[str, Any] | None:
+def acceptance_by(names: Iterable[str], rows: Iterable[Mapping[str, Any]], k: int) -> dict[str, Any] | None:
     """One line a row: the acceptance length and its interval, from 1 (no gain) to K + 1 (all accepted)."""
-    shown = [row for row in rows if "mean_acceptance_length" in row]
+    lines = [(name, row, "mean_acceptance_length") for name, row in zip(names, rows, strict=True)]
+    shown = [line for line in lines if line[2] in line[1]]
     if not shown:
         return None
-    lines = [(row["category"].replace("_", " "), row, "mean_acceptance_length") for row in shown]
-    return _lines(lines, 1, k + 1, [(value, str(value)) for value in range(1, k + 2)], number)
+    return _lines(shown, 1, k + 1, [(value, str(value)) for value in range(1, k + 2, 1 + k // 8)], number)
 
 
-def speedup_by_candidate(reports: Sequence[tuple[str, Mapping[str, Any]]]) -> dict[str, Any]:
-    """One line a candidate: the speedup and its interval; `one` is where plain decoding stands."""
-    rows = [(name, report["results"][0]) for name, report in reports]
+def speedup_by(names: Iterable[str], rows: Iterable[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """One line a row: the speedup and its interval; `one` is where plain decoding stands."""
+    return _speedup_lines([(name, row) for name, row in zip(names, rows, strict=True) if "speedup" in row])
+
+
+def speedup_by_candidate(reports: Sequence[tuple[str, Mapping[str, Any]]]) -> dict[str, Any] | None:
+    """`speedup_by` of several candidates, whose names stand above their lines."""
+    return _speedup_lines([(name, report["results"][0]) for name, report in reports], left=16, above=ABOVE)
+
+
+def _speedup_lines(
+    rows: Sequence[tuple[str, Mapping[str, Any]]], left: float = BESIDE, above: float = 0
+) -> dict[str, Any] | None:
+    if not rows:
+        return None
     ends = [end for _, row in rows for end in row.get("speedup_ci95", (row["speedup"],))]
     floor, ceiling = _round_bounds(min(1.0, *ends), max(1.0, *ends))
     ticks = [(value, f"{value:g}×") for value in _ticks(floor, ceiling)]
-    plot = _lines([(name, row, "speedup") for name, row in rows], floor, ceiling, ticks, times, left=16, above=ABOVE)
-    return {**plot, "one": _line_scale(floor, ceiling, 16)(1.0)}
+    plot = _lines([(name, row, "speedup") for name, row in rows], floor, ceiling, ticks, times, left=left, above=above)
+    return {**plot, "one": _line_scale(floor, ceiling, left)(1.0)}
 
 
 def _line_scale(low: float, high: float, left: float) -> Scale:
@@ -90,7 +107,7 @@ def _lines(
     ticks: Sequence[tuple[float, str]],
     label: Callable[[float], str],
     *,
-    left: float = 108,
+    left: float = BESIDE,
     above: float = 0,
 ) -> dict[str, Any]:
     """A line for each (name, row, metric): the metric's value and its interval, on one horizontal axis.
@@ -227,38 +244,70 @@ def _num_shared(lists: Iterable[Sequence[str]]) -> int:
     return len(list(takewhile(lambda items: len(set(items)) == 1, zip(*lists, strict=False))))
 
 
-def speedup_by_k(theory: Mapping[str, Any], row: Mapping[str, Any]) -> dict[str, Any]:
-    """The predicted curve over K', and the measured point with its interval at K."""
-    height = 210
-    curve, k = theory["curve"], theory["K"]
-    low, high = row.get("speedup_ci95", (row["speedup"], row["speedup"]))
-    values = [1.0, low, high, *(point["predicted_speedup"] for point in curve)]
-    floor, ceiling = _round_bounds(min(values), max(values))
-    x, y = Scale(0, k, LEFT + 8, WIDTH - RIGHT - 14), Scale(floor, ceiling, height - BOTTOM, TOP)
-    points = [
-        {"x": x(point["k"]), "y": y(point["predicted_speedup"]), "k": point["k"], "best": point["k"] == theory["best_k"]}
-        for point in curve
+def speedup_by_k(theory: Mapping[str, Any] | None, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """Over K': the predicted speedup, its ceiling (what a draft that costs nothing would gain: the acceptance length), and the
+    measured speedup of each row with its interval, the first row being the report's own.
+
+    None where there is neither a prediction nor more than one K measured.
+    """
+    measured = [row for row in rows if "speedup" in row]
+    if theory is None and len(measured) < 2:
+        return None
+    curve: list[dict[str, float]] = theory["curve"] if theory else []
+    ceiling = {point["k"]: point["mean_acceptance_length"] for point in curve} or {0: 1.0}
+    ceiling |= {k_of(row): row["mean_acceptance_length"] for row in rows if "mean_acceptance_length" in row}
+    intervals = [row.get("speedup_ci95", (row["speedup"], row["speedup"])) for row in measured]
+    values = [
+        1.0,
+        *ceiling.values(),
+        *(point["predicted_speedup"] for point in curve),
+        *(end for ends in intervals for end in ends),
     ]
-    best = best_point(curve)
-    ticks = [{"y": y(value), "label": f"{value:g}×"} for value in _ticks(floor, ceiling)]
+    height, bottom = 260, 260 - BOTTOM - AXIS
+    low, high = _round_bounds(min(values), max(values))
+    longest = max(1, int(max(ceiling)), *(k_of(row) for row in measured))
+    x, y = Scale(0, longest, LEFT + 8, WIDTH - RIGHT - 14), Scale(low, high, bottom, TOP)
     return {
         "height": height,
-        "points": points,
-        "path": " ".join(f"{point['x']},{point['y']}" for point in points),
-        "measured": {"x": x(k), "y": y(row["speedup"]), "low": y(low), "high": y(high), "label": times(row["speedup"])},
-        "best_label": f"best K = {theory['best_k']}: {times(best['predicted_speedup'])}",
+        "bottom": bottom,
+        "predicted": [
+            {
+                "x": x(point["k"]),
+                "y": y(point["predicted_speedup"]),
+                "best": theory is not None and point["k"] == theory["best_k"],
+            }
+            for point in curve
+        ],
+        "path": _path((x(point["k"]), y(point["predicted_speedup"])) for point in curve),
+        "ceiling": _path((x(k), y(length)) for k, length in sorted(ceiling.items())),
+        "measured": [
+            {
+                "x": x(k_of(row)),
+                "y": y(row["speedup"]),
+                "low": y(ends[0]),
+                "high": y(ends[1]),
+                "label": f"K = {k_of(row)}: {times(row['speedup'])}{between(row, 'speedup')}",
+            }
+            for row, ends in zip(measured, intervals, strict=True)
+        ],
+        "best_label": f"best K = {theory['best_k']}: {times(best_point(curve)['predicted_speedup'])}" if theory else "",
         "one": y(1.0),
-        "ticks": ticks,
+        "x_ticks": [{"x": x(k), "label": str(k)} for k in range(0, longest + 1, 1 + longest // 13)],
+        "y_ticks": [{"y": y(value), "label": f"{value:g}×"} for value in _ticks(low, high)],
         "left": LEFT,
         "right": WIDTH - RIGHT,
     }
 
 
-def time_per_token(row: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Milliseconds that one token costs, plain and with the draft, and what they go into."""
-    if "verify_ms" not in row or "baseline_step_ms" not in row:
-        return None
-    return _stacked([("plain", _plain_parts(row)), ("with draft", _draft_parts(row))])
+def _path(points: Iterable[tuple[float, float]]) -> str:
+    return " ".join(f"{along},{up}" for along, up in points)
+
+
+def time_per_token(latency: Mapping[str, Mapping[str, float]]) -> dict[str, Any] | None:
+    """A bar each for plain decoding and decoding with the draft: milliseconds that one token costs, and what they go into."""
+    sides = [(name, latency[side]) for side, name in (("baseline", "plain"), ("speculative", "with draft")) if side in latency]
+    bars = [(name, tuple((kind, parts[kind]) for kind in KINDS if kind in parts)) for name, parts in sides]
+    return _stacked(bars) if bars else None
 
 
 def time_per_token_by_candidate(reports: Sequence[tuple[str, Mapping[str, Any]]]) -> dict[str, Any] | None:

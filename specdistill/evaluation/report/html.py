@@ -8,11 +8,9 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from specdistill.evaluation.records import PromptRecord
-from specdistill.evaluation.report import charts, wording
-from specdistill.evaluation.suites import evenly
+from specdistill.evaluation.report import cells, charts, latency, token_view, wording
 
-NUM_SAMPLES = 12
-PROMPT_CHARACTERS = 400  # of a prompt's end, enough to see what is continued
+NUM_PLAIN_SAMPLES = 3  # texts shown where scripts do not run
 
 
 def environment() -> Environment:
@@ -24,41 +22,38 @@ def environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    made.policies["json.dumps_kwargs"] = {"ensure_ascii": False, "separators": (",", ":")}
     made.filters |= {"number": wording.number, "times": wording.times, "percent": wording.percent}
     return made
 
 
 def to_html(report: Mapping[str, Any], records: Sequence[PromptRecord]) -> str:
-    row = report["results"][0]
-    theory = report.get("theory")
-    shown = evenly(records, [record.category for record in records], NUM_SAMPLES)
+    row, rows = report["results"][0], cells.main_rows(report)
+    context = cells.by_context(report)
+    k = len(row["accepted_per_position"])
+    batches, temperatures = cells.sweep(report, "batch_size"), cells.sweep(report, "temperature")
+    samples = token_view.samples(records)
     html: str = (
         environment()
         .get_template("report.html.j2")
         .render(
             report=report,
             row=row,
+            rows=rows,
+            cells=cells.cells(report),
             words=wording,
             positions=charts.acceptance_by_position(row),
-            categories=charts.acceptance_by_category(report["results"], report["settings"]["num_speculative_tokens"]),
-            speedups=charts.speedup_by_k(theory, row) if theory else None,
-            breakdown=charts.time_per_token(row),
-            samples=[_sample(record) for record in shown],
+            categories=charts.acceptance_by((wording.row_name(line) for line in rows), rows, k),
+            contexts=charts.acceptance_by((line["bucket"].replace("-", " to ") for line in context), context, k),
+            temperatures=charts.acceptance_by((f"T = {line['temperature']:g}" for line in temperatures), temperatures, k),
+            speedups=charts.speedup_by_k(report.get("theory"), cells.sweep(report, "num_speculative_tokens") or [row]),
+            breakdown=charts.time_per_token(latency.a_token(records)),
+            batches=charts.speedup_by((f"batch {line['batch_size']}" for line in batches), batches),
+            latency=latency.lines(records),
+            samples=samples,
+            num_plain_samples=NUM_PLAIN_SAMPLES,
+            num_records=len(records),
             width=charts.WIDTH,
         )
     )
     return html
-
-
-def _sample(record: PromptRecord) -> dict[str, Any]:
-    """What the token view needs, as short as it can be said. A round is [drafted texts, number accepted, emitted texts]."""
-    prompt = record.prompt
-    return {
-        "id": record.id,
-        "category": record.category,
-        "prompt": prompt if len(prompt) <= PROMPT_CHARACTERS else f"…{prompt[-PROMPT_CHARACTERS:]}",
-        "first": record.first_token_text,
-        "rounds": [[entry.drafted_text, len(entry.accepted), entry.emitted_text] for entry in record.rounds],
-        "speedup": (record.speculative.num_tokens / record.speculative.seconds)
-        / (record.baseline.num_tokens / record.baseline.seconds),
-    }

@@ -1,6 +1,6 @@
 """How a report says things: the same words and roundings in every format."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 
@@ -25,7 +25,11 @@ def summary(report: Mapping[str, Any]) -> str:
         same = f"{texts} equal to plain decoding up to {lossless['near_ties']} near-ties"
     else:
         same = f"{lossless['divergences']} of {texts} DIFFERENT from plain decoding"
-    return f"{times(row['speedup'])} the speed of plain decoding{between(row, 'speedup')}, {same}."
+    if "speedup" in row:
+        gain = f"{times(row['speedup'])} the speed of plain decoding{between(row, 'speedup')}"
+    else:
+        gain = f"Speed not measured ({reason(row, 'speedup')})"
+    return f"{gain}, {same}."
 
 
 def failed_rules(report: Mapping[str, Any]) -> str:
@@ -39,6 +43,46 @@ def failed_rules(report: Mapping[str, Any]) -> str:
 def between(row: Mapping[str, Any], name: str, digits: int = 2) -> str:
     ends = row.get(f"{name}_ci95")
     return f" ({ends[0]:.{digits}f} to {ends[1]:.{digits}f})" if ends else ""
+
+
+def ends(row: Mapping[str, Any], name: str) -> str:
+    """The interval as 1.43 to 1.65; empty where there is none."""
+    return between(row, name).strip(" ()")
+
+
+def reason(row: Mapping[str, Any], name: str) -> str:
+    """Why a number is absent; empty when it is there."""
+    return "" if name in row else row["not_measured"].get(name, "not measured")
+
+
+def absences(row: Mapping[str, Any], names: Sequence[str]) -> str:
+    """What of `names` was not measured, with the reasons: equal reasons are said once."""
+    absent: dict[str, list[str]] = {}
+    for name in names:
+        if why := reason(row, name):
+            absent.setdefault(why, []).append(name.replace("_ms", "").replace("_", " "))
+    return "; ".join(f"{', '.join(which)} ({why})" for why, which in absent.items())
+
+
+def other_speeds(row: Mapping[str, Any]) -> str:
+    """What the tokens a second are to be seen beside."""
+    names = {"baseline_tokens_per_second": "plain", "hf_generate_tokens_per_second": "transformers"}
+    return ", ".join(f"{shown} {number(row[name], 0)}" for name, shown in names.items() if name in row)
+
+
+def row_name(row: Mapping[str, Any]) -> str:
+    return f"all of {row['suite']}" if row["category"] == "all" else row["category"].replace("_", " ")
+
+
+def cell_name(row: Mapping[str, Any]) -> str:
+    """How a row was measured, as: simulated, K = 4, greedy, batch 1."""
+    parts = [row["suite"]]
+    if "num_speculative_tokens" in row:
+        parts.append(f"K = {row['num_speculative_tokens']}")
+    if row.get("tree"):
+        parts.append(f"tree {row['tree']}")
+    parts.append(f"T = {row['temperature']:g}" if row["temperature"] else "greedy")
+    return ", ".join([*parts, f"batch {row['batch_size']}"])
 
 
 def times(value: float | None) -> str:

@@ -1,0 +1,108 @@
+"use strict";
+// A round is [emitted texts, how many of them were drafted, texts of the drafted tokens that were refused].
+const samples = JSON.parse(document.getElementById("samples").textContent);
+const at = id => document.getElementById(id);
+const visible = text => text.replaceAll(" ", "·").replaceAll("\n", "↵").replaceAll("\t", "→") || "∅";
+const plural = (count, noun) => `${count} ${noun}${count === 1 ? "" : "s"}`;
+let sample, spans, round, player;
+
+function add(parent, tag, kind, text) {
+  const node = document.createElement(tag);
+  node.className = kind;
+  node.textContent = text;
+  parent.append(node);
+  return node;
+}
+
+// What the last token of a round is: the target's correction of a draft, its addition to a full one, or a plain step.
+const closing = ([, accepted, refused]) => refused.length ? "corrected" : accepted ? "bonus" : "plain";
+
+function says([emitted, accepted, refused]) {
+  const drafted = accepted + refused.length, ended = emitted.length === accepted;
+  if (!drafted) return "nothing drafted, one plain step of the target.";
+  const ahead = !accepted ? "none accepted" : `${refused.length ? accepted : "all"} accepted, so the draft ran ${accepted} ahead`;
+  const then = ended ? "the text ends there" : refused.length ? "the target then chose its own" : "the target added one";
+  return `${drafted} drafted, ${ahead}; ${then}.`;
+}
+
+function show(index) {
+  sample = samples[index];
+  const { prompt, first, rounds, length, speedup } = sample;
+  const tokens = rounds.reduce((sum, [emitted]) => sum + emitted.length, 1);
+  at("facts").textContent = `${plural(tokens, "token")} in ${plural(rounds.length, "round")}`
+    + (length === null ? "" : `, acceptance length ${length.toFixed(2)}`) + (speedup === null ? "" : `, ${speedup.toFixed(2)}×`);
+  at("sample").value = index;
+  at("text").replaceChildren();
+  add(at("text"), "span", "prompt", prompt);
+  add(at("text"), "span", "t plain", first.replaceAll("\n", "↵\n"));
+  spans = rounds.map((entry, number) => entry[0].map((text, place) => {
+    const span = add(at("text"), "span", `t ${place < entry[1] ? "accepted" : closing(entry)}`, text.replaceAll("\n", "↵\n"));
+    span.onclick = () => go(number + 1);
+    return span;
+  }));
+  const most = Math.max(1, ...rounds.map(([, accepted, refused]) => accepted + refused.length));
+  at("strip").replaceChildren(...rounds.map(([, accepted, refused], number) => {
+    const bar = document.createElement("button");
+    bar.tabIndex = -1;
+    bar.title = `round ${number + 1}: ${accepted} of ${accepted + refused.length} accepted`;
+    add(bar, "i", "refused", "").style.height = `${100 * refused.length / most}%`;
+    add(bar, "i", "accepted", "").style.height = `${100 * accepted / most}%`;
+    bar.onclick = () => go(number + 1);
+    return bar;
+  }));
+  at("slider").max = Math.max(1, rounds.length);
+  at("slider").disabled = at("play").disabled = !rounds.length;
+  go(rounds.length);
+}
+
+function go(number) {
+  const entry = sample.rounds[number - 1];
+  at("chips").replaceChildren();
+  if (!entry) { at("says").textContent = "The text ended with its first token."; return; }
+  round = at("slider").value = number;
+  at("says").textContent = "";
+  add(at("says"), "b", "", `Round ${number} of ${sample.rounds.length}: `);
+  at("says").append(says(entry));
+  spans.forEach((tokens, index) => tokens.forEach(span => {
+    span.classList.toggle("now", index === number - 1);
+    span.classList.toggle("later", index > number - 1);
+  }));
+  [...at("strip").children].forEach((bar, index) => bar.classList.toggle("now", index === number - 1));
+  const [emitted, accepted, refused] = entry;
+  const chips = (texts, kind) => texts.forEach(text => add(at("chips"), "span", `chip ${kind}`, visible(text)));
+  chips(emitted.slice(0, accepted), "accepted");
+  chips(refused, "refused");
+  if (emitted.length > accepted && accepted + refused.length) add(at("chips"), "span", "muted", "→");
+  chips(emitted.slice(accepted), closing(entry));
+}
+
+function stop() {
+  clearInterval(player);
+  player = undefined;
+  at("play").textContent = "▶ play";
+}
+
+function play() {
+  if (player) { stop(); return; }
+  at("play").textContent = "❚❚ pause";
+  go(round < sample.rounds.length ? round : 1);
+  player = setInterval(() => round < sample.rounds.length ? go(round + 1) : stop(), 350);
+}
+
+const groups = {};
+samples.forEach(({ id, category, length }, index) => {
+  if (!groups[category]) {
+    groups[category] = document.createElement("optgroup");
+    groups[category].label = category;
+    at("sample").append(groups[category]);
+  }
+  groups[category].append(new Option(length === null ? id : `${id} · ${length.toFixed(2)}`, index));
+});
+const step = by => { stop(); show((Number(at("sample").value) + by + samples.length) % samples.length); };
+at("sample").onchange = () => step(0);
+at("before").onclick = () => step(-1);
+at("after").onclick = () => step(1);
+at("play").onclick = play;
+at("slider").oninput = () => { stop(); go(Number(at("slider").value)); };
+at("tokens").hidden = false;
+show(0);
