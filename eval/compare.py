@@ -1,6 +1,7 @@
 """Compare drafts for one target in one paired run: comparison.json, .md and .html, and each candidate's own report.
 
 python eval/compare.py target=pico drafts=[runs/demo/draft,runs/small/draft,ngram] suite=pico output_dir=runs/comparison
+python eval/compare.py target=path/to/model drafts=[org/draft@v1,org/draft@v2] suite=path/to/prompts.jsonl output_dir=runs/comparison
 """
 
 import sys
@@ -29,7 +30,7 @@ SHORTHANDS = {"target": "target.model"}
 @dataclass(frozen=True)
 class CompareOptions:
     target: TargetConfig = section(TargetConfig)
-    drafts: list[str] = option(MISSING, "two or more: draft folders, Hub ids, or the word ngram")
+    drafts: list[str] = option(MISSING, "two or more: draft folders, Hub ids (org/name, org/name@revision), or the word ngram")
     suite: str = like(EvalConfig, "suite")
     output_dir: str = option(MISSING, "where the comparison and the reports go")
     num_speculative_tokens: int = like(EvalConfig, "num_speculative_tokens")

@@ -10,6 +10,7 @@ from pathlib import Path
 from specdistill.drafts.checkpoint import read_config
 from specdistill.drafts.recognise import locate, method_of
 from specdistill.errors import UserError, nearest
+from specdistill.hub import split_revision
 
 KEY = "drafts"
 NGRAM = "ngram"
@@ -31,7 +32,7 @@ class Candidate:
 
 
 def find_candidates(entries: Sequence[str]) -> list[Candidate]:
-    """Folders, Hub ids or the word `ngram`, in their order, with names that are all different.
+    """Folders, Hub ids (`org/name@revision` for one of several) or the word `ngram`, in their order, with names that are all different.
 
     Raises UserError for fewer than two, for one that holds no draft, and for two that are the same (also as copies of each other);
     ResourceError when the Hub fails.
@@ -58,7 +59,7 @@ def _locate(entry: str) -> Path:
     if entry and Path(entry).is_dir():  # Path("") is the folder one stands in
         return Path(entry)
     expected = "a draft folder, a Hub id or ngram"
-    if entry.startswith((".", "/", "~")) or entry.count("/") != 1:
+    if entry.startswith((".", "/", "~")) or split_revision(entry)[0].count("/") != 1:
         raise UserError(
             KEY, got=f"{entry or 'an empty name'}, which is no folder", expected=expected, nearest=nearest(entry, [NGRAM])
         )
@@ -92,7 +93,13 @@ def _names(entries: Sequence[str]) -> list[str]:
 
     Names become folders beside the comparison's own files, so they are compared without case, and a number settles what is left.
     """
-    parts = [list(Path(entry).resolve().parts[1:]) if Path(entry).is_dir() else entry.split("/") for entry in entries]
+    # A revision may hold slashes, as refs/pr/1 does.
+    parts = [
+        list(Path(entry).resolve().parts[1:])
+        if Path(entry).is_dir()
+        else [part.replace("/", "-") for part in entry.split("/", 1)]
+        for entry in entries
+    ]
     depths = [1] * len(entries)
     while True:
         names = ["-".join(part[-depth:]) for part, depth in zip(parts, depths, strict=True)]

@@ -14,7 +14,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from specdistill.drafts.checkpoint import PICKLED, read_config
 from specdistill.drafts.mtp_checkpoint import ARCHITECTURE as MTP
 from specdistill.errors import UserError, one_line
-from specdistill.hub import fetch
+from specdistill.hub import fetch, split_revision
 from specdistill.targets.frozen import resolve
 from specdistill.targets.shards import INDEX, SINGLE, Shards
 
@@ -38,11 +38,12 @@ WHOLE_DRAFT = (
 
 
 def locate(draft: str, *, key: str = "eval.draft", expected: str = "the folder or Hub id of a draft") -> Path:
-    """The folder of a draft: itself, or the Hub's files in the local cache.
+    """The folder of a draft: itself, or the Hub's files in the local cache; `org/name@revision` is a branch, tag or commit of it.
 
     Raises UserError for a path that is no folder, ResourceError when the Hub fails.
     """
-    return fetch(resolve(draft, key), key=key, expected=expected, patterns=WHOLE_DRAFT)
+    name, revision = split_revision(draft)
+    return fetch(resolve(name, key), key=key, expected=expected, revision=revision, patterns=WHOLE_DRAFT)
 
 
 def method_of(folder: Path, *, key: str = "eval.draft") -> str:

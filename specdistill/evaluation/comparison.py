@@ -24,7 +24,7 @@ _PLAIN_STEP = ("baseline_verify_seconds", "baseline_num_rounds")
 
 # What a difference in speed is taken apart into. Costs are in plain decoding steps; rounds include those that drafted nothing.
 PARTS: dict[str, Metric] = {
-    "tokens_per_round": Metric(("num_accepted_tokens", "num_rounds"), lambda accepted, rounds: 1 + accepted / rounds),
+    "tokens_per_round": METRICS["tokens_per_round"],
     "round_cost": Metric(
         ("draft_seconds", "verify_seconds", "num_rounds", *_PLAIN_STEP),
         lambda draft, verify, rounds, plain, plain_rounds: (draft + verify) / rounds / (plain / plain_rounds),

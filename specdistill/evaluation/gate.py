@@ -58,6 +58,7 @@ class Finding:
     value: Any = None
     ends: Interval | None = None
     reason: str | None = None
+    num_prompts: int | None = None  # compared, for a regression
 
 
 def load_gate(name: str) -> list[Rule]:
@@ -150,7 +151,7 @@ def _decide(rule: Rule, evidence: Evidence, baseline: Evidence | None) -> dict[s
         finding = _row_metric(rule, evidence)
     else:
         finding = _document_metric(rule.metric, evidence.report)
-    passed, reason = (False, f"no evidence: {finding.reason}") if finding.reason else _test(rule, finding)
+    passed, reason = (False, f"no evidence: {finding.reason}") if finding.reason else judge(rule, finding)
     return _result(rule, finding, passed, reason)
 
 
@@ -217,7 +218,8 @@ def _regression(rule: Rule, evidence: Evidence, baseline: Evidence | None) -> Fi
     change, ends = relative_change(
         metric, columns(new_records), columns(old_records), confidence=rule.confidence, seed=evidence.report["settings"]["seed"]
     )
-    return Finding(change, ends, None if ends else "too few prompts measured in both reports for an interval")
+    missing = None if ends else "too few prompts measured in both reports for an interval"
+    return Finding(change, ends, missing, len(new_records))
 
 
 def _paired(
@@ -255,20 +257,32 @@ def _only(where: str, ids: Sequence[str]) -> str:
     return f"{len(ids)} only in {where} ({', '.join(ids[:NUM_SHOWN_IDS])}{more})" if ids else ""
 
 
-def _test(rule: Rule, finding: Finding) -> tuple[bool, str]:
-    """Whether the requirement holds, and a sentence that says why."""
+def judge(rule: Rule, finding: Finding) -> tuple[bool, str]:
+    """Whether a rule's requirement holds for a finding with a value, and a sentence that says why."""
     if rule.requirement == "equals":
         return finding.value == rule.threshold, f"{_show(finding.value)}, required {_show(rule.threshold)}"
     low, high = finding.ends or (finding.value, finding.value)
     threshold = float(rule.threshold)
     end = f"unfavourable end at {rule.confidence:.0%}: " if finding.ends else ""
     if rule.requirement == "max_regression":
-        higher = METRICS[rule.metric].better == "higher"
-        passed, change = (low >= -threshold, low) if higher else (high <= threshold, high)
-        return passed, f"{end}changed by {change:+.1%}, allowed {threshold:.1%} for the worse"
+        change, sign = (low, -1) if METRICS[rule.metric].better == "higher" else (high, 1)
+        said = f"{end}changed by {change:+.1%}, allowed {threshold:.1%} for the worse"
+        passed = sign * change <= threshold
+        return passed, said if passed else said + _too_few(finding, sign * finding.value, sign * change, threshold)
     if rule.requirement == "min":
         return low >= threshold, f"{end}{_show(low)}, required at least {_show(rule.threshold)}"
     return high <= threshold, f"{end}{_show(high)}, required at most {_show(rule.threshold)}"
+
+
+def _too_few(finding: Finding, worse: float, worst: float, threshold: float) -> str:
+    """Says how many prompts would have shown a change that is allowed (`worse`), where only the interval's end (`worst`) is not.
+
+    An interval narrows with the square root of the number of prompts.
+    """
+    if finding.num_prompts is None or worse >= threshold:
+        return ""
+    needed = finding.num_prompts * ((worst - worse) / (threshold - worse)) ** 2
+    return f"; {finding.num_prompts} prompts cannot tell the measured {finding.value:+.1%} from that, about {math.ceil(needed):,} could"
 
 
 def find_row(report: Mapping[str, Any], scope: Mapping[str, Any]) -> Mapping[str, Any] | None:

@@ -63,6 +63,8 @@ _ACCEPTANCE_LENGTH = ("num_accepted_tokens", "num_drafts")
 
 METRICS: dict[str, Metric] = {
     "mean_acceptance_length": Metric(_ACCEPTANCE_LENGTH, lambda accepted, drafts: 1 + accepted / drafts),
+    # Rounds in which nothing was drafted count here, and not in the acceptance length.
+    "tokens_per_round": Metric(("num_accepted_tokens", "num_rounds"), lambda accepted, rounds: 1 + accepted / rounds),
     "acceptance_rate": Metric(("num_accepted_tokens", "num_draft_tokens"), lambda accepted, drafted: accepted / drafted),
     "tokens_per_second": Metric(("num_tokens", "seconds"), lambda tokens, seconds: tokens / seconds),
     "baseline_tokens_per_second": Metric(("baseline_num_tokens", "baseline_seconds"), lambda tokens, seconds: tokens / seconds),

@@ -109,7 +109,7 @@ def _numbers(records: Sequence[PromptRecord], temperature: float, k: int, seed: 
         **_speed(table, seed),
         **{name: number for name in PLAIN if (number := value(METRICS[name], table)) is not None},
         **_against_hf(records, table, seed),
-        **estimates(("context_ratio", "vocabulary_coverage"), table, seed),
+        **estimates(("tokens_per_round", "context_ratio", "vocabulary_coverage"), table, seed),
     }
     row["not_measured"] = _reasons(row, records, temperature)
     return row
@@ -161,7 +161,9 @@ def is_looping(record: PromptRecord) -> bool:
 def _reasons(row: dict[str, Any], records: Sequence[PromptRecord], temperature: float) -> dict[str, str]:
     few = "fewer than two prompts" if len(records) < 2 else "its resamples are undefined: too few prompts"
     reasons = dict.fromkeys(NEED_DRAFTS, "nothing was drafted")
-    reasons |= dict.fromkeys(("verify_ms", "baseline_step_ms", "decode_speedup"), "every text ended with its first token")
+    reasons |= dict.fromkeys(
+        ("tokens_per_round", "verify_ms", "baseline_step_ms", "decode_speedup"), "every text ended with its first token"
+    )
     hf = "the library's loop is timed on greedy text only" if temperature else "none of these prompts was among those timed"
     reasons |= dict.fromkeys(("hf_generate_tokens_per_second", "baseline_over_hf_generate"), hf)
     reasons["speedup_over_hf_generate"] = (
@@ -171,6 +173,13 @@ def _reasons(row: dict[str, Any], records: Sequence[PromptRecord], temperature: 
     reasons["context_ratio"] = "too few drafts at a long or a short context" if start is None else "nothing was drafted"
     reasons["vocabulary_coverage"] = "this method proposes tokens of the text, not of a vocabulary"
     missing = {name: reason for name, reason in reasons.items() if name not in row}
-    with_interval = ("mean_acceptance_length", "acceptance_rate", "tokens_per_second", "baseline_tokens_per_second", "speedup")
+    with_interval = (
+        "mean_acceptance_length",
+        "tokens_per_round",
+        "acceptance_rate",
+        "tokens_per_second",
+        "baseline_tokens_per_second",
+        "speedup",
+    )
     intervals = {f"{name}_ci95": few for name in with_interval if name in row and f"{name}_ci95" not in row}
     return missing | intervals

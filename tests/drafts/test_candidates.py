@@ -174,6 +174,23 @@ def test_a_hub_id_is_fetched_and_pinned(runs: Path) -> None:
     assert (head.name, head.draft, head.revision, head.method) == ("head", "someone/head", commit, "eagle")
 
 
+def test_revisions_of_one_hub_id_are_candidates_of_their_own(runs: Path) -> None:
+    cached = Path(HF_HUB_CACHE) / "models--someone--head"
+    commits = {"v1": "1" * 40, "refs/pr/2": "2" * 40}
+    for revision, commit in commits.items():
+        other(runs / "eagle" / "draft", cached / "snapshots" / commit)
+        (cached / "refs" / revision).parent.mkdir(parents=True, exist_ok=True)
+        (cached / "refs" / revision).write_text(commit)
+    try:
+        found = find_candidates([f"someone/head@{revision}" for revision in commits])
+    finally:
+        shutil.rmtree(cached)
+    assert [candidate.name for candidate in found] == ["head@v1", "head@refs-pr-2"]
+    assert [candidate.draft for candidate in found] == ["someone/head@v1", "someone/head@refs/pr/2"]
+    assert [candidate.revision for candidate in found] == list(commits.values())
+    assert [candidate.folder and candidate.folder.name for candidate in found] == list(commits.values())
+
+
 def test_a_hub_that_cannot_be_reached_is_not_the_users_mistake() -> None:
     with pytest.raises(
         ResourceError, match=r"drafts: someone/nothing is no folder here, and could not be fetched .*; check the path"

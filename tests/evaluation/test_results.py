@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from specdistill.evaluation.records import PromptRecord, RoundRecord
@@ -29,6 +31,27 @@ def test_the_public_identities_hold():
     for name in ("tokens_per_second", "baseline_tokens_per_second", "speedup", "mean_acceptance_length"):
         low, high = row[f"{name}_ci95"]
         assert low <= row[name] <= high
+
+
+def test_rounds_that_drafted_nothing_count_in_the_tokens_of_a_round_alone():
+    records = simulate(4)
+    idle = RoundRecord((), (), (), (0,), (" x",))
+    waiting = [
+        replace(
+            record,
+            rounds=record.rounds + (idle,) * 10,
+            speculative=replace(record.speculative, num_rounds=len(record.rounds) + 10),
+        )
+        for record in records
+    ]
+    drafted, mixed = (simulated_report(found)["results"][0] for found in (records, waiting))
+    assert drafted["tokens_per_round"] == drafted["mean_acceptance_length"] == mixed["mean_acceptance_length"]
+    assert mixed["tokens_per_round"] == 1 + mixed["num_accepted_tokens"] / (mixed["num_drafts"] + 40)
+    low, high = mixed["tokens_per_round_ci95"]
+    assert low < mixed["tokens_per_round"] < high < mixed["mean_acceptance_length"]
+    said = {finding["name"]: finding["message"] for finding in simulated_report(waiting)["findings"]}
+    assert said["rounds_without_draft"].startswith("In 20% of the rounds nothing was drafted; the acceptance length (")
+    assert "rounds_without_draft" not in [finding["name"] for finding in simulated_report(records)["findings"]]
 
 
 def test_macro_and_micro_averages_are_told_apart():

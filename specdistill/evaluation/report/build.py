@@ -14,6 +14,7 @@ SLOW_BASELINE = 0.95
 LOOPING_SHARE = 0.1
 WIDE_INTERVAL = 0.05  # half its width, as a share of the speedup
 CONTROL_P_VALUE = 0.05
+ROUNDS_WITHOUT_DRAFT = 0.05
 BETTER_K_GAIN = 0.02  # below this another K is not worth a word
 
 
@@ -77,6 +78,13 @@ def findings(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     test = lossless.get("sampling_test")
     if test and test["negative_control_p_value"] > CONTROL_P_VALUE:
         yield "blind_sampling_test", "The sampling test did not notice a rule that is wrong on purpose: it proves little here."
+    without = 1 - row["num_drafts"] / row["num_rounds"] if row["num_drafts"] else 0.0
+    if without > ROUNDS_WITHOUT_DRAFT:
+        yield (
+            "rounds_without_draft",
+            f"In {without:.0%} of the rounds nothing was drafted; the acceptance length ({row['mean_acceptance_length']:.2f}) leaves those "
+            f"out, and a round yields {row['tokens_per_round']:.2f} tokens.",
+        )
     if row["num_looping"] > LOOPING_SHARE * row["num_prompts"]:
         share = f"{row['num_looping']} of {row['num_prompts']}"
         yield "loops", f"{share} texts end in a cycle, which is easy to draft: acceptance is flattered."

@@ -21,7 +21,7 @@ from specdistill.evaluation.report.wording import between, number, percent, time
 
 COMPARISON = "comparison.json"
 HEAD = (
-    "", "candidate", "speedup", "to the best", "acceptance length", "rate", "first", "c", "v", "predicted", "best K",
+    "", "candidate", "speedup", "to the best", "acceptance length", "a round", "rate", "first", "c", "v", "predicted", "best K",
     "weights", "training", "long context", "lossless",
 )  # fmt: skip
 
@@ -105,7 +105,8 @@ def print_comparison(comparison: Mapping[str, Any], folder: Path) -> None:
 
 FOOTNOTE = (
     "Every prompt was decoded with each candidate and once without, in turn; intervals are 95 %, from a bootstrap over prompts, and "
-    "differences are paired. First: share of drafts whose first token was accepted. c: a draft step, v: a verification, in plain "
+    "differences are paired. A round: the tokens that a round yields; rounds in which nothing was drafted count here, and not in the "
+    "acceptance length. First: share of drafts whose first token was accepted. c: a draft step, v: a verification, in plain "
     "decoding steps. Predicted = acceptance length / (v + c·K). Weights: the draft's parameters."
 )
 
@@ -147,6 +148,7 @@ def _cells(entry: Mapping[str, Any], candidate: Mapping[str, Any]) -> list[tuple
         _with_interval(times(row["speedup"]), row, "speedup"),
         _to_best(entry),
         _with_interval(number(row.get("mean_acceptance_length")), row, "mean_acceptance_length"),
+        (number(entry["parts"]["tokens_per_round"]),),
         (percent(row.get("acceptance_rate")),),
         (percent(entry["parts"]["first_position_rate"]),),
         (number(theory.get("c"), 3),),
