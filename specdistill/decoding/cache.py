@@ -4,10 +4,13 @@ Shapes: N query heads, G key/value heads, S allocated positions, d head size, T 
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from specdistill.decoding.tree import Step
 
 FIRST_SIZE = 512  # positions allocated at first
 
@@ -44,7 +47,19 @@ class DraftCache:
         cos, sin = self._tables
         return cos[:, self.length : end], sin[:, self.length : end]
 
-    def attend(self, layer: int, query_BNTd: Tensor, key_BGTd: Tensor, value_BGTd: Tensor) -> Tensor:
+    def level(self, step: Step) -> "tuple[tuple[Tensor, Tensor], TreeLevel]":
+        """(cos, sin) [1, T, d] of a level of a tree, which all stands at one position, and the memory that keeps its branches apart."""
+        position, count = step.positions_T[0], len(step.positions_T)
+        assert position == step.positions_T[-1] and self.length == step.num_text + len(step.positions) - count, step.positions
+        if self.length + count > self._size:
+            self._grow(self.length + count)
+        cos, sin = (table[:, position : position + 1].expand(-1, count, -1) for table in self._tables)
+        return (cos, sin), TreeLevel(self, step.visible(self.window))
+
+    def attend(
+        self, layer: int, query_BNTd: Tensor, key_BGTd: Tensor, value_BGTd: Tensor, mask_TS: Tensor | None = None
+    ) -> Tensor:
+        """As a `Memory` does; `mask_TS` says what each position sees of all that is cached, where that is not what came before it."""
         steps = query_BNTd.shape[2]
         if layer == 0:
             self.length += steps
@@ -54,9 +69,11 @@ class DraftCache:
             buffers = self._buffers[layer] = (self._like(key_BGTd), self._like(value_BGTd))
         keys, values = buffers
         keys[:, :, start:end], values[:, :, start:end] = key_BGTd, value_BGTd
-        first = 0 if self.window is None else max(0, start - self.window + 1)  # what the first query still sees
-        mask = None
-        if steps > 1:  # query i stands at position start + i and sees itself and what came before
+        first = (
+            0 if self.window is None or mask_TS is not None else max(0, start - self.window + 1)
+        )  # what the first query still sees
+        mask = mask_TS
+        if mask is None and steps > 1:  # query i stands at position start + i and sees itself and what came before
             mask = torch.ones(steps, end - first, dtype=torch.bool, device=keys.device).tril(start - first)
             if self.window is not None:
                 mask = mask.triu(start - first - self.window + 1)
@@ -77,3 +94,14 @@ class DraftCache:
                 keys, values = (self._like(buffer) for buffer in buffers)
                 keys[:, :, :held], values[:, :, :held] = buffers
                 self._buffers[index] = (keys, values)
+
+
+@dataclass(frozen=True)
+class TreeLevel:
+    """A `Memory` for one level of a tree: a draft's cache under a mask."""
+
+    cache: DraftCache
+    mask_TS: Tensor
+
+    def attend(self, layer: int, query_BNTd: Tensor, key_BGTd: Tensor, value_BGTd: Tensor) -> Tensor:
+        return self.cache.attend(layer, query_BNTd, key_BGTd, value_BGTd, self.mask_TS)

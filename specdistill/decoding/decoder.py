@@ -12,24 +12,28 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from specdistill.decoding import verify
-from specdistill.decoding.proposers import DecodingState, Proposal, Proposer
+from specdistill.decoding import verify, verify_tree
+from specdistill.decoding.proposers import DecodingState, Proposal, Proposer, TreeProposer
 from specdistill.decoding.sampling import Sampling
 from specdistill.decoding.ties import settle
+from specdistill.decoding.tree import DynamicTree, StaticTree, Step, Tree
+from specdistill.decoding.tree_attention import check_reads_trees, keep_path, read
 from specdistill.errors import UserError
 from specdistill.targets.frozen import Features, FrozenTarget
 
 GREEDY = Sampling()
 SampledRule = Callable[[Tensor, Tensor, Tensor | None, torch.Generator | None], tuple[Tensor, Tensor]]
+TreeRule = Callable[[Sequence[int], Tree, Tensor, Tensor | None, torch.Generator | None], tuple[list[int], int]]
 
 
 @dataclass(frozen=True)
 class Round:
     """One draft-verify round.
 
-    drafted: proposed token ids; empty in plain decoding.
+    drafted: proposed token ids; empty in plain decoding. Of a tree, those of the accepted path and of where its first guesses lead on.
     num_accepted: accepted and emitted; what lay past a stop token or the length limit does not count.
     emitted: the accepted tokens, then the target's own next token, after that cut.
+    num_off_path: proposed tokens that are not in `drafted`: the other nodes of a tree.
     """
 
     drafted: tuple[int, ...]
@@ -37,6 +41,7 @@ class Round:
     emitted: tuple[int, ...]
     draft_seconds: float
     verify_seconds: float
+    num_off_path: int = 0
 
 
 @dataclass(frozen=True)
@@ -52,14 +57,24 @@ class Generation:
 
 
 class Decoder:
-    """Decodes one text at a time with a target and, optionally, a proposer; `sampled_rule` verifies when the temperature is above 0."""
+    """Decodes one text at a time with a target and, optionally, a proposer.
+
+    Above temperature 0 `sampled_rule` verifies chains and `tree_rule` trees.
+    """
 
     def __init__(
-        self, target: FrozenTarget, proposer: Proposer | None = None, *, sampled_rule: SampledRule = verify.rejection
+        self,
+        target: FrozenTarget,
+        proposer: Proposer | None = None,
+        *,
+        sampled_rule: SampledRule = verify.rejection,
+        tree_rule: TreeRule = verify_tree.sampled,
     ) -> None:
         self.target = target
         self.proposer = proposer
         self.sampled_rule = sampled_rule
+        self.tree_rule = tree_rule
+        self._reads_trees = False
         self.aux_layers = proposer.aux_layers if proposer else ()
 
     @torch.inference_mode()
@@ -69,13 +84,18 @@ class Decoder:
         *,
         max_new_tokens: int,
         num_speculative_tokens: int = 0,
+        tree: StaticTree | DynamicTree | None = None,
         sampling: Sampling = GREEDY,
         generator: torch.Generator | None = None,
     ) -> Generation:
         """Continue a prompt by up to `max_new_tokens` tokens, or to a stop token of the target (which is emitted).
 
-        `num_speculative_tokens` is K, at least 1 with a proposer. Raises UserError when prompt and continuation pass the target's context.
+        `num_speculative_tokens` is K, at least 1 with a proposer; with a `tree` that one is drafted instead. Raises UserError when prompt
+        and continuation pass the target's context, or when target or proposer are not for trees.
         """
+        if tree:
+            self._check_tree()
+            num_speculative_tokens = tree.depth
         if self.proposer and num_speculative_tokens < 1:
             raise UserError("eval.num_speculative_tokens", got=num_speculative_tokens, expected="1 or more")
         length = len(prompt_ids) + max_new_tokens
@@ -99,7 +119,7 @@ class Decoder:
         stopped = first in self.target.eos_token_ids
         while not stopped and len(state.token_ids) < length:
             budget = length - len(state.token_ids)
-            rounds.append(self._round(state, cache, num_speculative_tokens, budget, sampling, generator))
+            rounds.append(self._round(state, cache, tree or num_speculative_tokens, budget, sampling, generator))
             stopped = state.token_ids[-1] in self.target.eos_token_ids
         tokens = tuple(state.token_ids[len(prompt_ids) :])
         return Generation(tuple(prompt_ids), tokens, tuple(rounds), prefill_seconds, self._now() - start, stopped)
@@ -108,34 +128,61 @@ class Decoder:
         self,
         state: DecodingState,
         cache: DynamicCache,
-        k: int,
+        ahead: int | StaticTree | DynamicTree,
         budget: int,
         sampling: Sampling,
         generator: torch.Generator | None,
     ) -> Round:
-        """Propose, verify, commit. At most `budget` tokens are emitted."""
+        """Propose a chain of so many tokens or a tree, verify, commit. At most `budget` tokens are emitted."""
         start = self._now()
-        proposal = self.proposer.propose(state, k, sampling, generator) if self.proposer else Proposal([])
+        proposal = self._propose(state, ahead, sampling, generator)
         drafted = self._now()
-        last, before = state.token_ids[-1], copy.deepcopy(cache) if self.target.is_recurrent and proposal.tokens else None
-        logits, features = self._forward([last, *proposal.tokens], cache)
-        num_accepted, next_token = self._verify(state.token_ids, proposal, logits, sampling, generator)
-        rejected = len(proposal.tokens) - num_accepted
-        if rejected and before is not None:  # a recurrent state cannot go back: it goes forward again from where it was
-            cache.layers = before.layers
-            self._forward([last, *proposal.tokens[:num_accepted]], cache)
-        elif rejected:
-            cache.crop(-rejected)
-        state.fresh = features.first(num_accepted + 1)
-        emitted = self._cut([*proposal.tokens[:num_accepted], next_token], budget)
+        tokens, tree = proposal.tokens, proposal.tree
+        last, before = state.token_ids[-1], copy.deepcopy(cache) if self.target.is_recurrent and tokens else None
+        logits, features = self._forward([last, *tokens], cache, tree=tree)
+        path, next_token = self._verify(state.token_ids, proposal, logits, sampling, generator)
+        accepted, rejected = [tokens[node] for node in path], len(tokens) - len(path)
+        if tree:
+            keep_path(cache, len(tokens), path)
+            state.fresh = features.at([0, *(node + 1 for node in path)])
+        else:
+            if rejected and before is not None:  # a recurrent state cannot go back: it goes forward again from where it was
+                cache.layers = before.layers
+                self._forward([last, *accepted], cache)
+            elif rejected:
+                cache.crop(-rejected)
+            state.fresh = features.first(len(path) + 1)
+        emitted = self._cut([*accepted, next_token], budget)
         state.token_ids += emitted
-        kept = min(num_accepted, len(emitted))
-        return Round(tuple(proposal.tokens), kept, tuple(emitted), drafted - start, self._now() - drafted)
+        seconds = drafted - start, self._now() - drafted
+        shown = tree.prolonged(path) if tree else range(len(tokens))
+        drafted_ids = tuple(tokens[node] for node in shown)
+        kept = min(len(path), len(emitted))
+        return Round(drafted_ids, kept, tuple(emitted), *seconds, num_off_path=len(tokens) - len(drafted_ids))
 
-    def _forward(self, token_ids: list[int], cache: DynamicCache, only_last: bool = False) -> tuple[Tensor, Features]:
-        """The target over new tokens: logits [1, T, V] (of the last position alone if `only_last`) and features [1, T, D]."""
-        ids = torch.tensor([token_ids], device=self.target.device)
-        features = self.target.features(ids, self.aux_layers, past_key_values=cache)
+    def _propose(
+        self,
+        state: DecodingState,
+        ahead: int | StaticTree | DynamicTree,
+        sampling: Sampling,
+        generator: torch.Generator | None,
+    ) -> Proposal:
+        if self.proposer is None:
+            return Proposal([])
+        if isinstance(ahead, int):
+            return self.proposer.propose(state, ahead, sampling, generator)
+        assert isinstance(self.proposer, TreeProposer)
+        return self.proposer.propose_tree(state, ahead, sampling, generator)
+
+    def _forward(
+        self, token_ids: list[int], cache: DynamicCache, only_last: bool = False, tree: Tree | None = None
+    ) -> tuple[Tensor, Features]:
+        """The target over new tokens: logits [1, T, V] (of the last position alone if `only_last`) and features [1, T, D].
+
+        With a tree the tokens are its root and its nodes.
+        """
+        step = Step.whole(tree, cache.get_seq_length(), self.target.device) if tree else None
+        features = read(self.target, token_ids, cache, self.aux_layers, step)
         hidden = features.last_hidden[:, -1:] if only_last else features.last_hidden
         return self.target.logits(hidden), features
 
@@ -146,8 +193,13 @@ class Decoder:
         logits_1KV: Tensor,
         sampling: Sampling,
         generator: torch.Generator | None,
-    ) -> tuple[int, int]:
-        """(number of accepted tokens, the token after them); the logits are those after `text` and after each proposed token."""
+    ) -> tuple[Sequence[int], int]:
+        """(accepted places in the proposal, the token after them); the logits are those after `text` and after each proposed token."""
+        if proposal.tree and sampling.is_greedy:
+            return self._follow_best(text, proposal.tokens, proposal.tree, logits_1KV)
+        if proposal.tree:
+            law_NV = sampling.probabilities(logits_1KV)[0]
+            return self.tree_rule(proposal.tokens, proposal.tree, law_NV, proposal.probabilities, generator)
         tokens = torch.tensor([proposal.tokens], dtype=torch.long, device=logits_1KV.device)
         if sampling.is_greedy:
             num_accepted, next_token = verify.greedy(tokens, settle(self.target, [*text, *proposal.tokens], logits_1KV))
@@ -155,7 +207,29 @@ class Decoder:
             law = sampling.probabilities(logits_1KV)
             draft_law = None if proposal.probabilities is None else proposal.probabilities.unsqueeze(0)
             num_accepted, next_token = self.sampled_rule(tokens, law, draft_law, generator)
-        return int(num_accepted), int(next_token)
+        return range(int(num_accepted)), int(next_token)
+
+    def _follow_best(self, text: list[int], tokens: list[int], tree: Tree, logits_1NV: Tensor) -> tuple[list[int], int]:
+        """Follow the target's best tokens. Near-ties on the way are settled, which may lead to another branch, with its own."""
+        choices = logits_1NV.argmax(-1)[0].tolist()
+        settled: set[int] = set()
+        while True:
+            path, next_token = verify_tree.follow(tokens, tree, choices)
+            rows = [0, *(node + 1 for node in path)]
+            if settled.issuperset(rows):
+                return path, next_token
+            certain = settle(self.target, [*text, *(tokens[node] for node in path)], logits_1NV[:, rows])
+            for row, choice in zip(rows, certain.argmax(-1)[0].tolist(), strict=True):
+                choices[row] = choice
+            settled.update(rows)
+
+    def _check_tree(self) -> None:
+        if not isinstance(self.proposer, TreeProposer):
+            got = f"a tree for {type(self.proposer).__name__}, whose guesses are one chain"
+            raise UserError("eval.tree", got=got, expected="null, or a method with laws: eagle, eagle3, mtp or draft_model")
+        if not self._reads_trees:
+            check_reads_trees(self.target)
+            self._reads_trees = True
 
     def _cut(self, tokens: list[int], budget: int) -> list[int]:
         """Drop what lies past the budget or after the first stop token."""

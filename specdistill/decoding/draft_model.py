@@ -17,6 +17,8 @@ from transformers import DynamicCache, PreTrainedModel
 from specdistill.decoding.cache import DraftCache
 from specdistill.decoding.proposers import DecodingState, Proposal
 from specdistill.decoding.sampling import Sampling, draw
+from specdistill.decoding.tree import DynamicTree, StaticTree, Step
+from specdistill.decoding.tree_attention import attention_masks
 from specdistill.drafts.llama import LlamaStack, is_plain_llama
 from specdistill.drafts.vocabulary import SharedVocabulary
 from specdistill.errors import UserError
@@ -28,7 +30,8 @@ class TransformersLayers:
     """Any causal language model's layers, and the keys and values of the text so far: new ids [1, T] -> hidden states [1, T, H]."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self.backbone = model.get_decoder()
+        self.backbone: Any = model.get_decoder()
+        self.config = model.config.get_text_config()
         self.restart()
 
     def restart(self) -> None:
@@ -41,6 +44,17 @@ class TransformersLayers:
 
     def __call__(self, ids_1T: Tensor) -> Tensor:
         hidden: Tensor = self.backbone(input_ids=ids_1T, past_key_values=self.cache, use_cache=True).last_hidden_state
+        return hidden
+
+    def level(self, ids_1T: Tensor, step: Step) -> Tensor:
+        """A level of a tree; `step` says what is in memory with it."""
+        hidden: Tensor = self.backbone(
+            input_ids=ids_1T,
+            position_ids=torch.tensor([step.positions_T], device=ids_1T.device),
+            attention_mask=attention_masks(step, self.config, self.backbone.dtype),
+            past_key_values=self.cache,
+            use_cache=True,
+        ).last_hidden_state
         return hidden
 
 
@@ -62,9 +76,13 @@ class LlamaLayers:
         hidden: Tensor = self.stack(ids_1T, self.cache.next_rotary(ids_1T.shape[1]), self.cache)
         return hidden
 
+    def level(self, ids_1T: Tensor, step: Step) -> Tensor:
+        hidden: Tensor = self.stack(ids_1T, *self.cache.level(step))
+        return hidden
+
 
 class DraftModelProposer:
-    """A chain drafted by a model of its own: its best tokens where the target is greedy, else draws from its law.
+    """A chain or a tree drafted by a model of its own: its best tokens where the target is greedy, else draws from its law.
 
     vocabulary: where the ids of draft and target differ, the tokens they share; the law is then restricted to those.
 
@@ -151,6 +169,35 @@ class DraftModelProposer:
             next_ids = (index if self.vocabulary is None else self._draft_ids_W[index]).unsqueeze(0)
         return self._proposal(chosen, laws, num_fed)
 
+    def propose_tree(
+        self, state: DecodingState, shape: StaticTree | DynamicTree, sampling: Sampling, generator: torch.Generator | None
+    ) -> Proposal:
+        """A tree, which stops at the draft's own context; what of it is accepted is read again in the next round."""
+        if self.confidence_threshold is not None:
+            got = f"{self.confidence_threshold} with a tree"
+            raise UserError("eval.confidence_threshold", got=got, expected="null: eval.tree.budget bounds a tree")
+        unchanged = self._read(state.token_ids)
+        if not self._context:
+            return Proposal([])
+        shape = shape.cut(self._make_room(shape.depth))
+        logits_1W = self._forward(torch.tensor([self._uncached(unchanged)], device=self.draft.device))
+        step = Step.before(len(self._cached), self.draft.device)
+
+        def expand(index_T: Tensor, rows_T: Tensor) -> Tensor:
+            nonlocal step
+            step = step.descend(rows_T)
+            ids_T = index_T if self.vocabulary is None else self._draft_ids_W[index_T]
+            logits_TV: Tensor = self.head(self.layers.level(ids_T.unsqueeze(0), step)[0])
+            return logits_TV if self.vocabulary is None else logits_TV[:, self._draft_ids_W]
+
+        grown = shape.grow(logits_1W, expand, sampling, generator)
+        if step.positions:
+            self.layers.crop(len(step.positions))
+        if self.vocabulary is None:
+            return Proposal(grown.index_N.tolist(), grown.laws_NW, grown.tree)
+        laws_NV = None if grown.laws_NW is None else self._over_target_vocabulary(grown.laws_NW)
+        return Proposal(self._target_ids_W[grown.index_N].tolist(), laws_NV, grown.tree)
+
     def _forward(self, ids_1T: Tensor) -> Tensor:
         """Logits [1, W] of the token after the last of the new ones."""
         logits_1V: Tensor = self.head(self.layers(ids_1T)[:, -1])
@@ -172,11 +219,14 @@ class DraftModelProposer:
             tokens = fed = index_K.tolist()
         else:
             tokens, fed = self._target_ids_W[index_K].tolist(), self._draft_ids_W[index_K].tolist()
-            if law_KW is not None:
-                law_KV = law_KW.new_zeros(len(tokens), self.vocabulary.target_vocab_size)
-                law_KW = law_KV.index_copy_(1, self._target_ids_W, law_KW)
+            law_KW = None if law_KW is None else self._over_target_vocabulary(law_KW)
         self._cached += fed[:num_fed]
         return Proposal(tokens, law_KW)
+
+    def _over_target_vocabulary(self, laws_TW: Tensor) -> Tensor:
+        assert self.vocabulary is not None
+        laws_TV = laws_TW.new_zeros(len(laws_TW), self.vocabulary.target_vocab_size)
+        return laws_TV.index_copy_(1, self._target_ids_W, laws_TW)
 
     def _read(self, token_ids: Sequence[int]) -> int:
         """Continue the draft's text by the target's new tokens; returns how many of the draft's tokens stand as they did.

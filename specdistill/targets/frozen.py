@@ -40,6 +40,10 @@ class Features:
         """Those of the first `count` positions."""
         return Features(tuple(feature[:, :count] for feature in self.aux), self.last_hidden[:, :count])
 
+    def at(self, positions: list[int]) -> "Features":
+        """Those of some positions, in the order given."""
+        return Features(tuple(feature[:, positions] for feature in self.aux), self.last_hidden[:, positions])
+
 
 class FrozenTarget:
     """A target in evaluation mode whose parameters take no gradient."""

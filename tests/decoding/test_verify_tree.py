@@ -1,0 +1,238 @@
+"""The law of tree decoding's output, exactly: every set of candidates and every outcome of the real rule is enumerated, none is sampled."""
+
+import itertools
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from specdistill.decoding.tree import ROOT, Tree, draw_distinct
+from specdistill.decoding.verify import rejection_from_uniforms
+from specdistill.decoding.verify_tree import follow, sampled_from_uniforms
+from tests.decoding.test_verify import cells
+
+ROUNDING = 1e-15
+INSET = 1e-9  # of a cell's width: how near to its ends the rule is evaluated
+
+Law = Callable[[tuple[int, ...]], Tensor]
+Candidates = list[tuple[tuple[int, ...], Tree, float]]  # tokens of a tree's nodes, its form, and how likely it is
+
+
+def random_law(size: int, seed: int) -> Law:
+    """The law after each text; of some texts a token has probability zero."""
+
+    def law(text: tuple[int, ...]) -> Tensor:
+        generator = torch.Generator().manual_seed(hash((seed, *text)) % 2**31)
+        weights = torch.rand(size, dtype=torch.float64, generator=generator)
+        if len(text) % 3 == 0:
+            weights[(seed + len(text)) % size] = 0
+        return weights / weights.sum()
+
+    return law
+
+
+def node_texts(text: tuple[int, ...], tokens: tuple[int, ...], tree: Tree) -> list[tuple[int, ...]]:
+    """The text that ends in the root, and in each node."""
+    texts = {ROOT: text}
+    for node, parent in enumerate(tree.parents):
+        texts[node] = (*texts[parent], tokens[node])
+    return [texts[node] for node in range(ROOT, len(tokens))]
+
+
+def drawn(draft: Law, text: tuple[int, ...], branching: tuple[int, ...]) -> Candidates:
+    """Every tree of candidates drawn without replacement, grown level by level."""
+    found: Candidates = [((), Tree(()), 1.0)]
+    for level, width in enumerate(branching):
+        grown: Candidates = []
+        for tokens, tree, chance in found:
+            nodes = [node for node in range(ROOT, len(tokens)) if (tree.depths[node] if node >= 0 else 0) == level]
+            texts = node_texts(text, tokens, tree)
+            choices = []
+            for node in nodes:
+                law = draft(texts[node + 1])
+                count = min(width, int((law > 0).sum()))
+                choices.append(
+                    [(order, ordered_chance(law, order)) for order in itertools.permutations(range(len(law)), count)]
+                )
+            for choice in itertools.product(*choices):
+                more, parents, weight = list(tokens), list(tree.parents), chance
+                for node, (order, likely) in zip(nodes, choice, strict=True):
+                    more += order
+                    parents += [node] * len(order)
+                    weight *= likely
+                if weight > 0:
+                    grown.append((tuple(more), Tree(tuple(parents)), weight))
+        found = grown
+    return found
+
+
+def ordered_chance(law: Tensor, order: tuple[int, ...]) -> float:
+    chance, left = 1.0, law.clone()
+    for token in order:
+        chance *= float(left[token] / left.sum())
+        left[token] = 0
+    return chance
+
+
+def outcomes(tokens: tuple[int, ...], tree: Tree, p: Tensor, q: Tensor | None) -> Iterator[tuple[Tensor, Tensor, float]]:
+    """The cells into which the rule's uniforms fall: two opposite corners, and the volume. Uniforms it does not look at stay at 1/2."""
+
+    def visit(node: int, low: Tensor, high: Tensor, volume: float) -> Iterator[tuple[Tensor, Tensor, float]]:
+        r, children = p[node + 1], tree.children[node]
+        if q is None:
+            for middle, width in cells(r.cumsum(0)):
+                if width < ROUNDING:  # what the sum lacks to 1
+                    continue
+                token = int(torch.searchsorted(r.cumsum(0), middle, right=True))
+                ends = [end.clone() for end in (low, high)]
+                ends[0][node + 1], ends[1][node + 1] = corners(middle, width)
+                below = [child for child in children if tokens[child] == token]
+                yield from visit(below[0], *ends, volume * width) if below else [(*ends, volume * width)]
+            return
+        law = q[children[0]] if children else None
+        for child in children:
+            token = tokens[child]
+            threshold = min(1.0, float(r[token] / law[token]))
+            for middle, width in cells(torch.tensor([threshold], dtype=torch.float64)):
+                if middle < threshold:
+                    ends = [end.clone() for end in (low, high)]
+                    ends[0][child], ends[1][child] = corners(middle, width)
+                    yield from visit(child, *ends, volume * width)
+            if threshold >= 1:
+                return
+            low, high = low.clone(), high.clone()
+            low[child], high[child] = corners((1 + threshold) / 2, 1 - threshold)
+            volume *= 1 - threshold
+            r = (r - law).clamp_min(0)
+            r = r / r.sum()
+            law = law.clone()
+            law[token] = 0
+            law = law / law.sum()
+        for middle, width in cells(r.cumsum(0)):
+            ends = [end.clone() for end in (low, high)]
+            ends[0][-1], ends[1][-1] = corners(middle, width)
+            yield (*ends, volume * width)
+
+    half = torch.full((len(tokens) + 1,), 0.5, dtype=torch.float64)
+    yield from visit(ROOT, half, half, 1.0)
+
+
+def corners(middle: float, width: float) -> tuple[float, float]:
+    return middle - width * (0.5 - INSET), middle + width * (0.5 - INSET)
+
+
+def output_law(
+    target: Law, candidates: Callable[[tuple[int, ...]], Candidates], draft: Law | None, size: int, length: int
+) -> Tensor:
+    """The exact law of `length` tokens decoded in rounds of trees; `draft` None: candidates are certain."""
+    law = torch.zeros((size,) * length, dtype=torch.float64)
+    unfinished: dict[tuple[int, ...], float] = {(): 1.0}
+    for done in range(length):  # every round adds a token: all that leads to a text is known before its next round
+        for text in [text for text in unfinished if len(text) == done]:
+            weight = unfinished.pop(text)
+            for tokens, tree, chance in candidates(text):
+                texts = node_texts(text, tokens, tree)
+                p = torch.stack([target(ending) for ending in texts])
+                q = None if draft is None else torch.stack([draft(texts[parent + 1]) for parent in tree.parents])
+                for low, high, volume in outcomes(tokens, tree, p, q):
+                    path, token = sampled_from_uniforms(tokens, tree, p, q, low)
+                    assert (path, token) == sampled_from_uniforms(tokens, tree, p, q, high), "not constant on a cell"
+                    written = (*text, *(tokens[node] for node in path), token)[:length]
+                    unfinished[written] = unfinished.get(written, 0.0) + weight * chance * volume
+    for written, weight in unfinished.items():
+        law[written] += weight
+    return law
+
+
+def plain_law(target: Law, size: int, length: int) -> Tensor:
+    law = torch.zeros((size,) * length, dtype=torch.float64)
+    for tokens in itertools.product(range(size), repeat=length):
+        law[tokens] = torch.stack([target(tokens[:i])[token] for i, token in enumerate(tokens)]).prod()
+    return law
+
+
+@pytest.mark.parametrize(
+    ("size", "branching", "length"), [(3, (2,), 2), (3, (2, 1), 2), (3, (1, 2), 2), (3, (3,), 2), (3, (2, 2), 1), (10, (2,), 1)]
+)
+def test_candidates_drawn_without_replacement_leave_the_targets_law(size: int, branching: tuple[int, ...], length: int) -> None:
+    target, draft = random_law(size, 1), random_law(size, 2)
+    law = output_law(target, lambda text: drawn(draft, text, branching), draft, size, length)
+    assert torch.allclose(law, plain_law(target, size, length), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("parents", [(-1, -1, 0, 0, 1), (-1, 0, 1), (-1, -1, -1)])
+def test_certain_candidates_leave_the_targets_law_however_they_were_chosen(parents: tuple[int, ...]) -> None:
+    """As a dynamic tree chooses: best tokens of the draft, in a form that depends on the text."""
+    target, draft, size = random_law(5, 1), random_law(5, 2), 5
+
+    def best(text: tuple[int, ...]) -> Candidates:
+        tree = Tree(parents if len(text) % 2 == 0 else parents[:2])
+        tokens: tuple[int, ...] = ()
+        for node, parent in enumerate(tree.parents):
+            before = node_texts(text, tokens, Tree(tree.parents[:node]))[parent + 1]
+            rank = tree.children[parent].index(node)
+            tokens = (*tokens, int(draft(before).argsort(descending=True)[rank]))
+        return [(tokens, tree, 1.0)]
+
+    law = output_law(target, best, None, size, 2)
+    assert torch.allclose(law, plain_law(target, size, 2), rtol=0, atol=1e-12)
+
+
+def test_taking_drawn_candidates_for_certain_ones_is_caught() -> None:
+    """The law is wrong if candidates that were drawn and then chosen by their probability are treated as drawn from q."""
+    target, draft = random_law(3, 1), random_law(3, 2)
+
+    def likelier(text: tuple[int, ...]) -> Candidates:
+        """Of two candidates only the one that the draft thinks more of."""
+        kept: Candidates = []
+        for tokens, _, chance in drawn(draft, text, (2,)):
+            best = max(tokens, key=lambda token: float(draft(text)[token]))
+            kept.append(((best,), Tree((ROOT,)), chance))
+        return kept
+
+    law = output_law(target, likelier, draft, 3, 1)
+    assert float(law.sum()) == pytest.approx(1)
+    assert (law - plain_law(target, 3, 1)).abs().max() > 1e-2
+
+
+def test_draws_without_replacement_have_their_law() -> None:
+    law = torch.tensor([0.1, 0.0, 0.6, 0.3], dtype=torch.float64)
+    found: dict[tuple[int, ...], float] = {}
+
+    def visit(uniforms: list[float], volume: float) -> None:
+        padded = torch.tensor([[*uniforms, *[0.5] * (4 - len(uniforms))]], dtype=torch.float64)
+        tokens, exist = draw_distinct(law.unsqueeze(0), padded)
+        assert exist.tolist() == [[True, True, True, False]]
+        order = tuple(tokens[0, : len(uniforms)].tolist())
+        if len(uniforms) == 3:
+            found[order] = found.get(order, 0.0) + volume
+            return
+        left = law.clone()
+        left[list(order)] = 0
+        for middle, width in cells(left.cumsum(0) / left.sum()):
+            visit([*uniforms, middle], volume * width)
+
+    visit([], 1.0)
+    assert found.keys() == set(itertools.permutations((0, 2, 3)))
+    for order, chance in found.items():
+        assert chance == pytest.approx(ordered_chance(law, order), abs=1e-12)
+
+
+def test_of_a_chain_the_rule_is_that_of_chains() -> None:
+    p = torch.stack([random_law(4, 1)((0,) * n) for n in range(4)])
+    q = torch.stack([random_law(4, 2)((0,) * n) for n in range(3)])
+    for seed in range(60):
+        generator = torch.Generator().manual_seed(seed)
+        tokens = torch.multinomial(q, 1, generator=generator)[:, 0]
+        uniforms = torch.rand(4, dtype=torch.float64, generator=generator)
+        path, token = sampled_from_uniforms(tokens.tolist(), Tree((ROOT, 0, 1)), p, q, uniforms)
+        count, expected = rejection_from_uniforms(tokens[None], p[None], q[None], uniforms[None])
+        assert (path, token) == (list(range(int(count))), int(expected))
+
+
+def test_the_targets_choices_are_followed_as_far_as_the_tree_goes() -> None:
+    tree, tokens = Tree((ROOT, ROOT, 0, 0, 1)), [7, 8, 5, 6, 9]
+    assert follow(tokens, tree, [8, 0, 9, 0, 0, 3]) == ([1, 4], 3)
+    assert follow(tokens, tree, [7, 6, 0, 0, 2, 0]) == ([0, 3], 2)
+    assert follow(tokens, tree, [9, 0, 0, 0, 0, 0]) == ([], 9)
