@@ -4,7 +4,9 @@ python eval/run.py recipe=pico/eagle3
 python eval/run.py target=pico draft=runs/demo/draft method=eagle3 suite=pico output_dir=runs/report
 """
 
+import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from specdistill.command import run
@@ -16,7 +18,8 @@ from specdistill.evaluation.measure import Settings
 from specdistill.evaluation.pipeline import evaluate_draft
 from specdistill.evaluation.report.console import print_report
 from specdistill.evaluation.report.files import check_writable, write_report
-from specdistill.evaluation.suites import load_suite, tokenize
+from specdistill.evaluation.suites import cut_prompts, load_suite, tokenize
+from specdistill.evaluation.sweep import Plan, plan_cells
 from specdistill.recipe import Recipe
 from specdistill.targets.frozen import FrozenTarget
 
@@ -53,16 +56,40 @@ def main(recipe: Recipe) -> ExitCode:
         max_length=target.max_length,
         num_prompts=config.num_prompts,
     )
+    axes = replace(suite.sweep, **{name: values for name, values in vars(config.sweep).items() if values})
+    contexts = cut_prompts(
+        suite,
+        target.tokenizer,
+        axes.context,
+        max_new_tokens=config.max_new_tokens,
+        max_length=target.max_length,
+        num_prompts=config.num_prompts,
+    )
 
     # Measure
     settings = Settings.of(config)
+    plans = plan_cells(
+        Plan(settings, prompts),
+        num_speculative_tokens=axes.num_speculative_tokens,
+        temperatures=axes.temperature,
+        contexts=contexts,
+    )
+    finished_cells = folder / "cells"
     report, records = evaluate_draft(
-        target, proposer, suite, prompts, settings, method=recipe.method, draft=draft, sampling_draws=config.sampling_draws
+        target,
+        proposer,
+        suite,
+        plans,
+        method=recipe.method,
+        draft=draft,
+        sampling_draws=config.sampling_draws,
+        folder=finished_cells,
     )
 
     # Judge and write
     report["gate"] = decide(rules, Evidence(report, records), baseline)
     write_report(folder, report, records)
+    shutil.rmtree(finished_cells)
     print_report(report, folder)
     return ExitCode.DONE if report["gate"]["passed"] else ExitCode.CHECK_FAILED
 

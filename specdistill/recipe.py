@@ -221,6 +221,13 @@ class NgramConfig:
 
 
 @dataclass(frozen=True)
+class SweepConfig:
+    num_speculative_tokens: list[int] = option([], "other K to measure, one axis at a time around eval's own settings", least=1)
+    temperature: list[float] = option([], "other temperatures to measure", least=0)
+    context: list[int] = option([], "prompt lengths to measure, powers of two: long prompts cut to so many tokens", least=1)
+
+
+@dataclass(frozen=True)
 class EvalConfig:
     suite: str = option("pico", "suite name, suite YAML, or a jsonl file with prompt | messages | text rows")
     draft: str | None = option(None, "draft folder; null: <train.output_dir>/draft")
@@ -245,6 +252,7 @@ class EvalConfig:
     baseline: str | None = option(
         None, "what max_regression rules compare with: a report.json, its folder, or a Hub revision's report as org/name@v1.2"
     )
+    sweep: SweepConfig = section(SweepConfig)
 
 
 @dataclass(frozen=True)
@@ -321,6 +329,24 @@ def load_recipe(schema: type[R], arguments: Sequence[str]) -> R:
     assert isinstance(recipe, schema)
     _check_values(recipe)
     return recipe
+
+
+def read_section(schema: type[R], values: Any, key: str) -> R:
+    """A recipe's section that stands in another file, as strict as in a recipe; errors name its keys under `key`."""
+    if not isinstance(values, dict):
+        raise UserError(key, got=repr(values), expected="a section with keys of its own")
+    _check_names(schema, values, f"{key}.")
+    try:
+        config = OmegaConf.merge(OmegaConf.structured(schema), values)
+    except ValidationError as error:
+        name = re.sub(r"\[.*", "", error.full_key or "")
+        expected = next(kind for leaf, kind, _, _ in describe(schema) if leaf == name)
+        raise UserError(f"{key}.{name}", got=repr(values[name]), expected=expected) from error
+    _check_conversions(schema, values, config)
+    found = OmegaConf.to_object(config)
+    assert isinstance(found, schema)
+    _check_values(found, f"{key}.")
+    return found
 
 
 def check_trainable(recipe: Recipe, script: str) -> None:

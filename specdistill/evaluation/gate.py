@@ -18,7 +18,7 @@ import yaml
 from specdistill.errors import UserError, nearest, one_line
 from specdistill.evaluation.columns import columns
 from specdistill.evaluation.metrics import METRICS
-from specdistill.evaluation.records import PromptRecord
+from specdistill.evaluation.records import PromptRecord, records_of
 from specdistill.evaluation.report.schema import document_metrics, row_metrics
 from specdistill.evaluation.statistics import Interval, interval, relative_change
 from specdistill.project import GATES, ROOT
@@ -181,7 +181,7 @@ def _row_metric(rule: Rule, evidence: Evidence) -> Finding:
         ends = row.get(f"{rule.metric}_ci95")
         return Finding(row[rule.metric], tuple(ends) if ends else None, _interval_is_missing(rule, row))
     seed = evidence.report["settings"]["seed"]
-    found = interval(METRICS[rule.metric], columns(_of(row, evidence.records)), confidence=rule.confidence, seed=seed)
+    found = interval(METRICS[rule.metric], columns(records_of(row, evidence.records)), confidence=rule.confidence, seed=seed)
     return Finding(row[rule.metric], found, None if found else "too few prompts for an interval")
 
 
@@ -238,7 +238,8 @@ def _paired(
         if new_value != old_value:
             raise UserError("baseline", got=f"{name} {old_value}", expected=f"{new_value}, as in the report")
     new, earlier = (
-        {record.id: record for record in found} for found in (_of(row, evidence.records), _of(old, baseline.records))
+        {record.id: record for record in found}
+        for found in (records_of(row, evidence.records), records_of(old, baseline.records))
     )
     if new.keys() != earlier.keys():
         parts = [
@@ -289,10 +290,6 @@ def find_row(report: Mapping[str, Any], scope: Mapping[str, Any]) -> Mapping[str
     """The first row that fits a scope; what the scope leaves out is the whole suite's (category and context `all`)."""
     wanted = {"category": "all", "context_bucket": "all", **scope}
     return next((row for row in report["results"] if all(row.get(name) == value for name, value in wanted.items())), None)
-
-
-def _of(row: Mapping[str, Any], records: Sequence[PromptRecord]) -> list[PromptRecord]:
-    return [record for record in records if record.suite == row["suite"] and row["category"] in ("all", record.category)]
 
 
 def _words(scope: Mapping[str, Any]) -> str:

@@ -28,6 +28,7 @@ from specdistill.targets.frozen import FrozenTarget
 
 NEAR_TIE_ROUNDINGS = 4  # two logits this many roundings apart, at their magnitude, are a near-tie
 TESTED_TOKENS = 2
+COUNTS = ("prompts_checked", "divergences", "near_ties", "unexplained_divergences")
 NUM_PROBED_PROMPTS = 16
 NUM_PROBED_TOKENS = 48  # written after each of them, in search of a place where a wrong rule would show
 
@@ -58,6 +59,15 @@ def compare_greedy(target: FrozenTarget, pairs: Iterable[tuple[Prompt, Generatio
         "divergences": len(divergences),
         "near_ties": near_ties,
         "unexplained_divergences": len(divergences) - near_ties,
+    }
+
+
+def together(cells: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """`compare_greedy` of several cells as one: every text counts, and the first divergence is the first cell's that has one."""
+    return {
+        "greedy_identical": all(cell["greedy_identical"] for cell in cells),
+        "first_divergence": next((cell["first_divergence"] for cell in cells if cell["first_divergence"]), None),
+        **{name: sum(cell[name] for cell in cells) for name in COUNTS},
     }
 
 

@@ -22,6 +22,7 @@ from specdistill.decoding.draft_model import DraftModelProposer
 from specdistill.decoding.ngram import NgramProposer
 from specdistill.decoding.proposers import HeadProposer, Proposer
 from specdistill.decoding.sampling import Sampling
+from specdistill.evaluation.cells import ALL, Cell
 from specdistill.evaluation.records import HFGenerate, PromptRecord, RoundRecord, Timing
 from specdistill.evaluation.suites import Prompt, evenly
 from specdistill.evaluation.theory import RoundCost
@@ -37,7 +38,10 @@ GREEDY = Sampling()
 
 @dataclass(frozen=True)
 class Settings:
-    """How to measure; every number in tokens, prompts or repetitions. The seed is for sampling."""
+    """How to measure; every number in tokens, prompts or repetitions. The seed is for sampling.
+
+    context_bucket says how the prompts that it goes with were cut (see `Cell`).
+    """
 
     num_speculative_tokens: int
     max_new_tokens: int
@@ -45,6 +49,11 @@ class Settings:
     repeats: int = 3
     warmup: int = 2
     seed: int = 0
+    context_bucket: str = ALL
+
+    @property
+    def cell(self) -> Cell:
+        return Cell(self.num_speculative_tokens, self.sampling.temperature, context_bucket=self.context_bucket)
 
     @classmethod
     def of(cls, section: Any) -> "Settings":
@@ -157,10 +166,10 @@ def greedy_pairs(
             advance()
 
 
-def records(suite: str, target: FrozenTarget, proposer: Proposer, runs: Sequence[Runs]) -> list[PromptRecord]:
+def records(suite: str, cell: Cell, target: FrozenTarget, proposer: Proposer, runs: Sequence[Runs]) -> list[PromptRecord]:
     """The runs as plain data; texts are spelt out by the target's tokenizer."""
     vocabulary = draft_vocabulary(proposer)
-    return [_record(suite, target, run, vocabulary) for run in runs]
+    return [_record(suite, cell, target, run, vocabulary) for run in runs]
 
 
 def draft_vocabulary(proposer: Proposer) -> frozenset[int] | None:
@@ -241,7 +250,7 @@ def _synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _record(suite: str, target: FrozenTarget, run: Runs, vocabulary: frozenset[int] | None) -> PromptRecord:
+def _record(suite: str, cell: Cell, target: FrozenTarget, run: Runs, vocabulary: frozenset[int] | None) -> PromptRecord:
     prompt, written = run.prompt, run.speculative[0]
     context = [*prompt.token_ids]
     (first_text,) = spell(target.tokenizer, context, written.token_ids[:1])
@@ -256,6 +265,7 @@ def _record(suite: str, target: FrozenTarget, run: Runs, vocabulary: frozenset[i
     plain = run.baseline[0].token_ids
     return PromptRecord(
         suite=suite,
+        cell=cell,
         id=prompt.id,
         category=prompt.category,
         num_prompt_tokens=len(prompt.token_ids),

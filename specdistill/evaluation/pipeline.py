@@ -2,26 +2,27 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from specdistill import __version__
 from specdistill.decoding.proposers import Proposer
+from specdistill.drafts.recognise import locate
 from specdistill.evaluation.environment import begin, hardware, measurement, software
-from specdistill.evaluation.losslessness import compare_greedy, sampling_test
+from specdistill.evaluation.losslessness import sampling_test, together
 from specdistill.evaluation.measure import (
-    Runs,
     Settings,
     draft_sampling,
     draft_settings,
-    greedy_pairs,
     measure_together,
     progress,
-    records,
     shorter_drafts,
 )
 from specdistill.evaluation.records import PromptRecord
 from specdistill.evaluation.report.build import build_report
 from specdistill.evaluation.results import context_rows, headline, result_rows, theory
 from specdistill.evaluation.suites import Prompt, Suite
+from specdistill.evaluation.sweep import Finished, Plan, finish, folder_fingerprint, measure_cells
 from specdistill.targets.frozen import FrozenTarget
 from specdistill.training.run_directory import git_revision
 
@@ -40,20 +41,35 @@ def evaluate_draft(
     target: FrozenTarget,
     proposer: Proposer,
     suite: Suite,
-    prompts: Sequence[Prompt],
-    settings: Settings,
+    plans: Sequence[Plan],
     *,
     method: str,
     draft: str | None,
     sampling_draws: int,
+    folder: Path,
 ) -> tuple[dict[str, Any], list[PromptRecord]]:
     """The report of a draft, without a gate's decision, and the records that go beside it.
 
-    method and draft name the proposer in the report; `sampling_draws` 0 leaves the sampling test out.
+    plans: the cells to measure, the one that the report is about first. method and draft name the proposer in the report;
+    `sampling_draws` 0 leaves the sampling test out. `folder` keeps finished cells for a run that goes on after this one was killed.
     """
     named = NamedDraft(proposer, method, draft)
-    (result,) = evaluate_drafts(target, [named], suite, prompts, settings, sampling_draws=sampling_draws)
-    return result
+    identity = {
+        "specdistill": [__version__, git_revision()],
+        "target": [target.fingerprint(), target.dtype, target.config._attn_implementation],
+        "draft": [method, draft and folder_fingerprint(locate(draft, key="eval.draft")), draft_settings(proposer)],
+        "suite": [suite.name, suite.version, suite.sha256],
+        "machine": [hardware(target.device), software()],
+    }
+    cells = measure_cells(target, proposer, suite, plans, identity=identity, folder=folder)
+    begun = begin(target.device)
+    report, found = _report(target, named, suite, plans, cells, sampling_draws)
+    took = [*(cell.took for cell in cells), measurement(target.device, begun)]
+    whole = {
+        "seconds": sum(part["seconds"] for part in took),
+        "peak_memory_bytes": max(part["peak_memory_bytes"] for part in took),
+    }
+    return {**report, "measurement": whole}, found
 
 
 def evaluate_drafts(
@@ -65,31 +81,32 @@ def evaluate_drafts(
     *,
     sampling_draws: int,
 ) -> list[tuple[dict[str, Any], list[PromptRecord]]]:
-    """`evaluate_draft` of several drafts for one target, measured together: their times are paired, over one shared baseline."""
+    """Reports of several drafts for one target, measured together: their times are paired, over one shared baseline."""
     begun = begin(target.device)
-    together = measure_together(target, [named.proposer for named in drafts], prompts, settings)
-    results = [
-        _evaluate(target, named, suite, prompts, settings, runs, sampling_draws)
-        for named, runs in zip(drafts, together, strict=True)
-    ]
+    runs = measure_together(target, [named.proposer for named in drafts], prompts, settings)
+    plan = Plan(settings, prompts)
+    cells = [finish(target, named.proposer, suite, plan, own, begun) for named, own in zip(drafts, runs, strict=True)]
+    results = [_report(target, named, suite, [plan], [cell], sampling_draws) for named, cell in zip(drafts, cells, strict=True)]
     took = measurement(target.device, begun)
     return [({**report, "measurement": took}, found) for report, found in results]
 
 
-def _evaluate(
+def _report(
     target: FrozenTarget,
     named: NamedDraft,
     suite: Suite,
-    prompts: Sequence[Prompt],
-    settings: Settings,
-    runs: Sequence[Runs],
+    plans: Sequence[Plan],
+    cells: Sequence[Finished],
     sampling_draws: int,
 ) -> tuple[dict[str, Any], list[PromptRecord]]:
-    """The report and the records of a draft whose runs are there; what else it needs is decoded here."""
-    proposer, sampling, k = named.proposer, settings.sampling, settings.num_speculative_tokens
-    measured = records(suite.name, target, proposer, runs)
-    rows = result_rows(measured, suite, temperature=sampling.temperature, k=k, seed=settings.seed)
-    lossless = compare_greedy(target, greedy_pairs(target, proposer, runs, settings))
+    """The report and the records of a draft whose cells are measured; what else it needs is decoded here."""
+    proposer, settings, prompts = named.proposer, plans[0].settings, plans[0].prompts
+    sampling = settings.sampling
+    rows_of_cells = [
+        result_rows(cell.records, suite, plan.settings.cell, seed=settings.seed)
+        for plan, cell in zip(plans, cells, strict=True)
+    ]
+    lossless = together([cell.lossless for cell in cells if cell.lossless])
     sampled = _sampling_test(target, proposer, prompts, settings, sampling_draws)
     report = build_report(
         target={"model": target.name, "revision": target.revision, "dtype": target.dtype, "parameters": target.num_parameters},
@@ -103,7 +120,7 @@ def _evaluate(
         hardware=hardware(target.device),
         software=software(),
         settings={
-            "num_speculative_tokens": k,
+            "num_speculative_tokens": settings.num_speculative_tokens,
             **vars(sampling),
             "max_new_tokens": settings.max_new_tokens,
             "tree": None,
@@ -115,15 +132,15 @@ def _evaluate(
             "repeats": settings.repeats,
         },
         suite=suite,
-        results=rows,
-        context=context_rows(measured),
-        headline=headline(rows),
-        theory=theory(rows[0], shorter_drafts(target, proposer, prompts, settings)),
+        results=[row for rows in rows_of_cells for row in rows],
+        context=context_rows(cells[0].records),
+        headline=headline(rows_of_cells[0]),
+        theory=theory(rows_of_cells[0][0], shorter_drafts(target, proposer, prompts, settings)),
         lossless=lossless if isinstance(sampled, str) else {**lossless, "sampling_test": sampled},
         not_measured={"lossless.sampling_test": sampled} if isinstance(sampled, str) else {},
         git_revision=git_revision(),
     )
-    return report, measured
+    return report, [record for cell in cells for record in cell.records]
 
 
 def _sampling_test(

@@ -5,12 +5,13 @@ No torch here: reports and gates work from these records on any machine.
 """
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from specdistill.errors import UserError
+from specdistill.evaluation.cells import ALL, Cell, cell_of
 
 
 @dataclass(frozen=True)
@@ -54,10 +55,12 @@ class HFGenerate:
 class PromptRecord:
     """A prompt, the text written with the draft, how it came about, and what it cost with and without the draft.
 
+    cell: the settings under which both were written.
     num_in_draft_vocabulary: tokens of the target's own text that the draft could have proposed; None when it can propose any.
     """
 
     suite: str
+    cell: Cell
     id: str
     category: str
     num_prompt_tokens: int
@@ -72,6 +75,14 @@ class PromptRecord:
     num_in_draft_vocabulary: int | None = None
 
 
+def records_of(row: Mapping[str, Any], records: Sequence[PromptRecord]) -> list[PromptRecord]:
+    """Those that a report's row is made of."""
+    suite, cell, category = row["suite"], cell_of(row), row["category"]
+    return [
+        record for record in records if record.suite == suite and record.cell == cell and category in (ALL, record.category)
+    ]
+
+
 def write_records(records: Iterable[PromptRecord], path: Path) -> None:
     path.write_text("".join(json.dumps(asdict(record), ensure_ascii=False) + "\n" for record in records), encoding="utf-8")
 
@@ -81,7 +92,7 @@ def read_records(path: Path, key: str) -> list[PromptRecord]:
     try:
         # Not splitlines(): model output may hold other line separators than "\n".
         return [
-            _record(json.loads(line, parse_constant=refuse_constant))
+            read_record(json.loads(line, parse_constant=refuse_constant))
             for line in path.read_text(encoding="utf-8").split("\n")
             if line
         ]
@@ -94,10 +105,16 @@ def refuse_constant(name: str) -> None:
     raise ValueError(f"{name}, which is no number")
 
 
-def _record(row: dict[str, Any]) -> PromptRecord:
+def read_record(row: dict[str, Any]) -> PromptRecord:
+    """A record from its JSON object, which is taken apart."""
     rounds = tuple(RoundRecord(**{name: tuple(value) for name, value in entry.items()}) for entry in row.pop("rounds"))
     speculative, baseline = Timing(**row.pop("speculative")), Timing(**row.pop("baseline"))
-    hf = row.pop("hf_generate")
+    cell, hf = Cell(**row.pop("cell")), row.pop("hf_generate")
     return PromptRecord(
-        **row, rounds=rounds, speculative=speculative, baseline=baseline, hf_generate=HFGenerate(**hf) if hf else None
+        **row,
+        cell=cell,
+        rounds=rounds,
+        speculative=speculative,
+        baseline=baseline,
+        hf_generate=HFGenerate(**hf) if hf else None,
     )

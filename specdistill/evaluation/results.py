@@ -6,10 +6,12 @@ other number is a formula of specdistill.evaluation.metrics. What was not measur
 """
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 import evaluate
 
+from specdistill.evaluation.cells import ALL, Cell
 from specdistill.evaluation.columns import Columns, columns, drafts_per_bucket, in_bucket, long_context_start
 from specdistill.evaluation.metrics import METRICS, value
 from specdistill.evaluation.records import PromptRecord
@@ -18,7 +20,6 @@ from specdistill.evaluation.suites import Suite
 from specdistill.evaluation.theory import RoundCost, alpha_from_acceptance_length, best_point, speedup_curve
 from specdistill.project import METRICS as METRIC_MODULES
 
-ALL = "all"
 PLAIN = (
     "draft_ms",
     "verify_ms",
@@ -41,17 +42,14 @@ NEED_DRAFTS = (
 SLOW_BASELINE = 0.95  # below this share of the library's own speed the baseline flatters the draft
 
 
-def result_rows(
-    records: Sequence[PromptRecord], suite: Suite, *, temperature: float, k: int, seed: int
-) -> list[dict[str, Any]]:
-    """The suite's row (`category: all`) and one for each category, in the suite's order."""
+def result_rows(records: Sequence[PromptRecord], suite: Suite, cell: Cell, *, seed: int) -> list[dict[str, Any]]:
+    """A cell's rows, from its records: the suite's (`category: all`) and one for each category, in the suite's order."""
     groups = {ALL: list(records)}
     for record in records:
         groups.setdefault(record.category, []).append(record)
-    scope = {"suite": suite.name, "suite_version": suite.version, "temperature": temperature, "batch_size": 1}
+    scope = {"suite": suite.name, "suite_version": suite.version}
     return [
-        {**scope, "category": category, "context_bucket": ALL, **_numbers(group, temperature, k, seed)}
-        for category, group in groups.items()
+        {**scope, "category": category, **asdict(cell), **_numbers(group, cell, seed)} for category, group in groups.items()
     ]
 
 
@@ -88,7 +86,7 @@ def theory(row: dict[str, Any], costs: Sequence[RoundCost]) -> dict[str, Any] | 
 
 
 def headline(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The one number to quote: the acceptance length, as a macro-average over the categories."""
+    """The one number to quote, from the rows of a cell: the acceptance length, as a macro-average over the categories."""
     lengths = [row["mean_acceptance_length"] for row in rows if row["category"] != ALL and "mean_acceptance_length" in row]
     if not lengths:
         return {}
@@ -98,20 +96,20 @@ def headline(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _numbers(records: Sequence[PromptRecord], temperature: float, k: int, seed: int) -> dict[str, Any]:
+def _numbers(records: Sequence[PromptRecord], cell: Cell, seed: int) -> dict[str, Any]:
     table = columns(records)
     row: dict[str, Any] = {
         "num_prompts": len(records),
         "num_new_tokens": int(table["num_tokens"].sum()),
         "num_rounds": int(table["num_rounds"].sum()),
         "num_looping": sum(is_looping(record) for record in records),
-        **_acceptance(records, k, seed),
+        **_acceptance(records, cell.num_speculative_tokens, seed),
         **_speed(table, seed),
         **{name: number for name in PLAIN if (number := value(METRICS[name], table)) is not None},
         **_against_hf(records, table, seed),
         **estimates(("tokens_per_round", "context_ratio", "vocabulary_coverage"), table, seed),
     }
-    row["not_measured"] = _reasons(row, records, temperature)
+    row["not_measured"] = _reasons(row, records, cell.temperature)
     return row
 
 

@@ -1,14 +1,15 @@
 """Suites: the prompts a draft is measured on, named, versioned and checked by hash.
 
-A suite is a YAML file (name, version, licence, source, sha256 and the jsonl file of its prompts), by path or by its name under
-`eval/suites`, or just a jsonl file. A row holds `prompt` (text as it is), `messages` (rendered by the target's chat template,
-with the generation prompt) or `text` (its first 32 tokens are the prompt), and optionally `id` and `category`.
+A suite is a YAML file (name, version, licence, source, sha256, the jsonl file of its prompts, and optionally the `sweep` that
+it is for), by path or by its name under `eval/suites`, or just a jsonl file. A row holds `prompt` (text as it is), `messages`
+(rendered by the target's chat template, with the generation prompt) or `text` (its first 32 tokens are the prompt), and
+optionally `id` and `category`.
 """
 
 import hashlib
 import json
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,10 +17,12 @@ import yaml
 
 from specdistill.errors import UserError, nearest, one_line
 from specdistill.project import SUITES
+from specdistill.recipe import SweepConfig, read_section
 
 TEXT_PROMPT_TOKENS = 32
 KINDS = ("prompt", "messages", "text")
 KEYS = ("name", "version", "licence", "source", "sha256", "prompts")
+SWEEP = "sweep"  # optional: what eval.sweep leaves open
 
 T = TypeVar("T")
 
@@ -42,6 +45,7 @@ class Suite:
     source: str
     sha256: str
     rows: tuple[SuiteRow, ...]
+    sweep: SweepConfig = field(default_factory=SweepConfig)
 
 
 @dataclass(frozen=True)
@@ -69,7 +73,8 @@ def load_suite(name: str) -> Suite:
         expected = f"the content that {path.name} names by its sha256 {header['sha256']}"
         raise UserError("eval.suite", got=f"{prompts} with sha256 {digest}", expected=expected)
     named = {key: str(header[key]) for key in ("name", "version", "licence", "source", "sha256")}
-    return Suite(**named, rows=_rows(prompts, content))
+    sweep = read_section(SweepConfig, header.get(SWEEP, {}), f"{path.name}: {SWEEP}")
+    return Suite(**named, rows=_rows(prompts, content), sweep=sweep)
 
 
 def tokenize(
@@ -89,6 +94,36 @@ def tokenize(
             got = f"prompt {prompt.id} of {suite.name} with {length} tokens, and eval.max_new_tokens={max_new_tokens}"
             raise UserError("eval.suite", got=got, expected=f"at most {max_length} tokens together, the target's context")
     return prompts
+
+
+def cut_prompts(
+    suite: Suite,
+    tokenizer: Any,
+    lengths: Sequence[int],
+    *,
+    max_new_tokens: int,
+    max_length: int,
+    num_prompts: int | None = None,
+) -> dict[int, list[Prompt]]:
+    """Length -> the suite's long prompts, cut to that many tokens; the same ones at every length, so that nothing else differs.
+
+    Long ones are at least as long as the longest length. A prompt loses its beginning, a `text` row its end, and of `messages` the
+    longest one its beginning, which may leave a token or two less. Raises UserError when a length or every prompt is out of range.
+    """
+    if not lengths:
+        return {}
+    longest = max(lengths)
+    if longest + max_new_tokens > max_length:
+        got = f"{longest} tokens, and eval.max_new_tokens={max_new_tokens}"
+        raise UserError("eval.sweep.context", got=got, expected=f"at most {max_length} tokens together, the target's context")
+    whole = {row.id: len(_tokenize(row, tokenizer, whole=True).token_ids) for row in suite.rows}
+    rows = [row for row in suite.rows if whole[row.id] >= longest]
+    if not rows:
+        got = f"{longest}, where the longest prompt of {suite.name} has {max(whole.values())} tokens"
+        raise UserError("eval.sweep.context", got=got, expected="lengths that some prompt has")
+    if num_prompts is not None:
+        rows = evenly(rows, [row.category for row in rows], num_prompts)
+    return {length: [_cut(row, tokenizer, length) for row in rows] for length in lengths}
 
 
 def evenly(items: Sequence[T], groups: Sequence[Hashable], count: int) -> list[T]:
@@ -127,12 +162,12 @@ def _header(path: Path) -> dict[str, Any]:
     if not isinstance(header, dict):
         raise UserError("eval.suite", got=f"{path}, which holds no keys", expected=f"a suite with {', '.join(KEYS)}")
     for key in header:
-        if key not in KEYS:
+        if key not in (*KEYS, SWEEP):
             raise UserError(
                 f"{path.name}: {key}",
                 got="an unknown key",
-                expected=f"one of {', '.join(KEYS)}",
-                nearest=nearest(str(key), KEYS),
+                expected=f"one of {', '.join([*KEYS, SWEEP])}",
+                nearest=nearest(str(key), [*KEYS, SWEEP]),
             )
     for key in KEYS:
         if header.get(key) in (None, ""):
@@ -184,7 +219,35 @@ def _row(place: str, number: int, line: bytes) -> SuiteRow:
     return SuiteRow(str(row.get("id", number)), str(row.get("category", "default")), kind, content)
 
 
-def _tokenize(row: SuiteRow, tokenizer: Any) -> Prompt:
+def _cut(row: SuiteRow, tokenizer: Any, length: int) -> Prompt:
+    """The row's prompt with at most `length` tokens."""
+    prompt = _tokenize(row, tokenizer, whole=True)
+    if row.kind == "messages":
+        return _cut_messages(row, tokenizer, length, prompt)
+    if row.kind == "text":
+        ids = prompt.token_ids[:length]
+    else:
+        starts = prompt.token_ids[:1] == (tokenizer.bos_token_id,)  # of a text, which the cut one begins with too
+        ids = prompt.token_ids[:starts] + prompt.token_ids[-length + starts :]
+    return Prompt(row.id, row.category, tokenizer.decode(ids, skip_special_tokens=True), ids)
+
+
+def _cut_messages(row: SuiteRow, tokenizer: Any, length: int, prompt: Prompt) -> Prompt:
+    longest = max(range(len(row.content)), key=lambda index: len(row.content[index]["content"]))
+    kept = tokenizer(row.content[longest]["content"], add_special_tokens=False)["input_ids"]
+    while (excess := len(prompt.token_ids) - length) > 0:
+        kept = kept[excess:]
+        if not kept:
+            got = f"{length}, which prompt {row.id} does not fit into by cutting its longest message"
+            raise UserError("eval.sweep.context", got=got, expected="more tokens")
+        messages = [*row.content]
+        messages[longest] = {**messages[longest], "content": tokenizer.decode(kept)}
+        prompt = _tokenize(replace(row, content=messages), tokenizer)
+    return prompt
+
+
+def _tokenize(row: SuiteRow, tokenizer: Any, whole: bool = False) -> Prompt:
+    """The row's prompt; of a `text` row its first tokens, or all of it if `whole`."""
     if row.kind == "messages":
         if not tokenizer.chat_template:
             raise UserError(
@@ -194,6 +257,6 @@ def _tokenize(row: SuiteRow, tokenizer: Any) -> Prompt:
         return Prompt(row.id, row.category, text, tuple(tokenizer(text, add_special_tokens=False)["input_ids"]))
     ids = tokenizer(row.content)["input_ids"]
     if row.kind == "text":
-        ids = ids[:TEXT_PROMPT_TOKENS]
+        ids = ids if whole else ids[:TEXT_PROMPT_TOKENS]
         return Prompt(row.id, row.category, tokenizer.decode(ids, skip_special_tokens=True), tuple(ids))
     return Prompt(row.id, row.category, row.content, tuple(ids))

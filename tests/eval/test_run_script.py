@@ -1,7 +1,12 @@
 """eval/run.py, from the command line's arguments to the files it leaves."""
 
+import hashlib
 import importlib.util
 import json
+import os
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -184,3 +189,78 @@ def test_shorthands_stand_for_keys_of_the_recipe(capsys):
 
 def test_the_scripts_are_where_the_readme_says():
     assert all((Path(ROOT) / "eval" / name).is_file() for name in ("run.py", "gate.py"))
+
+
+SWEEP = ("eval.sweep.num_speculative_tokens=[1,2,3,4]", "eval.sweep.temperature=[1.0]", "eval.max_new_tokens=24")
+
+
+def test_a_sweep_goes_on_after_a_kill(target, suite, gate, tmp_path):
+    """Killed for good in the middle; the second run measures what is left, and what it finds is what one run would have found."""
+    folder, whole = tmp_path / "killed", tmp_path / "whole"
+    process = subprocess.Popen(
+        [sys.executable, str(ROOT / "eval" / "run.py"), *arguments(target, suite, gate, folder, *SWEEP)],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stderr=subprocess.DEVNULL,
+    )
+    while len(list(folder.glob("cells/*.json"))) < 2:
+        assert process.poll() is None, "the sweep ended before it could be killed"
+        time.sleep(0.005)
+    process.kill()
+    process.wait()
+    finished = [json.loads(path.read_text()) for path in folder.glob("cells/*.json")]
+    assert 2 <= len(finished) < 5
+    assert not (folder / "report.json").exists()
+
+    assert command(*arguments(target, suite, gate, folder, *SWEEP)) == ExitCode.DONE
+    assert sorted(path.name for path in folder.iterdir()) == FILES
+    report, samples = read(folder)
+    timed = [(sample["cell"], sample["id"], sample["speculative"]["seconds"]) for sample in samples]
+    kept = [(row["cell"], row["id"], row["speculative"]["seconds"]) for cell in finished for row in cell["records"]]
+    assert len(samples) == 4 * 5
+    assert [entry for entry in kept if entry not in timed] == []
+
+    assert command(*arguments(target, suite, gate, whole, *SWEEP)) == ExitCode.DONE
+    report_of_one_run, samples_of_one_run = read(whole)
+    assert [counts(row) for row in report["results"]] == [counts(row) for row in report_of_one_run["results"]]
+    assert [(sample["text"], sample["rounds"]) for sample in samples] == [
+        (sample["text"], sample["rounds"]) for sample in samples_of_one_run
+    ]
+    assert [
+        entry for entry in kept if entry in [(s["cell"], s["id"], s["speculative"]["seconds"]) for s in samples_of_one_run]
+    ] == []
+
+
+def test_a_sweep_has_rows_for_every_cell(target, suite, gate, tmp_path):
+    folder = tmp_path / "report"
+    axes = ("eval.sweep.num_speculative_tokens=[1,2]", "eval.sweep.temperature=[0,1]", "eval.sweep.context=[4,8]")
+    assert command(*arguments(target, suite, gate, folder, "eval.num_speculative_tokens=2", *axes)) == ExitCode.DONE
+    report, samples = read(folder)
+    validate(report)
+    wholes = [row for row in report["results"] if row["category"] == "all"]
+    assert [(row["num_speculative_tokens"], row["temperature"], row["context_bucket"]) for row in wholes] == [
+        (2, 0.0, "all"), (1, 0.0, "all"), (2, 1.0, "all"), (2, 0.0, "4"), (2, 0.0, "8"),
+    ]  # fmt: skip
+    assert [len(row["accepted_per_position"]) for row in wholes] == [2, 1, 2, 2, 2]
+    assert {sample["num_prompt_tokens"] for sample in samples if sample["cell"]["context_bucket"] == "4"} == {4}
+    assert report["lossless"]["prompts_checked"] == 4 * 4  # the four greedy cells
+    assert (folder / "report.md").read_text().count("\n| all |") == 1
+
+
+def test_a_suite_names_the_sweep_that_eval_leaves_open(target, suite, gate, tmp_path):
+    digest = hashlib.sha256(suite.read_bytes()).hexdigest()
+    header = {"name": "swept", "version": "1", "licence": "CC0-1.0", "source": "made up", "sha256": digest}
+    path = tmp_path / "swept.yaml"
+    path.write_text(json.dumps({**header, "prompts": str(suite), "sweep": {"num_speculative_tokens": [1], "context": [4]}}))
+    command(*arguments(target, path, gate, tmp_path / "report", "eval.num_speculative_tokens=2", "eval.sweep.context=[8]"))
+    wholes = [row for row in read(tmp_path / "report")[0]["results"] if row["category"] == "all"]
+    assert [(row["num_speculative_tokens"], row["context_bucket"]) for row in wholes] == [(2, "all"), (1, "all"), (2, "8")]
+
+
+def read(folder):
+    samples = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+    return json.loads((folder / "report.json").read_text()), samples
+
+
+def counts(row):
+    names = ("num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_new_tokens", "temperature", "num_speculative_tokens")
+    return [row[name] for name in names]

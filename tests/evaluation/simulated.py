@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from specdistill.evaluation import suites
+from specdistill.evaluation.cells import Cell
 from specdistill.evaluation.comparison import Measured
 from specdistill.evaluation.records import HFGenerate, PromptRecord, RoundRecord, Timing
 from specdistill.evaluation.report.build import build_report
@@ -83,6 +84,7 @@ def _record(
     num_tokens = 1 + sum(len(entry.emitted) for entry in rounds)
     return PromptRecord(
         suite=SUITE.name,
+        cell=Cell(len(conditional)),
         id=f"{category}-{number // len(CATEGORIES):02}",
         category=category,
         num_prompt_tokens=310 if category == "long_context" else 60,
@@ -112,7 +114,7 @@ def simulated_report(
     records: Sequence[PromptRecord], *, k: int = 4, temperature: float = 0.0, **changes: Any
 ) -> dict[str, Any]:
     """The report of simulated records, not yet judged. `changes` replace arguments of `build_report`."""
-    rows = result_rows(records, SUITE, temperature=temperature, k=k, seed=0)
+    rows = result_rows(records, SUITE, Cell(k, temperature), seed=0)
     lossless = {
         "greedy_identical": True,
         "prompts_checked": len(records),

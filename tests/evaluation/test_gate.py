@@ -7,9 +7,11 @@ import pytest
 import yaml
 
 from specdistill.errors import UserError
+from specdistill.evaluation.cells import Cell
 from specdistill.evaluation.gate import Evidence, Rule, decide, load_gate
+from specdistill.evaluation.results import result_rows
 from specdistill.project import GATES
-from tests.evaluation.simulated import simulate, simulated_report
+from tests.evaluation.simulated import SUITE, simulate, simulated_report
 
 
 @pytest.fixture(scope="module")
@@ -256,6 +258,25 @@ def test_another_machine_says_nothing_of_speed_and_all_of_acceptance(evidence):
     assert (result["passed"], result["value"]) == (False, None)
     assert result["reason"] == "no evidence: timed on another machine: the report on AMD EPYC 9B45, the baseline on NVIDIA H200"
     assert judged(evidence, NO_WORSE, elsewhere)["passed"]
+
+
+def test_a_cell_of_a_sweep_is_compared_with_its_own_prompts_alone():
+    """The same prompt ids are in every cell; only the records of the rule's cell may count."""
+    cold = simulate()
+    warm = [replace(record, cell=Cell(4, 1.0)) for record in simulate(conditional=(0.6, 0.6, 0.6, 0.6))]
+    worse = [replace(record, cell=Cell(4, 1.0)) for record in simulate(conditional=(0.4, 0.4, 0.4, 0.4))]
+
+    def swept(records):
+        report = simulated_report(cold)
+        return Evidence(
+            {**report, "results": [*report["results"], *result_rows(records, SUITE, Cell(4, 1.0), seed=0)]}, [*cold, *records]
+        )
+
+    rule = replace(NO_WORSE, scope={"temperature": 1.0})
+    assert judged(swept(warm), NO_WORSE, swept(worse))["value"] == 0
+    assert judged(swept(warm), rule, swept(warm))["value"] == 0
+    assert judged(swept(worse), rule, swept(warm))["value"] < -0.1
+    assert not judged(swept(worse), rule, swept(warm))["passed"]
 
 
 def test_the_same_report_has_not_regressed(evidence):

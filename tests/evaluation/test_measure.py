@@ -61,7 +61,7 @@ def test_the_order_alternates_over_prompts_and_repetitions(target, proposer, mon
 
 
 def test_records_say_what_was_decoded(target, proposer, runs):
-    for run, record in zip(runs, records("suite", target, proposer, runs), strict=True):
+    for run, record in zip(runs, records("suite", SETTINGS.cell, target, proposer, runs), strict=True):
         tokens = [record.first_token, *(token for entry in record.rounds for token in entry.emitted)]
         assert tuple(tokens) == run.speculative[0].token_ids
         assert all(entry.accepted == entry.drafted[: len(entry.accepted)] for entry in record.rounds)
@@ -75,7 +75,7 @@ def test_records_say_what_was_decoded(target, proposer, runs):
 
 def test_times_are_medians_over_the_repetitions(target, proposer):
     runs = measure(target, proposer, PROMPTS[:1], Settings(num_speculative_tokens=2, max_new_tokens=6, repeats=3, warmup=0))
-    (record,) = records("suite", target, proposer, runs)
+    (record,) = records("suite", SETTINGS.cell, target, proposer, runs)
     assert record.baseline.seconds == sorted(generation.seconds for generation in runs[0].baseline)[1]
 
 

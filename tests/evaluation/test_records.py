@@ -1,9 +1,13 @@
+from dataclasses import replace
+
 import pytest
 
 from specdistill.errors import UserError
+from specdistill.evaluation.cells import Cell
 from specdistill.evaluation.columns import bucket_of, columns, drafts_per_bucket, drafts_with_context, long_context_start
-from specdistill.evaluation.records import PromptRecord, RoundRecord, Timing, read_records, write_records
-from tests.evaluation.simulated import simulate
+from specdistill.evaluation.records import PromptRecord, RoundRecord, Timing, read_records, records_of, write_records
+from specdistill.evaluation.results import result_rows
+from tests.evaluation.simulated import SUITE, simulate
 
 
 def record(rounds: list[tuple[int, int]], num_prompt_tokens: int = 10) -> PromptRecord:
@@ -13,7 +17,7 @@ def record(rounds: list[tuple[int, int]], num_prompt_tokens: int = 10) -> Prompt
         for drafted, accepted in rounds
     )
     timing = Timing(1 + sum(accepted + 1 for _, accepted in rounds), len(rounds), 2.0, 0.5, 0.25, 1.0)
-    return PromptRecord("s", "p", "c", num_prompt_tokens, "prompt", "text", 7, "x", entries, timing, timing)
+    return PromptRecord("s", Cell(4), "p", "c", num_prompt_tokens, "prompt", "text", 7, "x", entries, timing, timing)
 
 
 def test_records_survive_the_file(tmp_path):
@@ -34,6 +38,17 @@ def test_a_file_that_is_no_records_is_refused(tmp_path, content):
         assert read_records(path, "baseline") == []
     with pytest.raises(UserError, match="report: got"):
         read_records(tmp_path / "missing.jsonl", "report")
+
+
+def test_the_records_of_a_row():
+    cold = simulate(4)
+    warm = [replace(record, cell=Cell(4, 1.0)) for record in cold]
+    rows = [
+        row for cell, records in ((Cell(4), cold), (Cell(4, 1.0), warm)) for row in result_rows(records, SUITE, cell, seed=0)
+    ]
+    assert records_of(rows[0], [*cold, *warm]) == cold
+    (chat,) = [row for row in rows if row["category"] == "chat" and row["temperature"] == 1.0]
+    assert records_of(chat, [*cold, *warm]) == [record for record in warm if record.category == "chat"]
 
 
 def test_rounds_that_drafted_nothing_are_no_drafts():

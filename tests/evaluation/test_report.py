@@ -47,7 +47,8 @@ def test_the_report_fits_its_schema(report):
     jsonschema.Draft202012Validator.check_schema(schema())
     validate(report)
     assert report["results"][0]["category"] == "all"
-    assert set(report) == set(schema()["properties"])
+    assert set(schema()["properties"]) - set(report) == {"incomplete", "measurement"}  # what only a real run can say
+    assert set(report) <= set(schema()["properties"])
 
 
 @pytest.mark.parametrize(
@@ -56,7 +57,7 @@ def test_the_report_fits_its_schema(report):
         (("results", 0, "speedup"), "fast", "results.0.speedup"),
         (("results", 0, "speed"), 1.0, "results.0.*speed"),
         (("results",), [], "results"),
-        (("schema_version",), 2, "schema_version"),
+        (("schema_version",), 2, "schema version 2, expected version 1"),
         (("lossless", "greedy_identical"), None, "lossless.greedy_identical"),
     ],
 )

@@ -2,13 +2,14 @@ from dataclasses import replace
 
 import pytest
 
+from specdistill.evaluation.cells import Cell
 from specdistill.evaluation.records import PromptRecord, RoundRecord
 from specdistill.evaluation.results import context_rows, headline, is_looping, result_rows, theory
 from tests.evaluation.simulated import PLAIN_STEP, SUITE, VERIFY_STEP, round_costs, simulate, simulated_report
 
 
 def rows_of(records, temperature=0.0, k=4):
-    return result_rows(records, SUITE, temperature=temperature, k=k, seed=0)
+    return result_rows(records, SUITE, Cell(k, temperature), seed=0)
 
 
 def test_the_first_row_is_the_whole_suite_and_the_counts_add_up():

@@ -6,8 +6,9 @@ import yaml
 
 from specdistill.data.corpus import split_of
 from specdistill.errors import UserError
-from specdistill.evaluation.suites import evenly, load_suite, tokenize
+from specdistill.evaluation.suites import cut_prompts, evenly, load_suite, tokenize
 from specdistill.project import SUITES
+from specdistill.recipe import SweepConfig
 from specdistill.targets.pico import CHAT_TEMPLATE
 from tests.tiny import tiny_tokenizer
 
@@ -77,6 +78,69 @@ def test_a_prompt_that_leaves_no_room_is_refused(tmp_path):
     assert len(prompts(path, max_new_tokens=56)) == 1
     with pytest.raises(UserError, match=r"200 tokens, and eval\.max_new_tokens=57, expected at most 256"):
         prompts(path, max_new_tokens=57)
+
+
+def cut(path, lengths, tokenizer=None, **options):
+    room = {"max_new_tokens": 8, "max_length": 256, **options}
+    return cut_prompts(load_suite(str(path)), tokenizer or tiny_tokenizer(), lengths, **room)
+
+
+def test_long_prompts_are_cut_to_every_length(tmp_path):
+    long = "".join(chr(97 + n % 26) for n in range(130))
+    chat = [{"role": "user", "content": "short"}, {"role": "assistant", "content": long}, {"role": "user", "content": "why"}]
+    rows = [{"prompt": long}, {"text": long}, {"messages": chat}, {"prompt": "x" * 99}]
+    found = cut(write_jsonl(tmp_path / "s.jsonl", rows), [100, 64], tokenizer := tiny_tokenizer(CHAT_TEMPLATE))
+    for length, prompts in found.items():
+        assert [prompt.id for prompt in prompts] == ["1", "2", "3"]
+        plain, text, messages = prompts
+        assert (plain.text, text.text) == (long[-length:], long[:length])
+        assert len(messages.token_ids) == length
+        assert messages.text.startswith("<|user|>\nshort<|end|><|assistant|>\n")
+        assert messages.text.endswith(long[-20:] + "<|end|><|user|>\nwhy<|end|><|assistant|>\n")
+    assert tokenizer.decode(found[64][2].token_ids) == found[64][2].text
+    assert [prompt.id for prompt in cut(tmp_path / "s.jsonl", [64], tokenizer, num_prompts=2)[64]] == ["1", "3"]
+
+
+def test_a_cut_prompt_begins_as_a_text_does(tmp_path):
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_special_tokens({"bos_token": "<|endoftext|>"})
+    tokenizer.add_bos_token = True
+    path = write_jsonl(tmp_path / "s.jsonl", [{"prompt": "abc" * 40}])
+    if tokenizer("a")["input_ids"][0] != tokenizer.bos_token_id:
+        pytest.fail("the tokenizer adds no first token, so this test would say nothing")
+    ((prompt,),) = cut(path, [32], tokenizer).values()
+    assert (prompt.token_ids[0], len(prompt.token_ids)) == (tokenizer.bos_token_id, 32)
+
+
+def test_lengths_that_no_prompt_or_no_target_has(tmp_path):
+    path = write_jsonl(tmp_path / "s.jsonl", [{"prompt": "x" * 100}])
+    assert cut(path, []) == {}
+    with pytest.raises(UserError, match=r"eval\.sweep\.context: got 128, where the longest prompt of s has 100 tokens"):
+        cut(path, [64, 128])
+    with pytest.raises(UserError, match=r"249 tokens, and eval\.max_new_tokens=8, expected at most 256"):
+        cut(path, [249])
+    chat = write_jsonl(tmp_path / "c.jsonl", [{"messages": [{"role": "user", "content": "x" * 50}]}])
+    with pytest.raises(UserError, match="does not fit into"):
+        cut(chat, [2, 40], tiny_tokenizer(CHAT_TEMPLATE))
+
+
+def test_a_suite_may_name_its_sweep(tmp_path):
+    rows = [{"prompt": "ab"}]
+    assert load_suite(str(write_suite(tmp_path, rows))).sweep == SweepConfig()
+    sweep = load_suite(str(write_suite(tmp_path, rows, sweep={"temperature": [0, 1], "context": [64]}))).sweep
+    assert (sweep.num_speculative_tokens, sweep.temperature, sweep.context) == ([], [0.0, 1.0], [64])
+    for wrong, message in (
+        (
+            {"temprature": [1]},
+            r"mine\.yaml: sweep\.temprature: got an unknown key.*did you mean mine\.yaml: sweep\.temperature",
+        ),
+        ({"temperature": [-1]}, r"sweep\.temperature: got -1.0, expected list of float, at least 0"),
+        ({"context": ["long"]}, r"sweep\.context: got \['long'\], expected list of int"),
+        ({"context": 64}, r"sweep\.context: got 64, expected list of int"),
+        ([1], r"mine\.yaml: sweep: got \[1\], expected a section"),
+    ):
+        with pytest.raises(UserError, match=message):
+            load_suite(str(write_suite(tmp_path, rows, sweep=wrong)))
 
 
 def test_a_changed_prompt_is_noticed(tmp_path):

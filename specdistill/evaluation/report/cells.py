@@ -26,7 +26,7 @@ def sweep(report: Mapping[str, Any], setting: str) -> list[Row]:
 
 def cells(report: Mapping[str, Any]) -> list[Row]:
     """The whole-suite row of every cell, in the report's order; only the first row where nothing was swept."""
-    return [row for row in report["results"] if row["category"] == ALL and row["context_bucket"] == ALL]
+    return [row for row in report["results"] if row["category"] == ALL]
 
 
 def by_context(report: Mapping[str, Any]) -> list[Row]:

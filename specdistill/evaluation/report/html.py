@@ -7,7 +7,7 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from specdistill.evaluation.records import PromptRecord
+from specdistill.evaluation.records import PromptRecord, records_of
 from specdistill.evaluation.report import cells, charts, latency, token_view, wording
 
 NUM_PLAIN_SAMPLES = 3  # texts shown where scripts do not run
@@ -32,7 +32,8 @@ def to_html(report: Mapping[str, Any], records: Sequence[PromptRecord]) -> str:
     context = cells.by_context(report)
     k = len(row["accepted_per_position"])
     batches, temperatures = cells.sweep(report, "batch_size"), cells.sweep(report, "temperature")
-    samples = token_view.samples(records)
+    written = records_of(row, records)
+    samples = token_view.samples(written)
     html: str = (
         environment()
         .get_template("report.html.j2")
@@ -47,12 +48,12 @@ def to_html(report: Mapping[str, Any], records: Sequence[PromptRecord]) -> str:
             contexts=charts.acceptance_by((line["bucket"].replace("-", " to ") for line in context), context, k),
             temperatures=charts.acceptance_by((f"T = {line['temperature']:g}" for line in temperatures), temperatures, k),
             speedups=charts.speedup_by_k(report.get("theory"), cells.sweep(report, "num_speculative_tokens") or [row]),
-            breakdown=charts.time_per_token(latency.a_token(records)),
+            breakdown=charts.time_per_token(latency.a_token(written)),
             batches=charts.speedup_by((f"batch {line['batch_size']}" for line in batches), batches),
-            latency=latency.lines(records),
+            latency=latency.lines(written),
             samples=samples,
             num_plain_samples=NUM_PLAIN_SAMPLES,
-            num_records=len(records),
+            num_records=len(written),
             width=charts.WIDTH,
         )
     )

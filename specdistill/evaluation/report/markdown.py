@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from specdistill.evaluation.report.cells import main_rows
 from specdistill.evaluation.report.wording import (
     between,
     failed_rules,
@@ -30,7 +31,7 @@ def to_markdown(report: Mapping[str, Any]) -> str:
         "## Results",
         table(
             ("category", "prompts", "acceptance length", "acceptance rate", "per position", "tokens/s", "speedup", "predicted"),
-            (_result(row) for row in report["results"]),
+            (_result(row) for row in main_rows(report)),
         ),
         _headline(report),
         "## Gate",

@@ -13,7 +13,7 @@ from specdistill.errors import UserError
 PATH = Path(__file__).parent / "report.schema.json"
 COMPARISON_PATH = Path(__file__).parent / "comparison.schema.json"
 SCALARS = ("number", "integer", "boolean")
-ROW_IDENTITY = ("temperature", "batch_size")  # numbers of a row that say what it is about
+ROW_IDENTITY = ("num_speculative_tokens", "temperature", "batch_size")  # numbers of a row that say what it is about
 
 
 @cache

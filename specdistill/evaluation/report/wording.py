@@ -82,7 +82,8 @@ def cell_name(row: Mapping[str, Any]) -> str:
     if row.get("tree"):
         parts.append(f"tree {row['tree']}")
     parts.append(f"T = {row['temperature']:g}" if row["temperature"] else "greedy")
-    return ", ".join([*parts, f"batch {row['batch_size']}"])
+    parts.append(f"batch {row['batch_size']}")
+    return ", ".join(parts if row["context_bucket"] == "all" else [*parts, f"prompts cut to {row['context_bucket']}"])
 
 
 def times(value: float | None) -> str:

@@ -1,0 +1,33 @@
+"""Cells: what a row of the report is about beside its suite and category, that is how texts were decoded and prompts cut.
+
+The first row of a report is the main cell's; a sweep adds others, each apart from it in one setting. No torch here.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+ALL = "all"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One combination of settings.
+
+    tree: its budget, depth and top_k; None drafts a chain. context_bucket: tokens that prompts were cut to; `all` for prompts as the
+    suite has them.
+    """
+
+    num_speculative_tokens: int
+    temperature: float = 0.0
+    batch_size: int = 1
+    tree: Mapping[str, int] | None = None
+    context_bucket: str = ALL
+
+
+CELL_KEYS = tuple(entry.name for entry in fields(Cell))
+
+
+def cell_of(row: Mapping[str, Any]) -> Cell:
+    """The cell of a report's row."""
+    return Cell(**{name: row[name] for name in CELL_KEYS})

@@ -1,0 +1,148 @@
+"""A sweep: the main setting, and around it every other value of one setting at a time.
+
+One axis at a time, not the grid: a reader asks what K, the temperature, the batch or the context change about the setting they serve,
+and a grid of the same values costs their product.
+
+Each cell is measured by itself, against a baseline of its own. A finished cell is on disk at once, under a fingerprint of everything that
+it depends on, so that a sweep that was killed goes on where it was; another draft, target, suite, setting or machine has another
+fingerprint and is measured anew.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from specdistill.decoding.proposers import Proposer
+from specdistill.errors import ResourceError
+from specdistill.evaluation.environment import begin, measurement
+from specdistill.evaluation.losslessness import compare_greedy
+from specdistill.evaluation.measure import Runs, Settings, greedy_pairs, measure, progress, records
+from specdistill.evaluation.records import PromptRecord, read_record
+from specdistill.evaluation.suites import Prompt, Suite
+from specdistill.targets.frozen import FrozenTarget
+
+FINGERPRINT_DIGITS = 32
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A cell to be measured: its settings, and the prompts as that cell cuts them."""
+
+    settings: Settings
+    prompts: Sequence[Prompt]
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A measured cell.
+
+    lossless: the greedy part of the report's `lossless`; None where sampled texts were not decoded greedily as well.
+    took: its seconds and peak_memory_bytes.
+    """
+
+    records: list[PromptRecord]
+    lossless: dict[str, Any] | None
+    took: dict[str, Any]
+
+
+def plan_cells(
+    main: Plan,
+    *,
+    num_speculative_tokens: Sequence[int] = (),
+    temperatures: Sequence[float] = (),
+    contexts: Mapping[int, Sequence[Prompt]] | None = None,
+) -> list[Plan]:
+    """The main cell, then those of each axis in the order of its values; a value that is the main cell's own is not measured twice.
+
+    contexts: tokens that prompts were cut to -> those prompts.
+    """
+    settings = main.settings
+    others = [
+        *(Plan(replace(settings, num_speculative_tokens=k), main.prompts) for k in num_speculative_tokens),
+        *(Plan(replace(settings, sampling=replace(settings.sampling, temperature=t)), main.prompts) for t in temperatures),
+        *(Plan(replace(settings, context_bucket=str(bucket)), cut) for bucket, cut in (contexts or {}).items()),
+    ]
+    plans = [main]
+    for plan in others:
+        if plan.settings.cell not in [planned.settings.cell for planned in plans]:
+            plans.append(plan)
+    return plans
+
+
+def measure_cells(
+    target: FrozenTarget,
+    proposer: Proposer,
+    suite: Suite,
+    plans: Sequence[Plan],
+    *,
+    identity: Mapping[str, Any],
+    folder: Path,
+) -> list[Finished]:
+    """Every cell in turn, those that `folder` holds from an earlier run left as they are.
+
+    identity: what a measurement depends on beside settings and prompts, as JSON. Raises ResourceError when the disk fails.
+    """
+    results = []
+    with progress("cells", len(plans)) as advance:
+        for number, plan in enumerate(plans):
+            path = folder / f"{fingerprint(plan, identity)}.json"
+            if not path.exists():
+                begun = begin(target.device)
+                runs = measure(target, proposer, plan.prompts, plan.settings)
+                _keep(finish(target, proposer, suite, plan, runs, begun, check_sampled=number == 0), path)
+            results.append(_kept(path))
+            advance()
+    return results
+
+
+def finish(
+    target: FrozenTarget,
+    proposer: Proposer,
+    suite: Suite,
+    plan: Plan,
+    runs: Sequence[Runs],
+    begun: float,
+    *,
+    check_sampled: bool = True,
+) -> Finished:
+    """A cell from its runs, which began at `begun`; `check_sampled` decodes sampled texts greedily as well, to compare them."""
+    checked = check_sampled or plan.settings.sampling.is_greedy
+    lossless = compare_greedy(target, greedy_pairs(target, proposer, runs, plan.settings)) if checked else None
+    found = records(suite.name, plan.settings.cell, target, proposer, runs)
+    return Finished(found, lossless, measurement(target.device, begun))
+
+
+def fingerprint(plan: Plan, identity: Mapping[str, Any]) -> str:
+    """A hash of all that the plan's records depend on."""
+    prompts = [(prompt.id, prompt.category, prompt.token_ids) for prompt in plan.prompts]
+    said = json.dumps([identity, asdict(plan.settings), prompts], sort_keys=True)
+    return hashlib.sha256(said.encode()).hexdigest()[:FINGERPRINT_DIGITS]
+
+
+def folder_fingerprint(folder: Path) -> str:
+    """A hash of the names and contents of a folder's files."""
+    digest = hashlib.sha256()
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        with path.open("rb") as file:
+            digest.update(f"{path.relative_to(folder)} {hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
+    return digest.hexdigest()[:FINGERPRINT_DIGITS]
+
+
+def _keep(cell: Finished, path: Path) -> None:
+    """Whole or not at all: a file that stands under its name is finished."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = path.with_suffix(f".{os.getpid()}")
+        unfinished.write_text(json.dumps(asdict(cell)), encoding="utf-8")
+        os.replace(unfinished, path)
+    except OSError as error:
+        raise ResourceError(f"could not write {path} ({error.strerror})", next_step="free the disk and start again") from error
+
+
+def _kept(path: Path) -> Finished:
+    found = json.loads(path.read_text(encoding="utf-8"))
+    return Finished([read_record(row) for row in found["records"]], found["lossless"], found["took"])

@@ -1,0 +1,130 @@
+import json
+from dataclasses import asdict, replace
+
+import pytest
+
+from specdistill.decoding.sampling import Sampling
+from specdistill.errors import ResourceError
+from specdistill.evaluation import sweep
+from specdistill.evaluation.cells import Cell
+from specdistill.evaluation.losslessness import together
+from specdistill.evaluation.measure import Settings
+from specdistill.evaluation.suites import Prompt
+from specdistill.evaluation.sweep import Plan, fingerprint, folder_fingerprint, measure_cells, plan_cells
+from tests.evaluation.drafts import ModelProposer, tiny_target
+from tests.evaluation.simulated import SUITE
+
+PROMPTS = [Prompt(f"p{number}", "ab"[number % 2], "x", (20 + number, 30, 40)) for number in range(2)]
+MAIN = Plan(Settings(num_speculative_tokens=2, max_new_tokens=6, repeats=1, warmup=0), PROMPTS)
+IDENTITY = {"draft": "one"}
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tiny_target()
+
+
+@pytest.fixture(scope="module")
+def proposer(target):
+    return ModelProposer(target.model)
+
+
+def cells(plans):
+    return [plan.settings.cell for plan in plans]
+
+
+def test_one_axis_at_a_time_around_the_main_cell():
+    cut = [PROMPTS[0]]
+    plans = plan_cells(MAIN, num_speculative_tokens=[1, 2, 3], temperatures=[0, 1], contexts={64: cut, 32: cut})
+    assert cells(plans) == [
+        Cell(2), Cell(1), Cell(3), Cell(2, 1.0), Cell(2, context_bucket="64"), Cell(2, context_bucket="32"),
+    ]  # fmt: skip
+    assert [len(plan.prompts) for plan in plans] == [2, 2, 2, 2, 1, 1]
+    assert plans[3].settings == replace(MAIN.settings, sampling=Sampling(1.0))
+    assert plan_cells(MAIN) == [MAIN]
+
+
+def test_the_settings_beside_the_axis_stay():
+    main = Plan(replace(MAIN.settings, sampling=Sampling(0.7, 0.9, 5)), PROMPTS)
+    assert plan_cells(main, temperatures=[1.0])[1].settings.sampling == Sampling(1.0, 0.9, 5)
+
+
+def test_a_finished_cell_is_not_measured_again(target, proposer, tmp_path, monkeypatch):
+    plans = plan_cells(MAIN, num_speculative_tokens=[1], temperatures=[1.0])
+    first = measure_cells(target, proposer, SUITE, plans, identity=IDENTITY, folder=tmp_path)
+    assert [record.cell for cell in first for record in cell.records] == [cell for cell in cells(plans) for _ in PROMPTS]
+    assert [cell.lossless and cell.lossless["greedy_identical"] for cell in first] == [True, True, None]
+
+    measured = []
+    monkeypatch.setattr(sweep, "measure", lambda *arguments: measured.append(arguments[3].cell) or measure(*arguments))
+    measure = vars(sweep)["greedy_pairs"].__globals__["measure"]
+    assert measure_cells(target, proposer, SUITE, plans, identity=IDENTITY, folder=tmp_path) == first
+    assert measured == []
+    (tmp_path / f"{fingerprint(plans[1], IDENTITY)}.json").unlink()
+    again = measure_cells(target, proposer, SUITE, plans, identity=IDENTITY, folder=tmp_path)
+    assert measured == [Cell(1)]
+    assert (again[0], again[2]) == (first[0], first[2])
+    assert [record.rounds for record in again[1].records] == [record.rounds for record in first[1].records]
+    measure_cells(target, proposer, SUITE, plans, identity={"draft": "two"}, folder=tmp_path)
+    assert measured[1:] == cells(plans)
+
+
+def test_a_sampled_main_cell_is_decoded_greedily_as_well(target, proposer, tmp_path):
+    main = Plan(replace(MAIN.settings, sampling=Sampling(1.0)), PROMPTS)
+    (cell,) = measure_cells(target, proposer, SUITE, [main], identity=IDENTITY, folder=tmp_path)
+    assert cell.lossless["prompts_checked"] == 2
+
+
+def test_the_fingerprint_changes_with_all_that_a_cell_depends_on():
+    settings = MAIN.settings
+    others = [
+        Plan(replace(settings, **{name: value}), PROMPTS)
+        for name, value in {
+            "num_speculative_tokens": 3,
+            "max_new_tokens": 7,
+            "sampling": Sampling(0.0, 0.9),
+            "repeats": 2,
+            "warmup": 1,
+            "seed": 1,
+            "context_bucket": "64",
+        }.items()
+    ]
+    others += [Plan(settings, PROMPTS[:1]), Plan(settings, [replace(PROMPTS[0], token_ids=(1,)), PROMPTS[1]])]
+    found = [fingerprint(plan, IDENTITY) for plan in [MAIN, *others]] + [fingerprint(MAIN, {"draft": "two"})]
+    assert len(set(found)) == len(found)
+    assert fingerprint(Plan(settings, tuple(PROMPTS)), dict(IDENTITY)) == found[0]
+
+
+def test_a_draft_trained_anew_is_another_draft(tmp_path):
+    (tmp_path / "inner").mkdir()
+    (tmp_path / "inner" / "weights").write_bytes(b"one")
+    before = folder_fingerprint(tmp_path)
+    assert folder_fingerprint(tmp_path) == before
+    (tmp_path / "inner" / "weights").write_bytes(b"two")
+    assert folder_fingerprint(tmp_path) != before
+
+
+def test_a_cell_is_kept_whole_or_not_at_all(target, proposer, tmp_path, monkeypatch):
+    def full_disk(source, destination):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(sweep.os, "replace", full_disk)
+    with pytest.raises(ResourceError, match=r"No space left on device\); free the disk"):
+        measure_cells(target, proposer, SUITE, [MAIN], identity=IDENTITY, folder=tmp_path)
+    assert list(tmp_path.glob("*.json")) == []
+
+
+def test_losslessness_of_several_cells_is_that_of_all_their_texts():
+    divergence = {"prompt_id": "p", "position": 1}
+    clean = dict.fromkeys(("prompts_checked", "divergences", "near_ties", "unexplained_divergences"), 0)
+    clean |= {"greedy_identical": True, "first_divergence": None, "prompts_checked": 4}
+    broken = {
+        **clean,
+        "greedy_identical": False,
+        "first_divergence": divergence,
+        "divergences": 1,
+        "unexplained_divergences": 1,
+    }
+    assert together([clean, clean]) == {**clean, "prompts_checked": 8}
+    assert together([clean, broken]) == {**broken, "prompts_checked": 8}
+    assert json.dumps(asdict(Cell(1, tree={"budget": 3, "depth": 2, "top_k": 2})))
