@@ -13,7 +13,8 @@ from omegaconf import MISSING
 from specdistill.command import run
 from specdistill.errors import ExitCode
 from specdistill.evaluation.baseline import read_baseline
-from specdistill.evaluation.gate import Evidence, decide, load_gate
+from specdistill.evaluation.changes import judge
+from specdistill.evaluation.gate import Evidence, load_gate
 from specdistill.evaluation.report.console import print_gate
 from specdistill.evaluation.report.files import check_writable, read_report, write_report
 from specdistill.recipe import EvalConfig, like, option
@@ -34,7 +35,7 @@ def main(options: GateOptions) -> ExitCode:
     evidence = Evidence(*read_report(path))
     baseline = read_baseline(options.baseline) if options.baseline else None
 
-    report = {**evidence.report, "gate": decide(rules, evidence, baseline)}
+    report = judge(rules, evidence, baseline)
     write_report(folder, report, evidence.records)
     print_gate(report)
     return ExitCode.DONE if report["gate"]["passed"] else ExitCode.CHECK_FAILED

@@ -13,7 +13,8 @@ from specdistill.command import run
 from specdistill.decoding.load import load_proposer, proposer_options
 from specdistill.errors import ExitCode
 from specdistill.evaluation.baseline import read_baseline
-from specdistill.evaluation.gate import Evidence, decide, load_gate
+from specdistill.evaluation.changes import judge
+from specdistill.evaluation.gate import Evidence, load_gate
 from specdistill.evaluation.measure import Settings
 from specdistill.evaluation.pipeline import evaluate_draft
 from specdistill.evaluation.report.console import print_report
@@ -87,7 +88,7 @@ def main(recipe: Recipe) -> ExitCode:
     )
 
     # Judge and write
-    report["gate"] = decide(rules, Evidence(report, records), baseline)
+    report = judge(rules, Evidence(report, records), baseline)
     write_report(folder, report, records)
     shutil.rmtree(finished_cells)
     print_report(report, folder)

@@ -146,7 +146,7 @@ def _is_number(value: Any) -> bool:
 
 def _decide(rule: Rule, evidence: Evidence, baseline: Evidence | None) -> dict[str, Any]:
     if rule.requirement == "max_regression":
-        finding = _regression(rule, evidence, baseline)
+        finding = regression(rule, evidence, baseline)
     elif rule.metric in row_metrics():
         finding = _row_metric(rule, evidence)
     else:
@@ -201,7 +201,7 @@ def _document_metric(path: str, report: Mapping[str, Any]) -> Finding:
     return Finding(reason=next((reason for name, reason in reasons.items() if path.startswith(name)), "it was not measured"))
 
 
-def _regression(rule: Rule, evidence: Evidence, baseline: Evidence | None) -> Finding:
+def regression(rule: Rule, evidence: Evidence, baseline: Evidence | None) -> Finding:
     """value is the relative change, candidate / baseline - 1."""
     if baseline is None:
         return Finding(reason="no baseline report was given")

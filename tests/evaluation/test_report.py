@@ -5,12 +5,14 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 from xml.etree import ElementTree
 
 import jsonschema
 import pytest
 
 from specdistill.errors import ResourceError, UserError
+from specdistill.evaluation.changes import judge
 from specdistill.evaluation.gate import Evidence, decide, load_gate
 from specdistill.evaluation.report import token_view
 from specdistill.evaluation.report.build import findings
@@ -47,7 +49,8 @@ def test_the_report_fits_its_schema(report):
     jsonschema.Draft202012Validator.check_schema(schema())
     validate(report)
     assert report["results"][0]["category"] == "all"
-    assert set(schema()["properties"]) - set(report) == {"incomplete", "measurement"}  # what only a real run can say
+    absent = {"baseline", "incomplete", "measurement"}  # what only a comparison and a real run can say
+    assert set(schema()["properties"]) - set(report) == absent
     assert set(report) <= set(schema()["properties"])
 
 
@@ -183,7 +186,7 @@ def test_a_report_of_almost_nothing_still_renders(records):
     assert "git_revision" not in report
     assert report["not_measured"]["theory"]
     assert "nothing was drafted" in to_html(report, nothing)
-    assert "| all | 2 | – |" in to_markdown(report)
+    assert "| all of simulated | 2 | – |" in to_markdown(report)
 
 
 def test_the_token_view_has_every_round(report, records):
@@ -218,17 +221,55 @@ def test_junit_has_one_case_a_rule(tmp_path, report, records):
     report["gate"]["rules"][1].update(passed=False, severity="warn")
     write_report(tmp_path, report, records)
     suite = ElementTree.parse(tmp_path / "junit.xml").getroot()
-    assert (suite.get("tests"), suite.get("failures"), len(suite)) == ("8", "1", 8)
+    assert [suite.get(name) for name in ("tests", "failures", "errors", "skipped")] == ["8", "1", "0", "1"]
+    assert len(suite) == 8
     assert "<markup>" in suite[0].find("failure").get("message")
     assert suite[1].find("failure") is None
+    assert suite[1].find("skipped").get("message").startswith("alarm: ")
+    assert [child.tag for child in suite[2]] == ["system-out"]
 
 
 def test_markdown_fits_a_summary(report):
     page = to_markdown(report)
     assert page.startswith("# Passed: eagle3 draft for pico\n")
     assert len(page) < 10_000
-    assert "| all | 48 | " in page
+    assert "| all of simulated | 48 | " in page
     assert "| passed | speedup |" in page
+
+
+def test_what_changed_is_told_beside_the_verdict(tmp_path, report, records):
+    before = simulate(conditional=(0.6, 0.55, 0.5, 0.5))
+    old = simulated_report(before)
+    old["draft"]["model"] = "runs/before/<draft>"
+    report = judge(load_gate("pico"), Evidence(report, records), Evidence(old, before))
+    write_report(tmp_path, report, records)
+    page = html_library.unescape((tmp_path / "report.html").read_text())
+    markdown = (tmp_path / "report.md").read_text()
+    assert page.index("Passed") < page.index("Since the last release") < page.index("The gate")
+    for rendered in (page, markdown.replace("\\", "")):
+        assert "Beside runs/before/<draft>, measured 20" in rendered
+        assert "of 10 numbers compared prompt by prompt, 8 better beyond its 95 % interval" in rendered
+    length = next(entry for entry in report["baseline"]["changes"] if entry["metric"] == "mean_acceptance_length")
+    assert f"{length['change']:+.1%}" in page
+    assert "| acceptance length, long context |" in markdown
+    quiet = judge(load_gate("pico"), Evidence(report, records))
+    assert "baseline" not in quiet
+    assert "Since the last release" not in to_html(quiet, records)
+
+
+def test_absent_numbers_say_why_and_are_never_zero(report, records):
+    row = report["results"][0]
+    for name in ("speedup", "speedup_ci95", "predicted_speedup", "prediction_gap", "draft_ms", "verify_ms", "baseline_step_ms"):
+        del row[name]
+        row["not_measured"][name] = "the server does not tell"
+    report["theory"] = None
+    del report["theory"]
+    page, markdown = to_html(report, records), to_markdown(report)
+    assert "Speed not measured (the server does not tell)" in page
+    assert "Not measured: speedup, draft, verify, baseline step (the server does not tell)." in page
+    assert "Not measured: speedup, predicted speedup (the server does not tell)." in markdown
+    assert "nan" not in re.sub(r"<script.*", "", page, flags=re.DOTALL).lower()
+    print_report(report, Path("somewhere"))
 
 
 def test_the_console_says_the_main_things(report, tmp_path, capsys):

@@ -3,6 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from specdistill.evaluation.columns import MIN_BUCKET_DRAFTS
+
 SETTINGS = ("num_speculative_tokens", "tree", "temperature", "batch_size")
 ALL = "all"
 
@@ -20,24 +22,17 @@ def sweep(report: Mapping[str, Any], setting: str) -> list[Row]:
     first = report["results"][0]
     others = [name for name in (*SETTINGS, "suite", "category", "context_bucket") if name != setting]
     rows = [row for row in report["results"] if setting in row and _same(row, first, others)]
-    by_value = {row[setting]: row for row in reversed(rows)}  # the first of equals counts
-    return [by_value[value] for value in sorted(by_value)] if len(by_value) > 1 else []
+    return sorted(rows, key=lambda row: _order(row[setting])) if len(rows) > 1 else []
 
 
-def cells(report: Mapping[str, Any]) -> list[Row]:
+def whole_rows(report: Mapping[str, Any]) -> list[Row]:
     """The whole-suite row of every cell, in the report's order; only the first row where nothing was swept."""
     return [row for row in report["results"] if row["category"] == ALL]
 
 
 def by_context(report: Mapping[str, Any]) -> list[Row]:
-    """The acceptance length of each context bucket: with its interval where the bucket has a row of its own."""
-    first = report["results"][0]
-    rows = {
-        row["context_bucket"]: row
-        for row in report["results"]
-        if _same(row, first, (*SETTINGS, "suite", "category")) and row["context_bucket"] != ALL
-    }
-    return [{**entry, **_intervals(rows.get(entry["bucket"], {}))} for entry in report["context"]]
+    """The acceptance length at each length of the text before a round, where there are enough drafts to tell it."""
+    return [entry for entry in report["context"] if entry["num_drafts"] >= MIN_BUCKET_DRAFTS]
 
 
 def k_of(row: Row) -> int:
@@ -45,9 +40,10 @@ def k_of(row: Row) -> int:
     return int(row.get("num_speculative_tokens", len(row["accepted_per_position"])))
 
 
+def _order(value: Any) -> float:
+    """Of a setting's values; a context bucket is a number in words, or `all`, the whole prompts, which come last."""
+    return float("inf") if value == ALL else float(value)
+
+
 def _same(row: Row, other: Row, names: Sequence[str]) -> bool:
     return all(row.get(name) == other.get(name) for name in names)
-
-
-def _intervals(row: Row) -> dict[str, Any]:
-    return {name: row[name] for name in ("mean_acceptance_length_ci95",) if name in row}

@@ -290,7 +290,7 @@ def speedup_by_k(theory: Mapping[str, Any] | None, rows: Sequence[Mapping[str, A
             }
             for row, ends in zip(measured, intervals, strict=True)
         ],
-        "best_label": f"best K = {theory['best_k']}: {times(best_point(curve)['predicted_speedup'])}" if theory else "",
+        "best_label": f"best at K = {theory['best_k']}: {times(best_point(curve)['predicted_speedup'])}" if theory else "",
         "one": y(1.0),
         "x_ticks": [{"x": x(k), "label": str(k)} for k in range(0, longest + 1, 1 + longest // 13)],
         "y_ticks": [{"y": y(value), "label": f"{value:g}×"} for value in _ticks(low, high)],

@@ -33,9 +33,9 @@ def print_report(report: Mapping[str, Any], folder: Path) -> None:
     lines = {
         "acceptance length": number(row.get("mean_acceptance_length")) + between(row, "mean_acceptance_length"),
         "accepted per position": "  ".join(percent(rate) for rate in row.get("acceptance_rate_per_position", [])) or "–",
-        "speedup": times(row["speedup"]) + between(row, "speedup"),
+        "speedup": times(row.get("speedup")) + between(row, "speedup"),
         "predicted speedup": times(row.get("predicted_speedup")),
-        "tokens a second": f"{number(row['tokens_per_second'], 0)}, plain {number(row['baseline_tokens_per_second'], 0)}",
+        "tokens a second": f"{number(row.get('tokens_per_second'), 0)}, plain {number(row.get('baseline_tokens_per_second'), 0)}",
         "gate": verdict(report),
     }
     for name, text in lines.items():

@@ -7,6 +7,7 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from specdistill.evaluation.columns import MIN_BUCKET_DRAFTS
 from specdistill.evaluation.records import PromptRecord, records_of
 from specdistill.evaluation.report import cells, charts, latency, token_view, wording
 
@@ -32,6 +33,7 @@ def to_html(report: Mapping[str, Any], records: Sequence[PromptRecord]) -> str:
     context = cells.by_context(report)
     k = len(row["accepted_per_position"])
     batches, temperatures = cells.sweep(report, "batch_size"), cells.sweep(report, "temperature")
+    lengths = cells.sweep(report, "context_bucket")
     written = records_of(row, records)
     samples = token_view.samples(written)
     html: str = (
@@ -41,11 +43,13 @@ def to_html(report: Mapping[str, Any], records: Sequence[PromptRecord]) -> str:
             report=report,
             row=row,
             rows=rows,
-            cells=cells.cells(report),
+            cells=cells.whole_rows(report),
             words=wording,
             positions=charts.acceptance_by_position(row),
             categories=charts.acceptance_by((wording.row_name(line) for line in rows), rows, k),
             contexts=charts.acceptance_by((line["bucket"].replace("-", " to ") for line in context), context, k),
+            min_drafts=MIN_BUCKET_DRAFTS,
+            lengths=charts.acceptance_by((wording.prompt_length(line) for line in lengths), lengths, k),
             temperatures=charts.acceptance_by((f"T = {line['temperature']:g}" for line in temperatures), temperatures, k),
             speedups=charts.speedup_by_k(report.get("theory"), cells.sweep(report, "num_speculative_tokens") or [row]),
             breakdown=charts.time_per_token(latency.a_token(written)),

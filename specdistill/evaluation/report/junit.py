@@ -1,4 +1,6 @@
-"""junit.xml: one test case for each gate rule, so that any CI shows which one failed."""
+"""junit.xml: one test case for each gate rule, so that any CI shows which one failed. An alarm, which does not decide, is a skipped
+case with a message: visible, and no failure.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,9 +11,18 @@ from specdistill.evaluation.report.wording import measured, outcome, requirement
 
 def to_junit(report: Mapping[str, Any]) -> str:
     rules = report["gate"]["rules"]
-    failures = sum(outcome(rule) == "failed" for rule in rules)
+    outcomes = [outcome(rule) for rule in rules]
+    counts = {
+        "tests": len(rules),
+        "failures": outcomes.count("failed"),
+        "errors": 0,
+        "skipped": outcomes.count("alarm"),
+    }
     suite = ElementTree.Element(
-        "testsuite", name=_printable(title(report)), tests=str(len(rules)), failures=str(failures), timestamp=report["created"]
+        "testsuite",
+        {name: str(count) for name, count in counts.items()},
+        name=_printable(title(report)),
+        timestamp=report["created"],
     )
     for rule in rules:
         name = f"{rule['metric']} {requirement(rule)} [{scope(rule)}]"
@@ -19,8 +30,10 @@ def to_junit(report: Mapping[str, Any]) -> str:
         text = _printable(f"{measured(rule)}: {rule['reason']}")
         if outcome(rule) == "failed":
             ElementTree.SubElement(case, "failure", message=text)
+        elif outcome(rule) == "alarm":
+            ElementTree.SubElement(case, "skipped", message=f"alarm: {text}")
         else:
-            ElementTree.SubElement(case, "system-out").text = f"{outcome(rule)}, {text}"
+            ElementTree.SubElement(case, "system-out").text = text
     ElementTree.indent(suite)
     return f'<?xml version="1.0" encoding="utf-8"?>\n{ElementTree.tostring(suite, encoding="unicode")}\n'
 

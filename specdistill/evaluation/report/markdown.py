@@ -1,19 +1,27 @@
-"""report.md: the report as a page that fits a CI job's summary."""
+"""report.md: the report as a page that fits a CI job's summary: the verdict, what changed, the rules, the main numbers.
 
-from collections.abc import Iterable, Mapping, Sequence
+A summary may hold 1 MiB on GitHub; this page has a line a rule, a category, a cell and a change, and nothing else that grows.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from specdistill.evaluation.report.cells import main_rows
+from specdistill.evaluation.report.cells import main_rows, whole_rows
 from specdistill.evaluation.report.wording import (
+    absences,
     between,
+    cell_name,
+    changed,
     failed_rules,
     measured,
     number,
     outcome,
     percent,
     requirement,
+    row_name,
     scope,
     settings_line,
+    since,
     summary,
     times,
     title,
@@ -28,36 +36,71 @@ def to_markdown(report: Mapping[str, Any]) -> str:
         failed_rules(report),
         plain(settings_line(report)),
         "\n".join(f"- **{plain(finding['name'])}**: {plain(finding['message'])}" for finding in report["findings"]),
+        *_since(report),
+        *_gate(report),
         "## Results",
-        table(
-            ("category", "prompts", "acceptance length", "acceptance rate", "per position", "tokens/s", "speedup", "predicted"),
-            (_result(row) for row in main_rows(report)),
-        ),
+        table(("category", *NUMBERS), ((plain(row_name(row)), *_numbers(row)) for row in main_rows(report))),
         _headline(report),
-        "## Gate",
-        table(
-            ("", "metric", "scope", "required", "measured", "why"),
-            (
-                (outcome(rule), rule["metric"], plain(scope(rule)), requirement(rule), measured(rule), plain(rule["reason"]))
-                for rule in report["gate"]["rules"]
-            ),
-        ),
+        _not_measured(report["results"][0]),
+        *_sweep(report),
         "## Losslessness",
         _lossless(report),
     ]
     return "\n\n".join(section for section in sections if section) + "\n"
 
 
-def _result(row: Mapping[str, Any]) -> tuple[str, ...]:
+NUMBERS = ("prompts", "acceptance length", "acceptance rate", "per position", "tokens/s / plain", "speedup", "predicted")
+
+
+def _since(report: Mapping[str, Any]) -> Iterator[str]:
+    if "baseline" not in report:
+        return
+    yield "## Since the last release"
+    yield plain(since(report))
+    lines = [changed(entry) for entry in report["baseline"]["changes"]]
+    yield table(
+        ("number", "before", "now", "change", "95 %", ""),
+        (
+            (plain(line["what"]), line["old"], line["new"], line["change"], plain(line["ci95"]), line["outcome"])
+            for line in lines
+        ),
+    )
+
+
+def _gate(report: Mapping[str, Any]) -> Iterator[str]:
+    if not report["gate"]["rules"]:
+        return
+    yield "## Gate"
+    yield table(
+        ("", "metric", "scope", "required", "measured", "why"),
+        (
+            (outcome(rule), rule["metric"], plain(scope(rule)), requirement(rule), measured(rule), plain(rule["reason"]))
+            for rule in report["gate"]["rules"]
+        ),
+    )
+
+
+def _sweep(report: Mapping[str, Any]) -> Iterator[str]:
+    rows = whole_rows(report)
+    if len(rows) > 1:
+        yield "## Cells"
+        yield table(("cell", *NUMBERS), ((plain(cell_name(row)), *_numbers(row)) for row in rows))
+
+
+def _not_measured(row: Mapping[str, Any]) -> str:
+    absent = absences(row, ("mean_acceptance_length", "speedup", "predicted_speedup"))
+    return f"Not measured: {plain(absent)}." if absent else ""
+
+
+def _numbers(row: Mapping[str, Any]) -> tuple[str, ...]:
     rates = row.get("acceptance_rate_per_position", [])
     return (
-        plain(row["category"]),
         str(row["num_prompts"]),
         number(row.get("mean_acceptance_length")) + between(row, "mean_acceptance_length"),
         percent(row.get("acceptance_rate")),
         " ".join(percent(rate) for rate in rates) or "–",
-        f"{number(row['tokens_per_second'], 0)} / {number(row['baseline_tokens_per_second'], 0)}",
-        times(row["speedup"]) + between(row, "speedup"),
+        f"{number(row.get('tokens_per_second'), 0)} / {number(row.get('baseline_tokens_per_second'), 0)}",
+        times(row.get("speedup")) + between(row, "speedup"),
         times(row.get("predicted_speedup")),
     )
 

@@ -70,6 +70,35 @@ def other_speeds(row: Mapping[str, Any]) -> str:
     return ", ".join(f"{shown} {number(row[name], 0)}" for name, shown in names.items() if name in row)
 
 
+def changed(entry: Mapping[str, Any]) -> dict[str, str]:
+    """A change since the baseline in words: what, old, new, change, interval, and its outcome, better, worse or open."""
+    name, shown = SHOWN[entry["metric"]]
+    low, high = entry.get("ci95", (0.0, 0.0))
+    sign = 1 if entry["better"] == "higher" else -1
+    return {
+        "what": name if entry["category"] == "all" else f"{name}, {entry['category'].replace('_', ' ')}",
+        "old": shown(entry.get("old")),
+        "new": shown(entry.get("new")),
+        "change": f"{entry['change']:+.1%}" if "change" in entry else "–",
+        "ci95": f"{low:+.1%} to {high:+.1%}" if "ci95" in entry else entry.get("reason", ""),
+        "outcome": "open" if low <= 0 <= high else "better" if sign * low > 0 else "worse",
+    }
+
+
+def since(report: Mapping[str, Any]) -> str:
+    """One sentence: beside which draft, and how many numbers moved for sure."""
+    baseline = report["baseline"]
+    draft = baseline["draft"]
+    name = "@".join(filter(None, (draft["model"] or draft["method"], draft["revision"])))
+    before = f"Beside {name}, measured {baseline['created'][:10]}"
+    if "reason" in baseline:
+        return f"{before}: not comparable ({baseline['reason']})."
+    outcomes = [changed(entry)["outcome"] for entry in baseline["changes"] if "ci95" in entry]
+    counts = {outcome: outcomes.count(outcome) for outcome in ("better", "worse")}
+    moved = ", ".join(f"{count} {outcome}" for outcome, count in counts.items() if count) or "none"
+    return f"{before}: of {len(outcomes)} numbers compared prompt by prompt, {moved} beyond its 95 % interval."
+
+
 def row_name(row: Mapping[str, Any]) -> str:
     return f"all of {row['suite']}" if row["category"] == "all" else row["category"].replace("_", " ")
 
@@ -80,10 +109,19 @@ def cell_name(row: Mapping[str, Any]) -> str:
     if "num_speculative_tokens" in row:
         parts.append(f"K = {row['num_speculative_tokens']}")
     if row.get("tree"):
-        parts.append(f"tree {row['tree']}")
+        parts.append(tree(row["tree"]))
     parts.append(f"T = {row['temperature']:g}" if row["temperature"] else "greedy")
     parts.append(f"batch {row['batch_size']}")
-    return ", ".join(parts if row["context_bucket"] == "all" else [*parts, f"prompts cut to {row['context_bucket']}"])
+    return ", ".join(parts if row["context_bucket"] == "all" else [*parts, f"prompts cut to {row['context_bucket']} tokens"])
+
+
+def prompt_length(row: Mapping[str, Any]) -> str:
+    return "whole prompts" if row["context_bucket"] == "all" else f"{row['context_bucket']} tokens"
+
+
+def tree(settings: Mapping[str, int]) -> str:
+    """The shape of drafted trees, as: tree of 24 tokens, 6 deep, top 4."""
+    return f"tree of {settings['budget']} tokens, {settings['depth']} deep, top {settings['top_k']}"
 
 
 def times(value: float | None) -> str:
@@ -173,3 +211,13 @@ def _draft_settings(settings: Mapping[str, Any]) -> Iterator[str]:
     if ngram := settings.get("ngram"):
         lengths = f"{ngram['min']} to {ngram['max']}" if ngram["min"] < ngram["max"] else ngram["max"]
         yield f"n = {lengths}, looked up in {'the prompt' if ngram['lookup'] == 'prompt' else 'prompt and output'}"
+
+
+SHOWN = {
+    "mean_acceptance_length": ("acceptance length", number),
+    "acceptance_rate": ("acceptance rate", percent),
+    "speedup": ("speedup", times),
+    "tokens_per_second": ("tokens a second", lambda value: number(value, 0)),
+    "draft_ms": ("ms to draft a token", lambda value: number(value, 3)),
+    "verify_ms": ("ms to verify a draft", lambda value: number(value, 3)),
+}
