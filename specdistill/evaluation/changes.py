@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from specdistill.errors import UserError
+from specdistill.evaluation.cells import ALL
 from specdistill.evaluation.gate import Evidence, Rule, decide, find_row, regression
 from specdistill.evaluation.metrics import METRICS
-from specdistill.evaluation.report.cells import ALL, main_rows
+from specdistill.evaluation.report.rows import main_rows
 
 SHOWN = ("mean_acceptance_length", "acceptance_rate", "speedup", "tokens_per_second", "draft_ms", "verify_ms")
 BY_CATEGORY = "mean_acceptance_length"

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
-from specdistill.evaluation.report.cells import k_of
 from specdistill.evaluation.report.latency import KINDS
 from specdistill.evaluation.report.wording import between, duration, number, percent, times
 from specdistill.evaluation.theory import best_point
@@ -255,7 +254,7 @@ def speedup_by_k(theory: Mapping[str, Any] | None, rows: Sequence[Mapping[str, A
         return None
     curve: list[dict[str, float]] = theory["curve"] if theory else []
     ceiling = {point["k"]: point["mean_acceptance_length"] for point in curve} or {0: 1.0}
-    ceiling |= {k_of(row): row["mean_acceptance_length"] for row in rows if "mean_acceptance_length" in row}
+    ceiling |= {row["num_speculative_tokens"]: row["mean_acceptance_length"] for row in rows if "mean_acceptance_length" in row}
     intervals = [row.get("speedup_ci95", (row["speedup"], row["speedup"])) for row in measured]
     values = [
         1.0,
@@ -265,7 +264,7 @@ def speedup_by_k(theory: Mapping[str, Any] | None, rows: Sequence[Mapping[str, A
     ]
     height, bottom = 260, 260 - BOTTOM - AXIS
     low, high = _round_bounds(min(values), max(values))
-    longest = max(1, int(max(ceiling)), *(k_of(row) for row in measured))
+    longest = max(1, int(max(ceiling)), *(row["num_speculative_tokens"] for row in measured))
     x, y = Scale(0, longest, LEFT + 8, WIDTH - RIGHT - 14), Scale(low, high, bottom, TOP)
     return {
         "height": height,
@@ -282,11 +281,11 @@ def speedup_by_k(theory: Mapping[str, Any] | None, rows: Sequence[Mapping[str, A
         "ceiling": _path((x(k), y(length)) for k, length in sorted(ceiling.items())),
         "measured": [
             {
-                "x": x(k_of(row)),
+                "x": x(row["num_speculative_tokens"]),
                 "y": y(row["speedup"]),
                 "low": y(ends[0]),
                 "high": y(ends[1]),
-                "label": f"K = {k_of(row)}: {times(row['speedup'])}{between(row, 'speedup')}",
+                "label": f"K = {row['num_speculative_tokens']}: {times(row['speedup'])}{between(row, 'speedup')}",
             }
             for row, ends in zip(measured, intervals, strict=True)
         ],

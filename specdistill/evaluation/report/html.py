@@ -9,7 +9,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from specdistill.evaluation.columns import MIN_BUCKET_DRAFTS
 from specdistill.evaluation.records import PromptRecord, records_of
-from specdistill.evaluation.report import cells, charts, latency, token_view, wording
+from specdistill.evaluation.report import charts, latency, rows, token_view, wording
 
 NUM_PLAIN_SAMPLES = 3  # texts shown where scripts do not run
 
@@ -29,11 +29,11 @@ def environment() -> Environment:
 
 
 def to_html(report: Mapping[str, Any], records: Sequence[PromptRecord]) -> str:
-    row, rows = report["results"][0], cells.main_rows(report)
-    context = cells.by_context(report)
+    row, main = report["results"][0], rows.main_rows(report)
+    context = rows.by_context(report)
     k = len(row["accepted_per_position"])
-    batches, temperatures = cells.sweep(report, "batch_size"), cells.sweep(report, "temperature")
-    lengths = cells.sweep(report, "context_bucket")
+    batches, temperatures = rows.sweep(report, "batch_size"), rows.sweep(report, "temperature")
+    lengths = rows.sweep(report, "context_bucket")
     written = records_of(row, records)
     samples = token_view.samples(written)
     html: str = (
@@ -42,16 +42,16 @@ def to_html(report: Mapping[str, Any], records: Sequence[PromptRecord]) -> str:
         .render(
             report=report,
             row=row,
-            rows=rows,
-            cells=cells.whole_rows(report),
+            rows=main,
+            cells=rows.whole_rows(report),
             words=wording,
             positions=charts.acceptance_by_position(row),
-            categories=charts.acceptance_by((wording.row_name(line) for line in rows), rows, k),
+            categories=charts.acceptance_by((wording.row_name(line) for line in main), main, k),
             contexts=charts.acceptance_by((line["bucket"].replace("-", " to ") for line in context), context, k),
             min_drafts=MIN_BUCKET_DRAFTS,
             lengths=charts.acceptance_by((wording.prompt_length(line) for line in lengths), lengths, k),
             temperatures=charts.acceptance_by((f"T = {line['temperature']:g}" for line in temperatures), temperatures, k),
-            speedups=charts.speedup_by_k(report.get("theory"), cells.sweep(report, "num_speculative_tokens") or [row]),
+            speedups=charts.speedup_by_k(report.get("theory"), rows.sweep(report, "num_speculative_tokens") or [row]),
             breakdown=charts.time_per_token(latency.a_token(written)),
             batches=charts.speedup_by((f"batch {line['batch_size']}" for line in batches), batches),
             latency=latency.lines(written),

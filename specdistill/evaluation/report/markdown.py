@@ -6,7 +6,7 @@ A summary may hold 1 MiB on GitHub; this page has a line a rule, a category, a c
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from specdistill.evaluation.report.cells import main_rows, whole_rows
+from specdistill.evaluation.report.rows import main_rows, whole_rows
 from specdistill.evaluation.report.wording import (
     absences,
     between,

@@ -105,9 +105,7 @@ def row_name(row: Mapping[str, Any]) -> str:
 
 def cell_name(row: Mapping[str, Any]) -> str:
     """How a row was measured, as: simulated, K = 4, greedy, batch 1."""
-    parts = [row["suite"]]
-    if "num_speculative_tokens" in row:
-        parts.append(f"K = {row['num_speculative_tokens']}")
+    parts = [row["suite"], f"K = {row['num_speculative_tokens']}"]
     if row.get("tree"):
         parts.append(tree(row["tree"]))
     parts.append(f"T = {row['temperature']:g}" if row["temperature"] else "greedy")
@@ -204,6 +202,8 @@ def shared_settings(report: Mapping[str, Any]) -> str:
 
 
 def _draft_settings(settings: Mapping[str, Any]) -> Iterator[str]:
+    if settings["tree"] is not None:
+        yield tree(settings["tree"])
     if settings.get("confidence_threshold") is not None:
         yield f"drafting stops below probability {settings['confidence_threshold']:g}"
     if settings.get("draft_context") == "window":
@@ -213,6 +213,7 @@ def _draft_settings(settings: Mapping[str, Any]) -> Iterator[str]:
         yield f"n = {lengths}, looked up in {'the prompt' if ngram['lookup'] == 'prompt' else 'prompt and output'}"
 
 
+# Of `changes.SHOWN`: what they are called, and how they are written.
 SHOWN = {
     "mean_acceptance_length": ("acceptance length", number),
     "acceptance_rate": ("acceptance rate", percent),
