@@ -4,8 +4,10 @@
 GPU accelerate needs help to make them one group; without it each trains alone, writes the same checkpoint, and nothing says so.
 """
 
+import atexit
 import dataclasses
 import os
+import time
 from collections.abc import Mapping
 from enum import Enum
 from types import NoneType
@@ -17,6 +19,8 @@ from transformers import TrainingArguments
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 from specdistill.errors import UserError, nearest, one_line
+
+GLOO_SECONDS = 0.5  # for gloo's threads to let go of the last tensors
 
 
 def training_arguments(train: Mapping[str, Any], **defaults: Any) -> TrainingArguments:
@@ -59,6 +63,7 @@ def _join_processes(arguments: TrainingArguments) -> None:
     if _num_processes() == 1:
         return
     _ = arguments.device  # building the device starts the group
+    atexit.register(_leave_processes)
     state = arguments.distributed_state
     if state.distributed_type == DistributedType.NO and _launched_with("FSDP") and not torch.cuda.is_available():
         state.distributed_type = (
@@ -70,6 +75,18 @@ def _join_processes(arguments: TrainingArguments) -> None:
             got=f"{_num_processes()} processes that would each train alone",
             expected="processes of one group, as accelerate_configs/ddp.yaml starts them, and no train.use_cpu",
         )
+
+
+def _leave_processes() -> None:
+    """Leave the group while the interpreter is whole.
+
+    gloo's threads may still hold tensors of the last collectives; one that lets go of them while the interpreter shuts down aborts
+    the process, its work done (pytorch/pytorch issue 190489). Nothing tells when they have let go; it takes them well under a millisecond.
+    """
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+    if not torch.cuda.is_available():
+        time.sleep(GLOO_SECONDS)
 
 
 def _num_processes() -> int:

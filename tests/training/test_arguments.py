@@ -64,9 +64,9 @@ def test_mistakes_name_the_field(tmp_path: Path, fields: dict[str, Any], said: s
     assert re.match(re.escape(said).replace(r"\.\*", ".*"), str(caught.value))
 
 
-def launch(name: str, *script_arguments: str) -> subprocess.CompletedProcess[str]:
+def launch(name: str, *script_arguments: str, script: str = "three_steps.py") -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "accelerate.commands.launch", f"--config_file=accelerate_configs/{name}.yaml"]
-    options = ["--mixed_precision=no", "--main_process_port=0", str(Path(__file__).with_name("three_steps.py"))]
+    options = ["--mixed_precision=no", "--main_process_port=0", str(Path(__file__).with_name(script))]
     # The environment's own tools first: DeepSpeed looks ninja up by name.
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -107,3 +107,10 @@ def test_processes_that_would_train_alone_are_refused(tmp_path: Path):
     assert result.returncode != 0
     assert "accelerate launch: got 2 processes that would each train alone, expected processes of one group" in result.stderr
     assert list(tmp_path.glob("process-*.json")) == []
+
+
+@pytest.mark.distributed
+def test_processes_end_well_while_the_backend_still_works(tmp_path: Path):
+    """Left to the interpreter's end, gloo's threads abort the process in five launches of six."""
+    result = launch("ddp", str(tmp_path), script="ends_with_open_collectives.py")
+    assert result.returncode == 0, result.stderr
