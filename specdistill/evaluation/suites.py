@@ -1,13 +1,12 @@
 """Suites: the prompts a draft is measured on, named, versioned and checked by hash.
 
-A suite is a YAML file (name, version, licence, source, sha256, the jsonl file of its prompts, and optionally the `sweep` that
-it is for), by path or by its name under `eval/suites`, or just a jsonl file. A row holds `prompt` (text as it is), `messages`
-(rendered by the target's chat template, with the generation prompt) or `text` (its first 32 tokens are the prompt), and
-optionally `id` and `category`.
+A suite is a YAML file, by path or by its name under `eval/suites`, or just a jsonl file (see specdistill.evaluation.suite_rows for
+what a row holds). The YAML file has name, version, licence and source of the prompts; `prompts`, the file or URL they are in; its
+`sha256`, or null where it is not known (the report says the hash of what was read, and standing here it pins it); and optionally
+`columns`, the `placeholder` that stands for a text which is not in the file, and the `sweep` that the suite is for.
 """
 
 import hashlib
-import json
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,29 +15,21 @@ from typing import Any, TypeVar
 import yaml
 
 from specdistill.errors import UserError, nearest, one_line
+from specdistill.evaluation.suite_rows import COLUMNS, REMOTE, SuiteRow, parse, read
 from specdistill.project import SUITES
 from specdistill.recipe import SweepConfig, read_section
 
 TEXT_PROMPT_TOKENS = 32
-KINDS = ("prompt", "messages", "text")
-KEYS = ("name", "version", "licence", "source", "sha256", "prompts")
-SWEEP = "sweep"  # optional: what eval.sweep leaves open
+REQUIRED = ("name", "version", "licence", "source", "prompts")
+KEYS = (*REQUIRED, "sha256", "columns", "placeholder", "sweep")
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class SuiteRow:
-    """One prompt before tokenisation. `content` is a string, or the list of messages."""
-
-    id: str
-    category: str
-    kind: str
-    content: Any
-
-
-@dataclass(frozen=True)
 class Suite:
+    """`sha256` is that of the file that was read."""
+
     name: str
     version: str
     licence: str
@@ -62,19 +53,21 @@ def load_suite(name: str) -> Suite:
     """A suite by name or path. Raises UserError for an unknown name, a wrong hash or a row that holds no prompt."""
     path = _find(name)
     if path.suffix == ".jsonl":
-        content = _read(path)
+        content = read(str(path))
         digest = hashlib.sha256(content).hexdigest()
-        return Suite(path.stem, digest[:12], "not stated", path.name, digest, _rows(path, content))
+        return Suite(path.stem, digest[:12], "not stated", path.name, digest, parse(path.name, content, {}))
     header = _header(path)
-    prompts = path.parent / header["prompts"]
-    content = _read(prompts)
+    prompts = str(header["prompts"])
+    prompts = prompts if prompts.startswith(REMOTE) else str(path.parent / prompts)
+    content = read(prompts)
     digest = hashlib.sha256(content).hexdigest()
-    if digest != header["sha256"]:
+    if header["sha256"] not in (None, digest):
         expected = f"the content that {path.name} names by its sha256 {header['sha256']}"
         raise UserError("eval.suite", got=f"{prompts} with sha256 {digest}", expected=expected)
-    named = {key: str(header[key]) for key in ("name", "version", "licence", "source", "sha256")}
-    sweep = read_section(SweepConfig, header.get(SWEEP, {}), f"{path.name}: {SWEEP}")
-    return Suite(**named, rows=_rows(prompts, content), sweep=sweep)
+    named = {key: str(header[key]) for key in ("name", "version", "licence", "source")}
+    rows = parse(prompts, content, header.get("columns", {}), header.get("placeholder"))
+    sweep = read_section(SweepConfig, header.get("sweep", {}), f"{path.name}: sweep")
+    return Suite(**named, sha256=digest, rows=rows, sweep=sweep)
 
 
 def tokenize(
@@ -156,67 +149,30 @@ def _find(name: str) -> Path:
 
 def _header(path: Path) -> dict[str, Any]:
     try:
-        header = yaml.safe_load(_read(path))
+        header = yaml.safe_load(read(str(path)))
     except yaml.YAMLError as error:
         raise UserError("eval.suite", got=f"{path}: {one_line(str(error))}", expected="a readable YAML file") from error
     if not isinstance(header, dict):
         raise UserError("eval.suite", got=f"{path}, which holds no keys", expected=f"a suite with {', '.join(KEYS)}")
     for key in header:
-        if key not in (*KEYS, SWEEP):
-            raise UserError(
-                f"{path.name}: {key}",
-                got="an unknown key",
-                expected=f"one of {', '.join([*KEYS, SWEEP])}",
-                nearest=nearest(str(key), [*KEYS, SWEEP]),
-            )
-    for key in KEYS:
+        _check_name(f"{path.name}: {key}", key, KEYS)
+    for key in REQUIRED:
         if header.get(key) in (None, ""):
             raise UserError(f"{path.name}: {key}", got="nothing", expected="a value")
+    if "sha256" not in header:
+        raise UserError(f"{path.name}: sha256", got="nothing", expected="the hash of the prompts' file, or null")
+    columns = header.get("columns", {})
+    if not isinstance(columns, dict):
+        raise UserError(f"{path.name}: columns", got=repr(columns), expected="our name: the file's name, for each column")
+    for key in columns:
+        _check_name(f"{path.name}: columns.{key}", key, COLUMNS)
     return header
 
 
-def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise UserError("eval.suite", got=f"{path} ({error.strerror})", expected="a readable file") from error
-
-
-def _rows(path: Path, content: bytes) -> tuple[SuiteRow, ...]:
-    rows = []
-    for number, line in enumerate(content.split(b"\n"), start=1):
-        if line.strip():
-            rows.append(_row(f"{path.name}:{number}", number, line))
-    if not rows:
-        raise UserError("eval.suite", got=f"{path}, which is empty", expected="at least one prompt")
-    ids = [row.id for row in rows]
-    repeated = next((id for id in ids if ids.count(id) > 1), None)
-    if repeated is not None:
-        raise UserError("eval.suite", got=f"{path} with the id {repeated} twice", expected="a different id for each prompt")
-    return tuple(rows)
-
-
-def _row(place: str, number: int, line: bytes) -> SuiteRow:
-    try:
-        row = json.loads(line)
-    except ValueError as error:
-        raise UserError("eval.suite", got=f"{place}: {error}", expected="one JSON object a line") from error
-    kind = next((kind for kind in KINDS if isinstance(row, dict) and kind in row), None)
-    if kind is None:
-        keys = ", ".join(row) if isinstance(row, dict) else "no object"
-        close = next((close for key in row if (close := nearest(key, KINDS))), None) if isinstance(row, dict) else None
-        raise UserError("eval.suite", got=f"{place} with {keys}", expected="prompt, messages or text", nearest=close)
-    content = row[kind]
-    if kind == "messages":
-        fits = isinstance(content, list) and all(
-            isinstance(turn, dict) and {"role", "content"} <= turn.keys() for turn in content
-        )
-    else:
-        fits = isinstance(content, str)
-    if not content or not fits:
-        expected = "a list of {role, content}" if kind == "messages" else "some text"
-        raise UserError("eval.suite", got=f"{place} with {kind}={one_line(repr(content))[:60]}", expected=expected)
-    return SuiteRow(str(row.get("id", number)), str(row.get("category", "default")), kind, content)
+def _check_name(place: str, key: Any, known: Sequence[str]) -> None:
+    if key not in known:
+        close = nearest(str(key), known)
+        raise UserError(place, got="an unknown key", expected=f"one of {', '.join(known)}", nearest=close)
 
 
 def _cut(row: SuiteRow, tokenizer: Any, length: int) -> Prompt:

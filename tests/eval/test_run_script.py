@@ -138,9 +138,11 @@ def test_a_run_is_judged_against_a_baseline_and_its_own_budget(target, suite, ga
         (["eval.max_new_tokens=400"], "eval.suite: got prompt a0 of small"),
         (
             ["suite=pcio"],
-            "eval.suite: got pcio, expected one of pico, pico-context, pico-dev, pico-edit, pico-short, a suite YAML or a jsonl file;",
+            "eval.suite: got pcio, expected one of gsm8k, humaneval, mt-bench, pico, pico-context, pico-dev, "
+            "pico-edit, pico-short, spec-bench, speed-bench, "
+            "a suite YAML or a jsonl file;",
         ),
-        (["gate=defalt"], "gate: got defalt, expected one of default, pico, or a gate YAML; did you mean default?"),
+        (["gate=defalt"], "gate: got defalt, expected one of default, pico, release, or a gate YAML; did you mean default?"),
         (["method=eagle3"], "eval.draft: got"),
         (["method=eagle3", "eval.ngram.lookup=prompt"], "eval.ngram.lookup: got prompt with method eagle3"),
         (["eval.ngram.min=0"], "eval.ngram.min: got 0, expected int, at least 1"),

@@ -6,6 +6,7 @@ import yaml
 
 from specdistill.data.corpus import split_of
 from specdistill.errors import UserError
+from specdistill.evaluation.suite_rows import REMOTE
 from specdistill.evaluation.suites import cut_prompts, evenly, load_suite, tokenize
 from specdistill.project import SUITES
 from specdistill.recipe import SweepConfig
@@ -155,6 +156,7 @@ def test_a_changed_prompt_is_noticed(tmp_path):
     [
         ([], "empty"),
         ([{"promt": "a"}], r"s\.jsonl:1 with promt.*did you mean prompt"),
+        ([{"messages": [{"role": "user", "content": None}]}], "a list of {role, content}"),
         ([{"prompt": "a"}, {"prompt": ""}], r"s\.jsonl:2"),
         ([{"prompt": 3}], "some text"),
         ([{"messages": [{"content": "a"}]}], "a list of {role, content}"),
@@ -172,6 +174,12 @@ def test_names_and_headers_that_are_wrong(tmp_path):
         load_suite("picco")
     with pytest.raises(UserError, match=r"missing\.jsonl"):
         load_suite(str(tmp_path / "missing.jsonl"))
+    with pytest.raises(UserError, match="sha256: got nothing, expected the hash of the prompts' file, or null"):
+        load_suite(str(write_suite(tmp_path, [{"prompt": "a"}], sha256=None)))
+    with pytest.raises(UserError, match=r"columns\.usr: got an unknown key.*did you mean user"):
+        load_suite(str(write_suite(tmp_path, [{"prompt": "a"}], columns={"usr": "prompt"})))
+    with pytest.raises(UserError, match="columns: got 'prompt'"):
+        load_suite(str(write_suite(tmp_path, [{"prompt": "a"}], columns="prompt")))
     with pytest.raises(UserError, match="licence: got nothing"):
         load_suite(str(write_suite(tmp_path, [{"prompt": "a"}], licence=None)))
     with pytest.raises(UserError, match="did you mean licence"):
@@ -193,10 +201,38 @@ def test_prompts_are_chosen_evenly_over_categories(tmp_path):
 
 
 def test_every_suite_that_ships_loads():
-    names = [path.stem for path in SUITES.glob("*.yaml")]
+    names = [path.stem for path in SUITES.glob("*.yaml") if not header_of(path)["prompts"].startswith(REMOTE)]
     assert "pico" in names
     for name in names:
         assert load_suite(name).name == name
+
+
+def header_of(path):
+    return yaml.safe_load(path.read_text())
+
+
+@pytest.mark.parametrize(
+    ("name", "copy", "num_rows", "categories", "first"),
+    [
+        ("mt-bench", "mt_bench/question.jsonl", 80, 8, ("81", "writing", "Compose an engaging travel blog post")),
+        ("spec-bench", "spec_bench/question.jsonl", 480, 13, ("81", "writing", "Compose an engaging travel blog post")),
+        ("humaneval", "human_eval/HumanEval.jsonl.gz", 164, 1, ("HumanEval/0", "default", "from typing import List")),
+        ("gsm8k", "gsm8k/test.jsonl", 1319, 1, ("1", "default", "Janet\u2019s ducks lay 16 eggs per day.")),
+    ],
+)
+def test_suites_for_real_targets_are_what_their_hash_says(shared_data, tmp_path, name, copy, num_rows, categories, first):
+    """The suite as it ships, but for where the file is: the hash in it must be the copy's."""
+    header = header_of(SUITES / f"{name}.yaml")
+    path = tmp_path / f"{name}.yaml"
+    path.write_text(yaml.safe_dump({**header, "prompts": str(shared_data / "prompts" / copy)}))
+    suite = load_suite(str(path))
+    assert (suite.name, suite.sha256, len(suite.rows)) == (name, header["sha256"], num_rows)
+    assert len({row.category for row in suite.rows}) == categories
+    row = suite.rows[0]
+    assert (row.id, row.category, row.kind, row.content[0]["role"], len(row.content)) == (*first[:2], "messages", "user", 1)
+    assert row.content[0]["content"].startswith(first[2])
+    chat = tokenize(suite, tiny_tokenizer(CHAT_TEMPLATE), max_new_tokens=1, max_length=100_000, num_prompts=3)[0]
+    assert chat.text == f"<|user|>\n{row.content[0]['content']}<|end|><|assistant|>\n"
 
 
 def test_the_pico_suite_is_held_out_and_balanced():

@@ -1,0 +1,140 @@
+"""From a suite's file, wherever it is, to its prompts before tokenisation.
+
+The file is a jsonl file (also .jsonl.gz) or a parquet file, on disk, under an https URL, or on the Hub as
+`hf://datasets/org/name@revision/path`. A row holds one of
+
+    prompt      text as it is
+    messages    a conversation, rendered by the target's chat template with the generation prompt
+    user        what a user says, or a list of their turns, of which the first is used: a conversation of one message
+    text        its first tokens are the prompt
+
+and optionally `id` and `category`. `columns` of a suite name the file's own columns for these.
+"""
+
+import gzip
+import io
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow  # type: ignore[import-untyped]
+import pyarrow.parquet  # type: ignore[import-untyped]
+
+from specdistill.errors import ResourceError, UserError, nearest, one_line
+
+KINDS = ("prompt", "messages", "user", "text")
+COLUMNS = (*KINDS, "id", "category")
+REMOTE = ("https://", "http://", "hf://")
+
+
+@dataclass(frozen=True)
+class SuiteRow:
+    """One prompt before tokenisation. `content` is the text of a `prompt` or `text` row, and the list of `messages` of the others."""
+
+    id: str
+    category: str
+    kind: str
+    content: Any
+
+
+def read(place: str) -> bytes:
+    """The content of a file or URL. Raises UserError for a file, ResourceError for a URL that cannot be read."""
+    path = download(place) if place.startswith(REMOTE) else place
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise UserError("eval.suite", got=f"{path} ({error.strerror})", expected="a readable file") from error
+
+
+def download(url: str) -> str:
+    """The URL's file in the cache of the datasets library."""
+    from datasets import DownloadConfig, DownloadManager  # slow to import, and reports of what was measured need none of it
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        path: str = DownloadManager(download_config=DownloadConfig(disable_tqdm=True)).download(url)
+    except (OSError, HfHubHTTPError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ResourceError(
+            f"eval.suite: {url} could not be fetched ({reason})",
+            next_step="check the network and HF_TOKEN, or name a copy of the file under `prompts`",
+        ) from error
+    return path
+
+
+def parse(name: str, content: bytes, columns: Mapping[str, str], placeholder: str | None = None) -> tuple[SuiteRow, ...]:
+    """The rows of a file called `name`; those whose text begins with `placeholder` hold no prompt and are left out."""
+    rows = [_row(number, place, _renamed(place, entry, columns)) for number, place, entry in _objects(name, content)]
+    rows = [row for row in rows if not _is_placeholder(row, placeholder)]
+    if not rows:
+        raise UserError("eval.suite", got=f"{name}, which is empty", expected="at least one prompt")
+    ids = [row.id for row in rows]
+    repeated = next((id for id in ids if ids.count(id) > 1), None)
+    if repeated is not None:
+        raise UserError("eval.suite", got=f"{name} with the id {repeated} twice", expected="a different id for each prompt")
+    return tuple(rows)
+
+
+def _objects(name: str, content: bytes) -> Iterator[tuple[int, str, Any]]:
+    """(number, place to name in an error, what stands there) of each row."""
+    base = name.rpartition("/")[2]
+    try:
+        if name.endswith(".parquet"):
+            for number, entry in enumerate(pyarrow.parquet.read_table(io.BytesIO(content)).to_pylist(), start=1):
+                yield number, f"{base}:{number}", entry
+            return
+        plain = gzip.decompress(content) if name.endswith(".gz") else content
+    except (pyarrow.ArrowInvalid, gzip.BadGzipFile, EOFError) as error:
+        raise UserError(
+            "eval.suite", got=f"{name}: {one_line(str(error))[:120]}", expected="a file as its name says"
+        ) from error
+    for number, line in enumerate(plain.split(b"\n"), start=1):
+        if line.strip():
+            place = f"{base}:{number}"
+            try:
+                yield number, place, json.loads(line)
+            except ValueError as error:
+                raise UserError("eval.suite", got=f"{place}: {error}", expected="one JSON object a line") from error
+
+
+def _renamed(place: str, entry: Any, columns: Mapping[str, str]) -> Any:
+    if not isinstance(entry, dict) or not columns:
+        return entry
+    for own in columns.values():
+        if own not in entry:
+            close = nearest(own, list(entry))
+            raise UserError("eval.suite", got=f"{place} without {own}", expected=f"one of {', '.join(entry)}", nearest=close)
+    return {name: entry[own] for name, own in columns.items()}
+
+
+def _row(number: int, place: str, entry: Any) -> SuiteRow:
+    kind = next((kind for kind in KINDS if isinstance(entry, dict) and kind in entry), None)
+    if kind is None:
+        keys = ", ".join(entry) if isinstance(entry, dict) else "no object"
+        close = next((close for key in entry if (close := nearest(key, KINDS))), None) if isinstance(entry, dict) else None
+        raise UserError("eval.suite", got=f"{place} with {keys}", expected=f"one of {', '.join(KINDS)}", nearest=close)
+    content = entry[kind]
+    if kind == "user":
+        said = content[0] if isinstance(content, list) and content else content
+        kind, content = "messages", [{"role": "user", "content": said}]
+    if kind == "messages":
+        fits = isinstance(content, list) and all(
+            isinstance(turn, dict)
+            and {"role", "content"} <= turn.keys()
+            and isinstance(turn["content"], str)
+            and turn["content"]
+            for turn in content
+        )
+    else:
+        fits = isinstance(content, str)
+    if not content or not fits:
+        expected = "a list of {role, content}" if kind == "messages" else "some text"
+        raise UserError("eval.suite", got=f"{place} with {kind}={one_line(repr(content))[:60]}", expected=expected)
+    return SuiteRow(str(entry.get("id", number)), str(entry.get("category", "default")), kind, content)
+
+
+def _is_placeholder(row: SuiteRow, placeholder: str | None) -> bool:
+    text = row.content[0]["content"] if row.kind == "messages" else row.content
+    return placeholder is not None and text.startswith(placeholder)
