@@ -151,7 +151,7 @@ def _decide(rule: Rule, evidence: Evidence, baseline: Evidence | None) -> dict[s
         finding = _row_metric(rule, evidence)
     else:
         finding = _document_metric(rule.metric, evidence.report)
-    passed, reason = (False, f"no evidence: {finding.reason}") if finding.reason else judge(rule, finding)
+    passed, reason = (False, f"no evidence: {finding.reason}") if finding.reason else holds(rule, finding)
     return _result(rule, finding, passed, reason)
 
 
@@ -258,7 +258,7 @@ def _only(where: str, ids: Sequence[str]) -> str:
     return f"{len(ids)} only in {where} ({', '.join(ids[:NUM_SHOWN_IDS])}{more})" if ids else ""
 
 
-def judge(rule: Rule, finding: Finding) -> tuple[bool, str]:
+def holds(rule: Rule, finding: Finding) -> tuple[bool, str]:
     """Whether a rule's requirement holds for a finding with a value, and a sentence that says why."""
     if rule.requirement == "equals":
         return finding.value == rule.threshold, f"{_show(finding.value)}, required {_show(rule.threshold)}"

@@ -371,6 +371,16 @@ def test_a_duration_is_said_in_two_units(seconds: float | None, text: str) -> No
     assert duration(seconds) == text
 
 
+def test_rounds_without_a_draft_are_told_beside_the_acceptance_length(candidates) -> None:
+    row = candidates[0].report["results"][0]
+    report = {**candidates[0].report, "results": [{**row, "num_rounds": 2 * row["num_drafts"], "tokens_per_round": 1.234}]}
+    comparison = compare([replace(candidates[0], report=report), candidates[1]])
+    lines = [line for line in to_markdown(comparison).splitlines() if line.startswith("|")]
+    assert [" poor " in line for line in lines] == ["1.23 a round" in line for line in lines] == [False, False, False, True]
+    assert "<small>1.23 a round</small>" in to_html(comparison)
+    assert " a round" not in "".join(line for line in to_markdown(compare(candidates)).splitlines() if line.startswith("|"))
+
+
 def test_curves_are_drawn_of_those_that_have_one(candidates, comparison) -> None:
     title = "Training: simulated acceptance length against steps"
     page = to_html(comparison)

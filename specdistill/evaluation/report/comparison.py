@@ -21,7 +21,7 @@ from specdistill.evaluation.report.wording import between, number, percent, time
 
 COMPARISON = "comparison.json"
 HEAD = (
-    "", "candidate", "speedup", "to the best", "acceptance length", "a round", "rate", "first", "c", "v", "predicted", "best K",
+    "", "candidate", "speedup", "to the best", "acceptance length", "rate", "first", "c", "v", "predicted", "best K",
     "weights", "training", "long context", "lossless",
 )  # fmt: skip
 
@@ -105,8 +105,8 @@ def print_comparison(comparison: Mapping[str, Any], folder: Path) -> None:
 
 FOOTNOTE = (
     "Every prompt was decoded with each candidate and once without, in turn; intervals are 95 %, from a bootstrap over prompts, and "
-    "differences are paired. A round: the tokens that a round yields; rounds in which nothing was drafted count here, and not in the "
-    "acceptance length. First: share of drafts whose first token was accepted. c: a draft step, v: a verification, in plain "
+    "differences are paired. A round: the tokens that a round yields where some drafted nothing, which the acceptance length leaves "
+    "out. First: share of drafts whose first token was accepted. c: a draft step, v: a verification, in plain "
     "decoding steps. Predicted = acceptance length / (v + c·K). Weights: the draft's parameters."
 )
 
@@ -147,8 +147,7 @@ def _cells(entry: Mapping[str, Any], candidate: Mapping[str, Any]) -> list[tuple
         (entry["name"],),
         _with_interval(times(row["speedup"]), row, "speedup"),
         _to_best(entry),
-        _with_interval(number(row.get("mean_acceptance_length")), row, "mean_acceptance_length"),
-        (number(entry["parts"]["tokens_per_round"]),),
+        (*_with_interval(number(row.get("mean_acceptance_length")), row, "mean_acceptance_length"), *_a_round(row)),
         (percent(row.get("acceptance_rate")),),
         (percent(entry["parts"]["first_position_rate"]),),
         (number(theory.get("c"), 3),),
@@ -165,6 +164,12 @@ def _cells(entry: Mapping[str, Any], candidate: Mapping[str, Any]) -> list[tuple
 def _with_interval(shown: str, row: Mapping[str, Any], name: str) -> tuple[str, ...]:
     ends = between(row, name).strip()
     return (shown, ends) if ends else (shown,)
+
+
+def _a_round(row: Mapping[str, Any]) -> tuple[str, ...]:
+    """Tokens a round, where rounds that drafted nothing set it apart from the acceptance length."""
+    drafted_always = row["num_drafts"] == row["num_rounds"]
+    return () if drafted_always or "tokens_per_round" not in row else (f"{number(row['tokens_per_round'])} a round",)
 
 
 def _context(row: Mapping[str, Any]) -> tuple[str, ...]:
