@@ -15,8 +15,7 @@ import yaml
 from specdistill.cli import VERBS
 from specdistill.command import spell_out
 from specdistill.evaluation.gate import load_gate
-from specdistill.evaluation.suites import load_suite
-from specdistill.project import ROOT
+from specdistill.project import ROOT, SUITES
 from specdistill.recipe import Recipe, load_recipe
 
 PATH = ROOT / ".github" / "workflows" / "release-gate.yml"
@@ -25,7 +24,7 @@ VALUES = {
     "vars.RELEASE_TARGET": "org/target",
     "vars.RELEASE_METHOD": "eagle3",
     "inputs.draft || vars.RELEASE_DRAFT": "org/draft@v2",
-    "vars.RELEASE_SUITE": "pico",
+    "vars.RELEASE_SUITE || 'spec-bench'": "spec-bench",
     "inputs.baseline || vars.RELEASE_BASELINE": "org/draft@v1",
     "secrets.HF_TOKEN": "secret",
     "github.token": "token",
@@ -96,7 +95,7 @@ def test_every_command_exists_and_takes_its_keys(run: dict[str, tuple[Path, list
             assert verb in VERBS
             recipe = recipe_of(keys)
             load_gate(recipe.gate)
-            load_suite(recipe.eval.suite)
+            assert (SUITES / f"{recipe.eval.suite}.yaml").is_file()
 
 
 def test_pico_is_trained_and_judged_in_one_folder_and_its_report_is_shown(run: dict[str, tuple[Path, list[list[str]]]]) -> None:
@@ -115,7 +114,7 @@ def test_a_release_is_judged_against_the_one_before(run: dict[str, tuple[Path, l
     folder, ran = run["release"]
     (recipe,) = (recipe_of(command[2:]) for command in ran if command[0] == "specdistill")
     assert (recipe.eval.draft, recipe.eval.baseline, recipe.gate) == ("org/draft@v2", "org/draft@v1", "release")
-    assert (recipe.target.model, recipe.method, recipe.eval.suite) == ("org/target", "eagle3", "pico")
+    assert (recipe.target.model, recipe.method, recipe.eval.suite) == ("org/target", "eagle3", "spec-bench")
     assert recipe.eval.output_dir == "runs/release"
     assert (folder / "summary.md").read_text() == "# Passed\n"
 
