@@ -5,7 +5,7 @@ Plain decoding is the same loop with nothing proposed, so that speed with and wi
 
 import copy
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -98,12 +98,7 @@ class Decoder:
             num_speculative_tokens = tree.depth
         if self.proposer and num_speculative_tokens < 1:
             raise UserError("eval.num_speculative_tokens", got=num_speculative_tokens, expected="1 or more")
-        length = len(prompt_ids) + max_new_tokens
-        if not prompt_ids or max_new_tokens < 1 or length > self.target.max_length:
-            got = f"a prompt of {len(prompt_ids)} tokens and {max_new_tokens} new ones"
-            raise UserError(
-                "eval.max_new_tokens", got=got, expected=f"at least 1 of each and {self.target.max_length} together"
-            )
+        length = check_length(self.target, prompt_ids, max_new_tokens)
         if self.proposer:
             self.proposer.begin(length + num_speculative_tokens)
 
@@ -152,7 +147,7 @@ class Decoder:
             elif rejected:
                 cache.crop(-rejected)
             state.fresh = features.first(len(path) + 1)
-        emitted = self._cut([*accepted, next_token], budget)
+        emitted = cut([*accepted, next_token], budget, self.target.eos_token_ids)
         state.token_ids += emitted
         seconds = drafted - start, self._now() - drafted
         shown = tree.prolonged(path) if tree else range(len(tokens))
@@ -231,14 +226,29 @@ class Decoder:
             check_reads_trees(self.target)
             self._reads_trees = True
 
-    def _cut(self, tokens: list[int], budget: int) -> list[int]:
-        """Drop what lies past the budget or after the first stop token."""
-        for index, token in enumerate(tokens[:budget]):
-            if token in self.target.eos_token_ids:
-                return tokens[: index + 1]
-        return tokens[:budget]
-
     def _now(self) -> float:
-        if self.target.device.type == "cuda":
-            torch.cuda.synchronize()
-        return time.perf_counter()
+        return now(self.target.device)
+
+
+def check_length(target: FrozenTarget, prompt_ids: Sequence[int], max_new_tokens: int) -> int:
+    """The length of prompt and continuation together. Raises UserError when one is empty or both pass the target's context."""
+    length = len(prompt_ids) + max_new_tokens
+    if not prompt_ids or max_new_tokens < 1 or length > target.max_length:
+        got = f"a prompt of {len(prompt_ids)} tokens and {max_new_tokens} new ones"
+        raise UserError("eval.max_new_tokens", got=got, expected=f"at least 1 of each and {target.max_length} together")
+    return length
+
+
+def cut(tokens: list[int], budget: int, stop_ids: Container[int]) -> list[int]:
+    """Drop what lies past the budget or after the first stop token."""
+    for index, token in enumerate(tokens[:budget]):
+        if token in stop_ids:
+            return tokens[: index + 1]
+    return tokens[:budget]
+
+
+def now(device: torch.device) -> float:
+    """Seconds, once the device has done what it was asked."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()

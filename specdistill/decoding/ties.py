@@ -6,7 +6,7 @@ whole text goes through the target once more in float64, with and without a draf
 
 Targets in 16 bits are left alone: there near-ties are frequent, and are counted instead (specdistill.evaluation.losslessness).
 
-Shapes: T positions, V vocabulary.
+Shapes: B texts, T positions, V vocabulary.
 """
 
 from collections.abc import Sequence
@@ -21,14 +21,22 @@ NEAR_TIE = 2.0**-14  # of the best logit: 512 roundings of float32, where a 16-l
 
 def settle(target: FrozenTarget, token_ids: Sequence[int], logits_1TV: Tensor) -> Tensor:
     """The logits after the last T of `token_ids`; rows whose two best lie within NEAR_TIE are replaced by float64 ones."""
-    if logits_1TV.dtype != torch.float32:
-        return logits_1TV
-    best_1T, second_1T = logits_1TV.topk(2).values.unbind(-1)
-    tied_1T = best_1T - second_1T <= NEAR_TIE * best_1T.abs()
-    if not tied_1T.any():
-        return logits_1TV
-    exact_1TV = in_float64(target, token_ids)[:, -logits_1TV.shape[1] :]
-    return torch.where(tied_1T.unsqueeze(-1), exact_1TV, logits_1TV.double())
+    return settle_rows(target, [token_ids], logits_1TV)
+
+
+def settle_rows(target: FrozenTarget, texts: Sequence[Sequence[int]], logits_BTV: Tensor) -> Tensor:
+    """`settle` of several texts: the logits [B, T, V] after the last T of texts[b]."""
+    if logits_BTV.dtype != torch.float32:
+        return logits_BTV
+    best_BT, second_BT = logits_BTV.topk(2).values.unbind(-1)
+    tied_BT = best_BT - second_BT <= NEAR_TIE * best_BT.abs()
+    if not tied_BT.any():
+        return logits_BTV
+    settled_BTV = logits_BTV.double()
+    for row in tied_BT.any(1).nonzero().flatten().tolist():
+        exact_TV = in_float64(target, texts[row])[0, -logits_BTV.shape[1] :]
+        settled_BTV[row] = torch.where(tied_BT[row].unsqueeze(-1), exact_TV, settled_BTV[row])
+    return settled_BTV
 
 
 def in_float64(target: FrozenTarget, token_ids: Sequence[int]) -> Tensor:

@@ -44,6 +44,10 @@ class Features:
         """Those of some positions, in the order given."""
         return Features(tuple(feature[:, positions] for feature in self.aux), self.last_hidden[:, positions])
 
+    def rows(self, index: Sequence[int]) -> "Features":
+        """Those of some rows of the batch."""
+        return Features(tuple(feature[index] for feature in self.aux), self.last_hidden[index])
+
 
 class FrozenTarget:
     """A target in evaluation mode whose parameters take no gradient."""

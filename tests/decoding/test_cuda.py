@@ -7,7 +7,9 @@ import pytest
 import torch
 from datasets import Dataset
 
+from specdistill.decoding.batch import BatchDecoder
 from specdistill.decoding.decoder import Decoder
+from specdistill.decoding.draft_model import DraftModelProposer
 from specdistill.decoding.ngram import NgramProposer
 from specdistill.decoding.proposers import HeadProposer
 from specdistill.decoding.sampling import Sampling
@@ -36,6 +38,15 @@ def test_greedy_output_is_the_plain_output(target: FrozenTarget) -> None:
     for proposer in (HeadProposer(build_eagle3(target)), NgramProposer()):
         fast = Decoder(target, proposer).generate(PROMPT, max_new_tokens=60, num_speculative_tokens=4)
         assert fast.token_ids == plain.token_ids
+
+
+def test_batches_write_what_each_row_writes_alone(target: FrozenTarget) -> None:
+    prompts = [[*PROMPT[: 1 + index % 6], 40 + index] for index in range(16)]
+    plain = [Decoder(target).generate(prompt, max_new_tokens=60).token_ids for prompt in prompts]
+    for proposer in (None, HeadProposer(build_eagle3(target)), DraftModelProposer(target.model), NgramProposer()):
+        k = 4 if proposer else 0
+        generations = BatchDecoder(target, proposer).generate(prompts, max_new_tokens=60, num_speculative_tokens=k)
+        assert [generation.token_ids for generation in generations] == plain
 
 
 def test_sampling_is_reproducible_by_its_generator(target: FrozenTarget) -> None:

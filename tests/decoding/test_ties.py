@@ -15,14 +15,18 @@ PROMPT = [5, 9, 5, 9, 20, 31]
 NEW_TOKENS = 40
 
 
-@pytest.fixture
-def target() -> FrozenTarget:
+def twins() -> FrozenTarget:
     model = tiny_target_model()
     model.generation_config.eos_token_id = []
     head = model.lm_head.weight.data
     noise = torch.rand(head[130:].shape, generator=torch.Generator().manual_seed(1)) - 0.5
     head[130:] = head[:130] * (1 + 4 * torch.finfo(torch.float32).eps * noise)
     return FrozenTarget(model, tiny_tokenizer(), name="twins")
+
+
+@pytest.fixture
+def target() -> FrozenTarget:
+    return twins()
 
 
 def test_greedy_text_is_what_float64_prefers(target):
