@@ -1,6 +1,7 @@
 """Measure a draft by real speculative decoding and judge it: report.json, samples.jsonl, report.md, report.html and junit.xml.
 
 python eval/run.py recipe=pico/eagle3
+python eval/run.py recipe=pico/eagle3 eval.engine=vllm eval.server=http://127.0.0.1:8000 eval.baseline_server=http://127.0.0.1:8001
 python eval/run.py target=pico draft=runs/demo/draft method=eagle3 suite=pico output_dir=runs/report
 """
 
@@ -8,21 +9,23 @@ import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from specdistill.command import run
 from specdistill.decoding.load import load_proposer, proposer_options
-from specdistill.errors import ExitCode
+from specdistill.errors import ExitCode, UserError
 from specdistill.evaluation.baseline import read_baseline
 from specdistill.evaluation.changes import judge
 from specdistill.evaluation.gate import Evidence, load_gate
 from specdistill.evaluation.measure import Settings
 from specdistill.evaluation.pipeline import evaluate_draft
+from specdistill.evaluation.records import PromptRecord
 from specdistill.evaluation.report.console import print_report
 from specdistill.evaluation.report.files import check_writable, write_report
-from specdistill.evaluation.suites import cut_prompts, load_suite, tokenize
+from specdistill.evaluation.suites import Suite, cut_prompts, load_suite, tokenize
 from specdistill.evaluation.sweep import Plan, plan_cells
 from specdistill.recipe import Recipe
-from specdistill.targets.frozen import FrozenTarget
+from specdistill.targets.frozen import FrozenTarget, read_tokenizer, resolve
 
 SHORTHANDS = {
     "target": "target.model",
@@ -39,9 +42,30 @@ def main(recipe: Recipe) -> ExitCode:
     check_writable(folder, "eval.output_dir")
     rules, suite = load_gate(recipe.gate), load_suite(config.suite)
     baseline = read_baseline(config.baseline, "eval.baseline") if config.baseline else None
+    finished_cells = folder / "cells"
+    if config.engine == "specdistill":
+        report, records = measure_here(recipe, suite, finished_cells)
+    else:
+        report, records = measure_server(recipe, suite)
 
-    # Target, draft and prompts
-    draft = None if recipe.method == "ngram" else config.draft or str(run_folder / "draft")
+    # Judge and write
+    report = judge(rules, Evidence(report, records), baseline)
+    write_report(folder, report, records)
+    shutil.rmtree(finished_cells, ignore_errors=True)
+    print_report(report, folder)
+    if report.get("incomplete"):
+        print(f"error: {report['not_measured']['incomplete']}", file=sys.stderr)
+        return ExitCode.RESOURCE_ERROR
+    return ExitCode.DONE if report["gate"]["passed"] else ExitCode.CHECK_FAILED
+
+
+def measure_here(recipe: Recipe, suite: Suite, finished_cells: Path) -> tuple[dict[str, Any], list[PromptRecord]]:
+    """Decode in this process. finished_cells: the folder of what is measured already, for a run that goes on."""
+    config = recipe.eval
+    for key in ("server", "baseline_server"):
+        if (address := getattr(config, key)) is not None:
+            raise UserError(f"eval.{key}", got=address, expected="eval.engine=vllm or eval.engine=sglang beside it")
+    draft = None if recipe.method == "ngram" else config.draft or str(Path(recipe.train["output_dir"]) / "draft")
     target = FrozenTarget.load(**vars(recipe.target))
     proposer = load_proposer(
         recipe.method,
@@ -66,17 +90,13 @@ def main(recipe: Recipe) -> ExitCode:
         max_length=target.max_length,
         num_prompts=config.num_prompts,
     )
-
-    # Measure
-    settings = Settings.of(config)
     plans = plan_cells(
-        Plan(settings, prompts),
+        Plan(Settings.of(config), prompts),
         num_speculative_tokens=axes.num_speculative_tokens,
         temperatures=axes.temperature,
         contexts=contexts,
     )
-    finished_cells = folder / "cells"
-    report, records = evaluate_draft(
+    return evaluate_draft(
         target,
         proposer,
         suite,
@@ -87,12 +107,42 @@ def main(recipe: Recipe) -> ExitCode:
         folder=finished_cells,
     )
 
-    # Judge and write
-    report = judge(rules, Evidence(report, records), baseline)
-    write_report(folder, report, records)
-    shutil.rmtree(finished_cells)
-    print_report(report, folder)
-    return ExitCode.DONE if report["gate"]["passed"] else ExitCode.CHECK_FAILED
+
+def measure_server(recipe: Recipe, suite: Suite) -> tuple[dict[str, Any], list[PromptRecord]]:
+    """Send the suite to running servers. Which draft they loaded they do not say: eval.draft is written down as it is given."""
+    from specdistill.evaluation.servers.run import connect, evaluate_server  # decoding in this process needs no HTTP
+
+    config, target = recipe.eval, recipe.target
+    for name, values in vars(config.sweep).items():
+        if values:
+            expected = "nothing: a server drafts as it was started"
+            raise UserError(f"eval.sweep.{name}", got=f"{values} with eval.engine={config.engine}", expected=expected)
+    tokenizer, longest = read_tokenizer(target.model, revision=target.revision, trust_remote_code=target.trust_remote_code)
+    speculative, plain = connect(
+        config.engine,
+        config.server,
+        config.baseline_server,
+        target=resolve(target.model),
+        k=config.num_speculative_tokens,
+        timeout=config.server_timeout,
+    )
+    prompts = tokenize(
+        suite,
+        tokenizer,
+        max_new_tokens=config.max_new_tokens,
+        max_length=min(longest, speculative.identity.max_length or longest),
+        num_prompts=config.num_prompts,
+    )
+    return evaluate_server(
+        speculative,
+        plain,
+        suite,
+        prompts,
+        Settings.of(config),
+        tokenizer=tokenizer,
+        target={"model": target.model, "revision": target.revision},
+        draft={"model": config.draft, "revision": None, "method": recipe.method},
+    )
 
 
 if __name__ == "__main__":

@@ -229,6 +229,14 @@ class SweepConfig:
 
 @dataclass(frozen=True)
 class EvalConfig:
+    engine: str = option(
+        "specdistill",
+        "what decodes: this package, or a running server (eval.server)",
+        choices=["specdistill", "vllm", "sglang"],
+    )
+    server: str | None = option(None, "vllm, sglang: address of the server that drafts, as http://127.0.0.1:8000")
+    baseline_server: str | None = option(None, "vllm, sglang: address of a server that does not; null: no speedup is measured")
+    server_timeout: float = option(300.0, "vllm, sglang: seconds that one answer may take", least=0.1)
     suite: str = option("pico", "suite name, suite YAML, or a jsonl file with prompt | messages | text rows")
     draft: str | None = option(None, "draft folder; null: <train.output_dir>/draft")
     output_dir: str | None = option(None, "where the report goes; null: <train.output_dir>/report")

@@ -5,12 +5,12 @@ Context buckets are powers of two: bucket b holds the rounds that began with b t
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 
 import numpy as np
 from numpy.typing import NDArray
 
-from specdistill.evaluation.records import PromptRecord, RoundRecord
+from specdistill.evaluation.records import PromptRecord, RoundRecord, Timing
 
 Columns = dict[str, NDArray[np.float64]]
 
@@ -61,15 +61,16 @@ def in_bucket(record: PromptRecord, bucket: int) -> tuple[int, int]:
 
 
 def _sums(record: PromptRecord) -> dict[str, float]:
-    drafts = [entry for entry in record.rounds if entry.drafted]
+    drafts = record.drafts()
     hf, covered = record.hf_generate, record.num_in_draft_vocabulary
+    baseline = asdict(record.baseline) if record.baseline else {entry.name: None for entry in fields(Timing)}
     return {
         "num_prompts": 1,
         "num_drafts": len(drafts),
-        "num_draft_tokens": sum(len(entry.drafted) for entry in drafts),
-        "num_accepted_tokens": sum(len(entry.accepted) for entry in drafts),
+        "num_draft_tokens": sum(drafted for drafted, _ in drafts),
+        "num_accepted_tokens": sum(accepted for _, accepted in drafts),
         **asdict(record.speculative),
-        **{f"baseline_{name}": number for name, number in asdict(record.baseline).items()},
+        **{f"baseline_{name}": number for name, number in baseline.items()},
         "hf_num_tokens": hf.num_tokens if hf else np.nan,
         "hf_seconds": hf.seconds if hf else np.nan,
         "num_in_draft_vocabulary": np.nan if covered is None else covered,

@@ -231,8 +231,8 @@ def _paired(
         **{name: (row.get(name), old.get(name)) for name in ("suite_version", *SCOPES)},
         **{name: (report["settings"][name], before["settings"][name]) for name in SHARED_SETTINGS},
         "suite.sha256": (report["suite"]["sha256"], before["suite"]["sha256"]),
-        "target.parameters": (report["target"]["parameters"], before["target"]["parameters"]),
-        "target.dtype": (report["target"]["dtype"], before["target"]["dtype"]),
+        "target.parameters": (report["target"].get("parameters"), before["target"].get("parameters")),
+        "target.dtype": (report["target"].get("dtype"), before["target"].get("dtype")),
     }
     for name, (new_value, old_value) in compared.items():
         if new_value != old_value:

@@ -278,6 +278,7 @@ def _record(suite: str, cell: Cell, target: FrozenTarget, run: Runs, vocabulary:
         baseline=_timing(run.baseline),
         hf_generate=_median_hf(run.hf_generate),
         num_in_draft_vocabulary=None if vocabulary is None else sum(token in vocabulary for token in plain),
+        baseline_text=target.tokenizer.decode(plain, skip_special_tokens=False),
     )
 
 

@@ -32,15 +32,15 @@ class RoundRecord:
 @dataclass(frozen=True)
 class Timing:
     """One way of decoding a prompt: medians over the repeats, in seconds. Draft and verify seconds are summed over the
-    rounds.
+    rounds. None where it cannot be seen: a server answers with the whole text.
     """
 
     num_tokens: int
-    num_rounds: int
+    num_rounds: int | None
     seconds: float
-    prefill_seconds: float
-    draft_seconds: float
-    verify_seconds: float
+    prefill_seconds: float | None = None
+    draft_seconds: float | None = None
+    verify_seconds: float | None = None
 
 
 @dataclass(frozen=True)
@@ -52,11 +52,27 @@ class HFGenerate:
 
 
 @dataclass(frozen=True)
+class ServerCounts:
+    """What a server counted while it wrote a text: it shows no rounds. `token_ids`: of the text, empty where it does not say.
+
+    accepted_per_position [K]: drafts whose position k was accepted.
+    """
+
+    token_ids: tuple[int, ...]
+    num_drafts: int
+    num_draft_tokens: int
+    num_accepted_tokens: int
+    accepted_per_position: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class PromptRecord:
     """A prompt, the text written with the draft, how it came about, and what it cost with and without the draft.
 
     cell: the settings under which both were written.
     num_in_draft_vocabulary: tokens of the target's own text that the draft could have proposed; None when it can propose any.
+    baseline, baseline_text: what was written without the draft; None when nothing was.
+    counts: in place of the rounds and the first token, when a server wrote the text.
     """
 
     suite: str
@@ -66,13 +82,32 @@ class PromptRecord:
     num_prompt_tokens: int
     prompt: str
     text: str
-    first_token: int
+    first_token: int | None
     first_token_text: str
     rounds: tuple[RoundRecord, ...]
     speculative: Timing
-    baseline: Timing
+    baseline: Timing | None
     hf_generate: HFGenerate | None = None
     num_in_draft_vocabulary: int | None = None
+    baseline_text: str | None = None
+    counts: ServerCounts | None = None
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """Of the text written with the draft; empty where a server does not say them."""
+        if self.counts:
+            return self.counts.token_ids
+        first = () if self.first_token is None else (self.first_token,)
+        return (*first, *(token for entry in self.rounds for token in entry.emitted))
+
+    def drafts(self) -> list[tuple[int, int]]:
+        """(drafted, accepted) tokens of each draft. A server tells sums alone: its drafted tokens are shared out evenly."""
+        if self.counts is None:
+            return [(len(entry.drafted), len(entry.accepted)) for entry in self.rounds if entry.drafted]
+        number, total, reached = self.counts.num_drafts, self.counts.num_draft_tokens, self.counts.accepted_per_position
+        # Positions are accepted in order, so the drafts can be put in an order in which the first reached[k] have position k.
+        accepted = [sum(draft < count for count in reached) for draft in range(number)]
+        return [(total // number + (draft < total % number), accepted[draft]) for draft in range(number)]
 
 
 def records_of(row: Mapping[str, Any], records: Sequence[PromptRecord]) -> list[PromptRecord]:
@@ -107,14 +142,18 @@ def refuse_constant(name: str) -> None:
 
 def read_record(row: dict[str, Any]) -> PromptRecord:
     """A record from its JSON object, which is taken apart."""
-    rounds = tuple(RoundRecord(**{name: tuple(value) for name, value in entry.items()}) for entry in row.pop("rounds"))
-    speculative, baseline = Timing(**row.pop("speculative")), Timing(**row.pop("baseline"))
-    cell, hf = Cell(**row.pop("cell")), row.pop("hf_generate")
+    cell, rounds = Cell(**row.pop("cell")), tuple(RoundRecord(**_tuples(entry)) for entry in row.pop("rounds"))
+    speculative, baseline, hf, counts = (row.pop(name, None) for name in ("speculative", "baseline", "hf_generate", "counts"))
     return PromptRecord(
         **row,
         cell=cell,
         rounds=rounds,
-        speculative=speculative,
-        baseline=baseline,
+        speculative=Timing(**speculative),
+        baseline=Timing(**baseline) if baseline else None,
         hf_generate=HFGenerate(**hf) if hf else None,
+        counts=ServerCounts(**_tuples(counts)) if counts else None,
     )
+
+
+def _tuples(row: dict[str, Any]) -> dict[str, Any]:
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in row.items()}

@@ -5,11 +5,13 @@ other number is a formula of specdistill.evaluation.metrics. What was not measur
 `not_measured`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from types import MappingProxyType
 from typing import Any
 
 import evaluate
+import numpy as np
 
 from specdistill.evaluation.cells import ALL, Cell
 from specdistill.evaluation.columns import Columns, columns, drafts_per_bucket, in_bucket, long_context_start
@@ -20,6 +22,7 @@ from specdistill.evaluation.suites import Suite
 from specdistill.evaluation.theory import RoundCost, alpha_from_acceptance_length, best_point, speedup_curve
 from specdistill.project import METRICS as METRIC_MODULES
 
+NO_REASONS: Mapping[str, str] = MappingProxyType({})
 PLAIN = (
     "draft_ms",
     "verify_ms",
@@ -42,14 +45,20 @@ NEED_DRAFTS = (
 SLOW_BASELINE = 0.95  # below this share of the library's own speed the baseline flatters the draft
 
 
-def result_rows(records: Sequence[PromptRecord], suite: Suite, cell: Cell, *, seed: int) -> list[dict[str, Any]]:
-    """A cell's rows, from its records: the suite's (`category: all`) and one for each category, in the suite's order."""
+def result_rows(
+    records: Sequence[PromptRecord], suite: Suite, cell: Cell, *, seed: int, reasons: Mapping[str, str] = NO_REASONS
+) -> list[dict[str, Any]]:
+    """A cell's rows, from its records: the suite's (`category: all`) and one for each category, in the suite's order.
+
+    reasons: why numbers are absent that this way of measuring cannot give, where it is not the reason to expect.
+    """
     groups = {ALL: list(records)}
     for record in records:
         groups.setdefault(record.category, []).append(record)
     scope = {"suite": suite.name, "suite_version": suite.version}
     return [
-        {**scope, "category": category, **asdict(cell), **_numbers(group, cell, seed)} for category, group in groups.items()
+        {**scope, "category": category, **asdict(cell), **_numbers(group, cell, seed, reasons)}
+        for category, group in groups.items()
     ]
 
 
@@ -96,35 +105,44 @@ def headline(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _numbers(records: Sequence[PromptRecord], cell: Cell, seed: int) -> dict[str, Any]:
+def _numbers(records: Sequence[PromptRecord], cell: Cell, seed: int, reasons: Mapping[str, str]) -> dict[str, Any]:
     table = columns(records)
     row: dict[str, Any] = {
         "num_prompts": len(records),
         "num_new_tokens": int(table["num_tokens"].sum()),
-        "num_rounds": int(table["num_rounds"].sum()),
-        "num_looping": sum(is_looping(record) for record in records),
+        **_total(table, "num_rounds"),
+        **({"num_looping": sum(map(is_looping, records))} if all(record.token_ids for record in records) else {}),
         **_acceptance(records, cell.num_speculative_tokens, seed),
         **_speed(table, seed),
         **{name: number for name in PLAIN if (number := value(METRICS[name], table)) is not None},
         **_against_hf(records, table, seed),
         **estimates(("tokens_per_round", "context_ratio", "vocabulary_coverage"), table, seed),
     }
-    row["not_measured"] = _reasons(row, records, cell.temperature)
+    absent = {name: reason for name, reason in reasons.items() if name not in row}
+    row["not_measured"] = _reasons(row, records, cell.temperature) | absent
     return row
 
 
 def _acceptance(records: Sequence[PromptRecord], k: int, seed: int) -> dict[str, Any]:
-    drafts = [[entry for entry in record.rounds if entry.drafted] for record in records]
+    drafts = [record.drafts() for record in records]
     numbers: dict[str, Any] = evaluate.load(str(METRIC_MODULES / "acceptance"), keep_in_memory=True).compute(
-        predictions=[[len(entry.accepted) for entry in prompt] for prompt in drafts],
-        references=[[len(entry.drafted) for entry in prompt] for prompt in drafts],
+        predictions=[[accepted for _, accepted in prompt] for prompt in drafts],
+        references=[[drafted for drafted, _ in prompt] for prompt in drafts],
         num_positions=k,
         seed=seed,
     )
     return numbers
 
 
+def _total(table: Columns, name: str) -> dict[str, int]:
+    total = table[name].sum()
+    return {} if np.isnan(total) else {name: int(total)}
+
+
 def _speed(table: Columns, seed: int) -> dict[str, Any]:
+    if np.isnan(table["baseline_seconds"]).any():
+        return estimates(("tokens_per_second",), table, seed)
+
     def timings(side: str) -> list[dict[str, float]]:
         pairs = zip(table[f"{side}num_tokens"], table[f"{side}seconds"], strict=True)
         return [{"num_tokens": int(tokens), "seconds": seconds} for tokens, seconds in pairs]
@@ -150,7 +168,7 @@ def _against_hf(records: Sequence[PromptRecord], table: Columns, seed: int) -> d
 
 def is_looping(record: PromptRecord) -> bool:
     """Whether the text ends in a cycle: its last 48 tokens repeat with a period of at most 16. Loops inflate acceptance."""
-    tail = [record.first_token, *(token for entry in record.rounds for token in entry.emitted)][-48:]
+    tail = record.token_ids[-48:]
     if len(tail) < 48:
         return False
     return any(tail[period:] == tail[:-period] for period in range(1, 17))

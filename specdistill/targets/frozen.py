@@ -18,7 +18,7 @@ import peft
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, Cache, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Cache, PreTrainedModel
 
 from specdistill.errors import UserError, nearest, one_line
 from specdistill.hub import hub_errors
@@ -198,6 +198,22 @@ def read_causal_lm(
     if missing:  # transformers makes them up
         raise UserError(key, got=f"{path} without {', '.join(missing[:3])}", expected="every weight that its config asks for")
     return model, tokenizer
+
+
+def read_tokenizer(model: str, *, revision: str | None = None, trust_remote_code: bool = False) -> tuple[Any, int]:
+    """A target's tokenizer and the longest text that it reads, in tokens, without its weights: they are in another process.
+
+    Raises UserError when there is no such target, ResourceError when the Hub fails.
+    """
+    path, options = resolve(model), {"revision": revision, "trust_remote_code": trust_remote_code}
+    expected = "pico, a folder with config and tokenizer, or a Hub id"
+    try:
+        with hub_errors("target.model", path, expected=expected):
+            tokenizer = AutoTokenizer.from_pretrained(path, **options)
+            config = AutoConfig.from_pretrained(path, **options).get_text_config()
+    except (OSError, ValueError) as error:
+        raise UserError("target.model", got=f"{path} ({str(error).splitlines()[0]})", expected=expected) from error
+    return tokenizer, int(config.max_position_embeddings)
 
 
 def with_adapter(model: PreTrainedModel, adapter: str, *, base: str) -> PreTrainedModel:

@@ -5,6 +5,7 @@ involved.
 import inspect
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ import numpy as np
 from specdistill.evaluation import suites
 from specdistill.evaluation.cells import Cell
 from specdistill.evaluation.comparison import Measured
-from specdistill.evaluation.records import HFGenerate, PromptRecord, RoundRecord, Timing
+from specdistill.evaluation.records import HFGenerate, PromptRecord, RoundRecord, ServerCounts, Timing
 from specdistill.evaluation.report.build import build_report
 from specdistill.evaluation.results import context_rows, headline, result_rows, theory
 from specdistill.evaluation.suites import Suite
@@ -189,3 +190,29 @@ def simulated_candidate(
         "divergences": unexplained,
     }
     return Measured(name, num_layers, training, report, records)
+
+
+def as_from_server(record: PromptRecord, *, with_baseline: bool = True) -> PromptRecord:
+    """The same text, with what a server tells of it in place of its rounds."""
+    longest = max(len(entry.drafted) for entry in record.rounds)
+    accepted = [len(entry.accepted) for entry in record.rounds]
+    counts = ServerCounts(
+        token_ids=record.token_ids,
+        num_drafts=len(record.rounds),
+        num_draft_tokens=sum(len(entry.drafted) for entry in record.rounds),
+        num_accepted_tokens=sum(accepted),
+        accepted_per_position=tuple(sum(count > position for count in accepted) for position in range(longest)),
+    )
+    speculative = Timing(record.speculative.num_tokens, None, record.speculative.seconds)
+    baseline = Timing(record.baseline.num_tokens, None, record.baseline.seconds) if with_baseline else None
+    return replace(
+        record,
+        rounds=(),
+        first_token=None,
+        first_token_text="",
+        speculative=speculative,
+        baseline=baseline,
+        hf_generate=None,
+        num_in_draft_vocabulary=None,
+        counts=counts,
+    )

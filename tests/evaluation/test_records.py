@@ -5,9 +5,17 @@ import pytest
 from specdistill.errors import UserError
 from specdistill.evaluation.cells import Cell
 from specdistill.evaluation.columns import bucket_of, columns, drafts_per_bucket, drafts_with_context, long_context_start
-from specdistill.evaluation.records import PromptRecord, RoundRecord, Timing, read_records, records_of, write_records
+from specdistill.evaluation.records import (
+    PromptRecord,
+    RoundRecord,
+    ServerCounts,
+    Timing,
+    read_records,
+    records_of,
+    write_records,
+)
 from specdistill.evaluation.results import result_rows
-from tests.evaluation.simulated import SUITE, simulate
+from tests.evaluation.simulated import SUITE, as_from_server, simulate
 
 
 def record(rounds: list[tuple[int, int]], num_prompt_tokens: int = 10) -> PromptRecord:
@@ -23,8 +31,20 @@ def record(rounds: list[tuple[int, int]], num_prompt_tokens: int = 10) -> Prompt
 def test_records_survive_the_file(tmp_path):
     odd = PromptRecord(**{**vars(simulate(1)[0]), "text": "line separator \u2028, \x85 and <|end|>"})
     path = tmp_path / "samples.jsonl"
-    write_records([odd, *simulate(3)], path)
-    assert read_records(path, "report") == [odd, *simulate(3)]
+    served = [as_from_server(record, with_baseline=record.id.startswith("chat")) for record in simulate(4)]
+    write_records([odd, *simulate(3), *served], path)
+    assert read_records(path, "report") == [odd, *simulate(3), *served]
+
+
+def test_a_servers_sums_say_of_its_drafts_what_rounds_say():
+    measured = record([(4, 2), (0, 0), (4, 4), (3, 0), (4, 2)])
+    assert measured.drafts() == [(4, 2), (4, 4), (3, 0), (4, 2)]
+    assert measured.token_ids == (7,) * 14
+    counts = ServerCounts((), num_drafts=4, num_draft_tokens=15, num_accepted_tokens=8, accepted_per_position=(3, 3, 1, 1))
+    served = replace(measured, rounds=(), counts=counts)
+    assert served.drafts() == [(4, 4), (4, 2), (4, 2), (3, 0)]
+    assert served.token_ids == ()
+    assert replace(served, counts=replace(counts, num_drafts=0)).drafts() == []
 
 
 @pytest.mark.parametrize("content", ["", '{"id": 1}\n', "not json\n", "[]\n"])

@@ -12,6 +12,7 @@ import jsonschema
 import pytest
 
 from specdistill.errors import ResourceError, UserError
+from specdistill.evaluation.cells import Cell
 from specdistill.evaluation.changes import judge
 from specdistill.evaluation.gate import Evidence, decide, load_gate
 from specdistill.evaluation.report import token_view
@@ -22,7 +23,9 @@ from specdistill.evaluation.report.html import to_html
 from specdistill.evaluation.report.markdown import to_markdown
 from specdistill.evaluation.report.schema import schema, validate
 from specdistill.evaluation.report.wording import settings_line, shared_settings
-from tests.evaluation.simulated import simulate, simulated_report
+from specdistill.evaluation.results import result_rows
+from specdistill.evaluation.servers.reasons import DOCUMENT_REASONS, NO_BASELINE, NO_BASELINE_ROW, ROW_REASONS
+from tests.evaluation.simulated import SUITE, as_from_server, simulate, simulated_report
 
 FILES = ["junit.xml", "report.html", "report.json", "report.md", "samples.jsonl"]
 HOSTILE = '</script><script>alert(1)</script><img src=x onerror="alert(2)">|`'
@@ -187,6 +190,37 @@ def test_a_report_of_almost_nothing_still_renders(records):
     assert report["not_measured"]["theory"]
     assert "nothing was drafted" in to_html(report, nothing)
     assert "| all of simulated | 2 | – |" in to_markdown(report)
+
+
+def test_a_report_of_a_server_without_a_baseline_renders(tmp_path, records):
+    served = [as_from_server(record, with_baseline=False) for record in records]
+    report = simulated_report(
+        served,
+        results=result_rows(served, SUITE, Cell(4), seed=0, reasons={**ROW_REASONS, **NO_BASELINE_ROW}),
+        target={"model": "pico", "revision": None},
+        draft={"model": None, "revision": None, "method": "eagle3"},
+        hardware={"device": "server", "name": "http://127.0.0.1:8000"},
+        software={"python": "3.11.7", "vllm": "0.32.0"},
+        engine={"name": "vllm", "version": "0.32.0", "server": "http://127.0.0.1:8000", "baseline_server": None},
+        lossless={"prompts_checked": 0},
+        not_measured={"lossless.greedy_identical": NO_BASELINE, **DOCUMENT_REASONS},
+        incomplete="the server died",
+        theory=None,
+    )
+    report["gate"] = decide(load_gate("pico"), Evidence(report, served))
+    write_report(tmp_path, report, served)
+    assert not report["gate"]["passed"]
+    failed = {rule["metric"]: rule["reason"] for rule in report["gate"]["rules"] if not rule["passed"]}
+    assert failed["lossless.greedy_identical"] == f"no evidence: {NO_BASELINE}"
+    assert "incomplete" in failed
+    page, text = (tmp_path / "report.html").read_text(), (tmp_path / "report.md").read_text()
+    for rendered in (page, text):
+        assert f"Speed not measured ({NO_BASELINE}), no text compared with plain decoding" in rendered
+        assert "The measurement broke off: the server died" in rendered
+        assert f"not compared ({NO_BASELINE})" in rendered
+    assert 'id="samples"' not in page
+    assert read_report(tmp_path) == (report, served)
+    print_report(report, tmp_path)
 
 
 def test_the_token_view_has_every_round(report, records):

@@ -5,11 +5,12 @@ import pytest
 from specdistill.evaluation.cells import Cell
 from specdistill.evaluation.records import PromptRecord, RoundRecord
 from specdistill.evaluation.results import context_rows, headline, is_looping, result_rows, theory
-from tests.evaluation.simulated import PLAIN_STEP, SUITE, VERIFY_STEP, round_costs, simulate, simulated_report
+from specdistill.evaluation.servers.reasons import NO_BASELINE_ROW, ROW_REASONS
+from tests.evaluation.simulated import PLAIN_STEP, SUITE, VERIFY_STEP, as_from_server, round_costs, simulate, simulated_report
 
 
-def rows_of(records, temperature=0.0, k=4):
-    return result_rows(records, SUITE, Cell(k, temperature), seed=0)
+def rows_of(records, temperature=0.0, k=4, **more):
+    return result_rows(records, SUITE, Cell(k, temperature), seed=0, **more)
 
 
 def test_the_first_row_is_the_whole_suite_and_the_counts_add_up():
@@ -87,6 +88,24 @@ def test_every_metric_of_a_row_is_there_or_has_a_reason():
         for row in rows_of(records):
             assert [name for name in row_metrics() if name not in row and name not in row["not_measured"]] == []
             assert [name for name in row_metrics() if name in row and name in row["not_measured"]] == []
+
+
+def test_a_servers_rows_hold_the_numbers_of_rounds_and_say_what_they_lack():
+    from specdistill.evaluation.report.schema import row_metrics
+
+    records = simulate(16)
+    for with_baseline in (True, False):
+        served = [as_from_server(record, with_baseline=with_baseline) for record in records]
+        reasons = {**ROW_REASONS, **({} if with_baseline else NO_BASELINE_ROW)}
+        for row, seen in zip(rows_of(records), rows_of(served, reasons=reasons), strict=True):
+            same = [name for name in seen if name.startswith(("acc", "num", "mean", "conditional", "tokens"))]
+            assert {name: seen[name] for name in same} == {name: row[name] for name in same}
+            assert seen.get("speedup") == (row["speedup"] if with_baseline else None)
+            assert ("baseline_tokens_per_second" in seen) == ("overhead_factor" in seen) == with_baseline
+            absent = [name for name in row_metrics() if name not in seen]
+            assert {"draft_ms", "context_ratio", "num_rounds"} <= set(absent) <= set(seen["not_measured"])
+            assert not set(seen) & set(seen["not_measured"])
+            assert seen["not_measured"]["draft_ms"] == "a server does not time its steps one by one"
 
 
 def test_a_slow_baseline_also_gives_the_speedup_over_the_faster_loop():

@@ -33,15 +33,21 @@ def build_report(
     lossless: Mapping[str, Any],
     not_measured: Mapping[str, str],
     git_revision: str | None,
+    engine: Mapping[str, Any] | None = None,
+    incomplete: str | None = None,
 ) -> dict[str, Any]:
     """The document, to the schema in report.schema.json, before any gate has judged it (its gate has no rules and does not
     pass).
+
+    engine: what decoded, if it was not this package. incomplete: why the measurement broke off, if it did.
     """
     absent = dict(not_measured)
     if git_revision is None:
         absent["git_revision"] = "the code does not stand in a git checkout"
     if theory is None:
-        absent["theory"] = "nothing was drafted"
+        absent.setdefault("theory", "nothing was drafted")
+    if incomplete is not None:
+        absent["incomplete"] = incomplete
     report: dict[str, Any] = {
         "schema_version": SCHEMA_VERSION,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -51,6 +57,8 @@ def build_report(
         "draft": dict(draft),
         "hardware": dict(hardware),
         "software": dict(software),
+        "engine": dict(engine or {"name": "specdistill", "version": __version__}),
+        **({} if incomplete is None else {"incomplete": True}),
         "settings": dict(settings),
         "suite": {name: getattr(suite, name) for name in ("name", "version", "licence", "source", "sha256")},
         "headline": dict(headline),
@@ -69,23 +77,28 @@ def build_report(
 def findings(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """(name, one sentence) for everything about the measurement that its numbers alone do not show."""
     row, settings, lossless = report["results"][0], report["settings"], report["lossless"]
+    if report.get("incomplete"):
+        yield (
+            "incomplete",
+            f"The measurement broke off: {report['not_measured']['incomplete']}. Its numbers are those of a part.",
+        )
     yield from _speed_findings(row, report["hardware"]["device"])
-    if lossless["unexplained_divergences"]:
+    if lossless.get("unexplained_divergences"):
         count, checked = lossless["unexplained_divergences"], lossless["prompts_checked"]
         yield "divergence", f"{count} of {checked} greedy texts differ from plain decoding where rounding does not explain it."
-    if lossless["near_ties"]:
+    if lossless.get("near_ties"):
         yield "near_ties", f"{lossless['near_ties']} greedy texts part from plain decoding at a near-tie of the top two logits."
     test = lossless.get("sampling_test")
     if test and test["negative_control_p_value"] > CONTROL_P_VALUE:
         yield "blind_sampling_test", "The sampling test did not notice a rule that is wrong on purpose: it proves little here."
-    without = 1 - row["num_drafts"] / row["num_rounds"] if row["num_drafts"] else 0.0
+    without = 1 - row["num_drafts"] / row["num_rounds"] if row["num_drafts"] and "num_rounds" in row else 0.0
     if without > ROUNDS_WITHOUT_DRAFT:
         yield (
             "rounds_without_draft",
             f"In {without:.0%} of the rounds nothing was drafted; the acceptance length ({row['mean_acceptance_length']:.2f}) leaves those "
             f"out, and a round yields {row['tokens_per_round']:.2f} tokens.",
         )
-    if row["num_looping"] > LOOPING_SHARE * row["num_prompts"]:
+    if row.get("num_looping", 0) > LOOPING_SHARE * row["num_prompts"]:
         share = f"{row['num_looping']} of {row['num_prompts']}"
         yield "loops", f"{share} texts end in a cycle, which is easy to draft: acceptance is flattered."
     if settings["temperature"] and settings["top_k"] == 1:

@@ -35,14 +35,14 @@ def lines(records: Sequence[PromptRecord]) -> list[tuple[str, float | None, floa
 
 
 def _sums(records: Sequence[PromptRecord]) -> Mapping[str, dict[str, Any]]:
-    """side -> counts, and seconds of each kind."""
-    sums = {}
+    """side -> counts, and seconds of each kind. A server's texts are left out: nobody sees what their time went into."""
+    records, sums = [record for record in records if record.counts is None], {}
     for side in SIDES:
         timings: list[Timing] = [getattr(record, side) for record in records]
         parts = {
-            "prefill": sum(timing.prefill_seconds for timing in timings),
-            "draft": sum(timing.draft_seconds for timing in timings),
-            "target": sum(timing.verify_seconds for timing in timings),
+            "prefill": sum(timing.prefill_seconds or 0.0 for timing in timings),
+            "draft": sum(timing.draft_seconds or 0.0 for timing in timings),
+            "target": sum(timing.verify_seconds or 0.0 for timing in timings),
         }
         seconds = sum(timing.seconds for timing in timings)
         sums[side] = {
@@ -50,7 +50,7 @@ def _sums(records: Sequence[PromptRecord]) -> Mapping[str, dict[str, Any]]:
             "rest": max(seconds - sum(parts.values()), 0.0),
             "seconds": seconds,
             "texts": len(timings),
-            "rounds": sum(timing.num_rounds for timing in timings),
+            "rounds": sum(timing.num_rounds or 0 for timing in timings),
             "tokens": sum(timing.num_tokens for timing in timings),
         }
     return sums

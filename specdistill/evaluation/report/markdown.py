@@ -13,6 +13,7 @@ from specdistill.evaluation.report.wording import (
     cell_name,
     changed,
     failed_rules,
+    greedy_texts,
     measured,
     number,
     outcome,
@@ -114,9 +115,7 @@ def _headline(report: Mapping[str, Any]) -> str:
 
 def _lossless(report: Mapping[str, Any]) -> str:
     lossless = report["lossless"]
-    lines = [
-        f"- greedy: {lossless['prompts_checked']} texts, {lossless['divergences']} differ, {lossless['near_ties']} at near-ties"
-    ]
+    lines = [f"- greedy: {greedy_texts(report)}"]
     test = lossless.get("sampling_test")
     if test:
         lines.append(

@@ -16,7 +16,8 @@ PROMPT_CHARACTERS = 400  # of a prompt's end, enough to see what is continued
 
 
 def samples(records: Sequence[PromptRecord], max_bytes: int = MAX_BYTES) -> list[dict[str, Any]]:
-    """One entry a prompt, in the order of the records, `max_bytes` of JSON at most."""
+    """One entry a prompt whose rounds are known, in the order of the records, `max_bytes` of JSON at most."""
+    records = [record for record in records if record.counts is None]
     entries = [_sample(record) for record in records]
     sizes = [len(json.dumps(entry, ensure_ascii=False, separators=(",", ":")).encode()) + 1 for entry in entries]
     chosen = list(range(len(entries)))
@@ -27,7 +28,8 @@ def samples(records: Sequence[PromptRecord], max_bytes: int = MAX_BYTES) -> list
 
 
 def _sample(record: PromptRecord) -> dict[str, Any]:
-    prompt, drafts = record.prompt, [entry for entry in record.rounds if entry.drafted]
+    prompt, drafts, plain = record.prompt, [entry for entry in record.rounds if entry.drafted], record.baseline
+    assert plain is not None, record.id
     accepted = sum(len(entry.accepted) for entry in drafts)
     return {
         "id": record.id,
@@ -37,8 +39,7 @@ def _sample(record: PromptRecord) -> dict[str, Any]:
         "rounds": [_round(entry) for entry in record.rounds],
         "length": round(1 + accepted / len(drafts), 2) if drafts else None,
         "speedup": round(
-            (record.speculative.num_tokens / record.speculative.seconds)
-            / (record.baseline.num_tokens / record.baseline.seconds),
+            (record.speculative.num_tokens / record.speculative.seconds) / (plain.num_tokens / plain.seconds),
             2,
         ),
     }

@@ -19,9 +19,11 @@ def summary(report: Mapping[str, Any]) -> str:
     """One sentence: what the draft gains, how sure that is, and whether the text stays the same."""
     row, lossless = report["results"][0], report["lossless"]
     texts = f"{lossless['prompts_checked']} greedy texts"
-    if lossless["greedy_identical"]:
+    if not lossless["prompts_checked"]:
+        same = "no text compared with plain decoding"
+    elif lossless["greedy_identical"]:
         same = f"all {texts} identical to plain decoding"
-    elif not lossless["unexplained_divergences"]:
+    elif lossless.get("unexplained_divergences") == 0:
         same = f"{texts} equal to plain decoding up to {lossless['near_ties']} near-ties"
     else:
         same = f"{lossless['divergences']} of {texts} DIFFERENT from plain decoding"
@@ -30,6 +32,15 @@ def summary(report: Mapping[str, Any]) -> str:
     else:
         gain = f"Speed not measured ({reason(row, 'speedup')})"
     return f"{gain}, {same}."
+
+
+def greedy_texts(report: Mapping[str, Any]) -> str:
+    """How many greedy texts were compared with plain decoding, and how many differ."""
+    lossless, absent = report["lossless"], report["not_measured"]
+    if not lossless["prompts_checked"]:
+        return f"not compared ({absent['lossless.greedy_identical']})"
+    ties = f"{lossless['near_ties']} at near-ties" if "near_ties" in lossless else absent["lossless.near_ties"]
+    return f"{lossless['prompts_checked']} texts, {lossless['divergences']} differ, {ties}"
 
 
 def failed_rules(report: Mapping[str, Any]) -> str:

@@ -1,0 +1,152 @@
+"""A small inference server for tests: the two engines' HTTP interfaces, answered by our own decoder, with real Prometheus counters.
+
+It writes what the model writes and counts what was drafted, so that a client can be held to the numbers of the decoder itself.
+"""
+
+import json
+import threading
+import time
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import torch
+from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
+
+from specdistill.decoding.decoder import Decoder
+from specdistill.decoding.sampling import Sampling
+
+LABELS = {"engine": "0", "model_name": "test"}
+
+
+@dataclass
+class Behaviour:
+    """What a server may do wrong. `dies_after`, `silent_after`: answers before it closes its socket, or answers no more."""
+
+    version: str = "0.32.0"
+    dies_after: int | None = None
+    silent_after: int | None = None
+    counts_of_others: int = 0  # tokens counted for somebody else, with each answer
+    returns_tokens: bool = True
+    metrics: bool = True
+    old_names: bool = False  # of SGLang's counts
+
+
+class PeerServer:
+    """`with PeerServer(...) as peer: peer.address`. A server of `engine` that drafts `k` tokens a round with `proposer`, or none at all."""
+
+    def __init__(self, engine, target, proposer=None, k=0, *, model=None, behaviour=None):
+        self.engine, self.k, self.model = engine, k, model or target.name
+        self.decoder, self.target, self.behaviour = Decoder(target, proposer), target, behaviour or Behaviour()
+        self.registry, self.num_answers, self.lock = CollectorRegistry(), 0, threading.Lock()
+        self.generated = self._counter("generation_tokens")
+        if engine == "vllm" and proposer:
+            self.drafts, self.drafted, self.accepted = (
+                self._counter(f"spec_decode_num_{name}") for name in ("drafts", "draft_tokens", "accepted_tokens")
+            )
+            per_position = self._family(Counter, "spec_decode_num_accepted_tokens_per_pos", "position")
+            self.per_position = [per_position.labels(**LABELS, position=str(position)) for position in range(k)]
+        if engine == "sglang":
+            self.length = self._family(Gauge, "spec_accept_length").labels(**LABELS)
+        peer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def log_message(self, *_):
+                pass
+
+            def do_GET(self):
+                peer.get(self)
+
+            def do_POST(self):
+                peer.post(self)
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.address = f"http://127.0.0.1:{self.server.server_port}"
+        self.thread = threading.Thread(target=self.server.serve_forever, daemon=True)
+
+    def _family(self, kind, name, *more):
+        return kind(f"{self.engine}:{name}", "As the engine names it.", [*LABELS, *more], registry=self.registry)
+
+    def _counter(self, name):
+        return self._family(Counter, name).labels(**LABELS)
+
+    def __enter__(self):
+        self.thread.start()
+        return self
+
+    def __exit__(self, *_):
+        self.close()
+
+    def close(self):
+        self.server.shutdown()
+        self.server.server_close()
+
+    def get(self, handler):
+        if handler.path == "/metrics" and self.behaviour.metrics:
+            return self.answer(handler, generate_latest(self.registry))
+        served = {"id": self.model, "root": self.model, "max_model_len": self.target.max_length}
+        drafting = {"speculative_algorithm": "EAGLE3" if self.k else None, "speculative_num_steps": self.k or None}
+        pages = {"/v1/models": {"data": [served]}, "/version": {"version": self.behaviour.version}} | (
+            {"/get_server_info": {"version": self.behaviour.version, "model_path": self.model, **drafting}}
+            if self.engine == "sglang"
+            else {}
+        )
+        if handler.path in pages:
+            return self.answer(handler, json.dumps(pages[handler.path]).encode())
+        return self.answer(handler, b'{"detail":"Not Found"}', 404)
+
+    def post(self, handler):
+        body = json.loads(handler.rfile.read(int(handler.headers["Content-Length"])))
+        with self.lock:
+            behaviour, number = self.behaviour, self.num_answers
+            if behaviour.dies_after == number:
+                threading.Thread(target=self.close, daemon=True).start()
+                return handler.connection.close()
+            if behaviour.silent_after == number:
+                return time.sleep(5)
+            self.num_answers += 1
+            parameters = body if self.engine == "vllm" else body["sampling_params"]
+            written = self.decoder.generate(
+                body["prompt" if self.engine == "vllm" else "input_ids"],
+                max_new_tokens=parameters["max_tokens" if self.engine == "vllm" else "max_new_tokens"],
+                num_speculative_tokens=self.k,
+                sampling=Sampling(parameters["temperature"], parameters["top_p"], max(parameters["top_k"], 0)),
+                generator=torch.Generator().manual_seed(parameters.get("seed", 0)),
+            )
+            self.generated.inc(len(written.token_ids) + behaviour.counts_of_others)
+            answer = self.vllm_answer(written) if self.engine == "vllm" else self.sglang_answer(written)
+        return self.answer(handler, json.dumps(answer).encode())
+
+    def vllm_answer(self, written):
+        for entry in written.rounds:
+            if entry.drafted:
+                self.drafts.inc()
+                self.drafted.inc(len(entry.drafted))
+                self.accepted.inc(entry.num_accepted)
+                for position in range(entry.num_accepted):
+                    self.per_position[position].inc()
+        usage = {"prompt_tokens": len(written.prompt_ids), "completion_tokens": len(written.token_ids)}
+        tokens = {"token_ids": list(written.token_ids)} if self.behaviour.returns_tokens else {}
+        return {"choices": [{"text": self.text(written), **tokens}], "usage": usage}
+
+    def sglang_answer(self, written):
+        rounds = [entry for entry in written.rounds if entry.drafted]
+        meta = {"completion_tokens": len(written.token_ids)}
+        if rounds:
+            accepted = [entry.num_accepted for entry in rounds]
+            drafted, histogram = sum(len(entry.drafted) for entry in rounds), [accepted.count(n) for n in range(self.k + 1)]
+            names = ("spec_draft_token_num", "spec_accept_token_num", "spec_accept_histogram")
+            if not self.behaviour.old_names:
+                names = ("spec_num_proposed_drafts", "spec_num_correct_drafts", "spec_correct_drafts_histogram")
+            meta |= {"spec_verify_ct": len(rounds), **dict(zip(names, (drafted, sum(accepted), histogram), strict=True))}
+            self.length.set(1 + sum(accepted) / len(rounds))
+        return {"text": self.text(written), "output_ids": list(written.token_ids), "meta_info": meta}
+
+    def text(self, written):
+        ids = written.token_ids[:-1] if written.stopped else written.token_ids
+        return self.target.tokenizer.decode(ids, skip_special_tokens=False)
+
+    def answer(self, handler, content, status=200):
+        handler.send_response(status)
+        handler.send_header("Content-Length", str(len(content)))
+        handler.end_headers()
+        handler.wfile.write(content)
