@@ -16,7 +16,7 @@ from specdistill.drafts.small import build_small, load_alike, save_small
 from specdistill.losses.divergence import build_divergence
 from specdistill.recipe import Recipe, check_trainable
 from specdistill.targets.frozen import FrozenTarget
-from specdistill.training.arguments import training_arguments
+from specdistill.training.arguments import check_precision, training_arguments
 from specdistill.training.distillation import Distillation
 from specdistill.training.on_policy import StudentWriting
 from specdistill.training.optimizer import build_optimizer
@@ -30,6 +30,7 @@ CALIBRATION_ROWS = 16  # rows of training data whose activations say what a prun
 def main(recipe: Recipe) -> None:
     check_trainable(recipe, "train/draft.py")
     arguments = training_arguments(recipe.train)
+    check_precision(arguments, recipe.target.dtype)
     directory = RunDirectory.open(arguments.output_dir, recipe)
     set_seed(arguments.seed)
     loss, on_policy = recipe.loss, recipe.on_policy

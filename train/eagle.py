@@ -16,7 +16,7 @@ from specdistill.drafts.layers import check_window
 from specdistill.losses.divergence import build_divergence
 from specdistill.recipe import Recipe, check_trainable
 from specdistill.targets.frozen import FrozenTarget, check_aux_layers
-from specdistill.training.arguments import training_arguments
+from specdistill.training.arguments import check_precision, training_arguments
 from specdistill.training.optimizer import build_optimizer
 from specdistill.training.run_directory import RunDirectory
 from specdistill.training.trainer import DraftTrainer
@@ -27,6 +27,7 @@ from specdistill.training.unroll import TrainingTimeTest
 def main(recipe: Recipe) -> None:
     check_trainable(recipe, "train/eagle.py")
     arguments = training_arguments(recipe.train)
+    check_precision(arguments, recipe.target.dtype)
     directory = RunDirectory.open(arguments.output_dir, recipe)
     set_seed(arguments.seed)
     method, loss = HEADS[recipe.method], recipe.loss

@@ -48,6 +48,13 @@ def training_arguments(train: Mapping[str, Any], **defaults: Any) -> TrainingArg
     return arguments
 
 
+def check_precision(arguments: TrainingArguments, target_dtype: str) -> None:
+    """Raises UserError for a 16-bit target whose features a float32 draft could not read: that takes mixed precision."""
+    mixed = arguments.bf16 or arguments.fp16 or os.environ.get("ACCELERATE_MIXED_PRECISION", "no") != "no"
+    if target_dtype != "float32" and not mixed:
+        raise UserError("train.bf16", got=f"false with target.dtype={target_dtype}", expected="true, or train.fp16=true")
+
+
 def _cpu_processes() -> dict[str, Any]:
     """What a machine without a GPU needs: no pinned memory, and a way for several processes to talk to each other."""
     if torch.cuda.is_available():

@@ -122,6 +122,7 @@ def test_training_goes_on_from_an_earlier_draft(
         ("data.source=nowhere.jsonl", "data.source"),
         ("data.max_length=2", "data.max_length"),
         ("train.learning_rte=1", "train.learning_rte"),
+        ("target.dtype=bfloat16", "train.bf16"),
         ("loss.step_decay=2", "loss.step_decay"),
         ("loss.temperature=0", "loss.temperature"),
         ("loss.divergence=tdv", "loss.divergence"),
