@@ -171,6 +171,23 @@ def simulated_report(
     return build_report(**{**parts, **changes})
 
 
+def simulated_sweep(report: dict[str, Any], num_prompts: int = 24) -> dict[str, Any]:
+    """The report with the rows of a sweep over K, temperature, batch and prompt length around its own cell."""
+    rates = (0.75, 0.72, 0.68, 0.65, 0.6, 0.55, 0.5, 0.5)
+    cells = {
+        **{Cell(k): (rates[:k], VERIFY_STEP + (k - 4) * PLAIN_STEP / 10) for k in (1, 2, 6, 8)},
+        **{Cell(4, t): (tuple(rate - t / 10 for rate in rates[:4]), VERIFY_STEP) for t in (0.8, 1.0)},
+        **{Cell(4, batch_size=size): (rates[:4], VERIFY_STEP * (1 + size / 10)) for size in (2, 4, 8)},
+        **{Cell(4, context_bucket=str(size)): (rates[:4], VERIFY_STEP) for size in (64, 128)},
+    }
+    rows = [
+        row
+        for cell, (conditional, verify_step) in cells.items()
+        for row in result_rows(simulate(num_prompts, conditional=conditional, verify_step=verify_step), SUITE, cell, seed=0)
+    ]
+    return {**report, "results": [*report["results"], *rows]}
+
+
 def simulated_candidate(
     name: str,
     *,

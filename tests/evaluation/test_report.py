@@ -14,18 +14,19 @@ import pytest
 from specdistill.errors import ResourceError, UserError
 from specdistill.evaluation.cells import Cell
 from specdistill.evaluation.changes import judge
-from specdistill.evaluation.gate import Evidence, decide, load_gate
-from specdistill.evaluation.report import token_view
+from specdistill.evaluation.gate import Evidence, Rule, decide, load_gate
+from specdistill.evaluation.report import charts, token_view
 from specdistill.evaluation.report.build import findings
 from specdistill.evaluation.report.console import print_gate, print_report
 from specdistill.evaluation.report.files import check_writable, read_report, render, write_report
 from specdistill.evaluation.report.html import to_html
 from specdistill.evaluation.report.markdown import to_markdown
+from specdistill.evaluation.report.rows import sweep
 from specdistill.evaluation.report.schema import schema, validate
 from specdistill.evaluation.report.wording import settings_line, shared_settings
 from specdistill.evaluation.results import result_rows
 from specdistill.evaluation.servers.reasons import DOCUMENT_REASONS, NO_BASELINE, NO_BASELINE_ROW, ROW_REASONS
-from tests.evaluation.simulated import SUITE, as_from_server, simulate, simulated_report
+from tests.evaluation.simulated import SUITE, as_from_server, simulate, simulated_report, simulated_sweep
 
 FILES = ["junit.xml", "report.html", "report.json", "report.md", "samples.jsonl"]
 HOSTILE = '</script><script>alert(1)</script><img src=x onerror="alert(2)">|`'
@@ -282,10 +283,14 @@ def test_what_changed_is_told_beside_the_verdict(tmp_path, report, records):
     assert page.index("Passed") < page.index("Since the last release") < page.index("The gate")
     for rendered in (page, markdown.replace("\\", "")):
         assert "Beside runs/before/<draft>, measured 20" in rendered
-        assert "of 10 numbers compared prompt by prompt, 8 better beyond its 95 % interval" in rendered
+        assert (
+            "10 numbers compared prompt by prompt: 8 better, 0 worse, 2 within their 95 % intervals of no change." in rendered
+        )
     length = next(entry for entry in report["baseline"]["changes"] if entry["metric"] == "mean_acceptance_length")
     assert f"{length['change']:+.1%}" in page
     assert "| acceptance length, long context |" in markdown
+    worse = judge([Rule("speedup", "max_regression", 0.01)], Evidence(old, before), Evidence(report, records))
+    assert "Regressions that the gate does not allow: speedup." in to_html(worse, before)
     quiet = judge(load_gate("pico"), Evidence(report, records))
     assert "baseline" not in quiet
     assert "Since the last release" not in to_html(quiet, records)
@@ -304,6 +309,37 @@ def test_absent_numbers_say_why_and_are_never_zero(report, records):
     assert "Not measured: speedup, predicted speedup (the server does not tell)." in markdown
     assert "nan" not in re.sub(r"<script.*", "", page, flags=re.DOTALL).lower()
     print_report(report, Path("somewhere"))
+
+
+def test_a_sweep_is_drawn_and_listed_whole(report, records):
+    swept = simulated_sweep(report)
+    validate(swept)
+    page, markdown = to_html(swept, records), to_markdown(swept)
+    measured = {row["num_speculative_tokens"]: row["speedup"] for row in sweep(swept, "num_speculative_tokens")}
+    assert sorted(measured) == [1, 2, 4, 6, 8]
+    assert all(f"K = {k}: {speedup:.2f}×" in page for k, speedup in measured.items())
+    for figure in ("By temperature", "By prompt length", "Speedup against the batch"):
+        assert figure in page
+        assert figure not in to_html(report, records)
+    assert "All 12 cells measured" in page
+    assert "| simulated, K = 4, T = 0.8, batch 1 | 24 | " in markdown
+    assert "| simulated, K = 4, greedy, batch 1, prompts cut to 64 tokens | 24 | " in markdown
+    assert markdown.count("| function | ") == 1  # categories of the main cell alone
+    assert len(markdown) < 10_000
+
+
+def test_the_ceiling_is_the_acceptance_length(report):
+    row, theory = report["results"][0], report["theory"]
+    plot = charts.speedup_by_k(theory, [row])
+    up = {point["k"]: height for point, height in zip(theory["curve"], _heights(plot["ceiling"]), strict=True)}
+    measured = plot["measured"][0]["y"]
+    assert up[0] == plot["one"] == plot["predicted"][0]["y"]  # a draft of no tokens gains nothing
+    assert all(up[k] < point["y"] for k, point in enumerate(plot["predicted"]) if k)  # higher stands further up, at less y
+    assert up[4] < measured < plot["one"]
+
+
+def _heights(path):
+    return [float(point.split(",")[1]) for point in path.split()]
 
 
 def test_the_console_says_the_main_things(report, tmp_path, capsys):

@@ -4,10 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from specdistill.evaluation.gate import Evidence, decide, load_gate
+from specdistill.evaluation.changes import judge
+from specdistill.evaluation.gate import Evidence, load_gate
 from specdistill.evaluation.report.html import to_html
 from tests.evaluation.browser import look, opening
-from tests.evaluation.simulated import simulate, simulated_report
+from tests.evaluation.simulated import simulate, simulated_report, simulated_sweep
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
@@ -53,9 +54,10 @@ found({
 
 
 def judged_page(records):
-    report = simulated_report(records)
-    report["gate"] = decide(load_gate("pico"), Evidence(report, records))
-    return to_html(report, records)
+    """With everything that a page can hold: a sweep, and what changed since a baseline."""
+    before = simulate(len(records), conditional=(0.7, 0.7, 0.6, 0.6), num_rounds=len(records[0].rounds))
+    report = simulated_sweep(simulated_report(records), num_prompts=8)
+    return to_html(judge(load_gate("pico"), Evidence(report, records), Evidence(simulated_report(before), before)), records)
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])

@@ -13,7 +13,7 @@ from specdistill.evaluation.report.wording import between, duration, number, per
 from specdistill.evaluation.theory import best_point
 
 WIDTH = 420
-LEFT, RIGHT = 40, 12  # margins of plots with a vertical axis
+LEFT, RIGHT = 46, 12  # margins of plots with a vertical axis
 TOP, BOTTOM = 22, 30
 AXIS = 16  # the height of an axis's name
 BESIDE = 108  # the width of names beside what they name

@@ -90,14 +90,14 @@ def changed(entry: Mapping[str, Any]) -> dict[str, str]:
         "what": name if entry["category"] == "all" else f"{name}, {entry['category'].replace('_', ' ')}",
         "old": shown(entry.get("old")),
         "new": shown(entry.get("new")),
-        "change": f"{entry['change']:+.1%}" if "change" in entry else "–",
-        "ci95": f"{low:+.1%} to {high:+.1%}" if "ci95" in entry else entry.get("reason", ""),
+        "change": signed(entry["change"]) if "change" in entry else "–",
+        "ci95": f"{signed(low)} to {signed(high)}" if "ci95" in entry else entry.get("reason", ""),
         "outcome": "open" if low <= 0 <= high else "better" if sign * low > 0 else "worse",
     }
 
 
 def since(report: Mapping[str, Any]) -> str:
-    """One sentence: beside which draft, and how many numbers moved for sure."""
+    """Beside which draft, how many numbers moved for sure, and which regressions the gate refuses."""
     baseline = report["baseline"]
     draft = baseline["draft"]
     name = "@".join(filter(None, (draft["model"] or draft["method"], draft["revision"])))
@@ -105,9 +105,13 @@ def since(report: Mapping[str, Any]) -> str:
     if "reason" in baseline:
         return f"{before}: not comparable ({baseline['reason']})."
     outcomes = [changed(entry)["outcome"] for entry in baseline["changes"] if "ci95" in entry]
-    counts = {outcome: outcomes.count(outcome) for outcome in ("better", "worse")}
-    moved = ", ".join(f"{count} {outcome}" for outcome, count in counts.items() if count) or "none"
-    return f"{before}: of {len(outcomes)} numbers compared prompt by prompt, {moved} beyond its 95 % interval."
+    better, worse, still = (outcomes.count(outcome) for outcome in ("better", "worse", "open"))
+    counts = f"{better} better, {worse} worse, {still} within their 95 % intervals of no change"
+    refused = [
+        rule["metric"] for rule in report["gate"]["rules"] if "max_regression" in rule["requirement"] and not rule["passed"]
+    ]
+    gate = f" Regressions that the gate does not allow: {', '.join(refused)}." if refused else ""
+    return f"{before}, {len(outcomes)} numbers compared prompt by prompt: {counts}.{gate}"
 
 
 def row_name(row: Mapping[str, Any]) -> str:
@@ -143,6 +147,11 @@ def number(value: float | None, digits: int = 2) -> str:
 
 def percent(value: float | None) -> str:
     return "–" if value is None else f"{value:.0%}"
+
+
+def signed(change: float) -> str:
+    """A relative change, with a minus as wide as the plus."""
+    return f"{change:+.1%}".replace("-", "−")
 
 
 def duration(seconds: float | None) -> str:
