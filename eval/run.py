@@ -19,9 +19,10 @@ from specdistill.evaluation.changes import judge
 from specdistill.evaluation.gate import Evidence, load_gate
 from specdistill.evaluation.measure import Settings
 from specdistill.evaluation.pipeline import evaluate_draft
+from specdistill.evaluation.power import Earlier, foresight
 from specdistill.evaluation.records import PromptRecord
-from specdistill.evaluation.report.console import print_report
-from specdistill.evaluation.report.files import check_writable, write_report
+from specdistill.evaluation.report.console import print_foresight, print_report
+from specdistill.evaluation.report.files import check_writable, previous_report, write_report
 from specdistill.evaluation.suites import Suite, cut_prompts, load_suite, tokenize
 from specdistill.evaluation.sweep import Plan, plan_cells
 from specdistill.recipe import Recipe
@@ -42,11 +43,12 @@ def main(recipe: Recipe) -> ExitCode:
     check_writable(folder, "eval.output_dir")
     rules, suite = load_gate(recipe.gate), load_suite(config.suite)
     baseline = read_baseline(config.baseline, "eval.baseline") if config.baseline else None
+    earlier = earlier_measurement(folder, baseline, config.baseline)
     finished_cells = folder / "cells"
     if config.engine == "specdistill":
-        report, records = measure_here(recipe, suite, finished_cells)
+        report, records = measure_here(recipe, suite, earlier, finished_cells)
     else:
-        report, records = measure_server(recipe, suite)
+        report, records = measure_server(recipe, suite, earlier)
 
     # Judge and write
     report = judge(rules, Evidence(report, records), baseline)
@@ -59,7 +61,9 @@ def main(recipe: Recipe) -> ExitCode:
     return ExitCode.DONE if report["gate"]["passed"] else ExitCode.CHECK_FAILED
 
 
-def measure_here(recipe: Recipe, suite: Suite, finished_cells: Path) -> tuple[dict[str, Any], list[PromptRecord]]:
+def measure_here(
+    recipe: Recipe, suite: Suite, earlier: Earlier | None, finished_cells: Path
+) -> tuple[dict[str, Any], list[PromptRecord]]:
     """Decode in this process. finished_cells: the folder of what is measured already, for a run that goes on."""
     config = recipe.eval
     for key in ("server", "baseline_server"):
@@ -90,8 +94,9 @@ def measure_here(recipe: Recipe, suite: Suite, finished_cells: Path) -> tuple[di
         max_length=target.max_length,
         num_prompts=config.num_prompts,
     )
+    print_foresight(foresight(len(prompts), suite.name, earlier))
     plans = plan_cells(
-        Plan(Settings.of(config), prompts),
+        Plan(Settings.of(config), prompts, config.until),
         num_speculative_tokens=axes.num_speculative_tokens,
         temperatures=axes.temperature,
         contexts=contexts,
@@ -108,7 +113,7 @@ def measure_here(recipe: Recipe, suite: Suite, finished_cells: Path) -> tuple[di
     )
 
 
-def measure_server(recipe: Recipe, suite: Suite) -> tuple[dict[str, Any], list[PromptRecord]]:
+def measure_server(recipe: Recipe, suite: Suite, earlier: Earlier | None) -> tuple[dict[str, Any], list[PromptRecord]]:
     """Send the suite to running servers. Which draft they loaded they do not say: eval.draft is written down as it is given."""
     from specdistill.evaluation.servers.run import connect, evaluate_server  # decoding in this process needs no HTTP
 
@@ -117,6 +122,10 @@ def measure_server(recipe: Recipe, suite: Suite) -> tuple[dict[str, Any], list[P
         if values:
             expected = "nothing: a server drafts as it was started"
             raise UserError(f"eval.sweep.{name}", got=f"{values} with eval.engine={config.engine}", expected=expected)
+    if config.until is not None:
+        raise UserError(
+            "eval.until", got=f"{config.until} with eval.engine={config.engine}", expected="null: it is measured whole"
+        )
     tokenizer, longest = read_tokenizer(target.model, revision=target.revision, trust_remote_code=target.trust_remote_code)
     speculative, plain = connect(
         config.engine,
@@ -133,6 +142,7 @@ def measure_server(recipe: Recipe, suite: Suite) -> tuple[dict[str, Any], list[P
         max_length=min(longest, speculative.identity.max_length or longest),
         num_prompts=config.num_prompts,
     )
+    print_foresight(foresight(len(prompts), suite.name, earlier))
     return evaluate_server(
         speculative,
         plain,
@@ -143,6 +153,14 @@ def measure_server(recipe: Recipe, suite: Suite) -> tuple[dict[str, Any], list[P
         target={"model": target.model, "revision": target.revision},
         draft={"model": config.draft, "revision": None, "method": recipe.method},
     )
+
+
+def earlier_measurement(folder: Path, baseline: Evidence | None, place: str | None) -> Earlier | None:
+    """The baseline, or else the report that this one will replace."""
+    if baseline is not None:
+        return Earlier(baseline.report, baseline.records, str(place))
+    previous = previous_report(folder)
+    return Earlier(*previous, str(folder)) if previous else None
 
 
 if __name__ == "__main__":

@@ -261,6 +261,12 @@ class EvalConfig:
         None, "what max_regression rules compare with: a report.json, its folder, or a Hub revision's report as org/name@v1.2"
     )
     sweep: SweepConfig = section(SweepConfig)
+    until: float | None = option(
+        None,
+        "stop once acceptance length and speedup are known to this share, either way, as 0.01; null: measure every prompt",
+        least=0.0001,
+        most=1,
+    )
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from specdistill.evaluation.metrics import METRICS
 from specdistill.evaluation.records import PromptRecord, records_of
 from specdistill.evaluation.report.schema import document_metrics, row_metrics
 from specdistill.evaluation.statistics import Interval, interval, relative_change
+from specdistill.evaluation.stopping import corrected
 from specdistill.project import GATES, ROOT
 
 REQUIREMENTS = ("min", "max", "equals", "max_regression")
@@ -181,8 +182,15 @@ def _row_metric(rule: Rule, evidence: Evidence) -> Finding:
         ends = row.get(f"{rule.metric}_ci95")
         return Finding(row[rule.metric], tuple(ends) if ends else None, _interval_is_missing(rule, row))
     seed = evidence.report["settings"]["seed"]
-    found = interval(METRICS[rule.metric], columns(records_of(row, evidence.records)), confidence=rule.confidence, seed=seed)
+    found = interval(
+        METRICS[rule.metric], columns(records_of(row, evidence.records)), confidence=_confidence(rule, evidence), seed=seed
+    )
     return Finding(row[rule.metric], found, None if found else "too few prompts for an interval")
+
+
+def _confidence(rule: Rule, evidence: Evidence) -> float:
+    """The rule's, or a stricter one where the run looked at its intervals several times before it stopped."""
+    return corrected(rule.confidence) if evidence.report["settings"].get("until") else rule.confidence
 
 
 def _interval_is_missing(rule: Rule, row: Mapping[str, Any]) -> str | None:
@@ -216,7 +224,11 @@ def regression(rule: Rule, evidence: Evidence, baseline: Evidence | None) -> Fin
         return Finding(reason=f"timed on another machine: the report on {machines[0]}, the baseline on {machines[1]}")
     new_records, old_records = _paired(row, old, evidence, baseline)
     change, ends = relative_change(
-        metric, columns(new_records), columns(old_records), confidence=rule.confidence, seed=evidence.report["settings"]["seed"]
+        metric,
+        columns(new_records),
+        columns(old_records),
+        confidence=_confidence(rule, evidence),
+        seed=evidence.report["settings"]["seed"],
     )
     missing = None if ends else "too few prompts measured in both reports for an interval"
     return Finding(change, ends, missing, len(new_records))

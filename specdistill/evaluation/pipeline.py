@@ -21,6 +21,7 @@ from specdistill.evaluation.measure import (
 from specdistill.evaluation.records import PromptRecord
 from specdistill.evaluation.report.build import build_report
 from specdistill.evaluation.results import context_rows, headline, result_rows, theory
+from specdistill.evaluation.stopping import corrected
 from specdistill.evaluation.suites import Prompt, Suite
 from specdistill.evaluation.sweep import Finished, Plan, finish, folder_fingerprint, measure_cells
 from specdistill.targets.frozen import FrozenTarget
@@ -102,8 +103,9 @@ def _report(
     """The report and the records of a draft whose cells are measured; what else it needs is decoded here."""
     proposer, settings, prompts = named.proposer, plans[0].settings, plans[0].prompts
     sampling = settings.sampling
+    confidence = corrected(0.95) if plans[0].until else 0.95
     rows_of_cells = [
-        result_rows(cell.records, suite, plan.settings.cell, seed=settings.seed)
+        result_rows(cell.records, suite, plan.settings.cell, seed=settings.seed, confidence=confidence)
         for plan, cell in zip(plans, cells, strict=True)
     ]
     lossless = together([cell.lossless for cell in cells if cell.lossless])
@@ -130,11 +132,12 @@ def _report(
             "seed": settings.seed,
             "warmup": settings.warmup,
             "repeats": settings.repeats,
+            "until": plans[0].until,
         },
         suite=suite,
         results=[row for rows in rows_of_cells for row in rows],
         context=context_rows(cells[0].records),
-        headline=headline(rows_of_cells[0]),
+        headline=headline(rows_of_cells[0], cells[0].records, confidence=confidence),
         theory=theory(rows_of_cells[0][0], shorter_drafts(target, proposer, prompts, settings)),
         lossless=lossless if isinstance(sampled, str) else {**lossless, "sampling_test": sampled},
         not_measured={"lossless.sampling_test": sampled} if isinstance(sampled, str) else {},

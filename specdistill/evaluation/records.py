@@ -119,7 +119,9 @@ def records_of(row: Mapping[str, Any], records: Sequence[PromptRecord]) -> list[
 
 
 def write_records(records: Iterable[PromptRecord], path: Path) -> None:
-    path.write_text("".join(json.dumps(asdict(record), ensure_ascii=False) + "\n" for record in records), encoding="utf-8")
+    path.write_text(
+        "".join(json.dumps(asdict(record), ensure_ascii=False, allow_nan=False) + "\n" for record in records), encoding="utf-8"
+    )
 
 
 def read_records(path: Path, key: str) -> list[PromptRecord]:

@@ -17,7 +17,7 @@ from specdistill.evaluation.cells import ALL, Cell
 from specdistill.evaluation.columns import Columns, columns, drafts_per_bucket, in_bucket, long_context_start
 from specdistill.evaluation.metrics import METRICS, value
 from specdistill.evaluation.records import PromptRecord
-from specdistill.evaluation.statistics import estimates
+from specdistill.evaluation.statistics import estimates, macro_interval
 from specdistill.evaluation.suites import Suite
 from specdistill.evaluation.theory import RoundCost, alpha_from_acceptance_length, best_point, speedup_curve
 from specdistill.project import METRICS as METRIC_MODULES
@@ -42,14 +42,22 @@ NEED_DRAFTS = (
     "prediction_gap",
     "overhead_factor",
 )
+QUOTED = ("mean_acceptance_length", "speedup")
 SLOW_BASELINE = 0.95  # below this share of the library's own speed the baseline flatters the draft
 
 
 def result_rows(
-    records: Sequence[PromptRecord], suite: Suite, cell: Cell, *, seed: int, reasons: Mapping[str, str] = NO_REASONS
+    records: Sequence[PromptRecord],
+    suite: Suite,
+    cell: Cell,
+    *,
+    seed: int,
+    confidence: float = 0.95,
+    reasons: Mapping[str, str] = NO_REASONS,
 ) -> list[dict[str, Any]]:
     """A cell's rows, from its records: the suite's (`category: all`) and one for each category, in the suite's order.
 
+    confidence: of each interval (see `estimates`).
     reasons: why numbers are absent that this way of measuring cannot give, where it is not the reason to expect.
     """
     groups = {ALL: list(records)}
@@ -57,7 +65,7 @@ def result_rows(
         groups.setdefault(record.category, []).append(record)
     scope = {"suite": suite.name, "suite_version": suite.version}
     return [
-        {**scope, "category": category, **asdict(cell), **_numbers(group, cell, seed, reasons)}
+        {**scope, "category": category, **asdict(cell), **_numbers(group, cell, seed, confidence, reasons)}
         for category, group in groups.items()
     ]
 
@@ -94,42 +102,59 @@ def theory(row: dict[str, Any], costs: Sequence[RoundCost]) -> dict[str, Any] | 
     }
 
 
-def headline(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The one number to quote, from the rows of a cell: the acceptance length, as a macro-average over the categories."""
-    lengths = [row["mean_acceptance_length"] for row in rows if row["category"] != ALL and "mean_acceptance_length" in row]
-    if not lengths:
+def headline(rows: Sequence[dict[str, Any]], records: Sequence[PromptRecord], *, confidence: float = 0.95) -> dict[str, Any]:
+    """The numbers to quote, from a cell's rows and records: acceptance length and speedup, as macro-averages over the categories,
+    and beside them the micro-averages of the suite's row, in which a category counts by its drafts or its time.
+    """
+    own = [row for row in rows if row["category"] != ALL]
+    quoted = [name for name in QUOTED if own and all(name in row for row in own)]
+    if not quoted:
         return {}
+    table, categories = columns(records), [record.category for record in records]
+    macro: dict[str, Any] = {}
+    for name in quoted:
+        macro[name] = sum(row[name] for row in own) / len(own)
+        if ends := macro_interval(METRICS[name], table, categories, confidence=confidence):
+            macro[f"{name}_ci95"] = list(ends)
     return {
-        "mean_acceptance_length": sum(lengths) / len(lengths),
-        "average": f"macro over {len(lengths)} categories, each a micro-average over its drafts",
+        **macro,
+        "average": f"macro over {len(own)} categories, each a micro-average over its drafts",
+        "micro": {
+            **{key: rows[0][key] for name in quoted for key in (name, f"{name}_ci95") if key in rows[0]},
+            "average": f"micro over {rows[0]['num_drafts']} drafts and {rows[0]['num_new_tokens']} tokens of {len(records)} prompts",
+        },
     }
 
 
-def _numbers(records: Sequence[PromptRecord], cell: Cell, seed: int, reasons: Mapping[str, str]) -> dict[str, Any]:
+def _numbers(
+    records: Sequence[PromptRecord], cell: Cell, seed: int, confidence: float, reasons: Mapping[str, str]
+) -> dict[str, Any]:
     table = columns(records)
     row: dict[str, Any] = {
         "num_prompts": len(records),
         "num_new_tokens": int(table["num_tokens"].sum()),
         **_total(table, "num_rounds"),
         **({"num_looping": sum(map(is_looping, records))} if all(record.token_ids for record in records) else {}),
-        **_acceptance(records, cell.num_speculative_tokens, seed),
-        **_speed(table, seed),
+        "num_empty": int((table["num_tokens"] <= 1).sum()),
+        **_acceptance(records, cell.num_speculative_tokens, seed, confidence),
+        **_speed(table, seed, confidence),
         **{name: number for name in PLAIN if (number := value(METRICS[name], table)) is not None},
-        **_against_hf(records, table, seed),
-        **estimates(("tokens_per_round", "context_ratio", "vocabulary_coverage"), table, seed),
+        **_against_hf(records, table, seed, confidence),
+        **estimates(("tokens_per_round", "context_ratio", "vocabulary_coverage"), table, seed, confidence),
     }
     absent = {name: reason for name, reason in reasons.items() if name not in row}
     row["not_measured"] = _reasons(row, records, cell.temperature) | absent
     return row
 
 
-def _acceptance(records: Sequence[PromptRecord], k: int, seed: int) -> dict[str, Any]:
+def _acceptance(records: Sequence[PromptRecord], k: int, seed: int, confidence: float) -> dict[str, Any]:
     drafts = [record.drafts() for record in records]
     numbers: dict[str, Any] = evaluate.load(str(METRIC_MODULES / "acceptance"), keep_in_memory=True).compute(
         predictions=[[accepted for _, accepted in prompt] for prompt in drafts],
         references=[[drafted for drafted, _ in prompt] for prompt in drafts],
         num_positions=k,
         seed=seed,
+        confidence=confidence,
     )
     return numbers
 
@@ -139,30 +164,30 @@ def _total(table: Columns, name: str) -> dict[str, int]:
     return {} if np.isnan(total) else {name: int(total)}
 
 
-def _speed(table: Columns, seed: int) -> dict[str, Any]:
+def _speed(table: Columns, seed: int, confidence: float) -> dict[str, Any]:
     if np.isnan(table["baseline_seconds"]).any():
-        return estimates(("tokens_per_second",), table, seed)
+        return estimates(("tokens_per_second",), table, seed, confidence)
 
     def timings(side: str) -> list[dict[str, float]]:
         pairs = zip(table[f"{side}num_tokens"], table[f"{side}seconds"], strict=True)
         return [{"num_tokens": int(tokens), "seconds": seconds} for tokens, seconds in pairs]
 
     numbers: dict[str, Any] = evaluate.load(str(METRIC_MODULES / "speedup"), keep_in_memory=True).compute(
-        predictions=timings(""), references=timings("baseline_"), seed=seed
+        predictions=timings(""), references=timings("baseline_"), seed=seed, confidence=confidence
     )
     return numbers
 
 
-def _against_hf(records: Sequence[PromptRecord], table: Columns, seed: int) -> dict[str, Any]:
+def _against_hf(records: Sequence[PromptRecord], table: Columns, seed: int, confidence: float) -> dict[str, Any]:
     """Speed beside the library's own loop, over the prompts on which that was timed; the speedup over it when it is the
     faster one.
     """
     timed = sum(record.hf_generate is not None for record in records)
     if not timed:
         return {}
-    numbers = estimates(("hf_generate_tokens_per_second", "baseline_over_hf_generate"), table, seed)
+    numbers = estimates(("hf_generate_tokens_per_second", "baseline_over_hf_generate"), table, seed, confidence)
     if numbers["baseline_over_hf_generate"] < SLOW_BASELINE:
-        numbers |= estimates(("speedup_over_hf_generate",), table, seed)
+        numbers |= estimates(("speedup_over_hf_generate",), table, seed, confidence)
     return {**numbers, "hf_generate_num_prompts": timed}
 
 
@@ -176,7 +201,8 @@ def is_looping(record: PromptRecord) -> bool:
 
 def _reasons(row: dict[str, Any], records: Sequence[PromptRecord], temperature: float) -> dict[str, str]:
     few = "fewer than two prompts" if len(records) < 2 else "its resamples are undefined: too few prompts"
-    reasons = dict.fromkeys(NEED_DRAFTS, "nothing was drafted")
+    reasons = dict.fromkeys(("tokens_per_second", "baseline_tokens_per_second", "speedup"), "no time was measured")
+    reasons |= dict.fromkeys(NEED_DRAFTS, "nothing was drafted")
     reasons |= dict.fromkeys(
         ("tokens_per_round", "verify_ms", "baseline_step_ms", "decode_speedup"), "every text ended with its first token"
     )

@@ -29,18 +29,51 @@ def interval(metric: Metric, columns: Columns, *, confidence: float = 0.95, seed
     return _bootstrap(metric, measured(metric, columns), confidence, seed)
 
 
-def estimates(names: Sequence[str], columns: Columns, seed: int = 0) -> dict[str, Any]:
-    """`name` and `name_ci95` of each metric that was measured; the interval is left out where there is none."""
+def estimates(names: Sequence[str], columns: Columns, seed: int = 0, confidence: float = 0.95) -> dict[str, Any]:
+    """`name` and `name_ci95` of each metric that was measured; the interval is left out where there is none.
+
+    `confidence` above 0.95 makes each interval stricter than its name says, for a run that looks at them more than once.
+    """
     found: dict[str, Any] = {}
     for name in names:
         point = value(METRICS[name], columns)
         if point is None:
             continue
         found[name] = point
-        ends = interval(METRICS[name], columns, seed=seed)
+        ends = interval(METRICS[name], columns, confidence=confidence, seed=seed)
         if ends is not None:
             found[f"{name}_ci95"] = list(ends)
     return found
+
+
+def standard_error(metric: Metric, columns: Columns) -> float | None:
+    """Of the metric over prompts, by the jackknife: √((n - 1) / n · Σ (metric without prompt p - their mean)²); None below two prompts."""
+    data = measured(metric, columns)
+    if data[0].size < 2:
+        return None
+    with np.errstate(divide="ignore", invalid="ignore"):
+        without_one = metric.formula(*(column.sum() - column for column in data))
+        error = float(np.sqrt(data[0].size - 1) * without_one.std())
+    return error if np.isfinite(error) else None
+
+
+def macro_interval(metric: Metric, columns: Columns, categories: Sequence[str], *, confidence: float = 0.95) -> Interval | None:
+    """Interval of the mean over categories of the metric in each; categories [P] says which one a prompt is of.
+
+    Categories are fixed and their prompts are drawn within them, so their jackknife variances add up; Student's t, with Welch's and
+    Satterthwaite's degrees of freedom. None where a category has fewer than two prompts or no number.
+    """
+    of = np.array(categories)
+    groups = [{name: column[of == group] for name, column in columns.items()} for group in dict.fromkeys(categories)]
+    values = [point for group in groups if (point := value(metric, group)) is not None]
+    variances = [error**2 for group in groups if (error := standard_error(metric, group)) is not None]
+    if not groups or not len(values) == len(variances) == len(groups):
+        return None
+    total, sizes = sum(variances), [measured(metric, group)[0].size for group in groups]
+    parts = sum(variance**2 / (size - 1) for variance, size in zip(variances, sizes, strict=True))
+    half = float(stats.t.ppf((1 + confidence) / 2, total**2 / parts)) * float(np.sqrt(total)) / len(groups) if parts else 0.0
+    mean = sum(values) / len(groups)
+    return mean - half, mean + half
 
 
 def relative_change(

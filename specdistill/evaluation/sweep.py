@@ -22,6 +22,7 @@ from specdistill.evaluation.environment import begin, measurement
 from specdistill.evaluation.losslessness import compare_greedy
 from specdistill.evaluation.measure import Runs, Settings, greedy_pairs, measure, progress, records
 from specdistill.evaluation.records import PromptRecord, read_record
+from specdistill.evaluation.stopping import is_sharp, looks, spread_out
 from specdistill.evaluation.suites import Prompt, Suite
 from specdistill.targets.frozen import FrozenTarget
 
@@ -30,10 +31,14 @@ FINGERPRINT_DIGITS = 32
 
 @dataclass(frozen=True)
 class Plan:
-    """A cell to be measured: its settings, and the prompts as that cell cuts them."""
+    """A cell to be measured: its settings, and the prompts as that cell cuts them.
+
+    until: stop once the acceptance length and the speedup are known to this share of them, either way; None measures every prompt.
+    """
 
     settings: Settings
     prompts: Sequence[Prompt]
+    until: float | None = None
 
 
 @dataclass(frozen=True)
@@ -62,14 +67,14 @@ def plan_cells(
     """
     settings = main.settings
     others = [
-        *(Plan(replace(settings, num_speculative_tokens=k), main.prompts) for k in num_speculative_tokens),
-        *(Plan(replace(settings, sampling=replace(settings.sampling, temperature=t)), main.prompts) for t in temperatures),
-        *(Plan(replace(settings, context_bucket=str(bucket)), cut) for bucket, cut in (contexts or {}).items()),
+        *((replace(settings, num_speculative_tokens=k), main.prompts) for k in num_speculative_tokens),
+        *((replace(settings, sampling=replace(settings.sampling, temperature=t)), main.prompts) for t in temperatures),
+        *((replace(settings, context_bucket=str(bucket)), cut) for bucket, cut in (contexts or {}).items()),
     ]
     plans = [main]
-    for plan in others:
-        if plan.settings.cell not in [planned.settings.cell for planned in plans]:
-            plans.append(plan)
+    for other, prompts in others:
+        if other.cell not in [plan.settings.cell for plan in plans]:
+            plans.append(Plan(other, prompts, main.until))
     return plans
 
 
@@ -92,11 +97,28 @@ def measure_cells(
             path = folder / f"{fingerprint(plan, identity)}.json"
             if not path.exists():
                 begun = begin(target.device)
-                runs = measure(target, proposer, plan.prompts, plan.settings)
+                runs = _measure(target, proposer, suite, plan)
                 _keep(finish(target, proposer, suite, plan, runs, begun, check_sampled=number == 0), path)
             results.append(_kept(path))
             advance()
     return results
+
+
+def _measure(target: FrozenTarget, proposer: Proposer, suite: Suite, plan: Plan) -> list[Runs]:
+    """The runs of all prompts, or of as many as it takes until they are sharp enough, in the suite's order."""
+    if plan.until is None:
+        return measure(target, proposer, plan.prompts, plan.settings)
+    seed = plan.settings.seed
+    order = spread_out([prompt.category for prompt in plan.prompts], seed)
+    runs: list[Runs] = []
+    for upto in looks(len(order)):
+        fresh = [plan.prompts[index] for index in order[len(runs) : upto]]
+        warmup = 0 if runs else plan.settings.warmup
+        # The seed goes on, so that no two prompts of the run are sampled with one.
+        runs += measure(target, proposer, fresh, replace(plan.settings, seed=seed + len(runs), warmup=warmup))
+        if is_sharp(records(suite.name, plan.settings.cell, target, proposer, runs), plan.until, seed):
+            break
+    return [run for _, run in sorted(zip(order, runs, strict=False), key=lambda pair: pair[0])]
 
 
 def finish(
@@ -119,7 +141,7 @@ def finish(
 def fingerprint(plan: Plan, identity: Mapping[str, Any]) -> str:
     """A hash of all that the plan's records depend on."""
     prompts = [(prompt.id, prompt.category, prompt.token_ids) for prompt in plan.prompts]
-    said = json.dumps([identity, asdict(plan.settings), prompts], sort_keys=True)
+    said = json.dumps([identity, asdict(plan.settings), plan.until, prompts], sort_keys=True)
     return hashlib.sha256(said.encode()).hexdigest()[:FINGERPRINT_DIGITS]
 
 

@@ -162,7 +162,7 @@ def simulated_report(
         "suite": SUITE,
         "results": rows,
         "context": context_rows(records),
-        "headline": headline(rows),
+        "headline": headline(rows, records),
         "theory": theory(rows[0], round_costs(k)),
         "lossless": lossless,
         "not_measured": {},

@@ -1,3 +1,4 @@
+import json
 from dataclasses import replace
 
 import pytest
@@ -57,12 +58,49 @@ def test_rounds_that_drafted_nothing_count_in_the_tokens_of_a_round_alone():
 
 
 def test_macro_and_micro_averages_are_told_apart():
-    rows = [{"category": "all", "mean_acceptance_length": 2.9}] + [
-        {"category": name, "mean_acceptance_length": length} for name, length in (("a", 2.0), ("b", 3.0))
+    records = [record for record in simulate(48) if record.category != "chat" or record.id.endswith(("00", "01"))]
+    rows = rows_of(records)
+    quoted = headline(rows, records)
+    for name in ("mean_acceptance_length", "speedup"):
+        assert quoted[name] == pytest.approx(sum(row[name] for row in rows[1:]) / 4)
+        assert quoted["micro"][name] == rows[0][name] != quoted[name]
+        assert quoted[f"{name}_ci95"][0] < quoted[name] < quoted[f"{name}_ci95"][1]
+        assert quoted["micro"][f"{name}_ci95"] == rows[0][f"{name}_ci95"]
+    assert quoted["average"] == "macro over 4 categories, each a micro-average over its drafts"
+    assert quoted["micro"]["average"] == f"micro over {38 * 40} drafts and {rows[0]['num_new_tokens']} tokens of 38 prompts"
+
+
+def test_a_headline_quotes_what_every_category_measured():
+    silent = [replace(record, rounds=()) if record.category == "chat" else record for record in simulate(8)]
+    quoted = headline(rows_of(silent), silent)
+    assert "mean_acceptance_length" not in quoted
+    assert quoted["speedup"] > 1
+
+
+def test_texts_that_end_at_once_are_counted():
+    ended = [replace(record, rounds=(), speculative=replace(record.speculative, num_tokens=1)) for record in simulate(3)]
+    records = [*ended, *simulate(8)[3:]]
+    assert rows_of(records)[0]["num_empty"] == 3
+    assert ("empty_texts", "3 of 8 texts ended with their first token: no draft helps there.") in [
+        (finding["name"], finding["message"]) for finding in simulated_report(records)["findings"]
     ]
-    assert headline(rows)["mean_acceptance_length"] == 2.5
-    assert "macro over 2 categories" in headline(rows)["average"]
-    assert headline([{"category": "all"}, {"category": "a"}]) == {}
+
+
+def test_what_is_no_number_is_absent_with_a_reason():
+    """A clock that fails for one prompt takes that prompt out of the speeds; one that fails for all leaves none, and never NaN."""
+    records = simulate(8)
+
+    def broken(record):
+        return replace(record, speculative=replace(record.speculative, seconds=float("nan")))
+
+    kept, rest = rows_of([broken(records[0]), *records[1:]])[0], rows_of(records[1:])[0]
+    assert (kept["speedup"], kept["num_drafts"]) == (rest["speedup"], 8 * 40)
+    row = rows_of([broken(record) for record in records])[0]
+    for name in ("tokens_per_second", "speedup", "prediction_gap", "overhead_factor", "decode_speedup"):
+        assert name not in row
+        assert row["not_measured"][name]
+    assert row["mean_acceptance_length"] > 1
+    json.dumps(rows_of([broken(record) for record in records]), allow_nan=False)
 
 
 def test_what_was_not_measured_is_absent_with_a_reason():

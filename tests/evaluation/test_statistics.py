@@ -3,8 +3,15 @@ import pytest
 from scipy import stats
 
 from specdistill.evaluation.columns import columns
-from specdistill.evaluation.metrics import METRICS
-from specdistill.evaluation.statistics import estimates, interval, relative_change, two_sample_chi_square
+from specdistill.evaluation.metrics import METRICS, Metric
+from specdistill.evaluation.statistics import (
+    estimates,
+    interval,
+    macro_interval,
+    relative_change,
+    standard_error,
+    two_sample_chi_square,
+)
 from tests.evaluation.simulated import simulate
 
 
@@ -80,3 +87,26 @@ def test_equal_laws_pass_and_different_ones_do_not():
     draws = [generator.choice(3, 400, p=p).tolist() for p in (law, law, other)]
     assert two_sample_chi_square(draws[0], draws[1]).p_value > 0.01
     assert two_sample_chi_square(draws[0], draws[2]).p_value < 1e-4
+
+
+def test_the_standard_error_of_a_mean_by_hand():
+    mean = Metric(("total", "count"), lambda total, count: total / count)
+    drawn = np.array([1.0, 2.0, 4.0, 9.0])
+    table = {"total": drawn, "count": np.ones(4)}
+    assert standard_error(mean, table) == pytest.approx(drawn.std(ddof=1) / 2)
+    assert standard_error(mean, {name: column[:1] for name, column in table.items()}) is None
+
+
+def test_the_interval_of_a_macro_average_holds_the_truth_as_often_as_it_says():
+    """Categories of very different sizes: the small one has as much to say as the large one, and is never drawn empty."""
+    mean = Metric(("total", "count"), lambda total, count: total / count)
+    sizes, centres = {"a": 4, "b": 40, "c": 12}, {"a": 1.0, "b": 2.0, "c": 6.0}
+    categories = [name for name, size in sizes.items() for _ in range(size)]
+    hits = 0
+    for seed in range(2_000):
+        rng = np.random.default_rng(seed)
+        drawn = np.array([rng.normal(centres[name], 1.0) for name in categories])
+        low, high = macro_interval(mean, {"total": drawn, "count": np.ones(len(drawn))}, categories)
+        hits += low <= 3.0 <= high
+    assert 0.92 <= hits / 2_000 <= 0.97
+    assert macro_interval(mean, {"total": np.ones(3), "count": np.ones(3)}, ["a", "a", "b"]) is None

@@ -8,7 +8,7 @@ from specdistill.errors import ResourceError
 from specdistill.evaluation import sweep
 from specdistill.evaluation.cells import Cell
 from specdistill.evaluation.losslessness import together
-from specdistill.evaluation.measure import Settings
+from specdistill.evaluation.measure import Settings, measure
 from specdistill.evaluation.suites import Prompt
 from specdistill.evaluation.sweep import Plan, fingerprint, folder_fingerprint, measure_cells, plan_cells
 from tests.evaluation.drafts import ModelProposer, tiny_target
@@ -57,7 +57,6 @@ def test_a_finished_cell_is_not_measured_again(target, proposer, tmp_path, monke
 
     measured = []
     monkeypatch.setattr(sweep, "measure", lambda *arguments: measured.append(arguments[3].cell) or measure(*arguments))
-    measure = vars(sweep)["greedy_pairs"].__globals__["measure"]
     assert measure_cells(target, proposer, SUITE, plans, identity=IDENTITY, folder=tmp_path) == first
     assert measured == []
     (tmp_path / f"{fingerprint(plans[1], IDENTITY)}.json").unlink()
@@ -128,3 +127,22 @@ def test_losslessness_of_several_cells_is_that_of_all_their_texts():
     assert together([clean, clean]) == {**clean, "prompts_checked": 8}
     assert together([clean, broken]) == {**broken, "prompts_checked": 8}
     assert json.dumps(asdict(Cell(1, tree={"budget": 3, "depth": 2, "top_k": 2})))
+
+
+def test_a_cell_stops_when_it_is_sharp_and_keeps_the_suites_order(target, proposer, tmp_path, monkeypatch):
+    prompts = [Prompt(f"p{number}", "ab"[number % 2], "x", (20 + number, 30, 40)) for number in range(60)]
+    measured = []
+    monkeypatch.setattr(sweep, "measure", lambda *arguments: measured.append(arguments[2:]) or measure(*arguments))
+    settings = replace(MAIN.settings, sampling=Sampling(1.0), warmup=1, max_new_tokens=3)
+    (cell,) = measure_cells(target, proposer, SUITE, [Plan(settings, prompts, 0.9)], identity=IDENTITY, folder=tmp_path)
+    assert [len(fresh) for fresh, _ in measured] == [24]
+    assert [record.id for record in cell.records] == sorted((record.id for record in cell.records), key=lambda id: int(id[1:]))
+    assert sum(record.category == "a" for record in cell.records) == 12
+
+    measured.clear()
+    (whole,) = measure_cells(target, proposer, SUITE, [Plan(settings, prompts, 0.001)], identity=IDENTITY, folder=tmp_path)
+    assert [record.id for record in whole.records] == [prompt.id for prompt in prompts]
+    assert [(len(fresh), options.seed, options.warmup) for fresh, options in measured] == [
+        (24, 0, 1), (6, 24, 0), (8, 30, 0), (10, 38, 0), (12, 48, 0),
+    ]  # fmt: skip
+    assert len({fingerprint(Plan(settings, prompts, until), IDENTITY) for until in (None, 0.9, 0.001)}) == 3

@@ -17,6 +17,7 @@ Args:
     references: for each prompt, the drafted number of tokens of the same rounds.
     num_positions: K, the drafted tokens of a full round.
     seed: of the bootstrap.
+    confidence: of the intervals; above 0.95 for a run that looks at them more than once.
 """
 
 
@@ -31,12 +32,17 @@ class Acceptance(evaluate.Metric):  # type: ignore[misc]  # evaluate has no type
         )
 
     def _compute(
-        self, predictions: list[list[int]], references: list[list[int]], num_positions: int, seed: int = 0
+        self,
+        predictions: list[list[int]],
+        references: list[list[int]],
+        num_positions: int,
+        seed: int = 0,
+        confidence: float = 0.95,
     ) -> dict[str, object]:
         columns = {
             "num_drafts": np.array([len(prompt) for prompt in references], dtype=np.float64),
             "num_draft_tokens": np.array([sum(prompt) for prompt in references], dtype=np.float64),
             "num_accepted_tokens": np.array([sum(prompt) for prompt in predictions], dtype=np.float64),
         }
-        intervals = estimates(("mean_acceptance_length", "acceptance_rate"), columns, seed)
+        intervals = estimates(("mean_acceptance_length", "acceptance_rate"), columns, seed, confidence)
         return intervals | acceptance(predictions, references, num_positions)

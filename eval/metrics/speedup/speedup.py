@@ -15,6 +15,7 @@ Args:
     predictions: for each prompt, {num_tokens, seconds} with the draft.
     references: for each prompt, the same without.
     seed: of the bootstrap.
+    confidence: of the intervals; above 0.95 for a run that looks at them more than once.
 """
 
 
@@ -29,7 +30,7 @@ class Speedup(evaluate.Metric):  # type: ignore[misc]  # evaluate has no types
         )
 
     def _compute(
-        self, predictions: list[dict[str, float]], references: list[dict[str, float]], seed: int = 0
+        self, predictions: list[dict[str, float]], references: list[dict[str, float]], seed: int = 0, confidence: float = 0.95
     ) -> dict[str, object]:
         columns = {
             "num_tokens": np.array([row["num_tokens"] for row in predictions], dtype=np.float64),
@@ -37,4 +38,4 @@ class Speedup(evaluate.Metric):  # type: ignore[misc]  # evaluate has no types
             "baseline_num_tokens": np.array([row["num_tokens"] for row in references], dtype=np.float64),
             "baseline_seconds": np.array([row["seconds"] for row in references], dtype=np.float64),
         }
-        return estimates(("tokens_per_second", "baseline_tokens_per_second", "speedup"), columns, seed)
+        return estimates(("tokens_per_second", "baseline_tokens_per_second", "speedup"), columns, seed, confidence)

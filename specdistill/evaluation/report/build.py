@@ -1,10 +1,12 @@
 """From measured parts to the document report.json, with the findings that a reader should know before quoting a number."""
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
 from specdistill import __version__
+from specdistill.evaluation.stopping import SHARPENED
 from specdistill.evaluation.suites import Suite
 from specdistill.evaluation.theory import best_point
 
@@ -82,7 +84,7 @@ def findings(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             "incomplete",
             f"The measurement broke off: {report['not_measured']['incomplete']}. Its numbers are those of a part.",
         )
-    yield from _speed_findings(row, report["hardware"]["device"])
+    yield from _speed_findings(row, report["hardware"]["device"], settings.get("until"))
     if lossless.get("unexplained_divergences"):
         count, checked = lossless["unexplained_divergences"], lossless["prompts_checked"]
         yield "divergence", f"{count} of {checked} greedy texts differ from plain decoding where rounding does not explain it."
@@ -98,6 +100,11 @@ def findings(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             f"In {without:.0%} of the rounds nothing was drafted; the acceptance length ({row['mean_acceptance_length']:.2f}) leaves those "
             f"out, and a round yields {row['tokens_per_round']:.2f} tokens.",
         )
+    if row["num_empty"]:
+        yield (
+            "empty_texts",
+            f"{row['num_empty']} of {row['num_prompts']} texts ended with their first token: no draft helps there.",
+        )
     if row.get("num_looping", 0) > LOOPING_SHARE * row["num_prompts"]:
         share = f"{row['num_looping']} of {row['num_prompts']}"
         yield "loops", f"{share} texts end in a cycle, which is easy to draft: acceptance is flattered."
@@ -109,7 +116,7 @@ def findings(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield "best_k", f"K = {theory['best_k']} is predicted to be faster ({best:.2f}×) than the K = {theory['K']} measured."
 
 
-def _speed_findings(row: Mapping[str, Any], device: str) -> Iterator[tuple[str, str]]:
+def _speed_findings(row: Mapping[str, Any], device: str, until: float | None) -> Iterator[tuple[str, str]]:
     bound = MAX_PREDICTION_GAP.get(device, MAX_PREDICTION_GAP["cpu"])
     if row.get("prediction_gap", 0) > bound:
         yield (
@@ -128,3 +135,14 @@ def _speed_findings(row: Mapping[str, Any], device: str) -> Iterator[tuple[str, 
         half = (high - low) / 2 / row["speedup"]
         if half > WIDE_INTERVAL:
             yield "wide_interval", f"{row['num_prompts']} prompts tell the speedup to ±{half:.0%} only."
+    if until and not all(_half_width(row, name) <= until for name in SHARPENED):
+        yield (
+            "not_sharp",
+            f"All {row['num_prompts']} prompts were measured and the numbers are not known to ±{until:.1%}, as was asked.",
+        )
+
+
+def _half_width(row: Mapping[str, Any], name: str) -> float:
+    """Of the metric's interval, as a share of the metric; infinite where there is none."""
+    low, high = row.get(f"{name}_ci95", (-math.inf, math.inf))
+    return float((high - low) / 2 / row.get(name, 1.0))

@@ -48,6 +48,11 @@ def print_report(report: Mapping[str, Any], folder: Path) -> None:
     console.print(Text(f"report: {folder / 'report.html'}", style="bold"), soft_wrap=True)
 
 
+def print_foresight(sentence: str) -> None:
+    """What the run will be able to tell, before it runs."""
+    Console(highlight=False).print(Text(sentence, style="dim"), soft_wrap=True)
+
+
 def print_gate(report: Mapping[str, Any]) -> None:
     """Every rule with its evidence, then the verdict."""
     console = Console(highlight=False)

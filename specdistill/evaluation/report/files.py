@@ -24,7 +24,9 @@ def write_report(folder: Path, report: Mapping[str, Any], records: Sequence[Prom
     """
     validate(report)
     with staged(folder) as staging:
-        (staging / REPORT).write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        (staging / REPORT).write_text(
+            json.dumps(report, indent=2, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8"
+        )
         write_records(records, staging / SAMPLES)
         render(staging)
 
@@ -40,6 +42,14 @@ def staged(folder: Path) -> Iterator[Path]:
                 os.replace(path, folder / path.name)
     except OSError as error:
         raise ResourceError(f"could not write the report to {folder} ({error.strerror})", next_step="free the disk") from error
+
+
+def previous_report(folder: Path) -> tuple[dict[str, Any], list[PromptRecord]] | None:
+    """The report that a new one in this folder will replace; None without one that this version can read."""
+    try:
+        return read_report(folder) if (folder / REPORT).is_file() else None
+    except UserError:
+        return None
 
 
 def read_report(path: Path, key: str = "report") -> tuple[dict[str, Any], list[PromptRecord]]:

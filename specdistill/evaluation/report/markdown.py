@@ -110,7 +110,12 @@ def _headline(report: Mapping[str, Any]) -> str:
     headline = report["headline"]
     if not headline:
         return ""
-    return f"Acceptance length to quote: **{headline['mean_acceptance_length']:.2f}** ({headline['average']})."
+    micro = headline["micro"]
+    return "\n".join(
+        f"- {average['average']}: acceptance length **{number(average.get('mean_acceptance_length'))}**"
+        f"{between(average, 'mean_acceptance_length')}, speedup **{times(average.get('speedup'))}**{between(average, 'speedup')}"
+        for average in (headline, micro)
+    )
 
 
 def _lossless(report: Mapping[str, Any]) -> str:

@@ -124,7 +124,7 @@ def evaluate_server(
         suite=suite,
         results=rows,
         context=[],
-        headline=headline(rows),
+        headline=headline(rows, records),
         theory=None,
         lossless=lossless,
         not_measured={**DOCUMENT_REASONS, **not_compared},
