@@ -318,6 +318,8 @@ def test_a_sweep_is_drawn_and_listed_whole(report, records):
     measured = {row["num_speculative_tokens"]: row["speedup"] for row in sweep(swept, "num_speculative_tokens")}
     assert sorted(measured) == [1, 2, 4, 6, 8]
     assert all(f"K = {k}: {speedup:.2f}×" in page for k, speedup in measured.items())
+    assert "64 tokens</text>" in page
+    assert "whole prompts" not in page
     for figure in ("By temperature", "By prompt length", "Speedup against the batch"):
         assert figure in page
         assert figure not in to_html(report, records)
@@ -326,6 +328,36 @@ def test_a_sweep_is_drawn_and_listed_whole(report, records):
     assert "| simulated, K = 4, greedy, batch 1, prompts cut to 64 tokens | 24 | " in markdown
     assert markdown.count("| function | ") == 1  # categories of the main cell alone
     assert len(markdown) < 10_000
+
+
+def test_task_quality_stands_beside_losslessness(report, records):
+    entry = {"num_prompts": 48, "with_draft": 0.75, "without_draft": 0.7708, "difference": -0.0208}
+    entry |= {"difference_ci95": [-0.09, 0.05], "only_with_draft": 1, "only_without_draft": 2, "p_value": 1.0}
+    report["quality"] = {"exact_match": entry, "pass_rate": {**entry, "difference_ci95": [-0.2, -0.01]}}
+    page, markdown = to_html(report, records), to_markdown(report)
+    for rendered in (page, markdown):
+        assert "Task quality" in rendered
+        assert rendered.count("equal within the interval") == 1
+        assert "−9.0 to +5.0" in rendered
+    assert "| pass rate | 48 | 77.1% | 75.0% | −2.1 | −20.0 to −1.0 | different |" in markdown
+    assert "1 with it alone, 2 without it alone" in page
+    assert "Task quality" not in to_html({**report, "quality": {}}, records)
+
+
+def test_batches_trees_and_engines_are_told_with_the_settings(report, records):
+    report["settings"] |= {"batch_size": 8, "tree": {"budget": 24, "depth": 6, "top_k": 4}}
+    report["engine"] = {"name": "vllm", "version": "0.32.0"}
+    page = to_html(report, records)
+    assert " · vllm 0.32.0 · tree of 24 tokens, 6 deep, top 4 · batches of 8" in page
+    assert "They were decoded 8 at a time" in page
+    assert "The baseline is a server of the same engine without a draft." in page
+    assert "{'budget'" not in html_library.unescape(page)
+
+
+def test_a_text_of_a_batch_has_no_speedup_of_its_own(records):
+    alone, together = token_view.samples([records[0], replace(records[1], cell=replace(records[1].cell, batch_size=4))])
+    assert alone["speedup"] > 1
+    assert together["speedup"] is None
 
 
 def test_the_ceiling_is_the_acceptance_length(report):

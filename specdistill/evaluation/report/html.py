@@ -7,6 +7,7 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from specdistill.evaluation.cells import ALL
 from specdistill.evaluation.columns import MIN_BUCKET_DRAFTS
 from specdistill.evaluation.records import PromptRecord, records_of
 from specdistill.evaluation.report import charts, latency, rows, token_view, wording
@@ -33,7 +34,7 @@ def to_html(report: Mapping[str, Any], records: Sequence[PromptRecord]) -> str:
     context = rows.by_context(report)
     k = len(row["accepted_per_position"])
     batches, temperatures = rows.sweep(report, "batch_size"), rows.sweep(report, "temperature")
-    lengths = rows.sweep(report, "context_bucket")
+    lengths = [line for line in rows.sweep(report, "context_bucket") if line["context_bucket"] != ALL]
     written = records_of(row, records)
     samples = token_view.samples(written)
     html: str = (
@@ -49,7 +50,7 @@ def to_html(report: Mapping[str, Any], records: Sequence[PromptRecord]) -> str:
             categories=charts.acceptance_by((wording.row_name(line) for line in main), main, k),
             contexts=charts.acceptance_by((line["bucket"].replace("-", " to ") for line in context), context, k),
             min_drafts=MIN_BUCKET_DRAFTS,
-            lengths=charts.acceptance_by((wording.prompt_length(line) for line in lengths), lengths, k),
+            lengths=charts.acceptance_by((f"{line['context_bucket']} tokens" for line in lengths), lengths, k),
             temperatures=charts.acceptance_by((f"T = {line['temperature']:g}" for line in temperatures), temperatures, k),
             speedups=charts.speedup_by_k(report.get("theory"), rows.sweep(report, "num_speculative_tokens") or [row]),
             breakdown=charts.time_per_token(latency.a_token(written)),

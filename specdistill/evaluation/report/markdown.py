@@ -18,6 +18,7 @@ from specdistill.evaluation.report.wording import (
     number,
     outcome,
     percent,
+    quality,
     requirement,
     row_name,
     scope,
@@ -46,6 +47,7 @@ def to_markdown(report: Mapping[str, Any]) -> str:
         *_sweep(report),
         "## Losslessness",
         _lossless(report),
+        *_quality(report),
     ]
     return "\n\n".join(section for section in sections if section) + "\n"
 
@@ -130,6 +132,22 @@ def _lossless(report: Mapping[str, Any]) -> str:
     else:
         lines.append(f"- sampled: {report['not_measured']['lossless.sampling_test']}")
     return "\n".join(lines)
+
+
+def _quality(report: Mapping[str, Any]) -> Iterator[str]:
+    lines = quality(report)
+    if lines:
+        yield "## Task quality"
+        yield table(
+            ("succeed by", "texts", "without draft", "with draft", "difference, points", "95 %", ""),
+            (
+                (
+                    plain(line["name"]),
+                    *(line[name] for name in ("texts", "without", "with", "difference", "ci95", "outcome")),
+                )
+                for line in lines
+            ),
+        )
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -3,6 +3,8 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+OWN_ENGINE = "specdistill"
+
 
 def title(report: Mapping[str, Any]) -> str:
     return f"{report['draft']['method']} draft for {report['target']['model']}"
@@ -128,10 +130,6 @@ def cell_name(row: Mapping[str, Any]) -> str:
     return ", ".join(parts if row["context_bucket"] == "all" else [*parts, f"prompts cut to {row['context_bucket']} tokens"])
 
 
-def prompt_length(row: Mapping[str, Any]) -> str:
-    return "whole prompts" if row["context_bucket"] == "all" else f"{row['context_bucket']} tokens"
-
-
 def tree(settings: Mapping[str, int]) -> str:
     """The shape of drafted trees, as: tree of 24 tokens, 6 deep, top 4."""
     return f"tree of {settings['budget']} tokens, {settings['depth']} deep, top {settings['top_k']}"
@@ -211,7 +209,48 @@ def outcome(rule: Mapping[str, Any]) -> str:
 
 def settings_line(report: Mapping[str, Any]) -> str:
     """How it was measured, and what the method was told beyond that."""
-    return " · ".join([shared_settings(report), *_draft_settings(report["settings"])])
+    engine = report["engine"]
+    by = [f"{engine['name']} {engine['version']}"] if engine["name"] != OWN_ENGINE else []
+    return " · ".join([shared_settings(report), *by, *_draft_settings(report["settings"])])
+
+
+def procedure(report: Mapping[str, Any]) -> str:
+    """How the numbers came about, in sentences."""
+    settings, own = report["settings"], report["engine"]["name"] == OWN_ENGINE
+    size = settings["batch_size"]
+    together = f" They were decoded {size} at a time; a text's times are its shares of its batch." if size > 1 else ""
+    return (
+        f"Every prompt was decoded with and without the draft, turn about, {settings['repeats']} times after {settings['warmup']} "
+        f"warm-up {'prompts' if size == 1 else 'batches'}; medians per prompt count.{together} The baseline is "
+        f"{'the same decoder' if own else 'a server of the same engine'} without a draft."
+    )
+
+
+def decoding(settings: Mapping[str, Any]) -> str:
+    """The settings that are one word or number each; the others are in `settings_line`."""
+    plain = {name: value for name, value in settings.items() if value is not None and not isinstance(value, Mapping)}
+    return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in plain.items())
+
+
+def quality(report: Mapping[str, Any]) -> list[dict[str, str]]:
+    """What the texts are worth with the draft and without, a line for each metric."""
+    lines = []
+    for name, entry in report.get("quality", {}).items():
+        low, high = entry.get("difference_ci95", (0.0, 0.0))
+        points = [f"{100 * value:+.1f}".replace("-", "−") for value in (entry["difference"], low, high)]
+        lines.append(
+            {
+                "name": name.replace("_", " "),
+                "texts": str(entry["num_prompts"]),
+                "without": f"{entry['without_draft']:.1%}",
+                "with": f"{entry['with_draft']:.1%}",
+                "difference": points[0],
+                "ci95": f"{points[1]} to {points[2]}" if "difference_ci95" in entry else "too few texts",
+                "outcome": "equal within the interval" if low <= 0 <= high else "different",
+                "single": f"{entry['only_with_draft']} with it alone, {entry['only_without_draft']} without it alone",
+            }
+        )
+    return lines
 
 
 def shared_settings(report: Mapping[str, Any]) -> str:
@@ -224,6 +263,8 @@ def shared_settings(report: Mapping[str, Any]) -> str:
 def _draft_settings(settings: Mapping[str, Any]) -> Iterator[str]:
     if settings["tree"] is not None:
         yield tree(settings["tree"])
+    if settings["batch_size"] > 1:
+        yield f"batches of {settings['batch_size']}"
     if settings.get("confidence_threshold") is not None:
         yield f"drafting stops below probability {settings['confidence_threshold']:g}"
     if settings.get("draft_context") == "window":
