@@ -23,7 +23,7 @@ from specdistill.evaluation.report.html import to_html
 from specdistill.evaluation.report.markdown import to_markdown
 from specdistill.evaluation.report.rows import sweep
 from specdistill.evaluation.report.schema import schema, validate
-from specdistill.evaluation.report.wording import settings_line, shared_settings
+from specdistill.evaluation.report.wording import procedure, settings_line, shared_settings
 from specdistill.evaluation.results import result_rows
 from specdistill.evaluation.servers.reasons import DOCUMENT_REASONS, NO_BASELINE, NO_BASELINE_ROW, ROW_REASONS
 from tests.evaluation.simulated import SUITE, as_from_server, simulate, simulated_report, simulated_sweep
@@ -346,7 +346,10 @@ def test_task_quality_stands_beside_losslessness(report, records):
 
 def test_batches_trees_and_engines_are_told_with_the_settings(report, records):
     report["settings"] |= {"batch_size": 8, "tree": {"budget": 24, "depth": 6, "top_k": 4}}
-    report["engine"] = {"name": "vllm", "version": "0.32.0"}
+    report["engine"] = {"name": "vllm", "version": "0.32.0", "server": "http://a", "baseline_server": None}
+    assert "Every prompt was decoded with the draft, 3 times" in procedure(report)
+    assert "There is no baseline." in procedure(report)
+    report["engine"]["baseline_server"] = "http://b"
     page = to_html(report, records)
     assert " · vllm 0.32.0 · tree of 24 tokens, 6 deep, top 4 · batches of 8" in page
     assert "They were decoded 8 at a time" in page

@@ -3,8 +3,6 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-OWN_ENGINE = "specdistill"
-
 
 def title(report: Mapping[str, Any]) -> str:
     return f"{report['draft']['method']} draft for {report['target']['model']}"
@@ -209,20 +207,28 @@ def outcome(rule: Mapping[str, Any]) -> str:
 
 def settings_line(report: Mapping[str, Any]) -> str:
     """How it was measured, and what the method was told beyond that."""
-    engine = report["engine"]
-    by = [f"{engine['name']} {engine['version']}"] if engine["name"] != OWN_ENGINE else []
+    by = [] if _is_own(report) else [f"{report['engine']['name']} {report['engine']['version']}"]
     return " · ".join([shared_settings(report), *by, *_draft_settings(report["settings"])])
+
+
+def _is_own(report: Mapping[str, Any]) -> bool:
+    """Whether this package decoded, not an inference engine."""
+    return "engine" not in report or report["engine"]["name"] == "specdistill"
 
 
 def procedure(report: Mapping[str, Any]) -> str:
     """How the numbers came about, in sentences."""
-    settings, own = report["settings"], report["engine"]["name"] == OWN_ENGINE
+    settings = report["settings"]
     size = settings["batch_size"]
     together = f" They were decoded {size} at a time; a text's times are its shares of its batch." if size > 1 else ""
+    if not _is_own(report) and not report["engine"].get("baseline_server"):
+        sides, baseline = "with the draft", "There is no baseline."
+    else:
+        decoder = "the same decoder" if _is_own(report) else "a server of the same engine"
+        sides, baseline = "with and without the draft, turn about", f"The baseline is {decoder} without a draft."
     return (
-        f"Every prompt was decoded with and without the draft, turn about, {settings['repeats']} times after {settings['warmup']} "
-        f"warm-up {'prompts' if size == 1 else 'batches'}; medians per prompt count.{together} The baseline is "
-        f"{'the same decoder' if own else 'a server of the same engine'} without a draft."
+        f"Every prompt was decoded {sides}, {settings['repeats']} times after {settings['warmup']} "
+        f"warm-up {'prompts' if size == 1 else 'batches'}; medians per prompt count.{together} {baseline}"
     )
 
 
