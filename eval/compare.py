@@ -20,7 +20,7 @@ from specdistill.evaluation.pipeline import NamedDraft, evaluate_drafts
 from specdistill.evaluation.report.comparison import print_comparison, write_comparison
 from specdistill.evaluation.report.files import check_writable
 from specdistill.evaluation.suites import load_suite, tokenize
-from specdistill.recipe import EvalConfig, NgramConfig, TargetConfig, like, option, section
+from specdistill.recipe import EvalConfig, NgramConfig, TargetConfig, TreeConfig, like, option, section
 from specdistill.targets.frozen import FrozenTarget
 from specdistill.training.trajectory import read_history
 
@@ -37,6 +37,7 @@ class CompareOptions:
     confidence_threshold: float | None = like(EvalConfig, "confidence_threshold")
     draft_context: str = like(EvalConfig, "draft_context")
     ngram: NgramConfig = section(NgramConfig)
+    tree: TreeConfig | None = like(EvalConfig, "tree")
     temperature: float = like(EvalConfig, "temperature")
     top_p: float = like(EvalConfig, "top_p")
     top_k: int = like(EvalConfig, "top_k")

@@ -118,6 +118,9 @@ def measure_server(recipe: Recipe, suite: Suite, earlier: Earlier | None) -> tup
     from specdistill.evaluation.servers.run import connect, evaluate_server  # decoding in this process needs no HTTP
 
     config, target = recipe.eval, recipe.target
+    if config.tree:
+        got = f"a tree with eval.engine={config.engine}"
+        raise UserError("eval.tree", got=got, expected="null: a server drafts as it was started")
     for name, values in vars(config.sweep).items():
         if values:
             expected = "nothing: a server drafts as it was started"

@@ -221,6 +221,16 @@ class NgramConfig:
 
 
 @dataclass(frozen=True)
+class TreeConfig:
+    budget: int | None = option(None, "a dynamic tree (EAGLE-2), with depth and top_k: nodes proposed a round", least=1)
+    depth: int | None = option(None, "its levels, a draft step each; they count in place of num_speculative_tokens", least=1)
+    top_k: int | None = option(None, "nodes expanded of each level, and children of each of them", least=1)
+    branching: list[int] | None = option(
+        None, "or a static tree: children of the root, of each of these, and so on, as [4,2,1]", least=1
+    )
+
+
+@dataclass(frozen=True)
 class SweepConfig:
     num_speculative_tokens: list[int] = option([], "other K to measure, one axis at a time around eval's own settings", least=1)
     temperature: list[float] = option([], "other temperatures to measure", least=0)
@@ -248,6 +258,7 @@ class EvalConfig:
         "refuse", "draft_model: a text longer than the draft's context, refused or seen in part", choices=["refuse", "window"]
     )
     ngram: NgramConfig = section(NgramConfig)
+    tree: TreeConfig | None = option(None, "null drafts a chain, and these keys a tree, in the one form or the other")
     temperature: float = option(0.0, "0 is greedy", least=0)
     top_p: float = option(1.0, "nucleus kept, for the target and the draft alike", least=0.01, most=1)
     top_k: int = option(0, "tokens kept; 0 keeps all", least=0)
@@ -376,8 +387,9 @@ def check_trainable(recipe: Recipe, script: str) -> None:
 def _check_applies(config: Any, method: str, prefix: str = "") -> None:
     for name, hint, entry in _fields(type(config)):
         key, value = f"{prefix}{name}", getattr(config, name)
-        if dataclasses.is_dataclass(hint):
-            _check_applies(value, method, f"{key}.")
+        if _schema_of(hint):
+            if value is not None:
+                _check_applies(value, method, f"{key}.")
         elif not _reads(entry, method) and value != entry.default:
             expected = f"{_shown(entry.default)}: only {' and '.join(entry.metadata['only'])} reads it"
             raise UserError(key, got=f"{value} with method {method}", expected=expected)
@@ -414,12 +426,12 @@ def describe(schema: type) -> list[tuple[str, str, str, str]]:
     """Rows of (key, type, default, help) for every leaf of a recipe, for `--help`."""
     rows: list[tuple[str, str, str, str]] = []
     for name, hint, entry in _fields(schema):
-        if dataclasses.is_dataclass(hint):
-            assert isinstance(hint, type)
-            rows += [(f"{name}.{key}", *rest) for key, *rest in describe(hint)]  # type: ignore[misc]
-            continue
-        default = entry.default_factory() if callable(entry.default_factory) else entry.default
-        rows.append((name, _kind(hint, entry), _shown(default), entry.metadata["help"]))
+        inner = _schema_of(hint)
+        if inner is not hint:
+            default = entry.default_factory() if callable(entry.default_factory) else entry.default
+            rows.append((name, _kind(hint, entry), _shown(default), entry.metadata["help"]))
+        if inner:
+            rows += [(f"{name}.{key}", *rest) for key, *rest in describe(inner)]  # type: ignore[misc]
     return rows
 
 
@@ -458,11 +470,14 @@ def _check_names(schema: type, layer: dict[str, Any], prefix: str = "") -> None:
             expected = f"one of {', '.join(sorted(known))}"
             raise UserError(key, got="an unknown key", expected=expected, nearest=f"{prefix}{close}" if close else anywhere)
         hint = known[name]
-        if dataclasses.is_dataclass(hint):
+        if inner := _schema_of(hint):
+            if value is None and inner is not hint:
+                continue
             if not isinstance(value, dict):
-                raise UserError(key, got=repr(value), expected="a section with keys of its own")
-            assert isinstance(hint, type)
-            _check_names(hint, value, f"{key}.")
+                raise UserError(
+                    key, got=repr(value), expected=f"{'null or ' * (inner is not hint)}a section with keys of its own"
+                )
+            _check_names(inner, value, f"{key}.")
         elif isinstance(value, dict) and hint is not Any and get_origin(hint) is not dict:
             raise UserError(key, got=f"keys below it ({', '.join(map(str, value))})", expected=_type_name(hint))
 
@@ -491,8 +506,9 @@ def _check_values(config: Any, prefix: str = "") -> None:
     """Names must be among the choices of their field, numbers within its range."""
     for name, hint, entry in _fields(type(config)):
         key, value = f"{prefix}{name}", getattr(config, name)
-        if dataclasses.is_dataclass(hint):
-            _check_values(value, f"{key}.")
+        if _schema_of(hint):
+            if value is not None:
+                _check_values(value, f"{key}.")
             continue
         choices, least, most = (entry.metadata[rule] for rule in ("choices", "least", "most"))
         if choices and value not in choices:
@@ -510,6 +526,11 @@ def _kind(hint: Any, entry: dataclasses.Field[Any]) -> str:
         return "|".join(choices)
     bounds = f", at least {least}" * (least > -math.inf) + f", at most {most}" * (most < math.inf)
     return f"{_type_name(hint)}{bounds}"
+
+
+def _schema_of(hint: Any) -> type | None:
+    """The schema of a section, also of one that may be null; None for a value."""
+    return next((kind for kind in (hint, *get_args(hint)) if isinstance(kind, type) and dataclasses.is_dataclass(kind)), None)
 
 
 def _fields(schema: type) -> list[tuple[str, Any, dataclasses.Field[Any]]]:
@@ -546,4 +567,6 @@ def _type_name(hint: Any) -> str:
         return f"list of {_type_name(get_args(hint)[0])}"
     if hint is Any:
         return "name, list or mapping"
+    if dataclasses.is_dataclass(hint):
+        return "section"
     return "mapping" if origin is dict else str(hint.__name__)

@@ -12,7 +12,7 @@ import yaml
 from specdistill.command import print_help
 from specdistill.errors import UserError
 from specdistill.project import RECIPES
-from specdistill.recipe import Recipe, TargetRecipe, describe, find_recipe, load_recipe, save_recipe
+from specdistill.recipe import Recipe, TargetRecipe, TreeConfig, describe, find_recipe, load_recipe, save_recipe
 from specdistill.training.arguments import training_arguments
 
 COMPLETE = ["target.model=pico", "train.output_dir=runs/x"]
@@ -159,6 +159,9 @@ def test_missing_keys_are_named(given: list[str], missing: str):
         ("eval.temperature=.nan", "eval.temperature: got nan, expected float, at least 0"),
         ("eval.top_p=1.5", "eval.top_p: got 1.5, expected float, at least 0.01, at most 1"),
         ("data.regenerate.temperatures=[0,-1]", "data.regenerate.temperatures: got -1.0, expected list of float, at least 0"),
+        ("eval.tree=4", "eval.tree: got 4, expected null or a section with keys of its own"),
+        ("eval.tree.top_k=0", "eval.tree.top_k: got 0, expected int or null, at least 1"),
+        ("eval.tree.branching=4", "eval.tree.branching: got 4 (int), expected list of int or null, at least 1"),
         ("--recipe", "--recipe: got an argument without key=, expected key=value"),
         ("pico/eagle3", "pico/eagle3: got an argument without key=, expected key=value"),
     ],
@@ -204,6 +207,16 @@ def leaves(schema: Any, prefix: str = "") -> list[str]:
         nested = dataclasses.is_dataclass(default)
         keys += leaves(default, f"{prefix}{entry.name}.") if nested else [f"{prefix}{entry.name}"]
     return keys
+
+
+def test_a_section_may_be_null_until_one_of_its_keys_is_given():
+    assert load_recipe(Recipe, ["recipe=pico/eagle3"]).eval.tree is None
+    given = ["recipe=pico/eagle3", "eval.tree.budget=16", "eval.tree.depth=4", "eval.tree.top_k=4"]
+    assert load_recipe(Recipe, given).eval.tree == TreeConfig(budget=16, depth=4, top_k=4)
+    assert load_recipe(Recipe, [*given, "eval.tree=null"]).eval.tree is None
+    assert load_recipe(Recipe, ["recipe=pico/eagle3", "eval.tree={branching: [4, 2]}"]).eval.tree == TreeConfig(
+        branching=[4, 2]
+    )
 
 
 @pytest.mark.parametrize("schema", [Recipe, TargetRecipe])

@@ -14,14 +14,14 @@ ALL = "all"
 class Cell:
     """One combination of settings.
 
-    tree: its budget, depth and top_k; None drafts a chain. context_bucket: tokens that prompts were cut to; `all` for prompts as the
-    suite has them.
+    num_speculative_tokens: K, of a tree its depth. tree: its budget, depth and top_k, or its branching; None drafts a chain.
+    context_bucket: tokens that prompts were cut to; `all` for prompts as the suite has them.
     """
 
     num_speculative_tokens: int
     temperature: float = 0.0
     batch_size: int = 1
-    tree: Mapping[str, int] | None = None
+    tree: Mapping[str, int | list[int]] | None = None
     context_bucket: str = ALL
 
 

@@ -21,7 +21,9 @@ from torch import Tensor
 from specdistill.decoding.decoder import Decoder, Generation
 from specdistill.decoding.proposers import Proposer
 from specdistill.decoding.sampling import Sampling
+from specdistill.decoding.tree import ROOT, DynamicTree, StaticTree, Tree
 from specdistill.decoding.verify import rejection
+from specdistill.decoding.verify_tree import sampled
 from specdistill.evaluation.statistics import two_sample_chi_square
 from specdistill.evaluation.suites import Prompt
 from specdistill.targets.frozen import FrozenTarget
@@ -111,6 +113,21 @@ def wrong_residual(
     return num_accepted, torch.where(rejected, drawn, next_token)
 
 
+def wrong_tree_residual(
+    tokens: Sequence[int],
+    tree: Tree,
+    target_probs_NV: Tensor,
+    draft_probs_NV: Tensor | None,
+    generator: torch.Generator | None = None,
+) -> tuple[list[int], int]:
+    """`wrong_residual` for trees: where all children of a node were rejected it draws from p."""
+    path, next_token = sampled(tokens, tree, target_probs_NV, draft_probs_NV, generator)
+    last = path[-1] if path else ROOT
+    if tree.children[last]:
+        next_token = int(torch.multinomial(target_probs_NV[last + 1].cpu(), 1, generator=generator))
+    return path, next_token
+
+
 def sampling_test(
     target: FrozenTarget,
     proposer: Proposer,
@@ -120,11 +137,12 @@ def sampling_test(
     num_speculative_tokens: int,
     seed: int,
     advance: Callable[[], None],
+    tree: StaticTree | DynamicTree | None = None,
 ) -> dict[str, Any] | str:
     """The report's `lossless.sampling_test`, or the reason why there is none. `advance` is called after each of 3 · num_draws
-    draws.
+    draws. Of a chain or a tree the first level is drafted: it decides the second token, more would be thrown away.
     """
-    prompt_ids, prompt_id = most_telling_prompt(target, proposer, prompts, num_speculative_tokens, seed)
+    prompt_ids, prompt_id = most_telling_prompt(target, proposer, prompts, num_speculative_tokens, seed, tree)
 
     def draw(decoder: Decoder, arm: int) -> list[tuple[int, ...]]:
         generator = torch.Generator().manual_seed(seed * 3 + arm)
@@ -133,7 +151,8 @@ def sampling_test(
             generation = decoder.generate(
                 prompt_ids,
                 max_new_tokens=TESTED_TOKENS,
-                num_speculative_tokens=1 if decoder.proposer else 0,  # it decides the second token; more would be thrown away
+                num_speculative_tokens=1 if decoder.proposer else 0,
+                tree=tree.cut(1) if tree and decoder.proposer else None,
                 sampling=Sampling(temperature=1.0),
                 generator=generator,
             )
@@ -143,7 +162,8 @@ def sampling_test(
 
     plain = draw(Decoder(target), 0)
     result = two_sample_chi_square(plain, draw(Decoder(target, proposer), 1))
-    control = two_sample_chi_square(plain, draw(Decoder(target, proposer, sampled_rule=wrong_residual), 2))
+    wrong = Decoder(target, proposer, sampled_rule=wrong_residual, tree_rule=wrong_tree_residual)
+    control = two_sample_chi_square(plain, draw(wrong, 2))
     if result is None or control is None:
         return f"{num_draws} draws hold no two outcomes that are frequent enough to compare; draw more"
     return {
@@ -158,7 +178,12 @@ def sampling_test(
 
 
 def most_telling_prompt(
-    target: FrozenTarget, proposer: Proposer, prompts: Sequence[Prompt], num_speculative_tokens: int, seed: int
+    target: FrozenTarget,
+    proposer: Proposer,
+    prompts: Sequence[Prompt],
+    num_speculative_tokens: int,
+    seed: int,
+    tree: StaticTree | DynamicTree | None = None,
 ) -> tuple[tuple[int, ...], str]:
     """A short beginning after which `wrong_residual` shows most, and the id of the prompt it is from.
 
@@ -168,10 +193,12 @@ def most_telling_prompt(
     best_score, best = -1.0, (prompts[0].token_ids, prompts[0].id)
     for prompt in sorted(prompts, key=lambda prompt: len(prompt.token_ids))[:NUM_PROBED_PROMPTS]:
         deviations: list[float] = []
-        generation = Decoder(target, proposer, sampled_rule=partial(_watched_rejection, deviations)).generate(
+        chains, trees = partial(_watched_rejection, deviations), partial(_watched_tree, deviations)
+        generation = Decoder(target, proposer, sampled_rule=chains, tree_rule=trees).generate(
             prompt.token_ids,
             max_new_tokens=min(NUM_PROBED_TOKENS, target.max_length - len(prompt.token_ids)),
             num_speculative_tokens=num_speculative_tokens,
+            tree=tree,
             sampling=Sampling(temperature=1.0),
             generator=torch.Generator().manual_seed(seed),
         )
@@ -193,15 +220,37 @@ def _watched_rejection(
     draft_probs_BKV: Tensor | None,
     generator: torch.Generator | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`rejection`, noting how far from p the first token's law would be under `wrong_residual`: 1/2 sum_v |min(p, q) - beta p|.
-
-    With beta = sum min(p, q), the chance of acceptance, that rule's law is min(p, q) + (1 - beta) p.
-    """
+    """`rejection`, noting how far from p the first token's law would be under `wrong_residual`."""
     if tokens_BK.shape[1]:
         p = target_probs_BKV[0, 0]
         q = F.one_hot(tokens_BK[0, 0], len(p)) if draft_probs_BKV is None else draft_probs_BKV[0, 0]
-        accepted = torch.minimum(p, q.to(p.dtype))
-        deviations.append(float((accepted - accepted.sum() * p).abs().sum() / 2))
+        deviations.append(_deviation(p, q))
     else:
         deviations.append(0.0)
     return rejection(tokens_BK, target_probs_BKV, draft_probs_BKV, generator)
+
+
+def _watched_tree(
+    deviations: list[float],
+    tokens: Sequence[int],
+    tree: Tree,
+    target_probs_NV: Tensor,
+    draft_probs_NV: Tensor | None,
+    generator: torch.Generator | None = None,
+) -> tuple[list[int], int]:
+    """`_watched_rejection` for trees. Of drawn candidates only the first counts, which is where most are accepted."""
+    p, first = target_probs_NV[0], tree.children[ROOT]
+    if draft_probs_NV is None:
+        q = F.one_hot(torch.tensor([tokens[node] for node in first], device=p.device), len(p)).sum(0)
+    else:
+        q = draft_probs_NV[first[0]]
+    deviations.append(_deviation(p, q))
+    return sampled(tokens, tree, target_probs_NV, draft_probs_NV, generator)
+
+
+def _deviation(p_V: Tensor, q_V: Tensor) -> float:
+    """1/2 sum_v |min(p, q) - beta p|: with beta = sum min(p, q), the chance of acceptance, the wrong rule's law is
+    min(p, q) + (1 - beta) p. q is one-hot for a certain candidate, and 1 at each of several.
+    """
+    accepted = torch.minimum(p_V, q_V.to(p_V.dtype))
+    return float((accepted - accepted.sum() * p_V).abs().sum() / 2)

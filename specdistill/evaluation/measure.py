@@ -22,6 +22,8 @@ from specdistill.decoding.draft_model import DraftModelProposer
 from specdistill.decoding.ngram import NgramProposer
 from specdistill.decoding.proposers import HeadProposer, Proposer
 from specdistill.decoding.sampling import Sampling
+from specdistill.decoding.tree import DynamicTree, StaticTree, tree_shape
+from specdistill.errors import UserError
 from specdistill.evaluation.cells import ALL, Cell
 from specdistill.evaluation.records import HFGenerate, PromptRecord, RoundRecord, Timing
 from specdistill.evaluation.suites import Prompt, evenly
@@ -40,7 +42,8 @@ GREEDY = Sampling()
 class Settings:
     """How to measure; every number in tokens, prompts or repetitions. The seed is for sampling.
 
-    context_bucket says how the prompts that it goes with were cut (see `Cell`).
+    tree: drafted in place of a chain; num_speculative_tokens is then its depth. context_bucket says how the prompts that it goes with
+    were cut (see `Cell`).
     """
 
     num_speculative_tokens: int
@@ -49,22 +52,31 @@ class Settings:
     repeats: int = 3
     warmup: int = 2
     seed: int = 0
+    tree: StaticTree | DynamicTree | None = None
     context_bucket: str = ALL
+
+    def __post_init__(self) -> None:
+        if self.tree and self.tree.depth != self.num_speculative_tokens:
+            expected = f"{self.tree.depth}, the depth of the tree, or eval.tree=null"
+            raise UserError("eval.num_speculative_tokens", got=self.num_speculative_tokens, expected=expected)
 
     @property
     def cell(self) -> Cell:
-        return Cell(self.num_speculative_tokens, self.sampling.temperature, context_bucket=self.context_bucket)
+        tree = self.tree.settings if self.tree else None
+        return Cell(self.num_speculative_tokens, self.sampling.temperature, tree=tree, context_bucket=self.context_bucket)
 
     @classmethod
     def of(cls, section: Any) -> "Settings":
         """From a recipe's eval section, or from another command's options of the same names."""
+        tree = tree_shape(**vars(section.tree)) if section.tree else None
         return cls(
-            num_speculative_tokens=section.num_speculative_tokens,
+            num_speculative_tokens=tree.depth if tree else section.num_speculative_tokens,
             max_new_tokens=section.max_new_tokens,
             sampling=Sampling(section.temperature, section.top_p, section.top_k),
             repeats=section.repeats,
             warmup=section.warmup,
             seed=section.seed,
+            tree=tree,
         )
 
 
@@ -125,7 +137,9 @@ def measure_together(
 
 
 def shorter_drafts(target: FrozenTarget, proposer: Proposer, prompts: Sequence[Prompt], settings: Settings) -> list[RoundCost]:
-    """What a round costs at every K' up to K, timed on a few prompts, the lengths one right after the other."""
+    """What a round costs at every K' up to K, timed on a few prompts, the lengths one right after the other; of chains only."""
+    if settings.tree:
+        return []
     decoder = Decoder(target, proposer)
     probed = evenly(prompts, [prompt.category for prompt in prompts], NUM_COST_PROMPTS)
     rounds: dict[int, list[Round]] = {k: [] for k in range(1, settings.num_speculative_tokens + 1)}
@@ -155,7 +169,7 @@ def greedy_pairs(
         yield from ((run.prompt, run.speculative[0], run.baseline[0]) for run in runs)
         return
     with_draft, plain = Decoder(target, proposer), Decoder(target)
-    greedy = Settings(settings.num_speculative_tokens, settings.max_new_tokens)
+    greedy = Settings(settings.num_speculative_tokens, settings.max_new_tokens, tree=settings.tree)
     with progress("greedy identity", len(runs)) as advance:
         for run in runs:
             yield (
@@ -181,8 +195,12 @@ def draft_vocabulary(proposer: Proposer) -> frozenset[int] | None:
     return None
 
 
-def draft_sampling(proposer: Proposer, sampling: Sampling) -> str:
-    """`greedy` when each drafted token is a certain guess, `probabilistic` when it is drawn from the draft's law."""
+def draft_sampling(proposer: Proposer, sampling: Sampling, tree: StaticTree | DynamicTree | None = None) -> str:
+    """`greedy` when each drafted token is a certain guess, as in every dynamic tree, `probabilistic` when it is drawn from the
+    draft's law.
+    """
+    if tree:
+        return "probabilistic" if tree.candidates_are_drawn(sampling) else "greedy"
     return "greedy" if sampling.is_greedy or isinstance(proposer, NgramProposer) else "probabilistic"
 
 
@@ -223,6 +241,7 @@ def _generate(decoder: Decoder, prompt: Prompt, settings: Settings, index: int, 
         prompt.token_ids,
         max_new_tokens=settings.max_new_tokens,
         num_speculative_tokens=num_speculative_tokens,
+        tree=settings.tree if decoder.proposer else None,
         sampling=settings.sampling,
         generator=torch.Generator().manual_seed(settings.seed + index),
     )
@@ -260,7 +279,7 @@ def _record(suite: str, cell: Cell, target: FrozenTarget, run: Runs, vocabulary:
         drafted_text = spell(target.tokenizer, context, entry.drafted)
         emitted_text = spell(target.tokenizer, context, entry.emitted)
         accepted = entry.drafted[: entry.num_accepted]
-        rounds.append(RoundRecord(entry.drafted, drafted_text, accepted, entry.emitted, emitted_text))
+        rounds.append(RoundRecord(entry.drafted, drafted_text, accepted, entry.emitted, emitted_text, entry.num_off_path))
         context += entry.emitted
     plain = run.baseline[0].token_ids
     return PromptRecord(

@@ -125,8 +125,8 @@ def _report(
             "num_speculative_tokens": settings.num_speculative_tokens,
             **vars(sampling),
             "max_new_tokens": settings.max_new_tokens,
-            "tree": None,
-            "draft_sampling": draft_sampling(proposer, sampling),
+            "tree": settings.tree.settings if settings.tree else None,
+            "draft_sampling": draft_sampling(proposer, sampling, settings.tree),
             **draft_settings(proposer),
             "batch_size": 1,
             "seed": settings.seed,
@@ -159,6 +159,7 @@ def _sampling_test(
             prompts,
             num_draws=num_draws,
             num_speculative_tokens=settings.num_speculative_tokens,
+            tree=settings.tree,
             seed=settings.seed,
             advance=advance,
         )

@@ -19,7 +19,8 @@ class RoundRecord:
     """One draft-verify round: token ids, and each token's text as it continues what stands before it.
 
     `accepted` is the emitted prefix of `drafted`; `emitted` is that prefix and, unless a stop cut it off, the target's own
-    next token.
+    next token. Of a tree, `drafted` is the accepted path and where its first guesses led on, and `num_off_path` counts its other
+    nodes.
     """
 
     drafted: tuple[int, ...]
@@ -27,6 +28,12 @@ class RoundRecord:
     accepted: tuple[int, ...]
     emitted: tuple[int, ...]
     emitted_text: tuple[str, ...]
+    num_off_path: int = 0
+
+    @property
+    def num_drafted(self) -> int:
+        """Drafted tokens in all: every node of a tree."""
+        return len(self.drafted) + self.num_off_path
 
 
 @dataclass(frozen=True)
@@ -103,7 +110,7 @@ class PromptRecord:
     def drafts(self) -> list[tuple[int, int]]:
         """(drafted, accepted) tokens of each draft. A server tells sums alone: its drafted tokens are shared out evenly."""
         if self.counts is None:
-            return [(len(entry.drafted), len(entry.accepted)) for entry in self.rounds if entry.drafted]
+            return [(entry.num_drafted, len(entry.accepted)) for entry in self.rounds if entry.drafted]
         number, total, reached = self.counts.num_drafts, self.counts.num_draft_tokens, self.counts.accepted_per_position
         # Positions are accepted in order, so the drafts can be put in an order in which the first reached[k] have position k.
         accepted = [sum(draft < count for count in reached) for draft in range(number)]

@@ -83,13 +83,16 @@ def context_rows(records: Sequence[PromptRecord]) -> list[dict[str, Any]]:
 def theory(row: dict[str, Any], costs: Sequence[RoundCost]) -> dict[str, Any] | None:
     """What the suite's row implies: alpha, v and c at K, and the speedup to expect at K' up to K; None without drafts.
 
-    costs: rounds timed at K' up to K; only what they cost relative to each other counts.
+    costs: rounds timed at K' up to K; only what they cost relative to each other counts. Of a tree K is the depth and a draft step a
+    level, so that c·K is the cost of drafting it.
     """
     needed = ("acceptance_rate_per_position", "verify_ms", "draft_ms", "baseline_step_ms", "predicted_speedup")
     if any(name not in row for name in needed):
         return None
     rates = row["acceptance_rate_per_position"]
     v, c = row["verify_ms"] / row["baseline_step_ms"], row["draft_ms"] / row["baseline_step_ms"]
+    if row["tree"]:
+        c *= row["num_draft_tokens"] / row["num_drafts"] / len(rates)
     curve = speedup_curve(rates, v, c, costs)
     return {
         "alpha": alpha_from_acceptance_length(row["mean_acceptance_length"], len(rates)),

@@ -100,6 +100,24 @@ def test_a_measurement_leaves_a_whole_report(target, suite, gate, tmp_path, caps
     assert f"report: {folder / 'report.html'}" in capsys.readouterr().out
 
 
+def test_trees_are_measured_and_reported(target, suite, gate, tmp_path):
+    draft = tmp_path / "draft"
+    tiny_target_model(num_layers=1).save_pretrained(draft)
+    tiny_tokenizer().save_pretrained(draft)
+    tree = ["method=draft_model", f"draft={draft}", "eval.tree={budget: 6, depth: 3, top_k: 2}"]
+    assert command(*arguments(target, suite, gate, tmp_path / "report", *tree)) == ExitCode.DONE
+    report = json.loads((tmp_path / "report" / "report.json").read_text())
+    validate(report)
+    row, settings = report["results"][0], report["settings"]
+    assert settings["tree"] == row["tree"] == {"budget": 6, "depth": 3, "top_k": 2}
+    assert settings["num_speculative_tokens"] == row["num_speculative_tokens"] == len(row["accepted_per_position"]) == 3
+    assert row["num_draft_tokens"] == 6 * row["num_drafts"]
+    assert row["mean_acceptance_length"] == pytest.approx(1 + row["num_accepted_tokens"] / row["num_drafts"])
+    assert report["theory"]["predicted"] == pytest.approx(row["predicted_speedup"])
+    samples = [json.loads(line) for line in (tmp_path / "report" / "samples.jsonl").read_text().splitlines()]
+    assert all(len(entry["drafted"]) + entry["num_off_path"] == 6 for sample in samples for entry in sample["rounds"])
+
+
 def test_a_failed_gate_is_exit_code_one_and_still_a_report(target, suite, gate, tmp_path):
     gate.write_text("- {metric: speedup, min: 1000}\n")
     sampled = ("eval.temperature=1.0", "eval.num_speculative_tokens=1", "eval.num_prompts=2", "eval.sampling_draws=2")
@@ -134,6 +152,9 @@ def test_a_run_is_judged_against_a_baseline_and_its_own_budget(target, suite, ga
         (["eval.baseline=nowhere"], "eval.baseline: got nowhere, which does not exist"),
         (["eval.num_speculative_tokens=0"], "eval.num_speculative_tokens: got 0"),
         (["eval.temperature=-1"], "eval.temperature: got -1"),
+        (["eval.tree={branching: [2, 2]}"], "eval.tree: got a tree for NgramProposer, whose guesses are one chain"),
+        (["eval.tree={budget: 2, depth: 3, top_k: 2}"], "eval.tree.budget: got 2, expected from 3, the depth, to 10"),
+        (["eval.tree={branching: [2, 2]}", "eval.sweep.num_speculative_tokens=[3]"], "eval.num_speculative_tokens: got 3"),
         (["eval.top_p=0"], "eval.top_p: got 0"),
         (["eval.top_p=1.5"], "eval.top_p: got 1.5"),
         (["eval.max_new_tokens=400"], "eval.suite: got prompt a0 of small"),

@@ -2,7 +2,9 @@ import pytest
 import torch
 
 from specdistill.decoding.decoder import Decoder, Generation, Round
+from specdistill.decoding.draft_model import DraftModelProposer
 from specdistill.decoding.ngram import NgramProposer
+from specdistill.decoding.tree import DynamicTree, StaticTree
 from specdistill.decoding.verify import rejection
 from specdistill.evaluation.losslessness import compare_greedy, most_telling_prompt, sampling_test, wrong_residual
 from specdistill.evaluation.suites import Prompt
@@ -84,6 +86,15 @@ def test_sampling_is_lossless_and_the_wrong_rule_is_caught(one_hot, draft_seed):
     options = {"num_draws": 250, "num_speculative_tokens": 1, "seed": 1, "advance": lambda: calls.append(None)}
     found = sampling_test(peaked(0), draft, prompts, **options)
     assert len(calls) == 3 * 250
+    assert found["p_value"] > 0.01
+    assert found["negative_control_p_value"] < 0.01
+
+
+@pytest.mark.parametrize("tree", [StaticTree((2, 1)), DynamicTree(budget=3, depth=2, top_k=2)])
+def test_sampling_with_trees_is_lossless_and_their_wrong_rule_is_caught(tree):
+    prompts = [Prompt("p", "c", "text", (1, 2, 3, 4)), Prompt("q", "c", "text", (5, 5, 5))]
+    options = {"num_draws": 250, "num_speculative_tokens": 2, "seed": 1, "advance": lambda: None, "tree": tree}
+    found = sampling_test(peaked(0), DraftModelProposer(peaked(3).model), prompts, **options)
     assert found["p_value"] > 0.01
     assert found["negative_control_p_value"] < 0.01
 

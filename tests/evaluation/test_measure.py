@@ -5,6 +5,8 @@ from specdistill.decoding.decoder import Decoder
 from specdistill.decoding.draft_model import DraftModelProposer
 from specdistill.decoding.ngram import NgramProposer
 from specdistill.decoding.sampling import Sampling
+from specdistill.decoding.tree import DynamicTree, StaticTree
+from specdistill.errors import UserError
 from specdistill.evaluation import measure as measuring
 from specdistill.evaluation.measure import (
     Settings,
@@ -110,11 +112,40 @@ def test_costs_of_shorter_drafts(target, proposer):
     assert shorter_drafts(target, NgramProposer(max_ngram=50, min_ngram=50), PROMPTS, SETTINGS) == []
 
 
+@pytest.mark.parametrize("tree", [DynamicTree(budget=5, depth=2, top_k=2), StaticTree((3, 1))])
+def test_records_of_trees_count_every_node_and_show_one_path(target, tree):
+    draft = DraftModelProposer(tiny_target(seed=3).model)
+    settings = Settings(num_speculative_tokens=2, max_new_tokens=12, repeats=1, warmup=1, tree=tree)
+    runs = measure(target, draft, PROMPTS, settings)
+    assert all(run.speculative[0].token_ids == run.baseline[0].token_ids for run in runs)
+    found = records("suite", settings.cell, target, draft, runs)
+    for record in found:
+        assert record.cell.tree == tree.settings
+        for entry in record.rounds:
+            assert len(entry.drafted) == len(entry.drafted_text) == 2
+            assert entry.accepted == entry.drafted[: len(entry.accepted)] == entry.emitted[: len(entry.accepted)]
+            assert entry.num_drafted == 2 + entry.num_off_path == (5 if isinstance(tree, DynamicTree) else 6)
+    assert shorter_drafts(target, draft, PROMPTS, settings) == []
+    sampled = Settings(num_speculative_tokens=2, max_new_tokens=8, sampling=Sampling(1.0), repeats=1, warmup=0, tree=tree)
+    pairs = list(greedy_pairs(target, draft, measure(target, draft, PROMPTS, sampled), sampled))
+    assert all(with_draft.token_ids == plain.token_ids for _, with_draft, plain in pairs)
+    assert all(entry.num_off_path for _, with_draft, _ in pairs for entry in with_draft.rounds)
+
+
+def test_a_tree_s_depth_is_its_number_of_speculative_tokens():
+    tree = StaticTree((2, 2))
+    with pytest.raises(UserError, match=r"eval\.num_speculative_tokens: got 3, expected 2, the depth of the tree"):
+        Settings(num_speculative_tokens=3, max_new_tokens=8, tree=tree)
+
+
 def test_what_a_draft_may_propose(proposer):
     assert draft_vocabulary(NgramProposer()) is None
     assert draft_sampling(NgramProposer(), Sampling(1.0)) == "greedy"
     assert draft_sampling(proposer, Sampling(1.0)) == "probabilistic"
     assert draft_sampling(proposer, Sampling()) == "greedy"
+    assert draft_sampling(proposer, Sampling(1.0), StaticTree((2,))) == "probabilistic"
+    assert draft_sampling(proposer, Sampling(), StaticTree((2,))) == "greedy"
+    assert draft_sampling(proposer, Sampling(1.0), DynamicTree(budget=2, depth=1, top_k=2)) == "greedy"
 
 
 def test_what_the_report_says_of_a_methods_own_settings(target, proposer):

@@ -71,6 +71,18 @@ def test_the_records_of_a_row():
     assert records_of(chat, [*cold, *warm]) == [record for record in warm if record.category == "chat"]
 
 
+def test_the_nodes_beside_a_tree_s_path_are_drafted_tokens_too(tmp_path):
+    tree = record([(4, 2), (3, 0)])
+    tree = replace(tree, rounds=tuple(replace(entry, num_off_path=9) for entry in tree.rounds))
+    table = columns([tree])
+    assert (table["num_drafts"], table["num_draft_tokens"], table["num_accepted_tokens"]) == ([2], [4 + 9 + 3 + 9], [2])
+    path = tmp_path / "samples.jsonl"
+    write_records([tree], path)
+    assert read_records(path, "report") == [tree]
+    path.write_text(path.read_text().replace(', "num_off_path": 9', ""))
+    assert [entry.num_drafted for entry in read_records(path, "report")[0].rounds] == [4, 3]
+
+
 def test_rounds_that_drafted_nothing_are_no_drafts():
     table = columns([record([(4, 2), (0, 0), (4, 4)])])
     assert table["num_drafts"] == [2]

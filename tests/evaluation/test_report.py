@@ -234,6 +234,27 @@ def test_the_token_view_has_every_round(report, records):
         assert (*emitted[:accepted], *refused) == entry.drafted_text
 
 
+def test_the_token_view_counts_the_nodes_beside_a_tree_s_path(records):
+    entry = replace(records[0].rounds[0], num_off_path=12)
+    (sample,) = token_view.samples([replace(records[0], rounds=(entry,))])
+    assert sample["rounds"] == [[entry.emitted_text, len(entry.accepted), entry.drafted_text[len(entry.accepted) :], 12]]
+
+
+@pytest.mark.parametrize(
+    ("tree", "words"),
+    [
+        ({"budget": 16, "depth": 4, "top_k": 3}, "tree of 16 tokens, 4 deep, top 3"),
+        ({"branching": [4, 2]}, "tree that branches 4, 2"),
+    ],
+)
+def test_trees_are_named_where_the_measurement_is(report, records, tree, words):
+    report = {**report, "settings": {**report["settings"], "tree": tree}}
+    report["results"] = [{**row, "tree": tree} for row in report["results"]]
+    validate(report)
+    assert words in to_html(report, records)
+    assert words in to_markdown(report)
+
+
 def test_what_does_not_fit_the_page_is_left_out_evenly(report, records):
     whole = len(json.dumps(token_view.samples(records), ensure_ascii=False, separators=(",", ":")))
     some = token_view.samples(records, max_bytes=whole // 3)

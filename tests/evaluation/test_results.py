@@ -174,6 +174,24 @@ def test_theory_scales_the_costs_of_shorter_drafts_to_the_row():
     assert 0.6 < found["alpha"] < 0.8
 
 
+def test_a_tree_s_row_counts_nodes_by_depth_and_its_draft_step_is_a_level():
+    tree = {"budget": 16, "depth": 4, "top_k": 4}
+    records = [
+        replace(record, rounds=tuple(replace(entry, num_off_path=12) for entry in record.rounds)) for record in simulate(8)
+    ]
+    chain, row = rows_of(simulate(8))[0], result_rows(records, SUITE, Cell(4, tree=tree), seed=0)[0]
+    assert row["num_draft_tokens"] == 4 * chain["num_draft_tokens"] == 16 * row["num_drafts"]
+    for same in ("mean_acceptance_length", "acceptance_rate_per_position", "predicted_speedup"):
+        assert row[same] == chain[same]
+    assert row["acceptance_rate"] == pytest.approx(chain["acceptance_rate"] / 4)
+    assert row["draft_ms"] == pytest.approx(chain["draft_ms"] / 4)
+    found = theory(row, [])
+    assert (found["K"], [point["k"] for point in found["curve"]]) == (4, [0, 4])
+    assert found["c"] == pytest.approx(theory(chain, [])["c"])
+    assert found["predicted"] == pytest.approx(row["mean_acceptance_length"] / (found["v"] + found["c"] * found["K"]))
+    assert found["predicted"] == pytest.approx(found["curve"][1]["predicted_speedup"])
+
+
 def test_contexts_are_reported_in_buckets():
     rows = context_rows(simulate(48))
     assert [row["bucket"] for row in rows] == ["32-63", "64-127", "128-255", "256-511"]

@@ -1,5 +1,5 @@
 "use strict";
-// A round is [emitted texts, how many of them were drafted, texts of the drafted tokens that were refused].
+// A round is [emitted texts, how many of them were drafted, texts of the drafted tokens that were refused, of a tree how many others].
 const samples = JSON.parse(document.getElementById("samples").textContent);
 const at = id => document.getElementById(id);
 const visible = text => text.replaceAll(" ", "·").replaceAll("\n", "↵").replaceAll("\t", "→") || "∅";
@@ -17,12 +17,12 @@ function add(parent, tag, kind, text) {
 // What the last token of a round is: the target's correction of a draft, its addition to a full one, or a plain step.
 const closing = ([, accepted, refused]) => refused.length ? "corrected" : accepted ? "bonus" : "plain";
 
-function says([emitted, accepted, refused]) {
+function says([emitted, accepted, refused, others = 0]) {
   const drafted = accepted + refused.length, ended = emitted.length === accepted;
   if (!drafted) return "nothing drafted, one plain step of the target.";
-  const ahead = !accepted ? "none accepted" : `${refused.length ? accepted : "all"} accepted, so the draft ran ${accepted} ahead`;
+  const ahead = !accepted ? "none accepted" : `${refused.length || others ? accepted : "all"} accepted, so the draft ran ${accepted} ahead`;
   const then = ended ? "the text ends there" : refused.length ? "the target then chose its own" : "the target added one";
-  return `${drafted} drafted, ${ahead}; ${then}.`;
+  return `${drafted + others} drafted${others ? " in a tree" : ""}, ${ahead}; ${then}.`;
 }
 
 function show(index) {

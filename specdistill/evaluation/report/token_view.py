@@ -50,6 +50,9 @@ def _speedup(record: PromptRecord) -> float | None:
 
 
 def _round(entry: RoundRecord) -> list[Any]:
-    """[emitted texts, how many of them were drafted, texts of the drafted tokens that were refused]."""
+    """[emitted texts, how many of them were drafted, texts of the drafted tokens that were refused]; of a tree, these on one path,
+    and how many others there were.
+    """
     accepted = len(entry.accepted)
-    return [entry.emitted_text, accepted, entry.drafted_text[accepted:]]
+    others = [entry.num_off_path] if entry.num_off_path else []
+    return [entry.emitted_text, accepted, entry.drafted_text[accepted:], *others]

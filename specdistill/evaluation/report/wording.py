@@ -128,8 +128,10 @@ def cell_name(row: Mapping[str, Any]) -> str:
     return ", ".join(parts if row["context_bucket"] == "all" else [*parts, f"prompts cut to {row['context_bucket']} tokens"])
 
 
-def tree(settings: Mapping[str, int]) -> str:
-    """The shape of drafted trees, as: tree of 24 tokens, 6 deep, top 4."""
+def tree(settings: Mapping[str, Any]) -> str:
+    """The shape of drafted trees, as: tree of 24 tokens, 6 deep, top 4; or: tree that branches 4, 2, 1."""
+    if "branching" in settings:
+        return f"tree that branches {', '.join(map(str, settings['branching']))}"
     return f"tree of {settings['budget']} tokens, {settings['depth']} deep, top {settings['top_k']}"
 
 
