@@ -384,6 +384,15 @@ def test_a_text_of_a_batch_has_no_speedup_of_its_own(records):
     assert together["speedup"] is None
 
 
+@pytest.mark.parametrize(("ms", "label"), [(0.04, "0.04 ms"), (2.6, "2.60 ms"), (36.11, "36.1 ms"), (361.1, "361 ms")])
+def test_a_bar_says_its_milliseconds_in_three_digits(ms, label):
+    plot = charts.time_per_token({"baseline": {"target": ms}, "speculative": {"draft": ms / 4, "target": ms / 4}})
+    plain, drafted = plot["bars"]
+    assert plain["label"] == label
+    assert [part["kind"] for part in drafted["segments"]] == ["draft", "target"]
+    assert drafted["end"] - plot["left"] == pytest.approx((plain["end"] - plot["left"]) / 2, abs=0.2)
+
+
 def test_the_ceiling_is_the_acceptance_length(report):
     row, theory = report["results"][0], report["theory"]
     plot = charts.speedup_by_k(theory, [row])

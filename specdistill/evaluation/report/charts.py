@@ -338,7 +338,7 @@ def _draft_parts(row: Mapping[str, Any]) -> Parts:
 def _stacked(rows: Sequence[tuple[str, Parts]], *, left: float = 88, above: float = 0) -> dict[str, Any]:
     """A bar for each name, of its parts one after the other; names as in `_lines`."""
     step_height, top = 52 + above, 8
-    x = Scale(0, max(sum(milliseconds for _, milliseconds in parts) for _, parts in rows), left, WIDTH - 62)
+    x = Scale(0, max(sum(milliseconds for _, milliseconds in parts) for _, parts in rows), left, WIDTH - 72)
     bars = []
     for index, (name, parts) in enumerate(rows):
         total, start, segments = sum(milliseconds for _, milliseconds in parts), 0.0, []
@@ -354,7 +354,7 @@ def _stacked(rows: Sequence[tuple[str, Parts]], *, left: float = 88, above: floa
                 "y": top + step_height * index + above,
                 "segments": segments,
                 "end": x(start),
-                "label": f"{total:.2f} ms",
+                "label": f"{number(total, max(0, 3 - len(str(int(total)))))} ms",  # three digits
             }
         )
     return {"height": top + len(rows) * step_height, "bars": bars, "left": left}
