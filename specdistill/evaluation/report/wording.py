@@ -118,6 +118,17 @@ def row_name(row: Mapping[str, Any]) -> str:
     return f"all of {row['suite']}" if row["category"] == "all" else row["category"].replace("_", " ")
 
 
+def macro_average(report: Mapping[str, Any]) -> str:
+    """The numbers to quote, in which every category counts the same; empty where there are none."""
+    headline = report["headline"]
+    parts = [
+        f"{name} {shown(headline[metric])}{between(headline, metric)}"
+        for metric, name, shown in (("mean_acceptance_length", "acceptance length", number), ("speedup", "speedup", times))
+        if metric in headline
+    ]
+    return f"Macro-average, every category counting the same: {', '.join(parts)}." if parts else ""
+
+
 def cell_name(row: Mapping[str, Any]) -> str:
     """How a row was measured, as: simulated, K = 4, greedy, batch 1."""
     parts = [row["suite"], f"K = {row['num_speculative_tokens']}"]
