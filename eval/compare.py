@@ -43,6 +43,7 @@ class CompareOptions:
     top_k: int = like(EvalConfig, "top_k")
     max_new_tokens: int = like(EvalConfig, "max_new_tokens")
     num_prompts: int | None = like(EvalConfig, "num_prompts")
+    batch_size: int = like(EvalConfig, "batch_size")
     repeats: int = like(EvalConfig, "repeats")
     warmup: int = like(EvalConfig, "warmup")
     sampling_draws: int = like(EvalConfig, "sampling_draws")

@@ -99,6 +99,7 @@ def measure_here(
         Plan(Settings.of(config), prompts, config.until),
         num_speculative_tokens=axes.num_speculative_tokens,
         temperatures=axes.temperature,
+        batch_sizes=axes.batch_size,
         contexts=contexts,
     )
     return evaluate_draft(
@@ -115,9 +116,12 @@ def measure_here(
 
 def measure_server(recipe: Recipe, suite: Suite, earlier: Earlier | None) -> tuple[dict[str, Any], list[PromptRecord]]:
     """Send the suite to running servers. Which draft they loaded they do not say: eval.draft is written down as it is given."""
+    config, target = recipe.eval, recipe.target
+    if config.batch_size > 1:
+        got = f"{config.batch_size} with eval.engine={config.engine}"
+        raise UserError("eval.batch_size", got=got, expected="1: prompts are sent to a server one after the other")
     from specdistill.evaluation.servers.run import connect, evaluate_server  # decoding in this process needs no HTTP
 
-    config, target = recipe.eval, recipe.target
     if config.tree:
         got = f"a tree with eval.engine={config.engine}"
         raise UserError("eval.tree", got=got, expected="null: a server drafts as it was started")

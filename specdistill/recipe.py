@@ -234,6 +234,7 @@ class TreeConfig:
 class SweepConfig:
     num_speculative_tokens: list[int] = option([], "other K to measure, one axis at a time around eval's own settings", least=1)
     temperature: list[float] = option([], "other temperatures to measure", least=0)
+    batch_size: list[int] = option([], "other numbers of prompts decoded together", least=1, most=64)
     context: list[int] = option([], "prompt lengths to measure, powers of two: long prompts cut to so many tokens", least=1)
 
 
@@ -264,8 +265,9 @@ class EvalConfig:
     top_k: int = option(0, "tokens kept; 0 keeps all", least=0)
     max_new_tokens: int = option(128, "tokens written for each prompt", least=1)
     num_prompts: int | None = option(None, "prompts used, spread evenly over the categories; null: all", least=1)
+    batch_size: int = option(1, "prompts decoded together, with and without the draft", least=1, most=64)
     repeats: int = option(3, "timed repetitions of each prompt, with and without the draft; medians count", least=1)
-    warmup: int = option(2, "untimed prompts first", least=0)
+    warmup: int = option(2, "untimed prompts, or batches of them, first", least=0)
     sampling_draws: int = option(400, "draws of the two-sample losslessness test; 0 leaves it out", least=0)
     seed: int = option(0, "sampling and bootstrap seed")
     baseline: str | None = option(

@@ -18,9 +18,16 @@ MIN_BUCKET_DRAFTS = 30  # below this a bucket's acceptance length is mostly nois
 
 
 def columns(records: Sequence[PromptRecord]) -> Columns:
-    """Column name -> [P] sums of each prompt. What was not measured for a prompt is NaN."""
+    """Column name -> [P] sums of each prompt. What was not measured for a prompt is NaN.
+
+    Where prompts were decoded together, `batch` says which of them share a batch; it is no sum.
+    """
     long_from = long_context_start(records)
-    rows = [{**_sums(record), **_long_and_short(record, long_from)} for record in records]
+    together = any(record.batch is not None for record in records)
+    rows = [
+        {**_sums(record), **_long_and_short(record, long_from), **({"batch": record.batch} if together else {})}
+        for record in records
+    ]
     return {name: np.array([row[name] for row in rows], dtype=np.float64) for name in (rows[0] if rows else ())}
 
 

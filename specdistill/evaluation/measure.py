@@ -3,20 +3,27 @@
 Timing is paired. The ways of decoding a prompt (plain, and with each draft) run one right after the other, which of them comes
 first rotates, and every repetition goes through all prompts again, so that what drifts on the machine drifts for all. Medians over
 the repetitions are kept, per prompt.
+
+With a batch size above 1 prompts are decoded in batches, in the suite's order, the last batch holding what is left; all ways of decoding
+get the same batches. A prompt's times are then its shares (see `BatchDecoder.generate`): an equal part of each round that it took part
+in. They add up to the time that the batches took, so that totals and speedups are right. A single prompt's share says little, since it
+depends on its neighbours: intervals of times resample batches.
 """
 
 import gc
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
+from specdistill.decoding.batch import BatchDecoder
 from specdistill.decoding.decoder import Decoder, Generation, Round
 from specdistill.decoding.draft_model import DraftModelProposer
 from specdistill.decoding.ngram import NgramProposer
@@ -24,9 +31,10 @@ from specdistill.decoding.proposers import HeadProposer, Proposer
 from specdistill.decoding.sampling import Sampling
 from specdistill.decoding.tree import DynamicTree, StaticTree, tree_shape
 from specdistill.errors import UserError
+from specdistill.evaluation.batches import Batch, in_batches, some
 from specdistill.evaluation.cells import ALL, Cell
 from specdistill.evaluation.records import HFGenerate, PromptRecord, RoundRecord, Timing
-from specdistill.evaluation.suites import Prompt, evenly
+from specdistill.evaluation.suites import Prompt
 from specdistill.evaluation.theory import RoundCost
 from specdistill.targets.frozen import FrozenTarget
 
@@ -36,11 +44,12 @@ TEXT_CONTEXT = 8  # tokens before a token that decide how it is spelt (spaces, h
 
 
 GREEDY = Sampling()
+AnyDecoder = Decoder | BatchDecoder
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How to measure; every number in tokens, prompts or repetitions. The seed is for sampling.
+    """How to measure; every number in tokens, prompts or repetitions. The seed is for sampling, warmup counts batches.
 
     tree: drafted in place of a chain; num_speculative_tokens is then its depth. context_bucket says how the prompts that it goes with
     were cut (see `Cell`).
@@ -52,6 +61,7 @@ class Settings:
     repeats: int = 3
     warmup: int = 2
     seed: int = 0
+    batch_size: int = 1
     tree: StaticTree | DynamicTree | None = None
     context_bucket: str = ALL
 
@@ -59,11 +69,13 @@ class Settings:
         if self.tree and self.tree.depth != self.num_speculative_tokens:
             expected = f"{self.tree.depth}, the depth of the tree, or eval.tree=null"
             raise UserError("eval.num_speculative_tokens", got=self.num_speculative_tokens, expected=expected)
+        if self.tree and self.batch_size > 1:
+            raise UserError("eval.batch_size", got=f"{self.batch_size} with a tree", expected="1, or eval.tree=null")
 
     @property
     def cell(self) -> Cell:
         tree = self.tree.settings if self.tree else None
-        return Cell(self.num_speculative_tokens, self.sampling.temperature, tree=tree, context_bucket=self.context_bucket)
+        return Cell(self.num_speculative_tokens, self.sampling.temperature, self.batch_size, tree, self.context_bucket)
 
     @classmethod
     def of(cls, section: Any) -> "Settings":
@@ -76,15 +88,20 @@ class Settings:
             repeats=section.repeats,
             warmup=section.warmup,
             seed=section.seed,
+            batch_size=section.batch_size,
             tree=tree,
         )
 
 
 @dataclass
 class Runs:
-    """All repetitions of one prompt. Drafts that were measured together share the lists of the plain runs."""
+    """All repetitions of one prompt. Drafts that were measured together share the lists of the plain runs.
+
+    batch: the seed of the first prompt of its batch, by which prompts decoded together are known; None: alone.
+    """
 
     prompt: Prompt
+    batch: int | None = None
     speculative: list[Generation] = field(default_factory=list)
     baseline: list[Generation] = field(default_factory=list)
     hf_generate: list[HFGenerate] = field(default_factory=list)
@@ -104,34 +121,46 @@ def measure_together(
     """`measure` of several drafts at once, each draft's runs in the order given: a prompt is decoded with every draft and once
     without, so that the drafts share one baseline and their times are paired with each other.
     """
-    with_draft, plain = [Decoder(target, proposer) for proposer in proposers], Decoder(target)
-    baselines = [Runs(prompt) for prompt in prompts]
-    runs = [[Runs(run.prompt, [], run.baseline, run.hf_generate) for run in baselines] for _ in proposers]
-    hf_ids = {prompt.id for prompt in evenly(prompts, [prompt.category for prompt in prompts], NUM_HF_PROMPTS)}
+    with_draft, plain = [_decoder(target, settings, proposer) for proposer in proposers], _decoder(target, settings)
+    batches = in_batches(prompts, settings.batch_size)
+    baselines = [
+        Runs(prompt, settings.seed + batch.start if settings.batch_size > 1 else None)
+        for batch in batches
+        for prompt in batch.prompts
+    ]
+    runs = [[Runs(run.prompt, run.batch, [], run.baseline, run.hf_generate) for run in baselines] for _ in proposers]
+    timed_by_hf = some(batches, math.ceil(NUM_HF_PROMPTS / settings.batch_size)) if settings.sampling.is_greedy else []
 
-    def speculative(decoder: Decoder, prompt: Prompt, index: int) -> Generation:
-        return _generate(decoder, prompt, settings, index, settings.num_speculative_tokens)
+    def speculative(decoder: AnyDecoder, batch: Batch) -> list[Generation]:
+        return _generate(decoder, batch, settings, settings.num_speculative_tokens)
 
-    def baseline(prompt: Prompt, index: int) -> Generation:
-        return _generate(plain, prompt, settings, index, 0)
+    def baseline(batch: Batch) -> list[Generation]:
+        return _generate(plain, batch, settings, 0)
 
-    with progress("measuring", settings.warmup + settings.repeats * len(prompts)) as advance, settled_memory():
-        for index, prompt in enumerate(evenly(prompts, [prompt.category for prompt in prompts], settings.warmup)):
+    warm_up = some(batches, settings.warmup)
+    with progress("measuring", len(warm_up) + settings.repeats * len(batches)) as advance, settled_memory():
+        for batch in warm_up:
             for decoder in with_draft:
-                speculative(decoder, prompt, index)
-            _hf_generate(target, prompt, len(baseline(prompt, index).token_ids))
+                speculative(decoder, batch)
+            _hf_generate(target, batch.prompts, baseline(batch))
             advance()
         for repeat in range(settings.repeats):
-            for index, shared in enumerate(baselines):
+            for number, batch in enumerate(batches):
+                shared = baselines[batch.start : batch.end]
                 ways = [None, *range(len(proposers))]
-                first = (repeat + index) % len(ways)
+                first = (repeat + number) % len(ways)
                 for way in ways[first:] + ways[:first]:
                     if way is None:
-                        shared.baseline.append(baseline(shared.prompt, index))
+                        for run, generation in zip(shared, baseline(batch), strict=True):
+                            run.baseline.append(generation)
                     else:
-                        runs[way][index].speculative.append(speculative(with_draft[way], shared.prompt, index))
-                if settings.sampling.is_greedy and shared.prompt.id in hf_ids:
-                    shared.hf_generate.append(_hf_generate(target, shared.prompt, len(shared.baseline[-1].token_ids)))
+                        own = runs[way][batch.start : batch.end]
+                        for run, generation in zip(own, speculative(with_draft[way], batch), strict=True):
+                            run.speculative.append(generation)
+                if batch in timed_by_hf:
+                    timings = _hf_generate(target, batch.prompts, [run.baseline[-1] for run in shared])
+                    for run, timing in zip(shared, timings, strict=True):
+                        run.hf_generate.append(timing)
                 advance()
     return runs
 
@@ -140,13 +169,14 @@ def shorter_drafts(target: FrozenTarget, proposer: Proposer, prompts: Sequence[P
     """What a round costs at every K' up to K, timed on a few prompts, the lengths one right after the other; of chains only."""
     if settings.tree:
         return []
-    decoder = Decoder(target, proposer)
-    probed = evenly(prompts, [prompt.category for prompt in prompts], NUM_COST_PROMPTS)
+    decoder = _decoder(target, settings, proposer)
+    probed = some(in_batches(prompts, settings.batch_size), math.ceil(NUM_COST_PROMPTS / settings.batch_size))
     rounds: dict[int, list[Round]] = {k: [] for k in range(1, settings.num_speculative_tokens + 1)}
     with progress("step costs", len(probed) * len(rounds)) as advance, settled_memory():
-        for index, prompt in enumerate(probed):
+        for batch in probed:
             for k, done in rounds.items():
-                done += [entry for entry in _generate(decoder, prompt, settings, index, k).rounds if len(entry.drafted) == k]
+                for generation in _generate(decoder, batch, settings, k):
+                    done += [entry for entry in generation.rounds if len(entry.drafted) == k]
                 advance()
     return [
         RoundCost(
@@ -162,21 +192,24 @@ def shorter_drafts(target: FrozenTarget, proposer: Proposer, prompts: Sequence[P
 def greedy_pairs(
     target: FrozenTarget, proposer: Proposer, runs: Sequence[Runs], settings: Settings
 ) -> Iterator[tuple[Prompt, Generation, Generation]]:
-    """(prompt, greedy with the draft, greedy without) of every prompt: from the runs, or decoded once more if those were
-    sampled.
+    """(prompt, greedy with the draft, greedy without) of every prompt, the latter always decoded alone: from the runs, or
+    decoded once more if those were sampled or in batches.
     """
-    if settings.sampling.is_greedy:
+    if settings.sampling.is_greedy and settings.batch_size == 1:
         yield from ((run.prompt, run.speculative[0], run.baseline[0]) for run in runs)
         return
-    with_draft, plain = Decoder(target, proposer), Decoder(target)
-    greedy = Settings(settings.num_speculative_tokens, settings.max_new_tokens, tree=settings.tree)
-    with progress("greedy identity", len(runs)) as advance:
-        for run in runs:
-            yield (
-                run.prompt,
-                _generate(with_draft, run.prompt, greedy, 0, greedy.num_speculative_tokens),
-                _generate(plain, run.prompt, greedy, 0, 0),
-            )
+    greedy = replace(settings, sampling=GREEDY)
+    with_draft, plain = _decoder(target, greedy, proposer), Decoder(target)
+    batches = in_batches([run.prompt for run in runs], settings.batch_size)
+    with progress("greedy identity", len(batches)) as advance:
+        for batch in batches:
+            if settings.sampling.is_greedy:
+                written = [run.speculative[0] for run in runs[batch.start : batch.end]]
+            else:
+                written = _generate(with_draft, batch, greedy, greedy.num_speculative_tokens)
+            for prompt, generation in zip(batch.prompts, written, strict=True):
+                alone = plain.generate(prompt.token_ids, max_new_tokens=greedy.max_new_tokens)
+                yield prompt, generation, alone
             advance()
 
 
@@ -236,32 +269,43 @@ def settled_memory() -> Iterator[None]:
         gc.unfreeze()
 
 
-def _generate(decoder: Decoder, prompt: Prompt, settings: Settings, index: int, num_speculative_tokens: int) -> Generation:
-    return decoder.generate(
-        prompt.token_ids,
-        max_new_tokens=settings.max_new_tokens,
-        num_speculative_tokens=num_speculative_tokens,
-        tree=settings.tree if decoder.proposer else None,
-        sampling=settings.sampling,
-        generator=torch.Generator().manual_seed(settings.seed + index),
-    )
+def _decoder(target: FrozenTarget, settings: Settings, proposer: Proposer | None = None) -> AnyDecoder:
+    return Decoder(target, proposer) if settings.batch_size == 1 else BatchDecoder(target, proposer)
+
+
+def _generate(decoder: AnyDecoder, batch: Batch, settings: Settings, num_speculative_tokens: int) -> list[Generation]:
+    """A prompt's seed is its own, whatever batch it is in."""
+    generators = [torch.Generator().manual_seed(settings.seed + index) for index in range(batch.start, batch.end)]
+    options: dict[str, Any] = {
+        "max_new_tokens": settings.max_new_tokens,
+        "num_speculative_tokens": num_speculative_tokens,
+        "sampling": settings.sampling,
+    }
+    if isinstance(decoder, BatchDecoder):
+        return decoder.generate([prompt.token_ids for prompt in batch.prompts], generators=generators, **options)
+    (prompt,), (generator,), tree = batch.prompts, generators, settings.tree if decoder.proposer else None
+    return [decoder.generate(prompt.token_ids, generator=generator, tree=tree, **options)]
 
 
 @torch.inference_mode()
-def _hf_generate(target: FrozenTarget, prompt: Prompt, num_tokens: int) -> HFGenerate:
-    """The library's greedy loop over the same number of tokens."""
-    ids = torch.tensor([prompt.token_ids], device=target.device)
+def _hf_generate(target: FrozenTarget, prompts: Sequence[Prompt], ours: Sequence[Generation]) -> list[HFGenerate]:
+    """The library's greedy loop over the same numbers of tokens; prompts of a batch are padded on the left and share the time by their
+    tokens.
+    """
+    longest = max(len(prompt.token_ids) for prompt in prompts)
+    padding, pad = [longest - len(prompt.token_ids) for prompt in prompts], min(target.eos_token_ids, default=0)
+    ids = torch.tensor(
+        [[pad] * left + [*prompt.token_ids] for left, prompt in zip(padding, prompts, strict=True)], device=target.device
+    )
+    mask = torch.tensor([[0] * left + [1] * (longest - left) for left in padding], device=target.device)
+    most = max(len(generation.token_ids) for generation in ours)
     _synchronize(target.device)
     start = time.perf_counter()
-    output = target.model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        do_sample=False,
-        max_new_tokens=num_tokens,
-        pad_token_id=min(target.eos_token_ids, default=0),
-    )
+    output = target.model.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=most, pad_token_id=pad)
     _synchronize(target.device)
-    return HFGenerate(output.shape[1] - ids.shape[1], time.perf_counter() - start)
+    seconds = time.perf_counter() - start
+    written = [min(len(generation.token_ids), output.shape[1] - longest) for generation in ours]
+    return [HFGenerate(count, seconds * count / sum(written)) for count in written]
 
 
 def _synchronize(device: torch.device) -> None:
@@ -297,6 +341,7 @@ def _record(suite: str, cell: Cell, target: FrozenTarget, run: Runs, vocabulary:
         baseline=_timing(run.baseline),
         hf_generate=_median_hf(run.hf_generate),
         num_in_draft_vocabulary=None if vocabulary is None else sum(token in vocabulary for token in plain),
+        batch=run.batch,
         baseline_text=target.tokenizer.decode(plain, skip_special_tokens=False),
     )
 

@@ -108,9 +108,17 @@ METRICS: dict[str, Metric] = {
 
 
 def measured(metric: Metric, columns: Columns) -> list[NDArray[np.float64]]:
-    """The metric's columns [P], of those prompts for which all of them were measured."""
+    """The metric's columns [P], of those prompts for which all of them were measured.
+
+    Prompts decoded together share their times, so that for a metric of times the prompts of a batch are summed: [number of batches].
+    """
     chosen = np.stack([columns[name] for name in metric.columns])
-    return list(chosen[:, ~np.isnan(chosen).any(axis=0)])
+    complete = ~np.isnan(chosen).any(axis=0)
+    chosen = chosen[:, complete]
+    if metric.is_timed and "batch" in columns:
+        batches, batch_of = np.unique(columns["batch"][complete], return_inverse=True)
+        chosen = np.stack([np.bincount(batch_of, column, len(batches)) for column in chosen])
+    return list(chosen)
 
 
 def value(metric: Metric, columns: Columns) -> float | None:

@@ -83,9 +83,8 @@ def evaluate_drafts(
     sampling_draws: int,
 ) -> list[tuple[dict[str, Any], list[PromptRecord]]]:
     """Reports of several drafts for one target, measured together: their times are paired, over one shared baseline."""
-    begun = begin(target.device)
+    plan, begun = Plan(settings, prompts), begin(target.device)
     runs = measure_together(target, [named.proposer for named in drafts], prompts, settings)
-    plan = Plan(settings, prompts)
     cells = [finish(target, named.proposer, suite, plan, own, begun) for named, own in zip(drafts, runs, strict=True)]
     results = [_report(target, named, suite, [plan], [cell], sampling_draws) for named, cell in zip(drafts, cells, strict=True)]
     took = measurement(target.device, begun)
@@ -128,7 +127,7 @@ def _report(
             "tree": settings.tree.settings if settings.tree else None,
             "draft_sampling": draft_sampling(proposer, sampling, settings.tree),
             **draft_settings(proposer),
-            "batch_size": 1,
+            "batch_size": settings.batch_size,
             "seed": settings.seed,
             "warmup": settings.warmup,
             "repeats": settings.repeats,

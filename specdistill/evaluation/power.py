@@ -51,7 +51,8 @@ def spread_of(metric: Metric, table: Columns) -> float | None:
     None where fewer than two prompts or no number was measured.
     """
     point, error = value(metric, table), standard_error(metric, table)
-    return None if point is None or error is None else error * math.sqrt(measured(metric, table)[0].size) / point
+    alone = {name: column for name, column in table.items() if name != "batch"}  # n prompts, in however many batches
+    return None if point is None or error is None else error * math.sqrt(measured(metric, alone)[0].size) / point
 
 
 def foresight(num_prompts: int, suite: str, earlier: Earlier | None) -> str:

@@ -80,6 +80,7 @@ class PromptRecord:
     num_in_draft_vocabulary: tokens of the target's own text that the draft could have proposed; None when it can propose any.
     baseline, baseline_text: what was written without the draft; None when nothing was.
     counts: in place of the rounds and the first token, when a server wrote the text.
+    batch: the same number for prompts of a cell that were decoded together, each with its share of the time; None: alone.
     """
 
     suite: str
@@ -98,6 +99,7 @@ class PromptRecord:
     num_in_draft_vocabulary: int | None = None
     baseline_text: str | None = None
     counts: ServerCounts | None = None
+    batch: int | None = None
 
     @property
     def token_ids(self) -> tuple[int, ...]:

@@ -12,10 +12,11 @@ from typing import Any
 
 import evaluate
 import numpy as np
+from numpy.typing import NDArray
 
 from specdistill.evaluation.cells import ALL, Cell
 from specdistill.evaluation.columns import Columns, columns, drafts_per_bucket, in_bucket, long_context_start
-from specdistill.evaluation.metrics import METRICS, value
+from specdistill.evaluation.metrics import METRICS, measured, value
 from specdistill.evaluation.records import PromptRecord
 from specdistill.evaluation.statistics import estimates, macro_interval
 from specdistill.evaluation.suites import Suite
@@ -135,6 +136,7 @@ def _numbers(
     table = columns(records)
     row: dict[str, Any] = {
         "num_prompts": len(records),
+        "num_batches": len(np.unique(table["batch"])) if "batch" in table else len(records),
         "num_new_tokens": int(table["num_tokens"].sum()),
         **_total(table, "num_rounds"),
         **({"num_looping": sum(map(is_looping, records))} if all(record.token_ids for record in records) else {}),
@@ -171,12 +173,15 @@ def _speed(table: Columns, seed: int, confidence: float) -> dict[str, Any]:
     if np.isnan(table["baseline_seconds"]).any():
         return estimates(("tokens_per_second",), table, seed, confidence)
 
-    def timings(side: str) -> list[dict[str, float]]:
-        pairs = zip(table[f"{side}num_tokens"], table[f"{side}seconds"], strict=True)
-        return [{"num_tokens": int(tokens), "seconds": seconds} for tokens, seconds in pairs]
+    def timings(tokens: NDArray[np.float64], seconds: NDArray[np.float64]) -> list[dict[str, float]]:
+        return [{"num_tokens": int(count), "seconds": time} for count, time in zip(tokens, seconds, strict=True)]
 
+    own_tokens, own_seconds, baseline_tokens, baseline_seconds = measured(METRICS["speedup"], table)
     numbers: dict[str, Any] = evaluate.load(str(METRIC_MODULES / "speedup"), keep_in_memory=True).compute(
-        predictions=timings(""), references=timings("baseline_"), seed=seed, confidence=confidence
+        predictions=timings(own_tokens, own_seconds),
+        references=timings(baseline_tokens, baseline_seconds),
+        seed=seed,
+        confidence=confidence,
     )
     return numbers
 
@@ -226,5 +231,10 @@ def _reasons(row: dict[str, Any], records: Sequence[PromptRecord], temperature: 
         "baseline_tokens_per_second",
         "speedup",
     )
-    intervals = {f"{name}_ci95": few for name in with_interval if name in row and f"{name}_ci95" not in row}
+    one_batch = row["num_batches"] == 1 < len(records)
+    intervals = {
+        f"{name}_ci95": "its prompts share the times of one batch" if one_batch and METRICS[name].is_timed else few
+        for name in with_interval
+        if name in row and f"{name}_ci95" not in row
+    }
     return missing | intervals

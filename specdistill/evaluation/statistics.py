@@ -1,6 +1,7 @@
 """Intervals by bootstrap over prompts, and the two-sample test of sampled tokens. All of it is scipy's; here are our shapes.
 
-A prompt's rounds succeed and fail together, so prompts are what is resampled, and a prompt's columns stay together (paired).
+A prompt's rounds succeed and fail together, so prompts are what is resampled, and a prompt's columns stay together (paired). Prompts
+that were decoded in one batch also share their times; intervals of times resample batches (see `metrics.measured`).
 """
 
 import warnings
@@ -61,9 +62,16 @@ def macro_interval(metric: Metric, columns: Columns, categories: Sequence[str], 
     """Interval of the mean over categories of the metric in each; categories [P] says which one a prompt is of.
 
     Categories are fixed and their prompts are drawn within them, so their jackknife variances add up; Student's t, with Welch's and
-    Satterthwaite's degrees of freedom. None where a category has fewer than two prompts or no number.
+    Satterthwaite's degrees of freedom. None where a category has fewer than two prompts or no number, or of times that prompts of several
+    categories share.
     """
     of = np.array(categories)
+    if (
+        metric.is_timed
+        and "batch" in columns
+        and len(set(zip(columns["batch"], categories, strict=True))) > len(set(columns["batch"]))
+    ):
+        return None
     groups = [{name: column[of == group] for name, column in columns.items()} for group in dict.fromkeys(categories)]
     values = [point for group in groups if (point := value(metric, group)) is not None]
     variances = [error**2 for group in groups if (error := standard_error(metric, group)) is not None]
@@ -86,7 +94,8 @@ def relative_change(
         lambda *sums: metric.formula(*sums[:width]) / metric.formula(*sums[width:]) - 1,
     )
     sides = {"new": columns, "old": baseline}
-    data = measured(both, {f"{name}_{side}": sides[side][name] for side in sides for name in metric.columns})
+    paired = {f"{name}_{side}": sides[side][name] for side in sides for name in metric.columns}
+    data = measured(both, paired | {name: columns[name] for name in ("batch",) if name in columns})
     return float(both.formula(*(column.sum() for column in data))), _bootstrap(both, data, confidence, seed)
 
 

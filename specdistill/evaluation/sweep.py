@@ -10,14 +10,16 @@ fingerprint and is measured anew.
 
 import hashlib
 import json
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from specdistill.decoding.batch import BatchDecoder
 from specdistill.decoding.proposers import Proposer
-from specdistill.errors import ResourceError
+from specdistill.errors import ResourceError, UserError
 from specdistill.evaluation.environment import begin, measurement
 from specdistill.evaluation.losslessness import compare_greedy
 from specdistill.evaluation.measure import Runs, Settings, greedy_pairs, measure, progress, records
@@ -34,11 +36,17 @@ class Plan:
     """A cell to be measured: its settings, and the prompts as that cell cuts them.
 
     until: stop once the acceptance length and the speedup are known to this share of them, either way; None measures every prompt.
+    Raises UserError when there are fewer prompts than a batch holds.
     """
 
     settings: Settings
     prompts: Sequence[Prompt]
     until: float | None = None
+
+    def __post_init__(self) -> None:
+        if len(self.prompts) < self.settings.batch_size:
+            got = f"{self.settings.batch_size} for {len(self.prompts)} prompts"
+            raise UserError("eval.batch_size", got=got, expected="at most as many as there are prompts")
 
 
 @dataclass(frozen=True)
@@ -59,6 +67,7 @@ def plan_cells(
     *,
     num_speculative_tokens: Sequence[int] = (),
     temperatures: Sequence[float] = (),
+    batch_sizes: Sequence[int] = (),
     contexts: Mapping[int, Sequence[Prompt]] | None = None,
 ) -> list[Plan]:
     """The main cell, then those of each axis in the order of its values; a value that is the main cell's own is not measured twice.
@@ -69,6 +78,7 @@ def plan_cells(
     others = [
         *((replace(settings, num_speculative_tokens=k), main.prompts) for k in num_speculative_tokens),
         *((replace(settings, sampling=replace(settings.sampling, temperature=t)), main.prompts) for t in temperatures),
+        *((replace(settings, batch_size=size), main.prompts) for size in batch_sizes),
         *((replace(settings, context_bucket=str(bucket)), cut) for bucket, cut in (contexts or {}).items()),
     ]
     plans = [main]
@@ -89,8 +99,11 @@ def measure_cells(
 ) -> list[Finished]:
     """Every cell in turn, those that `folder` holds from an earlier run left as they are.
 
-    identity: what a measurement depends on beside settings and prompts, as JSON. Raises ResourceError when the disk fails.
+    identity: what a measurement depends on beside settings and prompts, as JSON. Raises UserError when some cell's batches cannot be,
+    ResourceError when the disk fails.
     """
+    if any(plan.settings.batch_size > 1 for plan in plans):
+        BatchDecoder(target, proposer)  # what cannot be batched is refused before anything is measured
     results = []
     with progress("cells", len(plans)) as advance:
         for number, plan in enumerate(plans):
@@ -108,10 +121,11 @@ def _measure(target: FrozenTarget, proposer: Proposer, suite: Suite, plan: Plan)
     """The runs of all prompts, or of as many as it takes until they are sharp enough, in the suite's order."""
     if plan.until is None:
         return measure(target, proposer, plan.prompts, plan.settings)
-    seed = plan.settings.seed
+    seed, size = plan.settings.seed, plan.settings.batch_size
     order = spread_out([prompt.category for prompt in plan.prompts], seed)
     runs: list[Runs] = []
-    for upto in looks(len(order)):
+    for least in looks(len(order)):
+        upto = math.ceil(least / size) * size  # whole batches
         fresh = [plan.prompts[index] for index in order[len(runs) : upto]]
         warmup = 0 if runs else plan.settings.warmup
         # The seed goes on, so that no two prompts of the run are sampled with one.

@@ -118,6 +118,43 @@ def test_trees_are_measured_and_reported(target, suite, gate, tmp_path):
     assert all(len(entry["drafted"]) + entry["num_off_path"] == 6 for sample in samples for entry in sample["rounds"])
 
 
+def test_prompts_are_decoded_in_batches(target, suite, gate, tmp_path):
+    folder = tmp_path / "report"
+    batches = ("eval.batch_size=2", "eval.sweep.batch_size=[1,4]", "eval.num_speculative_tokens=2")
+    assert command(*arguments(target, suite, gate, folder, *batches)) == ExitCode.DONE
+    report = json.loads((folder / "report.json").read_text())
+    validate(report)
+    assert report["settings"]["batch_size"] == 2
+    wholes = [row for row in report["results"] if row["category"] == "all"]
+    assert [(row["batch_size"], row["num_batches"], row["num_prompts"]) for row in wholes] == [
+        (2, 2, 4),
+        (1, 4, 4),
+        (4, 1, 4),
+    ]
+    assert report["lossless"]["greedy_identical"] and report["lossless"]["prompts_checked"] == 12
+    samples = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+    assert [sample["batch"] for sample in samples] == [0, 0, 2, 2, *[None] * 4, *[0] * 4]
+    texts = [[sample["text"] for sample in samples[start : start + 4]] for start in (0, 4, 8)]
+    assert texts[0] == texts[1] == texts[2]
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        (["eval.batch_size=5"], "eval.batch_size: got 5 for 4 prompts, expected at most as many as there are prompts"),
+        (["eval.batch_size=65"], "eval.batch_size: got 65, expected int, at least 1, at most 64"),
+        (
+            ["eval.batch_size=2", "eval.tree={branching: [2]}"],
+            "eval.batch_size: got 2 with a tree, expected 1, or eval.tree=null",
+        ),
+        (["eval.batch_size=2", "eval.engine=vllm"], "eval.batch_size: got 2 with eval.engine=vllm, expected 1"),
+    ],
+)
+def test_batches_that_cannot_be_are_refused(target, suite, gate, tmp_path, capsys, more, says):
+    assert command(*arguments(target, suite, gate, tmp_path / "report", *more)) == ExitCode.USER_ERROR
+    assert says in capsys.readouterr().err
+
+
 def test_a_failed_gate_is_exit_code_one_and_still_a_report(target, suite, gate, tmp_path):
     gate.write_text("- {metric: speedup, min: 1000}\n")
     sampled = ("eval.temperature=1.0", "eval.num_speculative_tokens=1", "eval.num_prompts=2", "eval.sampling_draws=2")

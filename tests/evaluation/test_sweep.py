@@ -35,11 +35,13 @@ def cells(plans):
 
 def test_one_axis_at_a_time_around_the_main_cell():
     cut = [PROMPTS[0]]
-    plans = plan_cells(MAIN, num_speculative_tokens=[1, 2, 3], temperatures=[0, 1], contexts={64: cut, 32: cut})
+    plans = plan_cells(
+        MAIN, num_speculative_tokens=[1, 2, 3], temperatures=[0, 1], batch_sizes=[1, 2], contexts={64: cut, 32: cut}
+    )
     assert cells(plans) == [
-        Cell(2), Cell(1), Cell(3), Cell(2, 1.0), Cell(2, context_bucket="64"), Cell(2, context_bucket="32"),
+        Cell(2), Cell(1), Cell(3), Cell(2, 1.0), Cell(2, batch_size=2), Cell(2, context_bucket="64"), Cell(2, context_bucket="32"),
     ]  # fmt: skip
-    assert [len(plan.prompts) for plan in plans] == [2, 2, 2, 2, 1, 1]
+    assert [len(plan.prompts) for plan in plans] == [2, 2, 2, 2, 2, 1, 1]
     assert plans[3].settings == replace(MAIN.settings, sampling=Sampling(1.0))
     assert plan_cells(MAIN) == [MAIN]
 
