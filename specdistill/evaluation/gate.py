@@ -83,9 +83,9 @@ def decide(rules: Sequence[Rule], evidence: Evidence, baseline: Evidence | None 
     """
     results = [_decide(rule, evidence, baseline) for rule in rules]
     if evidence.report.get("incomplete"):
-        whole = Rule("incomplete", "equals", False)
+        why = evidence.report["not_measured"].get("incomplete", "what it left out could say otherwise")
         results = [
-            _result(whole, Finding(True), False, "the run was cut short: what it left out could say otherwise"),
+            _result(Rule("incomplete", "equals", False), Finding(True), False, f"the run was cut short: {why}"),
             *results,
         ]
     return {"passed": all(result["passed"] or result["severity"] == "warn" for result in results), "rules": results}
@@ -218,10 +218,14 @@ def regression(rule: Rule, evidence: Evidence, baseline: Evidence | None) -> Fin
     row, old = find_row(evidence.report, rule.scope), find_row(baseline.report, rule.scope)
     if row is None or old is None:
         return Finding(reason=f"{'the report' if row is None else 'the baseline'} has no row for {_words(rule.scope)}")
+    for side, found in (("the report", row), ("the baseline", old)):
+        if not found.get(rule.metric):  # a change from 0 has no size
+            why = found["not_measured"].get(rule.metric, f"it is {found.get(rule.metric, 'absent')}")
+            return Finding(reason=f"not measured in {side}: {why}")
     metric = METRICS[rule.metric]
-    machines = [side.report["hardware"]["name"] for side in (evidence, baseline)]
-    if metric.is_timed and machines[0] != machines[1]:
-        return Finding(reason=f"timed on another machine: the report on {machines[0]}, the baseline on {machines[1]}")
+    places = [_place(side.report) for side in (evidence, baseline)]
+    if metric.is_timed and places[0] != places[1]:
+        return Finding(reason=f"timed elsewhere: the report on {places[0]}, the baseline on {places[1]}")
     new_records, old_records = _paired(row, old, evidence, baseline)
     change, ends = relative_change(
         metric,
@@ -262,6 +266,11 @@ def _paired(
             "baseline", got=f"other prompts: {'; '.join(filter(None, parts))}", expected="a report of the same prompts"
         )
     return list(new.values()), [earlier[id] for id in new]
+
+
+def _place(report: Mapping[str, Any]) -> str:
+    """Where speed was measured. Engines differ by more than drafts do, so theirs is not compared either."""
+    return f"{report['hardware']['name']} by {report.get('engine', {}).get('name', 'specdistill')}"
 
 
 def _only(where: str, ids: Sequence[str]) -> str:

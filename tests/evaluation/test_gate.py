@@ -115,10 +115,11 @@ def test_a_number_without_the_interval_it_should_have_is_no_evidence():
 
 
 def test_a_run_that_was_cut_short_fails_whatever_it_shows(evidence):
-    cut = changed(evidence, ("incomplete",), True)
+    cut = changed(changed(evidence, ("incomplete",), True), ("not_measured",), {"incomplete": "the server went away"})
     decision = decide([Rule("speedup", "min", 1.0)], cut)
     assert not decision["passed"]
     assert [(rule["metric"], rule["passed"]) for rule in decision["rules"]] == [("incomplete", False), ("speedup", True)]
+    assert decision["rules"][0]["reason"] == "the run was cut short: the server went away"
     assert decide([Rule("speedup", "min", 1.0)], changed(evidence, ("incomplete",), False))["passed"]
     result = judged(evidence, NO_WORSE, cut)
     assert (result["passed"], result["reason"]) == (False, "no evidence: the baseline's run was cut short")
@@ -252,12 +253,31 @@ def test_a_baseline_that_measured_something_else_is_refused(evidence, path, valu
         judged(evidence, NO_WORSE, changed(evidence, path, value))
 
 
-def test_another_machine_says_nothing_of_speed_and_all_of_acceptance(evidence):
-    elsewhere = changed(evidence, ("hardware", "name"), "NVIDIA H200")
+@pytest.mark.parametrize(
+    ("path", "value", "place"),
+    [
+        (("hardware", "name"), "NVIDIA H200", "NVIDIA H200 by specdistill"),
+        (("engine",), {"name": "vllm", "version": "1"}, "AMD EPYC 9B45 by vllm"),
+    ],
+)
+def test_another_machine_or_engine_says_nothing_of_speed_and_all_of_acceptance(evidence, path, value, place):
+    elsewhere = changed(evidence, path, value)
     result = judged(evidence, Rule("speedup", "max_regression", 0.5), elsewhere)
     assert (result["passed"], result["value"]) == (False, None)
-    assert result["reason"] == "no evidence: timed on another machine: the report on AMD EPYC 9B45, the baseline on NVIDIA H200"
+    assert (
+        result["reason"] == f"no evidence: timed elsewhere: the report on AMD EPYC 9B45 by specdistill, the baseline on {place}"
+    )
     assert judged(evidence, NO_WORSE, elsewhere)["passed"]
+
+
+def test_what_one_side_did_not_measure_is_no_evidence(evidence):
+    rule = Rule("draft_ms", "max_regression", 0.5)
+    row = {name: number for name, number in evidence.report["results"][0].items() if name != "draft_ms"}
+    lacking = changed(evidence, ("results", 0), {**row, "not_measured": {"draft_ms": "nothing was drafted"}})
+    assert judged(lacking, rule, evidence)["reason"] == "no evidence: not measured in the report: nothing was drafted"
+    assert judged(evidence, rule, lacking)["reason"] == "no evidence: not measured in the baseline: nothing was drafted"
+    free = changed(evidence, ("results", 0, "draft_ms"), 0.0)
+    assert judged(evidence, rule, free)["reason"] == "no evidence: not measured in the baseline: it is 0.0"
 
 
 def test_a_cell_of_a_sweep_is_compared_with_its_own_prompts_alone():

@@ -1,0 +1,89 @@
+"""The operating characteristic of the release gate: simulated releases with a known change, made of what was measured on pico."""
+
+import importlib.util
+from dataclasses import replace
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+
+from specdistill.evaluation.columns import columns
+from specdistill.evaluation.gate import Evidence, decide, load_gate
+from specdistill.evaluation.metrics import METRICS, value
+from specdistill.evaluation.records import PromptRecord, RoundRecord
+from specdistill.project import ROOT
+from tests.evaluation.simulated import simulate, simulated_report
+
+
+def script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("bench_gate", ROOT / "bench" / "gate.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+bench: Any = script()
+POPULATIONS = {population.name: population for population in bench.load(bench.MEASURED)}
+RULES = {rule.metric: rule for rule in load_gate("release") if rule.requirement == "max_regression"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "num_prompts"), [("eagle3 to eagle3-again", 128), ("eagle3 to eagle", 384)])
+def test_a_true_drop_of_three_per_cent_fails_and_no_change_passes(name: str, num_prompts: int) -> None:
+    """With the numbers of prompts that docs/gate.md states."""
+    population, rule = POPULATIONS[name], RULES["mean_acceptance_length"]
+    assert rule.threshold == 0.03 and f"**{num_prompts}" in bench.PAGE.read_text(encoding="utf-8")
+    assert bench.chance_to_pass(population, rule, -0.03, num_prompts, trials=150) <= 0.05
+    assert bench.chance_to_pass(population, rule, 0.0, num_prompts, trials=150) >= 0.99
+
+
+def test_few_prompts_do_not_pass_what_did_not_change() -> None:
+    """What the page says of them; were it otherwise, the numbers of prompts it asks for would be idle."""
+    population = POPULATIONS["eagle3 to eagle"]
+    assert bench.chance_to_pass(population, RULES[population.metric], 0.0, 48, trials=50) < 0.9
+
+
+@pytest.mark.parametrize("change", [-0.06, -0.03, 0.0, 0.02])
+@pytest.mark.parametrize("name", POPULATIONS)
+def test_a_simulated_release_has_the_change_that_it_says(name: str, change: float) -> None:
+    population, generator = POPULATIONS[name], np.random.default_rng(0)
+    after, before = population.release(change, 50_000, generator)
+    metric = METRICS[population.metric]
+    assert value(metric, after) / value(metric, before) - 1 == pytest.approx(change, abs=0.004)
+    assert all((column >= 0).all() for column in after.values())
+
+
+def test_the_gate_itself_says_the_same() -> None:
+    """The script decides from columns; here the same releases are reports, and the gate reads those."""
+    population, rule = POPULATIONS["eagle3 to eagle"], RULES["mean_acceptance_length"]
+    report = simulated_report(simulate(2))
+    for true_change in (0.0, -0.2):
+        after, before = population.release(true_change, 40, np.random.default_rng(3))
+        sides = [Evidence(report, [record_of(table, index) for index in range(40)]) for table in (after, before)]
+        (result,) = decide([rule], *sides)["rules"]
+        change, ends = bench.relative_change(METRICS[rule.metric], after, before, confidence=rule.confidence, seed=0)
+        assert (result["value"], *result["ci95"]) == pytest.approx((change, *ends))
+        assert result["passed"] == bench.holds(rule, bench.Finding(change, ends))[0]
+
+
+def record_of(table: dict[str, np.ndarray], index: int) -> PromptRecord:
+    """A prompt with so many rounds and so many accepted tokens, four drafted in each round."""
+    drafts, accepted = int(table["num_drafts"][index]), int(table["num_accepted_tokens"][index])
+    counts = [accepted // drafts + (number < accepted % drafts) for number in range(drafts)]
+    rounds = [RoundRecord((1,) * 4, ("x",) * 4, (1,) * count, (1,) * (count + 1), ("x",) * (count + 1)) for count in counts]
+    record = replace(PROMPT, id=f"prompt-{index}", rounds=tuple(rounds))
+    assert columns([record])["num_accepted_tokens"] == accepted
+    return record
+
+
+PROMPT = simulate(1)[0]
+
+
+def test_rounds_move_by_one_and_none_is_lost() -> None:
+    rounds_PA = np.array([[10, 0, 0], [0, 10, 0], [0, 0, 10]])
+    drawn, generator = np.arange(3), np.random.default_rng(0)
+    fewer, more = (bench.shifted(rounds_PA, wanted, drawn, generator) for wanted in (-2 / 3, 2 / 3))
+    assert fewer.tolist() == [[10, 0, 0], [10, 0, 0], [0, 10, 0]]
+    assert more.tolist() == [[0, 10, 0], [0, 0, 10], [0, 0, 10]]
