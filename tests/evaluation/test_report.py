@@ -264,6 +264,19 @@ def test_what_does_not_fit_the_page_is_left_out_evenly(report, records):
     assert token_view.samples(records, max_bytes=10) == []
 
 
+def test_a_page_of_huge_texts_stays_below_five_megabytes(report, records):
+    def swell(record):
+        rounds = [replace(entry, emitted_text=("x" * 1_000,) * len(entry.emitted)) for entry in record.rounds]
+        return replace(record, rounds=tuple(rounds))
+
+    page = to_html(report, [swell(record) for record in records])
+    assert 3_000_000 < len(page.encode()) < 5_000_000
+    shown = json.loads(re.search(r'id="samples">(.*?)</script>', page, re.DOTALL)[1])
+    assert len(shown) < len(records)
+    assert {sample["category"] for sample in shown} == {"function", "docstring", "chat", "long context"}
+    assert f"{len(shown)} of {len(records)} texts, spread over the categories," in page
+
+
 def test_without_scripts_the_first_texts_are_there(report, records):
     shown = re.search(r"<noscript>(.*?)</noscript>", to_html(report, records), re.DOTALL)[1]
     for record in records[:3]:

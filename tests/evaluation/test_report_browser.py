@@ -26,6 +26,7 @@ found({
   chips: count("#chips .chip"),
   refused: count("#chips .refused"),
   says: at("says").textContent,
+  chip_row: at("chips").textContent,
   clipped: [...document.querySelectorAll("svg text")].filter(text => {
     const box = text.getBBox(), view = text.ownerSVGElement.viewBox.baseVal;
     return box.x < -2 || box.y < 0 || box.x + box.width > view.width + 2 || box.y + box.height > view.height + 2;
@@ -81,6 +82,16 @@ def test_the_page_works_in_a_browser(tmp_path, width, dark):
     assert (found["chips"], found["refused"]) == (len(entry.drafted) + 1, len(entry.drafted) - accepted)
     assert found["says"].startswith("Round 2 of 40: 4 drafted, ")
     assert (f"ran {accepted} ahead" in found["says"]) is (accepted > 0)
+
+
+def test_a_round_of_a_tree_says_what_else_was_drafted(tmp_path):
+    records = simulate(2)
+    entry = replace(records[0].rounds[0], num_off_path=12)
+    records = [replace(record, rounds=(entry,)) for record in records]
+    found = look(judged_page(records), WALK, tmp_path)
+    assert found["problems"] == []
+    assert found["says"].startswith(f"Round 1 of 1: {len(entry.drafted) + 12} drafted in a tree, ")
+    assert found["chip_row"].count("and 12 in other branches") == 1
 
 
 def test_playing_goes_through_the_rounds_and_stops_at_the_last(tmp_path):

@@ -68,10 +68,11 @@ function go(number) {
     span.classList.toggle("later", index > number - 1);
   }));
   [...at("strip").children].forEach((bar, index) => bar.classList.toggle("now", index === number - 1));
-  const [emitted, accepted, refused] = entry;
+  const [emitted, accepted, refused, others] = entry;
   const chips = (texts, kind) => texts.forEach(text => add(at("chips"), "span", `chip ${kind}`, visible(text)));
   chips(emitted.slice(0, accepted), "accepted");
   chips(refused, "refused");
+  if (others) add(at("chips"), "span", "muted small", `and ${others} in other branches`);
   if (emitted.length > accepted && accepted + refused.length) add(at("chips"), "span", "muted", "→");
   chips(emitted.slice(accepted), closing(entry));
 }
