@@ -13,6 +13,7 @@ from typing import Any
 
 from specdistill.command import run
 from specdistill.decoding.load import load_proposer, proposer_options
+from specdistill.decoding.tree import tree_shape
 from specdistill.errors import ExitCode, UserError
 from specdistill.evaluation.baseline import read_baseline
 from specdistill.evaluation.changes import judge
@@ -100,6 +101,7 @@ def measure_here(
         num_speculative_tokens=axes.num_speculative_tokens,
         temperatures=axes.temperature,
         batch_sizes=axes.batch_size,
+        trees=[tree_shape(**vars(tree)) for tree in axes.tree],
         contexts=contexts,
     )
     return evaluate_draft(

@@ -235,6 +235,7 @@ class SweepConfig:
     num_speculative_tokens: list[int] = option([], "other K to measure, one axis at a time around eval's own settings", least=1)
     temperature: list[float] = option([], "other temperatures to measure", least=0)
     batch_size: list[int] = option([], "other numbers of prompts decoded together", least=1, most=64)
+    tree: list[TreeConfig] = option([], "trees to measure, each with the keys of eval.tree")
     context: list[int] = option([], "prompt lengths to measure, powers of two: long prompts cut to so many tokens", least=1)
 
 
@@ -343,6 +344,8 @@ def load_recipe(schema: type[R], arguments: Sequence[str]) -> R:
             config = OmegaConf.merge(config, layer)
         except (ValidationError, ConfigKeyError) as error:
             key = error.full_key or "recipe"
+            # Of a section in a list OmegaConf names the last part alone.
+            key = next((leaf for leaf, _ in _leaves(plain) if leaf.endswith(f"].{key}")), key)
             raise _type_error(schema, key, OmegaConf.select(layer, key)) from error
         _check_conversions(schema, plain, config)
     try:
@@ -365,7 +368,7 @@ def read_section(schema: type[R], values: Any, key: str) -> R:
     _check_names(schema, values, f"{key}.")
     try:
         config = OmegaConf.merge(OmegaConf.structured(schema), values)
-    except ValidationError as error:
+    except (ValidationError, ConfigKeyError) as error:
         name = re.sub(r"\[.*", "", error.full_key or "")
         expected = next(kind for leaf, kind, _, _ in describe(schema) if leaf == name)
         raise UserError(f"{key}.{name}", got=repr(values[name]), expected=expected) from error
@@ -480,6 +483,11 @@ def _check_names(schema: type, layer: dict[str, Any], prefix: str = "") -> None:
                     key, got=repr(value), expected=f"{'null or ' * (inner is not hint)}a section with keys of its own"
                 )
             _check_names(inner, value, f"{key}.")
+        elif (inner := _schema_of_items(hint)) and isinstance(value, list):
+            for index, item in enumerate(value):
+                if not isinstance(item, dict):
+                    raise UserError(f"{key}[{index}]", got=repr(item), expected="a section with keys of its own")
+                _check_names(inner, item, f"{key}[{index}].")
         elif isinstance(value, dict) and hint is not Any and get_origin(hint) is not dict:
             raise UserError(key, got=f"keys below it ({', '.join(map(str, value))})", expected=_type_name(hint))
 
@@ -512,6 +520,10 @@ def _check_values(config: Any, prefix: str = "") -> None:
             if value is not None:
                 _check_values(value, f"{key}.")
             continue
+        if _schema_of_items(hint):
+            for index, item in enumerate(value):
+                _check_values(item, f"{key}[{index}].")
+            continue
         choices, least, most = (entry.metadata[rule] for rule in ("choices", "least", "most"))
         if choices and value not in choices:
             close = nearest(str(value), choices)
@@ -531,8 +543,15 @@ def _kind(hint: Any, entry: dataclasses.Field[Any]) -> str:
 
 
 def _schema_of(hint: Any) -> type | None:
-    """The schema of a section, also of one that may be null; None for a value."""
+    """The schema of a section, also of one that may be null; None for a value or a list."""
+    if get_origin(hint) is list:
+        return None
     return next((kind for kind in (hint, *get_args(hint)) if isinstance(kind, type) and dataclasses.is_dataclass(kind)), None)
+
+
+def _schema_of_items(hint: Any) -> type | None:
+    """The schema of the sections in a list of them; None for anything else."""
+    return _schema_of(get_args(hint)[0]) if get_origin(hint) is list else None
 
 
 def _fields(schema: type) -> list[tuple[str, Any, dataclasses.Field[Any]]]:

@@ -227,3 +227,21 @@ def test_help_lists_every_key_with_type_default_and_meaning(schema: type, capsys
         assert text
         assert f"{text} [{kind}; default {default}]" in lines[key]
     assert set(leaves(schema)) <= set(lines)
+
+
+def test_a_list_of_sections_is_as_strict_as_a_section():
+    def trees(text):
+        return load_recipe(Recipe, ["target.model=pico", "train.output_dir=runs/x", f"eval.sweep.tree={text}"]).eval.sweep.tree
+
+    dynamic, static = trees("[{budget: 16, depth: 4, top_k: 4}, {branching: [4, 2, 1]}]")
+    assert (dynamic.budget, dynamic.depth, dynamic.top_k, static.branching) == (16, 4, 4, [4, 2, 1])
+    assert trees("[]") == []
+    for text, message in (
+        ("[{bugdet: 16}]", r"eval\.sweep\.tree\[0\]\.bugdet: got an unknown key.*did you mean eval\.sweep\.tree\[0\]\.budget"),
+        ("[{budget: 0}]", r"eval\.sweep\.tree\[0\]\.budget: got 0, expected int or null, at least 1"),
+        ("[{budget: many}]", r"eval\.sweep\.tree\[0\]\.budget: got"),
+        ("[4]", r"eval\.sweep\.tree\[0\]: got 4, expected a section"),
+        ("4", r"eval\.sweep\.tree: got"),
+    ):
+        with pytest.raises(UserError, match=message):
+            trees(text)

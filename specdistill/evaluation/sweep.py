@@ -19,6 +19,7 @@ from typing import Any
 
 from specdistill.decoding.batch import BatchDecoder
 from specdistill.decoding.proposers import Proposer
+from specdistill.decoding.tree import DynamicTree, StaticTree
 from specdistill.errors import ResourceError, UserError
 from specdistill.evaluation.environment import begin, measurement
 from specdistill.evaluation.losslessness import compare_greedy
@@ -68,17 +69,19 @@ def plan_cells(
     num_speculative_tokens: Sequence[int] = (),
     temperatures: Sequence[float] = (),
     batch_sizes: Sequence[int] = (),
+    trees: Sequence[StaticTree | DynamicTree] = (),
     contexts: Mapping[int, Sequence[Prompt]] | None = None,
 ) -> list[Plan]:
     """The main cell, then those of each axis in the order of its values; a value that is the main cell's own is not measured twice.
 
-    contexts: tokens that prompts were cut to -> those prompts.
+    Other K are chains, also where the main cell drafts trees. contexts: tokens that prompts were cut to -> those prompts.
     """
     settings = main.settings
     others = [
-        *((replace(settings, num_speculative_tokens=k), main.prompts) for k in num_speculative_tokens),
+        *((replace(settings, num_speculative_tokens=k, tree=None), main.prompts) for k in num_speculative_tokens),
         *((replace(settings, sampling=replace(settings.sampling, temperature=t)), main.prompts) for t in temperatures),
         *((replace(settings, batch_size=size), main.prompts) for size in batch_sizes),
+        *((replace(settings, num_speculative_tokens=tree.depth, tree=tree), main.prompts) for tree in trees),
         *((replace(settings, context_bucket=str(bucket)), cut) for bucket, cut in (contexts or {}).items()),
     ]
     plans = [main]
@@ -118,7 +121,9 @@ def measure_cells(
 
 
 def _measure(target: FrozenTarget, proposer: Proposer, suite: Suite, plan: Plan) -> list[Runs]:
-    """The runs of all prompts, or of as many as it takes until they are sharp enough, in the suite's order."""
+    """The runs of all prompts, or of as many as it takes until they are sharp enough: batches as they were, single ones in the suite's
+    order.
+    """
     if plan.until is None:
         return measure(target, proposer, plan.prompts, plan.settings)
     seed, size = plan.settings.seed, plan.settings.batch_size
@@ -132,7 +137,7 @@ def _measure(target: FrozenTarget, proposer: Proposer, suite: Suite, plan: Plan)
         runs += measure(target, proposer, fresh, replace(plan.settings, seed=seed + len(runs), warmup=warmup))
         if is_sharp(records(suite.name, plan.settings.cell, target, proposer, runs), plan.until, seed):
             break
-    return [run for _, run in sorted(zip(order, runs, strict=False), key=lambda pair: pair[0])]
+    return runs if size > 1 else [run for _, run in sorted(zip(order, runs, strict=False), key=lambda pair: pair[0])]
 
 
 def finish(

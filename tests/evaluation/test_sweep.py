@@ -3,8 +3,10 @@ from dataclasses import asdict, replace
 
 import pytest
 
+from specdistill.decoding.ngram import NgramProposer
 from specdistill.decoding.sampling import Sampling
-from specdistill.errors import ResourceError
+from specdistill.decoding.tree import DynamicTree, StaticTree
+from specdistill.errors import ResourceError, UserError
 from specdistill.evaluation import sweep
 from specdistill.evaluation.cells import Cell
 from specdistill.evaluation.losslessness import together
@@ -44,6 +46,25 @@ def test_one_axis_at_a_time_around_the_main_cell():
     assert [len(plan.prompts) for plan in plans] == [2, 2, 2, 2, 2, 1, 1]
     assert plans[3].settings == replace(MAIN.settings, sampling=Sampling(1.0))
     assert plan_cells(MAIN) == [MAIN]
+
+
+def test_trees_are_swept_with_their_own_depth_and_other_k_are_chains():
+    tree, other = DynamicTree(8, 3, 2), StaticTree((2, 1))
+    main = Plan(replace(MAIN.settings, num_speculative_tokens=3, tree=tree), PROMPTS)
+    found = [plan.settings.cell for plan in plan_cells(main, num_speculative_tokens=[3], trees=[tree, other])]
+    assert found == [Cell(3, tree=tree.settings), Cell(3), Cell(2, tree=other.settings)]
+    with pytest.raises(UserError, match=r"eval\.batch_size: got 2 with a tree"):
+        plan_cells(main, batch_sizes=[2])
+
+
+def test_batches_that_stop_early_stay_the_batches_that_they_were(target, proposer, tmp_path):
+    """Prompts that were decoded together share their times: what is kept says who they were."""
+    prompts = [Prompt(f"p{number}", "ab"[number % 2], "x", (20 + number, 30, 40)) for number in range(40)]
+    plan = Plan(replace(MAIN.settings, batch_size=5, max_new_tokens=3), prompts, 0.9)
+    (cell,) = measure_cells(target, NgramProposer(), SUITE, [plan], identity=IDENTITY, folder=tmp_path)
+    for batch in {record.batch for record in cell.records}:
+        together = [record.baseline.seconds / record.baseline.num_tokens for record in cell.records if record.batch == batch]
+        assert together == pytest.approx([together[0]] * 5)
 
 
 def test_the_settings_beside_the_axis_stay():
