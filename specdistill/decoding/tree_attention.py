@@ -25,6 +25,7 @@ def attention_masks(step: Step, text_config: Any, dtype: torch.dtype) -> Tensor 
     """
     window = getattr(text_config, "sliding_window", None)
     windows = {"full_attention": None, "sliding_attention": window}
+    # A config that names no kinds has one: with a window where it has a number for it, else without.
     kinds = set(getattr(text_config, "layer_types", None) or ["sliding_attention"])
     if not kinds <= windows.keys():
         got = f"layers with {', '.join(sorted(kinds - windows.keys()))}"

@@ -280,6 +280,33 @@ def test_a_level_is_drafted_as_each_of_its_branches_is_alone(
                 assert [proposal.tokens[child] for child in children] == ids.tolist(), paths[node]
 
 
+class Guided(Watched):
+    """Drafts with a head, but proposes an oracle's tree, whose right path lies at the end of every family."""
+
+    def __init__(self, proposer: Any, oracle: OracleTree) -> None:
+        super().__init__(proposer)
+        self.oracle = oracle
+        self.texts: list[list[int]] = []
+
+    def propose_tree(self, state: DecodingState, *arguments: Any) -> Proposal:
+        self.texts.append(list(state.token_ids))
+        super().propose_tree(state, *arguments)
+        return self.oracle.propose_tree(state, *arguments)
+
+
+@pytest.mark.parametrize("name", ["eagle3", "eagle"])
+def test_a_head_gets_the_features_of_the_accepted_path(target: FrozenTarget, name: str) -> None:
+    plain = Decoder(target).generate(PROMPT, max_new_tokens=17).token_ids
+    guided = Guided(proposer_of(name, target), OracleTree([*PROMPT, *plain]))
+    run = Decoder(target, guided).generate(PROMPT, max_new_tokens=17, tree=StaticTree((2, 2, 2)))
+    assert [r.num_accepted for r in run.rounds] == [3] * 4
+    fresh: Any = proposer_of(name, target)
+    for text, proposal in zip(guided.texts, guided.proposals, strict=True):
+        with torch.inference_mode():
+            best = fresh.target_ids_W[forced_logits(fresh, target, text, []).topk(2).indices]
+        assert proposal.tokens[:2] == best.tolist()
+
+
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("shape", [DYNAMIC, STATIC])
 def test_greedy_output_is_the_plain_output(target: FrozenTarget, name: str, shape: StaticTree | DynamicTree) -> None:
