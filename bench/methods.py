@@ -18,7 +18,7 @@ from typing import Any
 from specdistill.errors import ExitCode
 from specdistill.evaluation.comparison import is_lossless
 from specdistill.evaluation.report.markdown import table
-from specdistill.evaluation.report.wording import between, duration, number, percent, settings_line, size, times
+from specdistill.evaluation.report.wording import a_round, between, duration, number, percent, settings_line, size, times
 from specdistill.methods import METHODS
 from specdistill.project import ROOT
 from specdistill.recipe import Recipe, load_recipe, recipe_yaml
@@ -76,7 +76,9 @@ def _line(candidate: Mapping[str, Any]) -> list[str]:
     row = report["results"][0]
     return [
         f"`{report['draft']['method']}`",
-        f"{number(row['mean_acceptance_length'])}{between(row, 'mean_acceptance_length')}",
+        ", ".join(
+            filter(None, [f"{number(row['mean_acceptance_length'])}{between(row, 'mean_acceptance_length')}", a_round(row)])
+        ),
         " ".join(percent(rate) for rate in row["acceptance_rate_per_position"]),
         f"{times(row['speedup'])}{between(row, 'speedup')}",
         "yes" if is_lossless(report) else "NO",

@@ -147,7 +147,10 @@ def _cells(entry: Mapping[str, Any], candidate: Mapping[str, Any]) -> list[tuple
         (entry["name"],),
         _with_interval(times(row["speedup"]), row, "speedup"),
         _to_best(entry),
-        (*_with_interval(number(row.get("mean_acceptance_length")), row, "mean_acceptance_length"), *_a_round(row)),
+        (
+            *_with_interval(number(row.get("mean_acceptance_length")), row, "mean_acceptance_length"),
+            *filter(None, [wording.a_round(row)]),
+        ),
         (percent(row.get("acceptance_rate")),),
         (percent(entry["parts"]["first_position_rate"]),),
         (number(theory.get("c"), 3),),
@@ -164,12 +167,6 @@ def _cells(entry: Mapping[str, Any], candidate: Mapping[str, Any]) -> list[tuple
 def _with_interval(shown: str, row: Mapping[str, Any], name: str) -> tuple[str, ...]:
     ends = between(row, name).strip()
     return (shown, ends) if ends else (shown,)
-
-
-def _a_round(row: Mapping[str, Any]) -> tuple[str, ...]:
-    """Tokens a round, where rounds that drafted nothing set it apart from the acceptance length."""
-    drafted_always = row["num_drafts"] == row["num_rounds"]
-    return () if drafted_always or "tokens_per_round" not in row else (f"{number(row['tokens_per_round'])} a round",)
 
 
 def _context(row: Mapping[str, Any]) -> tuple[str, ...]:

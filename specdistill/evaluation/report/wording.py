@@ -146,6 +146,12 @@ def tree(settings: Mapping[str, Any]) -> str:
     return f"tree of {settings['budget']} tokens, {settings['depth']} deep, top {settings['top_k']}"
 
 
+def a_round(row: Mapping[str, Any]) -> str:
+    """Tokens a round, where rounds that drafted nothing set it apart from the acceptance length; else empty."""
+    differs = row["num_drafts"] != row.get("num_rounds", row["num_drafts"])
+    return f"{number(row['tokens_per_round'])} a round" if differs and "tokens_per_round" in row else ""
+
+
 def times(value: float | None) -> str:
     return "–" if value is None else f"{value:.2f}×"
 
