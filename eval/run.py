@@ -21,6 +21,7 @@ from specdistill.evaluation.gate import Evidence, load_gate
 from specdistill.evaluation.measure import Settings
 from specdistill.evaluation.pipeline import evaluate_draft
 from specdistill.evaluation.power import Earlier, foresight
+from specdistill.evaluation.quality import add_quality
 from specdistill.evaluation.records import PromptRecord
 from specdistill.evaluation.report.console import print_foresight, print_report
 from specdistill.evaluation.report.files import check_writable, previous_report, write_report
@@ -104,7 +105,7 @@ def measure_here(
         trees=[tree_shape(**vars(tree)) for tree in axes.tree],
         contexts=contexts,
     )
-    return evaluate_draft(
+    report, records = evaluate_draft(
         target,
         proposer,
         suite,
@@ -114,6 +115,8 @@ def measure_here(
         sampling_draws=config.sampling_draws,
         folder=finished_cells,
     )
+    add_quality(report, records, suite, special_tokens=target.tokenizer.all_special_tokens, run_code=config.run_code)
+    return report, records
 
 
 def measure_server(recipe: Recipe, suite: Suite, earlier: Earlier | None) -> tuple[dict[str, Any], list[PromptRecord]]:
@@ -140,7 +143,7 @@ def measure_server(recipe: Recipe, suite: Suite, earlier: Earlier | None) -> tup
         config.engine,
         config.server,
         config.baseline_server,
-        target=resolve(target.model),
+        target=(target.model, resolve(target.model)),
         k=config.num_speculative_tokens,
         timeout=config.server_timeout,
     )
@@ -152,7 +155,7 @@ def measure_server(recipe: Recipe, suite: Suite, earlier: Earlier | None) -> tup
         num_prompts=config.num_prompts,
     )
     print_foresight(foresight(len(prompts), suite.name, earlier))
-    return evaluate_server(
+    report, records = evaluate_server(
         speculative,
         plain,
         suite,
@@ -162,6 +165,8 @@ def measure_server(recipe: Recipe, suite: Suite, earlier: Earlier | None) -> tup
         target={"model": target.model, "revision": target.revision},
         draft={"model": config.draft, "revision": None, "method": recipe.method},
     )
+    add_quality(report, records, suite, special_tokens=tokenizer.all_special_tokens, run_code=config.run_code)
+    return report, records
 
 
 def earlier_measurement(folder: Path, baseline: Evidence | None, place: str | None) -> Earlier | None:

@@ -269,6 +269,9 @@ class EvalConfig:
     batch_size: int = option(1, "prompts decoded together, with and without the draft", least=1, most=64)
     repeats: int = option(3, "timed repetitions of each prompt, with and without the draft; medians count", least=1)
     warmup: int = option(2, "untimed prompts, or batches of them, first", least=0)
+    run_code: bool = option(
+        False, "run the programs that the model writes for suite rows with a `test`, as the user that measures"
+    )
     sampling_draws: int = option(400, "draws of the two-sample losslessness test; 0 leaves it out", least=0)
     seed: int = option(0, "sampling and bootstrap seed")
     baseline: str | None = option(

@@ -151,7 +151,7 @@ def _decide(rule: Rule, evidence: Evidence, baseline: Evidence | None) -> dict[s
     elif rule.metric in row_metrics():
         finding = _row_metric(rule, evidence)
     else:
-        finding = _document_metric(rule.metric, evidence.report)
+        finding = _document_metric(rule, evidence.report)
     passed, reason = (False, f"no evidence: {finding.reason}") if finding.reason else holds(rule, finding)
     return _result(rule, finding, passed, reason)
 
@@ -199,12 +199,18 @@ def _interval_is_missing(rule: Rule, row: Mapping[str, Any]) -> str | None:
     return f"no interval ({reason})" if reason else None
 
 
-def _document_metric(path: str, report: Mapping[str, Any]) -> Finding:
+def _document_metric(rule: Rule, report: Mapping[str, Any]) -> Finding:
+    path, section = rule.metric, report
     found: Any = report
     for name in path.split("."):
-        found = found.get(name) if isinstance(found, Mapping) else None
+        section, found = found, found.get(name) if isinstance(found, Mapping) else None
     if found is not None:
-        return Finding(found)
+        ends = section.get(f"{name}_ci95")
+        if ends is None or rule.confidence == 0:
+            return Finding(found)
+        if rule.confidence != DEFAULT_CONFIDENCE:
+            return Finding(found, reason=f"its interval is known at {DEFAULT_CONFIDENCE:.0%} only")
+        return Finding(found, tuple(ends))
     reasons: Mapping[str, str] = report["not_measured"]
     return Finding(reason=next((reason for name, reason in reasons.items() if path.startswith(name)), "it was not measured"))
 

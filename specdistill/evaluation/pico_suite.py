@@ -198,6 +198,7 @@ def write_pico_suites(modules: Sequence[Module], count_tokens: CountTokens, fold
             "source": f"standard library of Python {platform.python_version()}, modules held out from pico's training data",
             "sha256": hashlib.sha256(content).hexdigest(),
             "prompts": f"{name}.jsonl",
+            "quality": "python_syntax",
         }
         heading = f"# Held-out Python: {holds}. Made by specdistill.evaluation.pico_suite.\n"
         text = heading + yaml.safe_dump(header, sort_keys=False, width=130)

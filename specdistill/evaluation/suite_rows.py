@@ -8,7 +8,9 @@ The file is a jsonl file (also .jsonl.gz) or a parquet file, on disk, under an h
     user        what a user says, or a list of their turns, of which the first is used: a conversation of one message
     text        its first tokens are the prompt
 
-and optionally `id` and `category`. `columns` of a suite name the file's own columns for these.
+and optionally `id` and `category`, and what its text is scored by: the `reference`, whose answer is right, or the `test` that its
+program must pass (with an `entry_point`, a test that defines `check`, as HumanEval's). `columns` of a suite name the file's own
+columns for these.
 """
 
 import gzip
@@ -25,7 +27,7 @@ import pyarrow.parquet  # type: ignore[import-untyped]
 from specdistill.errors import ResourceError, UserError, nearest, one_line
 
 KINDS = ("prompt", "messages", "user", "text")
-COLUMNS = (*KINDS, "id", "category")
+COLUMNS = (*KINDS, "id", "category", "reference", "test", "entry_point")
 REMOTE = ("https://", "http://", "hf://")
 
 
@@ -37,6 +39,8 @@ class SuiteRow:
     category: str
     kind: str
     content: Any
+    reference: str | None = None
+    test: str | None = None
 
 
 def read(place: str) -> bytes:
@@ -132,7 +136,19 @@ def _row(number: int, place: str, entry: Any) -> SuiteRow:
     if not content or not fits:
         expected = "a list of {role, content}" if kind == "messages" else "some text"
         raise UserError("eval.suite", got=f"{place} with {kind}={one_line(repr(content))[:60]}", expected=expected)
-    return SuiteRow(str(entry.get("id", number)), str(entry.get("category", "default")), kind, content)
+    scored_by = {name: entry.get(name) for name in ("reference", "test", "entry_point")}
+    for name, value in scored_by.items():
+        if value is not None and not (isinstance(value, str) and value.strip()):
+            raise UserError("eval.suite", got=f"{place} with {name}={one_line(repr(value))[:60]}", expected="some text")
+    test, checked = scored_by["test"], scored_by["entry_point"]
+    return SuiteRow(
+        str(entry.get("id", number)),
+        str(entry.get("category", "default")),
+        kind,
+        content,
+        reference=scored_by["reference"],
+        test=f"{test}\ncheck({checked})" if test and checked else test,
+    )
 
 
 def _is_placeholder(row: SuiteRow, placeholder: str | None) -> bool:

@@ -3,7 +3,8 @@
 A suite is a YAML file, by path or by its name under `eval/suites`, or just a jsonl file (see specdistill.evaluation.suite_rows for
 what a row holds). The YAML file has name, version, licence and source of the prompts; `prompts`, the file or URL they are in; its
 `sha256`, or null where it is not known (the report says the hash of what was read, and standing here it pins it); and optionally
-`columns`, the `placeholder` that stands for a text which is not in the file, and the `sweep` that the suite is for.
+`columns`, the `placeholder` that stands for a text which is not in the file, the `sweep` that the suite is for, and `quality`, the
+metric of `eval/metrics` that scores all its texts.
 """
 
 import hashlib
@@ -21,7 +22,8 @@ from specdistill.recipe import SweepConfig, read_section
 
 TEXT_PROMPT_TOKENS = 32
 REQUIRED = ("name", "version", "licence", "source", "prompts")
-KEYS = (*REQUIRED, "sha256", "columns", "placeholder", "sweep")
+KEYS = (*REQUIRED, "sha256", "columns", "placeholder", "sweep", "quality")
+QUALITIES = ("python_syntax",)
 
 T = TypeVar("T")
 
@@ -37,6 +39,7 @@ class Suite:
     sha256: str
     rows: tuple[SuiteRow, ...]
     sweep: SweepConfig = field(default_factory=SweepConfig)
+    quality: str | None = None
 
 
 @dataclass(frozen=True)
@@ -67,7 +70,7 @@ def load_suite(name: str) -> Suite:
     named = {key: str(header[key]) for key in ("name", "version", "licence", "source")}
     rows = parse(prompts, content, header.get("columns", {}), header.get("placeholder"))
     sweep = read_section(SweepConfig, header.get("sweep", {}), f"{path.name}: sweep")
-    return Suite(**named, sha256=digest, rows=rows, sweep=sweep)
+    return Suite(**named, sha256=digest, rows=rows, sweep=sweep, quality=header.get("quality"))
 
 
 def tokenize(
@@ -166,6 +169,10 @@ def _header(path: Path) -> dict[str, Any]:
         raise UserError(f"{path.name}: columns", got=repr(columns), expected="our name: the file's name, for each column")
     for key in columns:
         _check_name(f"{path.name}: columns.{key}", key, COLUMNS)
+    quality = header.get("quality")
+    if quality not in (None, *QUALITIES):
+        close = nearest(str(quality), QUALITIES)
+        raise UserError(f"{path.name}: quality", got=quality, expected=f"one of {', '.join(QUALITIES)}", nearest=close)
     return header
 
 

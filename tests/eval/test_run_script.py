@@ -201,7 +201,10 @@ def test_a_run_is_judged_against_a_baseline_and_its_own_budget(target, suite, ga
             "pico-edit, pico-short, spec-bench, speed-bench, "
             "a suite YAML or a jsonl file;",
         ),
-        (["gate=defalt"], "gate: got defalt, expected one of default, pico, release, or a gate YAML; did you mean default?"),
+        (
+            ["gate=defalt"],
+            "gate: got defalt, expected one of default, pico, release, server, or a gate YAML; did you mean default?",
+        ),
         (["method=eagle3"], "eval.draft: got"),
         (["method=eagle3", "eval.ngram.lookup=prompt"], "eval.ngram.lookup: got prompt with method eagle3"),
         (["eval.ngram.min=0"], "eval.ngram.min: got 0, expected int, at least 1"),

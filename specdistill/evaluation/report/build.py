@@ -85,6 +85,12 @@ def findings(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             f"The measurement broke off: {report['not_measured']['incomplete']}. Its numbers are those of a part.",
         )
     yield from _speed_findings(row, report["hardware"]["device"], settings.get("until"))
+    if report.get("engine", {}).get("name") == "vllm" and row["num_drafts"]:
+        most = row["num_prompts"] * settings["num_speculative_tokens"] / row["num_drafts"]
+        yield (
+            "past_the_end",
+            f"vLLM also counts tokens that it accepts past the end of a text: the acceptance length is up to {most:.2f} high.",
+        )
     if lossless.get("unexplained_divergences"):
         count, checked = lossless["unexplained_divergences"], lossless["prompts_checked"]
         yield "divergence", f"{count} of {checked} greedy texts differ from plain decoding where rounding does not explain it."

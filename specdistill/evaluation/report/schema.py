@@ -71,6 +71,7 @@ def document_metrics() -> tuple[str, ...]:
 
 def _scalars(node: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
     for name, field in node.get("properties", {}).items():
+        field = schema()["$defs"][field["$ref"].rpartition("/")[2]] if "$ref" in field else field
         if field.get("type") in SCALARS and prefix:
             yield f"{prefix}{name}"
         elif name != "gate":

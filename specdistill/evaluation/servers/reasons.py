@@ -37,6 +37,7 @@ DOCUMENT_REASONS: Mapping[str, str] = MappingProxyType(
         "target.dtype": "a server does not say",
         "draft.parameters": "a server does not say",
         "draft.bytes": "a server does not say",
+        "measurement.peak_memory_bytes": "a server does not say",
         "settings.draft_sampling": "a server does not say",
     }
 )

@@ -5,6 +5,7 @@ is not seen; the report says so instead of guessing. When a server fails after t
 """
 
 import platform
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
@@ -49,12 +50,12 @@ class Answers:
 
 
 def connect(
-    engine: str, address: str | None, baseline_address: str | None, *, target: str, k: int, timeout: float
+    engine: str, address: str | None, baseline_address: str | None, *, target: Sequence[str], k: int, timeout: float
 ) -> tuple[Peer, Peer | None]:
     """The server that drafts and the one that does not.
 
-    target: a folder or a Hub id. Raises UserError when they serve another model, draft another number of tokens, draft where they
-    should not, or are of different versions; ResourceError when they do not answer.
+    target: the names it may go by, a folder or a Hub id last. Raises UserError when they serve another model, draft another number
+    of tokens, draft where they should not, or are of different versions; ResourceError when they do not answer.
     """
     if address is None:
         raise UserError("eval.server", got="nothing", expected=f"the address of a running {engine} server")
@@ -91,6 +92,7 @@ def evaluate_server(
 
     target and draft: those sections of the report, as the user names them. Raises ResourceError when not one prompt was answered.
     """
+    start = time.perf_counter()
     answers, broke_off = _measure(speculative, baseline, prompts, settings)
     whole = [entry for entry in answers if entry.speculative and (entry.baseline or baseline is None)]
     if broke_off is not None and not whole:
@@ -138,15 +140,15 @@ def evaluate_server(
         },
         incomplete=None if broke_off is None else f"{broke_off} ({len(whole)} of {len(prompts)} prompts were measured)",
     )
-    return report, records
+    return {**report, "measurement": {"seconds": time.perf_counter() - start}}, records
 
 
-def _connect(engine: str, address: str, key: str, target: str, timeout: float) -> Peer:
+def _connect(engine: str, address: str, key: str, target: Sequence[str], timeout: float) -> Peer:
     server = Server(address, key=key, timeout=timeout)
     identity = ENGINES[engine].identify(server)
-    if not any(_same_model(name, target) for name in identity.models):
+    if not any(_same_model(name, wanted) for name in identity.models for wanted in target):
         got = f"{address}, which serves {identity.models[0]}"
-        raise UserError(key, got=got, expected=f"a server of {target} (--served-model-name names one that stands elsewhere)")
+        raise UserError(key, got=got, expected=f"a server of {target[-1]} (or --served-model-name {target[0]})")
     return Peer(server, ENGINES[engine], identity)
 
 

@@ -102,7 +102,7 @@ class PeerServer:
                 threading.Thread(target=self.close, daemon=True).start()
                 return handler.connection.close()
             if behaviour.silent_after == number:
-                return time.sleep(5)
+                return time.sleep(10)
             self.num_answers += 1
             parameters = body if self.engine == "vllm" else body["sampling_params"]
             written = self.decoder.generate(

@@ -115,6 +115,10 @@ def test_a_servers_report_holds_the_decoders_own_numbers(engine, speculative, pl
     assert report["hardware"] == {"device": "server", "name": with_draft.address}
     assert set(report["target"]) == {"model", "revision"}
     assert ("gauges" in report["engine"]) == (engine == "sglang")
+    assert ("past_the_end" in [finding["name"] for finding in report["findings"]]) == (engine == "vllm")
+    assert report["measurement"]["seconds"] > sum(sample.speculative.seconds + sample.baseline.seconds for sample in samples)
+    assert report["quality"]["python_syntax"]["difference"] == 0
+    assert "Task quality" in (tmp_path / "report" / "report.md").read_text()
     # What nobody can see from outside does not pass a gate.
     verdicts = {rule["metric"]: (rule["passed"], rule["reason"]) for rule in report["gate"]["rules"]}
     assert verdicts["lossless.greedy_identical"][0]
@@ -125,6 +129,7 @@ def test_a_servers_report_holds_the_decoders_own_numbers(engine, speculative, pl
 
 def test_without_a_baseline_server_there_is_no_speedup(speculative, tmp_path):
     peer = speculative(returns_tokens=False)
+    peer.model = "pico"  # --served-model-name
     assert evaluate(tmp_path / "report", "eval.engine=vllm", f"eval.server={peer.address}") == ExitCode.DONE
     report, samples = read_report(tmp_path / "report")
     row = report["results"][0]
@@ -175,11 +180,11 @@ def test_a_text_that_differs_is_shown_and_fails(pico, plain, tmp_path):
 
 @pytest.mark.parametrize(
     ("behaviour", "reason"),
-    [({"dies_after": 4}, "does not answer"), ({"silent_after": 4}, "did not answer in 1 s")],
+    [({"dies_after": 4}, "does not answer"), ({"silent_after": 4}, "did not answer in 5 s")],
 )
 def test_a_server_that_dies_leaves_what_it_answered_and_a_failed_gate(speculative, plain, tmp_path, capsys, behaviour, reason):
     peer, baseline = speculative(**behaviour), plain()
-    servers = (f"eval.server={peer.address}", f"eval.baseline_server={baseline.address}", "eval.server_timeout=1")
+    servers = (f"eval.server={peer.address}", f"eval.baseline_server={baseline.address}", "eval.server_timeout=5")
     assert evaluate(tmp_path / "report", "eval.engine=vllm", *servers) == ExitCode.RESOURCE_ERROR
     report, samples = read_report(tmp_path / "report")
     assert report["incomplete"] is True
@@ -224,6 +229,11 @@ def test_what_is_no_such_server_is_refused(speculative, plain, tmp_path, capsys)
         (["eval.engine=vllm", good, f"eval.baseline_server={drafting.address}"], 2, "eval.baseline_server: got"),
         (["eval.engine=sglang", good], 3, "has no sglang:generation_tokens_total"),
         (["eval.engine=vllm", good, "eval.max_new_tokens=500"], 2, "the target's context"),
+        (
+            ["eval.engine=vllm", good, "eval.sweep.temperature=[0.5]"],
+            2,
+            "eval.sweep.temperature: got [0.5] with eval.engine=vllm",
+        ),
     ):
         got, said = refused(capsys, folder, *arguments)
         assert (got, message in said) == (code, True), said

@@ -1,0 +1,53 @@
+"""What a text is worth: does it hold the right answer, is it Python so far, what program does it make?"""
+
+import codeop
+import re
+from decimal import Decimal
+
+NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+INDENT = 4
+FENCED = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
+
+
+def is_match(text: str, reference: str) -> bool:
+    """Whether a text's answer is the reference's: as GSM8K scores, the number after `####`, or else the last number of the text.
+
+    A reference without a number is compared as a whole, spaces and capitals apart.
+    """
+    wanted = _number(reference)
+    if wanted is None:
+        return text.casefold().split() == reference.casefold().split()
+    return _number(text) == wanted
+
+
+def _number(text: str) -> Decimal | None:
+    numbers = NUMBER.findall(text.rpartition("####")[2])
+    return Decimal(numbers[-1].replace(",", "")) if numbers else None
+
+
+def is_python_so_far(source: str) -> bool:
+    """Whether a source holds no syntax error. It may begin inside a block and end anywhere, in its last line too. Nothing is run."""
+    first = next((line for line in source.splitlines() if line.strip()), "")
+    indent = len(first) - len(first.lstrip())
+    blocks = "".join(f"{' ' * level}def _():\n" for level in range(0, indent, INDENT))  # that the first line stands in
+    source = blocks + source
+    return _compiles(source) or _compiles(source.rpartition("\n")[0])
+
+
+def _compiles(source: str) -> bool:
+    """Whether a source is Python, or could become it by going on."""
+    try:
+        codeop.compile_command(source, "<text>", "exec")
+    except (SyntaxError, ValueError, OverflowError, RecursionError, MemoryError):  # all that compiling text can raise
+        return False
+    return True
+
+
+def program(prompt: str | None, text: str) -> str:
+    """The program that a text makes: what it adds to an indented block that `prompt` has begun, or the first code that it fences."""
+    if prompt is None:
+        fenced = FENCED.search(text)
+        return fenced[1] if fenced else text
+    first, *lines = text.split("\n")
+    end = next((number for number, line in enumerate(lines) if line[:1].strip()), len(lines))
+    return "\n".join([prompt + first, *lines[:end]])
