@@ -2,8 +2,9 @@ import copy
 
 import pytest
 
-from specdistill.evaluation.changes import changes
+from specdistill.evaluation.changes import SHOWN, changes
 from specdistill.evaluation.gate import Evidence
+from specdistill.evaluation.report import wording
 from specdistill.evaluation.report.schema import validate
 from specdistill.evaluation.report.wording import changed, since
 from tests.evaluation.simulated import DRAFT_STEP, simulate, simulated_report
@@ -24,6 +25,10 @@ def slower():
 
 def by_metric(section):
     return {entry["metric"]: entry for entry in section["changes"] if entry["category"] == "all"}
+
+
+def test_every_number_shown_has_a_name():
+    assert set(wording.SHOWN) == set(SHOWN)
 
 
 def test_old_and_new_with_the_paired_change(evidence, slower):

@@ -325,6 +325,8 @@ def test_what_changed_is_told_beside_the_verdict(tmp_path, report, records):
     assert "| acceptance length, long context |" in markdown
     worse = judge([Rule("speedup", "max_regression", 0.01)], Evidence(old, before), Evidence(report, records))
     assert "Regressions that the gate does not allow: speedup." in to_html(worse, before)
+    slack = judge([Rule("speedup", "max_regression", 0.01, severity="warn")], Evidence(old, before), Evidence(report, records))
+    assert "does not allow" not in to_html(slack, before)  # an alarm
     quiet = judge(load_gate("pico"), Evidence(report, records))
     assert "baseline" not in quiet
     assert "Since the last release" not in to_html(quiet, records)
@@ -377,6 +379,9 @@ def test_task_quality_stands_beside_losslessness(report, records):
     assert "| pass rate | 48 | 77.1% | 75.0% | −2.1 | −20.0 to −1.0 | different |" in markdown
     assert "1 with it alone, 2 without it alone" in page
     assert "Task quality" not in to_html({**report, "quality": {}}, records)
+    del entry["difference_ci95"]
+    report["quality"] = {"exact_match": entry}
+    assert "| too few texts | open |" in to_markdown(report)
 
 
 def test_batches_trees_and_engines_are_told_with_the_settings(report, records):

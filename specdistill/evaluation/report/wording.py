@@ -108,7 +108,9 @@ def since(report: Mapping[str, Any]) -> str:
     better, worse, still = (outcomes.count(outcome) for outcome in ("better", "worse", "open"))
     counts = f"{better} better, {worse} worse, {still} within their 95 % intervals of no change"
     refused = [
-        rule["metric"] for rule in report["gate"]["rules"] if "max_regression" in rule["requirement"] and not rule["passed"]
+        rule["metric"]
+        for rule in report["gate"]["rules"]
+        if "max_regression" in rule["requirement"] and rule["value"] is not None and outcome(rule) == "failed"
     ]
     gate = f" Regressions that the gate does not allow: {', '.join(refused)}." if refused else ""
     return f"{before}, {len(outcomes)} numbers compared prompt by prompt: {counts}.{gate}"
@@ -261,7 +263,7 @@ def quality(report: Mapping[str, Any]) -> list[dict[str, str]]:
     """What the texts are worth with the draft and without, a line for each metric."""
     lines = []
     for name, entry in report.get("quality", {}).items():
-        low, high = entry.get("difference_ci95", (0.0, 0.0))
+        low, high = entry.get("difference_ci95", (0.0, 0.0))  # both unsaid where there is no interval
         points = [f"{100 * value:+.1f}".replace("-", "−") for value in (entry["difference"], low, high)]
         lines.append(
             {
@@ -271,11 +273,18 @@ def quality(report: Mapping[str, Any]) -> list[dict[str, str]]:
                 "with": f"{entry['with_draft']:.1%}",
                 "difference": points[0],
                 "ci95": f"{points[1]} to {points[2]}" if "difference_ci95" in entry else "too few texts",
-                "outcome": "equal within the interval" if low <= 0 <= high else "different",
+                "outcome": _equality(entry),
                 "single": f"{entry['only_with_draft']} with it alone, {entry['only_without_draft']} without it alone",
             }
         )
     return lines
+
+
+def _equality(entry: Mapping[str, Any]) -> str:
+    if "difference_ci95" not in entry:
+        return "open"
+    low, high = entry["difference_ci95"]
+    return "equal within the interval" if low <= 0 <= high else "different"
 
 
 def shared_settings(report: Mapping[str, Any]) -> str:
