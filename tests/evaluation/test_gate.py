@@ -196,7 +196,7 @@ def test_gates_that_are_not_there(tmp_path):
 
 def test_every_gate_that_ships_loads_and_can_be_passed(evidence):
     names = sorted(path.stem for path in GATES.glob("*.yaml"))
-    assert names == ["default", "pico", "release"]
+    assert names == ["default", "pico", "release", "server"]
     for name in names:
         taken = changed(evidence, ("measurement",), {"seconds": 100.0, "peak_memory_bytes": 2**30})
         decision = decide(load_gate(name), taken, baseline=taken)
