@@ -29,6 +29,7 @@ PATHS = {"pico": PICO}
 DEMO_RECIPE, DEMO_FOLDER = "pico/eagle3", "runs/demo"
 HELP = {"-h", "--help"}
 SHORTHANDS = {"target": "target.model"}
+DOCTOR_SHORTHANDS = {**SHORTHANDS, "suite": "eval.suite"}
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,35 @@ class ExportOptions:
     dtype: str | None = option(None, "weights of a small draft in a GGUF file: f32, f16 or q8_0; null: f16")
     num_speculative_tokens: int | None = option(None, "tokens drafted a round, for SERVE.md; null: the report's, or 3", least=1)
     dry_run: bool = option(False, "write the untrained draft of recipe=…, with its key=value, to try its layout in an engine")
+
+
+@dataclass(frozen=True)
+class ExaminedTarget:
+    model: str | None = option(None, "the draft's target, pico, a folder or a Hub id; null: examine the draft alone")
+    revision: str | None = like(TargetConfig, "revision")
+    adapter: str | None = like(TargetConfig, "adapter")
+    dtype: str = like(TargetConfig, "dtype")
+    attn: str = like(TargetConfig, "attn")
+    trust_remote_code: bool = like(TargetConfig, "trust_remote_code")
+
+
+@dataclass(frozen=True)
+class DoctorPrompts:
+    suite: str | None = option(
+        None, "prompts to decode: a suite's name, a YAML or jsonl file; null: the run's own, else pico-short"
+    )
+    num_prompts: int = option(8, "prompts to decode, spread over the suite", least=1)
+
+
+@dataclass(frozen=True)
+class DoctorOptions:
+    draft: str = option(MISSING, "folder or Hub id of a trained draft, in any layout that is read")
+    target: ExaminedTarget = section(ExaminedTarget)
+    engine: str | None = option(None, "whose loader to replay on it; null: none's", choices=["vllm", "sglang", "trtllm"])
+    decode: bool = option(
+        True, "with a target: decode a few prompts, and look for what undone would bring the draft closer to it"
+    )
+    eval: DoctorPrompts = section(DoctorPrompts)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -171,6 +201,28 @@ def export(arguments: list[str]) -> int:
     return ExitCode.DONE
 
 
+def doctor(arguments: list[str]) -> int:
+    """examine a draft: files, fit with its target, an engine's loader, and a few prompts decoded; exit code 1 for a problem"""
+    if HELP & set(arguments):
+        print_help(f"specdistill doctor: {doctor.__doc__}", DoctorOptions, DOCTOR_SHORTHANDS)
+        return ExitCode.DONE
+    options = load_recipe(DoctorOptions, [spell_out(argument, DOCTOR_SHORTHANDS) for argument in _keys(arguments)])
+    from specdistill.doctor.console import print_diagnosis  # here, and not above, because these import torch
+    from specdistill.doctor.diagnosis import diagnose
+    from specdistill.drafts.recognise import locate
+
+    made = diagnose(
+        locate(options.draft, key="draft"),
+        options.engine,
+        decode=options.decode,
+        suite=options.eval.suite,
+        num_prompts=options.eval.num_prompts,
+        **({} if options.target.model is None else vars(options.target)),
+    )
+    print_diagnosis(made)
+    return ExitCode.DONE if made.is_sound else ExitCode.CHECK_FAILED
+
+
 def data(arguments: list[str]) -> int:
     """prepare a recipe's training rows, count them, and show a document with the tokens that carry loss in colour"""
     if HELP & set(arguments):
@@ -246,6 +298,7 @@ VERBS: dict[str, Callable[[list[str]], int]] = {
     "demo": demo,
     "plan": plan,
     "export": export,
+    "doctor": doctor,
     "data": data,
     "train": train,
     "eval": eval,

@@ -528,7 +528,7 @@ def _check_values(config: Any, prefix: str = "") -> None:
                 _check_values(item, f"{key}[{index}].")
             continue
         choices, least, most = (entry.metadata[rule] for rule in ("choices", "least", "most"))
-        if choices and value not in choices:
+        if choices and value is not None and value not in choices:
             close = nearest(str(value), choices)
             raise UserError(key, got=repr(value), expected=f"one of {', '.join(choices)}", nearest=close)
         for number in value if isinstance(value, list) else [value]:
@@ -540,7 +540,7 @@ def _kind(hint: Any, entry: dataclasses.Field[Any]) -> str:
     """A field's type with its choices or range, as help and errors state it."""
     choices, least, most = (entry.metadata[rule] for rule in ("choices", "least", "most"))
     if choices:
-        return "|".join(choices)
+        return "|".join([*choices, *["null"] * (entry.default is None)])
     bounds = f", at least {least}" * (least > -math.inf) + f", at most {most}" * (most < math.inf)
     return f"{_type_name(hint)}{bounds}"
 

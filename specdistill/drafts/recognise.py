@@ -21,6 +21,14 @@ from specdistill.targets.shards import INDEX, SINGLE, Shards
 EXPECTED = "a draft: an EAGLE or MTP head or a causal language model, config.json and weights"
 EAGLE3_TENSORS = ({"fc.weight", "midlayer.hidden_norm.weight"}, {"fc.weight", "layers.0.hidden_norm.weight"})
 EAGLE_TENSORS = {"fc.weight", "layers.0.self_attn.q_proj.weight"}
+# Where a tensor that tells is missing, what a config.json calls its head; the reader then names the tensor.
+NAMED = {
+    "LlamaForCausalLMEagle3": "eagle3",
+    "Eagle3LlamaForCausalLM": "eagle3",
+    "Eagle3Speculator": "eagle3",
+    "LlamaForCausalLMEagle": "eagle",
+    "EagleLlamaForCausalLM": "eagle",
+}
 # Parallel drafts have the tensors of a head and these.
 OTHER_TENSORS = {"mask_hidden", "hidden_norm.weight"}
 WHOLE_DRAFT = (
@@ -55,6 +63,8 @@ def method_of(folder: Path, *, key: str = "eval.draft") -> str:
         if names >= EAGLE_TENSORS:
             return "eagle"
     architectures = config.get("architectures") or []
+    if names and not names & OTHER_TENSORS and (incomplete := _incomplete(architectures, names)):
+        return incomplete
     if names and architectures == [MTP]:
         return "mtp"
     if names and set(architectures) & set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()):
@@ -63,6 +73,14 @@ def method_of(folder: Path, *, key: str = "eval.draft") -> str:
         f" and {len(names)} tensors" if names else " and no weights"
     )
     raise UserError(key, got=f"{folder}, which holds a config.json with {found}", expected=EXPECTED)
+
+
+def _incomplete(architectures: list[str], names: set[str]) -> str | None:
+    """The method of a head without one of the tensors that tell: by its name, or by tensors that no whole model calls so."""
+    named = next((NAMED[architecture] for architecture in architectures if architecture in NAMED), None)
+    if named or any(name.startswith("midlayer.") for name in names):
+        return named or "eagle3"
+    return "eagle" if "layers.0.self_attn.q_proj.weight" in names and "norm.weight" not in names else None
 
 
 def _tensor_names(folder: Path, key: str) -> set[str]:

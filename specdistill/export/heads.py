@@ -201,6 +201,8 @@ def speculators_config(config: Eagle3Config, dtype: torch.dtype, verifier: Targe
     """The config.json of speculators' `Eagle3Speculator`, from which vLLM takes the target and how many tokens to draft."""
     proposal = {"proposal_type": "greedy", "speculative_tokens": num_tokens, "verifier_accept_k": 1, "accept_tolerance": 0.0}
     same_width = config.hidden_size == config.target_hidden_size
+    # vLLM carries over what stands in there, and counts three states otherwise, whatever layers are listed.
+    counted = {} if len(config.aux_layers) == 3 else {"num_aux_hidden_states": len(config.aux_layers)}
     return {
         "architectures": ["Eagle3Speculator"],
         "speculators_model_type": "eagle3",
@@ -211,7 +213,7 @@ def speculators_config(config: Eagle3Config, dtype: torch.dtype, verifier: Targe
             "proposal_methods": [proposal],
             "verifier": {"name_or_path": verifier.name, "architectures": verifier.config.get("architectures") or []},
         },
-        "transformer_layer_config": shape_to_json(config, dtype),
+        "transformer_layer_config": {**shape_to_json(config, dtype), **counted},
         "draft_vocab_size": config.draft_vocab_size,
         "target_hidden_size": None if same_width else config.target_hidden_size,
         "norm_before_residual": config.norm_before_residual,

@@ -1,6 +1,5 @@
 """EAGLE heads: ours -> an engine's layout -> ours, bit for bit; names and keys of each layout by hand; what each engine refuses."""
 
-import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -9,12 +8,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from specdistill.drafts.eagle3 import Eagle3Draft
 from specdistill.drafts.heads import HEADS
 from specdistill.errors import UserError
 from specdistill.export.export import export
 from specdistill.export.target import TargetFiles
 from specdistill.targets.frozen import FrozenTarget
+from tests.heads import head_of
 from tests.tiny import tiny_target_model, tiny_tokenizer
 
 ENGINES = ("vllm", "sglang", "speculators", "safeailab", "gguf")
@@ -63,12 +62,6 @@ CASES = [
     for engine in ENGINES
     if (method, engine) not in (("eagle", "speculators"), ("eagle", "gguf"))
 ]
-REPLACED = (
-    "norm_before_fc",
-    "own_embedding",
-    "rope_scaling",
-    "aux_layers",
-)  # what fresh heads are not built with, or not in this order
 
 
 @pytest.fixture(scope="module")
@@ -77,24 +70,6 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> FrozenTarget:
     tiny_target_model(num_layers=NUM_LAYERS).save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
     return FrozenTarget.load(str(folder))
-
-
-def head_of(method: str, target: FrozenTarget, shape: dict[str, Any], dtype: torch.dtype = torch.bfloat16) -> Any:
-    """A head with every tensor random, and none the same as another."""
-    replaced = {name: tuple(value) if name == "aux_layers" else value for name, value in shape.items() if name in REPLACED}
-    built = {name: value for name, value in shape.items() if name not in replaced}
-    if "aux_layers" in shape:
-        built["aux_layers"] = sorted(shape["aux_layers"])
-    head = HEADS[method].build(target, **built)
-    if replaced:
-        changed = Eagle3Draft(dataclasses.replace(head.config, **replaced))
-        changed.load_state_dict(head.state_dict(), strict=False)
-        head = changed
-    for index, (name, parameter) in enumerate(head.named_parameters()):
-        if name not in head.shared:
-            generator = torch.Generator().manual_seed(index)
-            parameter.data = torch.randn(parameter.shape, generator=generator)
-    return head.to(dtype)
 
 
 def written(folder: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:

@@ -1,0 +1,168 @@
+"""A few prompts decoded for real: does the draft accept what its training saw, and if not, why.
+
+No measurement (`specdistill eval` is): a handful of short texts, greedy, just enough to tell a draft that works from one that does not.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+import yaml
+
+from specdistill.decoding.decoder import Decoder, Generation
+from specdistill.decoding.load import load_proposer
+from specdistill.decoding.proposers import HeadProposer
+from specdistill.doctor.findings import Finding, note, problem, warning
+from specdistill.doctor.repairs import repairs
+from specdistill.evaluation.suites import load_suite, tokenize
+from specdistill.losses.divergence import forward_kl
+from specdistill.targets.frozen import FrozenTarget
+from specdistill.training.trajectory import read_history
+from specdistill.training.unroll import TrainingTimeTest
+
+NUM_TOKENS = 96  # written for each prompt: texts repeat themselves later on, so short ones accept less than long ones
+NO_BETTER_THAN_CHANCE = 0.05  # share of first guesses that are right
+FAR_BELOW = 0.6  # of the drafted tokens accepted in training
+LEAST, CLEAR = 0.02, 0.1  # a repair counts when the divergence falls by so much and in every text, or by so much
+WORTH = 1.05  # a cause is a problem when, undone, so many times as many drafted tokens would be accepted
+DEFAULT_STEPS = 4
+DEFAULT_SUITE = "pico-short"  # plain text, which asks for no chat template
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """num_tokens: drafted a round. length: tokens a round, the target's own included. first: share of first guesses that are right."""
+
+    num_tokens: int
+    num_rounds: int
+    length: float
+    first: float
+
+    @property
+    def accepted(self) -> float:
+        """Drafted tokens accepted in a round."""
+        return self.length - 1
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What training simulated when it chose these weights."""
+
+    num_tokens: int
+    length: float
+
+
+def recorded(draft: Path) -> Recorded | None:
+    """The best acceptance length in the run's history, which is what the weights were chosen by; None where there is none."""
+    history = read_history(draft, key="draft")
+    evaluations = [entry for entry in history.log if "eval_acceptance_length" in entry] if history else []
+    if not evaluations:
+        return None
+    best = max(evaluations, key=lambda entry: float(entry["eval_acceptance_length"]))
+    steps = [key for key in best if key.startswith("eval_acceptance_") and key != "eval_acceptance_length"]
+    return Recorded(len(steps) or DEFAULT_STEPS, float(best["eval_acceptance_length"]))
+
+
+def prompts_of(draft: Path, suite: str | None, target: FrozenTarget, num_prompts: int) -> list[tuple[int, ...]]:
+    """Prompts as the target's tokens: of the suite, else of the one in the recipe of the draft's run, else plain ones.
+
+    Raises UserError for a suite that cannot be read, or does not fit the target.
+    """
+    recipe = draft.resolve().parent / "run" / "recipe.yaml"
+    if suite is None and draft.resolve().name == "draft" and recipe.is_file():
+        suite = yaml.safe_load(recipe.read_text(encoding="utf-8"))["eval"]["suite"]
+    rows = load_suite(suite or DEFAULT_SUITE)
+    limits = {"max_new_tokens": NUM_TOKENS, "max_length": target.max_length, "num_prompts": num_prompts}
+    return [prompt.token_ids for prompt in tokenize(rows, target.tokenizer, **limits)]
+
+
+def check_acceptance(
+    draft: Path, method: str, target: FrozenTarget, prompts: Sequence[Sequence[int]]
+) -> tuple[Acceptance, list[Finding]]:
+    """Decode prompts (token ids) with a draft. Raises UserError where the draft cannot be loaded for the target."""
+    proposer, expected = load_proposer(method, draft, target, key="draft"), recorded(draft)
+    num_tokens = expected.num_tokens if expected else DEFAULT_STEPS
+    decoder = Decoder(target, proposer)
+    texts = [decoder.generate(prompt, max_new_tokens=NUM_TOKENS, num_speculative_tokens=num_tokens) for prompt in prompts]
+    seen = _tally(texts, num_tokens)
+    found: list[Finding] = []
+    if seen.first < NO_BETTER_THAN_CHANCE:
+        found.append(problem(f"{seen.first:.0%} of its first guesses are right"))
+    elif expected is not None and seen.accepted < FAR_BELOW * (expected.length - 1):
+        what = f"acceptance length {seen.length:.2f} on {len(prompts)} prompts, far below the {expected.length:.2f} that"
+        found.append(problem(f"{what} its training saw with as many drafted tokens"))
+    cause = _cause(proposer.head, target, texts, num_tokens) if isinstance(proposer, HeadProposer) else None
+    if cause:
+        found.append(cause)
+    elif found:
+        found.append(note(_other_causes(method)))
+    elif expected is None:
+        found.append(warning("no training history to compare with", "`specdistill eval` measures the draft"))
+    return seen, found
+
+
+def _tally(texts: Sequence[Generation], num_tokens: int) -> Acceptance:
+    accepted = [entry.num_accepted for text in texts for entry in text.rounds]
+    rounds = max(1, len(accepted))
+    return Acceptance(num_tokens, len(accepted), 1 + sum(accepted) / rounds, sum(number > 0 for number in accepted) / rounds)
+
+
+def _cause(head: Any, target: FrozenTarget, texts: Sequence[Generation], num_tokens: int) -> Finding | None:
+    """What is wrong with a head: the repair that brings it closest to the target's laws on the texts, if one does beyond doubt."""
+    texts = [text for text in texts if len(text.token_ids) > 2 * num_tokens] or []
+    if not texts:
+        return None
+    before = [_fit(head, target, text, num_tokens) for text in texts]
+    best, best_fall, cause = before, 0.0, ""
+    for repair in repairs(head, target):
+        after = [_fit(repair.head, target, text, num_tokens) for text in texts]
+        falls = [1 - there.divergence / here.divergence for here, there in zip(before, after, strict=True)]
+        fall = fmean(falls)
+        if fall > best_fall and (fall > CLEAR or (fall > LEAST and min(falls) > 0)):
+            best, best_fall, cause = after, fall, repair.cause
+    if not cause:
+        return None
+    lengths = [fmean(fit.length for fit in fits) for fits in (before, best)]
+    undone = f"undone, its divergence from the target falls by {best_fall:.0%}, and its simulated acceptance length goes from"
+    said = f"{undone} {lengths[0]:.2f} to {lengths[1]:.2f}"
+    return (problem if lengths[1] - 1 > WORTH * (lengths[0] - 1) else warning)(cause, said)
+
+
+@dataclass(frozen=True)
+class Fit:
+    """How close a head is to the target on a text: mean forward KL of its drafted positions, and the simulated acceptance length."""
+
+    divergence: float
+    length: float
+
+
+@torch.inference_mode()
+def _fit(head: Any, target: FrozenTarget, text: Generation, num_tokens: int) -> Fit:
+    """The training-time test on what the target wrote; so it is steadier than counting accepted tokens, and one pass a head."""
+    ids = torch.tensor([[*text.prompt_ids, *text.token_ids]], device=target.device)
+    positions = torch.arange(ids.shape[1], device=target.device).unsqueeze(0)
+    inputs = {
+        "input_ids": ids,
+        "supervise": (positions >= len(text.prompt_ids)).long(),
+        "document_ids": torch.zeros_like(ids),
+        "position_ids": positions,
+    }
+    test = TrainingTimeTest(head, forward_kl, num_tokens).eval()
+    _, sums = test(**inputs, **test.teach(target, inputs), measure=True)
+    divergence = fmean(float(total / kept) for total, kept in zip(sums.loss, sums.kept, strict=True))
+    return Fit(
+        divergence, 1 + sum(float(right / all_of) for right, all_of in zip(sums.chain_correct, sums.chains, strict=True))
+    )
+
+
+def _other_causes(method: str) -> str:
+    likely = ["it was trained for another target, or another revision of it", "it was hardly trained"]
+    if method == "draft_model":
+        likely.append("its tokenizer gives tokens other numbers")
+    else:
+        likely.append("the features it was trained on came from elsewhere (other layers, quantised, before the final norm)")
+    likely.append("the prompts are unlike its training data: choose others with suite=")
+    return f"likely causes: {'; '.join(likely)}"

@@ -1,0 +1,222 @@
+"""What a draft's files tell: whether they are whole, fit the target, and would be loaded by an engine as they are meant.
+
+Readers refuse what is broken; their words are findings here. Beyond them: values that no training leaves, a vocabulary whose two maps
+do not agree, settings that differ from the target's, and engines' loaders, replayed.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specdistill.doctor.findings import Finding, note, problem, refusal, warning
+from specdistill.drafts import eagle3_checkpoint, eagle_checkpoint
+from specdistill.drafts.checkpoint import FLOATS, read_config, read_tensors, stored_dtype
+from specdistill.drafts.eagle3_checkpoint import read_eagle3, settle_embedding
+from specdistill.drafts.eagle_checkpoint import read_eagle
+from specdistill.drafts.layers import HeadShape
+from specdistill.drafts.mtp_checkpoint import check_fit
+from specdistill.drafts.recognise import method_of
+from specdistill.drafts.small import load_small
+from specdistill.errors import UserError
+from specdistill.export.loader_rules import loader_of, replay
+from specdistill.export.target import EMBEDDING, TargetFiles
+
+KEY = "draft"
+LARGE = 1000.0  # weights of trained drafts stay far below
+ENGINE_NAMES = {"vllm": "vLLM", "sglang": "SGLang", "trtllm": "TensorRT-LLM"}
+
+
+@dataclass
+class Examination:
+    """method and config: of the head, None as long as it was not understood; small drafts and MTP layers have no config here.
+
+    refused: a reader did, so that nothing can be decoded with it.
+    """
+
+    folder: Path
+    method: str | None = None
+    config: HeadShape | None = None
+    num_tensors: int = 0
+    dtype: torch.dtype | None = None
+    refused: bool = False
+    findings: list[Finding] = field(default_factory=list)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it can be decoded with, whatever an engine makes of it."""
+        return self.method is not None and not self.refused
+
+
+def examine(folder: Path, target: TargetFiles | None = None, engine: str | None = None) -> Examination:
+    """Examine a folder that holds a draft. `target`: what it drafts for; `engine`: vllm, sglang or trtllm, to replay its loader.
+
+    Raises UserError for a target that is none, ResourceError when the Hub fails.
+    """
+    seen = Examination(folder)
+    try:
+        config, seen.method = read_config(folder, KEY), method_of(folder, key=KEY)
+        tensors = read_tensors(folder, KEY)
+        seen.config = _head_config(seen.method, config, target)
+    except UserError as error:
+        if error.key != KEY:
+            raise
+        seen.refused = True
+        seen.findings.append(refusal(error))
+        return seen
+    floats = [tensor for tensor in tensors.values() if tensor.is_floating_point()]
+    seen.num_tensors, seen.dtype = len(tensors), stored_dtype(floats) if floats else None
+    seen.findings += [*_values(tensors), *_config(config, seen)]
+    try:
+        _read(seen, target)
+    except UserError as error:
+        if error.key != KEY:
+            raise
+        seen.refused = True
+        seen.findings.append(refusal(error))
+    if isinstance(seen.config, HeadShape):
+        seen.findings += _vocabulary(tensors, seen.config)
+        if target is not None:
+            seen.findings += _against(target, seen.config)
+    if engine is not None:
+        seen.findings += _engine(engine, seen, config, tensors, target)
+    return seen
+
+
+def _head_config(method: str, config: Mapping[str, Any], target: TargetFiles | None) -> HeadShape | None:
+    if method == "eagle3":
+        return eagle3_checkpoint.config_from_json(config, target.num_layers if target else None, KEY)
+    if method == "eagle":
+        return eagle_checkpoint.config_from_json(config.get("model", config), KEY)
+    return None
+
+
+def _read(seen: Examination, target: TargetFiles | None) -> None:
+    """Read the draft as decoding would. Raises UserError where that does."""
+    if seen.method == "eagle3":
+        config, tensors = read_eagle3(seen.folder, target, key=KEY)
+        if target is not None and EMBEDDING in tensors and config.hidden_size == config.target_hidden_size:
+            config = settle_embedding(config, tensors, target.tensor(EMBEDDING))
+        seen.config = config
+    elif seen.method == "eagle":
+        seen.config, _ = read_eagle(seen.folder, target, key=KEY)
+    elif seen.method == "mtp" and target is not None:
+        check_fit(read_config(seen.folder, KEY), target.text_config, seen.folder, KEY, target.name)
+    elif seen.method == "draft_model":
+        load_small(seen.folder, key=KEY)
+
+
+def _values(tensors: Mapping[str, Tensor]) -> list[Finding]:
+    """Weights that no training leaves so; NaN and infinity are refused by the readers."""
+    found = []
+    for name, tensor in tensors.items():
+        if tensor.dtype not in FLOATS:
+            continue
+        if not tensor.any() and not name.endswith(".bias"):
+            found.append(problem(f"{name} is all zeros", "it was not saved, or not trained: save the draft again"))
+        elif tensor.abs().max() > LARGE:
+            found.append(warning(f"{name} has a weight of {float(tensor.abs().max()):.3g}", "look at how training ended"))
+    return found
+
+
+def _config(config: Mapping[str, Any], seen: Examination) -> list[Finding]:
+    """What config.json says of itself."""
+    found, flat = [], config.get("model") or config.get("transformer_layer_config") or config
+    if not (config.get("architectures") or flat.get("architectures")):
+        found.append(problem("config.json names no architectures", "engines choose the code that loads a draft by them"))
+    stated = config.get("dtype") or config.get("torch_dtype") or flat.get("dtype") or flat.get("torch_dtype")
+    held = str(seen.dtype).removeprefix("torch.")
+    if stated is not None and stated != held:
+        found.append(warning(f"config.json says {stated}, the weights are {held}", "engines convert them to what it says"))
+    rope = flat.get("rope_parameters") or {}
+    newer, older = rope.get("rope_theta"), flat.get("rope_theta")
+    if newer is not None and older is not None and newer != older:
+        what = f"config.json says rope_parameters.rope_theta {newer} and rope_theta {older}"
+        found.append(warning(what, "they are read before and since transformers 5: make them the same"))
+    return found
+
+
+def _vocabulary(tensors: Mapping[str, Tensor], config: HeadShape) -> list[Finding]:
+    """Whether d2t is what it should be: offsets, and the same tokens as in t2d."""
+    d2t, t2d = tensors.get("d2t"), tensors.get("t2d")
+    if d2t is None or d2t.is_floating_point() or len(d2t) == config.vocab_size:
+        return []
+    found, num = [], len(d2t)
+    ids = torch.arange(num) + d2t
+    if num > 1 and bool((d2t.diff() > 0).all()):
+        what = f"d2t grows with every token, so no two of the {num} draft tokens stand side by side in the target's vocabulary"
+        found.append(warning(what, "d2t holds offsets, target id - draft id: it seems to hold the ids themselves"))
+    if t2d is not None and t2d.shape == (config.vocab_size,):
+        named = t2d.nonzero().flatten()
+        if named.shape != ids.shape or not torch.equal(named, ids.to(named)):
+            found.append(
+                problem("d2t and t2d name different tokens", "write d2t anew: the ids that t2d marks, less 0, 1, 2, …")
+            )
+    return found
+
+
+def _against(target: TargetFiles, config: HeadShape) -> list[Finding]:
+    """Settings that usually are the target's own."""
+    text, found = target.text_config, []
+    rope = text.get("rope_parameters") or {}
+    theta = rope.get("rope_theta") or text.get("rope_theta")
+    if theta is not None and float(theta) != config.rope_theta:
+        what = f"the draft's rotary base (rope_theta) is {config.rope_theta:g}, the target's {theta:g}"
+        found.append(warning(what, "heads are trained with the target's, unless this one was not"))
+    length = text.get("max_position_embeddings")
+    if isinstance(length, int) and config.max_position_embeddings < length:
+        what = f"the draft's max_position_embeddings is {config.max_position_embeddings}, the target's {length}"
+        found.append(warning(what, "beyond it engines cap the text, or guess from positions that were never trained"))
+    return found
+
+
+def _engine(
+    engine: str,
+    seen: Examination,
+    config: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    target: TargetFiles | None,
+) -> list[Finding]:
+    """An engine's loader, replayed."""
+    name = ENGINE_NAMES[engine]
+    if seen.method == "mtp":
+        return [problem(f"{name} loads such a layer from its target's checkpoint alone", _export(engine))]
+    if seen.method == "draft_model":
+        return _small(name, config, target)
+    assert seen.method is not None and seen.config is not None
+    loader = loader_of(engine, seen.method, config)
+    if loader is None:
+        return [problem(f"{name} is not known to load method {seen.method} in this layout", _export(engine))]
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    result = replay(loader, config, shapes, vars(seen.config), target)
+    found = [problem(f"{result.name} stops: {what}", _export(engine)) for what in result.refused]
+    found += [problem(f"{result.name} does not say so, but {what}", _export(engine)) for what in result.silent]
+    return found + [note(f"{result.name}: {what}") for what in result.notes]
+
+
+def _export(engine: str) -> str:
+    return f"specdistill export engine={engine} writes a draft as it loads it" if engine != "trtllm" else ""
+
+
+def _small(name: str, config: Mapping[str, Any], target: TargetFiles | None) -> list[Finding]:
+    """A small draft is a model of its own: engines load it as they load any, and compare its tokens with the target's."""
+    if target is None or config.get("vocab_size") == target.vocab_size:
+        return []
+    return [problem(f"{name} drafts for a vocabulary of {target.vocab_size} with one of {config.get('vocab_size')} alone")]
+
+
+def describe(seen: Examination) -> str:
+    """What the draft is, in a line."""
+    if seen.method is None:
+        return "not recognised"
+    parts = [f"method {seen.method}", f"{seen.num_tensors} tensors"]
+    parts += [str(seen.dtype).removeprefix("torch.")] if seen.dtype else []
+    if isinstance(seen.config, HeadShape):
+        layers = seen.config.num_layers
+        parts += [f"{layers} layer{'s' * (layers != 1)} of {seen.config.hidden_size}"]
+        aux: Sequence[int] = getattr(seen.config, "aux_layers", ())
+        parts += [f"reads the target after layers {', '.join(map(str, aux))}"] if aux else []
+    return ", ".join(parts)

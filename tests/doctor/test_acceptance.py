@@ -1,0 +1,216 @@
+"""Heads with one thing wrong that no file tells: decoding notices, and the repair that helps names the cause."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from specdistill.cli import main
+from specdistill.decoding.decoder import Decoder
+from specdistill.doctor.acceptance import Recorded, recorded
+from specdistill.doctor.diagnosis import Diagnosis, diagnose
+from specdistill.drafts.small import build_small, save_small
+from specdistill.targets.frozen import FrozenTarget
+from tests.memorised import NUM_TOKENS, PROMPT, memorise
+from tests.tiny import tiny_target_model, tiny_tokenizer
+
+pytestmark = pytest.mark.slow
+
+IDS = "eagle_aux_hidden_state_layer_ids"
+Change = Callable[[dict[str, Any], dict[str, Tensor]], None]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`target`, `prompts.jsonl`, and a run of each method that learned what the target writes for the prompt."""
+    path = tmp_path_factory.mktemp("memorised")
+    model = tiny_target_model()
+    model.config.eos_token_id = model.generation_config.eos_token_id = None  # its text goes on
+    model.save_pretrained(path / "target")
+    tiny_tokenizer().save_pretrained(path / "target")
+    (path / "prompts.jsonl").write_text(json.dumps({"prompt": PROMPT}))
+    target = FrozenTarget.load(str(path / "target"))
+    prompt = target.tokenizer(PROMPT)["input_ids"]
+    written = Decoder(target).generate(prompt, max_new_tokens=NUM_TOKENS).token_ids
+    # Side by side, as many of the tokens of any real vocabulary are.
+    vocabulary = torch.tensor(sorted({near for token in written for near in (token, token + 1) if 0 < near < 259}))
+    memorise("eagle3", target, path / "eagle3", draft_vocabulary=vocabulary)
+    memorise("eagle", target, path / "eagle")
+    memorise("mtp", target, path / "mtp", init="scratch")
+    return path
+
+
+def diagnosed(folder: Path, run: Path, **options: Any) -> Diagnosis:
+    options = {"suite": str(folder / "prompts.jsonl"), "num_prompts": 1, "model": str(folder / "target"), **options}
+    return diagnose(run / "draft", **options)
+
+
+def mutated(folder: Path, method: str, change: Change, run: Path) -> Path:
+    """A copy of a run whose draft has been changed."""
+    shutil.copytree(folder / method, run)
+    config_path, weights = run / "draft" / "config.json", run / "draft" / "model.safetensors"
+    config, tensors = json.loads(config_path.read_text()), load_file(weights)
+    change(config, tensors)
+    config_path.write_text(json.dumps(config))
+    save_file(tensors, weights)
+    return run
+
+
+def says(**keys: Any) -> Change:
+    return lambda config, tensors: config.update(keys)
+
+
+def swaps(one: str, other: str) -> Change:
+    def change(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        tensors[one], tensors[other] = tensors[other], tensors[one]
+
+    return change
+
+
+def swaps_halves(*names: str) -> Change:
+    def change(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        for name in names:
+            first, second = tensors[name].chunk(2, dim=1)
+            tensors[name] = torch.cat((second, first), dim=1)
+
+    return change
+
+
+def orders_fc(*order: int) -> Change:
+    def change(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        blocks = tensors["fc.weight"].chunk(3, dim=1)
+        tensors["fc.weight"] = torch.cat([blocks[index] for index in order], dim=1)
+
+    return change
+
+
+def transposes(name: str) -> Change:
+    def change(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        tensors[name] = tensors[name].T.contiguous()
+
+    return change
+
+
+def shifts_d2t(by: int) -> Change:
+    def change(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        tensors["d2t"] = tensors["d2t"] + by
+        del tensors["t2d"]  # else the files tell
+
+    return change
+
+
+def reads(*layers: int) -> Change:
+    return says(eagle_config={"use_aux_hidden_state": True, IDS: [layer - 1 for layer in layers]})
+
+
+NORMS = {name: f"midlayer.{name}.weight" for name in ("hidden_norm", "input_layernorm", "post_attention_layernorm")}
+SMALLER_HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+THETA = {"rope_theta": 500.0, "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}
+MUTATIONS: list[tuple[str, Change, str]] = [
+    ("eagle3", says(norm_before_residual=True), "norm_before_residual is True: it was trained with the other"),
+    ("eagle3", says(norm_output=True), "norm_output is True: it was trained with the other"),
+    ("eagle3", reads(2, 3, 4), "it reads the target after layers [2, 3, 4]: it was trained on [1, 2, 3]"),
+    ("eagle3", reads(0, 1, 2), "it reads the target after layers [0, 1, 2]: it was trained on [1, 2, 3]"),
+    (
+        "eagle3",
+        swaps(NORMS["hidden_norm"], NORMS["input_layernorm"]),
+        "the first layer's input_layernorm and hidden_norm are swapped",
+    ),
+    (
+        "eagle3",
+        swaps(NORMS["hidden_norm"], NORMS["post_attention_layernorm"]),
+        "the first layer's hidden_norm and post_attention_layernorm are swapped",
+    ),
+    ("eagle3", orders_fc(2, 1, 0), "fc reads the auxiliary states in another order than it was trained on: [3, 2, 1]"),
+    (
+        "eagle3",
+        swaps_halves(*(f"midlayer.self_attn.{part}_proj.weight" for part in "qkv")),
+        "the halves that the first layer's q, k and v read, embedding and hidden state, are swapped",
+    ),
+    (
+        "eagle3",
+        swaps("midlayer.mlp.gate_proj.weight", "midlayer.mlp.up_proj.weight"),
+        "layers.0.mlp.gate_proj and up_proj are swapped",
+    ),
+    ("eagle3", transposes("midlayer.self_attn.o_proj.weight"), "layers.0.self_attn.o_proj.weight is transposed"),
+    ("eagle3", says(**SMALLER_HEADS), "its heads are of 16 (num_attention_heads 4): it was trained with 32"),
+    ("eagle3", says(**THETA), "its rotary base (rope_theta) is 500: it was trained with the target's, 10000"),
+    ("eagle3", shifts_d2t(1), "d2t is too large by one"),
+    ("eagle3", shifts_d2t(-1), "d2t is too small by one"),
+    ("eagle", swaps_halves("fc.weight"), "the two halves that fc reads, embedding and hidden state, are swapped"),
+    ("mtp", swaps_halves("mtp.fc.weight"), "the two halves that fc reads, embedding and hidden state, are swapped"),
+    (
+        "mtp",
+        swaps("mtp.pre_fc_norm_embedding.weight", "mtp.pre_fc_norm_hidden.weight"),
+        "the norms of embedding and hidden state are swapped",
+    ),
+]
+
+
+@pytest.mark.parametrize(("method", "change", "cause"), MUTATIONS, ids=[f"{method}, {cause}" for method, _, cause in MUTATIONS])
+def test_the_cause_of_low_acceptance_is_named(method: str, change: Change, cause: str, folder: Path, tmp_path: Path) -> None:
+    made = diagnosed(folder, mutated(folder, method, change, tmp_path / "run"))
+    problems = [finding.what for finding in made.findings if finding.severity == "problem"]
+    assert not made.is_sound and problems[1:] == [cause], made.findings
+    assert "far below the" in problems[0] or "of its first guesses are right" in problems[0]
+
+
+@pytest.mark.parametrize("method", ["eagle3", "eagle", "mtp"])
+def test_a_good_draft_has_no_problem(method: str, folder: Path) -> None:
+    made = diagnosed(folder, folder / method)
+    assert made.is_sound and made.acceptance is not None and made.acceptance.length > 4.5, made.findings
+    assert made.recorded is not None and made.recorded.num_tokens == 4 and made.recorded.length > 4
+
+
+def test_a_draft_without_a_history_is_still_tried(folder: Path, tmp_path: Path) -> None:
+    run = mutated(folder, "eagle3", reads(0, 1, 2), tmp_path / "run")
+    shutil.rmtree(run / "run")
+    assert "it was trained on [1, 2, 3]" in diagnosed(folder, run).findings[0].what
+    shutil.copytree(folder / "eagle3" / "draft", tmp_path / "good" / "draft")
+    assert [finding.what for finding in diagnosed(folder, tmp_path / "good").findings] == [
+        "no training history to compare with"
+    ]
+
+
+def test_what_no_repair_helps_is_given_likely_causes(folder: Path, tmp_path: Path) -> None:
+    def noise(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        for name, tensor in tensors.items():
+            if tensor.is_floating_point() and tensor.dim() == 2:
+                tensors[name] = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(1))
+
+    made = diagnosed(folder, mutated(folder, "eagle3", noise, tmp_path / "run"))
+    assert [finding.severity for finding in made.findings] == ["problem", "note"]
+    assert "likely causes: it was trained for another target" in made.findings[1].what
+
+
+def test_a_small_draft(folder: Path, tmp_path: Path) -> None:
+    target = FrozenTarget.load(str(folder / "target"))
+    save_small(build_small(target, init="layers", num_layers=4), target.tokenizer, tmp_path / "run" / "draft")
+    made = diagnosed(folder, tmp_path / "run")
+    assert made.acceptance is not None and made.acceptance.length == 5 and made.is_sound
+
+
+def test_the_best_evaluation_is_what_was_recorded(tmp_path: Path) -> None:
+    assert recorded(tmp_path / "draft") is None
+    log = [{"step": 1, "loss": 2.0}]
+    log += [{"step": step, "eval_acceptance_length": length, "eval_acceptance_0": 0.5} for step, length in ((2, 3.5), (4, 3.0))]
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "history.json").write_text(json.dumps({"seconds": None, "steps": 4, "log": log}))
+    assert recorded(tmp_path / "draft") == Recorded(1, 3.5)
+
+
+def test_the_verb(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    common = [f"target={folder / 'target'}", f"suite={folder / 'prompts.jsonl'}", "engine=sglang"]
+    assert main(["doctor", f"draft={folder / 'eagle3' / 'draft'}", *common]) == 0
+    output = capsys.readouterr().out
+    assert "method eagle3, 15 tensors, float32, 1 layer of 64, reads the target after layers 1, 2, 3" in output
+    assert "with 4 drafted tokens, greedy" in output and output.endswith("no problem found\n")
+    wrong = mutated(folder, "eagle3", says(norm_output=True), tmp_path / "run")
+    assert main(["doctor", f"draft={wrong / 'draft'}", *common]) == 1
+    assert capsys.readouterr().out.endswith("2 problems\n")

@@ -1,0 +1,308 @@
+"""Drafts whose files tell what is wrong: each mistake is found, and named."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from specdistill.cli import main
+from specdistill.doctor.checkpoint import Examination, examine
+from specdistill.drafts.heads import HEADS
+from specdistill.export.export import export
+from specdistill.export.target import TargetFiles
+from specdistill.targets.frozen import FrozenTarget
+from tests.heads import head_of
+from tests.tiny import tiny_target_model, tiny_tokenizer
+
+IDS = "eagle_aux_hidden_state_layer_ids"
+NARROW = {"hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`target`; `eagle3`, whose vocabulary is pruned, `narrow`, with another width, `eagle` and `mtp`: heads for it."""
+    path = tmp_path_factory.mktemp("doctor")
+    tiny_target_model(num_layers=8).save_pretrained(path / "target")
+    tiny_tokenizer().save_pretrained(path / "target")
+    target = FrozenTarget.load(str(path / "target"))
+    ids = torch.tensor([5, 6, 7, *range(20, 64, 2)])
+    HEADS["eagle3"].save(head_of("eagle3", target, {"draft_vocabulary": ids}), path / "eagle3")
+    HEADS["eagle3"].save(head_of("eagle3", target, NARROW), path / "narrow")
+    HEADS["eagle"].save(head_of("eagle", target, {}), path / "eagle")
+    HEADS["mtp"].save(HEADS["mtp"].build(target, init="scratch"), path / "mtp")
+    return path
+
+
+def examined(folder: Path, draft: Path, engine: str | None = None) -> Examination:
+    return examine(draft, TargetFiles.of(str(folder / "target")), engine)
+
+
+def whats(seen: Examination, severity: str = "problem") -> list[str]:
+    return [finding.what for finding in seen.findings if finding.severity == severity]
+
+
+@pytest.mark.parametrize("draft", ["eagle3", "narrow", "eagle", "mtp"])
+def test_a_good_draft_has_no_finding(draft: str, folder: Path) -> None:
+    assert examined(folder, folder / draft).findings == []
+
+
+Config, Tensors = dict[str, Any], dict[str, Tensor]
+
+
+def says(**keys: Any) -> Callable[[Config, Tensors], None]:
+    return lambda config, tensors: config.update(keys)
+
+
+def leaves_out(key: str) -> Callable[[Config, Tensors], None]:
+    return lambda config, tensors: (tensors if key in tensors else config).pop(key)
+
+
+def puts(name: str, of: Callable[[Tensor], Tensor], like: str | None = None) -> Callable[[Config, Tensors], None]:
+    return lambda config, tensors: tensors.update({name: of(tensors[like or name]).contiguous()})
+
+
+def with_one(value: float) -> Callable[[Tensor], Tensor]:
+    def change(tensor: Tensor) -> Tensor:
+        tensor[3] = value
+        return tensor
+
+    return change
+
+
+def is_medusa(config: Config, tensors: Tensors) -> None:
+    weight = tensors["fc.weight"]
+    tensors.clear()
+    tensors["0.0.linear.weight"] = weight
+    config["architectures"] = ["MedusaModel"]
+
+
+FC, NORM, Q = "fc.weight", "norm.weight", "midlayer.self_attn.q_proj.weight"
+MUTATIONS: dict[str, tuple[str, Callable[[Config, Tensors], None], str]] = {
+    "a tensor is missing": ("eagle3", leaves_out(FC), "without fc.weight, expected fc.weight of shape (64, 192)"),
+    "a tensor by which EAGLE-1 is known is missing": ("eagle", leaves_out(FC), "without fc.weight, expected"),
+    "a tensor is unknown": ("eagle3", puts("midlayer.q_norm.weight", torch.clone, NORM), "with unknown layers.0.q_norm.weight"),
+    "a matrix is transposed": (
+        "eagle3",
+        puts(FC, torch.t),
+        "with fc.weight of shape (192, 64), expected fc.weight of shape (64, 192)",
+    ),
+    "NaN": ("eagle3", puts(NORM, with_one(float("nan"))), "with NaN or infinity in norm.weight"),
+    "infinity": ("eagle", puts(FC, with_one(float("inf"))), "with NaN or infinity in fc.weight"),
+    "integers": ("eagle3", puts(FC, lambda tensor: tensor.to(torch.int8)), "with fc.weight in torch.int8"),
+    "doubles": ("eagle", puts(FC, torch.Tensor.double), "with fc.weight in torch.float64"),
+    "zeros": ("eagle3", puts(Q, torch.zeros_like), f"{Q} is all zeros"),
+    "a norm of zeros": ("mtp", puts("mtp.norm.weight", torch.zeros_like), "mtp.norm.weight is all zeros"),
+    "no embedding of another width": ("narrow", leaves_out("embed_tokens.weight"), "without embed_tokens.weight, expected"),
+    "d2t is shifted from the middle on": (
+        "eagle3",
+        puts("d2t", lambda d2t: d2t + (torch.arange(len(d2t)) > 9)),
+        "d2t and t2d name different tokens",
+    ),
+    "d2t points past the vocabulary": ("eagle3", puts("d2t", lambda d2t: d2t * 9), "with a d2t of other numbers"),
+    "d2t of floats": ("eagle3", puts("d2t", torch.Tensor.float), "with d2t in torch.float32"),
+    "draft_vocab_size": ("eagle3", says(draft_vocab_size=24), "with d2t of shape (25,)"),
+    "vocab_size": ("eagle3", says(vocab_size=32000), "with vocab_size 32000, expected 260, as "),
+    "another target's width": ("eagle3", says(target_hidden_size=128), "with target_hidden_size 128, expected 64"),
+    "another target's depth": ("eagle3", says(num_target_layers=36), "with num_target_layers 36, expected 8"),
+    "layers that are not there": (
+        "eagle3",
+        says(eagle_config={IDS: [1, 2, 8]}),
+        "with auxiliary layers [2, 3, 9], expected 0..8",
+    ),
+    "layers counted in two ways": (
+        "eagle3",
+        says(eagle_config={IDS: [1, 3, 4]}, **{IDS: [1, 3, 4]}),
+        "the nested list counts one less",
+    ),
+    "the number of heads": ("eagle3", says(num_attention_heads=4), "with layers.0.self_attn.o_proj.weight of shape (64, 64)"),
+    "no architectures": ("eagle3", leaves_out("architectures"), "config.json names no architectures"),
+    "another MTP target": ("mtp", lambda config, tensors: config["text_config"].update(hidden_size=48), "hidden_size 48"),
+    "not a draft": ("eagle3", is_medusa, "architectures MedusaModel and 1 tensors, expected a draft"),
+}
+
+
+@pytest.mark.parametrize(("draft", "change", "what"), MUTATIONS.values(), ids=MUTATIONS)
+def test_a_mistake_is_named(
+    draft: str, change: Callable[[Config, Tensors], None], what: str, folder: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(folder / draft, tmp_path / "draft")
+    config, tensors = (
+        json.loads((tmp_path / "draft" / "config.json").read_text()),
+        load_file(tmp_path / "draft" / "model.safetensors"),
+    )
+    change(config, tensors)
+    (tmp_path / "draft" / "config.json").write_text(json.dumps(config))
+    save_file(tensors, tmp_path / "draft" / "model.safetensors")
+    seen = examined(folder, tmp_path / "draft")
+    assert any(what in problem for problem in whats(seen)), seen.findings
+
+
+WARNINGS: dict[str, tuple[Callable[[Config, Tensors], None], str]] = {
+    "a dtype that the weights do not have": (says(torch_dtype="float16"), "config.json says float16, the weights are bfloat16"),
+    "two rotary bases": (says(rope_theta=500.0), "rope_parameters.rope_theta 10000.0 and rope_theta 500.0"),
+    "a rotary base that is not the target's": (
+        says(rope_parameters={"rope_type": "default", "rope_theta": 500.0}, rope_theta=500.0),
+        "the draft's rotary base (rope_theta) is 500, the target's 10000",
+    ),
+    "shorter texts than the target's": (says(max_position_embeddings=128), "max_position_embeddings is 128, the target's 256"),
+    "a weight that is too large": (puts(FC, lambda weight: weight * 1e4), "fc.weight has a weight of"),
+}
+
+
+@pytest.mark.parametrize(("change", "what"), WARNINGS.values(), ids=WARNINGS)
+def test_what_may_be_a_mistake_is_a_warning(
+    change: Callable[[Config, Tensors], None], what: str, folder: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(folder / "eagle3", tmp_path / "draft")
+    config, tensors = (
+        json.loads((tmp_path / "draft" / "config.json").read_text()),
+        load_file(tmp_path / "draft" / "model.safetensors"),
+    )
+    change(config, tensors)
+    (tmp_path / "draft" / "config.json").write_text(json.dumps(config))
+    save_file(tensors, tmp_path / "draft" / "model.safetensors")
+    seen = examined(folder, tmp_path / "draft")
+    assert not whats(seen) and any(what in warning for warning in whats(seen, "warning")), seen.findings
+
+
+def test_d2t_of_ids_looks_like_it(folder: Path, tmp_path: Path) -> None:
+    """Ids 5, 6, 7, 20, 22, … as offsets still ascend within the vocabulary: only their growth tells."""
+    shutil.copytree(folder / "eagle3", tmp_path / "draft")
+    tensors = load_file(tmp_path / "draft" / "model.safetensors")
+    tensors["d2t"] = tensors["d2t"] + torch.arange(25)
+    del tensors["t2d"]
+    save_file(tensors, tmp_path / "draft" / "model.safetensors")
+    seen = examined(folder, tmp_path / "draft")
+    assert not whats(seen) and "no two of the 25 draft tokens stand side by side" in whats(seen, "warning")[0]
+
+
+def shard(draft: Path) -> dict[str, Any]:
+    """A folder's weights in two files; returns their index."""
+    tensors = load_file(draft / "model.safetensors")
+    (draft / "model.safetensors").unlink()
+    place = {name: f"model-0000{1 + (index > 5)}-of-00002.safetensors" for index, name in enumerate(sorted(tensors))}
+    for file in set(place.values()):
+        save_file({name: tensor for name, tensor in tensors.items() if place[name] == file}, draft / file)
+    return {"metadata": {}, "weight_map": place}
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        ("none", None),
+        ("no shard", "without model-00002-of-00002.safetensors, expected every file that its index names"),
+        ("outside", "with ../elsewhere.safetensors, expected files in the same folder"),
+        ("lies", "whose files and index differ about norm.weight"),
+        ("cut short", "expected a whole safetensors file"),
+    ],
+)
+def test_shards(change: str, what: str | None, folder: Path, tmp_path: Path) -> None:
+    draft = tmp_path / "draft"
+    shutil.copytree(folder / "eagle3", draft)
+    index = shard(draft)
+    if change == "no shard":
+        (draft / "model-00002-of-00002.safetensors").unlink()
+    elif change == "outside":
+        index["weight_map"]["norm.weight"] = "../elsewhere.safetensors"
+    elif change == "lies":
+        index["weight_map"]["norm.weight"] = "model-00001-of-00002.safetensors"
+    elif change == "cut short":
+        path = draft / "model-00001-of-00002.safetensors"
+        path.write_bytes(path.read_bytes()[:-100])
+    (draft / "model.safetensors.index.json").write_text(json.dumps(index))
+    problems = whats(examined(folder, draft))
+    assert (what in problems[0] and len(problems) == 1) if what else not problems
+
+
+def test_pickles(folder: Path, tmp_path: Path) -> None:
+    """Plain tensors are read, and anything else is not."""
+    draft = tmp_path / "draft"
+    shutil.copytree(folder / "eagle3", draft)
+    tensors = load_file(draft / "model.safetensors")
+    (draft / "model.safetensors").unlink()
+    torch.save(tensors, draft / "pytorch_model.bin")
+    assert not examined(folder, draft).findings
+    torch.save({"fc.weight": Path("/")}, draft / "pytorch_model.bin")
+    assert whats(examined(folder, draft))[0].endswith("expected whole safetensors, or a pickle of plain tensors")
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_an_engine_loads_what_was_exported_for_it_and_not_the_other(engine: str, folder: Path, tmp_path: Path) -> None:
+    target = FrozenTarget.load(str(folder / "target"))
+    HEADS["eagle3"].save(head_of("eagle3", target, {"aux_layers": [1, 3, 6]}), tmp_path / "ours")
+    other = {"vllm": "sglang", "sglang": "vllm"}[engine]
+    for layout in (engine, other):
+        export(tmp_path / "ours", layout, tmp_path / layout, TargetFiles(target.name))
+    assert not examined(folder, tmp_path / engine, engine).findings
+    problems = whats(examined(folder, tmp_path / other, engine))
+    assert problems and all("does not say so, but it reads the target after layers" in what for what in problems)
+
+
+@pytest.mark.parametrize(
+    ("draft", "engine", "what"),
+    [
+        ("mtp", "vllm", "vLLM loads such a layer from its target's checkpoint alone"),
+        ("eagle", "trtllm", "TensorRT-LLM is not known to load method eagle"),
+        ("eagle", "sglang", "SGLang 0.5.23 does not say so, but fc.bias [64] is not in the file"),
+    ],
+)
+def test_what_an_engine_makes_of_ours(draft: str, engine: str, what: str, folder: Path) -> None:
+    assert any(what in problem for problem in whats(examined(folder, folder / draft, engine)))
+
+
+def test_a_missing_tensor_is_told_as_the_engine_sees_it(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder / "eagle3", tmp_path / "draft")
+    tensors = load_file(tmp_path / "draft" / "model.safetensors")
+    del tensors[NORM]
+    save_file(tensors, tmp_path / "draft" / "model.safetensors")
+    problems = whats(examined(folder, tmp_path / "draft", "vllm"))
+    assert len(problems) == 2 and problems[0].endswith("without norm.weight, expected norm.weight of shape (64,)")
+    assert problems[1] == "vLLM 0.33 does not say so, but norm.weight [64] is not in the file: it stays as memory held it"
+
+
+def test_a_small_draft_of_another_vocabulary(folder: Path, tmp_path: Path) -> None:
+    tiny_target_model(num_layers=2, vocab_size=300).save_pretrained(tmp_path / "draft")
+    tiny_tokenizer().save_pretrained(tmp_path / "draft")
+    problems = whats(examined(folder, tmp_path / "draft", "vllm"))
+    assert problems == ["vLLM drafts for a vocabulary of 260 with one of 300 alone"]
+
+
+def test_the_verb_says_what_and_what_to_do(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", f"draft={folder / 'eagle3'}"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "no problem found"
+    shutil.copytree(folder / "eagle3", tmp_path / "draft")
+    config = json.loads((tmp_path / "draft" / "config.json").read_text())
+    del config["architectures"]
+    (tmp_path / "draft" / "config.json").write_text(json.dumps(config | {"torch_dtype": "float32"}))
+    assert main(["doctor", f"draft={tmp_path / 'draft'}"]) == 1
+    assert capsys.readouterr().out.splitlines()[-5:] == [
+        "problem  config.json names no architectures",
+        "         engines choose the code that loads a draft by them",
+        "warning  config.json says float32, the weights are bfloat16",
+        "         engines convert them to what it says",
+        "1 problem, 1 warning",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "draft: got nothing"),
+        (["draft=./nowhere"], "draft: got ./nowhere, which is no folder"),
+        (["draft=x/y", "engine=tgi"], "engine: got 'tgi', expected one of vllm, sglang, trtllm"),
+        (["draft=x/y", "engines=vllm"], "engines: got an unknown key"),
+        (["draft=DRAFT", "target=./nowhere"], "target.model: got ./nowhere, which is no folder"),
+        (["draft=DRAFT", "target=TARGET", "suite=nothing"], "eval.suite: got nothing, expected one of"),
+    ],
+)
+def test_mistakes_are_one_line(arguments: list[str], said: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    places = {"DRAFT": str(folder / "eagle3"), "TARGET": str(folder / "target")}
+    spelt = [f"{key}={places.get(value, value)}" for key, _, value in (argument.partition("=") for argument in arguments)]
+    assert main(["doctor", *spelt]) == 2
+    assert capsys.readouterr().err.splitlines()[-1].startswith(f"error: {said}")
