@@ -8,8 +8,11 @@ import yaml
 
 from specdistill.errors import UserError
 from specdistill.evaluation.cells import Cell
+from specdistill.evaluation.columns import columns
 from specdistill.evaluation.gate import Evidence, Rule, decide, load_gate
+from specdistill.evaluation.metrics import METRICS
 from specdistill.evaluation.results import result_rows
+from specdistill.evaluation.statistics import interval
 from specdistill.project import GATES
 from tests.evaluation.simulated import SUITE, simulate, simulated_report
 
@@ -72,6 +75,16 @@ def test_another_confidence_is_another_interval(evidence):
     value = evidence.report["results"][0]["speedup"]
     assert judged(evidence, Rule("speedup", "min", value, confidence=0))["passed"]
     assert not judged(evidence, Rule("speedup", "min", value + 1e-6, confidence=0))["passed"]
+
+
+def test_a_run_that_looked_several_times_is_judged_by_stricter_intervals(evidence):
+    """What one look shows at 90 %, a run that could have stopped at any of five does not."""
+    low, _ = interval(METRICS["speedup"], columns(evidence.records), confidence=0.9, seed=0)
+    rule = Rule("speedup", "min", low, confidence=0.9)
+    assert judged(evidence, rule)["passed"]
+    stopped = changed(evidence, ("settings", "until"), 0.01)
+    assert not judged(stopped, rule)["passed"]
+    assert judged(stopped, replace(rule, confidence=0.5))["passed"]
 
 
 def test_a_category_has_its_own_row_and_records(evidence):
