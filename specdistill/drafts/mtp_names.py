@@ -107,10 +107,6 @@ DEEPSEEK_TYPES = {"deepseek_v3", "glm4_moe", "glm4_moe_lite"}
 SERVED_TYPES = DEEPSEEK_TYPES | {"qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"}
 
 
-# Types whose multi-token-prediction layer vLLM loads; a checkpoint of another type would be one that nobody serves.
-SERVED = DEEPSEEK_TYPES | {"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_5", "qwen3_5_moe"}
-
-
 def naming_of(model_type: str) -> Naming:
     """The naming that engines load for a target of this type; Qwen3-Next's where no engine knows one."""
     return DEEPSEEK_V3 if model_type in DEEPSEEK_TYPES else QWEN3_NEXT

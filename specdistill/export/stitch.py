@@ -17,7 +17,7 @@ from torch import Tensor
 
 from specdistill.drafts.checkpoint import read_config
 from specdistill.drafts.mtp_checkpoint import check_fit
-from specdistill.drafts.mtp_names import SERVED, Naming, depth_key, has_fused_experts, merge_experts, naming_of
+from specdistill.drafts.mtp_names import SERVED_TYPES, Naming, depth_key, has_fused_experts, merge_experts, naming_of
 from specdistill.errors import UserError
 from specdistill.export.folder import check_new, link, new_folder
 from specdistill.targets.shards import INDEX, SINGLE, Shards
@@ -37,8 +37,8 @@ def stitch(draft: Path, target: Path, output: Path) -> None:
     config, own = checkpoint.config(), read_config(draft, "draft")
     new = _tensors(draft, own, checkpoint, config)
     kind = own["text_config"]["model_type"]
-    if kind not in SERVED:
-        expected = f"one of a type whose layer engines load: {', '.join(sorted(SERVED))}"
+    if kind not in SERVED_TYPES:
+        expected = f"one of a type whose layer engines load: {', '.join(sorted(SERVED_TYPES))}"
         raise UserError("target.model", got=f"{target}, of type {kind}", expected=expected)
     with new_folder(output) as partial:
         _write(checkpoint, new, partial)

@@ -69,7 +69,9 @@ def random_shape(draw: random.Random, method: str) -> dict[str, Any]:
 def test_what_is_exported_loads_and_what_is_refused_would_not_have(
     method: str, layout: str, seed: int, target: FrozenTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A dozen random heads. A refusal is held against the rules: written all the same, the folder fails them."""
+    """A dozen random heads, which also come back bit for bit. A refusal is held against the rules: written all the same, the folder
+    fails them.
+    """
     draw = random.Random(f"{seed} {method} {layout}")
     engine = "sglang" if layout == "sglang" else "vllm"
     able = 0
@@ -89,6 +91,9 @@ def test_what_is_exported_loads_and_what_is_refused_would_not_have(
         result = replayed(engine, method, output, head, target)
         if refusal:
             assert refusal.startswith(f"engine: got {layout} for ") and ", a head with " in refusal
+        else:
+            back = HEADS[method].load(output, target).state_dict()
+            assert all(torch.equal(back[name], tensor) for name, tensor in head.state_dict().items()), shape
         assert bool(result.refused or result.silent) == bool(refusal), (shape, refusal, result)
         able += not refusal
     assert able > 0
