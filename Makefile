@@ -40,7 +40,7 @@ bench: $(READY)  ## measure speed on this machine
 methods: $(READY)  ## train every method for pico, compare them in one run, write the README's table
 	$(BIN)/python bench/methods.py $(ARGS)
 
-engines: $(ENGINES)/speculators/.ready  ## make an environment for each engine that reads our drafts (docs/engines.md)
+engines: $(patsubst %,$(ENGINES)/%/.ready,speculators vllm llama.cpp)  ## make an environment for each engine that reads our drafts (docs/engines.md)
 
 test-engines: $(READY) engines  ## drafts in those engines: same logits, same text, same counts of accepted tokens
 	SPECDISTILL_ENGINES=$(abspath $(ENGINES)) $(BIN)/python -m pytest tests/engines $(ARGS)
@@ -50,6 +50,18 @@ $(ENGINES)/%/.ready: tests/engines/%.txt
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install --quiet --constraint $< torch
 	$(@D)/bin/python -m pip install --quiet --no-deps --requirement $<
+	touch $@
+
+# A program of llama.cpp, built here; its converter is Python, and runs in our own environment.
+LLAMA := $(ENGINES)/llama.cpp/source/vendor/llama.cpp
+$(ENGINES)/llama.cpp/.ready: tests/engines/llama.cpp.txt
+	$(PYTHON) -m venv $(@D)
+	grep -v llama-cpp-python $< | $(@D)/bin/python -m pip install --quiet --requirement /dev/stdin
+	$(@D)/bin/python -m pip download --quiet --no-deps --dest $(@D)/download $$(grep llama-cpp-python $<)
+	mkdir -p $(@D)/source && tar xzf $(@D)/download/*.tar.gz --strip-components 1 -C $(@D)/source
+	PATH="$(abspath $(@D))/bin:$$PATH" cmake -S $(LLAMA) -B $(LLAMA)/build -G Ninja --log-level ERROR -DCMAKE_BUILD_TYPE=Release \
+		-DLLAMA_CURL=OFF -DLLAMA_OPENSSL=OFF -DLLAMA_BUILD_TESTS=OFF -DBUILD_SHARED_LIBS=ON
+	PATH="$(abspath $(@D))/bin:$$PATH" cmake --build $(LLAMA)/build --target llama-speculative-simple
 	touch $@
 
 # torch first and by its pin: without one, pip takes the newest CUDA build. DeepSpeed's set-up imports torch, so it sees this environment.

@@ -41,10 +41,13 @@ def settle_rows(target: FrozenTarget, texts: Sequence[Sequence[int]], logits_BTV
 
 def in_float64(target: FrozenTarget, token_ids: Sequence[int]) -> Tensor:
     """Logits [1, T, V] after each token. The float32 weights are widened in place and narrowed again, which loses nothing."""
+    experts = target.config._experts_implementation
     with torch.inference_mode(False), torch.no_grad():
         target.model.double()
+        target.model.set_experts_implementation("eager")  # torch's grouped product of experts has no float64
         try:
             ids = torch.tensor([list(token_ids)], device=target.device)
             return target.logits(target.features(ids, ()).last_hidden)
         finally:
+            target.model.set_experts_implementation(experts)
             target.model.float()

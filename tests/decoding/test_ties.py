@@ -9,6 +9,7 @@ from specdistill.decoding.ngram import NgramProposer
 from specdistill.decoding.proposers import HeadProposer
 from specdistill.drafts.build import build_eagle3
 from specdistill.targets.frozen import FrozenTarget
+from tests import mtp_targets
 from tests.tiny import tiny_target_model, tiny_tokenizer
 
 PROMPT = [5, 9, 5, 9, 20, 31]
@@ -58,3 +59,14 @@ def test_clear_choices_and_16_bit_logits_are_left_alone(target):
     assert ties.settle(target, PROMPT, clear) is clear
     tied = torch.tensor([[[3.0, 3.0, 1.0]]], dtype=torch.bfloat16)
     assert ties.settle(target, PROMPT, tied) is tied
+
+
+def test_a_mixture_of_experts_is_settled_too():
+    target = mtp_targets.tiny_target("deepseek_v3")
+    experts = target.config._experts_implementation
+    exact = ties.in_float64(target, PROMPT)
+    with torch.no_grad():
+        logits = target.logits(target.features(torch.tensor([PROMPT]), ()).last_hidden)
+    assert exact.dtype == torch.float64 and logits.dtype == torch.float32
+    torch.testing.assert_close(exact, logits.double(), rtol=0, atol=1e-4)
+    assert target.config._experts_implementation == experts

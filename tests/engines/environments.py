@@ -20,9 +20,9 @@ def environment(name: str) -> Path:
 
 
 def run(*command: str | Path) -> str:
-    """What a program of an engine prints, in a process that sees nothing of this one's Python; it must succeed."""
+    """What a program of an engine prints, errors last, in a process that sees nothing of this one's Python; it must succeed."""
     hidden = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
     surroundings = {name: value for name, value in os.environ.items() if name not in hidden}
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False, env=surroundings)
     assert done.returncode == 0, f"{command[0]} ended with {done.returncode}:\n{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
-    return done.stdout
+    return done.stdout + done.stderr

@@ -1,0 +1,119 @@
+"""Serve a draft in vLLM or SGLang and here, on the same prompts: are the texts the same, is as much accepted?
+
+    python eval/engines/check.py target=path/to/model draft=runs/mine/draft engine=vllm python=path/to/vllm/bin/python output_dir=runs/check
+
+`python` is that of the engine's own environment. The draft is exported for the engine into <output_dir>/served; what was counted goes to
+<output_dir>/engine.json. Exit code 1 when something differs: in float32 any text, and in any dtype the acceptance length by more than the
+tolerance. Decoding is greedy and goes on past stop tokens.
+"""
+
+import json
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from omegaconf import MISSING
+
+from specdistill.command import run
+from specdistill.decoding.load import load_proposer
+from specdistill.drafts.recognise import locate, method_of
+from specdistill.errors import ExitCode, UserError
+from specdistill.evaluation.engines import (
+    ENGINES,
+    Counts,
+    Job,
+    draft_options,
+    ignore_stop_tokens,
+    num_same,
+    plain_options,
+    total,
+    write_here,
+    write_in_engine,
+)
+from specdistill.evaluation.report.files import check_writable
+from specdistill.evaluation.suites import load_suite, tokenize
+from specdistill.export.export import export
+from specdistill.export.target import TargetFiles
+from specdistill.recipe import EvalConfig, TargetConfig, like, option
+from specdistill.targets.frozen import FrozenTarget
+
+
+@dataclass(frozen=True)
+class CheckOptions:
+    target: str = option(MISSING, "pico, a folder or a Hub id")
+    draft: str = option(MISSING, "draft, a folder or a Hub id")
+    engine: str = option("vllm", "what serves it", choices=ENGINES)
+    python: str = option(MISSING, "Python of the environment in which the engine is installed")
+    output_dir: str = option(MISSING, "a new folder for the served draft, the engine's log and engine.json")
+    suite: str = like(EvalConfig, "suite")
+    num_prompts: int = option(16, "prompts used, spread evenly over the suite's categories", least=1)
+    num_speculative_tokens: int = like(EvalConfig, "num_speculative_tokens")
+    max_new_tokens: int = like(EvalConfig, "max_new_tokens")
+    dtype: str = like(TargetConfig, "dtype")
+    tolerance: float = option(0.01, "acceptance lengths may differ by this share", least=0)
+
+
+def main(options: CheckOptions) -> ExitCode:
+    folder, k, length = Path(options.output_dir), options.num_speculative_tokens, options.max_new_tokens
+    check_writable(folder, "output_dir")
+    if not Path(options.python).is_file():
+        raise UserError("python", got=options.python, expected="the Python of the engine's environment")
+
+    # Here
+    draft = locate(options.draft, key="draft")
+    method = method_of(draft, key="draft")
+    target = FrozenTarget.load(options.target, dtype=options.dtype)
+    ignore_stop_tokens(target)
+    proposer = load_proposer(method, draft, target, key="draft")
+    suite = load_suite(options.suite)
+    chosen = tokenize(
+        suite, target.tokenizer, max_new_tokens=length + k, max_length=target.max_length, num_prompts=options.num_prompts
+    )
+    prompts = [prompt.token_ids for prompt in chosen]
+    plain = write_here(target, None, prompts, max_new_tokens=length)
+    here = write_here(target, proposer, prompts, max_new_tokens=length, num_speculative_tokens=k)
+
+    # There
+    files = TargetFiles.of(options.target)
+    export(draft, options.engine, folder / "served", files, num_speculative_tokens=k)
+    without = plain_options(options.engine, files.name, dtype=options.dtype, max_length=target.max_length)
+    with_draft = without | draft_options(options.engine, method, str(folder / "served"), k)
+    jobs = [Job(without, prompts, length), Job(with_draft, prompts, length, k)]
+    version, (plain_there, there) = write_in_engine(options.engine, Path(options.python), jobs, folder)
+
+    # Side by side
+    ours, theirs = total(here), total(there)
+    difference = abs(theirs.mean_acceptance_length / ours.mean_acceptance_length - 1)
+    same = {
+        "in the engine with and without the draft": num_same(there, plain_there),
+        "in the engine and here, without the draft": num_same(plain_there, plain),
+        "in the engine and here, with the draft": num_same(there, here),
+    }
+    passed = difference <= options.tolerance and (options.dtype != "float32" or set(same.values()) == {len(prompts)})
+    result = {
+        **asdict(options),
+        "method": method,
+        "version": version,
+        "num_prompts": len(prompts),
+        "same_texts": same,
+        "here": asdict(ours),
+        "there": asdict(theirs),
+        "passed": passed,
+    }
+    (folder / "engine.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    for which, number in same.items():
+        print(f"same texts {which}: {number} of {len(prompts)}")
+    print(describe("here", ours))
+    print(describe(f"{options.engine} {version}", theirs))
+    print("passed" if passed else f"not passed; see {folder}")
+    return ExitCode.DONE if passed else ExitCode.CHECK_FAILED
+
+
+def describe(name: str, counts: Counts) -> str:
+    positions = " ".join(map(str, counts.accepted_per_position))
+    length = counts.mean_acceptance_length
+    return f"{name}: {counts.num_drafts} drafts, accepted by position {positions}, acceptance length {length:.4f}"
+
+
+if __name__ == "__main__":
+    sys.exit(run(main, CheckOptions))
