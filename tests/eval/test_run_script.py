@@ -191,7 +191,6 @@ def test_a_run_is_judged_against_a_baseline_and_its_own_budget(target, suite, ga
         (["eval.temperature=-1"], "eval.temperature: got -1"),
         (["eval.tree={branching: [2, 2]}"], "eval.tree: got a tree for NgramProposer, whose guesses are one chain"),
         (["eval.tree={budget: 2, depth: 3, top_k: 2}"], "eval.tree.budget: got 2, expected from 3, the depth, to 10"),
-        (["eval.tree={branching: [2, 2]}", "eval.sweep.num_speculative_tokens=[3]"], "eval.num_speculative_tokens: got 3"),
         (["eval.top_p=0"], "eval.top_p: got 0"),
         (["eval.top_p=1.5"], "eval.top_p: got 1.5"),
         (["eval.max_new_tokens=400"], "eval.suite: got prompt a0 of small"),
