@@ -15,7 +15,7 @@ from specdistill.errors import ResourceError, UserError
 from specdistill.evaluation.cells import Cell
 from specdistill.evaluation.changes import judge
 from specdistill.evaluation.gate import Evidence, Rule, decide, load_gate
-from specdistill.evaluation.report import charts, token_view
+from specdistill.evaluation.report import charts, latency, token_view
 from specdistill.evaluation.report.build import findings
 from specdistill.evaluation.report.console import print_gate, print_report
 from specdistill.evaluation.report.files import check_writable, read_report, render, write_report
@@ -387,7 +387,9 @@ def test_task_quality_stands_beside_losslessness(report, records):
 def test_batches_trees_and_engines_are_told_with_the_settings(report, records):
     report["settings"] |= {"batch_size": 8, "tree": {"budget": 24, "depth": 6, "top_k": 4}}
     report["engine"] = {"name": "vllm", "version": "0.32.0", "server": "http://a", "baseline_server": None}
-    assert "Every prompt was decoded with the draft, 3 times" in procedure(report)
+    assert "Every prompt was decoded with the draft, 3 times after 2 warm-up batches" in procedure(report)
+    report["settings"] |= {"repeats": 1, "warmup": 1}
+    assert "1 time after 1 warm-up batch;" in procedure(report)
     assert "There is no baseline." in procedure(report)
     report["engine"]["baseline_server"] = "http://b"
     page = to_html(report, records)
@@ -410,6 +412,19 @@ def test_a_bar_says_its_milliseconds_in_three_digits(ms, label):
     assert plain["label"] == label
     assert [part["kind"] for part in drafted["segments"]] == ["draft", "target"]
     assert drafted["end"] - plot["left"] == pytest.approx((plain["end"] - plot["left"]) / 2, abs=0.2)
+
+
+def test_the_parts_of_a_token_s_time_add_up(records):
+    noisy = [replace(record, baseline=replace(record.baseline, draft_seconds=0.001)) for record in records]
+    shares = latency.a_token(noisy)
+    for side in ("baseline", "speculative"):
+        timings = [getattr(record, side) for record in noisy]
+        whole = 1000 * sum(timing.seconds for timing in timings) / sum(timing.num_tokens for timing in timings)
+        assert sum(shares[side].values()) == pytest.approx(whole)
+    assert shares["baseline"]["draft"] == 0.0  # plain decoding drafts nothing, whatever its clock saw
+    lines = {name: values for name, *values in latency.lines(noisy)}
+    assert lines["drafting, a round"] == [None, pytest.approx(4 * 0.3, rel=0.02)]
+    assert lines["target's step, a round"] == [pytest.approx(2.5, rel=0.02), pytest.approx(3.2, rel=0.02)]
 
 
 def test_the_ceiling_is_the_acceptance_length(report):

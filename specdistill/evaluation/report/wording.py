@@ -171,6 +171,11 @@ def signed(change: float) -> str:
     return f"{change:+.1%}".replace("-", "−")
 
 
+def counted(count: int, noun: str) -> str:
+    plural = f"{noun}es" if noun.endswith("ch") else f"{noun}s"
+    return f"{count} {noun if count == 1 else plural}"
+
+
 def duration(seconds: float | None) -> str:
     """The two largest units that it fills, as 2 min 21 s."""
     if seconds is None:
@@ -248,8 +253,8 @@ def procedure(report: Mapping[str, Any]) -> str:
         decoder = "the same decoder" if _is_own(report) else "a server of the same engine"
         sides, baseline = "with and without the draft, turn about", f"The baseline is {decoder} without a draft."
     return (
-        f"Every prompt was decoded {sides}, {settings['repeats']} times after {settings['warmup']} "
-        f"warm-up {'prompts' if size == 1 else 'batches'}; medians per prompt count.{together} {baseline}"
+        f"Every prompt was decoded {sides}, {counted(settings['repeats'], 'time')} after "
+        f"{counted(settings['warmup'], 'warm-up prompt' if size == 1 else 'warm-up batch')}; medians per prompt count.{together} {baseline}"
     )
 
 
