@@ -55,7 +55,8 @@ def main(recipe: Recipe) -> ExitCode:
     # Judge and write
     report = judge(rules, Evidence(report, records), baseline)
     write_report(folder, report, records)
-    shutil.rmtree(finished_cells, ignore_errors=True)
+    if finished_cells.exists():
+        shutil.rmtree(finished_cells)
     print_report(report, folder)
     if report.get("incomplete"):
         print(f"error: {report['not_measured']['incomplete']}", file=sys.stderr)
