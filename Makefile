@@ -56,8 +56,8 @@ $(ENGINES)/%/.ready: tests/engines/%.txt
 LLAMA := $(ENGINES)/llama.cpp/source/vendor/llama.cpp
 $(ENGINES)/llama.cpp/.ready: tests/engines/llama.cpp.txt
 	$(PYTHON) -m venv $(@D)
-	grep -v llama-cpp-python $< | $(@D)/bin/python -m pip install --quiet --requirement /dev/stdin
-	$(@D)/bin/python -m pip download --quiet --no-deps --dest $(@D)/download $$(grep llama-cpp-python $<)
+	grep -v ^llama-cpp-python $< | $(@D)/bin/python -m pip install --quiet --requirement /dev/stdin
+	$(@D)/bin/python -m pip download --quiet --no-deps --dest $(@D)/download $$(grep ^llama-cpp-python $<)
 	mkdir -p $(@D)/source && tar xzf $(@D)/download/*.tar.gz --strip-components 1 -C $(@D)/source
 	PATH="$(abspath $(@D))/bin:$$PATH" cmake -S $(LLAMA) -B $(LLAMA)/build -G Ninja --log-level ERROR -DCMAKE_BUILD_TYPE=Release \
 		-DLLAMA_CURL=OFF -DLLAMA_OPENSSL=OFF -DLLAMA_BUILD_TESTS=OFF -DBUILD_SHARED_LIBS=ON

@@ -216,5 +216,4 @@ def test_there_is_something_to_count(cases: dict[str, Case], name: str) -> None:
 def test_a_draft_that_reads_the_next_layers_is_told_from_its_counts_alone(cases: dict[str, Case]) -> None:
     case = cases[ONE_OFF]
     assert num_same(case.there, case.plain) == len(case.plain)
-    assert total(case.there).accepted_per_position[0] < total(case.here).accepted_per_position[0]
     assert [text.counts for text in case.there] != [text.counts for text in case.here]
