@@ -25,6 +25,7 @@ from specdistill.evaluation.quality import add_quality
 from specdistill.evaluation.records import PromptRecord
 from specdistill.evaluation.report.console import print_foresight, print_report
 from specdistill.evaluation.report.files import check_writable, previous_report, write_report
+from specdistill.evaluation.servers.run import connect, evaluate_server
 from specdistill.evaluation.suites import Suite, cut_prompts, load_suite, tokenize
 from specdistill.evaluation.sweep import Plan, plan_cells
 from specdistill.recipe import Recipe
@@ -126,8 +127,6 @@ def measure_server(recipe: Recipe, suite: Suite, earlier: Earlier | None) -> tup
     if config.batch_size > 1:
         got = f"{config.batch_size} with eval.engine={config.engine}"
         raise UserError("eval.batch_size", got=got, expected="1: prompts are sent to a server one after the other")
-    from specdistill.evaluation.servers.run import connect, evaluate_server  # decoding in this process needs no HTTP
-
     if config.tree:
         got = f"a tree with eval.engine={config.engine}"
         raise UserError("eval.tree", got=got, expected="null: a server drafts as it was started")
