@@ -88,7 +88,7 @@ def _leave_processes() -> None:
     """Leave the group while the interpreter is whole.
 
     gloo's threads may still hold tensors of the last collectives; one that lets go of them while the interpreter shuts down aborts
-    the process, its work done (pytorch/pytorch issue 190489). Nothing tells when they have let go; it takes them well under a millisecond.
+    the process, its work done (pytorch/pytorch issue 190489). Nothing tells when they have let go, so this waits.
     """
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
