@@ -56,7 +56,7 @@ def main(recipe: Recipe) -> ExitCode:
     # Judge and write
     report = judge(rules, Evidence(report, records), baseline)
     write_report(folder, report, records)
-    if finished_cells.exists():
+    if config.engine == "specdistill":
         shutil.rmtree(finished_cells)
     print_report(report, folder)
     if report.get("incomplete"):

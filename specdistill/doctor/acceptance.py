@@ -119,7 +119,10 @@ def _cause(head: Any, target: FrozenTarget, texts: Sequence[Generation], num_tok
     best, best_fall, cause = before, 0.0, ""
     for repair in repairs(head, target):
         after = [_fit(repair.head, target, text, num_tokens) for text in texts]
-        falls = [1 - there.divergence / here.divergence for here, there in zip(before, after, strict=True)]
+        falls = [
+            1 - there.divergence / here.divergence if here.divergence else 0.0
+            for here, there in zip(before, after, strict=True)
+        ]
         fall = fmean(falls)
         if fall > best_fall and (fall > CLEAR or (fall > LEAST and min(falls) > 0)):
             best, best_fall, cause = after, fall, repair.cause

@@ -10,7 +10,7 @@ FENCED = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
 
 
 def is_match(text: str, reference: str) -> bool:
-    """Whether a text's answer is the reference's: as GSM8K scores, the number after `####`, or else the last number of the text.
+    """Whether a text's answer is the reference's: as GSM8K scores, the first number after `####`, or else the last of the text.
 
     A reference without a number is compared as a whole, spaces and capitals apart.
     """
@@ -21,8 +21,9 @@ def is_match(text: str, reference: str) -> bool:
 
 
 def _number(text: str) -> Decimal | None:
-    numbers = NUMBER.findall(text.rpartition("####")[2])
-    return Decimal(numbers[-1].replace(",", "")) if numbers else None
+    marked, numbers = NUMBER.findall(text.partition("####")[2]), NUMBER.findall(text)
+    answer = marked[0] if marked else numbers[-1] if numbers else None
+    return Decimal(answer.replace(",", "")) if answer else None
 
 
 def is_python_so_far(source: str) -> bool:

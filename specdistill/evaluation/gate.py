@@ -188,9 +188,9 @@ def _row_metric(rule: Rule, evidence: Evidence) -> Finding:
     return Finding(row[rule.metric], found, None if found else "too few prompts for an interval")
 
 
-def _confidence(rule: Rule, evidence: Evidence) -> float:
-    """The rule's, or a stricter one where the run looked at its intervals several times before it stopped."""
-    return corrected(rule.confidence) if evidence.report["settings"].get("until") else rule.confidence
+def _confidence(rule: Rule, *sides: Evidence) -> float:
+    """The rule's, or a stricter one where a run looked at its intervals several times before it stopped."""
+    return corrected(rule.confidence) if any(side.report["settings"].get("until") for side in sides) else rule.confidence
 
 
 def _interval_is_missing(rule: Rule, row: Mapping[str, Any]) -> str | None:
@@ -219,8 +219,9 @@ def regression(rule: Rule, evidence: Evidence, baseline: Evidence | None) -> Fin
     """value is the relative change, candidate / baseline - 1."""
     if baseline is None:
         return Finding(reason="no baseline report was given")
-    if baseline.report.get("incomplete"):
-        return Finding(reason="the baseline's run was cut short")
+    for measured, whose in ((evidence, "the"), (baseline, "the baseline's")):
+        if measured.report.get("incomplete"):
+            return Finding(reason=f"{whose} run was cut short")
     row, old = find_row(evidence.report, rule.scope), find_row(baseline.report, rule.scope)
     if row is None or old is None:
         return Finding(reason=f"{'the report' if row is None else 'the baseline'} has no row for {_words(rule.scope)}")
@@ -237,7 +238,7 @@ def regression(rule: Rule, evidence: Evidence, baseline: Evidence | None) -> Fin
         metric,
         columns(new_records),
         columns(old_records),
-        confidence=_confidence(rule, evidence),
+        confidence=_confidence(rule, evidence, baseline),
         seed=evidence.report["settings"]["seed"],
     )
     missing = None if ends else "too few prompts measured in both reports for an interval"

@@ -14,6 +14,7 @@ from specdistill.evaluation.measure import (
     Settings,
     draft_sampling,
     draft_settings,
+    draft_vocabulary,
     measure_together,
     progress,
     shorter_drafts,
@@ -58,7 +59,12 @@ def evaluate_draft(
     identity = {
         "specdistill": [__version__, git_revision()],
         "target": [target.fingerprint(), target.dtype, target.config._attn_implementation],
-        "draft": [method, draft and folder_fingerprint(locate(draft, key="eval.draft")), draft_settings(proposer)],
+        "draft": [
+            method,
+            draft and folder_fingerprint(locate(draft, key="eval.draft")),
+            draft_settings(proposer),
+            draft_vocabulary(proposer) is None,
+        ],
         "suite": [suite.name, suite.version, suite.sha256],
         "machine": [hardware(target.device), software()],
     }

@@ -14,18 +14,20 @@ from contextlib import suppress
 SECONDS = 10.0
 MEMORY_BYTES = 2**30
 FILE_BYTES = 2**20
+ENDED = 99  # exit code of a program that was run to its end; one that leaves before its tests has another
 
 # The child sets its own limits before it reads the program: none of them can be raised again.
 LIMITED = f"""
 import resource, sys
 for limit, most in ((resource.RLIMIT_AS, {MEMORY_BYTES}), (resource.RLIMIT_FSIZE, {FILE_BYTES}), (resource.RLIMIT_CORE, 0)):
     resource.setrlimit(limit, (most, most))
-exec(compile(sys.stdin.read(), "program", "exec"), {{"__name__": "__main__"}})
+exec(compile(sys.stdin.read(), "program", "exec"), {{"__name__": "program"}})
+sys.exit({ENDED})
 """
 
 
 def passes(program: str, seconds: float = SECONDS) -> bool:
-    """Whether a program ends by itself, in time and without an error. What it starts is ended with it."""
+    """Whether a program is run to its last line, in time and without an error. What it starts is ended with it."""
     with tempfile.TemporaryDirectory() as folder:
         child = subprocess.Popen(
             [sys.executable, "-I", "-c", LIMITED],
@@ -45,7 +47,7 @@ def passes(program: str, seconds: float = SECONDS) -> bool:
             return False
         finally:
             _end(child)
-        return child.returncode == 0
+        return child.returncode == ENDED
 
 
 def _end(child: "subprocess.Popen[str]") -> None:

@@ -136,6 +136,9 @@ def test_a_run_that_was_cut_short_fails_whatever_it_shows(evidence):
     assert decide([Rule("speedup", "min", 1.0)], changed(evidence, ("incomplete",), False))["passed"]
     result = judged(evidence, NO_WORSE, cut)
     assert (result["passed"], result["reason"]) == (False, "no evidence: the baseline's run was cut short")
+    few = Evidence(cut.report, cut.records[:3])  # other prompts than the baseline's, for a reason that is known
+    (_, result) = decide([NO_WORSE], few, evidence)["rules"]
+    assert (result["passed"], result["reason"]) == (False, "no evidence: the run was cut short")
 
 
 def test_every_setting_that_tells_rows_apart_is_a_scope(evidence):

@@ -29,13 +29,15 @@ from tests.evaluation.simulated import simulate, simulated_report
         ("18 apples are too many: 17.", "#### 18", False),
         ("#### 1,200", "1200", True),
         ("It costs $1,200.00 in all.", "1200", True),
+        ("#### 42\n\nQuestion: Tom has 7 apples", "42", True),
+        ("17 ####", "17", True),
         ("-5", "5", False),
         ("no idea", "18", False),
         ("  Paris \n", "paris", True),
         ("It is Paris", "paris", False),
     ],
 )
-def test_the_last_number_is_the_answer(text, reference, right):
+def test_the_marked_or_the_last_number_is_the_answer(text, reference, right):
     assert is_match(text, reference) == right
 
 
@@ -73,6 +75,8 @@ def test_a_text_makes_a_program():
         ("assert 1 + 1 == 2", True),
         ("assert 1 + 1 == 3", False),
         ("raise SystemExit(1)", False),
+        ("raise SystemExit(0)\nassert False", False),
+        ("if __name__ == '__main__': input()", True),
         ("while True: pass", False),
         ("x = bytearray(2**31)", False),
         ("open('big', 'wb').write(b'x' * 2**22)", False),
