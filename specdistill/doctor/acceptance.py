@@ -129,6 +129,8 @@ def _cause(head: Any, target: FrozenTarget, texts: Sequence[Generation], num_tok
     if not cause:
         return None
     lengths = [fmean(fit.length for fit in fits) for fits in (before, best)]
+    if lengths[1] - 1 < NO_BETTER_THAN_CHANCE:  # nearer to the target, and still of no use: not what is wrong
+        return None
     undone = f"undone, its divergence from the target falls by {best_fall:.0%}, and its simulated acceptance length goes from"
     said = f"{undone} {lengths[0]:.2f} to {lengths[1]:.2f}"
     return (problem if lengths[1] - 1 > WORTH * (lengths[0] - 1) else warning)(cause, said)

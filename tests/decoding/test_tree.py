@@ -214,14 +214,19 @@ def test_a_pass_over_a_tree_reads_each_branch_as_it_reads_it_alone(kind: str) ->
             rows = [0, *(node + 1 for node in path)]
             kept = together.at(rows)
             last = target.logits(alone.last_hidden)[:, len(text) - 1 :]
-            assert torch.allclose(target.logits(kept.last_hidden), last, rtol=0, atol=1e-5)
+            assert_same(target.logits(kept.last_hidden), last)
             for ours, theirs in zip(kept.aux, alone.aux, strict=True):
-                assert torch.allclose(ours, theirs[:, len(text) - 1 :], rtol=0, atol=1e-5)
+                assert_same(ours, theirs[:, len(text) - 1 :])
             keep_path(cache, len(tokens), path)
             assert cache.get_seq_length() == alone_cache.get_seq_length()
             for ours, theirs in zip(cache.layers, alone_cache.layers, strict=True):
-                assert torch.allclose(ours.keys, theirs.keys, rtol=0, atol=1e-5)
-                assert torch.allclose(ours.values, theirs.values, rtol=0, atol=1e-5)
+                assert_same(ours.keys, theirs.keys)
+                assert_same(ours.values, theirs.values)
+
+
+def assert_same(ours: Tensor, theirs: Tensor) -> None:
+    """Up to float32's rounding, which goes with the size of the numbers: logits here reach 18."""
+    assert torch.allclose(ours, theirs, rtol=0, atol=1e-5 * max(1.0, float(theirs.abs().max())))
 
 
 def test_targets_that_cannot_read_a_tree_are_refused(target: FrozenTarget, monkeypatch: pytest.MonkeyPatch) -> None:
