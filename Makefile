@@ -42,8 +42,9 @@ methods: $(READY)  ## train every method for pico, compare them in one run, writ
 
 engines: $(patsubst %,$(ENGINES)/%/.ready,speculators vllm llama.cpp)  ## make an environment for each engine that reads our drafts (docs/engines.md)
 
+# One thread: with more, sums round otherwise, and what is compared token by token should not hang on the number of cores.
 test-engines: $(READY) engines  ## drafts in those engines: same logits, same text, same counts of accepted tokens
-	SPECDISTILL_ENGINES=$(abspath $(ENGINES)) $(BIN)/python -m pytest tests/engines $(ARGS)
+	OMP_NUM_THREADS=1 SPECDISTILL_ENGINES=$(abspath $(ENGINES)) $(BIN)/python -m pytest tests/engines $(ARGS)
 
 # The lists are whole, so nothing is left to resolve: what the packages ask for beyond them, they do not need on a CPU.
 $(ENGINES)/%/.ready: tests/engines/%.txt
