@@ -198,8 +198,11 @@ def models(kind: str) -> FrozenTarget:
 
 @pytest.mark.parametrize("kind", ["sdpa", "eager", "windows", "deepseek_v3"])
 def test_a_pass_over_a_tree_reads_each_branch_as_it_reads_it_alone(kind: str) -> None:
-    """The windows are of 8 positions, the text is of 20; what is kept of the cache afterwards is that of the path."""
+    """The windows are of 8 positions, the text is of 20; what is kept of the cache afterwards is that of the path. In float64: logits here
+    reach 18, where float32 itself rounds by nearly as much as is allowed.
+    """
     target = models(kind)
+    target.model.double().set_experts_implementation("eager")  # torch's grouped product of experts has no float64
     text = [(7 * n) % 200 + 1 for n in range(20)]
     tokens = [50, 60, 70, 80, 90]
     layers = (1, 2)
@@ -225,8 +228,7 @@ def test_a_pass_over_a_tree_reads_each_branch_as_it_reads_it_alone(kind: str) ->
 
 
 def assert_same(ours: Tensor, theirs: Tensor) -> None:
-    """Up to float32's rounding, which goes with the size of the numbers: logits here reach 18."""
-    assert torch.allclose(ours, theirs, rtol=0, atol=1e-5 * max(1.0, float(theirs.abs().max())))
+    assert torch.allclose(ours, theirs, rtol=0, atol=1e-5)
 
 
 def test_targets_that_cannot_read_a_tree_are_refused(target: FrozenTarget, monkeypatch: pytest.MonkeyPatch) -> None:

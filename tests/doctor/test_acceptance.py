@@ -42,7 +42,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     vocabulary = torch.tensor(sorted({near for token in written for near in (token, token + 1) if 0 < near < 259}))
     memorise("eagle3", target, path / "eagle3", draft_vocabulary=vocabulary)
     memorise("eagle", target, path / "eagle")
-    memorise("mtp", target, path / "mtp", init="scratch")
+    memorise("mtp", target, path / "mtp", max_steps=400, init="scratch")
     return path
 
 
@@ -164,7 +164,7 @@ def test_the_cause_of_low_acceptance_is_named(method: str, change: Change, cause
 @pytest.mark.parametrize("method", ["eagle3", "eagle", "mtp"])
 def test_a_good_draft_has_no_problem(method: str, folder: Path) -> None:
     made = diagnosed(folder, folder / method)
-    assert made.is_sound and made.acceptance is not None and made.acceptance.length > 4, made.findings
+    assert made.is_sound and made.acceptance is not None and made.acceptance.length > 4.5, made.findings
     assert made.recorded is not None and made.recorded.num_tokens == 4 and made.recorded.length > 4
 
 
