@@ -23,7 +23,7 @@ demo: $(READY)  ## train a draft for pico, decode with it, measure, write runs/d
 	$(BIN)/python -m specdistill demo $(ARGS)
 
 test: $(READY)  ## all tests that this machine can run; ARGS="-m 'not slow'" for the quick ones
-	$(BIN)/python -m pytest --ignore=tests/engines $(ARGS)
+	$(BIN)/python -m pytest --ignore=tests/with_engines $(ARGS)
 
 lint: $(READY)  ## formatting, lint and types; changes nothing
 	$(BIN)/ruff format --check .
@@ -44,10 +44,10 @@ engines: $(patsubst %,$(ENGINES)/%/.ready,speculators vllm llama.cpp)  ## make a
 
 # One thread: with more, sums round otherwise, and what is compared token by token should not hang on the number of cores.
 test-engines: $(READY) engines  ## drafts in those engines: same logits, same text, same counts of accepted tokens
-	OMP_NUM_THREADS=1 SPECDISTILL_ENGINES=$(abspath $(ENGINES)) $(BIN)/python -m pytest tests/engines $(ARGS)
+	OMP_NUM_THREADS=1 SPECDISTILL_ENGINES=$(abspath $(ENGINES)) $(BIN)/python -m pytest tests/with_engines $(ARGS)
 
 # The lists are whole, so nothing is left to resolve: what the packages ask for beyond them, they do not need on a CPU.
-$(ENGINES)/%/.ready: tests/engines/%.txt
+$(ENGINES)/%/.ready: tests/with_engines/%.txt
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install --quiet --constraint $< torch
 	$(@D)/bin/python -m pip install --quiet --no-deps --requirement $<
@@ -55,7 +55,7 @@ $(ENGINES)/%/.ready: tests/engines/%.txt
 
 # A program of llama.cpp, built here; its converter is Python, and runs in our own environment.
 LLAMA := $(ENGINES)/llama.cpp/source/vendor/llama.cpp
-$(ENGINES)/llama.cpp/.ready: tests/engines/llama.cpp.txt
+$(ENGINES)/llama.cpp/.ready: tests/with_engines/llama.cpp.txt
 	$(PYTHON) -m venv $(@D)
 	grep -v ^llama-cpp-python $< | $(@D)/bin/python -m pip install --quiet --requirement /dev/stdin
 	$(@D)/bin/python -m pip download --quiet --no-deps --dest $(@D)/download $$(grep ^llama-cpp-python $<)

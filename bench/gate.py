@@ -29,15 +29,15 @@ from numpy.typing import NDArray
 
 from specdistill.command import run
 from specdistill.errors import ExitCode, UserError
-from specdistill.evaluation.columns import Columns
-from specdistill.evaluation.gate import Finding, Rule, holds, load_gate
-from specdistill.evaluation.metrics import METRICS
-from specdistill.evaluation.records import PromptRecord
-from specdistill.evaluation.report.files import read_report
-from specdistill.evaluation.report.markdown import table
-from specdistill.evaluation.statistics import relative_change
+from specdistill.gate.gate import Finding, Rule, holds, load_gate
 from specdistill.project import ROOT
 from specdistill.recipe import option
+from specdistill.report.files import read_report
+from specdistill.report.markdown import table
+from specdistill.statistics.intervals import relative_change
+from specdistill.statistics.metrics import METRICS
+from specdistill.statistics.prompt_sums import Columns
+from specdistill.statistics.records import PromptRecord
 
 MEASURED = Path(__file__).with_suffix(".json")
 PAGE, PICTURE = ROOT / "docs" / "gate.md", ROOT / "docs" / "images" / "gate.svg"

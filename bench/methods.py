@@ -15,13 +15,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from specdistill.comparison.compare import is_lossless
 from specdistill.errors import ExitCode
-from specdistill.evaluation.comparison import is_lossless
-from specdistill.evaluation.report.markdown import table
-from specdistill.evaluation.report.wording import a_round, between, duration, number, percent, settings_line, size, times
 from specdistill.methods import METHODS
 from specdistill.project import ROOT
 from specdistill.recipe import Recipe, load_recipe, recipe_yaml
+from specdistill.report.markdown import table
+from specdistill.report.wording import a_round, between, duration, number, percent, settings_line, size, times
 
 FOLDER = Path("runs/methods")
 RECIPES = {"eagle": "pico/eagle", "eagle3": "pico/eagle3", "mtp": "pico/mtp", "draft_model": "pico/draft"}

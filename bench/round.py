@@ -15,11 +15,11 @@ from typing import Any
 from torch.profiler import ProfilerActivity, profile
 
 from specdistill.decoding.decoder import Decoder, now
-from specdistill.decoding.load import load_proposer
-from specdistill.evaluation.environment import hardware, software
-from specdistill.evaluation.report.markdown import table
-from specdistill.evaluation.suites import evenly, load_suite, tokenize
+from specdistill.measurement.environment import hardware, software
+from specdistill.methods.load import load_proposer
 from specdistill.project import ROOT
+from specdistill.report.markdown import table
+from specdistill.suites.suite import evenly, load_suite, tokenize
 from specdistill.targets.frozen import FrozenTarget
 
 PAGE = ROOT / "docs" / "decoding.md"

@@ -21,22 +21,22 @@ from typing import Any
 import torch
 from datasets import Dataset
 
-from specdistill.data.writing import Sampling as WritingSampling
-from specdistill.data.writing import fast_dtype, write, writer
+from specdistill.data.batch_generate import Sampling as WritingSampling
+from specdistill.data.batch_generate import fast_dtype, write, writer
 from specdistill.decoding.decoder import Decoder
-from specdistill.decoding.draft_model import DraftModelProposer
-from specdistill.decoding.proposers import HeadProposer
-from specdistill.drafts.build import build_eagle3
-from specdistill.drafts.eagle3_checkpoint import save_eagle3
-from specdistill.drafts.pruning import from_layers
-from specdistill.evaluation.environment import hardware, software
 from specdistill.losses.divergence import forward_kl
+from specdistill.measurement.environment import hardware, software
+from specdistill.methods.draft_model.proposer import DraftModelProposer
+from specdistill.methods.draft_model.pruning import from_layers
+from specdistill.methods.eagle3.checkpoint import save_eagle3
+from specdistill.methods.eagle3.create import build_eagle3
+from specdistill.methods.heads.proposer import HeadProposer
+from specdistill.methods.heads.unroll import TrainingTimeTest
 from specdistill.project import ROOT
 from specdistill.targets.frozen import FrozenTarget
 from specdistill.training.arguments import training_arguments
 from specdistill.training.optimizer import muon_adamw
 from specdistill.training.trainer import DraftTrainer
-from specdistill.training.unroll import TrainingTimeTest
 
 RESULTS = Path(__file__).parent / "results"
 PAGE = ROOT / "docs" / "performance.md"

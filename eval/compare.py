@@ -11,18 +11,18 @@ from pathlib import Path
 from omegaconf import MISSING
 
 from specdistill.command import run
-from specdistill.decoding.load import check_options, load_proposer, options_of, proposer_options
-from specdistill.drafts.candidates import find_candidates
+from specdistill.comparison.candidates import find_candidates
+from specdistill.comparison.compare import Measured, compare
+from specdistill.comparison.pages import print_comparison, write_comparison
 from specdistill.errors import ExitCode
-from specdistill.evaluation.comparison import Measured, compare
-from specdistill.evaluation.measure import Settings
-from specdistill.evaluation.pipeline import NamedDraft, evaluate_drafts
-from specdistill.evaluation.report.comparison import print_comparison, write_comparison
-from specdistill.evaluation.report.files import check_writable
-from specdistill.evaluation.suites import load_suite, tokenize
+from specdistill.measurement.evaluate import NamedDraft, evaluate_drafts
+from specdistill.measurement.measure import Settings
+from specdistill.methods.load import check_options, load_proposer, options_of, proposer_options
 from specdistill.recipe import EvalConfig, NgramConfig, TargetConfig, TreeConfig, like, option, section
+from specdistill.report.files import check_writable
+from specdistill.suites.suite import load_suite, tokenize
 from specdistill.targets.frozen import FrozenTarget
-from specdistill.training.trajectory import read_history
+from specdistill.training.history import read_history
 
 SHORTHANDS = {"target": "target.model"}
 

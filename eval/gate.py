@@ -12,12 +12,12 @@ from omegaconf import MISSING
 
 from specdistill.command import run
 from specdistill.errors import ExitCode
-from specdistill.evaluation.baseline import read_baseline
-from specdistill.evaluation.changes import judge
-from specdistill.evaluation.gate import Evidence, load_gate
-from specdistill.evaluation.report.console import print_gate
-from specdistill.evaluation.report.files import check_writable, read_report, write_report
+from specdistill.gate.baseline import read_baseline
+from specdistill.gate.changes import judge
+from specdistill.gate.gate import Evidence, load_gate
 from specdistill.recipe import EvalConfig, like, option
+from specdistill.report.console import print_gate
+from specdistill.report.files import check_writable, read_report, write_report
 
 
 @dataclass(frozen=True)

@@ -12,23 +12,23 @@ from pathlib import Path
 from typing import Any
 
 from specdistill.command import run
-from specdistill.decoding.load import load_proposer, proposer_options
 from specdistill.decoding.tree import tree_shape
 from specdistill.errors import ExitCode, UserError
-from specdistill.evaluation.baseline import read_baseline
-from specdistill.evaluation.changes import judge
-from specdistill.evaluation.gate import Evidence, load_gate
-from specdistill.evaluation.measure import Settings
-from specdistill.evaluation.pipeline import evaluate_draft
-from specdistill.evaluation.power import Earlier, foresight
-from specdistill.evaluation.quality import add_quality
-from specdistill.evaluation.records import PromptRecord
-from specdistill.evaluation.report.console import print_foresight, print_report
-from specdistill.evaluation.report.files import check_writable, previous_report, write_report
-from specdistill.evaluation.servers.run import connect, evaluate_server
-from specdistill.evaluation.suites import Suite, cut_prompts, load_suite, tokenize
-from specdistill.evaluation.sweep import Plan, plan_cells
+from specdistill.gate.baseline import read_baseline
+from specdistill.gate.changes import judge
+from specdistill.gate.gate import Evidence, load_gate
+from specdistill.measurement.evaluate import evaluate_draft
+from specdistill.measurement.measure import Settings
+from specdistill.measurement.quality import add_quality
+from specdistill.measurement.sweep import Plan, plan_cells
+from specdistill.methods.load import load_proposer, proposer_options
 from specdistill.recipe import Recipe
+from specdistill.report.console import print_foresight, print_report
+from specdistill.report.files import check_writable, previous_report, write_report
+from specdistill.servers.run import connect, evaluate_server
+from specdistill.statistics.power import Earlier, foresight
+from specdistill.statistics.records import PromptRecord
+from specdistill.suites.suite import Suite, cut_prompts, load_suite, tokenize
 from specdistill.targets.frozen import FrozenTarget, read_tokenizer, resolve
 
 SHORTHANDS = {

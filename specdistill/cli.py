@@ -173,10 +173,10 @@ def export(arguments: list[str]) -> int:
     if (options.draft is None) != dry_run:
         raise UserError("draft", got=options.draft or "nothing", expected="a folder or Hub id, or null with dry_run=true")
     recipe = load_recipe(Recipe, [*others, "train.output_dir=runs"]) if dry_run else None
-    from specdistill.drafts.recognise import locate  # here, and not above, because these import torch
     from specdistill.export.export import export as write
-    from specdistill.export.target import TargetFiles
     from specdistill.export.untrained import write_untrained
+    from specdistill.methods.recognize import locate  # here, and not above, because these import torch
+    from specdistill.targets.files import TargetFiles
 
     source = recipe.target if recipe else options.target
     target = TargetFiles.of(source.model, source.revision) if source.model else None
@@ -209,7 +209,7 @@ def doctor(arguments: list[str]) -> int:
     options = load_recipe(DoctorOptions, [spell_out(argument, DOCTOR_SHORTHANDS) for argument in _keys(arguments)])
     from specdistill.doctor.console import print_diagnosis  # here, and not above, because these import torch
     from specdistill.doctor.diagnosis import diagnose
-    from specdistill.drafts.recognise import locate
+    from specdistill.methods.recognize import locate
 
     made = diagnose(
         locate(options.draft, key="draft"),

@@ -3,6 +3,7 @@
 In a checkout they stand at the repository's root; a wheel carries them under `specdistill/_project`.
 """
 
+import subprocess
 from pathlib import Path
 
 _PACKAGE = Path(__file__).parent
@@ -12,3 +13,13 @@ SUITES = ROOT / "eval" / "suites"
 GATES = ROOT / "eval" / "gates"
 METRICS = ROOT / "eval" / "metrics"
 PICO = _PACKAGE / "assets" / "pico"
+
+
+def git_revision() -> str | None:
+    """The checkout's commit, with `-dirty` for uncommitted changes; None outside a checkout."""
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return result.stdout.strip()

@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
-from specdistill.drafts.eagle3 import Eagle3Draft
-from specdistill.drafts.heads import HEADS
+from specdistill.methods.eagle3.module import Eagle3Draft
+from specdistill.methods.heads.table import HEADS
 from specdistill.targets.frozen import FrozenTarget
 
 # What fresh heads are not built with, or not in this order.

@@ -9,14 +9,14 @@ from typing import Any
 from datasets import Dataset
 
 from specdistill.decoding.decoder import Decoder
-from specdistill.drafts.heads import HEADS
 from specdistill.losses.divergence import forward_kl
+from specdistill.methods.heads.table import HEADS
+from specdistill.methods.heads.unroll import TrainingTimeTest
 from specdistill.targets.frozen import FrozenTarget
 from specdistill.training.arguments import training_arguments
+from specdistill.training.history import HISTORY, History
 from specdistill.training.optimizer import muon_adamw
 from specdistill.training.trainer import DraftTrainer
-from specdistill.training.trajectory import HISTORY, History
-from specdistill.training.unroll import TrainingTimeTest
 
 PROMPT = "def f(x):"
 NUM_TOKENS = 100  # that the target writes and the head learns

@@ -14,7 +14,7 @@ import yaml
 
 from specdistill.cli import VERBS
 from specdistill.command import spell_out
-from specdistill.evaluation.gate import load_gate
+from specdistill.gate.gate import load_gate
 from specdistill.project import ROOT, SUITES
 from specdistill.recipe import Recipe, load_recipe
 

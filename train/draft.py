@@ -11,18 +11,18 @@ from transformers import set_seed
 
 from specdistill.command import run
 from specdistill.data import training_data
-from specdistill.drafts.lora import merged, with_lora
-from specdistill.drafts.small import build_small, load_alike, save_small
 from specdistill.losses.divergence import build_divergence
+from specdistill.methods.draft_model.create import build_small, load_alike, save_small
+from specdistill.methods.draft_model.lora import merged, with_lora
+from specdistill.methods.draft_model.objective import Distillation
+from specdistill.methods.draft_model.on_policy import StudentWriting
 from specdistill.recipe import Recipe, check_trainable
 from specdistill.targets.frozen import FrozenTarget
 from specdistill.training.arguments import check_precision, training_arguments
-from specdistill.training.distillation import Distillation
-from specdistill.training.on_policy import StudentWriting
+from specdistill.training.history import TrainingCurve
 from specdistill.training.optimizer import build_optimizer
 from specdistill.training.run_directory import RunDirectory
 from specdistill.training.trainer import DraftTrainer
-from specdistill.training.trajectory import TrainingCurve
 
 CALIBRATION_ROWS = 16  # rows of training data whose activations say what a pruned width keeps
 

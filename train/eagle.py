@@ -10,18 +10,18 @@ from transformers import set_seed
 
 from specdistill.command import run
 from specdistill.data import training_data
-from specdistill.data.vocabulary import draft_vocabulary
-from specdistill.drafts.heads import HEADS
-from specdistill.drafts.layers import check_window
+from specdistill.data.draft_vocabulary import draft_vocabulary
 from specdistill.losses.divergence import build_divergence
+from specdistill.methods.heads.table import HEADS
+from specdistill.methods.heads.unroll import TrainingTimeTest
+from specdistill.methods.layers import check_window
 from specdistill.recipe import Recipe, check_trainable
 from specdistill.targets.frozen import FrozenTarget, check_aux_layers
 from specdistill.training.arguments import check_precision, training_arguments
+from specdistill.training.history import TrainingCurve
 from specdistill.training.optimizer import build_optimizer
 from specdistill.training.run_directory import RunDirectory
 from specdistill.training.trainer import DraftTrainer
-from specdistill.training.trajectory import TrainingCurve
-from specdistill.training.unroll import TrainingTimeTest
 
 
 def main(recipe: Recipe) -> None:

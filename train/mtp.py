@@ -10,16 +10,16 @@ from transformers import set_seed
 
 from specdistill.command import run
 from specdistill.data import training_data
-from specdistill.drafts.mtp_checkpoint import build_mtp, save_mtp
 from specdistill.losses.divergence import build_divergence
+from specdistill.methods.heads.unroll import TrainingTimeTest
+from specdistill.methods.mtp.checkpoint import build_mtp, save_mtp
 from specdistill.recipe import Recipe, check_trainable
 from specdistill.targets.frozen import FrozenTarget
 from specdistill.training.arguments import check_precision, training_arguments
+from specdistill.training.history import TrainingCurve
 from specdistill.training.optimizer import build_optimizer
 from specdistill.training.run_directory import RunDirectory
 from specdistill.training.trainer import DraftTrainer
-from specdistill.training.trajectory import TrainingCurve
-from specdistill.training.unroll import TrainingTimeTest
 
 
 def main(recipe: Recipe) -> None:

@@ -12,10 +12,10 @@ from datasets import Dataset, IterableDataset
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, Trainer, set_seed
 
 from specdistill.command import run
-from specdistill.data.corpus import standard_library
+from specdistill.pico.card import write_card
+from specdistill.pico.corpus import standard_library
+from specdistill.pico.model import curriculum, documents, llama_config, token_stream, train_tokenizer
 from specdistill.recipe import TargetRecipe
-from specdistill.targets.pico import curriculum, documents, llama_config, token_stream, train_tokenizer
-from specdistill.targets.pico_card import write_card
 from specdistill.training.arguments import training_arguments
 from specdistill.training.optimizer import muon_adamw
 from specdistill.training.run_directory import RunDirectory

@@ -15,10 +15,9 @@ from pathlib import Path
 from omegaconf import MISSING
 
 from specdistill.command import run
-from specdistill.decoding.load import load_proposer
-from specdistill.drafts.recognise import locate, method_of
 from specdistill.errors import ExitCode, UserError
-from specdistill.evaluation.engines import (
+from specdistill.export.export import export
+from specdistill.measurement.engine_counts import (
     ENGINES,
     Counts,
     Job,
@@ -30,11 +29,12 @@ from specdistill.evaluation.engines import (
     write_here,
     write_in_engine,
 )
-from specdistill.evaluation.report.files import check_writable
-from specdistill.evaluation.suites import load_suite, tokenize
-from specdistill.export.export import export
-from specdistill.export.target import TargetFiles
+from specdistill.methods.load import load_proposer
+from specdistill.methods.recognize import locate, method_of
 from specdistill.recipe import EvalConfig, TargetConfig, like, option
+from specdistill.report.files import check_writable
+from specdistill.suites.suite import load_suite, tokenize
+from specdistill.targets.files import TargetFiles
 from specdistill.targets.frozen import FrozenTarget
 
 

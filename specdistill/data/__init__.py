@@ -1,7 +1,7 @@
 """Training data: sources, chat templates and loss masks, packing, the draft vocabulary, and rows that the target writes itself."""
 
+from specdistill.data.draft_vocabulary import draft_vocabulary
 from specdistill.data.packing import collate
-from specdistill.data.training import training_data
-from specdistill.data.vocabulary import draft_vocabulary
+from specdistill.data.training_data import training_data
 
 __all__ = ["collate", "draft_vocabulary", "training_data"]

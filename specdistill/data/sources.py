@@ -17,8 +17,8 @@ from datasets import Dataset, List, Value, load_dataset
 from datasets.exceptions import DatasetsError
 
 from specdistill.data.cache import Row, cached, fingerprint_of, quiet
-from specdistill.data.corpus import Split, chats, standard_library
 from specdistill.errors import ResourceError, UserError, nearest, one_line
+from specdistill.pico.corpus import Split, chats, standard_library
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from specdistill.decoding import verify, verify_tree
-from specdistill.decoding.proposers import DecodingState, Proposal, Proposer, TreeProposer
+from specdistill.decoding.proposer import DecodingState, Proposal, Proposer, TreeProposer
 from specdistill.decoding.sampling import Sampling
 from specdistill.decoding.ties import settle
 from specdistill.decoding.tree import DynamicTree, StaticTree, Step, Tree

@@ -4,7 +4,7 @@ A pass over five tokens adds up in another order than five passes over one. Wher
 them may come out on top, and two texts that should be one part for good. This happens about once in a hundred thousand tokens; then the
 whole text goes through the target once more in float64, with and without a draft alike.
 
-Targets in 16 bits are left alone: there near-ties are frequent, and are counted instead (specdistill.evaluation.losslessness).
+Targets in 16 bits are left alone: there near-ties are frequent, and are counted instead (specdistill.measurement.losslessness).
 
 Shapes: B texts, T positions, V vocabulary.
 """

@@ -13,15 +13,15 @@ import torch
 import yaml
 
 from specdistill.decoding.decoder import Decoder, Generation
-from specdistill.decoding.load import load_proposer
-from specdistill.decoding.proposers import HeadProposer
 from specdistill.doctor.findings import Finding, note, problem, warning
 from specdistill.doctor.repairs import repairs
-from specdistill.evaluation.suites import load_suite, tokenize
 from specdistill.losses.divergence import forward_kl
+from specdistill.methods.heads.proposer import HeadProposer
+from specdistill.methods.heads.unroll import TrainingTimeTest
+from specdistill.methods.load import load_proposer
+from specdistill.suites.suite import load_suite, tokenize
 from specdistill.targets.frozen import FrozenTarget
-from specdistill.training.trajectory import read_history
-from specdistill.training.unroll import TrainingTimeTest
+from specdistill.training.history import read_history
 
 NUM_TOKENS = 96  # written for each prompt: texts repeat themselves later on, so short ones accept less than long ones
 NO_BETTER_THAN_CHANCE = 0.05  # share of first guesses that are right

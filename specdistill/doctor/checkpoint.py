@@ -13,17 +13,18 @@ import torch
 from torch import Tensor
 
 from specdistill.doctor.findings import Finding, note, problem, refusal, warning
-from specdistill.drafts import eagle3_checkpoint, eagle_checkpoint
-from specdistill.drafts.checkpoint import FLOATS, read_config, read_tensors, stored_dtype
-from specdistill.drafts.eagle3_checkpoint import read_eagle3, settle_embedding
-from specdistill.drafts.eagle_checkpoint import read_eagle
-from specdistill.drafts.layers import HeadShape
-from specdistill.drafts.mtp_checkpoint import check_fit
-from specdistill.drafts.recognise import method_of
-from specdistill.drafts.small import load_small
+from specdistill.engines.loader_check import loader_of, replay
 from specdistill.errors import UserError
-from specdistill.export.loader_rules import loader_of, replay
-from specdistill.export.target import EMBEDDING, TargetFiles
+from specdistill.methods.checkpoint import FLOATS, read_config, read_tensors, stored_dtype
+from specdistill.methods.draft_model.create import load_small
+from specdistill.methods.eagle import checkpoint as eagle_checkpoint
+from specdistill.methods.eagle.checkpoint import read_eagle
+from specdistill.methods.eagle3 import checkpoint as eagle3_checkpoint
+from specdistill.methods.eagle3.checkpoint import read_eagle3, settle_embedding
+from specdistill.methods.layers import HeadShape
+from specdistill.methods.mtp.checkpoint import check_fit
+from specdistill.methods.recognize import method_of
+from specdistill.targets.files import EMBEDDING, TargetFiles
 
 KEY = "draft"
 LARGE = 1000.0  # weights of trained drafts stay far below

@@ -8,7 +8,7 @@ from specdistill.doctor.acceptance import Acceptance, Recorded, check_acceptance
 from specdistill.doctor.checkpoint import Examination, examine
 from specdistill.doctor.findings import Finding, Severity, note, refusal
 from specdistill.errors import UserError
-from specdistill.export.target import TargetFiles
+from specdistill.targets.files import TargetFiles
 from specdistill.targets.frozen import FrozenTarget
 
 

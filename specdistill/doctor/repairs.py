@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from specdistill.drafts.eagle import EagleDraft
-from specdistill.drafts.eagle3 import Eagle3Draft
-from specdistill.drafts.layers import Rotary
-from specdistill.drafts.mtp import MtpDraft
+from specdistill.methods.eagle.module import EagleDraft
+from specdistill.methods.eagle3.module import Eagle3Draft
+from specdistill.methods.layers import Rotary
+from specdistill.methods.mtp.module import MtpDraft
 from specdistill.targets.frozen import FrozenTarget, engine_aux_layers
 
 

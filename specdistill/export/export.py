@@ -2,17 +2,17 @@
 
 from pathlib import Path
 
-from specdistill.drafts.checkpoint import read_config
-from specdistill.drafts.mtp_names import SERVED_TYPES
-from specdistill.drafts.recognise import method_of
+from specdistill.engines.serve import DEFAULT_NUM_TOKENS, Served, find_report, serve_md
 from specdistill.errors import UserError, nearest
 from specdistill.export.folder import check_new
-from specdistill.export.gguf import FILE_TYPES, export_gguf
 from specdistill.export.heads import export_eagle, export_eagle3
-from specdistill.export.serve import DEFAULT_NUM_TOKENS, Served, find_report, serve_md
-from specdistill.export.small import export_small
-from specdistill.export.stitch import stitch
-from specdistill.export.target import TargetFiles, needed
+from specdistill.methods.checkpoint import read_config
+from specdistill.methods.draft_model.export import export_small
+from specdistill.methods.draft_model.gguf import FILE_TYPES, export_gguf
+from specdistill.methods.mtp.merge import stitch
+from specdistill.methods.mtp.tensor_names import SERVED_TYPES
+from specdistill.methods.recognize import method_of
+from specdistill.targets.files import TargetFiles, needed
 
 # Pairs of method and engine for which there is nothing to write.
 UNABLE = {

@@ -18,15 +18,15 @@ from typing import Any
 
 import torch
 
-from specdistill.drafts.checkpoint import is_copy, shape_to_json, stored_dtype, write_draft
-from specdistill.drafts.eagle import EagleDraft
-from specdistill.drafts.eagle3 import Eagle3Config
-from specdistill.drafts.eagle3_checkpoint import IDS, read_eagle3, settle_embedding
-from specdistill.drafts.eagle_checkpoint import read_eagle
-from specdistill.drafts.layers import HeadShape
 from specdistill.errors import UserError
 from specdistill.export.folder import new_folder
-from specdistill.export.target import EMBEDDING, HEAD, TargetFiles, needed
+from specdistill.methods.checkpoint import is_copy, shape_to_json, stored_dtype, write_draft
+from specdistill.methods.eagle.checkpoint import read_eagle
+from specdistill.methods.eagle.module import EagleDraft
+from specdistill.methods.eagle3.checkpoint import IDS, read_eagle3, settle_embedding
+from specdistill.methods.eagle3.module import Eagle3Config
+from specdistill.methods.layers import HeadShape
+from specdistill.targets.files import EMBEDDING, HEAD, TargetFiles, needed
 from specdistill.targets.frozen import engine_aux_layers
 
 SPECULATORS_VERSION = "0.9.0"

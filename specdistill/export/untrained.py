@@ -5,11 +5,11 @@ from pathlib import Path
 import torch
 from datasets import Dataset
 
-from specdistill.data.vocabulary import draft_vocabulary
-from specdistill.drafts.heads import HEADS
-from specdistill.drafts.small import build_small, save_small
+from specdistill.data.draft_vocabulary import draft_vocabulary
 from specdistill.errors import UserError
 from specdistill.methods import METHODS
+from specdistill.methods.draft_model.create import build_small, save_small
+from specdistill.methods.heads.table import HEADS
 from specdistill.recipe import Recipe, check_trainable
 from specdistill.targets.frozen import FrozenTarget, check_aux_layers
 

@@ -8,9 +8,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from specdistill.evaluation.report.wording import times
 from specdistill.planning.hub import KnownDraft
 from specdistill.planning.plan import Plan, Row
+from specdistill.report.wording import times
 
 SHOWN_DRAFTS = 8
 

@@ -8,8 +8,8 @@ tokens, both in plain target steps at batch 1.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from specdistill.drafts.pruning import Shape
-from specdistill.evaluation.theory import expected_acceptance_length, predicted_speedup
+from specdistill.methods.draft_model.pruning import Shape
+from specdistill.statistics.theory import expected_acceptance_length, predicted_speedup
 
 MAX_K = 8
 # What an engine adds to bytes and layers: Llama-3.1-8B with its EAGLE-3 head in vLLM issue 20780 takes 8.35 + 1.016 K ms a round where a
@@ -82,7 +82,7 @@ def mtp_head(hidden_size: int, vocab_size: int, layer: int, layer_read: float, n
 
 
 def step_shares(parts: Parts, target_read: float, target_layers: int) -> dict[str, float]:
-    """A draft step over a target step, by weights read and by layers run: the larger is c, as in `specdistill.drafts.small`."""
+    """A draft step over a target step, by weights read and by layers run: the larger is c."""
     return {"weights": parts.read / target_read, "layers": parts.num_layers / target_layers}
 
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import yaml
 
-from specdistill.drafts.pruning import Shape, check_decoder, shape_of
-from specdistill.drafts.small import on_meta, parameters_read, propose_shape, weights_read
 from specdistill.errors import UserError
+from specdistill.methods.draft_model.create import on_meta, parameters_read, propose_shape, weights_read
+from specdistill.methods.draft_model.pruning import Shape, check_decoder, shape_of
 from specdistill.planning import costs
 from specdistill.planning.published import FRESH_MTP, PUBLISHED, TOKENS_PER_SAMPLE
 from specdistill.planning.reading import MTP_KEYS, Described, build, check_fit, method_of_config

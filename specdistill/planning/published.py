@@ -6,7 +6,7 @@ Greedy decoding, targets of 2 to 70 billion parameters; this project measured no
 
 from dataclasses import dataclass
 
-from specdistill.evaluation.theory import alpha_from_acceptance_length
+from specdistill.statistics.theory import alpha_from_acceptance_length
 
 TOKENS_PER_SAMPLE = 950  # DeepSpec's cache: about 38 TB of 30 KB a token for 1.3M conversations
 

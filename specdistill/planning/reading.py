@@ -9,10 +9,10 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from specdistill.drafts.checkpoint import read_config
-from specdistill.drafts.mtp_checkpoint import ARCHITECTURE as MTP
 from specdistill.errors import UserError, one_line
 from specdistill.hub import fetch
+from specdistill.methods.checkpoint import read_config
+from specdistill.methods.mtp.checkpoint import ARCHITECTURE as MTP
 from specdistill.targets.frozen import resolve
 
 MTP_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")

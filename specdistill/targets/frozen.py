@@ -4,7 +4,7 @@ Shapes: B batch, T positions, D target hidden size, V vocabulary, A auxiliary la
 
 Auxiliary layers are numbered "after L layers" everywhere inside specdistill: layer L is the residual stream after L decoder layers,
 that is Hugging Face's `hidden_states[L]`, the input of decoder layer L, and for L = n the last layer's output before the final norm.
-vLLM and speculators count the same way; SGLang and SpecForge count L - 1, which `specdistill.drafts.eagle3_checkpoint` translates.
+vLLM and speculators count the same way; SGLang and SpecForge count L - 1, which `specdistill.methods.eagle3.checkpoint` translates.
 """
 
 import hashlib

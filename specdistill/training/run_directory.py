@@ -5,7 +5,6 @@ The record (resolved recipe, command, versions, revision, data fingerprint) is w
 
 import json
 import os
-import subprocess
 import sys
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -16,7 +15,7 @@ from typing import Any
 from transformers.trainer_utils import get_last_checkpoint
 
 from specdistill.errors import UserError
-from specdistill.project import ROOT
+from specdistill.project import git_revision
 from specdistill.recipe import recipe_yaml, save_recipe
 
 PACKAGES = ("specdistill", "torch", "transformers", "accelerate", "datasets", "tokenizers", "safetensors")
@@ -80,13 +79,3 @@ class RunDirectory:
         """Where an interrupted run stopped, for `resume_from_checkpoint`."""
         checkpoint: str | None = get_last_checkpoint(str(self.path))
         return checkpoint
-
-
-def git_revision() -> str | None:
-    """The checkout's commit, with `-dirty` for uncommitted changes; None outside a checkout."""
-    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    try:
-        result = subprocess.run(command, capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return result.stdout.strip()

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from specdistill.data import collate
+from specdistill.methods.draft_model.on_policy import StudentWriting
 from specdistill.targets.frozen import FrozenTarget
-from specdistill.training.on_policy import StudentWriting
-from specdistill.training.sums import StepSums, step_metrics
+from specdistill.training.step_sums import StepSums, step_metrics
 
 
 class Objective(Protocol):

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from specdistill.evaluation.columns import columns
-from specdistill.evaluation.gate import Evidence, decide, load_gate
-from specdistill.evaluation.metrics import METRICS, value
-from specdistill.evaluation.records import PromptRecord, RoundRecord
+from specdistill.gate.gate import Evidence, decide, load_gate
 from specdistill.project import ROOT
-from tests.evaluation.simulated import simulate, simulated_report
+from specdistill.statistics.metrics import METRICS, value
+from specdistill.statistics.prompt_sums import columns
+from specdistill.statistics.records import PromptRecord, RoundRecord
+from tests.simulated import simulate, simulated_report
 
 
 def script() -> ModuleType:

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from datasets import Dataset
 
-from specdistill.data.corpus import chats, standard_library
 from specdistill.data.sources import load_rows, load_sources, normalise
 from specdistill.errors import ResourceError, UserError
+from specdistill.pico.corpus import chats, standard_library
 
 Turns = list[tuple[str, str]]
 

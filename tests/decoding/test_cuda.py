@@ -7,19 +7,19 @@ import pytest
 import torch
 from datasets import Dataset
 
-from specdistill.decoding.batch import BatchDecoder
+from specdistill.decoding.batch_decoder import BatchDecoder
 from specdistill.decoding.decoder import Decoder
-from specdistill.decoding.draft_model import DraftModelProposer
-from specdistill.decoding.ngram import NgramProposer
-from specdistill.decoding.proposers import HeadProposer
 from specdistill.decoding.sampling import Sampling
-from specdistill.drafts.build import build_eagle3
-from specdistill.drafts.eagle3_checkpoint import save_eagle3
 from specdistill.losses.divergence import forward_kl
+from specdistill.methods.draft_model.proposer import DraftModelProposer
+from specdistill.methods.eagle3.checkpoint import save_eagle3
+from specdistill.methods.eagle3.create import build_eagle3
+from specdistill.methods.heads.proposer import HeadProposer
+from specdistill.methods.heads.unroll import TrainingTimeTest
+from specdistill.methods.ngram.proposer import NgramProposer
 from specdistill.targets.frozen import FrozenTarget
 from specdistill.training.arguments import training_arguments
 from specdistill.training.trainer import DraftTrainer
-from specdistill.training.unroll import TrainingTimeTest
 from tests.tiny import tiny_target_model, tiny_tokenizer
 
 pytestmark = pytest.mark.gpu

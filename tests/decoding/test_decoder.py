@@ -7,16 +7,18 @@ import torch
 from scipy.stats import chi2_contingency
 
 from specdistill.decoding.decoder import Decoder
-from specdistill.decoding.load import load_proposer
-from specdistill.decoding.ngram import NgramProposer
-from specdistill.decoding.proposers import DecodingState, HeadProposer, Proposal, Proposer
+from specdistill.decoding.proposer import DecodingState, Proposal, Proposer
 from specdistill.decoding.sampling import Sampling
-from specdistill.drafts.build import build_eagle, build_eagle3
-from specdistill.drafts.mtp_checkpoint import build_mtp
 from specdistill.errors import UserError
+from specdistill.methods.eagle.create import build_eagle
+from specdistill.methods.eagle3.create import build_eagle3
+from specdistill.methods.heads.proposer import HeadProposer
+from specdistill.methods.load import load_proposer
+from specdistill.methods.mtp.checkpoint import build_mtp
+from specdistill.methods.ngram.proposer import NgramProposer
 from specdistill.targets.frozen import FrozenTarget
 from tests import mtp_targets
-from tests.drafts.test_small import qwen
+from tests.methods.draft_model.test_create import qwen
 from tests.tiny import tiny_target_model, tiny_tokenizer
 
 PROMPT = [5, 9, 5, 9, 20, 31]

@@ -5,9 +5,9 @@ import torch
 
 from specdistill.decoding import decoder, ties
 from specdistill.decoding.decoder import Decoder
-from specdistill.decoding.ngram import NgramProposer
-from specdistill.decoding.proposers import HeadProposer
-from specdistill.drafts.build import build_eagle3
+from specdistill.methods.eagle3.create import build_eagle3
+from specdistill.methods.heads.proposer import HeadProposer
+from specdistill.methods.ngram.proposer import NgramProposer
 from specdistill.targets.frozen import FrozenTarget
 from tests import mtp_targets
 from tests.tiny import tiny_target_model, tiny_tokenizer

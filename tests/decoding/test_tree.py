@@ -11,20 +11,22 @@ from torch import Tensor
 from transformers import DynamicCache, LlamaForCausalLM
 
 from specdistill.decoding.decoder import Decoder, Generation
-from specdistill.decoding.draft_model import DraftModelProposer
-from specdistill.decoding.ngram import NgramProposer
-from specdistill.decoding.proposers import DecodingState, HeadProposer, Proposal, Proposer, TreeProposer
+from specdistill.decoding.proposer import DecodingState, Proposal, Proposer, TreeProposer
 from specdistill.decoding.sampling import Sampling
 from specdistill.decoding.tree import ROOT, DynamicTree, StaticTree, Step, Tree, tree_shape
 from specdistill.decoding.tree_attention import check_reads_trees, keep_path, read
-from specdistill.drafts.build import build_eagle, build_eagle3
-from specdistill.drafts.mtp_checkpoint import build_mtp
 from specdistill.errors import UserError
+from specdistill.methods.draft_model.proposer import DraftModelProposer
+from specdistill.methods.eagle.create import build_eagle
+from specdistill.methods.eagle3.create import build_eagle3
+from specdistill.methods.heads.proposer import HeadProposer
+from specdistill.methods.mtp.checkpoint import build_mtp
+from specdistill.methods.ngram.proposer import NgramProposer
 from specdistill.targets.frozen import FrozenTarget
 from tests import mtp_targets
-from tests.decoding.test_draft_model import half_right, translated
 from tests.decoding.test_ties import target as twins  # noqa: F401  (a fixture)
-from tests.drafts.test_small import qwen
+from tests.methods.draft_model.test_create import qwen
+from tests.methods.draft_model.test_proposer import half_right, translated
 from tests.tiny import tiny_target_model, tiny_tokenizer
 
 PROMPT = [5, 9, 5, 9, 20, 31]

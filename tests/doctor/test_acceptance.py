@@ -15,7 +15,7 @@ from specdistill.cli import main
 from specdistill.decoding.decoder import Decoder
 from specdistill.doctor.acceptance import Recorded, recorded
 from specdistill.doctor.diagnosis import Diagnosis, diagnose
-from specdistill.drafts.small import build_small, save_small
+from specdistill.methods.draft_model.create import build_small, save_small
 from specdistill.targets.frozen import FrozenTarget
 from tests.memorised import NUM_TOKENS, PROMPT, memorise
 from tests.tiny import tiny_target_model, tiny_tokenizer

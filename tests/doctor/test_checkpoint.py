@@ -13,9 +13,9 @@ from torch import Tensor
 
 from specdistill.cli import main
 from specdistill.doctor.checkpoint import Examination, examine
-from specdistill.drafts.heads import HEADS
 from specdistill.export.export import export
-from specdistill.export.target import TargetFiles
+from specdistill.methods.heads.table import HEADS
+from specdistill.targets.files import TargetFiles
 from specdistill.targets.frozen import FrozenTarget
 from tests.heads import head_of
 from tests.tiny import tiny_target_model, tiny_tokenizer

@@ -5,9 +5,10 @@ import json
 import pytest
 
 from specdistill.command import run
-from specdistill.drafts.heads import HEADS
+from specdistill.comparison.schema import validate_comparison
 from specdistill.errors import ExitCode
-from specdistill.evaluation.report.schema import validate, validate_comparison
+from specdistill.methods.heads.table import HEADS
+from specdistill.report.schema import validate
 from specdistill.targets.frozen import FrozenTarget
 from tests.eval.test_run_script import FILES, script
 from tests.tiny import tiny_target_model, tiny_tokenizer

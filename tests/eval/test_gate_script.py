@@ -7,9 +7,9 @@ import pytest
 
 from specdistill.command import run
 from specdistill.errors import ExitCode
-from specdistill.evaluation.report.files import write_report
+from specdistill.report.files import write_report
 from tests.eval.test_run_script import script
-from tests.evaluation.simulated import simulate, simulated_report
+from tests.simulated import simulate, simulated_report
 
 eval_gate = script("gate")
 

@@ -14,9 +14,9 @@ import pytest
 
 from specdistill.command import run
 from specdistill.errors import ExitCode
-from specdistill.evaluation.report.schema import validate
 from specdistill.project import ROOT
 from specdistill.recipe import Recipe
+from specdistill.report.schema import validate
 from tests.tiny import tiny_target_model, tiny_tokenizer
 
 FILES = ["junit.xml", "report.html", "report.json", "report.md", "samples.jsonl"]

@@ -9,13 +9,13 @@ import pytest
 from safetensors.torch import load_file
 
 from specdistill.cli import main
-from specdistill.drafts.eagle3_checkpoint import load_eagle3
-from specdistill.drafts.heads import HEADS
-from specdistill.drafts.mtp_checkpoint import build_mtp, save_mtp
-from specdistill.drafts.recognise import method_of
 from specdistill.errors import UserError
 from specdistill.export.export import export
-from specdistill.export.target import TargetFiles
+from specdistill.methods.eagle3.checkpoint import load_eagle3
+from specdistill.methods.heads.table import HEADS
+from specdistill.methods.mtp.checkpoint import build_mtp, save_mtp
+from specdistill.methods.recognize import method_of
+from specdistill.targets.files import TargetFiles
 from specdistill.targets.frozen import FrozenTarget
 from tests.mtp_targets import write_checkpoint
 from tests.tiny import tiny_target_model, tiny_tokenizer

@@ -8,10 +8,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from specdistill.drafts.heads import HEADS
 from specdistill.errors import UserError
 from specdistill.export.export import export
-from specdistill.export.target import TargetFiles
+from specdistill.methods.heads.table import HEADS
+from specdistill.targets.files import TargetFiles
 from specdistill.targets.frozen import FrozenTarget
 from tests.heads import head_of
 from tests.tiny import tiny_target_model, tiny_tokenizer

@@ -11,11 +11,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from specdistill.decoding.decoder import Decoder
-from specdistill.decoding.load import load_proposer
-from specdistill.drafts.eagle3_checkpoint import load_eagle3
-from specdistill.drafts.eagle_checkpoint import load_eagle
-from specdistill.drafts.recognise import method_of
 from specdistill.errors import UserError
+from specdistill.methods.eagle.checkpoint import load_eagle
+from specdistill.methods.eagle3.checkpoint import load_eagle3
+from specdistill.methods.load import load_proposer
+from specdistill.methods.recognize import method_of
 from specdistill.targets.frozen import FrozenTarget
 from tests.tiny import tiny_target_model, tiny_tokenizer
 

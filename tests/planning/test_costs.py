@@ -2,11 +2,11 @@
 
 import pytest
 
-from specdistill.drafts.build import build_eagle3
-from specdistill.drafts.pruning import Shape, shape_of
-from specdistill.evaluation.theory import alpha_from_acceptance_length
+from specdistill.methods.draft_model.pruning import Shape, shape_of
+from specdistill.methods.eagle3.create import build_eagle3
 from specdistill.planning import costs
 from specdistill.planning.published import PUBLISHED
+from specdistill.statistics.theory import alpha_from_acceptance_length
 from specdistill.targets.frozen import FrozenTarget
 from tests.tiny import tiny_target_model, tiny_tokenizer
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from specdistill.drafts.small import propose_shape
 from specdistill.errors import UserError
+from specdistill.methods.draft_model.create import propose_shape
 from specdistill.planning.console import print_plan, short
 from specdistill.planning.plan import Plan, make_plan, recommend
 from specdistill.planning.reading import build, read

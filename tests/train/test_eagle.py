@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from specdistill.drafts.eagle3_checkpoint import load_eagle3
+from specdistill.methods.eagle3.checkpoint import load_eagle3
 from specdistill.project import RECIPES, ROOT
 from specdistill.recipe import Recipe, load_recipe
 from specdistill.targets.frozen import FrozenTarget
-from specdistill.training.trajectory import read_history
+from specdistill.training.history import read_history
 from tests.tiny import tiny_target_model, tiny_tokenizer
 
 SCRIPT = str(ROOT / "train" / "eagle.py")

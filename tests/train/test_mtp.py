@@ -9,7 +9,7 @@ import pytest
 from safetensors.torch import load_file
 
 from specdistill.cli import main
-from specdistill.drafts.mtp_checkpoint import load_mtp
+from specdistill.methods.mtp.checkpoint import load_mtp
 from specdistill.project import ROOT
 from specdistill.targets.frozen import FrozenTarget
 from specdistill.targets.shards import Shards

@@ -12,18 +12,18 @@ import torch
 from datasets import Dataset
 
 from specdistill.decoding.decoder import Decoder
-from specdistill.decoding.draft_model import DraftModelProposer
-from specdistill.decoding.proposers import HeadProposer
-from specdistill.drafts.heads import HEADS
-from specdistill.drafts.small import build_small, save_small
 from specdistill.losses.divergence import forward_kl
+from specdistill.methods.draft_model.create import build_small, save_small
+from specdistill.methods.draft_model.objective import Distillation
+from specdistill.methods.draft_model.proposer import DraftModelProposer
+from specdistill.methods.heads.proposer import HeadProposer
+from specdistill.methods.heads.table import HEADS
+from specdistill.methods.heads.unroll import TrainingTimeTest
 from specdistill.project import ROOT
 from specdistill.targets.frozen import FrozenTarget
 from specdistill.training.arguments import training_arguments
-from specdistill.training.distillation import Distillation
 from specdistill.training.optimizer import muon_adamw
 from specdistill.training.trainer import DraftTrainer
-from specdistill.training.unroll import TrainingTimeTest
 from tests.tiny import tiny_target_model, tiny_tokenizer
 
 

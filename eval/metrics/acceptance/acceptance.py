@@ -4,8 +4,8 @@ import datasets
 import evaluate
 import numpy as np
 
-from specdistill.evaluation.metrics import acceptance
-from specdistill.evaluation.statistics import estimates
+from specdistill.statistics.intervals import estimates
+from specdistill.statistics.metrics import acceptance
 
 DESCRIPTION = """How many drafted tokens the target accepts: mean acceptance length (bonus token counted), acceptance rate,
 and unconditional and conditional rates per position, as vLLM defines them; micro-averages over drafts, with 95 % intervals

@@ -3,7 +3,7 @@
 import datasets
 import evaluate
 
-from specdistill.evaluation.answers import is_match
+from specdistill.measurement.answers import is_match
 
 DESCRIPTION = """The share of texts whose answer is the reference's: the last number of both (the one after `####` in GSM8K), or, where
 the reference holds no number, the whole text but for spaces and capitals."""

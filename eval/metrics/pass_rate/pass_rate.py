@@ -6,7 +6,7 @@ Computing it runs what a model wrote.
 import datasets
 import evaluate
 
-from specdistill.evaluation.programs import passes
+from specdistill.measurement.programs import passes
 
 DESCRIPTION = (
     """The share of programs that run to their end with their test, each in a process with limits of time and memory."""

@@ -3,7 +3,7 @@
 import datasets
 import evaluate
 
-from specdistill.evaluation.answers import is_python_so_far
+from specdistill.measurement.answers import is_python_so_far
 
 DESCRIPTION = """The share of texts that are Python as far as they go: one that breaks off in the middle counts, one that Python's compiler
 refuses does not. Nothing is run."""

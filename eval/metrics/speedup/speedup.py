@@ -4,7 +4,7 @@ import datasets
 import evaluate
 import numpy as np
 
-from specdistill.evaluation.statistics import estimates
+from specdistill.statistics.intervals import estimates
 
 DESCRIPTION = (
     """Tokens a second with a draft and without, and their ratio, each with a 95 % interval from a bootstrap over prompts."""

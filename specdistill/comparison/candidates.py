@@ -1,0 +1,121 @@
+"""The drafts that a comparison is asked for, found and told apart before anything is loaded."""
+
+import filecmp
+import itertools
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from specdistill.errors import UserError, nearest
+from specdistill.hub import split_revision
+from specdistill.methods.checkpoint import read_config
+from specdistill.methods.recognize import locate, method_of
+
+KEY = "drafts"
+NGRAM = "ngram"
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One draft. `draft` is the entry as it was given (None for ngram), `folder` where its files are, `revision` a Hub commit.
+
+    num_layers: decoder layers of the draft, as its config.json says; None where there are none.
+    """
+
+    name: str
+    method: str
+    draft: str | None
+    folder: Path | None
+    revision: str | None
+    num_layers: int | None
+
+
+def find_candidates(entries: Sequence[str]) -> list[Candidate]:
+    """Folders, Hub ids (`org/name@revision` for one of several) or the word `ngram`, in their order, with names that are all different.
+
+    Raises UserError for fewer than two, for one that holds no draft, and for two that are the same (also as copies of each other);
+    ResourceError when the Hub fails.
+    """
+    if len(entries) < 2:
+        raise UserError(KEY, got=f"{len(entries)} candidate{'s' * (len(entries) != 1)}", expected="two or more: drafts=[a,b]")
+    folders = [None if entry == NGRAM else _locate(entry) for entry in entries]
+    _check_different(entries, folders)
+    candidates = []
+    for entry, folder, name in zip(entries, folders, _names(entries), strict=True):
+        if folder is None:
+            candidates.append(Candidate(name, NGRAM, None, None, None, None))
+            continue
+        method = method_of(folder, key=KEY)
+        config = read_config(folder, KEY)
+        num_layers = 1 if method == "mtp" else config.get("model", config).get("num_hidden_layers")
+        revision = None if Path(entry).is_dir() else folder.name
+        candidates.append(Candidate(name, method, entry, folder, revision, num_layers))
+    return candidates
+
+
+def _locate(entry: str) -> Path:
+    """The folder of an entry: the entry itself, or the Hub's files in the local cache."""
+    if entry and Path(entry).is_dir():  # Path("") is the folder one stands in
+        return Path(entry)
+    expected = "a draft folder, a Hub id or ngram"
+    if entry.startswith((".", "/", "~")) or split_revision(entry)[0].count("/") != 1:
+        raise UserError(
+            KEY, got=f"{entry or 'an empty name'}, which is no folder", expected=expected, nearest=nearest(entry, [NGRAM])
+        )
+    return locate(entry, key=KEY, expected=expected)
+
+
+def _check_different(entries: Sequence[str], folders: Sequence[Path | None]) -> None:
+    pairs = itertools.combinations(zip(entries, folders, strict=True), 2)
+    for (first, first_folder), (second, second_folder) in pairs:
+        if first_folder is None or second_folder is None:
+            same = first_folder is second_folder
+        else:
+            same = first_folder.resolve() == second_folder.resolve() or _copies(first_folder, second_folder)
+        if same:
+            raise UserError(KEY, got=f"{first} and {second}, which are the same draft", expected="different candidates")
+
+
+def _copies(first: Path, second: Path) -> bool:
+    """Whether config and weights of two folders are equal byte for byte."""
+    names = [
+        {path.name for pattern in ("config.json", "*.safetensors", "*.bin") for path in folder.glob(pattern)}
+        for folder in (first, second)
+    ]
+    if not names[0] or names[0] != names[1]:
+        return False
+    return all(filecmp.cmp(first / name, second / name, shallow=False) for name in sorted(names[0]))
+
+
+def _names(entries: Sequence[str]) -> list[str]:
+    """Each entry's last part, with as many of the parts before it as tell it from the others: runs/a/draft -> a-draft.
+
+    Names become folders beside the comparison's own files, so they are compared without case, and a number settles what is left.
+    """
+    # A revision may hold slashes, as refs/pr/1 does.
+    parts = [
+        list(Path(entry).resolve().parts[1:])
+        if Path(entry).is_dir()
+        else [part.replace("/", "-") for part in entry.split("/", 1)]
+        for entry in entries
+    ]
+    depths = [1] * len(entries)
+    while True:
+        names = ["-".join(part[-depth:]) for part, depth in zip(parts, depths, strict=True)]
+        count = Counter(name.casefold() for name in names)
+        longer = [
+            depth + (count[name.casefold()] > 1 and depth < len(part))
+            for name, part, depth in zip(names, parts, depths, strict=True)
+        ]
+        if longer == depths:
+            break
+        depths = longer
+    unique: list[str] = []
+    taken: set[str] = set()
+    for name in names:
+        numbered = (f"{name}-{number}" for number in itertools.count(2))
+        chosen = next(option for option in itertools.chain([name], numbered) if option.casefold() not in taken)
+        taken.add(chosen.casefold())
+        unique.append(chosen)
+    return unique

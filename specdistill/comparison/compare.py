@@ -1,0 +1,162 @@
+"""Several drafts for one target, measured together on the same prompts: who is faster, and what the difference comes from.
+
+A round of a draft yields tokens and costs time: S = AL / (v + c·K) (see specdistill.statistics.theory). Every difference to the
+fastest candidate is therefore taken apart into the tokens of a round and the cost of a round, those into acceptance rates and step
+costs, each with a paired interval over prompts. No torch here.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+import numpy as np
+
+from specdistill import __version__
+from specdistill.comparison.explanation import reasons
+from specdistill.statistics.intervals import relative_change
+from specdistill.statistics.metrics import METRICS, Metric, value
+from specdistill.statistics.prompt_sums import Columns, columns
+from specdistill.statistics.records import PromptRecord
+
+SCHEMA_VERSION = 1
+_PLAIN_STEP = ("baseline_verify_seconds", "baseline_num_rounds")
+
+# What a difference in speed is taken apart into. Costs are in plain decoding steps; rounds include those that drafted nothing.
+PARTS: dict[str, Metric] = {
+    "tokens_per_round": METRICS["tokens_per_round"],
+    "round_cost": Metric(
+        ("draft_seconds", "verify_seconds", "num_rounds", *_PLAIN_STEP),
+        lambda draft, verify, rounds, plain, plain_rounds: (draft + verify) / rounds / (plain / plain_rounds),
+        "lower",
+    ),
+    "acceptance_rate": METRICS["acceptance_rate"],
+    "drafted_per_round": Metric(("num_draft_tokens", "num_rounds"), lambda drafted, rounds: drafted / rounds),
+    "first_position_rate": Metric(("num_accepted_first", "num_drafts"), lambda accepted, drafts: accepted / drafts),
+    "later_position_rate": Metric(("num_accepted_later", "num_reached_later"), lambda accepted, reached: accepted / reached),
+    "draft_step": Metric(
+        ("draft_seconds", "num_draft_tokens", *_PLAIN_STEP),
+        lambda draft, drafted, plain, plain_rounds: draft / drafted / (plain / plain_rounds),
+        "lower",
+    ),
+    "verification": Metric(
+        ("verify_seconds", "num_rounds", *_PLAIN_STEP),
+        lambda verify, rounds, plain, plain_rounds: verify / rounds / (plain / plain_rounds),
+        "lower",
+    ),
+    "draft_share": Metric(("draft_seconds", "verify_seconds"), lambda draft, verify: draft / (draft + verify), "lower"),
+}
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One candidate's measurement.
+
+    num_layers: decoder layers of the draft, None where it has none; training: its `History.summary()`, None where that is not known.
+    """
+
+    name: str
+    num_layers: int | None
+    training: dict[str, Any] | None
+    report: dict[str, Any]
+    records: Sequence[PromptRecord]
+
+
+def compare(candidates: Sequence[Measured], *, seed: int = 0) -> dict[str, Any]:
+    """The document comparison.json: the candidates with their reports, their ranking, and why they differ.
+
+    The records of all candidates are of the same prompts in the same order. Ranked by speedup, those whose text is not the target's
+    own last; every difference is relative to the first of the ranking, and separable from it when its interval leaves out 0.
+    """
+    prompts = [[record.id for record in candidate.records] for candidate in candidates]
+    assert all(ids == prompts[0] for ids in prompts), "candidates were measured on different prompts"
+    ordered = sorted(candidates, key=lambda candidate: (not is_lossless(candidate.report), -_speedup(candidate.report)))
+    best, tables = ordered[0], {candidate.name: _columns(candidate.records) for candidate in candidates}
+    frontier = pareto_frontier([candidate.report for candidate in ordered])
+    ranking = []
+    for place, (candidate, on_frontier) in enumerate(zip(ordered, frontier, strict=True)):
+        differences = _differences(tables[candidate.name], tables[best.name], seed) if place else None
+        ranking.append(
+            {
+                "rank": place + 1,
+                "name": candidate.name,
+                "speedup": _speedup(candidate.report),
+                "lossless": is_lossless(candidate.report),
+                "separable_from_best": is_separable(differences["speedup"]) if differences else None,
+                "on_pareto_frontier": on_frontier,
+                "parts": _parts(tables[candidate.name]),
+                "difference_to_best": differences,
+            }
+        )
+    listed = [
+        {"name": entry.name, "num_layers": entry.num_layers, "training": entry.training, "report": entry.report}
+        for entry in candidates
+    ]
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "specdistill_version": __version__,
+        "candidates": listed,
+        "ranking": ranking,
+        "why": [{"name": name, "message": message} for name, message in reasons(listed, ranking)],
+    }
+
+
+def is_lossless(report: dict[str, Any]) -> bool:
+    """Whether greedy text with the draft is the target's own, but for near-ties that rounding explains."""
+    return not report["lossless"]["unexplained_divergences"]
+
+
+def is_separable(difference: dict[str, Any] | None) -> bool:
+    """Whether a difference's interval leaves out 0; without an interval nothing is."""
+    if not difference or not difference["ci95"]:
+        return False
+    low, high = difference["ci95"]
+    return bool(low > 0 or high < 0)
+
+
+def pareto_frontier(reports: Sequence[dict[str, Any]]) -> list[bool]:
+    """For each report, whether no other has both a higher acceptance length and a lower c; False where nothing was drafted."""
+    points = [_point(report) for report in reports]
+    return [
+        point is not None
+        and not any(other[0] >= point[0] and other[1] <= point[1] and other != point for other in points if other is not None)
+        for point in points
+    ]
+
+
+def _point(report: dict[str, Any]) -> tuple[float, float] | None:
+    if "theory" not in report:
+        return None
+    return report["results"][0]["mean_acceptance_length"], report["theory"]["c"]
+
+
+def _speedup(report: dict[str, Any]) -> float:
+    return float(report["results"][0]["speedup"])
+
+
+def _columns(records: Sequence[PromptRecord]) -> Columns:
+    """The columns of every metric, and those that tell the first drafted position from the later ones."""
+    drafts = [[(len(entry.accepted), len(entry.drafted)) for entry in record.rounds if entry.drafted] for record in records]
+    own = {
+        "num_accepted_first": [sum(accepted > 0 for accepted, _ in prompt) for prompt in drafts],
+        "num_accepted_later": [sum(max(accepted - 1, 0) for accepted, _ in prompt) for prompt in drafts],
+        # A position is reached when the one before it was accepted; the first rejection ends a draft.
+        "num_reached_later": [sum(min(accepted + 1, drafted) - 1 for accepted, drafted in prompt) for prompt in drafts],
+    }
+    return columns(records) | {name: np.array(column, dtype=np.float64) for name, column in own.items()}
+
+
+def _parts(table: Columns) -> dict[str, float | None]:
+    return {name: value(metric, table) for name, metric in PARTS.items()}
+
+
+def _differences(table: Columns, best: Columns, seed: int) -> dict[str, Any]:
+    """Each part's relative change from the best candidate's, with its paired interval; None where one of them has no value."""
+    found: dict[str, Any] = {}
+    for name, metric in {"speedup": METRICS["speedup"], **PARTS}.items():
+        found[name] = None
+        if value(metric, table) is not None and value(metric, best):  # a change from 0 has no size
+            change, ends = relative_change(metric, table, best, seed=seed)
+            found[name] = {"change": change, "ci95": list(ends) if ends else None}
+    return found

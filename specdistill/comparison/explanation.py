@@ -1,0 +1,221 @@
+"""Why candidates differ, in sentences: plain rules over measured numbers. What an interval does not show is not said.
+
+A difference counts as shown when its paired 95 % interval leaves out 0. No torch here.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from specdistill.report.wording import between, number, percent, times
+
+MOSTLY = 2 / 3  # of the gap's logarithm: from here on one part is said to be most of it
+WORTH_A_WORD = 0.005  # a smaller relative difference is not named as a reason, however sure it is
+FULL_COVERAGE = 0.9995  # rounds to 100 %
+
+Entry = Mapping[str, Any]
+
+
+def reasons(candidates: Sequence[Entry], ranking: Sequence[Entry]) -> Iterator[tuple[str, str]]:
+    """(topic, sentences) in reading order, from the `candidates` and the `ranking` of a comparison."""
+    by_name = {candidate["name"]: candidate for candidate in candidates}
+    best, *others = ranking
+    yield "fastest", _fastest(best, others, by_name[best["name"]]["report"])
+    for other in others:
+        yield "gap", " ".join(_gap(other, best))
+        if detail := " ".join([*_acceptance(other, best), *_cost(other, best, by_name)]):
+            yield "cause", detail
+    yield from (("lossless", text) for text in _not_lossless(ranking, by_name))
+    yield from (("coverage", text) for text in _coverage(candidates))
+    yield from (("context", text) for text in _context(candidates))
+
+
+def shown(difference: Mapping[str, Any] | None) -> float:
+    """A difference that its interval shows and that is worth a word, or 0."""
+    if difference is None or difference["ci95"] is None or abs(difference["change"]) < WORTH_A_WORD:
+        return 0.0
+    low, high = difference["ci95"]
+    return float(difference["change"]) if low > 0 or high < 0 else 0.0
+
+
+def _fastest(best: Entry, others: Sequence[Entry], report: Mapping[str, Any]) -> str:
+    row, unsure = report["results"][0], [other["name"] for other in others if not other["separable_from_best"]]
+    speed = f"{times(row['speedup'])} the speed of plain decoding{between(row, 'speedup')}"
+    low, high = row.get("speedup_ci95", (0.0, math.inf))
+    sign = "slower than" if high < 1 else "not separable from" if low <= 1 else ""
+    plain = f", which is {sign} plain decoding" if sign else ""
+    if not unsure:
+        return f"{best['name']} is the fastest: {speed}{plain}."
+    return f"{best['name']} measured fastest, {speed}{plain}, but {_listed(unsure)} {_is(unsure)} not separable from it."
+
+
+def _gap(other: Entry, best: Entry) -> Iterator[str]:
+    """How much slower, and whether by fewer tokens a round or by dearer rounds."""
+    differences = other["difference_to_best"]
+    name, first, speed = other["name"], best["name"], differences["speedup"]
+    tokens, cost = shown(differences["tokens_per_round"]), shown(differences["round_cost"])
+    yields = f"a round yields {_more(tokens, 'more', 'fewer')} tokens {_against(other, best, 'tokens_per_round')}"
+    costs = f"a round costs {_more(cost, 'more', 'less')} {_against(other, best, 'round_cost', ' plain steps')}"
+    if not other["separable_from_best"]:
+        yield f"{name} is not separable from {first}: {_direction(speed['change'])}{_range(speed)}."
+        if tokens and cost and (tokens > 0) == (cost > 0):
+            yield f"It trades one for the other: {yields}, and {costs}."
+        elif tokens or cost:
+            yield f"It differs in that {yields if tokens else costs}, but that does not show in the speed."
+        return
+    yield f"{name} is {_direction(speed['change'])} than {first}{_range(speed)}."
+    slower = -1 if speed["change"] < 0 else 1
+    from_tokens, from_cost = max(slower * math.log1p(tokens), 0.0), max(-slower * math.log1p(cost), 0.0)
+    if from_tokens and from_cost:
+        share = from_tokens / (from_tokens + from_cost)
+        source = (
+            "mostly from acceptance" if share >= MOSTLY else "mostly from cost" if share <= 1 - MOSTLY else "from both sides"
+        )
+        yield f"That comes {source}: {yields}, and {costs}."
+    elif from_tokens:
+        yield f"That comes from acceptance: {yields}{f', although {costs}' if cost else ''}."
+    elif from_cost:
+        yield f"That comes from cost: {costs}{f', although {yields}' if tokens else ''}."
+    else:
+        yield "Neither the tokens of a round nor its cost show where that comes from."
+
+
+def _acceptance(other: Entry, best: Entry) -> Iterator[str]:
+    """At which positions the tokens of a round are lost or won; nothing when those are not shown to differ."""
+    differences = other["difference_to_best"]
+    if not shown(differences["tokens_per_round"]):
+        return
+    if shown(differences["drafted_per_round"]):
+        mine, theirs = (number(entry["parts"]["drafted_per_round"], 1) for entry in (other, best))
+        yield f"{other['name']} drafts {mine} tokens a round, {best['name']} {theirs}."
+    first, later = shown(differences["first_position_rate"]), shown(differences["later_position_rate"])
+    at_first = f"at the first position ({_rates(other, best, 'first_position_rate')})"
+    after = f"at later positions once they are reached ({_rates(other, best, 'later_position_rate')})"
+    if not first and not later:
+        return
+    if first and later and (first > 0) == (later > 0):
+        yield f"It accepts {'more' if first > 0 else 'less'} {at_first} and {after}."
+    elif first and later:
+        yield f"It accepts {'more' if first > 0 else 'less'} {at_first} but {'more' if later > 0 else 'less'} {after}."
+    elif first:
+        yield f"It accepts {'more' if first > 0 else 'less'} {at_first}; later positions are not separable."
+    else:
+        yield f"It accepts {'more' if later > 0 else 'less'} {after}; the first position is not separable."
+
+
+def _cost(other: Entry, best: Entry, by_name: Mapping[str, Entry]) -> Iterator[str]:
+    """Which step makes the rounds dearer or cheaper, and how the drafts' sizes compare; nothing when costs are not shown to differ."""
+    differences = other["difference_to_best"]
+    if not shown(differences["round_cost"]):
+        return
+    step, verification = shown(differences["draft_step"]), shown(differences["verification"])
+    if step:
+        mine, theirs = (entry["parts"] for entry in (other, best))
+        yield (
+            f"A draft step of {other['name']} costs c = {number(mine['draft_step'], 3)} plain steps against "
+            f"{number(theirs['draft_step'], 3)}, and drafting takes {percent(mine['draft_share'])} of a round against "
+            f"{percent(theirs['draft_share'])}."
+        )
+        yield from _sizes(by_name[other["name"]], by_name[best["name"]], step)
+    if verification:
+        yield f"Verifying costs {_more(verification, 'more', 'less')} {_against(other, best, 'verification', ' plain steps')}."
+
+
+def _sizes(other: Entry, best: Entry, step: float) -> Iterator[str]:
+    mine, theirs = (entry["report"]["draft"]["parameters"] for entry in (other, best))
+    if mine == theirs and other["num_layers"] == best["num_layers"]:
+        return
+    surprise = ", so size is not the reason" if (mine - theirs) * step < 0 else ""
+    yield f"{_size(other)}, {_size(best)}{surprise}."
+
+
+def _size(candidate: Entry) -> str:
+    parameters, layers = candidate["report"]["draft"]["parameters"], candidate["num_layers"]
+    if not parameters:
+        return f"{candidate['name']} has no weights"
+    depth = "" if layers is None else f"{layers} layer{'s' * (layers != 1)} and "
+    return f"{candidate['name']} has {depth}{_count(parameters)} parameters"
+
+
+def _not_lossless(ranking: Sequence[Entry], by_name: Mapping[str, Entry]) -> Iterator[str]:
+    for entry in ranking:
+        if not entry["lossless"]:
+            lossless = by_name[entry["name"]]["report"]["lossless"]
+            texts = f"{lossless['unexplained_divergences']} of {lossless['prompts_checked']} greedy texts"
+            yield f"{entry['name']} is ranked behind the lossless ones whatever its speed: {texts} are not the target's own."
+
+
+def _coverage(candidates: Sequence[Entry]) -> Iterator[str]:
+    for candidate in candidates:
+        covered = candidate["report"]["results"][0].get("vocabulary_coverage", 1.0)
+        if covered < FULL_COVERAGE:
+            yield (
+                f"The draft vocabulary of {candidate['name']} holds {covered:.1%} of the target's own tokens; "
+                "it can never get the others right."
+            )
+
+
+def _context(candidates: Sequence[Entry]) -> Iterator[str]:
+    rows = {candidate["name"]: candidate["report"]["results"][0] for candidate in candidates}
+    steady, unknown = [], []
+    for name, row in rows.items():
+        ends = row.get("context_ratio_ci95")
+        if ends is None:
+            unknown.append(name)
+        elif ends[0] <= 1 <= ends[1]:
+            steady.append(name)
+        else:
+            yield (
+                f"In long contexts the acceptance length of {name} is {percent(row['context_ratio'])} of that in short ones "
+                f"({percent(ends[0])} to {percent(ends[1])})."
+            )
+    if steady:
+        yield f"Acceptance is not shown to change with the context for {_listed(steady)}."
+    if unknown:
+        yield f"Too few drafts at a long or a short context to tell for {_listed(unknown)}."
+
+
+def _direction(change: float) -> str:
+    return f"{_share(change)} {'slower' if change < 0 else 'faster'}"
+
+
+def _range(difference: Mapping[str, Any]) -> str:
+    """The interval in words: its ends with their direction, or that there is none."""
+    if difference["ci95"] is None:
+        return ", with too few prompts for an interval"
+    low, high = difference["ci95"]
+    if low > 0 or high < 0:
+        near, far = sorted((abs(low), abs(high)))
+        return f" ({_share(near)} to {_share(far)})"
+    return f", in an interval from {_direction(low)} to {_direction(high)}" if low < 0 < high else ", no difference at all"
+
+
+def _more(change: float, more: str, less: str) -> str:
+    return f"{_share(change)} {more if change > 0 else less}"
+
+
+def _against(other: Entry, best: Entry, part: str, unit: str = "") -> str:
+    return f"({number(other['parts'][part])}{unit} against {number(best['parts'][part])})"
+
+
+def _rates(other: Entry, best: Entry, part: str) -> str:
+    return f"{percent(other['parts'][part])} against {percent(best['parts'][part])}"
+
+
+def _share(change: float) -> str:
+    return f"{abs(change):.0%}" if abs(change) >= 0.0995 else f"{abs(change):.1%}"
+
+
+def _count(parameters: int) -> str:
+    for unit, size in (("billion", 1e9), ("million", 1e6), ("thousand", 1e3)):
+        if parameters >= size:
+            return f"{parameters / size:.3g} {unit}"
+    return str(parameters)
+
+
+def _listed(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+
+
+def _is(names: Sequence[str]) -> str:
+    return "is" if len(names) == 1 else "are"

@@ -1,0 +1,193 @@
+"""The draft-verify round for several texts at once. Each row's text is the one `Decoder` writes; they only share the passes.
+
+Rows accept different numbers of tokens, and move on by as many: nobody waits for the slowest. What a row rejects stays in the target's
+cache as a hole (specdistill.decoding.batch_kv_cache). A row that is done leaves the batch, which goes on with those that are left.
+
+Greedy text of a float32 target is that of `Decoder` token for token, near-ties included (specdistill.decoding.ties). Sampled text follows
+the target's law in each row, whatever stands in the others. Row b draws from its own generator, as many numbers in the same order as
+`Decoder` does, so its text is the one `Decoder` writes with that generator, unless a number falls within float rounding of a boundary.
+
+Shapes: B rows, T positions of one pass, K drafted tokens, R rows that drafted equally many, V vocabulary.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from specdistill.decoding import verify
+from specdistill.decoding.batch_kv_cache import MaskedCache
+from specdistill.decoding.batch_models import check_batchable, last_of, padded
+from specdistill.decoding.batch_proposer import BatchState, Generators, uniforms
+from specdistill.decoding.decoder import GREEDY, Generation, Round, check_length, cut, now
+from specdistill.decoding.proposer import Proposal, Proposer
+from specdistill.decoding.sampling import Sampling
+from specdistill.decoding.ties import settle_rows
+from specdistill.errors import UserError
+from specdistill.targets.frozen import Features, FrozenTarget
+
+MAX_BATCH_SIZE = 64
+
+
+@dataclass
+class _Row:
+    """A text under way; `limit` is its longest length, in tokens."""
+
+    prompt_ids: tuple[int, ...]
+    token_ids: list[int]
+    limit: int
+    generator: torch.Generator | None
+    stop_ids: frozenset[int]
+    rounds: list[Round] = field(default_factory=list)
+    prefill_seconds: float = 0.0
+    seconds: float = 0.0
+
+    @property
+    def stopped(self) -> bool:
+        return self.token_ids[-1] in self.stop_ids
+
+    @property
+    def is_done(self) -> bool:
+        return self.stopped or len(self.token_ids) == self.limit
+
+    def generation(self) -> Generation:
+        new = tuple(self.token_ids[len(self.prompt_ids) :])
+        return Generation(self.prompt_ids, new, tuple(self.rounds), self.prefill_seconds, self.seconds, self.stopped)
+
+
+class BatchDecoder:
+    """Decodes up to MAX_BATCH_SIZE texts at once with a target and, optionally, a proposer.
+
+    Raises UserError for targets and drafts that cannot hold several texts: recurrent layers, and others that `check_batchable` names.
+    """
+
+    def __init__(self, target: FrozenTarget, proposer: Proposer | None = None) -> None:
+        check_batchable(target.model, target.name)
+        self.target = target
+        self.proposer = proposer.batched() if proposer else None
+        self.aux_layers = proposer.aux_layers if proposer else ()
+
+    @torch.inference_mode()
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        max_new_tokens: int,
+        num_speculative_tokens: int = 0,
+        sampling: Sampling = GREEDY,
+        generators: Generators | None = None,
+    ) -> list[Generation]:
+        """Continue each prompt by up to `max_new_tokens` tokens, or to a stop token of the target; see `Decoder.generate`.
+
+        generators: one for each prompt; None is torch's own for all of them.
+
+        Times are shares: a round's seconds are divided equally among the rows that took part in it, the prefill's among all. The seconds
+        of all generations add up to those of the batch. Raises UserError for too many prompts, and as `Decoder.generate` does.
+        """
+        if not 1 <= len(prompts) <= MAX_BATCH_SIZE:
+            raise UserError("eval.batch_size", got=len(prompts), expected=f"1 to {MAX_BATCH_SIZE}")
+        if self.proposer and num_speculative_tokens < 1:
+            raise UserError("eval.num_speculative_tokens", got=num_speculative_tokens, expected="1 or more")
+        for prompt_ids in prompts:
+            check_length(self.target, prompt_ids, max_new_tokens)
+        started = [
+            _Row(tuple(prompt_ids), list(prompt_ids), len(prompt_ids) + max_new_tokens, generator, self.target.eos_token_ids)
+            for prompt_ids, generator in zip(prompts, generators or [None] * len(prompts), strict=True)
+        ]
+        if self.proposer:
+            self.proposer.begin([row.limit + num_speculative_tokens for row in started])
+
+        start = now(self.target.device)
+        rows, dtype = started, self.target.lm_head.weight.dtype
+        cache = MaskedCache(self.target.config, len(rows), dtype, self.target.device)
+        logits_B1V, features = self._forward([row.token_ids for row in rows], cache, only_last=True)
+        firsts = self._verify(rows, [Proposal([])] * len(rows), logits_B1V, sampling)
+        for row, (_, first) in zip(rows, firsts, strict=True):
+            row.token_ids.append(first)
+        state = BatchState([row.token_ids for row in rows], features, [len(row.prompt_ids) for row in rows])
+        rows, lap = self._leave(rows, state, cache), now(self.target.device)
+        for row in started:
+            row.prefill_seconds = row.seconds = (lap - start) / len(started)
+
+        while rows:
+            taking_part, start = rows, lap
+            self._round(rows, state, cache, num_speculative_tokens, sampling)
+            rows, lap = self._leave(rows, state, cache), now(self.target.device)
+            for row in taking_part:
+                row.seconds += (lap - start) / len(taking_part)
+        return [row.generation() for row in started]
+
+    def _round(self, rows: Sequence[_Row], state: BatchState, cache: MaskedCache, k: int, sampling: Sampling) -> None:
+        """Propose, verify, commit."""
+        start = now(self.target.device)
+        if self.proposer:
+            proposals = self.proposer.propose(state, k, sampling, [row.generator for row in rows])
+        else:
+            proposals = [Proposal([])] * len(rows)
+        drafted = now(self.target.device)
+        fed = [[row.token_ids[-1], *proposal.tokens] for row, proposal in zip(rows, proposals, strict=True)]
+        logits_BTV, state.fresh = self._forward(fed, cache)
+        verdicts = self._verify(rows, proposals, logits_BTV, sampling)
+        state.num_fresh = [1 + num_accepted for num_accepted, _ in verdicts]
+        cache.truncate([len(row.token_ids) + num_accepted for row, (num_accepted, _) in zip(rows, verdicts, strict=True)])
+        verified = now(self.target.device)
+        draft_seconds, verify_seconds = (drafted - start) / len(rows), (verified - drafted) / len(rows)
+        for row, proposal, (num_accepted, next_token) in zip(rows, proposals, verdicts, strict=True):
+            accepted = [*proposal.tokens[:num_accepted], next_token]
+            emitted = cut(accepted, row.limit - len(row.token_ids), row.stop_ids)
+            row.token_ids += emitted
+            kept = min(num_accepted, len(emitted))
+            row.rounds.append(Round(tuple(proposal.tokens), kept, tuple(emitted), draft_seconds, verify_seconds))
+
+    def _leave(self, rows: list[_Row], state: BatchState, cache: MaskedCache) -> list[_Row]:
+        """The rows that are not done; the others are forgotten everywhere."""
+        going = [index for index, row in enumerate(rows) if not row.is_done]
+        if going and len(going) < len(rows):
+            cache.keep(going)
+            if self.proposer:
+                self.proposer.keep(going)
+            state.token_ids = [state.token_ids[index] for index in going]
+            state.fresh = state.fresh.rows(going)
+            state.num_fresh = [state.num_fresh[index] for index in going]
+        return [rows[index] for index in going]
+
+    def _forward(
+        self, token_ids: Sequence[Sequence[int]], cache: MaskedCache, only_last: bool = False
+    ) -> tuple[Tensor, Features]:
+        """The target over each row's new tokens: logits [B, T, V] (of each row's last alone if `only_last`) and features [B, T, D]."""
+        counts = [len(row) for row in token_ids]
+        position_BT, mask = cache.extend(counts)
+        features = self.target.features(
+            padded(token_ids, self.target.device),
+            self.aux_layers,
+            position_ids_BT=position_BT,
+            attention_mask=mask,
+            past_key_values=cache.layers,
+        )
+        hidden = features.last_hidden
+        if only_last:
+            hidden = last_of(hidden, counts).unsqueeze(1)
+        return self.target.logits(hidden), features
+
+    def _verify(
+        self, rows: Sequence[_Row], proposals: Sequence[Proposal], logits_BTV: Tensor, sampling: Sampling
+    ) -> list[tuple[int, int]]:
+        """(number of accepted tokens, the token after them) of each row. Rows that drafted equally many are verified together."""
+        verdicts = [(0, 0)] * len(rows)
+        for width in {len(proposal.tokens) for proposal in proposals}:
+            chosen = [index for index, proposal in enumerate(proposals) if len(proposal.tokens) == width]
+            tokens_RK = torch.tensor([proposals[index].tokens for index in chosen], dtype=torch.long, device=logits_BTV.device)
+            logits_RKV = logits_BTV[chosen, : width + 1]
+            if sampling.is_greedy:
+                texts = [[*rows[index].token_ids, *proposals[index].tokens] for index in chosen]
+                num_accepted, next_token = verify.greedy(tokens_RK, settle_rows(self.target, texts, logits_RKV))
+            else:
+                laws = [law for index in chosen if (law := proposals[index].probabilities) is not None]
+                uniforms_RK = uniforms(width + 1, [rows[index].generator for index in chosen]).to(logits_BTV.device)
+                num_accepted, next_token = verify.rejection_from_uniforms(
+                    tokens_RK, sampling.probabilities(logits_RKV), torch.stack(laws) if laws else None, uniforms_RK
+                )
+            for index, *verdict in zip(chosen, num_accepted.tolist(), next_token.tolist(), strict=True):
+                verdicts[index] = (verdict[0], verdict[1])
+        return verdicts

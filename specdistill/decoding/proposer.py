@@ -1,0 +1,70 @@
+"""The contract of a proposer: what decoding asks of a draft. It keeps what it needs between rounds and is told what was committed.
+
+Shapes: D target hidden size, F freshly committed positions, K drafted tokens, V vocabulary.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from specdistill.decoding.sampling import Sampling
+from specdistill.decoding.tree import DynamicTree, StaticTree, Tree
+from specdistill.targets.frozen import Features
+
+if TYPE_CHECKING:
+    from specdistill.decoding.batch_proposer import BatchProposer
+
+
+@dataclass
+class DecodingState:
+    """The text so far, as a proposer sees it.
+
+    token_ids: prompt and emitted tokens. The target has processed all but the last.
+    fresh: the target's features [1, F, D] of the F positions processed since the last proposal.
+    """
+
+    token_ids: list[int]
+    fresh: Features | None = None
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """Drafted tokens [K] and the laws [K, V] they were drawn from; None where each is a certain guess (one-hot).
+
+    tree: whose nodes the tokens are, siblings drawn from one law without replacement; None for a chain.
+    """
+
+    tokens: list[int]
+    probabilities: Tensor | None = None
+    tree: Tree | None = None
+
+
+class Proposer(Protocol):
+    aux_layers: tuple[int, ...]
+    num_parameters: int
+    num_bytes: int
+
+    def begin(self, max_length: int) -> None:
+        """Forget the last text; the next one has at most `max_length` tokens, drafted ones included."""
+        ...
+
+    def propose(self, state: DecodingState, k: int, sampling: Sampling, generator: torch.Generator | None) -> Proposal:
+        """Guess up to k tokens that follow `state.token_ids`."""
+        ...
+
+    def batched(self) -> "BatchProposer":
+        """The same draft for several texts at once. Raises UserError for a draft that cannot hold several."""
+        ...
+
+
+@runtime_checkable
+class TreeProposer(Protocol):
+    """A proposer that can also guess several ways at once."""
+
+    def propose_tree(
+        self, state: DecodingState, shape: StaticTree | DynamicTree, sampling: Sampling, generator: torch.Generator | None
+    ) -> Proposal:
+        """Guess a tree of tokens that follow `state.token_ids`; each of its levels is one draft step."""
+        ...

@@ -1,1 +1,0 @@
-"""Measuring a draft against its target, and deciding whether it may be released."""

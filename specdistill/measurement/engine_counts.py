@@ -1,0 +1,155 @@
+"""What an inference engine writes with a draft and accepts of it, beside what this package's decoder does: the same prompts, greedy.
+
+Both sides are asked to ignore stop tokens, so that texts end at their limit alone. Engines count what the target accepted of a draft
+before they cut the text at the limit; rounds here count after the cut. So here decoding goes on until the last round is whole.
+
+An engine is started by its own Python, which needs nothing of this package: `eval/engines/run_<engine>.py` reads what to do from one JSON
+file and writes what happened to another, prompt by prompt.
+"""
+
+import json
+import math
+import os
+import subprocess
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from specdistill.decoding.decoder import Decoder
+from specdistill.decoding.proposer import Proposer
+from specdistill.engines.serve import SGLANG_ALGORITHMS
+from specdistill.errors import ResourceError
+from specdistill.project import ROOT
+from specdistill.targets.frozen import FrozenTarget
+
+ENGINES = ("vllm", "sglang")
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Of the drafts of one text or of several, as vLLM counts them. accepted_per_position [K]: drafts whose token there was accepted."""
+
+    num_drafts: int
+    num_draft_tokens: int
+    accepted_per_position: tuple[int, ...]
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """Tokens a round, the target's own included; not a number when nothing was drafted."""
+        return 1 + sum(self.accepted_per_position) / self.num_drafts if self.num_drafts else math.nan
+
+
+@dataclass(frozen=True)
+class Written:
+    """A continuation of a prompt, and what was accepted on the way: all zeros without a draft."""
+
+    token_ids: tuple[int, ...]
+    counts: Counts
+
+
+def total(texts: Sequence[Written]) -> Counts:
+    """The counts of all texts together."""
+    counts = [text.counts for text in texts]
+    positions = zip(*(count.accepted_per_position for count in counts), strict=True)
+    return Counts(
+        sum(count.num_drafts for count in counts),
+        sum(count.num_draft_tokens for count in counts),
+        tuple(map(sum, positions)),
+    )
+
+
+def ignore_stop_tokens(target: FrozenTarget) -> None:
+    """From now on this target's texts end at their limit alone."""
+    target.model.generation_config.eos_token_id = []
+
+
+def write_here(
+    target: FrozenTarget,
+    proposer: Proposer | None,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    num_speculative_tokens: int = 0,
+) -> list[Written]:
+    """Each prompt continued by `max_new_tokens` tokens, greedily; the last round counts what it would accept without that limit.
+
+    There must be room for K more tokens in the target's context; raises UserError where there is not.
+    """
+    decoder, texts = Decoder(target, proposer), []
+    for prompt_ids in prompts:
+        generation = decoder.generate(
+            prompt_ids,
+            max_new_tokens=max_new_tokens + num_speculative_tokens,
+            num_speculative_tokens=num_speculative_tokens,
+        )
+        length, drafts = 1, []  # the first token is the prefill's
+        for entry in generation.rounds:
+            if length >= max_new_tokens:
+                break
+            length += len(entry.emitted)
+            drafts += [entry] if entry.drafted else []
+        accepted = [sum(entry.num_accepted > k for entry in drafts) for k in range(num_speculative_tokens)]
+        counts = Counts(len(drafts), sum(len(entry.drafted) for entry in drafts), tuple(accepted))
+        texts.append(Written(generation.token_ids[:max_new_tokens], counts))
+    return texts
+
+
+@dataclass(frozen=True)
+class Job:
+    """What an engine is to do. `options`: arguments of its own Python class; `num_speculative_tokens`: K, 0 without a draft."""
+
+    options: dict[str, Any]
+    prompts: Sequence[Sequence[int]]
+    max_new_tokens: int
+    num_speculative_tokens: int = 0
+
+
+def plain_options(engine: str, target: str, *, dtype: str, max_length: int) -> dict[str, Any]:
+    """An engine's arguments for a target, a folder or a Hub id, without a draft."""
+    if engine == "vllm":
+        return {"model": target, "dtype": dtype, "max_model_len": max_length}
+    return {"model_path": target, "dtype": dtype, "context_length": max_length}
+
+
+def draft_options(engine: str, method: str, folder: str, num_speculative_tokens: int) -> dict[str, Any]:
+    """What a draft adds to the arguments, or replaces in them; `folder` is what `specdistill export` wrote for the engine."""
+    k, in_target = num_speculative_tokens, method == "mtp"
+    if engine == "vllm":
+        draft = {"method": method, "num_speculative_tokens": k} | ({} if in_target else {"model": folder})
+        return {"speculative_config": draft} | ({"model": folder} if in_target else {})
+    algorithm = {"speculative_algorithm": SGLANG_ALGORITHMS[method]}
+    chain = {"speculative_num_steps": k, "speculative_eagle_topk": 1, "speculative_num_draft_tokens": k + 1}
+    return algorithm | chain | {"model_path" if in_target else "speculative_draft_model_path": folder}
+
+
+def write_in_engine(engine: str, python: Path, jobs: Sequence[Job], folder: Path) -> tuple[str, list[list[Written]]]:
+    """The engine's version, and the texts of each job, done one after the other in one process.
+
+    What the engine says goes to `<folder>/<engine>.log`. Raises ResourceError, which names that, when the process fails.
+    """
+    orders, results, log = folder / "jobs.json", folder / "results.json", folder / f"{engine}.log"
+    orders.write_text(json.dumps([asdict(job) for job in jobs]), encoding="utf-8")
+    command = [python, ROOT / "eval" / "engines" / f"run_{engine}.py", orders, results]
+    surroundings = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    try:
+        with log.open("w", encoding="utf-8") as output:
+            subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, check=True, env=surroundings)
+    except OSError as error:
+        raise ResourceError(f"python: {python} did not start ({error})", next_step="name an interpreter") from error
+    except subprocess.CalledProcessError as error:
+        said = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+        what = f"python: {engine} failed under {python}: {' / '.join(said[-3:])}"
+        raise ResourceError(what, next_step=f"see {log}") from error
+    done = json.loads(results.read_text(encoding="utf-8"))
+    return done["version"], [[_written(row) for row in rows] for rows in done["jobs"]]
+
+
+def _written(row: dict[str, Any]) -> Written:
+    accepted = tuple(row["accepted_per_position"])
+    return Written(tuple(row["token_ids"]), Counts(row["num_drafts"], row["num_draft_tokens"], accepted))
+
+
+def num_same(one: Sequence[Written], other: Sequence[Written]) -> int:
+    """How many prompts are continued by the same tokens."""
+    return sum(a.token_ids == b.token_ids for a, b in zip(one, other, strict=True))

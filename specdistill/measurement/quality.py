@@ -1,0 +1,121 @@
+"""Whether the texts are worth as much with the draft as without it: task metrics of both, prompt by prompt.
+
+Speculation must not change what the target writes, so greedy texts score the same; of sampled texts each is one draw, and the
+difference of the scores must lie around 0. A suite says what its texts are scored by: those of rows with a `reference` by exact
+match, those of rows with a `test` by running the program, and all of them by the metric that its header names (`quality`).
+"""
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import evaluate
+import numpy as np
+from scipy import stats
+
+from specdistill.measurement import answers
+from specdistill.project import METRICS as METRIC_MODULES
+from specdistill.statistics.intervals import interval
+from specdistill.statistics.metrics import Metric
+from specdistill.statistics.records import PromptRecord, records_of
+from specdistill.suites.rows import SuiteRow
+from specdistill.suites.suite import Suite
+
+METRICS = ("exact_match", "pass_rate", "python_syntax")  # modules under eval/metrics
+DIFFERENCE = Metric(("with_draft", "without_draft", "num_prompts"), lambda ours, theirs, number: (ours - theirs) / number)
+
+
+def add_quality(
+    report: dict[str, Any], records: Sequence[PromptRecord], suite: Suite, *, special_tokens: Sequence[str], run_code: bool
+) -> None:
+    """Put `quality` into a report that is not yet judged, with a finding where the scores differ; what is absent gets a reason.
+
+    The texts are those of the report's first row. special_tokens: the tokenizer's, which are no part of an answer. run_code: run
+    the programs of rows with a `test`.
+    """
+    written = records_of(report["results"][0], records)
+    seed = report["settings"]["seed"]
+    report["quality"], absent = compare_quality(suite, written, special_tokens=special_tokens, run_code=run_code, seed=seed)
+    report["not_measured"] |= absent
+    for name, entry in report["quality"].items():
+        low, high = entry.get("difference_ci95", (0.0, 0.0))
+        if low > 0 or high < 0:
+            scores = f"{entry['with_draft']:.1%} with the draft and {entry['without_draft']:.1%} without"
+            message = f"Texts score {scores} by {name}: chance does not explain the difference."
+            report["findings"].append({"name": "quality", "message": message})
+
+
+def compare_quality(
+    suite: Suite, records: Sequence[PromptRecord], *, special_tokens: Sequence[str], run_code: bool, seed: int
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """(metric -> both scores and their paired difference, `quality.metric` -> why it is absent)."""
+    rows = {row.id: row for row in suite.rows}
+    scored, absent = {}, {}
+    for name in METRICS:
+        chosen = [(row, record) for record in records if _is_scored(name, suite, row := rows[record.id], record)]
+        if not chosen:
+            absent[f"quality.{name}"] = f"suite {suite.name} has nothing to score by it"
+        elif any(record.baseline_text is None for _, record in chosen):
+            absent[f"quality.{name}"] = "there are no texts without the draft to compare with"
+        elif name == "pass_rate" and not run_code:
+            absent[f"quality.{name}"] = "programs are run only with eval.run_code=true"
+        else:
+            metric = evaluate.load(str(METRIC_MODULES / name), keep_in_memory=True)
+            references = [_reference(name, row, record) for row, record in chosen]
+            sides = ([record.text for _, record in chosen], [record.baseline_text or "" for _, record in chosen])
+            with_draft, without_draft = (
+                metric.compute(
+                    predictions=[
+                        _answer(name, row, record, text, special_tokens)
+                        for (row, record), text in zip(chosen, texts, strict=True)
+                    ],
+                    references=references,
+                )["outcomes"]
+                for texts in sides
+            )
+            scored[name] = paired(with_draft, without_draft, seed=seed)
+    return scored, absent
+
+
+def paired(with_draft: Sequence[bool], without_draft: Sequence[bool], *, seed: int) -> dict[str, Any]:
+    """Shares of prompts that succeed on both sides, and their difference with its interval (bootstrap over prompts).
+
+    p_value: McNemar's exact test, which looks at the prompts that succeed on one side only; 1 when there are none.
+    """
+    ours, theirs = np.array(with_draft, dtype=np.float64), np.array(without_draft, dtype=np.float64)
+    only_ours, only_theirs = int((ours > theirs).sum()), int((ours < theirs).sum())
+    columns = {"with_draft": ours, "without_draft": theirs, "num_prompts": np.ones(len(ours))}
+    ends = interval(DIFFERENCE, columns, seed=seed)
+    return {
+        "num_prompts": len(ours),
+        "with_draft": float(ours.mean()),
+        "without_draft": float(theirs.mean()),
+        "difference": float((ours - theirs).mean()),
+        **({"difference_ci95": list(ends)} if ends else {}),
+        "only_with_draft": only_ours,
+        "only_without_draft": only_theirs,
+        "p_value": float(stats.binomtest(only_ours, only_ours + only_theirs).pvalue) if only_ours + only_theirs else 1.0,
+    }
+
+
+def _is_scored(name: str, suite: Suite, row: SuiteRow, record: PromptRecord) -> bool:
+    """Whether a metric says something about a text: only what continues Python can be Python."""
+    if name == "exact_match":
+        return row.reference is not None
+    if name == "pass_rate":
+        return row.test is not None
+    return suite.quality == name and answers.is_python_so_far(_beginning(row, record))
+
+
+def _reference(name: str, row: SuiteRow, record: PromptRecord) -> str | None:
+    return {"exact_match": row.reference, "pass_rate": row.test, "python_syntax": _beginning(row, record)}[name]
+
+
+def _answer(name: str, row: SuiteRow, record: PromptRecord, text: str, special_tokens: Sequence[str]) -> str:
+    plain = re.sub("|".join(map(re.escape, special_tokens)), "", text) if special_tokens else text
+    return answers.program(None if row.kind == "messages" else record.prompt, plain) if name == "pass_rate" else plain
+
+
+def _beginning(row: SuiteRow, record: PromptRecord) -> str:
+    """What the text continues; a chat's answer continues nothing."""
+    return "" if row.kind == "messages" else record.prompt

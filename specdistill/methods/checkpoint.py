@@ -1,0 +1,272 @@
+"""Reading and writing a draft's folder, whatever its method: config.json and tensors, each of them consumed or named.
+
+Tensors are read bit for bit in their stored dtype. A module is filled with NaN first, so that what is forgotten shows at once.
+"""
+
+import functools
+import json
+import pickle
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from specdistill.errors import UserError, one_line
+from specdistill.methods.layers import HeadShape, Rotary
+from specdistill.targets.shards import INDEX, SINGLE, Shards
+
+# Whose angles do not depend on the text's length, so that cached keys stay right as it grows.
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+EXPECTED = "the folder of a trained draft: config.json and weights"
+PICKLED = "pytorch_model.bin"
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads")
+OPTIONAL_SIZES = ("num_key_value_heads", "head_dim", "num_hidden_layers", "max_position_embeddings", "draft_vocab_size")
+# What would change a head's arithmetic without a trace in its tensors' names, and the value that heads have here.
+FIXED = {
+    "hidden_act": "silu",
+    "partial_rotary_factor": 1,
+    "logit_scale": 1,
+    "quantization_config": None,
+    "parallel_drafting": False,
+}
+
+
+def write_draft(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    save_file(plain, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def read_config(folder: Path, key: str) -> dict[str, Any]:
+    """A folder's config.json. Raises UserError, saying what is there instead, when it has none."""
+    path = folder / "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        found = sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
+        inside = next((str(folder / name) for name in found if (folder / name / "config.json").is_file()), None)
+        shown = (
+            f"holds {', '.join(found[:5])}{', …' * (len(found) > 5)}"
+            if found
+            else "is empty"
+            if folder.is_dir()
+            else "is no folder"
+        )
+        raise UserError(key, got=f"{folder}, which {shown}", expected=EXPECTED, nearest=inside) from error
+    except (ValueError, OSError) as error:
+        raise UserError(key, got=f"{path}: {error}", expected="JSON") from error
+    if not isinstance(config, dict):
+        raise UserError(key, got=f"{path}, which holds no keys", expected="the config.json of a draft")
+    return config
+
+
+def read_tensors(folder: Path, key: str) -> dict[str, Tensor]:
+    """The weights of a folder, in one file or in shards; pickles only as plain tensors (`weights_only`).
+
+    Raises UserError when files are missing or broken, when the index names others than are there, or when a weight is not finite.
+    """
+    if (folder / INDEX).is_file() or (folder / SINGLE).is_file():
+        shards = Shards.open(folder, key)
+        shards.check()
+        tensors = shards.load(shards.file_of)
+    elif (folder / PICKLED).is_file():
+        tensors = _unpickle(folder / PICKLED, key)
+    else:
+        raise UserError(key, got=f"{folder}, which has no weights", expected=f"{SINGLE}, {INDEX} or {PICKLED}")
+    check_finite(tensors, folder, key)
+    return tensors
+
+
+def check_finite(tensors: Mapping[str, Tensor], folder: Path | str, key: str) -> None:
+    """Raises UserError for weights that are NaN or infinite."""
+    broken = next((name for name, tensor in tensors.items() if tensor.dtype in FLOATS and not tensor.isfinite().all()), None)
+    if broken:
+        raise UserError(key, got=f"{folder} with NaN or infinity in {broken}", expected="finite weights")
+
+
+def _unpickle(path: Path, key: str) -> dict[str, Tensor]:
+    try:
+        tensors: Any = torch.load(path, map_location="cpu", weights_only=True)
+    except (RuntimeError, ValueError, EOFError, OSError, pickle.UnpicklingError) as error:
+        raise UserError(key, got=f"{path}: {one_line(str(error))[:120]}", expected="plain tensors (weights_only)") from error
+    if not isinstance(tensors, dict) or not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
+        raise UserError(key, got=f"{path}, which holds other things", expected="plain tensors by name (weights_only)")
+    return tensors
+
+
+def check_tensors(
+    expected: Mapping[str, Tensor],
+    tensors: Mapping[str, Tensor],
+    folder: Path,
+    key: str,
+    *,
+    what: str,
+    optional: Collection[str] = (),
+) -> None:
+    """Raises UserError when a tensor is missing that is not `optional`, unknown, or of another shape or kind than expected.
+
+    Floating-point dtypes stand for each other, and so do integers. `what` is the kind of draft that it is, for errors.
+    """
+    missing = sorted(expected.keys() - tensors.keys() - set(optional))
+    unknown = sorted(tensors.keys() - expected.keys())
+    both = sorted(expected.keys() & tensors.keys())
+    misshapen = [name for name in both if expected[name].shape != tensors[name].shape]
+    mistyped = [name for name in both if _kind(expected[name]) != _kind(tensors[name])]
+    if missing or unknown or misshapen or mistyped:
+        problems = [f"without {name}" for name in missing] + [f"with unknown {name}" for name in unknown]
+        problems += [f"with {name} of shape {tuple(tensors[name].shape)}" for name in misshapen]
+        problems += [f"with {name} in {tensors[name].dtype}" for name in mistyped]
+        wanted = [f"{name} of shape {tuple(expected[name].shape)}" for name in missing + misshapen]
+        wanted += [f"{name} in {_kind(expected[name])}" for name in mistyped]
+        raise UserError(
+            key, got=f"{folder} {', '.join(problems[:3])}", expected="; ".join(wanted[:3]) or f"the tensors of {what} alone"
+        )
+
+
+def _kind(tensor: Tensor) -> str:
+    """Of its dtype, as errors name it."""
+    if tensor.dtype in FLOATS:
+        return "float32, bfloat16 or float16"
+    return "integers" if tensor.dtype in (torch.int64, torch.int32) else str(tensor.dtype)
+
+
+def fill(
+    module: nn.Module,
+    tensors: Mapping[str, Tensor],
+    dtype: torch.dtype,
+    folder: Path,
+    key: str,
+    *,
+    what: str,
+    optional: Collection[str] = (),
+) -> None:
+    """Give a module its tensors in a dtype. Raises UserError as `check_tensors` does."""
+    check_tensors(module.state_dict(), tensors, folder, key, what=what, optional=optional)
+    for parameter in module.parameters():
+        nn.init.constant_(parameter, torch.nan)
+    module.to(dtype).load_state_dict(tensors, strict=False)
+
+
+def stored_dtype(tensors: Collection[Tensor]) -> torch.dtype:
+    """The smallest dtype that holds all weights exactly: their own, where they have but one."""
+    return functools.reduce(torch.promote_types, [tensor.dtype for tensor in tensors if tensor.is_floating_point()])
+
+
+def is_copy(given: Tensor, own: Tensor) -> bool:
+    """Whether one tensor is the other in another dtype."""
+    return given.shape == own.shape and torch.equal(given.to(own), own.to(given.dtype).to(own))
+
+
+class TargetSizes(Protocol):
+    """What a head must fit: a `FrozenTarget`, or what the target's config.json says."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def num_layers(self) -> int: ...
+
+
+def check_fit(pairs: Collection[tuple[str, int, int]], folder: Path, target: str, key: str) -> None:
+    """Raises UserError for the first (name, got, expected) whose numbers differ."""
+    for name, got, expected in pairs:
+        if got != expected:
+            raise UserError(key, got=f"{folder} with {name} {got}", expected=f"{expected}, as {target} has")
+
+
+def shape_to_json(shape: HeadShape, dtype: torch.dtype) -> dict[str, Any]:
+    """The keys of a Llama's config.json, with the rotary embedding for readers before transformers 5 and since."""
+    # vLLM gives a layer its window by `layer_types` alone.
+    windowed = {} if shape.sliding_window is None else {"layer_types": ["sliding_attention"] * shape.num_layers}
+    return {
+        "model_type": "llama",
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "bos_token_id": shape.bos_token_id,
+        "eos_token_id": shape.eos_token_id,
+        "head_dim": shape.head_dim,
+        "hidden_act": "silu",
+        "hidden_size": shape.hidden_size,
+        "initializer_range": 0.02,
+        "intermediate_size": shape.intermediate_size,
+        "max_position_embeddings": shape.max_position_embeddings,
+        "mlp_bias": False,
+        "num_attention_heads": shape.num_attention_heads,
+        "num_hidden_layers": shape.num_layers,
+        "num_key_value_heads": shape.num_key_value_heads,
+        "rms_norm_eps": shape.rms_norm_eps,
+        "rope_theta": shape.rope_theta,
+        "rope_scaling": shape.rope_scaling,
+        "rope_parameters": {"rope_type": "default", "rope_theta": shape.rope_theta, **(shape.rope_scaling or {})},
+        "sliding_window": shape.sliding_window,
+        "tie_word_embeddings": False,
+        "torch_dtype": str(dtype).removeprefix("torch."),
+        "use_cache": True,
+        "vocab_size": shape.vocab_size,
+        **windowed,
+    }
+
+
+def shape_from_json(raw: Mapping[str, Any], key: str, *, what: str) -> dict[str, Any]:
+    """The fields of `HeadShape`, with the defaults that engines assume for absent keys.
+
+    Raises UserError for a size that is not there, and for a setting that a head cannot have.
+    """
+    check_settings(raw, FIXED, key, what=what)
+    rope = {**(raw.get("rope_parameters") or {}), **(raw.get("rope_scaling") or {})}  # of both, transformers takes the second
+    older_name = rope.pop("type", None)
+    rope["rope_type"] = rope.get("rope_type") or older_name or "default"
+    theta = rope.pop("rope_theta", None) or raw.get("rope_theta") or 10000.0
+    check_settings(rope, FIXED, key, what=what)
+    if rope["rope_type"] not in ROPE_TYPES:
+        raise UserError(
+            key, got=f"a config.json with rope_type {rope['rope_type']}", expected=f"one of {', '.join(ROPE_TYPES)}"
+        )
+    kinds = set(raw.get("layer_types") or ["full_attention"])
+    if len(kinds) > 1 or not kinds <= {"full_attention", "sliding_attention"}:
+        raise UserError(key, got=f"layer_types {raw['layer_types']}", expected=f"one kind of layer in {what}")
+    for name in (*SIZES, *OPTIONAL_SIZES):
+        size = raw.get(name)
+        if size is None and name in SIZES:
+            raise UserError(key, got=f"a config.json without {name}", expected=f"the keys of {what}")
+        if size is not None and (type(size) is not int or size < 1):
+            raise UserError(key, got=f"{name} {size!r}", expected="a whole number of 1 or more")
+    shape = {
+        "vocab_size": raw["vocab_size"],
+        "hidden_size": raw["hidden_size"],
+        "intermediate_size": raw["intermediate_size"],
+        "num_attention_heads": raw["num_attention_heads"],
+        "num_key_value_heads": raw.get("num_key_value_heads") or raw["num_attention_heads"],
+        "head_dim": raw.get("head_dim") or raw["hidden_size"] // raw["num_attention_heads"],
+        "num_layers": raw.get("num_hidden_layers", 1),
+        "rms_norm_eps": raw.get("rms_norm_eps", 1e-6),
+        "rope_theta": theta,
+        "rope_scaling": None if rope["rope_type"] == "default" else rope,
+        "max_position_embeddings": raw.get("max_position_embeddings", 2048),
+        "bos_token_id": raw.get("bos_token_id"),
+        "eos_token_id": raw.get("eos_token_id"),
+        # Many configs repeat a window that no layer has.
+        "sliding_window": raw.get("sliding_window") if kinds == {"sliding_attention"} else None,
+    }
+    try:
+        Rotary(HeadShape(**shape))
+    except (KeyError, ValueError, TypeError) as error:
+        got = f"rotary frequencies {rope} ({one_line(str(error))[:120]})"
+        raise UserError(key, got=got, expected="those of a Llama in transformers") from error
+    return shape
+
+
+def check_settings(raw: Mapping[str, Any], fixed: Mapping[str, Any], key: str, *, what: str) -> None:
+    """Raises UserError for the first setting with another value than the fixed one; absent and null stand for that."""
+    for name, value in fixed.items():
+        got = raw.get(name)
+        if got is not None and got != value:
+            raise UserError(key, got=f"{name} {got}", expected=f"{json.dumps(value)} in {what}")

@@ -1,0 +1,167 @@
+"""A small draft as one GGUF file for llama.cpp: sizes, tokenizer and weights of a Llama with a byte-level BPE tokenizer.
+
+llama.cpp rotates neighbouring pairs where transformers rotates halves, so rows of q and k change places. Norms stay in float32. How text
+is cut into words before BPE is code in llama.cpp, chosen by a name; only cuts that it is known to make alike are written.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType as Type
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from specdistill.errors import UserError, one_line
+from specdistill.export.folder import new_folder
+from specdistill.methods.checkpoint import check_tensors, read_tensors
+from specdistill.methods.draft_model.llama import is_plain_llama
+from specdistill.targets.files import TargetFiles
+
+FILE_TYPES = {
+    "f32": gguf.LlamaFileType.ALL_F32,
+    "f16": gguf.LlamaFileType.MOSTLY_F16,
+    "q8_0": gguf.LlamaFileType.MOSTLY_Q8_0,
+}
+TYPES = {"f32": Type.F32, "f16": Type.F16, "q8_0": Type.Q8_0}
+ROPES = ("default", "linear", "llama3")
+WORDS_OF_LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+WORDS_OF_QWEN2 = WORDS_OF_LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
+# How text is cut, and whether a word that is a token is taken without merging -> llama.cpp's name for it.
+PRE_TOKENIZERS = {
+    (("words",), False): "gpt-2",
+    (("digits", "words"), False): "smollm",
+    ((WORDS_OF_LLAMA3, "bytes"), True): "llama-bpe",
+    ((WORDS_OF_LLAMA3, "bytes"), False): "smaug-bpe",
+    ((WORDS_OF_QWEN2, "bytes"), False): "qwen2",
+}
+
+
+def export_gguf(folder: Path, output: Path, target: TargetFiles | None, dtype: str) -> None:
+    """Write `draft-<dtype>.gguf` into a new folder. Raises UserError, before that, for a model or a tokenizer of another kind."""
+    try:
+        config: Any = AutoConfig.from_pretrained(folder)
+    except (OSError, ValueError) as error:
+        raise UserError(
+            "draft", got=f"{folder} ({one_line(str(error))[:160]})", expected="the config.json of a model"
+        ) from error
+    with torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(config)
+    if not is_plain_llama(model) or config.rope_parameters.get("rope_type", "default") not in ROPES:
+        got = f"gguf for {folder}, a {config.model_type} with rotary frequencies {config.rope_parameters}"
+        raise UserError("engine", got=got, expected="a Llama without biases, with plain, linear or Llama-3 frequencies")
+    if target is not None and config.vocab_size != target.vocab_size:
+        got = f"gguf for {folder} with a vocabulary of {config.vocab_size}"
+        raise UserError("engine", got=got, expected=f"{target.vocab_size}, as {target.name} has")
+    pre_tokenizer = _pre_tokenizer(folder)
+    tensors = read_tensors(folder, "draft")
+    tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
+    check_tensors(model.state_dict(), tensors, folder, "draft", what="a Llama", optional=tied)
+    for name in tied & tensors.keys():
+        del tensors[name]
+    with new_folder(output) as partial:
+        writer = gguf.GGUFWriter(partial / f"draft-{dtype}.gguf", "llama")
+        _add_sizes(writer, config, folder.name, dtype)
+        _add_tokenizer(writer, folder, config.vocab_size, pre_tokenizer)
+        _add_weights(writer, config, tensors, dtype)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+
+
+def _add_sizes(writer: gguf.GGUFWriter, config: Any, name: str, dtype: str) -> None:
+    writer.add_type(gguf.GGUFType.MODEL)
+    writer.add_name(name)
+    writer.add_file_type(FILE_TYPES[dtype])
+    writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    if config.rope_parameters.get("rope_type") == "linear":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(config.rope_parameters["factor"])
+
+
+def _add_tokenizer(writer: gguf.GGUFWriter, folder: Path, vocab_size: int, pre_tokenizer: str) -> None:
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    name_of = {index: token for token, index in tokenizer.get_vocab().items()}
+    added = tokenizer.added_tokens_decoder
+    tokens, types = [], []
+    for index in range(vocab_size):  # a padded embedding has rows of no token
+        tokens.append(name_of.get(index, f"[PAD{index}]"))
+        kind = gguf.TokenType.NORMAL if index in name_of else gguf.TokenType.UNUSED
+        if index in added:
+            kind = gguf.TokenType.CONTROL if added[index].special else gguf.TokenType.USER_DEFINED
+        types.append(kind)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(pre_tokenizer)
+    writer.add_token_list(tokens)
+    writer.add_token_types(types)
+    special = gguf.SpecialVocab(folder, load_merges=True, n_vocab=vocab_size)
+    special.add_special_token["bos"] = (
+        tokenizer.bos_token_id is not None and tokenizer("a").input_ids[0] == tokenizer.bos_token_id
+    )
+    special.add_to_gguf(writer, quiet=True)
+
+
+def _add_weights(writer: gguf.GGUFWriter, config: Any, tensors: dict[str, Tensor], dtype: str) -> None:
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
+    if config.rope_parameters.get("rope_type") == "llama3":
+        plain = config.rope_parameters["rope_theta"] ** -(torch.arange(0, config.head_dim, 2) / config.head_dim)
+        writer.add_tensor("rope_freqs.weight", (plain / LlamaRotaryEmbedding(config).inv_freq).numpy())
+    for name, tensor in tensors.items():
+        for part, heads in (("q_proj", config.num_attention_heads), ("k_proj", config.num_key_value_heads)):
+            if f".{part}." in name:
+                tensor = tensor.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
+        kind = TYPES[dtype] if tensor.dim() > 1 else Type.F32
+        if kind == Type.Q8_0 and tensor.shape[-1] % gguf.GGML_QUANT_SIZES[Type.Q8_0][0]:
+            kind = Type.F16  # as llama.cpp falls back for rows that are no whole number of blocks
+        values: np.ndarray[Any, Any] = gguf.quants.quantize(tensor.float().numpy(), kind)
+        writer.add_tensor(str(names.get_name(name, try_suffixes=(".weight",))), values, raw_dtype=kind)
+
+
+def _pre_tokenizer(folder: Path) -> str:
+    """llama.cpp's name for how the tokenizer cuts text; raises UserError when it has none that is known to be the same."""
+    path = folder / "tokenizer.json"
+    try:
+        tokenizer = json.loads(path.read_text(encoding="utf-8"))
+        model, normalizer = tokenizer["model"], tokenizer.get("normalizer") or {}
+        # llama.cpp normalises nothing; that Qwen composes accents first is left out by its own converter, too.
+        cut = _cut(tokenizer.get("pre_tokenizer") or {}) if normalizer.get("type", "NFC") == "NFC" else ()
+        name = PRE_TOKENIZERS.get((cut, bool(model.get("ignore_merges")))) if model.get("type") == "BPE" else None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError("draft", got=f"{path} ({error})", expected="the tokenizer.json of a fast tokenizer") from error
+    if name is None:
+        got = f"gguf for {folder}, whose tokenizer is a {model.get('type')} over {' then '.join(cut) or 'unknown parts'}"
+        raise UserError("engine", got=got, expected="byte-level BPE that cuts text as GPT-2, SmolLM, Llama 3 or Qwen 2 do")
+    return name
+
+
+def _cut(pre_tokenizer: dict[str, Any]) -> tuple[str, ...]:
+    """A pre-tokenizer's steps in the words of the table above; what the table does not know by its own type."""
+    kind = pre_tokenizer.get("type", "nothing")
+    if kind == "Sequence":
+        return tuple(step for part in pre_tokenizer["pretokenizers"] for step in _cut(part))
+    if kind == "ByteLevel" and not pre_tokenizer.get("add_prefix_space"):
+        return ("words" if pre_tokenizer.get("use_regex", True) else "bytes",)
+    if kind == "Digits" and pre_tokenizer.get("individual_digits"):
+        return ("digits",)
+    if kind == "Split" and pre_tokenizer.get("behavior") == "Isolated" and not pre_tokenizer.get("invert"):
+        return (pre_tokenizer["pattern"].get("Regex", kind),)
+    return (kind,)

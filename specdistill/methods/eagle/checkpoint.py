@@ -1,0 +1,90 @@
+"""EAGLE-1 checkpoints: a folder of config.json and weights, in the layout that SafeAILab ships and vLLM wraps.
+
+The config is that of a one-layer Llama with `bias`, which SafeAILab takes for true when it is absent; a `fc.bias` of zeros is read as
+none, whatever the config says. Embedding and head are the target's: left out here, checked against it when another writer put them in
+(SafeAILab does).
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specdistill.errors import UserError
+from specdistill.methods.checkpoint import (
+    TargetSizes,
+    check_fit,
+    check_tensors,
+    fill,
+    is_copy,
+    read_config,
+    read_tensors,
+    shape_from_json,
+    shape_to_json,
+    stored_dtype,
+    write_draft,
+)
+from specdistill.methods.eagle.module import EagleConfig, EagleDraft
+from specdistill.targets.frozen import FrozenTarget
+
+WHAT = "an EAGLE-1 head"
+
+
+def save_eagle(draft: EagleDraft, folder: Path) -> None:
+    """Write the head; `load_eagle` reads it back bit for bit."""
+    tensors = {name: tensor for name, tensor in draft.state_dict().items() if name not in draft.shared}
+    write_draft(folder, config_to_json(draft.config, draft.fc.weight.dtype), tensors)
+
+
+def load_eagle(folder: Path | str, target: FrozenTarget, *, key: str = "eval.draft") -> EagleDraft:
+    """Read a head for a target. `key` is the recipe key the folder came from, which errors name.
+
+    Raises UserError when files are missing or broken, when a tensor is missing, unknown or of another shape or kind, when the head is for
+    another hidden size or vocabulary than the target's, or brings an embedding or a head that is not the target's.
+    """
+    folder = Path(folder)
+    config, tensors = read_eagle(folder, target, key=key)
+    dtype = stored_dtype([tensor for name, tensor in tensors.items() if name not in EagleDraft.shared])
+    own = {"embed_tokens.weight": target.model.get_input_embeddings().weight, "lm_head.weight": target.lm_head.weight}
+    for name, weight in own.items():
+        if not is_copy(tensors.setdefault(name, weight), weight):
+            raise UserError(key, got=f"{folder} with another {name} than {target.name} has", expected="a head made for it")
+    draft = EagleDraft(config)
+    fill(draft, tensors, dtype, folder, key, what=WHAT)
+    return draft
+
+
+def read_eagle(folder: Path, target: TargetSizes | None, *, key: str) -> tuple[EagleConfig, dict[str, Tensor]]:
+    """A head's config and tensors, checked against each other; it may bring copies of the target's embedding and head, or not.
+
+    Raises UserError as `load_eagle` does.
+    """
+    raw = read_config(folder, key)
+    config = config_from_json(raw.get("model", raw), key)
+    if target is not None:
+        sizes = (
+            ("hidden_size", config.hidden_size, target.hidden_size),
+            ("vocab_size", config.vocab_size, target.vocab_size),
+        )
+        check_fit(sizes, folder, target.name, key)
+    tensors = read_tensors(folder, key)
+    if "fc.bias" in tensors and not tensors["fc.bias"].any():
+        del tensors["fc.bias"]
+        config = dataclasses.replace(config, fc_bias=False)
+    with torch.device("meta"):
+        expected = EagleDraft(config).state_dict()
+    check_tensors(expected, tensors, folder, key, what=WHAT, optional=EagleDraft.shared)
+    return config, tensors
+
+
+def config_to_json(config: EagleConfig, dtype: torch.dtype) -> dict[str, Any]:
+    """The config.json of a one-layer Llama with the key `bias`."""
+    return {"architectures": ["LlamaForCausalLM"], **shape_to_json(config, dtype), "bias": config.fc_bias}
+
+
+def config_from_json(raw: Mapping[str, Any], key: str = "eval.draft") -> EagleConfig:
+    """The inverse of `config_to_json`."""
+    return EagleConfig(**shape_from_json(raw, key, what=WHAT), fc_bias=raw.get("bias", True))

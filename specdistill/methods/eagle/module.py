@@ -1,0 +1,77 @@
+"""The EAGLE draft head (EAGLE-1, arXiv 2401.15077), in the tensors that SafeAILab, vLLM and SGLang load.
+
+Shapes: B batch, T positions, H hidden size (the target's), V vocabulary (the target's).
+
+At position t the head pairs the embedding of the next token x_{t+1} with the target's last hidden state f_t, after its final norm, and
+predicts the next one, f_{t+1}; the target's own head makes tokens of it:
+
+    h_t = fc(cat(embed(x_{t+1}), f_t))
+    o_t = h_t + attention(h_t);  o_t += mlp(post_attention_layernorm(o_t))           the first layer has no norm before its attention
+    q_t = softmax(lm_head(o_t))                                                      o_t stands for f_{t+1} in the next step
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from specdistill.methods.layers import MLP, Attention, HeadShape, Memory, PlainLayer, RMSNorm, Rotary
+from specdistill.targets.frozen import Features
+
+
+@dataclass(frozen=True, kw_only=True)
+class EagleConfig(HeadShape):
+    """Shape of a head. fc_bias: SafeAILab's first heads have one; vLLM loads none."""
+
+    fc_bias: bool = False
+
+
+class NormlessLayer(nn.Module):
+    """A Llama layer without the norm before its attention."""
+
+    def __init__(self, config: EagleConfig) -> None:
+        super().__init__()
+        self.self_attn = Attention(config, config.hidden_size)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = MLP(config)
+
+    def forward(self, hidden_BTH: Tensor, rotary: tuple[Tensor, Tensor], memory: Memory) -> Tensor:
+        hidden = hidden_BTH + self.self_attn(hidden_BTH, rotary, 0, memory)
+        output: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
+        return output
+
+
+class EagleDraft(nn.Module):
+    """The head (a `Head`, see specdistill.methods.heads.head). Embedding and lm_head are frozen copies of the target's."""
+
+    aux_layers = ()
+    shared = frozenset({"embed_tokens.weight", "lm_head.weight"})
+
+    def __init__(self, config: EagleConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size).requires_grad_(False)
+        self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=config.fc_bias)
+        layers: list[nn.Module] = [NormlessLayer(config)]
+        layers += [PlainLayer(config, index) for index in range(1, config.num_layers)]
+        self.layers = nn.ModuleList(layers)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False).requires_grad_(False)
+        self.rotary = Rotary(config)
+
+    @property
+    def target_ids_W(self) -> Tensor:
+        """All of the target's tokens."""
+        return torch.arange(self.config.vocab_size, device=self.fc.weight.device)
+
+    def fuse(self, features: Features) -> Tensor:
+        """The target's last hidden state [B, T, H], as it is."""
+        return features.last_hidden
+
+    def forward(
+        self, next_ids_BT: Tensor, hidden_BTH: Tensor, rotary: tuple[Tensor, Tensor], memory: Memory
+    ) -> tuple[Tensor, Tensor]:
+        """One draft step over T positions: the predicted feature [B, T, H], for `lm_head` and as the next step's hidden state."""
+        hidden = self.fc(torch.cat((self.embed_tokens(next_ids_BT), hidden_BTH), dim=-1))
+        for layer in self.layers:
+            hidden = layer(hidden, rotary, memory)
+        return hidden, hidden

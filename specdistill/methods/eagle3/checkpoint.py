@@ -1,0 +1,218 @@
+"""EAGLE-3 checkpoints: a folder of config.json and weights. Read in the layouts of SpecForge, SafeAILab, ModelOpt, vLLM, SGLang and
+speculators; written in the one that SpecForge and SGLang share, and by `specdistill.export` in each engine's own.
+
+What goes over the edge here and nowhere else:
+- the first layer is `layers.0` inside; files call it that or `midlayer`, and old ones call the norms of EAGLE-3.1 low, mid and high;
+- auxiliary layers count "after L layers" inside. So does a file's top-level `eagle_aux_hidden_state_layer_ids`; the list of that name
+  in `eagle_config` counts L - 1. It is left out when the layers are the default ones, which every engine then computes alike;
+- the embedding is left out when it is the target's; `d2t` and `t2d` are left out when the vocabulary is not pruned (vLLM refuses them);
+- speculators keeps a Llama's keys in `transformer_layer_config`; where it does not state `norm_before_residual`, vLLM takes true.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specdistill.errors import UserError
+from specdistill.methods.checkpoint import (
+    TargetSizes,
+    check_fit,
+    check_settings,
+    check_tensors,
+    fill,
+    is_copy,
+    read_config,
+    read_tensors,
+    shape_from_json,
+    shape_to_json,
+    stored_dtype,
+    write_draft,
+)
+from specdistill.methods.eagle3.module import Eagle3Config, Eagle3Draft
+from specdistill.targets.frozen import FrozenTarget, engine_aux_layers
+
+WHAT = "an EAGLE-3 head"
+IDS = "eagle_aux_hidden_state_layer_ids"
+# Parts of tensors' names in files -> here.
+RENAMED = {
+    "midlayer.": "layers.0.",
+    "aux_norm_low.": "fc_norm.0.",
+    "aux_norm_mid.": "fc_norm.1.",
+    "aux_norm_high.": "fc_norm.2.",
+}
+# What `eagle_config` may say, above all ModelOpt's, and the value that heads have here.
+FIXED = {
+    "use_aux_hidden_state": True,
+    "use_input_layernorm_in_first_layer": True,
+    "use_last_layernorm": True,
+    "use_mtp_layernorm": False,
+    "next_layer_regular": True,
+    "parallel_draft_step": 1,
+    "layer_ids": None,
+}
+
+
+def save_eagle3(draft: Eagle3Draft, folder: Path) -> None:
+    """Write the head; `load_eagle3` reads it back bit for bit."""
+    left_out = draft.shared | (set() if draft.config.prunes_vocabulary else {"d2t", "t2d"})
+    tensors = {
+        name.replace("layers.0.", "midlayer."): tensor for name, tensor in draft.state_dict().items() if name not in left_out
+    }
+    write_draft(folder, config_to_json(draft.config, draft.fc.weight.dtype), tensors)
+
+
+def load_eagle3(folder: Path | str, target: FrozenTarget, *, key: str = "eval.draft") -> Eagle3Draft:
+    """Read a head for a target, from any of the layouts above.
+
+    `key` is the recipe key the folder came from, which errors name. Raises UserError when files are missing or broken, when a tensor is
+    missing, unknown or of another shape or kind, when the config asks for what heads do not have here, or when the head is for another
+    hidden size, vocabulary or depth than the target's.
+    """
+    folder = Path(folder)
+    config, tensors = read_eagle3(folder, target, key=key)
+    dtype, embedding = stored_dtype(tensors.values()), target.model.get_input_embeddings().weight
+    config = settle_embedding(config, tensors, embedding)
+    if not config.owns_embedding:
+        tensors["embed_tokens.weight"] = embedding
+    tensors.setdefault("lm_head.weight", target.lm_head.weight)
+    draft = Eagle3Draft(config)
+    fill(draft, tensors, dtype, folder, key, what=WHAT, optional={"d2t", "t2d"})
+    if config.prunes_vocabulary:
+        draft.set_vocabulary(draft.target_ids_W)
+    return draft
+
+
+def read_eagle3(folder: Path, target: TargetSizes | None, *, key: str) -> tuple[Eagle3Config, dict[str, Tensor]]:
+    """A head's config and its tensors by the names they have here, without `t2d` (which follows from `d2t`), and without `d2t` when the
+    vocabulary is whole. A file may leave out what is the target's: the embedding, and the head of a whole vocabulary.
+
+    The target is needed where the config does not say how deep it is. Raises UserError as `load_eagle3` does.
+    """
+    config = config_from_json(read_config(folder, key), None if target is None else target.num_layers, key)
+    if target is not None:
+        sizes = (
+            ("target_hidden_size", config.target_hidden_size, target.hidden_size),
+            ("vocab_size", config.vocab_size, target.vocab_size),
+            ("num_target_layers", config.target_num_layers, target.num_layers),
+        )
+        check_fit(sizes, folder, target.name, key)
+    if not all(0 <= layer <= config.target_num_layers for layer in config.aux_layers):
+        got = f"{folder} with auxiliary layers {list(config.aux_layers)}"
+        raise UserError(key, got=got, expected=f"0..{config.target_num_layers}")
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in read_tensors(folder, key).items():
+        here = name
+        for there, part in RENAMED.items():
+            here = here.replace(there, part)
+        if here in tensors:
+            raise UserError(key, got=f"{folder} with {name} and {here}", expected="one name for each tensor")
+        tensors[here] = tensor
+    with torch.device("meta"):
+        expected = Eagle3Draft(config).state_dict()
+    own_width = config.hidden_size != config.target_hidden_size
+    optional = {"t2d"} | (set() if own_width else {"embed_tokens.weight"})
+    if not config.prunes_vocabulary:
+        optional |= {"d2t"} | (set() if own_width else {"lm_head.weight"})
+    check_tensors(expected, tensors, folder, key, what=WHAT, optional=optional)
+    tensors.pop("t2d", None)
+    if "d2t" in tensors:
+        ids = torch.arange(config.draft_vocab_size) + tensors["d2t"]
+        if ids[0] < 0 or ids[-1] >= config.vocab_size or not (ids.diff() > 0).all():
+            expected_ids = f"offsets to ascending token ids below {config.vocab_size}"
+            raise UserError(key, got=f"{folder} with a d2t of other numbers", expected=expected_ids)
+        if not config.prunes_vocabulary:
+            del tensors["d2t"]
+    return config, tensors
+
+
+def settle_embedding(config: Eagle3Config, tensors: dict[str, Tensor], embedding: Tensor | None) -> Eagle3Config:
+    """Leave out an embedding that is a copy of the target's, perhaps in another dtype; the config says when it is the head's own, which
+    it is taken for when the target's is not known.
+    """
+    given = tensors.get("embed_tokens.weight")
+    if given is None or config.hidden_size != config.target_hidden_size:
+        return config
+    if embedding is not None and is_copy(given, embedding):
+        del tensors["embed_tokens.weight"]
+        return config
+    return dataclasses.replace(config, own_embedding=True)
+
+
+def config_to_json(config: Eagle3Config, dtype: torch.dtype) -> dict[str, Any]:
+    """The config.json of `LlamaForCausalLMEagle3`, and how many layers the target has."""
+    eagle: dict[str, Any] = {"use_aux_hidden_state": True}
+    if list(config.aux_layers) != engine_aux_layers(config.target_num_layers):
+        eagle[IDS] = [layer - 1 for layer in config.aux_layers]
+    return {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        **shape_to_json(config, dtype),
+        "draft_vocab_size": config.draft_vocab_size,
+        "target_hidden_size": config.target_hidden_size,
+        "num_target_layers": config.target_num_layers,
+        "num_aux_hidden_states": len(config.aux_layers),
+        "fc_norm": config.fc_norm,
+        "norm_output": config.norm_output,
+        "norm_before_fc": config.norm_before_fc,
+        "norm_before_residual": config.norm_before_residual,
+        "eagle_config": eagle,
+    }
+
+
+def config_from_json(raw: Mapping[str, Any], target_num_layers: int | None, key: str = "eval.draft") -> Eagle3Config:
+    """The inverse of `config_to_json` for every layout, with the defaults that engines assume for absent keys.
+
+    target_num_layers: of the target that is at hand, for files that do not say.
+    """
+    raw = _flat(raw, key)
+    nested = raw.get("eagle_config") or {}
+    check_settings(nested, FIXED, key, what=WHAT)
+    num_layers = raw.get("num_target_layers") or target_num_layers
+    if num_layers is None:
+        raise UserError(
+            "target.model", got="nothing", expected="the target: the draft's config.json does not say how deep it is"
+        )
+    shape = shape_from_json(raw, key, what=WHAT)
+    config = Eagle3Config(
+        **shape,
+        draft_vocab_size=raw.get("draft_vocab_size") or shape["vocab_size"],
+        target_hidden_size=raw.get("target_hidden_size") or shape["hidden_size"],
+        aux_layers=_aux_layers(raw, nested, num_layers, key),
+        target_num_layers=num_layers,
+        fc_norm=bool(raw.get("fc_norm") or raw.get("use_aux_norm")),
+        norm_output=bool(raw.get("norm_output")),
+        norm_before_residual=bool(raw.get("norm_before_residual")),
+        norm_before_fc=bool(nested.get("norm_before_fc", raw.get("norm_before_fc"))),
+    )
+    if config.fc_norm and config.norm_before_fc:
+        raise UserError(key, got="fc_norm and norm_before_fc", expected=f"one of the two in {WHAT}")
+    return config
+
+
+def _flat(raw: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """The keys of a head side by side, where vLLM or speculators nests a Llama's."""
+    kind = raw.get("speculators_model_type")
+    if kind is None:
+        wrapped = raw.get("model")
+        return wrapped if isinstance(wrapped, dict) else raw
+    layer = raw.get("transformer_layer_config")
+    if kind != "eagle3" or not isinstance(layer, dict):
+        got = f"speculators_model_type {kind} with {'a' if isinstance(layer, dict) else 'no'} transformer_layer_config"
+        raise UserError(key, got=got, expected="eagle3, with one")
+    return {"norm_before_residual": True, **layer, **raw}
+
+
+def _aux_layers(raw: Mapping[str, Any], nested: Mapping[str, Any], num_layers: int, key: str) -> tuple[int, ...]:
+    """After how many layers the head reads. Raises UserError when two places of the config do not agree."""
+    stated = {tuple(raw.get(IDS) or ()), tuple(layer + 1 for layer in nested.get(IDS) or ())} - {()}
+    if len(stated) > 1:
+        got = f"{IDS} {raw[IDS]}, and {nested[IDS]} in eagle_config"
+        raise UserError(key, got=got, expected="the same layers: the nested list counts one less")
+    (layers,) = stated or {tuple(engine_aux_layers(num_layers))}
+    count = raw.get("num_aux_hidden_states")
+    if count is not None and count != len(layers):
+        raise UserError(key, got=f"num_aux_hidden_states {count} and the layers {list(layers)}", expected=f"{len(layers)}")
+    return layers

@@ -1,0 +1,69 @@
+"""A fresh EAGLE-3 head for a target."""
+
+import torch
+from torch import Tensor
+
+from specdistill.methods.eagle3.module import Eagle3Config, Eagle3Draft
+from specdistill.methods.heads.create import head_shape, initialize
+from specdistill.targets.frozen import FrozenTarget, check_aux_layers
+
+
+def build_eagle3(
+    target: FrozenTarget,
+    *,
+    aux_layers: list[int] | None = None,
+    num_layers: int = 1,
+    draft_vocabulary: Tensor | None = None,
+    hidden_size: int | None = None,
+    intermediate_size: int | None = None,
+    num_attention_heads: int | None = None,
+    num_key_value_heads: int | None = None,
+    head_dim: int | None = None,
+    fc_norm: bool = False,
+    norm_output: bool = False,
+    norm_before_residual: bool = False,
+    sliding_window: int | None = None,
+    seed: int = 0,
+) -> Eagle3Draft:
+    """Build and initialise a head. `draft_vocabulary`: sorted target ids [W], None for the whole vocabulary.
+
+    Raises UserError when a layer to read does not exist or the heads do not divide.
+    """
+    shape = head_shape(
+        target,
+        num_layers=num_layers,
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
+        num_attention_heads=num_attention_heads,
+        num_key_value_heads=num_key_value_heads,
+        head_dim=head_dim,
+        sliding_window=sliding_window,
+    )
+    config = Eagle3Config(
+        **shape,
+        draft_vocab_size=target.vocab_size if draft_vocabulary is None else len(draft_vocabulary),
+        target_hidden_size=target.hidden_size,
+        aux_layers=tuple(check_aux_layers(aux_layers, target.num_layers)),
+        target_num_layers=target.num_layers,
+        fc_norm=fc_norm,
+        norm_output=norm_output,
+        norm_before_residual=norm_before_residual,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        draft = Eagle3Draft(config)
+        initialize(draft)
+    if draft_vocabulary is not None:
+        draft.set_vocabulary(draft_vocabulary)
+    _copy_from_target(draft, target)
+    return draft.to(target.device)
+
+
+@torch.no_grad()
+def _copy_from_target(draft: Eagle3Draft, target: FrozenTarget) -> None:
+    """Embedding, head rows and final norm of the target, where the widths agree: the draft starts in the target's own space."""
+    if draft.config.hidden_size != target.hidden_size:
+        return
+    draft.embed_tokens.weight.copy_(target.model.get_input_embeddings().weight)
+    draft.lm_head.weight.copy_(target.lm_head.weight[draft.target_ids_W])
+    draft.norm.weight.copy_(target.backbone.norm.weight)

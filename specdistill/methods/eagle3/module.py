@@ -1,0 +1,139 @@
+"""The EAGLE-3 draft head (arXiv 2503.01840), with the norms of EAGLE-3.1, in the tensors that SGLang, vLLM and SpecForge load.
+
+Shapes: B batch, T positions, H draft hidden size, D target hidden size, A auxiliary layers, N query heads, G key/value heads,
+d head size, V target vocabulary, W draft vocabulary.
+
+At position t the draft pairs the embedding of the *next* token x_{t+1} with the fused target features g_t and predicts x_{t+2}:
+
+    h_t = fc(cat(aux_t))                              only where the target has been: later positions feed back the draft's own output
+    a   = cat(input_layernorm(embed(x_{t+1})), hidden_norm(h_t))                                     first layer, 2H wide
+    o_t = h_t + attention(a);  o_t += mlp(post_attention_layernorm(o_t))
+    q_t = softmax(lm_head(norm(o_t)))                 over the draft vocabulary; target id = draft id + d2t
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from specdistill.methods.layers import MLP, Attention, HeadShape, Memory, PlainLayer, RMSNorm, Rotary
+from specdistill.targets.frozen import Features
+
+
+@dataclass(frozen=True, kw_only=True)
+class Eagle3Config(HeadShape):
+    """Shape and switches of a head. `aux_layers` counts "after L layers" (see specdistill.targets.frozen).
+
+    fc_norm: a norm for each auxiliary state; norm_before_fc: one for all of them side by side (speculators' heads have it).
+    own_embedding: the head has another embedding than a target of its width.
+    """
+
+    draft_vocab_size: int
+    target_hidden_size: int
+    aux_layers: tuple[int, ...]
+    target_num_layers: int
+    fc_norm: bool = False
+    norm_output: bool = False
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    own_embedding: bool = False
+
+    @property
+    def prunes_vocabulary(self) -> bool:
+        return self.draft_vocab_size < self.vocab_size
+
+    @property
+    def owns_embedding(self) -> bool:
+        """The target's embedding is shared when it is as wide as the draft; else the head trains and ships its own."""
+        return self.own_embedding or self.hidden_size != self.target_hidden_size
+
+
+class FirstLayer(nn.Module):
+    """The layer that reads embedding and hidden state side by side; its q, k and v are 2H wide."""
+
+    def __init__(self, config: Eagle3Config) -> None:
+        super().__init__()
+        self.norm_before_residual = config.norm_before_residual
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = Attention(config, 2 * config.hidden_size)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = MLP(config)
+
+    def forward(self, embedding_BTH: Tensor, hidden_BTH: Tensor, rotary: tuple[Tensor, Tensor], memory: Memory) -> Tensor:
+        normed = self.hidden_norm(hidden_BTH)
+        residual = normed if self.norm_before_residual else hidden_BTH
+        both = torch.cat((self.input_layernorm(embedding_BTH), normed), dim=-1)
+        hidden = residual + self.self_attn(both, rotary, 0, memory)
+        output: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
+        return output
+
+
+class Eagle3Draft(nn.Module):
+    """The head. The embedding is a frozen copy of the target's, unless the widths differ (then it is the draft's own and trains)."""
+
+    d2t: Tensor
+    t2d: Tensor
+
+    def __init__(self, config: Eagle3Config) -> None:
+        super().__init__()
+        self.config = config
+        fused_size = len(config.aux_layers) * config.target_hidden_size
+        self.fc = nn.Linear(fused_size, config.hidden_size, bias=False)
+        if config.norm_before_fc:
+            self.input_norm = RMSNorm(fused_size, config.rms_norm_eps)
+        if config.fc_norm:
+            self.fc_norm = nn.ModuleList(RMSNorm(config.target_hidden_size, config.rms_norm_eps) for _ in config.aux_layers)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.embed_tokens.weight.requires_grad_(config.owns_embedding)
+        layers: list[nn.Module] = [FirstLayer(config)]
+        layers += [PlainLayer(config, index) for index in range(1, config.num_layers)]
+        self.layers = nn.ModuleList(layers)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
+        self.rotary = Rotary(config)
+        # d2t [W] int64: offset from draft id to target id. t2d [V] bool: target tokens the draft can propose.
+        self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
+        self.register_buffer("t2d", torch.arange(config.vocab_size) < config.draft_vocab_size)
+
+    @property
+    def aux_layers(self) -> tuple[int, ...]:
+        return self.config.aux_layers
+
+    @property
+    def shared(self) -> frozenset[str]:
+        return frozenset() if self.config.owns_embedding else frozenset({"embed_tokens.weight"})
+
+    @property
+    def target_ids_W(self) -> Tensor:
+        """The target's id of each draft token."""
+        return torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
+
+    def set_vocabulary(self, target_ids: Tensor) -> None:
+        """Choose the draft vocabulary: sorted target ids [W] int64."""
+        assert target_ids.shape == self.d2t.shape and bool((target_ids.diff() > 0).all()), target_ids
+        self.d2t.copy_(target_ids - torch.arange(len(target_ids), device=target_ids.device))
+        self.t2d.zero_()[target_ids] = True
+
+    def fuse(self, features: Features) -> Tensor:
+        """A auxiliary features [B, T, D] -> the first hidden state [B, T, H]."""
+        aux = features.aux
+        if self.config.fc_norm:
+            aux = tuple(norm(feature) for norm, feature in zip(self.fc_norm, aux, strict=True))
+        read = torch.cat(aux, dim=-1)
+        fused: Tensor = self.fc(self.input_norm(read) if self.config.norm_before_fc else read)
+        return fused
+
+    def forward(
+        self, next_ids_BT: Tensor, hidden_BTH: Tensor, rotary: tuple[Tensor, Tensor], memory: Memory
+    ) -> tuple[Tensor, Tensor]:
+        """One draft step over T positions.
+
+        Returns `normed` [B, T, H], which `lm_head` turns into logits over the draft vocabulary, and `recycled` [B, T, H], the hidden
+        state of the next step: before the norm in EAGLE-3, after it with `norm_output`.
+        """
+        hidden = self.layers[0](self.embed_tokens(next_ids_BT), hidden_BTH, rotary, memory)
+        for layer in self.layers[1:]:
+            hidden = layer(hidden, rotary, memory)
+        normed = self.norm(hidden)
+        return normed, normed if self.config.norm_output else hidden

@@ -1,0 +1,171 @@
+"""The training-time test (EAGLE-3, arXiv 2503.01840, section 3.2; HASS, arXiv 2408.15766): a head learns from its own states, K steps deep.
+
+Shapes: B rows, T positions, H draft hidden, R kept rows, V target vocabulary, W draft vocabulary, N query heads, G key/value heads.
+
+Every position t of a packed row is the root of a chain. With g_t the target's features, y_t its law after x_t:
+
+    step 0   pair (x_{t+1}, g_t)      predicts x_{t+2}      taught by y_{t+1}
+    step k   pair (x_{t+1+k}, h_t)    predicts x_{t+2+k}    taught by y_{t+1+k},   h_t = the draft's own output at step k - 1
+
+which is what happens in decoding when the first k guesses stand. So step k stands at position t + k and sees what it will see there:
+the pairs of step 0 at positions <= t of its document, and its own chain's steps 1..k. A prediction of x_s counts when x_s is supervised
+and stands in the document of the root.
+
+A head whose output is meant to be the target's own next feature, as EAGLE's is (arXiv 2401.15077), is also held to it: step k's h_{t+1+k}
+to the target's last hidden state at t + 1 + k, by SmoothL1.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from specdistill.losses.divergence import Divergence, acceptance
+from specdistill.methods.heads.head import Head
+from specdistill.targets.frozen import Features, FrozenTarget
+from specdistill.training.soft_targets import Teacher, predicts, shift_left, teach
+from specdistill.training.step_sums import StepSums
+
+
+class ChainMemory:
+    """A `Memory` for the unroll: step 0 is causal within documents; later steps add one entry per chain, their own.
+
+    The earlier keys are not copied: scores are step 0's block beside one column for each later step. With a window of M positions, step
+    k of the root t stands at t + k and sees those after t + k - M; its own chain, K - 1 long at most, is always within the window.
+    """
+
+    def __init__(self, documents_BT: Tensor, num_layers: int, window: int | None = None) -> None:
+        positions = torch.arange(documents_BT.shape[1], device=documents_BT.device)
+        self.distance_TT = positions.unsqueeze(1) - positions
+        visible = (documents_BT.unsqueeze(2) == documents_BT.unsqueeze(1)) & (self.distance_TT >= 0)
+        self.bias = torch.zeros(visible.shape, device=visible.device).masked_fill_(~visible, -torch.inf)[:, None, None]
+        self.window = window
+        self.steps: list[list[tuple[Tensor, Tensor]]] = [[] for _ in range(num_layers)]
+
+    def attend(self, layer: int, query_BNTd: Tensor, key_BGTd: Tensor, value_BGTd: Tensor) -> Tensor:
+        steps = self.steps[layer]
+        key, value = key_BGTd.unsqueeze(2), value_BGTd.unsqueeze(2)  # [B, G, 1, T, d], one for N / G query heads
+        steps.append((key, value))
+        batch, heads, length, size = query_BNTd.shape
+        assert self.window is None or len(steps) <= self.window
+        query = query_BNTd.reshape(batch, key_BGTd.shape[1], -1, length, size) * size**-0.5
+        (root_key, root_value), *chain = steps
+        scores = (query @ root_key.transpose(-1, -2)).float() + self.bias
+        if self.window is not None:
+            scores = scores.masked_fill(self.distance_TT + len(chain) >= self.window, -torch.inf)
+        if chain:
+            own = torch.stack([(query * step_key).sum(-1) for step_key, _ in chain], dim=-1)
+            scores = torch.cat((scores, own.float()), dim=-1)
+        weights = scores.softmax(-1).to(value.dtype)
+        output = weights[..., :length] @ root_value
+        for index, (_, step_value) in enumerate(chain):
+            output = output + weights[..., length + index, None] * step_value
+        result: Tensor = output.view(batch, heads, length, -1)
+        return result
+
+
+class TrainingTimeTest(nn.Module):
+    """A head as the trainer sees it: target features in, per-step loss sums out.
+
+    Args:
+        num_steps: K.
+        step_decay: step k counts step_decay ** k.
+        feature_weight: how much SmoothL1 to the target's next feature counts, a mean over its elements, beside the divergence.
+        noise: at most this much is added to each element of the first hidden state, uniformly, in training.
+    """
+
+    step_weights: Tensor
+
+    def __init__(
+        self,
+        draft: Head,
+        divergence: Divergence,
+        num_steps: int,
+        step_decay: float = 1.0,
+        temperature: float = 1.0,
+        feature_weight: float = 0.0,
+        noise: float = 0.0,
+    ) -> None:
+        super().__init__()
+        self.draft: Any = draft
+        self.divergence = divergence
+        self.num_steps = num_steps
+        self.temperature = temperature
+        self.feature_weight = feature_weight
+        self.noise = noise
+        weights = torch.tensor([step_decay**k for k in range(num_steps)])
+        # Weights sum to one, so that the learning rate does not depend on how deep the unroll is.
+        self.register_buffer("step_weights", weights / weights.sum(), persistent=False)
+
+    def num_kept(self, batch: dict[str, Tensor]) -> Tensor:
+        """How many rows step 0 keeps: what the loss of a batch is divided by."""
+        return predicts(batch["document_ids"], batch["supervise"], ahead=2).sum()
+
+    def teach(self, target: FrozenTarget, inputs: dict[str, Tensor]) -> dict[str, Any]:
+        """What `forward` needs from the frozen target: its features [B, T, D] and the laws that teach."""
+        features = target.features(inputs["input_ids"], self.draft.aux_layers, position_ids_BT=inputs["position_ids"])
+        kept_BT = predicts(inputs["document_ids"], inputs["supervise"], ahead=1)
+        teacher = teach(target.lm_head, features.last_hidden, kept_BT, self.draft.target_ids_W, self.temperature)
+        return {"features": features, "teacher": teacher}
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        supervise: Tensor,
+        document_ids: Tensor,
+        position_ids: Tensor,
+        features: Features,
+        teacher: Teacher,
+        measure: bool = False,
+    ) -> tuple[Tensor, StepSums]:
+        """Unroll `num_steps` steps over packed rows [B, T].
+
+        Args:
+            supervise: 1 where a token is worth predicting.
+            document_ids: which document of the row a token belongs to, -1 for padding.
+            position_ids: start again at 0 in each document.
+            measure: also fill the metrics that cost time (what is correct, acceptance and chains).
+
+        Returns:
+            the weighted sum of the steps' losses over all kept rows (not yet divided), and the per-step sums.
+        """
+        sums = StepSums()
+        memory = ChainMemory(document_ids, self.draft.config.num_layers, self.draft.config.sliding_window)
+        hidden = self.draft.fuse(features)
+        if self.training and self.noise:
+            hidden = hidden + (2 * torch.rand_like(hidden) - 1) * self.noise
+        chain_BT = torch.ones_like(input_ids, dtype=torch.bool)
+        correct_BT = torch.ones_like(chain_BT)
+        total = input_ids.new_zeros((), dtype=torch.float32)
+        for k in range(self.num_steps):
+            rotary = self.draft.rotary(hidden, position_ids + k)
+            normed, hidden = self.draft(shift_left(input_ids, 1 + k, 0), hidden, rotary, memory)
+            keep_BT = predicts(document_ids, supervise, ahead=2 + k)
+            logits_RW = self.draft.lm_head(normed[keep_BT]) / self.temperature
+            rows = shift_left(teacher.row_BT, 1 + k, -1)[keep_BT]
+            step = self.divergence(logits_RW, teacher.probs_RW[rows])
+            total = total + self.step_weights[k] * step.total
+            if self.feature_weight:
+                error = self._feature_error(hidden, features.last_hidden, keep_BT, ahead=1 + k)
+                total = total + self.step_weights[k] * self.feature_weight * error
+            with torch.no_grad():
+                sums.loss.append(step.total.detach())
+                sums.kept.append(keep_BT.sum())
+                if measure:
+                    hit = self.draft.target_ids_W[logits_RW.argmax(-1)] == teacher.best_R[rows]
+                    sums.correct.append(hit.sum())
+                    alpha = acceptance(logits_RW.float().softmax(-1), teacher.probs_RW[rows] * teacher.share_R[rows, None])
+                    sums.accepted.append(alpha.sum())
+                    chain_BT = chain_BT & keep_BT
+                    correct_BT = correct_BT & torch.zeros_like(keep_BT).masked_scatter_(keep_BT, hit)
+                    sums.chain_correct.append((correct_BT & chain_BT).sum())
+                    sums.chains.append(chain_BT.sum())
+        return total, sums
+
+    @staticmethod
+    def _feature_error(hidden_BTH: Tensor, last_hidden_BTH: Tensor, keep_BT: Tensor, *, ahead: int) -> Tensor:
+        """SmoothL1 of what the head gave back to the target's feature `ahead` positions on: mean over H, summed over the kept rows."""
+        wanted_BTH = F.pad(last_hidden_BTH[:, ahead:], (0, 0, 0, min(ahead, last_hidden_BTH.shape[1])))
+        error_RH = F.smooth_l1_loss(hidden_BTH[keep_BT].float(), wanted_BTH[keep_BT].float(), reduction="none")
+        return error_RH.mean(-1).sum()

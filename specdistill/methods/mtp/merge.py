@@ -1,0 +1,124 @@
+"""A draft's multi-token-prediction layer into a full copy of its target's checkpoint: engines load such a layer from there alone.
+
+Only files that must differ are written: the shards that hold the target's own such layer (or one new shard, `model-mtp.safetensors`),
+the index and config.json. Other weights are hard links where the file system allows it, all else is copied. Tensors keep the dtype that
+the checkpoint has them in, so a layer that was not trained comes out bit for bit.
+"""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from specdistill.errors import UserError
+from specdistill.export.folder import check_new, link, new_folder
+from specdistill.methods.checkpoint import read_config
+from specdistill.methods.mtp.checkpoint import check_fit
+from specdistill.methods.mtp.tensor_names import SERVED_TYPES, Naming, depth_key, has_fused_experts, merge_experts, naming_of
+from specdistill.targets.shards import INDEX, SINGLE, Shards
+
+NEW_SHARD = "model-mtp.safetensors"
+
+
+def stitch(draft: Path, target: Path, output: Path) -> None:
+    """Write `output`: the checkpoint in the folder `target` with the layer in the folder `draft` (see `save_mtp`).
+
+    Raises UserError when the output exists, the draft is for another target, its tensors are not those that the checkpoint already has,
+    or the checkpoint is quantised or disagrees with its index; ResourceError when writing fails. Nothing is left behind then.
+    """
+    check_new(output)
+    checkpoint = Shards.open(target, "target.model")
+    checkpoint.check()
+    config, own = checkpoint.config(), read_config(draft, "draft")
+    new = _tensors(draft, own, checkpoint, config)
+    kind = own["text_config"]["model_type"]
+    if kind not in SERVED_TYPES:
+        expected = f"one of a type whose layer engines load: {', '.join(sorted(SERVED_TYPES))}"
+        raise UserError("target.model", got=f"{target}, of type {kind}", expected=expected)
+    with new_folder(output) as partial:
+        _write(checkpoint, new, partial)
+        _write_config(config, depth_key(own["text_config"]["model_type"]), partial)
+        Shards.open(partial, "output_dir").check()
+
+
+def _tensors(draft: Path, own: dict[str, Any], checkpoint: Shards, config: dict[str, Any]) -> dict[str, Tensor]:
+    """The draft's tensors by the names, and in the dtypes, that the checkpoint has or would have them in; `own` is its config.json."""
+    target, text = checkpoint.folder, config.get("text_config") or config
+    if config.get("quantization_config") or text.get("quantization_config"):
+        raise UserError("target.model", got=f"{target}, which is quantised", expected="a checkpoint in floating point")
+    # A config.json may leave out what is its model's default.
+    check_fit(own, (own.get("text_config") or {}) | text, draft, "draft", str(target))
+    naming, num_layers = naming_of(own["text_config"]["model_type"]), own["text_config"]["num_hidden_layers"]
+    shards, here = Shards.open(draft, "draft"), naming.prefix(num_layers)
+    there = naming.find_prefix(checkpoint.file_of, num_layers) or here
+    old = {name for name in checkpoint.file_of if naming.owns(name, there)}
+    tensors = {there + name.removeprefix(here): tensor for name, tensor in shards.load(shards.file_of).items()}
+    if has_fused_experts(old or checkpoint.file_of):
+        tensors = merge_experts(tensors)
+    if old:
+        wrong = (old - {there + name for name in naming.copies}) ^ tensors.keys()
+        wrong |= {name for name in tensors.keys() & old if checkpoint.describe(name)[1] != tensors[name].shape}
+    else:
+        wrong = {there + name for name in naming.names.values()} - tensors.keys()
+        tensors |= _copies(checkpoint, naming, there)
+    if wrong:
+        got = f"{draft}, which differs about {', '.join(sorted(wrong)[:3])}"
+        raise UserError("draft", got=got, expected=f"the tensors of the layer that {target} has")
+    stated = [part.get(key) for part in (config, text) for key in ("dtype", "torch_dtype")]
+    default = next((getattr(torch, name) for name in stated if name), None)
+    for name, tensor in tensors.items():
+        end = "." + name.removeprefix(there + naming.layer)
+        like = name if name in old else next((other for other in checkpoint.file_of if other.endswith(end)), None)
+        tensors[name] = tensor.to(checkpoint.describe(like)[0] if like else default or tensor.dtype)
+    return tensors
+
+
+def _copies(checkpoint: Shards, naming: Naming, prefix: str) -> dict[str, Tensor]:
+    """What the naming repeats of the target's own tensors."""
+    sources = {
+        prefix + copy: next(name for end in ends for name in checkpoint.file_of if f".{name}".endswith(f".{end}"))
+        for copy, ends in naming.copies.items()
+    }
+    tensors = checkpoint.load(sources.values())
+    return {copy: tensors[source].clone() for copy, source in sources.items()}
+
+
+def _write(checkpoint: Shards, new: dict[str, Tensor], folder: Path) -> None:
+    """The checkpoint's files in another folder, with some tensors new."""
+    sharded = (checkpoint.folder / INDEX).is_file()
+    file_of = checkpoint.file_of | {name: checkpoint.file_of.get(name, NEW_SHARD if sharded else SINGLE) for name in new}
+    rewritten = {file_of[name] for name in new}
+    for path in sorted(checkpoint.folder.rglob("*")):
+        inside = path.relative_to(checkpoint.folder)
+        # Hidden folders hold what a download or git remembers of the original.
+        if path.is_dir() or any(part.startswith(".") for part in inside.parts) or str(inside) in rewritten:
+            continue
+        (folder / inside).parent.mkdir(parents=True, exist_ok=True)
+        link(path, folder / inside) if path.suffix == ".safetensors" else shutil.copy2(path, folder / inside)
+    for file in sorted(rewritten):
+        kept = [name for name, place in checkpoint.file_of.items() if place == file and name not in new]
+        metadata = {"format": "pt"}
+        if (checkpoint.folder / file).is_file():
+            with safe_open(checkpoint.folder / file, framework="pt") as weights:
+                metadata = weights.metadata() or metadata
+        added = {name: tensor.contiguous() for name, tensor in new.items() if file_of[name] == file}
+        save_file(checkpoint.load(kept) | added, folder / file, metadata=metadata)
+    if sharded:
+        index = json.loads((checkpoint.folder / INDEX).read_text(encoding="utf-8"))
+        index["weight_map"] = file_of
+        index.setdefault("metadata", {})["total_size"] = Shards(folder, file_of, "output_dir").num_bytes
+        index["metadata"].pop("total_parameters", None)
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _write_config(config: dict[str, Any], key: str, folder: Path) -> None:
+    """State under `key` that there is one such layer, where the text model's config stands."""
+    text = config.get("text_config") or config
+    if text.get(key) != 1:
+        text[key] = 1
+        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

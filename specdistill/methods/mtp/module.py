@@ -1,0 +1,185 @@
+"""One multi-token-prediction layer for a Hugging Face causal language model (DeepSeek-V3, arXiv 2412.19437, section 2.2).
+
+Shapes: B batch, T positions, H hidden size, N query heads, G key/value heads, d key head size, e value head size, W = V vocabulary.
+
+At position t the draft pairs the embedding of the *next* token x_{t+1} with the target's last hidden state h_t and predicts x_{t+2}:
+
+    o_t = norm(layer(fc(cat(token_norm(embed(x_{t+1})), hidden_norm(h_t)))))
+    q_t = softmax(lm_head(o_t))
+
+h_t is taken after the target's final norm, and a later step takes o_t for it: vLLM and SGLang feed both that way. Embedding and head
+are the target's own modules, frozen. The layer is of the target's own class, of the kind of its last full-attention layer.
+
+Attention is the caller's: transformers hands query, key and value to the function that the config names, and `memory_attention` passes
+them on to the `Memory` (see specdistill.methods.layers) that travels through the layer's keyword arguments. Causality and the
+boundaries of documents are the memory's, so no mask is made here.
+"""
+
+import copy
+import inspect
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import chain
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from specdistill.errors import UserError
+from specdistill.methods.layers import Memory
+from specdistill.targets.frozen import Features, FrozenTarget
+
+EXPECTED = "a target whose attention takes plain queries, keys and values (transformers' AttentionInterface)"
+# What layers pass to an attention function and full causal attention need not know; any other argument would change its result.
+WITHOUT_EFFECT = {"dropout", "is_causal", "output_attentions", "use_cache"}
+
+
+@dataclass(frozen=True)
+class MtpConfig:
+    """What a draft is for: the target's text config; and the target's layer, from 0, whose kind the draft's layer is."""
+
+    vocab_size: int
+    text_config: dict[str, Any]
+    like_layer: int
+    num_layers: int = 1
+    sliding_window: None = None
+
+
+class MtpDraft(nn.Module):
+    """The layer with its norms and projection; embedding, head and rotary embedding stay the target's and are no part of its state.
+
+    Raises UserError, naming the architecture, when the target's layers do not let a `Memory` answer their queries.
+    """
+
+    def __init__(self, target: FrozenTarget) -> None:
+        super().__init__()
+        source = copy.deepcopy(target.config)
+        source._attn_implementation = "specdistill_memory"
+        kinds = getattr(source, "layer_types", None) or ["full_attention"] * target.num_layers
+        if "full_attention" not in kinds:
+            got = f"{target.name} with layers {', '.join(sorted(set(kinds)))}"
+            raise UserError("target.model", got=got, expected="a target with a full-attention layer")
+        index = max(index for index, kind in enumerate(kinds) if kind == "full_attention")
+        layer_class, rotary = type(target.backbone.layers[index]), getattr(target.backbone, "rotary_emb", None)
+        if rotary is None or not hasattr(source, "rms_norm_eps"):
+            expected = "layers with RMS norms and a rotary embedding"
+            raise UserError("target.model", got=layer_class.__name__, expected=expected)
+        size, norm_class = target.hidden_size, type(target.backbone.norm)
+        self.config = MtpConfig(target.vocab_size, json.loads(target.config.to_json_string(use_diff=False)), index)
+        self.token_norm, self.hidden_norm, self.norm = (norm_class(size, eps=source.rms_norm_eps) for _ in range(3))
+        self.fc = nn.Linear(2 * size, size, bias=False)
+        self.layers = nn.ModuleList([layer_class(source, index)])
+        # No submodules, hence in a dict and a method: checkpoints leave them out, and `.to(bfloat16)` of the draft rounds neither the
+        # target's weights nor rotary frequencies. The rotary embedding is a copy, for some kinds remember the longest text.
+        self._shared: dict[str, nn.Module] = {"embed_tokens": target.model.get_input_embeddings(), "lm_head": target.lm_head}
+        self._rotary: Callable[..., Any] = copy.deepcopy(rotary).forward
+        by_kind = "layer_type" in inspect.signature(rotary.forward).parameters
+        self._rotary_options = {"layer_type": "full_attention"} if by_kind else {}
+        self._float32 = tuple(target.model._keep_in_fp32_modules_strict or ())
+        self.to(target.device)
+        self._check_route()
+
+    @property
+    def aux_layers(self) -> tuple[int, ...]:
+        return ()
+
+    @property
+    def shared(self) -> frozenset[str]:
+        return frozenset()
+
+    @property
+    def embed_tokens(self) -> nn.Module:
+        return self._shared["embed_tokens"]
+
+    @property
+    def lm_head(self) -> nn.Module:
+        return self._shared["lm_head"]
+
+    @property
+    def target_ids_W(self) -> Tensor:
+        """The target's id of each draft token: the whole vocabulary, in order."""
+        return torch.arange(self.config.vocab_size, device=self.fc.weight.device)
+
+    def fuse(self, features: Features) -> Tensor:
+        """The first hidden state [B, T, H]: the target's last one, after its final norm."""
+        return features.last_hidden.to(self.fc.weight.dtype)
+
+    def rotary(self, like: Tensor, positions_BT: Tensor) -> tuple[Tensor, Tensor]:
+        tables: tuple[Tensor, Tensor] = self._rotary(like, positions_BT, **self._rotary_options)
+        return tables
+
+    def forward(
+        self, next_ids_BT: Tensor, hidden_BTH: Tensor, rotary: tuple[Tensor, Tensor], memory: Memory
+    ) -> tuple[Tensor, Tensor]:
+        """One draft step over T positions: what `lm_head` turns into logits [B, T, H], and the next step's hidden state, the same."""
+        embedding = self.embed_tokens(next_ids_BT).to(self.fc.weight.dtype)
+        both = torch.cat((self.token_norm(embedding), self.hidden_norm(hidden_BTH)), dim=-1)
+        normed: Tensor = self.norm(self._layer(self.fc(both), rotary, memory))
+        return normed, normed
+
+    def _layer(self, hidden_BTH: Tensor, rotary: tuple[Tensor, Tensor], memory: Memory) -> Tensor:
+        output = self.layers[0](hidden_BTH, attention_mask=None, position_embeddings=rotary, memory=memory)
+        result: Tensor = output[0] if isinstance(output, tuple) else output
+        return result
+
+    @torch.no_grad()
+    def _check_route(self) -> None:
+        """One position through the layer: its query must reach the memory."""
+        asked: list[int] = []
+
+        def attend(layer: int, query_BNTd: Tensor, key_BGTd: Tensor, value_BGTd: Tensor) -> Tensor:
+            asked.append(layer)
+            return value_BGTd.repeat_interleave(query_BNTd.shape[1] // value_BGTd.shape[1], dim=1)
+
+        name, hidden = type(self.layers[0]).__name__, self.fc.weight.new_zeros(1, 1, self.fc.out_features)
+        rotary = self.rotary(hidden, torch.zeros(1, 1, dtype=torch.long, device=hidden.device))
+        try:
+            self._layer(hidden, rotary, SimpleNamespace(attend=attend))
+        except TypeError as error:  # the layer does not take the arguments that transformers' layers share
+            raise UserError("target.model", got=f"{name} ({error})", expected=EXPECTED) from error
+        if not asked:
+            raise UserError("target.model", got=f"{name}, whose attention is its own", expected=EXPECTED)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "MtpDraft":
+        """What transformers keeps in float32, such as DeepSeek's routing bias, stays so when the draft changes dtype."""
+
+        def exact() -> dict[str, Tensor]:
+            tensors = chain(self.named_parameters(), self.named_buffers())
+            return {name: tensor for name, tensor in tensors if any(part in name for part in self._float32)}
+
+        before = {name: tensor.data for name, tensor in exact().items()}
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for name, tensor in exact().items():
+            tensor.data = before[name].to(tensor.device)
+        return self
+
+
+def memory_attention(
+    module: nn.Module,
+    query_BNTd: Tensor,
+    key_BGTd: Tensor,
+    value_BGTe: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    memory: Memory | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """An attention function for transformers that asks a `Memory`; returns [B, T, N, e], as transformers wants it.
+
+    Raises UserError for attention that is more than softmax(scaling q k) v over what the memory shows: windows, sinks, caps, biases.
+    """
+    more = [name for name, value in options.items() if value is not None and name not in WITHOUT_EFFECT]
+    more += ["a mask of its own"] * (attention_mask is not None) + ["keyword arguments that get lost"] * (memory is None)
+    if more:
+        raise UserError("target.model", got=f"{type(module).__name__} with {', '.join(sorted(more))}", expected=EXPECTED)
+    assert memory is not None
+    size = query_BNTd.shape[-1]
+    if scaling is not None and scaling != size**-0.5:
+        query_BNTd = query_BNTd * (scaling * size**0.5)  # a memory scales by d^-1/2
+    return memory.attend(0, query_BNTd, key_BGTd, value_BGTe).transpose(1, 2), None
+
+
+AttentionInterface.register("specdistill_memory", memory_attention)

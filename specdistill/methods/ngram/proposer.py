@@ -1,0 +1,76 @@
+"""N-gram look-up (prompt lookup; LLMA, arXiv 2304.04487): the guess is what followed when the last tokens stood in the text before.
+
+A dictionary leads from every n-gram of the text, `min_ngram` to `max_ngram` tokens long, to the place after its last occurrence. Each
+token is indexed once, by at most max_ngram - min_ngram + 1 entries, and a proposal asks for as many at most: a round costs what its own
+tokens cost, however long the text is. Memory grows with the text, by about 270 bytes a token at the default lengths.
+
+The longest n-gram that is found decides, since more agreement says more about what comes next; of its occurrences the latest, whose
+surroundings are most like the present ones. With the text x_0 .. x_{T-1} and x_s the token after that occurrence, guess i is x_{s + i}.
+An occurrence near the end runs out of text after p = T - s tokens. It says that the last tokens stood there p tokens before, and the
+guess is that the text goes on so: x_{s + i mod p}. Every match then gives all the tokens that were asked for, and no older occurrence
+has to be kept for the sake of its longer continuation.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+
+from specdistill.decoding.batch_proposer import BatchProposer, RowByRow
+from specdistill.decoding.proposer import DecodingState, Proposal
+from specdistill.decoding.sampling import Sampling
+from specdistill.errors import UserError, nearest
+
+LOOKUPS = ("text", "prompt")
+
+
+@dataclass
+class NgramProposer:
+    """Guesses are certain (one-hot) at any temperature, so verification needs no law of theirs.
+
+    min_ngram, max_ngram: tokens of the n-grams that are looked up.
+    lookup: `text` finds n-grams of prompt and output, `prompt` those of the prompt alone; what followed them may reach into the output.
+        The prompt is what stands before the last token at the first proposal after `begin`.
+    """
+
+    min_ngram: int = 1
+    max_ngram: int = 3
+    lookup: str = "text"
+    aux_layers: tuple[int, ...] = ()
+    num_parameters: int = 0
+    num_bytes: int = 0
+    _after: dict[tuple[int, ...], int] = field(default_factory=dict)  # n-gram -> index of the token after its last occurrence
+    _indexed: int = 0  # tokens at the beginning of the text whose n-grams are in it
+
+    def __post_init__(self) -> None:
+        if self.min_ngram < 1:
+            raise UserError("eval.ngram.min", got=self.min_ngram, expected="1 or more")
+        if self.min_ngram > self.max_ngram:
+            raise UserError("eval.ngram.min", got=self.min_ngram, expected=f"at most eval.ngram.max, which is {self.max_ngram}")
+        if self.lookup not in LOOKUPS:
+            close = nearest(self.lookup, LOOKUPS)
+            raise UserError("eval.ngram.lookup", got=self.lookup, expected=" or ".join(LOOKUPS), nearest=close)
+
+    def begin(self, max_length: int) -> None:
+        self._after = {}
+        self._indexed = 0
+
+    def propose(self, state: DecodingState, k: int, sampling: Sampling, generator: torch.Generator | None) -> Proposal:
+        text = state.token_ids
+        if self.lookup == "text" or not self._indexed:
+            self._index(text)
+        for n in range(min(self.max_ngram, len(text)), self.min_ngram - 1, -1):
+            start = self._after.get(tuple(text[-n:]))
+            if start is not None:
+                period = len(text) - start
+                return Proposal([text[start + i % period] for i in range(k)])
+        return Proposal([])
+
+    def batched(self) -> BatchProposer:
+        return RowByRow(self)
+
+    def _index(self, text: list[int]) -> None:
+        """Take in the n-grams that end before the last token: nothing has followed that one yet."""
+        for end in range(self._indexed + 1, len(text)):
+            for n in range(self.min_ngram, min(self.max_ngram, end) + 1):
+                self._after[tuple(text[end - n : end])] = end
+        self._indexed = len(text) - 1

@@ -1,0 +1,251 @@
+"""The pico suites: prompts from the standard-library modules that pico was not trained on.
+
+    python -m specdistill.pico.suites
+
+writes `eval/suites/pico*.{yaml,jsonl}` again, byte for byte with the Python and the tokenizer that the YAML files name. `pico` is what
+gates ask about; `pico-dev` holds other prompts, to choose recipes on, so that a gate's verdict is not flattered by the choosing.
+`pico-edit` and `pico-short` are there to be compared: how much more a draft that copies from the text gains where the prompt holds what
+is asked for than where it is a single line. `pico-context` asks what a long context costs: every prompt stands there whole and cut to its
+end, so that the two categories differ in nothing else. These three may share lines with the others.
+"""
+
+import ast
+import hashlib
+import json
+import platform
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from pathlib import Path
+
+import yaml
+from transformers import AutoTokenizer
+
+from specdistill.pico.corpus import Module, chats, standard_library
+from specdistill.project import PICO, SUITES
+
+SUITES_HOLD = {
+    "pico": "function bodies, docstrings, chats and long context",
+    "pico-dev": "function bodies, docstrings, chats and long context",
+    "pico-edit": "chats that ask for a function that they hold",
+    "pico-short": "single lines",
+    "pico-context": "long stretches of modules, cut to their ends and whole",
+}
+PROMPTS_PER_CATEGORY = 12
+SHORT_TOKENS = range(40, 91)  # function and docstring prompts
+LONG_TOKENS = range(300, 381)
+CHAT_TOKENS = range(16, 257)
+EDIT_TOKENS = range(48, 161)  # request and function of a prompt that asks for the function again
+LINE_TOKENS = range(8, 33)
+
+CountTokens = Callable[[str], int]
+Rows = list[dict[str, object]]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A possible prompt: `row` is what the jsonl file gets, `place` says where it is from; `lines` of the module are in it."""
+
+    module: str
+    place: str
+    row: dict[str, object]
+    lines: range = field(default=range(0))
+
+    def order(self) -> bytes:
+        """A fixed shuffle, so that the choice follows neither the alphabet nor the order inside a module."""
+        return hashlib.sha256(f"{self.module} {self.place}".encode()).digest()
+
+    def overlaps(self, other: "Candidate") -> bool:
+        return self.module == other.module and max(self.lines.start, other.lines.start) < min(self.lines.stop, other.lines.stop)
+
+
+FindPrompts = Callable[[Module, CountTokens], Iterator[Candidate]]
+Pools = dict[str, list[Candidate]]  # the candidates of each category, in their fixed shuffle
+
+
+def pico_suites(modules: Sequence[Module], count_tokens: CountTokens) -> list[Rows]:
+    """The rows of each suite, 12 of each category, from as many different modules as there are.
+
+    No line of a module is in both `pico` and `pico-dev`.
+    """
+
+    def pools(categories: dict[str, FindPrompts]) -> Pools:
+        return {
+            category: sorted((found for module in modules for found in candidates(module, count_tokens)), key=Candidate.order)
+            for category, candidates in categories.items()
+        }
+
+    plain = pools(
+        {"function": function_prompts, "docstring": docstring_prompts, "chat": chat_prompts, "long_context": long_prompts}
+    )
+    pico, taken = _choose(plain)
+    plain = {category: [left for left in pool if not any(map(left.overlaps, taken))] for category, pool in plain.items()}
+    edit = pools({"revision": revision_prompts, "rename": rename_prompts})
+    short = pools({"class": class_prompts, "signature": signature_prompts})
+    # Each category chosen by itself: from pools in the same order that takes the same places.
+    context = [row for category, find in CONTEXT.items() for row in _choose(pools({category: find}))[0]]
+    return [pico, *(_choose(pool)[0] for pool in (plain, edit, short)), context]
+
+
+def _choose(pools: Pools) -> tuple[Rows, list[Candidate]]:
+    """A suite's rows and the candidates they are, which leave their pools."""
+    rows, taken = [], []
+    used: Counter[str] = Counter()
+    for category, pool in pools.items():
+        for number in range(PROMPTS_PER_CATEGORY):
+            # The module least drawn from so far, over all categories; ties go by the fixed shuffle.
+            chosen = min(pool, key=lambda candidate: used[candidate.module])
+            pool.remove(chosen)
+            used[chosen.module] += 1
+            taken.append(chosen)
+            rows.append({"id": f"{category}-{number:02}", "category": category, **chosen.row, "module": chosen.module})
+    return rows, taken
+
+
+def function_prompts(module: Module, count_tokens: CountTokens) -> Iterator[Candidate]:
+    """Source that ends right after a function's signature, or after its docstring where it has one."""
+    for node, lines in _functions(module):
+        documented = ast.get_docstring(node) is not None and len(node.body) > 1
+        end = (node.body[0].end_lineno or 0) if documented else node.body[0].lineno - 1
+        text = _paragraphs_up_to(lines, end, count_tokens)
+        if text and text.endswith(('"""', ":")):
+            yield Candidate(module.name, f"function {node.lineno}", {"prompt": text}, _lines_up_to(end, text))
+
+
+def docstring_prompts(module: Module, count_tokens: CountTokens) -> Iterator[Candidate]:
+    """Source that ends after the quotes that open a function's docstring."""
+    for node, lines in _functions(module):
+        first = node.body[0]
+        if ast.get_docstring(node) is None or not lines[first.lineno - 1].strip().startswith('"""'):
+            continue
+        opening = lines[first.lineno - 1]
+        opened = [*lines[: first.lineno - 1], opening[: opening.index('"""') + 3]]
+        text = _paragraphs_up_to(opened, first.lineno, count_tokens)
+        if text:
+            yield Candidate(module.name, f"docstring {node.lineno}", {"prompt": text}, _lines_up_to(first.lineno, text))
+
+
+def chat_prompts(module: Module, count_tokens: CountTokens) -> Iterator[Candidate]:
+    """The user's turn of a (docstring -> function) chat."""
+    for user, _answer in chats([module]):
+        if count_tokens(user["content"]) in CHAT_TOKENS:
+            yield Candidate(module.name, f"chat {user['content']}", {"messages": [user]})
+
+
+def long_prompts(module: Module, count_tokens: CountTokens) -> Iterator[Candidate]:
+    """One long stretch of a module, from a paragraph's start to a line's end, with as much of the module left to write."""
+    lines = module.text.splitlines()
+    upto = [0, *accumulate(count_tokens(line + "\n") for line in lines)]  # tokens before each line, to within a few
+    for start, line in enumerate(lines):
+        if not line.strip() or (start and lines[start - 1].strip()):
+            continue
+        end = bisect_left(upto, upto[start] + LONG_TOKENS.start + 10)
+        if upto[-1] - upto[start] < 2 * LONG_TOKENS.start or not lines[end - 1].strip():
+            continue
+        text = "\n".join(lines[start:end])
+        if count_tokens(text) in LONG_TOKENS:
+            yield Candidate(module.name, f"long_context {start}", {"prompt": text}, range(start, end))
+
+
+def cut_prompts(module: Module, count_tokens: CountTokens) -> Iterator[Candidate]:
+    """The last lines of each of `long_prompts`, as many as fit a short prompt."""
+    for whole in long_prompts(module, count_tokens):
+        lines = str(whole.row["prompt"]).splitlines()
+        texts = ("\n".join(lines[start:]) for start in range(len(lines)))
+        cut = next(text for text in texts if count_tokens(text) < SHORT_TOKENS.stop)
+        yield Candidate(whole.module, whole.place, {"prompt": cut}, whole.lines)
+
+
+def revision_prompts(module: Module, count_tokens: CountTokens) -> Iterator[Candidate]:
+    """A request for a function, with the function under it."""
+    for request, answer in _functions_to_edit(module, count_tokens):
+        user = {"role": "user", "content": f"{request}\n\n{answer}"}
+        yield Candidate(module.name, f"revision {request}", {"messages": [user]})
+
+
+def rename_prompts(module: Module, count_tokens: CountTokens) -> Iterator[Candidate]:
+    """A (docstring -> function) chat, then a request for the same under another name."""
+    for request, answer in _functions_to_edit(module, count_tokens):
+        turns = [("user", request), ("assistant", answer), ("user", request.replace("(", "_2(", 1))]
+        messages = [{"role": role, "content": content} for role, content in turns]
+        yield Candidate(module.name, f"rename {request}", {"messages": messages})
+
+
+def class_prompts(module: Module, count_tokens: CountTokens) -> Iterator[Candidate]:
+    """The line that opens a class."""
+    return _openings(module, count_tokens, ast.ClassDef)
+
+
+def signature_prompts(module: Module, count_tokens: CountTokens) -> Iterator[Candidate]:
+    """The line that opens a function."""
+    return _openings(module, count_tokens, ast.FunctionDef)
+
+
+CONTEXT: dict[str, FindPrompts] = {"end": cut_prompts, "whole": long_prompts}
+
+
+def write_pico_suites(modules: Sequence[Module], count_tokens: CountTokens, folder: Path) -> None:
+    """Write the jsonl file of each suite and the YAML file that names it by hash."""
+    for (name, holds), rows in zip(SUITES_HOLD.items(), pico_suites(modules, count_tokens), strict=True):
+        content = "".join(json.dumps(row) + "\n" for row in rows).encode()
+        (folder / f"{name}.jsonl").write_bytes(content)
+        header = {
+            "name": name,
+            "version": "1",
+            "licence": "PSF-2.0",
+            "source": f"standard library of Python {platform.python_version()}, modules held out from pico's training data",
+            "sha256": hashlib.sha256(content).hexdigest(),
+            "prompts": f"{name}.jsonl",
+            "quality": "python_syntax",
+        }
+        heading = f"# Held-out Python: {holds}. Made by specdistill.pico.suites.\n"
+        text = heading + yaml.safe_dump(header, sort_keys=False, width=130)
+        (folder / f"{name}.yaml").write_text(text, encoding="utf-8")
+
+
+def _functions(module: Module) -> Iterator[tuple[ast.FunctionDef, list[str]]]:
+    """Functions whose body starts on a line of its own right after the signature, with the module's lines."""
+    lines = module.text.splitlines()
+    for node in ast.walk(ast.parse(module.text)):
+        if isinstance(node, ast.FunctionDef) and lines[node.body[0].lineno - 2].rstrip().endswith(":"):
+            yield node, lines
+
+
+def _functions_to_edit(module: Module, count_tokens: CountTokens) -> Iterator[tuple[str, str]]:
+    """(request, function) of the chats short enough to hold the function in the prompt."""
+    for user, assistant in chats([module]):
+        if count_tokens(user["content"]) + count_tokens(assistant["content"]) in EDIT_TOKENS:
+            yield user["content"], assistant["content"]
+
+
+def _openings(module: Module, count_tokens: CountTokens, kind: type[ast.ClassDef | ast.FunctionDef]) -> Iterator[Candidate]:
+    lines = module.text.splitlines()
+    for node in ast.walk(ast.parse(module.text)):
+        if isinstance(node, kind):
+            text = lines[node.lineno - 1].strip()
+            if text.endswith(":") and count_tokens(text) in LINE_TOKENS:
+                yield Candidate(module.name, f"line {node.lineno}", {"prompt": text}, range(node.lineno - 1, node.lineno))
+
+
+def _lines_up_to(end: int, text: str) -> range:
+    return range(end - text.count("\n") - 1, end)
+
+
+def _paragraphs_up_to(lines: Sequence[str], end: int, count_tokens: CountTokens) -> str | None:
+    """The lines before `end`, from the nearest paragraph's start that makes them long enough; None if none does in time."""
+    for start in range(end - 1, -1, -1):
+        text = "\n".join(lines[start:end])
+        length = count_tokens(text)
+        if length >= SHORT_TOKENS.stop:
+            return None
+        begins = lines[start].strip() and (start == 0 or not lines[start - 1].strip())
+        if begins and length in SHORT_TOKENS:
+            return text
+    return None
+
+
+if __name__ == "__main__":
+    pico = AutoTokenizer.from_pretrained(PICO)
+    write_pico_suites(standard_library("validation"), lambda text: len(pico(text)["input_ids"]), SUITES)

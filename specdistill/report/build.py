@@ -1,0 +1,154 @@
+"""From measured parts to the document report.json, with the findings that a reader should know before quoting a number."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+from specdistill import __version__
+from specdistill.statistics.interim import SHARPENED
+from specdistill.statistics.theory import best_point
+from specdistill.suites.suite import Suite
+
+SCHEMA_VERSION = 1
+MAX_PREDICTION_GAP = {"cpu": 0.10, "cuda": 0.03}  # by device: a processor's clock and its other work move more
+SLOW_BASELINE = 0.95
+LOOPING_SHARE = 0.1
+WIDE_INTERVAL = 0.05  # half its width, as a share of the speedup
+CONTROL_P_VALUE = 0.05
+ROUNDS_WITHOUT_DRAFT = 0.05
+BETTER_K_GAIN = 0.02  # below this another K is not worth a word
+
+
+def build_report(
+    *,
+    target: Mapping[str, Any],
+    draft: Mapping[str, Any],
+    hardware: Mapping[str, Any],
+    software: Mapping[str, str],
+    settings: Mapping[str, Any],
+    suite: Suite,
+    results: Sequence[Mapping[str, Any]],
+    context: Sequence[Mapping[str, Any]],
+    headline: Mapping[str, Any],
+    theory: Mapping[str, Any] | None,
+    lossless: Mapping[str, Any],
+    not_measured: Mapping[str, str],
+    git_revision: str | None,
+    engine: Mapping[str, Any] | None = None,
+    incomplete: str | None = None,
+) -> dict[str, Any]:
+    """The document, to the schema in report.schema.json, before any gate has judged it (its gate has no rules and does not
+    pass).
+
+    engine: what decoded, if it was not this package. incomplete: why the measurement broke off, if it did.
+    """
+    absent = dict(not_measured)
+    if git_revision is None:
+        absent["git_revision"] = "the code does not stand in a git checkout"
+    if theory is None:
+        absent.setdefault("theory", "nothing was drafted")
+    if incomplete is not None:
+        absent["incomplete"] = incomplete
+    report: dict[str, Any] = {
+        "schema_version": SCHEMA_VERSION,
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "specdistill_version": __version__,
+        **({} if git_revision is None else {"git_revision": git_revision}),
+        "target": dict(target),
+        "draft": dict(draft),
+        "hardware": dict(hardware),
+        "software": dict(software),
+        "engine": dict(engine or {"name": "specdistill", "version": __version__}),
+        **({} if incomplete is None else {"incomplete": True}),
+        "settings": dict(settings),
+        "suite": {name: getattr(suite, name) for name in ("name", "version", "licence", "source", "sha256")},
+        "headline": dict(headline),
+        "results": [dict(row) for row in results],
+        "lossless": dict(lossless),
+        "context": [dict(row) for row in context],
+        **({} if theory is None else {"theory": dict(theory)}),
+        "findings": [],
+        "gate": {"passed": False, "rules": []},
+        "not_measured": absent,
+    }
+    report["findings"] = [{"name": name, "message": message} for name, message in findings(report)]
+    return report
+
+
+def findings(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """(name, one sentence) for everything about the measurement that its numbers alone do not show."""
+    row, settings, lossless = report["results"][0], report["settings"], report["lossless"]
+    if report.get("incomplete"):
+        yield (
+            "incomplete",
+            f"The measurement broke off: {report['not_measured']['incomplete']}. Its numbers are those of a part.",
+        )
+    yield from _speed_findings(row, report["hardware"]["device"], settings.get("until"))
+    if report.get("engine", {}).get("name") == "vllm" and row["num_drafts"]:
+        most = row["num_prompts"] * settings["num_speculative_tokens"] / row["num_drafts"]
+        yield (
+            "past_the_end",
+            f"vLLM also counts tokens that it accepts past the end of a text: the acceptance length is up to {most:.2f} high.",
+        )
+    if lossless.get("unexplained_divergences"):
+        count, checked = lossless["unexplained_divergences"], lossless["prompts_checked"]
+        yield "divergence", f"{count} of {checked} greedy texts differ from plain decoding where rounding does not explain it."
+    if lossless.get("near_ties"):
+        yield "near_ties", f"{lossless['near_ties']} greedy texts part from plain decoding at a near-tie of the top two logits."
+    test = lossless.get("sampling_test")
+    if test and test["negative_control_p_value"] > CONTROL_P_VALUE:
+        yield "blind_sampling_test", "The sampling test did not notice a rule that is wrong on purpose: it proves little here."
+    without = 1 - row["num_drafts"] / row["num_rounds"] if row["num_drafts"] and "num_rounds" in row else 0.0
+    if without > ROUNDS_WITHOUT_DRAFT:
+        yield (
+            "rounds_without_draft",
+            f"In {without:.0%} of the rounds nothing was drafted; the acceptance length ({row['mean_acceptance_length']:.2f}) leaves those "
+            f"out, and a round yields {row['tokens_per_round']:.2f} tokens.",
+        )
+    if row["num_empty"]:
+        yield (
+            "empty_texts",
+            f"{row['num_empty']} of {row['num_prompts']} texts ended with their first token: no draft helps there.",
+        )
+    if row.get("num_looping", 0) > LOOPING_SHARE * row["num_prompts"]:
+        share = f"{row['num_looping']} of {row['num_prompts']}"
+        yield "loops", f"{share} texts end in a cycle, which is easy to draft: acceptance is flattered."
+    if settings["temperature"] and settings["top_k"] == 1:
+        yield "top_k", "top_k=1 makes this sampled run greedy."
+    theory = report.get("theory")
+    best = best_point(theory["curve"])["predicted_speedup"] if theory else 0.0
+    if theory and theory["best_k"] != theory["K"] and best > theory["predicted"] * (1 + BETTER_K_GAIN):
+        yield "best_k", f"K = {theory['best_k']} is predicted to be faster ({best:.2f}×) than the K = {theory['K']} measured."
+
+
+def _speed_findings(row: Mapping[str, Any], device: str, until: float | None) -> Iterator[tuple[str, str]]:
+    bound = MAX_PREDICTION_GAP.get(device, MAX_PREDICTION_GAP["cpu"])
+    if row.get("prediction_gap", 0) > bound:
+        yield (
+            "prediction_gap",
+            f"The measured speedup ({row['speedup']:.2f}×) is {row['prediction_gap']:.0%} away from the predicted one "
+            f"({row['predicted_speedup']:.2f}×), more than {bound:.0%}; without prefill it is {row['decode_speedup']:.2f}×.",
+        )
+    if row.get("baseline_over_hf_generate", 1) < SLOW_BASELINE:
+        yield (
+            "slow_baseline",
+            f"The baseline runs at {row['baseline_over_hf_generate']:.0%} of the library's own greedy loop; "
+            f"over that loop the speedup is {row['speedup_over_hf_generate']:.2f}×.",
+        )
+    if "speedup_ci95" in row:
+        low, high = row["speedup_ci95"]
+        half = (high - low) / 2 / row["speedup"]
+        if half > WIDE_INTERVAL:
+            yield "wide_interval", f"{row['num_prompts']} prompts tell the speedup to ±{half:.0%} only."
+    if until and not all(_half_width(row, name) <= until for name in SHARPENED):
+        yield (
+            "not_sharp",
+            f"All {row['num_prompts']} prompts were measured and the numbers are not known to ±{until:.1%}, as was asked.",
+        )
+
+
+def _half_width(row: Mapping[str, Any], name: str) -> float:
+    """Of the metric's interval, as a share of the metric; infinite where there is none."""
+    low, high = row.get(f"{name}_ci95", (-math.inf, math.inf))
+    return float((high - low) / 2 / row.get(name, 1.0))

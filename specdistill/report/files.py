@@ -1,0 +1,82 @@
+"""The report's folder: written whole or not at all, read back, and rendered again from its JSON files."""
+
+import json
+import os
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from specdistill.errors import ResourceError, UserError
+from specdistill.report.html import to_html
+from specdistill.report.junit import to_junit
+from specdistill.report.markdown import to_markdown
+from specdistill.report.schema import validate
+from specdistill.statistics.records import PromptRecord, read_records, refuse_constant, write_records
+
+REPORT, SAMPLES = "report.json", "samples.jsonl"
+
+
+def write_report(folder: Path, report: Mapping[str, Any], records: Sequence[PromptRecord]) -> None:
+    """Write report.json, samples.jsonl and what is rendered from them. Nothing appears in `folder` before everything is
+    ready.
+    """
+    validate(report)
+    with staged(folder) as staging:
+        (staging / REPORT).write_text(
+            json.dumps(report, indent=2, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8"
+        )
+        write_records(records, staging / SAMPLES)
+        render(staging)
+
+
+@contextmanager
+def staged(folder: Path) -> Iterator[Path]:
+    """A folder to write files into; they move to `folder` once all of them are there. Raises ResourceError when the disk fails."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder, prefix=".report-") as name:
+            yield Path(name)
+            for path in Path(name).iterdir():
+                os.replace(path, folder / path.name)
+    except OSError as error:
+        raise ResourceError(f"could not write the report to {folder} ({error.strerror})", next_step="free the disk") from error
+
+
+def previous_report(folder: Path) -> tuple[dict[str, Any], list[PromptRecord]] | None:
+    """The report that a new one in this folder will replace; None without one that this version can read."""
+    try:
+        return read_report(folder) if (folder / REPORT).is_file() else None
+    except UserError:
+        return None
+
+
+def read_report(path: Path, key: str = "report") -> tuple[dict[str, Any], list[PromptRecord]]:
+    """report.json (or the folder it stands in) and the records beside it. Raises UserError when either is not what it should
+    be.
+    """
+    path = path / REPORT if path.is_dir() else path
+    try:
+        report = json.loads(path.read_text(encoding="utf-8"), parse_constant=refuse_constant)
+    except (OSError, ValueError) as error:
+        raise UserError(key, got=f"{path} ({error})", expected="a report.json") from error
+    validate(report, str(path), key)
+    return report, read_records(path.parent / SAMPLES, key)
+
+
+def render(folder: Path) -> None:
+    """report.md, report.html and junit.xml from report.json and samples.jsonl, and from nothing else."""
+    report, records = read_report(folder)
+    (folder / "report.md").write_text(to_markdown(report), encoding="utf-8")
+    (folder / "report.html").write_text(to_html(report, records), encoding="utf-8")
+    (folder / "junit.xml").write_text(to_junit(report), encoding="utf-8")
+
+
+def check_writable(folder: Path, key: str) -> None:
+    """Raises UserError when a report could not be written to `folder`; creates nothing."""
+    existing = folder
+    while not existing.exists() and existing != existing.parent:
+        existing = existing.parent
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        raise UserError(key, got=f"{folder} ({existing} is not a writable folder)", expected="a folder that can be written")

@@ -1,0 +1,240 @@
+"""The result rows of a report, from the records of its prompts: one for the whole suite, one a category.
+
+Acceptance and speed come from the two metric modules under `eval/metrics`, loaded by path with the `evaluate` library; every
+other number is a formula of specdistill.statistics.metrics. What was not measured is absent, with the reason under
+`not_measured`.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from types import MappingProxyType
+from typing import Any
+
+import evaluate
+import numpy as np
+from numpy.typing import NDArray
+
+from specdistill.project import METRICS as METRIC_MODULES
+from specdistill.statistics.configuration import ALL, Cell
+from specdistill.statistics.intervals import estimates, macro_interval
+from specdistill.statistics.metrics import METRICS, measured, value
+from specdistill.statistics.prompt_sums import Columns, columns, drafts_per_bucket, in_bucket, long_context_start
+from specdistill.statistics.records import PromptRecord
+from specdistill.statistics.theory import RoundCost, alpha_from_acceptance_length, best_point, speedup_curve
+from specdistill.suites.suite import Suite
+
+NO_REASONS: Mapping[str, str] = MappingProxyType({})
+PLAIN = (
+    "draft_ms",
+    "verify_ms",
+    "baseline_step_ms",
+    "overhead_factor",
+    "predicted_speedup",
+    "prediction_gap",
+    "decode_speedup",
+)
+NEED_DRAFTS = (
+    "mean_acceptance_length",
+    "acceptance_rate",
+    "acceptance_rate_per_position",
+    "conditional_acceptance_rate",
+    "draft_ms",
+    "predicted_speedup",
+    "prediction_gap",
+    "overhead_factor",
+)
+QUOTED = ("mean_acceptance_length", "speedup")
+SLOW_BASELINE = 0.95  # below this share of the library's own speed the baseline flatters the draft
+
+
+def result_rows(
+    records: Sequence[PromptRecord],
+    suite: Suite,
+    cell: Cell,
+    *,
+    seed: int,
+    confidence: float = 0.95,
+    reasons: Mapping[str, str] = NO_REASONS,
+) -> list[dict[str, Any]]:
+    """A cell's rows, from its records: the suite's (`category: all`) and one for each category, in the suite's order.
+
+    confidence: of each interval (see `estimates`).
+    reasons: why numbers are absent that this way of measuring cannot give, where it is not the reason to expect.
+    """
+    groups = {ALL: list(records)}
+    for record in records:
+        groups.setdefault(record.category, []).append(record)
+    scope = {"suite": suite.name, "suite_version": suite.version}
+    return [
+        {**scope, "category": category, **asdict(cell), **_numbers(group, cell, seed, confidence, reasons)}
+        for category, group in groups.items()
+    ]
+
+
+def context_rows(records: Sequence[PromptRecord]) -> list[dict[str, Any]]:
+    """Acceptance by the number of tokens that stand before a round, in powers of two."""
+    rows = []
+    for bucket, num_drafts in sorted(drafts_per_bucket(records).items()):
+        accepted = sum(in_bucket(record, bucket)[1] for record in records)
+        length = 1 + accepted / num_drafts
+        rows.append({"bucket": f"{bucket}-{2 * bucket - 1}", "num_drafts": num_drafts, "mean_acceptance_length": length})
+    return rows
+
+
+def theory(row: dict[str, Any], costs: Sequence[RoundCost]) -> dict[str, Any] | None:
+    """What the suite's row implies: alpha, v and c at K, and the speedup to expect at K' up to K; None without drafts.
+
+    costs: rounds timed at K' up to K; only what they cost relative to each other counts. Of a tree K is the depth and a draft step a
+    level, so that c·K is the cost of drafting it.
+    """
+    needed = ("acceptance_rate_per_position", "verify_ms", "draft_ms", "baseline_step_ms", "predicted_speedup")
+    if any(name not in row for name in needed):
+        return None
+    rates = row["acceptance_rate_per_position"]
+    v, c = row["verify_ms"] / row["baseline_step_ms"], row["draft_ms"] / row["baseline_step_ms"]
+    if row["tree"]:
+        c *= row["num_draft_tokens"] / row["num_drafts"] / len(rates)
+    curve = speedup_curve(rates, v, c, costs)
+    return {
+        "alpha": alpha_from_acceptance_length(row["mean_acceptance_length"], len(rates)),
+        "K": len(rates),
+        "v": v,
+        "c": c,
+        "predicted": row["predicted_speedup"],
+        "best_k": best_point(curve)["k"],
+        "curve": curve,
+    }
+
+
+def headline(rows: Sequence[dict[str, Any]], records: Sequence[PromptRecord], *, confidence: float = 0.95) -> dict[str, Any]:
+    """The numbers to quote, from a cell's rows and records: acceptance length and speedup, as macro-averages over the categories,
+    and beside them the micro-averages of the suite's row, in which a category counts by its drafts or its time.
+    """
+    own = [row for row in rows if row["category"] != ALL]
+    quoted = [name for name in QUOTED if own and all(name in row for row in own)]
+    if not quoted:
+        return {}
+    table, categories = columns(records), [record.category for record in records]
+    macro: dict[str, Any] = {}
+    for name in quoted:
+        macro[name] = sum(row[name] for row in own) / len(own)
+        if ends := macro_interval(METRICS[name], table, categories, confidence=confidence):
+            macro[f"{name}_ci95"] = list(ends)
+    return {
+        **macro,
+        "average": f"macro over {len(own)} categories, each a micro-average over its drafts",
+        "micro": {
+            **{key: rows[0][key] for name in quoted for key in (name, f"{name}_ci95") if key in rows[0]},
+            "average": f"micro over {rows[0]['num_drafts']} drafts and {rows[0]['num_new_tokens']} tokens of {len(records)} prompts",
+        },
+    }
+
+
+def _numbers(
+    records: Sequence[PromptRecord], cell: Cell, seed: int, confidence: float, reasons: Mapping[str, str]
+) -> dict[str, Any]:
+    table = columns(records)
+    row: dict[str, Any] = {
+        "num_prompts": len(records),
+        "num_batches": len(np.unique(table["batch"])) if "batch" in table else len(records),
+        "num_new_tokens": int(table["num_tokens"].sum()),
+        **_total(table, "num_rounds"),
+        **({"num_looping": sum(map(is_looping, records))} if all(record.token_ids for record in records) else {}),
+        "num_empty": int((table["num_tokens"] <= 1).sum()),
+        **_acceptance(records, cell.num_speculative_tokens, seed, confidence),
+        **_speed(table, seed, confidence),
+        **{name: number for name in PLAIN if (number := value(METRICS[name], table)) is not None},
+        **_against_hf(records, table, seed, confidence),
+        **estimates(("tokens_per_round", "context_ratio", "vocabulary_coverage"), table, seed, confidence),
+    }
+    absent = {name: reason for name, reason in reasons.items() if name not in row}
+    row["not_measured"] = _reasons(row, records, cell.temperature) | absent
+    return row
+
+
+def _acceptance(records: Sequence[PromptRecord], k: int, seed: int, confidence: float) -> dict[str, Any]:
+    drafts = [record.drafts() for record in records]
+    numbers: dict[str, Any] = evaluate.load(str(METRIC_MODULES / "acceptance"), keep_in_memory=True).compute(
+        predictions=[[accepted for _, accepted in prompt] for prompt in drafts],
+        references=[[drafted for drafted, _ in prompt] for prompt in drafts],
+        num_positions=k,
+        seed=seed,
+        confidence=confidence,
+    )
+    return numbers
+
+
+def _total(table: Columns, name: str) -> dict[str, int]:
+    total = table[name].sum()
+    return {} if np.isnan(total) else {name: int(total)}
+
+
+def _speed(table: Columns, seed: int, confidence: float) -> dict[str, Any]:
+    if np.isnan(table["baseline_seconds"]).any():
+        return estimates(("tokens_per_second",), table, seed, confidence)
+
+    def timings(tokens: NDArray[np.float64], seconds: NDArray[np.float64]) -> list[dict[str, float]]:
+        return [{"num_tokens": int(count), "seconds": time} for count, time in zip(tokens, seconds, strict=True)]
+
+    own_tokens, own_seconds, baseline_tokens, baseline_seconds = measured(METRICS["speedup"], table)
+    numbers: dict[str, Any] = evaluate.load(str(METRIC_MODULES / "speedup"), keep_in_memory=True).compute(
+        predictions=timings(own_tokens, own_seconds),
+        references=timings(baseline_tokens, baseline_seconds),
+        seed=seed,
+        confidence=confidence,
+    )
+    return numbers
+
+
+def _against_hf(records: Sequence[PromptRecord], table: Columns, seed: int, confidence: float) -> dict[str, Any]:
+    """Speed beside the library's own loop, over the prompts on which that was timed; the speedup over it when it is the
+    faster one.
+    """
+    timed = sum(record.hf_generate is not None for record in records)
+    if not timed:
+        return {}
+    numbers = estimates(("hf_generate_tokens_per_second", "baseline_over_hf_generate"), table, seed, confidence)
+    if numbers["baseline_over_hf_generate"] < SLOW_BASELINE:
+        numbers |= estimates(("speedup_over_hf_generate",), table, seed, confidence)
+    return {**numbers, "hf_generate_num_prompts": timed}
+
+
+def is_looping(record: PromptRecord) -> bool:
+    """Whether the text ends in a cycle: its last 48 tokens repeat with a period of at most 16. Loops inflate acceptance."""
+    tail = record.token_ids[-48:]
+    if len(tail) < 48:
+        return False
+    return any(tail[period:] == tail[:-period] for period in range(1, 17))
+
+
+def _reasons(row: dict[str, Any], records: Sequence[PromptRecord], temperature: float) -> dict[str, str]:
+    few = "fewer than two prompts" if len(records) < 2 else "its resamples are undefined: too few prompts"
+    reasons = dict.fromkeys(("tokens_per_second", "baseline_tokens_per_second", "speedup"), "no time was measured")
+    reasons |= dict.fromkeys(NEED_DRAFTS, "nothing was drafted")
+    reasons |= dict.fromkeys(
+        ("tokens_per_round", "verify_ms", "baseline_step_ms", "decode_speedup"), "every text ended with its first token"
+    )
+    hf = "the library's loop is timed on greedy text only" if temperature else "none of these prompts was among those timed"
+    reasons |= dict.fromkeys(("hf_generate_tokens_per_second", "baseline_over_hf_generate"), hf)
+    reasons["speedup_over_hf_generate"] = (
+        "the baseline is as fast as the library's loop" if "baseline_over_hf_generate" in row else hf
+    )
+    start = long_context_start(records)
+    reasons["context_ratio"] = "too few drafts at a long or a short context" if start is None else "nothing was drafted"
+    reasons["vocabulary_coverage"] = "this method proposes tokens of the text, not of a vocabulary"
+    missing = {name: reason for name, reason in reasons.items() if name not in row}
+    with_interval = (
+        "mean_acceptance_length",
+        "tokens_per_round",
+        "acceptance_rate",
+        "tokens_per_second",
+        "baseline_tokens_per_second",
+        "speedup",
+    )
+    one_batch = row["num_batches"] == 1 < len(records)
+    intervals = {
+        f"{name}_ci95": "its prompts share the times of one batch" if one_batch and METRICS[name].is_timed else few
+        for name in with_interval
+        if name in row and f"{name}_ci95" not in row
+    }
+    return missing | intervals

@@ -1,0 +1,160 @@
+"""Intervals by bootstrap over prompts, and the two-sample test of sampled tokens. All of it is scipy's; here are our shapes.
+
+A prompt's rounds succeed and fail together, so prompts are what is resampled, and a prompt's columns stay together (paired). Prompts
+that were decoded in one batch also share their times; intervals of times resample batches (see `metrics.measured`).
+"""
+
+import warnings
+from collections import Counter
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy import stats
+
+from specdistill.statistics.metrics import METRICS, Metric, measured, value
+from specdistill.statistics.prompt_sums import Columns
+
+NUM_RESAMPLES = 4_000
+MIN_EXPECTED = 5.0  # the usual bound below which chi-square's approximation is poor
+
+Interval = tuple[float, float]
+
+
+def interval(metric: Metric, columns: Columns, *, confidence: float = 0.95, seed: int = 0) -> Interval | None:
+    """The metric's bias-corrected (BCa) interval over prompts; None with fewer than two prompts or when resamples are
+    undefined.
+    """
+    return _bootstrap(metric, measured(metric, columns), confidence, seed)
+
+
+def estimates(names: Sequence[str], columns: Columns, seed: int = 0, confidence: float = 0.95) -> dict[str, Any]:
+    """`name` and `name_ci95` of each metric that was measured; the interval is left out where there is none.
+
+    `confidence` above 0.95 makes each interval stricter than its name says, for a run that looks at them more than once.
+    """
+    found: dict[str, Any] = {}
+    for name in names:
+        point = value(METRICS[name], columns)
+        if point is None:
+            continue
+        found[name] = point
+        ends = interval(METRICS[name], columns, confidence=confidence, seed=seed)
+        if ends is not None:
+            found[f"{name}_ci95"] = list(ends)
+    return found
+
+
+def standard_error(metric: Metric, columns: Columns) -> float | None:
+    """Of the metric over prompts, by the jackknife: √((n - 1) / n · Σ (metric without prompt p - their mean)²); None below two prompts."""
+    data = measured(metric, columns)
+    if data[0].size < 2:
+        return None
+    with np.errstate(divide="ignore", invalid="ignore"):
+        without_one = metric.formula(*(column.sum() - column for column in data))
+        error = float(np.sqrt(data[0].size - 1) * without_one.std())
+    return error if np.isfinite(error) else None
+
+
+def macro_interval(metric: Metric, columns: Columns, categories: Sequence[str], *, confidence: float = 0.95) -> Interval | None:
+    """Interval of the mean over categories of the metric in each; categories [P] says which one a prompt is of.
+
+    Categories are fixed and their prompts are drawn within them, so their jackknife variances add up; Student's t, with Welch's and
+    Satterthwaite's degrees of freedom. None where a category has fewer than two prompts or no number, or of times that prompts of several
+    categories share.
+    """
+    of = np.array(categories)
+    if (
+        metric.is_timed
+        and "batch" in columns
+        and len(set(zip(columns["batch"], categories, strict=True))) > len(set(columns["batch"]))
+    ):
+        return None
+    groups = [{name: column[of == group] for name, column in columns.items()} for group in dict.fromkeys(categories)]
+    values = [point for group in groups if (point := value(metric, group)) is not None]
+    variances = [error**2 for group in groups if (error := standard_error(metric, group)) is not None]
+    if not groups or not len(values) == len(variances) == len(groups):
+        return None
+    total, sizes = sum(variances), [measured(metric, group)[0].size for group in groups]
+    parts = sum(variance**2 / (size - 1) for variance, size in zip(variances, sizes, strict=True))
+    half = float(stats.t.ppf((1 + confidence) / 2, total**2 / parts)) * float(np.sqrt(total)) / len(groups) if parts else 0.0
+    mean = sum(values) / len(groups)
+    return mean - half, mean + half
+
+
+def relative_change(
+    metric: Metric, columns: Columns, baseline: Columns, *, confidence: float = 0.95, seed: int = 0
+) -> tuple[float, Interval | None]:
+    """metric / baseline's metric - 1, and its interval, paired: row p of both is the same prompt."""
+    width = len(metric.columns)
+    both = Metric(
+        tuple(f"{name}_{side}" for side in ("new", "old") for name in metric.columns),
+        lambda *sums: metric.formula(*sums[:width]) / metric.formula(*sums[width:]) - 1,
+    )
+    sides = {"new": columns, "old": baseline}
+    paired = {f"{name}_{side}": sides[side][name] for side in sides for name in metric.columns}
+    data = measured(both, paired | {name: columns[name] for name in ("batch",) if name in columns})
+    return float(both.formula(*(column.sum() for column in data))), _bootstrap(both, data, confidence, seed)
+
+
+def _bootstrap(metric: Metric, data: list[NDArray[np.float64]], confidence: float, seed: int) -> Interval | None:
+    if data[0].size < 2:
+        return None
+
+    def statistic(*resampled: NDArray[np.float64], axis: int) -> NDArray[np.float64]:
+        result: NDArray[np.float64] = metric.formula(*(column.sum(axis=axis) for column in resampled))
+        return result
+
+    with warnings.catch_warnings(), np.errstate(divide="ignore", invalid="ignore"):
+        warnings.simplefilter("ignore", stats.DegenerateDataWarning)  # answered below
+        result = stats.bootstrap(
+            data,
+            statistic,
+            paired=True,
+            vectorized=True,
+            n_resamples=NUM_RESAMPLES,
+            batch=1_000,
+            confidence_level=confidence,
+            method="BCa",
+            rng=np.random.default_rng(seed),
+        )
+        point = float(statistic(*data, axis=-1))
+    low, high = (float(end) for end in result.confidence_interval)
+    if np.isfinite([low, high]).all():
+        return low, high
+    # No spread at all has no bias to correct: the interval is the value. Anything else is not known.
+    return (point, point) if np.allclose(result.bootstrap_distribution, point, rtol=1e-12) else None
+
+
+@dataclass(frozen=True)
+class ChiSquare:
+    statistic: float
+    p_value: float
+    num_cells: int
+
+
+def two_sample_chi_square(first: Sequence[Hashable], second: Sequence[Hashable]) -> ChiSquare | None:
+    """Whether two samples of outcomes follow one law. Outcomes too rare to be expected five times in each are pooled.
+
+    None when fewer than two cells remain: then the samples cannot tell.
+    """
+    counts = [Counter(first), Counter(second)]
+    totals = [len(first), len(second)]
+    common, rare = [], [0, 0]
+    for outcome in counts[0] | counts[1]:
+        row = [count[outcome] for count in counts]
+        if sum(row) * min(totals) / sum(totals) >= MIN_EXPECTED:
+            common.append(row)
+        else:
+            rare = [total + count for total, count in zip(rare, row, strict=True)]
+    if sum(rare) * min(totals) / sum(totals) >= MIN_EXPECTED:
+        common.append(rare)
+    elif common and sum(rare):  # the leftover is too rare as well: it joins the smallest cell
+        smallest = min(common, key=sum)
+        smallest[:] = [count + left for count, left in zip(smallest, rare, strict=True)]
+    if len(common) < 2:
+        return None
+    result = stats.chi2_contingency(common, correction=False)
+    return ChiSquare(float(result.statistic), float(result.pvalue), len(common))

@@ -1,0 +1,225 @@
+"""Suites: the prompts a draft is measured on, named, versioned and checked by hash.
+
+A suite is a YAML file, by path or by its name under `eval/suites`, or just a jsonl file (see specdistill.suites.rows for
+what a row holds). The YAML file has name, version, licence and source of the prompts; `prompts`, the file or URL they are in; its
+`sha256`, or null where it is not known (the report says the hash of what was read, and standing here it pins it); and optionally
+`columns`, the `placeholder` that stands for a text which is not in the file, the `sweep` that the suite is for, and `quality`, the
+metric of `eval/metrics` that scores all its texts.
+"""
+
+import hashlib
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+
+from specdistill.errors import UserError, nearest, one_line
+from specdistill.project import SUITES
+from specdistill.recipe import SweepConfig, read_section
+from specdistill.suites.rows import COLUMNS, REMOTE, SuiteRow, parse, read
+
+TEXT_PROMPT_TOKENS = 32
+REQUIRED = ("name", "version", "licence", "source", "prompts")
+KEYS = (*REQUIRED, "sha256", "columns", "placeholder", "sweep", "quality")
+QUALITIES = ("python_syntax",)
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Suite:
+    """`sha256` is that of the file that was read."""
+
+    name: str
+    version: str
+    licence: str
+    source: str
+    sha256: str
+    rows: tuple[SuiteRow, ...]
+    sweep: SweepConfig = field(default_factory=SweepConfig)
+    quality: str | None = None
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt as the target reads it; `text` is what its tokens say."""
+
+    id: str
+    category: str
+    text: str
+    token_ids: tuple[int, ...]
+
+
+def load_suite(name: str) -> Suite:
+    """A suite by name or path. Raises UserError for an unknown name, a wrong hash or a row that holds no prompt."""
+    path = _find(name)
+    if path.suffix == ".jsonl":
+        content = read(str(path))
+        digest = hashlib.sha256(content).hexdigest()
+        return Suite(path.stem, digest[:12], "not stated", path.name, digest, parse(path.name, content, {}))
+    header = _header(path)
+    prompts = str(header["prompts"])
+    prompts = prompts if prompts.startswith(REMOTE) else str(path.parent / prompts)
+    content = read(prompts)
+    digest = hashlib.sha256(content).hexdigest()
+    if header["sha256"] not in (None, digest):
+        expected = f"the content that {path.name} names by its sha256 {header['sha256']}"
+        raise UserError("eval.suite", got=f"{prompts} with sha256 {digest}", expected=expected)
+    named = {key: str(header[key]) for key in ("name", "version", "licence", "source")}
+    rows = parse(prompts, content, header.get("columns", {}), header.get("placeholder"))
+    sweep = read_section(SweepConfig, header.get("sweep", {}), f"{path.name}: sweep")
+    return Suite(**named, sha256=digest, rows=rows, sweep=sweep, quality=header.get("quality"))
+
+
+def tokenize(
+    suite: Suite, tokenizer: Any, *, max_new_tokens: int, max_length: int, num_prompts: int | None = None
+) -> list[Prompt]:
+    """The suite's prompts, or `num_prompts` of them spread evenly over the categories, as the target's tokens.
+
+    `max_length` is the target's context; a prompt that leaves no room for `max_new_tokens` raises UserError.
+    """
+    rows = suite.rows if num_prompts is None else evenly(suite.rows, [row.category for row in suite.rows], num_prompts)
+    prompts = [_tokenize(row, tokenizer) for row in rows]
+    for prompt in prompts:
+        if not prompt.token_ids:
+            raise UserError("eval.suite", got=f"prompt {prompt.id} of {suite.name}, which has no tokens", expected="some text")
+        length = len(prompt.token_ids)
+        if length + max_new_tokens > max_length:
+            got = f"prompt {prompt.id} of {suite.name} with {length} tokens, and eval.max_new_tokens={max_new_tokens}"
+            raise UserError("eval.suite", got=got, expected=f"at most {max_length} tokens together, the target's context")
+    return prompts
+
+
+def cut_prompts(
+    suite: Suite,
+    tokenizer: Any,
+    lengths: Sequence[int],
+    *,
+    max_new_tokens: int,
+    max_length: int,
+    num_prompts: int | None = None,
+) -> dict[int, list[Prompt]]:
+    """Length -> the suite's long prompts, cut to that many tokens; the same ones at every length, so that nothing else differs.
+
+    Long ones are at least as long as the longest length. A prompt loses its beginning, a `text` row its end, and of `messages` the
+    longest one its beginning, which may leave a token or two less. Raises UserError when a length or every prompt is out of range.
+    """
+    if not lengths:
+        return {}
+    longest = max(lengths)
+    if longest + max_new_tokens > max_length:
+        got = f"{longest} tokens, and eval.max_new_tokens={max_new_tokens}"
+        raise UserError("eval.sweep.context", got=got, expected=f"at most {max_length} tokens together, the target's context")
+    whole = {row.id: len(_tokenize(row, tokenizer, whole=True).token_ids) for row in suite.rows}
+    rows = [row for row in suite.rows if whole[row.id] >= longest]
+    if not rows:
+        got = f"{longest}, where the longest prompt of {suite.name} has {max(whole.values())} tokens"
+        raise UserError("eval.sweep.context", got=got, expected="lengths that some prompt has")
+    if num_prompts is not None:
+        rows = evenly(rows, [row.category for row in rows], num_prompts)
+    return {length: [_cut(row, tokenizer, length) for row in rows] for length in lengths}
+
+
+def evenly(items: Sequence[T], groups: Sequence[Hashable], count: int) -> list[T]:
+    """`count` of the items in their order, as even as can be over the groups, and spread over each group from its first to
+    its last.
+    """
+    members: dict[Hashable, list[int]] = {}
+    for index, group in enumerate(groups):
+        members.setdefault(group, []).append(index)
+    quota = dict.fromkeys(members, 0)
+    for _ in range(min(count, len(items))):
+        open_groups = [group for group in members if quota[group] < len(members[group])]
+        quota[min(open_groups, key=lambda group: quota[group])] += 1
+    chosen = [
+        indices[position * len(indices) // quota[group]]
+        for group, indices in members.items()
+        for position in range(quota[group])
+    ]
+    return [items[index] for index in sorted(chosen)]
+
+
+def _find(name: str) -> Path:
+    for candidate in (Path(name), SUITES / f"{name}.yaml"):
+        if candidate.suffix in (".yaml", ".yml", ".jsonl") and candidate.is_file():
+            return candidate
+    known = sorted(path.stem for path in SUITES.glob("*.yaml"))
+    expected = f"one of {', '.join(known)}, a suite YAML or a jsonl file"
+    raise UserError("eval.suite", got=name, expected=expected, nearest=nearest(name, known))
+
+
+def _header(path: Path) -> dict[str, Any]:
+    try:
+        header = yaml.safe_load(read(str(path)))
+    except yaml.YAMLError as error:
+        raise UserError("eval.suite", got=f"{path}: {one_line(str(error))}", expected="a readable YAML file") from error
+    if not isinstance(header, dict):
+        raise UserError("eval.suite", got=f"{path}, which holds no keys", expected=f"a suite with {', '.join(KEYS)}")
+    for key in header:
+        _check_name(f"{path.name}: {key}", key, KEYS)
+    for key in REQUIRED:
+        if header.get(key) in (None, ""):
+            raise UserError(f"{path.name}: {key}", got="nothing", expected="a value")
+    if "sha256" not in header:
+        raise UserError(f"{path.name}: sha256", got="nothing", expected="the hash of the prompts' file, or null")
+    columns = header.get("columns", {})
+    if not isinstance(columns, dict):
+        raise UserError(f"{path.name}: columns", got=repr(columns), expected="our name: the file's name, for each column")
+    for key in columns:
+        _check_name(f"{path.name}: columns.{key}", key, COLUMNS)
+    quality = header.get("quality")
+    if quality not in (None, *QUALITIES):
+        close = nearest(str(quality), QUALITIES)
+        raise UserError(f"{path.name}: quality", got=quality, expected=f"one of {', '.join(QUALITIES)}", nearest=close)
+    return header
+
+
+def _check_name(place: str, key: Any, known: Sequence[str]) -> None:
+    if key not in known:
+        close = nearest(str(key), known)
+        raise UserError(place, got="an unknown key", expected=f"one of {', '.join(known)}", nearest=close)
+
+
+def _cut(row: SuiteRow, tokenizer: Any, length: int) -> Prompt:
+    """The row's prompt with at most `length` tokens."""
+    prompt = _tokenize(row, tokenizer, whole=True)
+    if row.kind == "messages":
+        return _cut_messages(row, tokenizer, length, prompt)
+    if row.kind == "text":
+        ids = prompt.token_ids[:length]
+    else:
+        starts = prompt.token_ids[:1] == (tokenizer.bos_token_id,)  # of a text, which the cut one begins with too
+        ids = prompt.token_ids[:starts] + prompt.token_ids[-length + starts :]
+    return Prompt(row.id, row.category, tokenizer.decode(ids, skip_special_tokens=True), ids)
+
+
+def _cut_messages(row: SuiteRow, tokenizer: Any, length: int, prompt: Prompt) -> Prompt:
+    longest = max(range(len(row.content)), key=lambda index: len(row.content[index]["content"]))
+    kept = tokenizer(row.content[longest]["content"], add_special_tokens=False)["input_ids"]
+    while (excess := len(prompt.token_ids) - length) > 0:
+        kept = kept[excess:]
+        if not kept:
+            got = f"{length}, which prompt {row.id} does not fit into by cutting its longest message"
+            raise UserError("eval.sweep.context", got=got, expected="more tokens")
+        messages = [*row.content]
+        messages[longest] = {**messages[longest], "content": tokenizer.decode(kept)}
+        prompt = _tokenize(replace(row, content=messages), tokenizer)
+    return prompt
+
+
+def _tokenize(row: SuiteRow, tokenizer: Any, whole: bool = False) -> Prompt:
+    """The row's prompt; of a `text` row its first tokens, or all of it if `whole`."""
+    if row.kind == "messages":
+        if not tokenizer.chat_template:
+            raise UserError(
+                "eval.suite", got=f"messages (prompt {row.id})", expected="plain prompts: the target has no chat template"
+            )
+        text = tokenizer.apply_chat_template(row.content, tokenize=False, add_generation_prompt=True)
+        return Prompt(row.id, row.category, text, tuple(tokenizer(text, add_special_tokens=False)["input_ids"]))
+    ids = tokenizer(row.content)["input_ids"]
+    if row.kind == "text":
+        ids = ids if whole else ids[:TEXT_PROMPT_TOKENS]
+        return Prompt(row.id, row.category, tokenizer.decode(ids, skip_special_tokens=True), tuple(ids))
+    return Prompt(row.id, row.category, row.content, tuple(ids))

@@ -1,0 +1,198 @@
+"""The drafts of a comparison: recognised by what their folders hold, told apart by name, and refused when they are the same."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from huggingface_hub.constants import HF_HUB_CACHE
+from safetensors.torch import load_file, save_file
+
+from specdistill.comparison.candidates import find_candidates
+from specdistill.errors import ResourceError, UserError
+from specdistill.methods.heads.table import HEADS
+from specdistill.methods.recognize import method_of
+from specdistill.targets.frozen import FrozenTarget
+from tests.tiny import tiny_target_model, tiny_tokenizer
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three runs beside each other: `eagle`, `eagle3` and `model`, each with its `draft`."""
+    path = tmp_path_factory.mktemp("runs")
+    target = FrozenTarget(tiny_target_model(), tiny_tokenizer(), name="tiny")
+    for method in ("eagle", "eagle3"):
+        HEADS[method].save(HEADS[method].build(target), path / method / "draft")
+    tiny_target_model(num_layers=2, seed=1).save_pretrained(path / "model" / "draft")
+    return path
+
+
+def names(*entries: Path | str) -> list[str]:
+    return [candidate.name for candidate in find_candidates([str(entry) for entry in entries])]
+
+
+def other(source: Path, folder: Path) -> Path:
+    """A draft like `source`, but not the same."""
+    shutil.copytree(source, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"made_for": str(folder)}))
+    return folder
+
+
+def test_each_kind_is_recognised(runs: Path) -> None:
+    found = find_candidates(
+        [str(runs / "eagle" / "draft"), "ngram", str(runs / "eagle3" / "draft"), str(runs / "model" / "draft")]
+    )
+    assert [candidate.method for candidate in found] == ["eagle", "ngram", "eagle3", "draft_model"]
+    assert [candidate.num_layers for candidate in found] == [1, None, 1, 2]
+    assert [candidate.name for candidate in found] == ["eagle-draft", "ngram", "eagle3-draft", "model-draft"]
+    assert (found[1].draft, found[1].folder) == (None, None)
+    assert (found[0].draft, found[0].folder, found[0].revision) == (
+        str(runs / "eagle" / "draft"),
+        runs / "eagle" / "draft",
+        None,
+    )
+
+
+def test_tensors_decide_not_what_the_config_calls_itself(runs: Path, tmp_path: Path) -> None:
+    folder = other(runs / "eagle3" / "draft", tmp_path / "named")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"architectures": ["LlamaForCausalLM"]}))
+    assert method_of(folder) == "eagle3"
+    tensors = load_file(folder / "model.safetensors")
+    renamed = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
+    assert renamed.keys() != tensors.keys()
+    save_file(renamed, folder / "model.safetensors")
+    assert method_of(folder) == "eagle3"
+    torch.save(renamed, folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    assert method_of(folder) == "eagle3"
+
+
+def test_weights_in_several_files_are_known_by_their_index(runs: Path, tmp_path: Path) -> None:
+    tiny_target_model(seed=2).save_pretrained(tmp_path, max_shard_size="100KB")
+    assert not (tmp_path / "model.safetensors").exists()
+    assert method_of(tmp_path) == "draft_model"
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"architectures": ["BertModel"]}, "architectures BertModel and "),
+        ({"architectures": None}, "architectures not named and "),
+        ("weights", "architectures LlamaForCausalLM and no weights"),
+        ("torn", "expected a whole safetensors file"),
+    ],
+)
+def test_what_is_no_draft_is_named(runs: Path, tmp_path: Path, change, says: str) -> None:
+    folder = other(runs / "model" / "draft", tmp_path / "odd")
+    if change == "weights":
+        (folder / "model.safetensors").unlink()
+    elif change == "torn":
+        (folder / "model.safetensors").write_bytes(b"x" * 40)
+    else:
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | change))
+    with pytest.raises(UserError, match=says) as caught:
+        find_candidates([str(folder), "ngram"])
+    assert caught.value.key == "drafts"
+
+
+@pytest.mark.parametrize(("entries", "got"), [([], "0 candidates"), (["ngram"], "1 candidate,")])
+def test_one_alone_is_no_comparison(entries: list[str], got: str) -> None:
+    with pytest.raises(UserError, match=rf"drafts: got {got}.*two or more"):
+        find_candidates(entries)
+
+
+def test_names_are_as_long_as_tells_them_apart(runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = runs / "model" / "draft"
+    one, two = other(source, tmp_path / "x" / "run" / "draft"), other(source, tmp_path / "y" / "run" / "draft")
+    alone = other(source, tmp_path / "x" / "run" / "best")
+    assert names(one, alone, "ngram") == ["draft", "best", "ngram"]
+    assert names(one, two, alone) == ["x-run-draft", "y-run-draft", "best"]
+    monkeypatch.chdir(tmp_path)
+    assert names("x/run/draft", "./y/run/draft") == ["x-run-draft", "y-run-draft"]
+    monkeypatch.chdir(one)
+    assert names(".", "../best") == ["draft", "best"]
+
+
+def test_names_are_folders_so_case_does_not_tell_them_apart(runs: Path, tmp_path: Path) -> None:
+    source = runs / "model" / "draft"
+    one, two = other(source, tmp_path / "run" / "a" / "Draft"), other(source, tmp_path / "run" / "b" / "draft")
+    assert names(one, two) == ["a-Draft", "b-draft"]
+    paths = [Path("p") / "q-s", Path("p-q") / "s", Path("x") / "q-s", Path("y") / "s"]
+    first, second, *others = names(*(other(source, tmp_path / path) for path in paths))
+    assert first.endswith("-p-q-s") and second == f"{first}-2"  # alike up to the root
+    assert others == ["x-q-s", "y-s"]
+    assert names(other(source, tmp_path / "ngram"), "ngram") == [f"{tmp_path.name}-ngram", "ngram"]
+
+
+def test_the_same_draft_twice_is_refused(runs: Path, tmp_path: Path) -> None:
+    draft = runs / "eagle3" / "draft"
+    (tmp_path / "link").symlink_to(draft)
+    shutil.copytree(draft, tmp_path / "copy")
+    for entries in (["ngram", "ngram"], [draft, draft], [draft, tmp_path / "link"], [draft, "ngram", tmp_path / "copy"]):
+        with pytest.raises(UserError, match="which are the same draft, expected different candidates"):
+            names(*entries)
+    weights = load_file(tmp_path / "copy" / "model.safetensors")
+    weights["fc.weight"][0, 0] += 1
+    save_file(weights, tmp_path / "copy" / "model.safetensors")
+    assert names(draft, tmp_path / "copy") == ["draft", "copy"]
+
+
+@pytest.mark.parametrize(
+    ("entry", "says"),
+    [
+        ("ngrm", "drafts: got ngrm, which is no folder, expected a draft folder, a Hub id or ngram; did you mean ngram?"),
+        ("./nowhere", "drafts: got ./nowhere, which is no folder, expected"),
+        ("a/b/c", "drafts: got a/b/c, which is no folder"),
+        ("", "drafts: got an empty name, which is no folder"),
+        ("no spaces/allowed", "drafts: got no spaces/allowed, expected a draft folder, a Hub id or ngram"),
+    ],
+)
+def test_an_entry_that_is_nothing(entry: str, says: str) -> None:
+    with pytest.raises(UserError) as caught:
+        find_candidates([entry, "ngram"])
+    assert str(caught.value).startswith(says)
+
+
+def test_a_run_is_not_its_draft_but_near_it(runs: Path) -> None:
+    with pytest.raises(UserError, match=rf"which holds draft, expected .*; did you mean {runs / 'model' / 'draft'}\?"):
+        names(runs / "model", "ngram")
+
+
+def test_a_hub_id_is_fetched_and_pinned(runs: Path) -> None:
+    commit, cached = "0" * 40, Path(HF_HUB_CACHE) / "models--someone--head"
+    other(runs / "eagle" / "draft", cached / "snapshots" / commit)
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text(commit)
+    try:
+        head, _ = find_candidates(["someone/head", "ngram"])
+    finally:
+        shutil.rmtree(cached)
+    assert (head.name, head.draft, head.revision, head.method) == ("head", "someone/head", commit, "eagle")
+
+
+def test_revisions_of_one_hub_id_are_candidates_of_their_own(runs: Path) -> None:
+    cached = Path(HF_HUB_CACHE) / "models--someone--head"
+    commits = {"v1": "1" * 40, "refs/pr/2": "2" * 40}
+    for revision, commit in commits.items():
+        other(runs / "eagle" / "draft", cached / "snapshots" / commit)
+        (cached / "refs" / revision).parent.mkdir(parents=True, exist_ok=True)
+        (cached / "refs" / revision).write_text(commit)
+    try:
+        found = find_candidates([f"someone/head@{revision}" for revision in commits])
+    finally:
+        shutil.rmtree(cached)
+    assert [candidate.name for candidate in found] == ["head@v1", "head@refs-pr-2"]
+    assert [candidate.draft for candidate in found] == ["someone/head@v1", "someone/head@refs/pr/2"]
+    assert [candidate.revision for candidate in found] == list(commits.values())
+    assert [candidate.folder and candidate.folder.name for candidate in found] == list(commits.values())
+
+
+def test_a_hub_that_cannot_be_reached_is_not_the_users_mistake() -> None:
+    with pytest.raises(
+        ResourceError, match=r"drafts: someone/nothing is no folder here, and could not be fetched .*; check the path"
+    ):
+        find_candidates(["someone/nothing", "ngram"])

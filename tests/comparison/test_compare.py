@@ -1,0 +1,459 @@
+"""Drafts compared: ranking, frontier, parts and their paired differences, the sentences about them, and the pages."""
+
+import copy
+import json
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import jsonschema
+import pytest
+
+from specdistill.comparison.compare import PARTS, Measured, compare, is_separable, pareto_frontier
+from specdistill.comparison.explanation import reasons
+from specdistill.comparison.pages import print_comparison, to_html, to_markdown, write_comparison
+from specdistill.comparison.schema import comparison_schema, validate_comparison
+from specdistill.errors import UserError
+from specdistill.report.charts import acceptance_while_training
+from specdistill.report.wording import duration
+from specdistill.statistics.records import PromptRecord, RoundRecord, Timing
+from tests.simulated import DRAFT_STEP, PLAIN_STEP, VERIFY_STEP, simulated_candidate
+
+HOSTILE = '<script>alert("1")</script>|`'
+TRAINING = {"seconds": 141.2, "steps": 400, "curve": [[200, 1.6], [400, 1.9]]}
+GOOD, POOR = (0.75, 0.72, 0.68, 0.65), (0.6, 0.6, 0.6, 0.6)
+
+
+@pytest.fixture(scope="module")
+def candidates() -> list[Measured]:
+    """The best second: one that accepts less, itself, and one that accepts as much for three times the draft step."""
+    return [
+        simulated_candidate("poor", conditional=POOR),
+        simulated_candidate("best", conditional=GOOD, training=TRAINING),
+        simulated_candidate("dear", conditional=GOOD, draft_step=3 * DRAFT_STEP, num_layers=3, parameters=1_230_000),
+    ]
+
+
+@pytest.fixture(scope="module")
+def comparison(candidates: list[Measured]) -> dict[str, Any]:
+    return compare(candidates)
+
+
+def entry(comparison: dict[str, Any], name: str) -> dict[str, Any]:
+    return next(entry for entry in comparison["ranking"] if entry["name"] == name)
+
+
+def sentences(comparison: dict[str, Any], topic: str) -> list[str]:
+    return [reason["message"] for reason in comparison["why"] if reason["name"] == topic]
+
+
+# The document
+
+
+def test_the_fastest_comes_first_and_the_order_of_the_candidates_stays(comparison: dict[str, Any]) -> None:
+    assert [candidate["name"] for candidate in comparison["candidates"]] == ["poor", "best", "dear"]
+    assert [(entry["rank"], entry["name"]) for entry in comparison["ranking"]] == [(1, "best"), (2, "poor"), (3, "dear")]
+    speedups = [entry["speedup"] for entry in comparison["ranking"]]
+    assert speedups == sorted(speedups, reverse=True)
+    assert [entry["separable_from_best"] for entry in comparison["ranking"]] == [None, True, True]
+    assert comparison["ranking"][0]["difference_to_best"] is None
+
+
+def test_a_draft_that_changes_the_text_is_last_however_fast(candidates: list[Measured]) -> None:
+    wrong = simulated_candidate("wrong", conditional=(0.99,) * 4, unexplained=3)
+    comparison = compare([wrong, *candidates[:2]])
+    assert [entry["name"] for entry in comparison["ranking"]] == ["best", "poor", "wrong"]
+    assert [entry["lossless"] for entry in comparison["ranking"]] == [True, True, False]
+    assert comparison["ranking"][2]["speedup"] > comparison["ranking"][0]["speedup"]
+    assert sentences(comparison, "lossless") == [
+        "wrong is ranked behind the lossless ones whatever its speed: 3 of 48 greedy texts are not the target's own."
+    ]
+    assert " faster than best (" in sentences(comparison, "gap")[1]
+
+
+def test_two_measurements_of_one_draft_are_not_separable(candidates: list[Measured]) -> None:
+    again = simulated_candidate("again", conditional=GOOD, timing_seed=5)
+    comparison = compare([candidates[1], again])
+    second = comparison["ranking"][1]
+    low, high = second["difference_to_best"]["speedup"]["ci95"]
+    assert second["separable_from_best"] is False
+    assert low < 0 < high
+    assert "is not separable from" in sentences(comparison, "gap")[0]
+    assert comparison["why"][0]["message"].endswith(f"but {second['name']} is not separable from it.")
+
+
+def test_one_prompt_separates_nothing() -> None:
+    pair = [simulated_candidate(name, conditional=rates, num_prompts=1) for name, rates in (("a", GOOD), ("b", POOR))]
+    second = compare(pair)["ranking"][1]
+    assert second["difference_to_best"]["speedup"]["ci95"] is None
+    assert second["separable_from_best"] is False
+
+
+def test_other_prompts_cannot_be_compared(candidates: list[Measured]) -> None:
+    with pytest.raises(AssertionError, match="different prompts"):
+        compare([candidates[0], replace(candidates[1], records=candidates[1].records[::-1])])
+
+
+def test_an_interval_is_separable_when_it_leaves_out_zero() -> None:
+    intervals = [[-0.2, -0.1], [0.1, 0.2], [-0.1, 0.1], [0.0, 0.2], None]
+    assert [is_separable({"change": 0.1, "ci95": ends}) for ends in intervals] == [True, True, False, False, False]
+    assert not is_separable(None)
+
+
+def test_the_frontier_is_what_nothing_beats_on_both_sides() -> None:
+    def report(length: float, cost: float) -> dict[str, Any]:
+        return {"results": [{"mean_acceptance_length": length}], "theory": {"c": cost}}
+
+    cheap, long, middle, beaten = report(2.0, 0.1), report(3.0, 0.4), report(2.5, 0.2), report(2.4, 0.3)
+    assert pareto_frontier([cheap, long, middle, beaten]) == [True, True, True, False]
+    assert pareto_frontier([cheap, cheap]) == [True, True]
+    assert pareto_frontier([cheap, report(2.0, 0.2), report(1.9, 0.1)]) == [True, False, False]
+    assert pareto_frontier([cheap, {"results": [{}]}]) == [True, False]
+
+
+# Parts and differences
+
+
+def by_hand() -> PromptRecord:
+    """Three rounds: two tokens drafted, both accepted; three drafted, one accepted; nothing drafted. Costs as round numbers."""
+
+    def of(drafted: int, accepted: int) -> RoundRecord:
+        tokens = tuple(range(drafted))
+        emitted = tuple(range(accepted + 1))
+        return RoundRecord(tokens, ("x",) * drafted, tokens[:accepted], emitted, ("x",) * len(emitted))
+
+    record = simulated_candidate("x", num_prompts=1).records[0]
+    return replace(
+        record,
+        rounds=(of(2, 2), of(3, 1), of(0, 0)),
+        # num_tokens, num_rounds, seconds, prefill, draft, verify: 7 tokens, the first from the prefill
+        speculative=Timing(7, 3, 1.0, 0.1, 0.2, 0.6),
+        baseline=Timing(7, 6, 1.0, 0.1, 0.0, 0.6),
+    )
+
+
+def test_the_parts_of_three_rounds_by_hand() -> None:
+    measured = simulated_candidate("x", num_prompts=2)
+    record = by_hand()
+    pair = [replace(measured, name=name, records=[record, replace(record, id="other")]) for name in "ab"]
+    parts = compare(pair)["ranking"][0]["parts"]
+    assert parts == pytest.approx(
+        {
+            "tokens_per_round": 1 + 3 / 3,
+            "round_cost": (0.2 + 0.6) / 3 / 0.1,  # a plain step takes 0.6 / 6
+            "acceptance_rate": 3 / 5,
+            "drafted_per_round": 5 / 3,
+            "first_position_rate": 2 / 2,
+            "later_position_rate": 1 / 2,  # each draft reached its second position, no one a third
+            "draft_step": 0.2 / 5 / 0.1,
+            "verification": 0.6 / 3 / 0.1,
+            "draft_share": 0.2 / 0.8,
+        }
+    )
+    assert list(parts) == list(PARTS)
+
+
+def test_a_difference_is_the_ratio_of_the_true_rates_and_its_interval_covers_it() -> None:
+    """Independent positions of 0.8 and 0.6: 1 + 0.6 of 0.8's tokens a round, K = 1."""
+    high = simulated_candidate("high", conditional=(0.8,), num_rounds=100)
+    low = simulated_candidate("low", conditional=(0.6,), num_rounds=100)
+    differences = compare([high, low])["ranking"][1]["difference_to_best"]
+    expected = {
+        "tokens_per_round": 1.6 / 1.8 - 1,
+        "acceptance_rate": 0.6 / 0.8 - 1,
+        "first_position_rate": 0.6 / 0.8 - 1,
+        "speedup": 1.6 / 1.8 - 1,
+    }
+    for name, change in expected.items():
+        found = differences[name]
+        assert found["change"] == pytest.approx(change, abs=0.03), name
+        assert found["ci95"][0] < change < found["ci95"][1], name
+        assert found["ci95"][1] - found["ci95"][0] < 0.06, name
+    assert differences["round_cost"]["change"] == pytest.approx(0, abs=1e-3)
+    assert differences["later_position_rate"] is None  # no draft has a second position
+    assert set(differences) == {"speedup", *PARTS}
+
+
+def test_costs_are_in_plain_steps(comparison: dict[str, Any]) -> None:
+    parts = entry(comparison, "dear")["parts"]
+    assert parts["draft_step"] == pytest.approx(3 * DRAFT_STEP / PLAIN_STEP, rel=0.01)
+    assert parts["verification"] == pytest.approx(VERIFY_STEP / PLAIN_STEP, rel=0.01)
+    difference = entry(comparison, "dear")["difference_to_best"]["draft_step"]
+    assert difference["change"] == pytest.approx(2, rel=0.01)
+    assert difference["ci95"] == pytest.approx([2, 2], rel=0.01)  # paired: the clock's noise is the same
+
+
+# Why they differ
+
+
+def test_less_acceptance_is_named_as_the_cause(comparison: dict[str, Any]) -> None:
+    gap, cause = sentences(comparison, "gap")[0], sentences(comparison, "cause")[0]
+    assert gap.startswith("poor is ") and " slower than best (" in gap
+    assert "That comes from acceptance: a round yields " in gap and "fewer tokens (" in gap
+    assert "costs" not in gap
+    assert cause.startswith("It accepts less at the first position (") and "and at later positions" in cause
+    assert "draft step" not in cause
+
+
+def test_a_dearer_step_is_named_as_the_cause(comparison: dict[str, Any]) -> None:
+    gap, cause = sentences(comparison, "gap")[1], sentences(comparison, "cause")[1]
+    assert "That comes from cost: a round costs " in gap and "tokens" not in gap
+    assert "A draft step of dear costs c = 0.360 plain steps against 0.120" in cause
+    assert "dear has 3 layers and 1.23 million parameters, best has 1 layer and 410 thousand parameters." in cause
+    assert "accepts" not in cause
+
+
+@pytest.mark.parametrize(
+    ("rates", "step", "source"),
+    [(POOR, 1.2, "mostly from acceptance"), ((0.7, 0.7, 0.66, 0.64), 3, "mostly from cost"), (POOR, 2, "from both sides")],
+)
+def test_both_causes_are_weighed(candidates: list[Measured], rates: tuple[float, ...], step: float, source: str) -> None:
+    other = simulated_candidate("other", conditional=rates, draft_step=step * DRAFT_STEP)
+    gap = sentences(compare([candidates[1], other]), "gap")[0]
+    assert f"That comes {source}: a round yields " in gap and ", and a round costs " in gap
+
+
+@pytest.mark.parametrize(
+    ("parameters", "num_layers", "sizes"),
+    [
+        (0, None, "other has no weights, best has 1 layer and 410 thousand parameters, so size is not the reason."),
+        (
+            99_000,
+            1,
+            "other has 1 layer and 99 thousand parameters, best has 1 layer and 410 thousand parameters, so size is not",
+        ),
+        (2_340_000_000, None, "other has 2.34 billion parameters, best has 1 layer and 410 thousand parameters."),
+        (410_000, 1, ""),
+    ],
+)
+def test_a_step_that_size_does_not_explain(candidates: list[Measured], parameters, num_layers, sizes) -> None:
+    other = simulated_candidate("other", parameters=parameters, num_layers=num_layers, draft_step=3 * DRAFT_STEP)
+    cause = sentences(compare([candidates[1], other]), "cause")[0]
+    assert cause.endswith(" of a round against 27%.") if not sizes else sizes in cause
+
+
+def test_more_tokens_at_a_higher_price_are_said_to_be_both(candidates: list[Measured]) -> None:
+    longer = simulated_candidate("longer", conditional=(0.8, 0.8, 0.75, 0.7), draft_step=4 * DRAFT_STEP)
+    gap, cause = (sentences(compare([candidates[1], longer]), topic)[0] for topic in ("gap", "cause"))
+    assert "That comes from cost: " in gap and ", although a round yields " in gap and "more tokens" in gap
+    assert "It accepts more at the first position" in cause and "A draft step of longer" in cause
+
+
+def test_an_even_trade_is_called_one() -> None:
+    """As many more tokens as the rounds cost more, so that the speed does not differ."""
+    rates = {"short": (0.5,) * 4, "long": (0.8,) * 4}
+    first = compare([simulated_candidate(name, conditional=rates[name]) for name in rates])
+    tokens = {entry["name"]: entry["parts"]["tokens_per_round"] for entry in first["ranking"]}
+    even = (tokens["long"] / tokens["short"] * (VERIFY_STEP + 4 * DRAFT_STEP) - VERIFY_STEP) / 4
+    steps = {"short": DRAFT_STEP, "long": even}
+    comparison = compare(
+        [simulated_candidate(name, conditional=rates[name], draft_step=steps[name], noise=0.0) for name in rates]
+    )
+    gap = sentences(comparison, "gap")[0]
+    assert "is not separable from" in gap
+    assert "It trades one for the other: a round yields " in gap
+
+
+def test_a_difference_that_does_not_reach_the_speed() -> None:
+    differences = {name: {"change": 0.0, "ci95": [-0.01, 0.01]} for name in ("speedup", *PARTS)}
+    differences["speedup"] = {"change": -0.02, "ci95": [-0.05, 0.01]}
+    best, other = (simulated_candidate(name, num_prompts=8) for name in ("best", "other"))
+    document = compare([best, other])
+    ranking = copy.deepcopy(document["ranking"])
+    ranking[1].update(name="other", separable_from_best=False, difference_to_best=differences)
+    ranking[0]["name"] = "best"
+
+    def gap() -> str:
+        return dict(reasons(document["candidates"], ranking))["gap"]
+
+    assert gap() == "other is not separable from best: 2.0% slower, in an interval from 5.0% slower to 1.0% faster."
+    differences["tokens_per_round"] = {"change": -0.03, "ci95": [-0.04, -0.02]}
+    assert gap().split(". ")[1].startswith("It differs in that a round yields 3.0% fewer tokens (")
+    assert gap().endswith(", but that does not show in the speed.")
+    differences["tokens_per_round"] = {"change": -0.003, "ci95": [-0.004, -0.002]}  # sure, but not worth a word
+    assert "It differs" not in gap()
+    differences["speedup"] = {"change": -0.02, "ci95": [-0.03, -0.01]}
+    ranking[1]["separable_from_best"] = True
+    assert gap() == (
+        "other is 2.0% slower than best (1.0% to 3.0%). Neither the tokens of a round nor its cost show where that comes from."
+    )
+
+
+def test_drafts_of_another_length_are_said_to_be(candidates: list[Measured]) -> None:
+    short = simulated_candidate("short", conditional=GOOD[:2])
+    comparison = compare([candidates[1], short])
+    assert sentences(comparison, "cause")[0].startswith("short drafts 2.0 tokens a round, best 4.0.")
+
+
+def test_a_vocabulary_that_leaves_tokens_out_is_said_so(candidates: list[Measured]) -> None:
+    pruned = simulated_candidate("pruned")
+    pruned.report["results"][0]["vocabulary_coverage"] = 0.913
+    assert sentences(compare([candidates[1], pruned]), "coverage") == [
+        "The draft vocabulary of pruned holds 91.3% of the target's own tokens; it can never get the others right."
+    ]
+    assert sentences(compare(candidates), "coverage") == []
+
+
+def test_contexts_are_told_apart_steady_and_unknown() -> None:
+    steady, tired, unknown = drafts = [simulated_candidate(name, num_prompts=8) for name in ("steady", "tired", "unknown")]
+    steady.report["results"][0] |= {"context_ratio": 0.99, "context_ratio_ci95": [0.9, 1.1]}
+    tired.report["results"][0] |= {"context_ratio": 0.57, "context_ratio_ci95": [0.49, 0.66]}
+    for name in ("context_ratio", "context_ratio_ci95"):
+        unknown.report["results"][0].pop(name, None)
+    comparison = compare(drafts)
+    assert sentences(comparison, "context") == [
+        "In long contexts the acceptance length of tired is 57% of that in short ones (49% to 66%).",
+        "Acceptance is not shown to change with the context for steady.",
+        "Too few drafts at a long or a short context to tell for unknown.",
+    ]
+    assert "57% (49% to 66%)" in to_markdown(comparison)
+
+
+# The file
+
+
+def test_the_document_fits_its_schema(comparison: dict[str, Any]) -> None:
+    jsonschema.Draft202012Validator.check_schema(comparison_schema())
+    validate_comparison(json.loads(json.dumps(comparison)))
+    assert set(comparison) == set(comparison_schema()["properties"])
+    shape = comparison_schema()["properties"]["ranking"]["items"]["properties"]
+    assert set(shape["parts"]["required"]) == set(shape["parts"]["properties"]) == set(PARTS)
+    difference = shape["difference_to_best"]["oneOf"][1]
+    assert set(difference["required"]) == set(difference["properties"]) == {"speedup", *PARTS}
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        (("ranking", 1, "parts", "acceptance_rate"), "high", r"ranking\.1\.parts\.acceptance_rate"),
+        (("ranking", 1, "difference_to_best", "speedup", "ci95"), [0.1], "ranking.1.difference_to_best"),
+        (("candidates", 1, "training", "seconds"), -1, "candidates.1.training"),
+        (("candidates", 1, "training", "curve"), [[200]], "candidates.1.training"),
+        (("candidates", 1, "trained"), True, "candidates.1.*trained"),
+        (("candidates", 0, "report", "results", 0, "speedup"), "fast", r"\(poor\) with results\.0\.speedup"),
+        (("why", 0, "name"), "because", "why.0.name"),
+    ],
+)
+def test_what_does_not_fit_is_not_written(tmp_path, comparison, candidates, path, value, message) -> None:
+    document = copy.deepcopy(comparison)
+    place = document
+    for name in path[:-1]:
+        place = place[name]
+    place[path[-1]] = value
+    with pytest.raises(UserError, match=message):
+        write_comparison(tmp_path / "out", document, {candidate.name: candidate.records for candidate in candidates})
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_a_comparison_leaves(tmp_path, comparison, candidates) -> None:
+    write_comparison(tmp_path, comparison, {candidate.name: candidate.records for candidate in candidates})
+    assert json.loads((tmp_path / "comparison.json").read_text()) == comparison
+    files = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
+    assert files >= {"comparison.html", "comparison.md", "best/report.html", "poor/samples.jsonl", "dear/junit.xml"}
+
+
+# The pages
+
+
+def test_the_table_says_what_training_took(candidates, comparison) -> None:
+    resumed = replace(candidates[0], training={"seconds": None, "steps": 1200, "curve": []})
+    rows = [line.split(" | ") for line in to_markdown(compare([resumed, *candidates[1:]])).splitlines() if "|" in line]
+    column = rows[0].index("training")
+    assert [row[column] for row in rows[2:]] == ["2 min 21 s (400 steps)", "– (1,200 steps)", "–"]
+    assert ">2 min 21 s<small>(400 steps)</small>" in to_html(comparison)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(None, "–"), (0.42, "0.4 s"), (9.96, "10 s"), (59.6, "1 min 0 s"), (141.2, "2 min 21 s"), (3599.7, "1 h 0 min")],
+)  # fmt: skip
+def test_a_duration_is_said_in_two_units(seconds: float | None, text: str) -> None:
+    assert duration(seconds) == text
+
+
+def test_rounds_without_a_draft_are_told_beside_the_acceptance_length(candidates) -> None:
+    row = candidates[0].report["results"][0]
+    report = {**candidates[0].report, "results": [{**row, "num_rounds": 2 * row["num_drafts"], "tokens_per_round": 1.234}]}
+    comparison = compare([replace(candidates[0], report=report), candidates[1]])
+    lines = [line for line in to_markdown(comparison).splitlines() if line.startswith("|")]
+    assert [" poor " in line for line in lines] == ["1.23 a round" in line for line in lines] == [False, False, False, True]
+    assert "<small>1.23 a round</small>" in to_html(comparison)
+    assert " a round" not in "".join(line for line in to_markdown(compare(candidates)).splitlines() if line.startswith("|"))
+
+
+def test_curves_are_drawn_of_those_that_have_one(candidates, comparison) -> None:
+    title = "Training: simulated acceptance length against steps"
+    page = to_html(comparison)
+    assert title in page and page.count("<polyline") == 2  # the frontier's, and the one curve
+    assert ">best</text>" in page[page.index(title) :] and ">2 min 21 s</text>" in page
+    untrained = [replace(candidate, training=None) for candidate in candidates]
+    assert title not in to_html(compare(untrained))
+    assert acceptance_while_training(compare(untrained)["candidates"]) is None
+
+
+def test_a_cheaper_training_ends_further_left() -> None:
+    cheap = {"name": "cheap", "training": {"seconds": 60.0, "steps": 200, "curve": [[100, 2.0], [200, 2.5]]}}
+    long = {"name": "long", "training": {"seconds": None, "steps": 20_000, "curve": [[10_000, 2.2], [20_000, 2.5]]}}
+    single = {"name": "single", "training": {"seconds": 1.0, "steps": 5, "curve": [[0, 1.0]]}}
+    plot = acceptance_while_training([cheap, long, single])
+    assert plot is not None
+    ends = {line["label"]: line for line in plot["lines"]}
+    assert ends["cheap"]["x"] < ends["long"]["x"] == plot["right"] and ends["cheap"]["y"] == ends["long"]["y"]
+    assert ends["single"]["x"] == plot["left"]
+    assert (ends["cheap"]["time"], ends["long"]["time"]) == ("1 min 0 s", "")
+    assert [tick["label"] for tick in plot["x_ticks"]] == ["0", "5,000", "10,000", "15,000", "20,000"]
+    alone = acceptance_while_training([single])
+    assert alone is not None and [tick["label"] for tick in alone["x_ticks"]] == ["0", "1"]
+
+
+def test_labels_that_meet_are_set_apart_and_stay_on_the_page() -> None:
+    curves = [[[steps, 1.0 + 1e-3 * index]] for index, steps in enumerate([100] * 8)]
+    plot = acceptance_while_training(
+        [{"name": f"draft-{index}", "training": {"seconds": 9.0, "steps": 100, "curve": curve}} for index, curve in enumerate(curves)]
+    )  # fmt: skip
+    assert plot is not None
+    heights = sorted(line["label_y"] for line in plot["lines"])
+    assert all(lower - upper >= 27.9 for upper, lower in pairwise(heights))
+    assert heights[0] > 0 and heights[-1] + 13 < plot["bottom"]
+
+
+def test_long_names_keep_what_tells_them_apart() -> None:
+    curve = {"seconds": 9.0, "steps": 100, "curve": [[100, 2.0]]}
+    names = ["runs-of-may-rate-1e-3-small-draft", "runs-of-may-rate-1e-4-small-draft", "short", f"{'a' * 30}-{'b' * 30}"]
+    plot = acceptance_while_training([{"name": name, "training": curve} for name in names[:3]])
+    assert plot is not None
+    assert [line["label"] for line in plot["lines"]] == ["…3-small-draft", "…4-small-draft", "short"]
+    plot = acceptance_while_training([{"name": name, "training": curve} for name in names[2:]])
+    assert plot is not None
+    label = plot["lines"][1]["label"]
+    assert label.startswith("aaa") and label.endswith("bbb") and "…" in label and len(label) < 20
+
+
+def test_names_cannot_become_markup(candidates: list[Measured]) -> None:
+    hostile = replace(simulated_candidate("hostile", training=TRAINING), name=HOSTILE)
+    hostile.report["target"]["model"] = HOSTILE
+    comparison = compare([hostile, candidates[0]])
+    page, markdown = to_html(comparison), to_markdown(comparison)
+    assert "<script" not in page
+    assert page.count("&lt;script&gt;alert(&#34;1&#34;)") >= 5
+    assert 'href="%3Cscript%3E' in page
+    assert "http" not in page and "url(" not in page and "@import" not in page
+    assert "<script" not in markdown.replace("\\<", "")
+    head, *rows = [line for line in markdown.splitlines() if line.startswith("|")]
+    assert all(row.replace("\\|", "").count("|") == head.count("|") for row in rows)
+
+
+def test_the_terminal_shows_whole_names(candidates, monkeypatch, capsys, tmp_path) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    name = "a-name-that-is-longer-than-a-column-is"
+    others = [replace(candidates[0], name=f"layers-draft-{index}") for index in range(4)]
+    print_comparison(compare([*others, replace(candidates[1], name=name)]), tmp_path)
+    said = capsys.readouterr().out
+    lines = said[: said.index(f"{name} is the fastest")].splitlines()
+    rules = [index for index, line in enumerate(lines) if line.startswith("───")]
+    assert len(rules) == 2  # three candidates beside each other, the other two below
+    assert "".join(line[20:38].strip() for line in lines[1 : rules[0]]) == name
+    assert all(other.name in "\n".join(lines) for other in others)
+    assert max(map(len, lines)) <= 80
+    assert [line.split()[1:3] for line in lines if line.startswith("training")] == [["2", "min"], ["–", "–"]]
+    assert f"comparison: {tmp_path / 'comparison.html'}" in said

@@ -1,0 +1,126 @@
+"""Regeneration: prompts from the source, continued by the target, as documents with the right tokens supervised."""
+
+from collections.abc import Sequence
+from itertools import islice
+
+import pytest
+import torch
+from datasets import Dataset
+
+from specdistill.data.generated_rows import CHAT_SHARE, end_token_ids, row_lengths, written_rows
+from specdistill.data.prompts import Prompt, chat_prompts, repeated, text_prompts
+from specdistill.pico.model import CHAT_TEMPLATE
+from tests.tiny import tiny_target_model, tiny_tokenizer
+
+TEXTS = ["".join(f"def f{number}_{line}():\n    return {line}\n\n" for line in range(30)) for number in range(6)]
+
+
+def rows_of(texts: Sequence[str], questions: Sequence[str] = ()) -> Dataset:
+    chats = [[{"role": "user", "content": question}, {"role": "assistant", "content": "ok"}] for question in questions]
+    return Dataset.from_dict(
+        {"text": [*texts, *[None] * len(chats)], "messages": [*[None] * len(texts), *chats]}
+    )  # fmt: skip
+
+
+def test_text_prompts_are_beginnings_first_and_then_paragraphs() -> None:
+    tokenizer = tiny_tokenizer()
+    prompts = text_prompts(rows_of([*TEXTS, "short"]), tokenizer, num_tokens=12, limit=40, seed=0)
+    assert len(prompts) >= 40 and all(len(prompt.ids) == 12 and not prompt.is_chat for prompt in prompts)
+    assert [prompt.is_beginning for prompt in prompts] == [True] * 6 + [False] * (len(prompts) - 6)
+    for prompt in prompts:
+        text = tokenizer.decode(prompt.ids)
+        assert f"\n\n{text}" in f"\n\n{TEXTS[prompt.row]}" and text.startswith("def")
+    assert len({tuple(prompt.ids) for prompt in prompts}) > 30
+    assert prompts == text_prompts(rows_of([*TEXTS, "short"]), tokenizer, num_tokens=12, limit=40, seed=0)
+
+
+def test_short_of_paragraphs_texts_are_entered_at_lines_and_then_at_words() -> None:
+    text = "\n".join(f"line{line} " + " ".join(f"word{number}" for number in range(20)) for line in range(6))
+    prompts = text_prompts(rows_of([text]), tiny_tokenizer(), num_tokens=8, limit=5, seed=0)
+    starts = sorted(tiny_tokenizer().decode(prompt.ids)[:5] for prompt in prompts)
+    assert starts[:6] == [f"line{line}" for line in range(6)]
+    assert len(starts) == 10 and all(start.startswith("word") for start in starts[6:])
+
+
+def test_chat_prompts_end_before_the_answer_and_leave_room_for_it() -> None:
+    tokenizer = tiny_tokenizer(CHAT_TEMPLATE)
+    prompts = chat_prompts(rows_of(TEXTS[:1], ["one", "two", "x" * 90]), tokenizer, max_tokens=40, limit=9, seed=0)
+    assert sorted(tokenizer.decode(prompt.ids) for prompt in prompts) == [
+        "<|user|>\none<|end|><|assistant|>\n",
+        "<|user|>\ntwo<|end|><|assistant|>\n",
+    ]
+    assert all(prompt.is_chat for prompt in prompts)
+    assert len(chat_prompts(rows_of([], ["one", "two"]), tokenizer, max_tokens=40, limit=1, seed=0)) == 1
+
+
+def test_every_prompt_is_written_at_every_temperature_and_then_sampled_again() -> None:
+    prompts = [Prompt([index], index, False) for index in range(3)]
+    pairs = [(prompt.row, temperature) for prompt, temperature in islice(repeated(prompts, [0.0, 0.5, 1.0]), 15)]
+    assert sorted(pairs[:9]) == sorted((row, temperature) for row in range(3) for temperature in (0.0, 0.5, 1.0))
+    assert [temperature for _, temperature in pairs[:3]] == [0.0, 0.5, 1.0]
+    assert {temperature for _, temperature in pairs[9:]} == {0.5, 1.0}
+    assert len(list(repeated(prompts, [0.0]))) == 3  # greedy text would only repeat itself
+
+
+def test_three_batches_in_four_are_written_half_way_but_never_less_than_is_worth_it() -> None:
+    assert row_lengths(2048, 32) == [1024, 1024, 1024, 2048]
+    assert row_lengths(512, 32) == [256, 256, 256, 512]
+    assert set(row_lengths(200, 32)) == {200}
+    assert row_lengths(512, 200) == [512]
+
+
+def test_written_rows_hold_the_prompt_and_what_greedy_generation_writes() -> None:
+    model, tokenizer = tiny_target_model(num_layers=2), tiny_tokenizer(CHAT_TEMPLATE)
+    source = rows_of(TEXTS, [f"question {number}" for number in range(8)])
+    prompts = text_prompts(source, tokenizer, 8, 12, seed=0) + chat_prompts(source, tokenizer, 32, 8, seed=0)
+    rows = list(written_rows(model, tokenizer, prompts, 400, [0.0], 64, batch_size=4, seed=0, dtype=torch.float32))
+    known = {tuple(prompt.ids): prompt for prompt in prompts}
+    written = {False: 0, True: 0}
+    for row in rows:
+        assert len(row["input_ids"]) == len(row["supervise"]) == row["length"] <= 64
+        length = next(length for length in range(1, row["length"]) if tuple(row["input_ids"][:length]) in known)
+        prompt = known[tuple(row["input_ids"][:length])]
+        assert row["supervise"] == [0 if prompt.is_chat else 1] * length + [1] * (row["length"] - length)
+        ids = torch.tensor([prompt.ids])
+        expected = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=row["length"] - length,
+            eos_token_id=[0],
+            pad_token_id=0,
+        )
+        assert row["input_ids"] == expected[0].tolist()
+        assert row["length"] == 64 or row["input_ids"][-1] == 0 or prompt.is_chat
+        written[prompt.is_chat] += row["length"] - length
+    assert 398 <= sum(written.values()) < 400 + 64
+    assert abs(written[True] / sum(written.values()) - CHAT_SHARE) < 0.25
+
+
+def test_used_up_greedy_prompts_end_the_writing_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    model, tokenizer = tiny_target_model(num_layers=1), tiny_tokenizer()
+    prompts = [Prompt([5, 6, 7], 0, False), Prompt([8, 9, 10], 0, False)]
+    rows = list(written_rows(model, tokenizer, prompts, 10_000, [0.0], 16, batch_size=8, seed=0))
+    assert len(rows) == 2
+    count = sum(row["length"] - 3 for row in rows)
+    assert f"the prompts of data.source were used up after {count} of 10000 tokens" in caplog.text
+
+
+def test_temperature_and_seed_change_what_is_written() -> None:
+    model, tokenizer = tiny_target_model(num_layers=1), tiny_tokenizer()
+    prompts = [Prompt([5, 6, 7], 0, False)] * 4
+
+    def write_all(temperature: float, seed: int) -> list[list[int]]:
+        rows = written_rows(model, tokenizer, prompts, 100, [temperature], 32, batch_size=4, seed=seed)
+        return [row["input_ids"] for row in rows]
+
+    greedy = write_all(0.0, 0)
+    assert all(row == greedy[0] for row in greedy) and greedy == write_all(0.0, 1)
+    warm = write_all(1.0, 0)
+    assert len({tuple(row) for row in warm}) == len(warm) == 4 and warm == write_all(1.0, 0) != write_all(1.0, 1)
+
+
+def test_everything_that_ends_a_text_is_an_end_token() -> None:
+    model, tokenizer = tiny_target_model(num_layers=1), tiny_tokenizer()
+    model.generation_config.eos_token_id, model.config.eos_token_id = [3, 4], None
+    assert end_token_ids(model, tokenizer) == [0, 3, 4]

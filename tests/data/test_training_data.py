@@ -1,0 +1,178 @@
+"""`data:` of a recipe to packed rows: splits, weights, caching, and settings that cannot be used."""
+
+import json
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+
+from specdistill.data import collate, training_data
+from specdistill.errors import UserError
+from specdistill.pico.model import CHAT_TEMPLATE
+from specdistill.recipe import DataConfig, RegenerateConfig
+from tests.tiny import tiny_target_model, tiny_tokenizer
+
+WRITTEN = RegenerateConfig(num_tokens=300, prompt_tokens=4, batch_size=8)
+
+
+def config_for(folder: Path, rows: list[dict[str, Any]], **settings: Any) -> DataConfig:
+    path = folder / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    defaults = {"source": str(path), "max_length": 32, "validation_fraction": 0.2, "cache_dir": str(folder / "cache")}
+    return DataConfig(**{**defaults, **settings})
+
+
+def numbered(count: int) -> list[dict[str, str]]:
+    return [{"text": f"text number {number:03d}"} for number in range(count)]
+
+
+def texts_in(rows: Dataset) -> list[str]:
+    """The documents of packed rows, decoded."""
+    tokenizer, batch, found = tiny_tokenizer(), collate(list(rows)), []
+    for ids, numbers in zip(batch["input_ids"], batch["document_ids"], strict=True):
+        for number in numbers[numbers >= 0].unique().tolist():
+            found.append(tokenizer.decode(ids[numbers == number]).removesuffix("<|endoftext|>"))
+    return found
+
+
+def test_documents_are_split_before_they_are_packed(tmp_path: Path) -> None:
+    config = config_for(tmp_path, numbered(20))
+    train, validation = training_data(config, tiny_tokenizer(), None, fingerprint="")
+    kept, held_out = texts_in(train), texts_in(validation)
+    assert sorted(kept + held_out) == [row["text"] for row in numbered(20)]
+    assert len(held_out) == 4
+    assert train.column_names == ["input_ids", "supervise", "document_ids", "position_ids"]
+    again = training_data(config, tiny_tokenizer(), None, fingerprint="")
+    assert [half._fingerprint for half in again] == [train._fingerprint, validation._fingerprint]
+    other, _ = training_data(replace(config, seed=1), tiny_tokenizer(), None, fingerprint="")
+    assert sorted(texts_in(other)) != sorted(kept)
+
+
+def test_weights_repeat_the_training_rows_of_a_source(tmp_path: Path) -> None:
+    first = config_for(tmp_path, numbered(10)).source
+    (tmp_path / "other").mkdir()
+    second = config_for(tmp_path / "other", [{"text": f"other {number:03d}"} for number in range(10)]).source
+    sources = [{"source": first, "weight": 2.5}, {"source": second, "weight": 0.5}]
+    config = config_for(tmp_path, numbered(10), source=sources, validation_fraction=0.1)
+    train, validation = training_data(config, tiny_tokenizer(), None, fingerprint="")
+    kept = texts_in(train)
+    repeated = [kept.count(row["text"]) for row in numbered(10)]
+    others = [kept.count(f"other {number:03d}") for number in range(10)]
+    assert set(repeated) <= {0, 2, 3} and repeated.count(3) in (4, 5) and set(others) == {0, 1} and sum(others) in (4, 5)
+    assert len(texts_in(validation)) == 2 and not set(texts_in(validation)) & set(kept)
+
+
+def test_assistant_tokens_alone_or_all_carry_loss(tmp_path: Path) -> None:
+    rows = [{"messages": [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "cd"}]}] * 2
+    for supervise, expected in (("assistant", "cd<|end|>"), ("all", "<|user|>\nab<|end|><|assistant|>\ncd<|end|>")):
+        config = config_for(tmp_path, rows, supervise=supervise)
+        batch = collate(list(training_data(config, tiny_tokenizer(CHAT_TEMPLATE), None, fingerprint="")[0]))
+        assert tiny_tokenizer().decode(batch["input_ids"][batch["supervise"] == 1]) == expected
+
+
+def test_one_document_a_row_without_packing(tmp_path: Path) -> None:
+    train, validation = training_data(config_for(tmp_path, numbered(20), packing=False), tiny_tokenizer(), None, fingerprint="")
+    assert (len(train), len(validation)) == (16, 4)
+
+
+def test_the_target_writes_once_for_equal_inputs(tmp_path: Path) -> None:
+    model, tokenizer, calls = tiny_target_model(num_layers=1), tiny_tokenizer(CHAT_TEMPLATE), []
+    model.register_forward_hook(lambda *_: calls.append(1))
+    config = config_for(tmp_path, numbered(20), regenerate=WRITTEN)
+    train, validation = training_data(config, tokenizer, model, fingerprint="weights")
+    assert calls and len(train) >= 1 and len(validation) >= 1
+    written = sum(len(text) for text in texts_in(train))
+    assert written >= 240
+    starts = {row["text"][:4] for row in numbered(20)}
+    assert any(text[:4] in starts for text in texts_in(train))
+
+    calls.clear()
+    again = training_data(config, tokenizer, model, fingerprint="weights")
+    assert not calls and again[0].to_list() == train.to_list()
+    training_data(replace(config, packing=False), tokenizer, model, fingerprint="weights")
+    assert not calls  # the same text, packed otherwise
+    for changed, fingerprint in ((config, "other weights"), (replace(config, seed=1), "weights")):
+        training_data(changed, tokenizer, model, fingerprint=fingerprint)
+        assert calls
+        calls.clear()
+
+
+def test_no_prompt_of_the_validation_rows_is_trained_on(tmp_path: Path) -> None:
+    rows = [{"text": f"{letter}" * 40} for letter in "abcdefghij"]
+    config = config_for(tmp_path, rows, regenerate=WRITTEN)
+    train, validation = training_data(config, tiny_tokenizer(), tiny_target_model(num_layers=1), fingerprint="")
+    first = [{text[0] for text in texts_in(half)} for half in (train, validation)]
+    assert first[0] and first[1] and not first[0] & first[1]
+
+
+def test_regenerated_answers_are_supervised_without_their_questions(tmp_path: Path) -> None:
+    rows = [
+        {"messages": [{"role": "user", "content": f"q{number}"}, {"role": "assistant", "content": "?"}]} for number in range(6)
+    ]
+    for supervise in ("assistant", "all"):
+        config = config_for(tmp_path, rows, max_length=64, regenerate=replace(WRITTEN, num_tokens=120), supervise=supervise)
+        train, _ = training_data(config, tiny_tokenizer(CHAT_TEMPLATE), tiny_target_model(num_layers=1), fingerprint="")
+        batch = collate(list(train))
+        user = batch["input_ids"] == tiny_tokenizer().convert_tokens_to_ids("<|user|>")
+        heads = user & (batch["position_ids"] == 0) & (batch["document_ids"] >= 0)
+        assert heads.any() and (batch["supervise"][heads] == (supervise == "all")).all() and batch["supervise"].any()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"max_length": 4}, "data.max_length: got 4, expected 8 tokens or more"),
+        ({"validation_fraction": 1.0}, "data.validation_fraction: got 1.0"),
+        ({"max_length": 8, "source": "chats"}, "data.max_length: got 8, expected 20 or more"),
+        ({"source": "single"}, "data.source: got a single usable row"),
+        ({"source": "short"}, "data.source: got 3 rows of fewer than 3 tokens"),
+        ({"regenerate": replace(WRITTEN, num_tokens=-1)}, "data.regenerate.num_tokens: got -1"),
+        ({"regenerate": replace(WRITTEN, prompt_tokens=32)}, "data.regenerate.prompt_tokens: got 32, expected 1 to 31"),
+        ({"regenerate": replace(WRITTEN, temperatures=[0.0, -0.5])}, r"data.regenerate.temperatures: got \[0.0, -0.5\]"),
+        ({"regenerate": replace(WRITTEN, temperatures=[])}, r"data.regenerate.temperatures: got \[\]"),
+        ({"regenerate": replace(WRITTEN, batch_size=0)}, "data.regenerate.batch_size: got 0"),
+        (
+            {"regenerate": WRITTEN, "max_length": 300},
+            "data.max_length: got 300, expected at most 256, the target's context length",
+        ),
+        ({"regenerate": replace(WRITTEN, prompt_tokens=30)}, "data.max_length: got 32, and no row that gives a prompt"),
+    ],
+)
+def test_settings_and_rows_that_cannot_be_used(tmp_path: Path, settings: dict[str, Any], message: str) -> None:
+    chat = {"messages": [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]}
+    rows = {"chats": [chat, chat], "single": numbered(1), "short": [{"text": "a"}] * 3}
+    name = settings.get("source", "")
+    config = config_for(
+        tmp_path, rows.get(name, numbered(5)), **{key: value for key, value in settings.items() if key != "source"}
+    )
+    with pytest.raises(UserError, match=message):
+        training_data(config, tiny_tokenizer(CHAT_TEMPLATE), tiny_target_model(num_layers=1), fingerprint="")
+
+
+@pytest.mark.slow
+def test_a_trained_target_writes_stories(shared_data: Path, tmp_path: Path) -> None:
+    folder = shared_data / "models" / "stories260K-hf"
+    model: LlamaForCausalLM = AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    source = str(shared_data / "train" / "tinystories" / "tinystories_val_slice.jsonl")
+    regenerate = RegenerateConfig(num_tokens=1500, batch_size=16)
+    config = DataConfig(source=source, max_length=256, regenerate=regenerate, cache_dir=str(tmp_path))
+    train, _ = training_data(config, tokenizer, model, fingerprint="stories260K")
+    batch = collate(list(train))
+    assert batch["supervise"][batch["document_ids"] >= 0].all()
+    assert int((batch["document_ids"] >= 0).sum()) == pytest.approx(1500 * 0.98 * 256 / 224, rel=0.15)
+    with torch.inference_mode():
+        ids = batch["input_ids"][batch["document_ids"][:, -1] >= 0][:4]
+        loss = torch.nn.functional.cross_entropy(model(ids).logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    assert loss < 1.4  # nats a token on stories that people wrote
+
+
+def test_nothing_is_logged_as_an_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        training_data(config_for(tmp_path, numbered(5)), tiny_tokenizer(), None, fingerprint="")
+    assert not caplog.records

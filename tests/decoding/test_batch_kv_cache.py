@@ -1,0 +1,132 @@
+"""Caches of rows that move on by different lengths: what is read through holes and leftovers is what a fresh reading gives."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaForCausalLM, PreTrainedModel
+
+from specdistill.decoding.batch_kv_cache import HOLE, MOST_SPARE, MaskedCache, RaggedCache
+from specdistill.decoding.kv_cache import FIRST_SIZE
+from specdistill.methods.draft_model.llama import LlamaStack
+from tests import mtp_targets
+from tests.methods.draft_model.test_create import qwen
+from tests.tiny import tiny_target_model
+
+TEXTS = [
+    [5, 9, 5, 9, 20, 31, 7, 8, 40, 41, 42, 43],
+    [50, 51, 52, 53, 54, 55, 56, 57, 58, 59, 60, 61],
+    [99, 98, 97, 96, 95, 94, 93, 92],
+]
+
+
+def padded(rows: list[list[int]]) -> Tensor:
+    """Padding is a token like any other, so that only the mask hides it."""
+    width = max(map(len, rows))
+    return torch.tensor([row + [77] * (width - len(row)) for row in rows])
+
+
+def step(model: PreTrainedModel, cache: MaskedCache | RaggedCache, rows: list[list[int]]) -> Tensor:
+    counts = [len(row) for row in rows]
+    with torch.inference_mode():
+        if isinstance(cache, RaggedCache):
+            return LlamaStack(model)(padded(rows), cache.extend(counts), cache)  # type: ignore[no-any-return]
+        positions, mask = cache.extend(counts)
+        decoder = model.get_decoder()
+        return decoder(  # type: ignore[no-any-return, operator]
+            input_ids=padded(rows), position_ids=positions, attention_mask=mask, past_key_values=cache.layers, use_cache=True
+        ).last_hidden_state
+
+
+def fresh(model: PreTrainedModel, text: list[int]) -> Tensor:
+    """[T, H]"""
+    with torch.inference_mode():
+        return model.get_decoder()(input_ids=torch.tensor([text])).last_hidden_state[0]  # type: ignore[no-any-return, operator]
+
+
+def masked(model: PreTrainedModel, num_rows: int) -> MaskedCache:
+    return MaskedCache(model.config.get_text_config(), num_rows, torch.float32, torch.device("cpu"))
+
+
+def ragged(model: PreTrainedModel, num_rows: int) -> RaggedCache:
+    return RaggedCache(num_rows, model.config.num_hidden_layers, LlamaStack(model).rotary, torch.device("cpu"))
+
+
+CASES = {
+    "llama, masked": (tiny_target_model, masked),
+    "llama, ragged": (tiny_target_model, ragged),
+    "sliding windows, masked": (qwen, masked),
+    "latent attention, masked": (partial(mtp_targets.tiny_model, "deepseek_v3"), masked),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_rejections_of_different_lengths_leave_no_trace(case: str) -> None:
+    """Prompts of three lengths; then rounds of wrong tokens, of which each row keeps another number; then one row leaves."""
+    build, make = CASES[case]
+    model = build()
+    cache = make(model, 3)
+    held = [4, 2, 1]
+    step(model, cache, [text[:length] for text, length in zip(TEXTS, held, strict=True)])
+    rows = [0, 1, 2]
+    for kept in ([1, 3, 2], [2, 1, 3], [3, 3], [1, 2]):
+        if len(kept) < len(rows):
+            rows = [0, 1]
+            cache.keep(rows)
+            held = held[:2]
+        wrong = [
+            [*TEXTS[row][held[row] : held[row] + count], *[200 + row] * (4 - count)]
+            for row, count in zip(rows, kept, strict=True)
+        ]
+        hidden = step(model, cache, wrong)
+        for row, count in zip(rows, kept, strict=True):
+            expected = fresh(model, TEXTS[row][: held[row] + count])[held[row] :]
+            assert torch.allclose(hidden[row, :count], expected, atol=1e-4), (row, kept)
+        held = [length + count for length, count in zip(held, kept, strict=True)]
+        cache.truncate(held)
+        assert cache.lengths == held
+
+
+def test_holes_are_compacted_before_they_pass_their_share() -> None:
+    model = tiny_target_model()
+    cache = masked(model, 2)
+    step(model, cache, [TEXTS[0][:1], TEXTS[1][:1]])
+    cache.truncate([1, 1])
+    sizes = []
+    for length in range(2, 12):
+        step(model, cache, [[text[length - 1], 201, 202] for text in TEXTS[:2]])
+        cache.truncate([length, length])
+        slots = cache.position_BS.shape[1]
+        assert slots == cache.layers.get_seq_length() and slots - length <= MOST_SPARE * slots
+        assert [int((row < HOLE).sum()) for row in cache.position_BS] == [length, length]
+        sizes.append(slots)
+    assert sizes != sorted(sizes) or sizes[-1] < 1 + 3 * 10  # what was compacted, and not simply kept
+    assert torch.allclose(step(model, cache, [[text[11]] for text in TEXTS[:2]])[1, 0], fresh(model, TEXTS[1])[-1], atol=1e-4)
+
+
+def test_what_lies_in_holes_is_never_read() -> None:
+    """Everything in a hole is replaced by something enormous; the next pass gives the same."""
+    outputs = []
+    for poison in (0.0, 1e6):
+        model = tiny_target_model()
+        cache = masked(model, 2)
+        step(model, cache, [TEXTS[0][:9], TEXTS[1][:6]])
+        cache.truncate([8, 6])
+        hole_BS = cache.position_BS == HOLE
+        assert hole_BS.sum() == 4
+        for layer in cache.layers.layers:
+            layer.keys, layer.values = (x.masked_fill(hole_BS[:, None, :, None], poison) for x in (layer.keys, layer.values))
+        outputs.append(step(model, cache, [TEXTS[0][8:10], TEXTS[1][6:7]]))
+    assert torch.equal(outputs[0][0], outputs[1][0]) and torch.equal(outputs[0][1, :1], outputs[1][1, :1])
+
+
+def test_ragged_buffers_grow_and_keep_what_they_hold() -> None:
+    model: LlamaForCausalLM = tiny_target_model(num_layers=1)
+    cache = ragged(model, 2)
+    generator = torch.Generator().manual_seed(0)
+    long, short = (torch.randint(3, 250, (length,), generator=generator).tolist() for length in (FIRST_SIZE + 30, 40))
+    step(model, cache, [long[:500], short[:20]])
+    hidden = step(model, cache, [long[500:], short[20:]])
+    assert torch.allclose(hidden[0], fresh(model, long)[500:], atol=1e-4)
+    assert torch.allclose(hidden[1, :20], fresh(model, short)[20:], atol=1e-4)

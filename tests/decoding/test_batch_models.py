@@ -1,0 +1,49 @@
+"""Which models may read several texts at once."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from specdistill.decoding.batch_models import check_batchable, last_of
+from specdistill.errors import UserError
+from tests.methods.draft_model.test_create import qwen
+from tests.tiny import tiny_target_model
+
+
+def test_the_last_of_each_row() -> None:
+    x_BTH = torch.arange(12).view(3, 2, 2)
+    assert last_of(x_BTH, [1, 2, 0]).tolist() == [[0, 1], [6, 7], [8, 9]]
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"layer_types": ["linear_attention", "full_attention"]}, "recurrent layers"),
+        ({"layer_types": ["chunked_attention", "full_attention"]}, "chunked_attention"),
+        ({"_attn_implementation": "flash_attention_2"}, "flash_attention_2"),
+        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "rotary angles"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "longrope"}}}, "rotary angles"),
+    ],
+)
+def test_models_that_cannot_hold_several_texts_are_refused(change: dict[str, object], says: str) -> None:
+    model = tiny_target_model()
+    check_batchable(model, "tiny")
+    for name, value in change.items():
+        vars(model.config)[name if name != "_attn_implementation" else "_attn_implementation_internal"] = value
+    with pytest.raises(UserError, match=rf"eval\.batch_size: got more than 1 for tiny, .*{says}"):
+        check_batchable(model, "tiny")
+
+
+@pytest.mark.parametrize("build", [tiny_target_model, qwen])
+@pytest.mark.parametrize("ignored", ["attention_mask", "position_ids"])
+def test_models_that_do_not_go_by_what_they_are_given_are_refused(
+    build: Any, ignored: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = build()
+    check_batchable(model, "tiny")
+    decoder = model.get_decoder()
+    forward = decoder.forward
+    monkeypatch.setattr(decoder, "forward", lambda **options: forward(**options | {ignored: None}))
+    with pytest.raises(UserError, match=r"eval\.batch_size: got more than 1 for tiny, a model with layers that read a row"):
+        check_batchable(model, "tiny")

@@ -1,0 +1,76 @@
+import copy
+
+import pytest
+
+from specdistill.gate.changes import SHOWN, changes
+from specdistill.gate.gate import Evidence
+from specdistill.report import wording
+from specdistill.report.schema import validate
+from specdistill.report.wording import changed, since
+from tests.simulated import DRAFT_STEP, simulate, simulated_report
+
+
+@pytest.fixture(scope="module")
+def evidence():
+    records = simulate(24)
+    return Evidence(simulated_report(records), records)
+
+
+@pytest.fixture(scope="module")
+def slower():
+    """The same acceptance, at drafts that cost twice as much."""
+    records = simulate(24, draft_step=2 * DRAFT_STEP, timing_seed=2)
+    return Evidence(simulated_report(records), records)
+
+
+def by_metric(section):
+    return {entry["metric"]: entry for entry in section["changes"] if entry["category"] == "all"}
+
+
+def test_every_number_shown_has_a_name():
+    assert set(wording.SHOWN) == set(SHOWN)
+
+
+def test_old_and_new_with_the_paired_change(evidence, slower):
+    section = changes(slower, evidence)
+    validate({**slower.report, "baseline": section})
+    found = by_metric(section)
+    draft = found["draft_ms"]
+    assert (draft["old"], draft["new"]) == tuple(side.report["results"][0]["draft_ms"] for side in (evidence, slower))
+    assert draft["change"] == pytest.approx(1.0, abs=0.02)
+    low, high = draft["ci95"]
+    assert low < draft["change"] < high
+    assert changed(draft)["outcome"] == "worse"  # more milliseconds
+    assert changed(found["speedup"])["outcome"] == "worse"
+    assert changed(by_metric(changes(evidence, slower))["speedup"])["outcome"] == "better"
+
+
+def test_equal_texts_are_no_change_of_acceptance(evidence, slower):
+    section = changes(slower, evidence)
+    lengths = [entry for entry in section["changes"] if entry["metric"] == "mean_acceptance_length"]
+    assert [entry["category"] for entry in lengths] == ["all", "function", "docstring", "chat", "long_context"]
+    assert all((entry["change"], entry["ci95"], changed(entry)["outcome"]) == (0.0, [0.0, 0.0], "open") for entry in lengths)
+
+
+def test_what_cannot_be_compared_says_why(evidence, slower):
+    old = copy.deepcopy(evidence.report)
+    old["hardware"]["name"] = "another"
+    del old["results"][0]["acceptance_rate"]
+    section = changes(slower, Evidence(old, evidence.records))
+    validate({**slower.report, "baseline": section})
+    found = by_metric(section)
+    assert "change" not in found["speedup"]
+    assert "timed elsewhere" in found["speedup"]["reason"]
+    assert found["acceptance_rate"]["reason"] == "not measured in the baseline"
+    assert "old" not in found["acceptance_rate"]
+    assert changed(found["acceptance_rate"])["old"] == "–"
+
+
+def test_a_baseline_of_another_suite_is_named_and_not_compared(evidence, slower):
+    old = copy.deepcopy(evidence.report)
+    for row in old["results"]:
+        row["suite_version"] = "0"
+    section = changes(slower, Evidence(old, evidence.records))
+    validate({**slower.report, "baseline": section})
+    assert section["changes"] == []
+    assert "not comparable (baseline: got suite_version 0" in since({"baseline": section})

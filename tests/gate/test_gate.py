@@ -1,0 +1,365 @@
+import copy
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import yaml
+
+from specdistill.errors import UserError
+from specdistill.gate.gate import Evidence, Rule, decide, load_gate
+from specdistill.project import GATES
+from specdistill.report.results import result_rows
+from specdistill.statistics.configuration import Cell
+from specdistill.statistics.intervals import interval
+from specdistill.statistics.metrics import METRICS
+from specdistill.statistics.prompt_sums import columns
+from tests.simulated import SUITE, simulate, simulated_report
+
+
+@pytest.fixture(scope="module")
+def evidence():
+    records = simulate()
+    return Evidence(simulated_report(records), records)
+
+
+def write_gate(folder, *rules):
+    path = folder / "mine.yaml"
+    path.write_text(yaml.safe_dump(list(rules)))
+    return str(path)
+
+
+def judged(evidence, rule, baseline=None):
+    (result,) = decide([rule], evidence, baseline)["rules"]
+    return result
+
+
+def without(evidence, *path):
+    report = copy.deepcopy(dict(evidence.report))
+    place = report
+    for name in path[:-1]:
+        place = place[name]
+    del place[path[-1]]
+    return Evidence(report, evidence.records)
+
+
+def changed(evidence, path, value):
+    report = copy.deepcopy(dict(evidence.report))
+    place = report
+    for name in path[:-1]:
+        place = place[name]
+    place[path[-1]] = value
+    return Evidence(report, evidence.records)
+
+
+def test_a_measured_number_is_tested_at_its_unfavourable_end(evidence):
+    row = evidence.report["results"][0]
+    low, high = row["speedup_ci95"]
+    between = (low + row["speedup"]) / 2
+    assert row["speedup"] > between
+    result = judged(evidence, Rule("speedup", "min", between))
+    assert not result["passed"]
+    assert result["ci95"] == [low, high]
+    assert "unfavourable end at 95%" in result["reason"]
+    assert judged(evidence, Rule("speedup", "min", low - 1e-6))["passed"]
+    assert not judged(evidence, Rule("speedup", "max", (high + row["speedup"]) / 2))["passed"]
+    assert judged(evidence, Rule("speedup", "max", high + 1e-6))["passed"]
+
+
+def test_another_confidence_is_another_interval(evidence):
+    low = evidence.report["results"][0]["speedup_ci95"][0]
+    result = judged(evidence, Rule("speedup", "min", low + 1e-4, confidence=0.5))
+    assert result["passed"]
+    assert (result["ci95"], result["confidence"]) == (None, 0.5)
+    assert not judged(evidence, Rule("speedup", "min", low, confidence=0.999))["passed"]
+    value = evidence.report["results"][0]["speedup"]
+    assert judged(evidence, Rule("speedup", "min", value, confidence=0))["passed"]
+    assert not judged(evidence, Rule("speedup", "min", value + 1e-6, confidence=0))["passed"]
+
+
+def test_a_run_that_looked_several_times_is_judged_by_stricter_intervals(evidence):
+    """What one look shows at 90 %, a run that could have stopped at any of five does not."""
+    low, _ = interval(METRICS["speedup"], columns(evidence.records), confidence=0.9, seed=0)
+    rule = Rule("speedup", "min", low, confidence=0.9)
+    assert judged(evidence, rule)["passed"]
+    stopped = changed(evidence, ("settings", "until"), 0.01)
+    assert not judged(stopped, rule)["passed"]
+    assert judged(stopped, replace(rule, confidence=0.5))["passed"]
+
+
+def test_a_category_has_its_own_row_and_records(evidence):
+    row = next(row for row in evidence.report["results"] if row["category"] == "chat")
+    result = judged(evidence, Rule("mean_acceptance_length", "min", 1.5, {"category": "chat"}))
+    assert (result["value"], result["scope"]) == (row["mean_acceptance_length"], {"category": "chat"})
+    narrow = judged(evidence, Rule("mean_acceptance_length", "min", 1.5, {"category": "chat"}, confidence=0.5))
+    assert narrow["passed"]
+
+
+def test_equals_and_dotted_paths(evidence):
+    assert judged(evidence, Rule("lossless.greedy_identical", "equals", True))["passed"]
+    assert not judged(evidence, Rule("lossless.greedy_identical", "equals", False))["passed"]
+    assert judged(evidence, Rule("draft.bytes", "max", 2_000_000))["passed"]
+
+
+def test_absent_evidence_fails_and_says_why(evidence):
+    missing = [
+        (without(evidence, "results", 0, "speedup"), Rule("speedup", "min", 0.0)),
+        (without(evidence, "lossless", "sampling_test"), Rule("lossless.sampling_test.p_value", "min", 0.0)),
+        (without(evidence, "theory"), Rule("theory.best_k", "min", 0)),
+        (evidence, Rule("speedup", "min", 0.0, {"category": "poems"})),
+        (evidence, Rule("speedup", "min", 0.0, {"suite": "other"})),
+        (evidence, Rule("speedup", "max_regression", 1.0)),
+    ]
+    for changed, rule in missing:
+        result = judged(changed, rule)
+        assert (result["passed"], result["value"]) == (False, None)
+        assert result["reason"].startswith("no evidence: ")
+    report = copy.deepcopy(dict(evidence.report))
+    report["not_measured"]["theory"] = "nothing was drafted"
+    del report["theory"]
+    assert judged(Evidence(report, []), Rule("theory.v", "max", 9.0))["reason"] == "no evidence: nothing was drafted"
+
+
+def test_a_number_without_the_interval_it_should_have_is_no_evidence():
+    records = simulate(1)
+    result = judged(Evidence(simulated_report(records), records), Rule("speedup", "min", 0.0))
+    assert not result["passed"]
+    assert "fewer than two prompts" in result["reason"]
+
+
+def test_a_run_that_was_cut_short_fails_whatever_it_shows(evidence):
+    cut = changed(changed(evidence, ("incomplete",), True), ("not_measured",), {"incomplete": "the server went away"})
+    decision = decide([Rule("speedup", "min", 1.0)], cut)
+    assert not decision["passed"]
+    assert [(rule["metric"], rule["passed"]) for rule in decision["rules"]] == [("incomplete", False), ("speedup", True)]
+    assert decision["rules"][0]["reason"] == "the run was cut short: the server went away"
+    assert decide([Rule("speedup", "min", 1.0)], changed(evidence, ("incomplete",), False))["passed"]
+    result = judged(evidence, NO_WORSE, cut)
+    assert (result["passed"], result["reason"]) == (False, "no evidence: the baseline's run was cut short")
+    few = Evidence(cut.report, cut.records[:3])  # other prompts than the baseline's, for a reason that is known
+    (_, result) = decide([NO_WORSE], few, evidence)["rules"]
+    assert (result["passed"], result["reason"]) == (False, "no evidence: the run was cut short")
+
+
+def test_every_setting_that_tells_rows_apart_is_a_scope(evidence):
+    tree = {"budget": 24, "depth": 5, "top_k": 4}
+    other = {"num_speculative_tokens": 7, "batch_size": 8, "tree": tree, "temperature": 1.0, "context_bucket": "512"}
+    row = {**evidence.report["results"][0], **other, "num_rounds": 77}
+    report = {**evidence.report, "results": [*evidence.report["results"], row]}
+    for name, value in other.items():
+        rule = Rule("num_rounds", "equals", 77, {name: value, "context_bucket": "512"})
+        assert judged(Evidence(report, []), rule)["value"] == 77, name
+    nowhere = judged(Evidence(report, []), Rule("num_rounds", "equals", 77, {"batch_size": 16}))
+    assert nowhere["reason"] == "no evidence: the report has no row for batch_size=16"
+    assert judged(Evidence(report, []), Rule("num_rounds", "min", 0))["value"] == evidence.report["results"][0]["num_rounds"]
+
+
+@pytest.mark.parametrize("metric", ["draft.bytes", "measurement.peak_memory_bytes", "measurement.seconds"])
+def test_budgets_are_rules(evidence, tmp_path, metric):
+    taken = changed(evidence, ("measurement",), {"seconds": 100.0, "peak_memory_bytes": 1_640_000})
+    inside, over = ({"metric": metric, "max": limit} for limit in (2_000_000, 99))
+    assert decide(load_gate(write_gate(tmp_path, inside)), taken)["passed"]
+    assert not decide(load_gate(write_gate(tmp_path, over)), taken)["passed"]
+    if metric.startswith("measurement"):
+        assert "no evidence" in judged(evidence, Rule(metric, "max", 2_000_000))["reason"]
+
+
+def test_an_alarm_does_not_decide(evidence):
+    alarm, rule = Rule("acceptance_rate", "min", 0.99, severity="warn"), Rule("speedup", "min", 1.0)
+    assert decide([alarm, rule], evidence)["passed"]
+    assert not decide([alarm, Rule("speedup", "min", 9.0)], evidence)["passed"]
+    assert not judged(evidence, alarm)["passed"]
+
+
+@pytest.mark.parametrize(
+    ("rule", "message"),
+    [
+        ({"metric": "speedupp", "min": 1}, "metric: got speedupp.*did you mean speedup"),
+        ({"metric": "lossless.greedy_identicl", "equals": True}, r"did you mean lossless\.greedy_identical"),
+        ({"min": 1}, "metric: got None"),
+        ({"metric": "speedup"}, "got no requirement, expected exactly one of min, max"),
+        ({"metric": "speedup", "min": 1, "max": 2}, "got min and max"),
+        ({"metric": "speedup", "minimum": 1}, "did you mean min"),
+        ({"metric": "speedup", "min": "fast"}, "expected a number"),
+        ({"metric": "speedup", "min": True}, "expected a number"),
+        ({"metric": "speedup", "min": float("nan")}, "got nan, expected a number"),
+        ({"metric": "speedup", "min": 1, "confidence": float("nan")}, "a share from 0 to below 1"),
+        ({"metric": "speedup", "max_regression": 3}, "max_regression: got 3, expected a share from 0 to below 1"),
+        ({"metric": "speedup", "max_regression": -0.03}, "a share from 0 to below 1"),
+        ({"metric": "speedup", "min": 1, "confidence": 95}, "a share from 0 to below 1"),
+        ({"metric": "speedup", "min": 1, "severity": "alarm"}, "fail or warn"),
+        ({"metric": "speedup", "min": 1, "scope": {"categry": "chat"}}, "did you mean category"),
+        ({"metric": "speedup", "min": 1, "scope": "chat"}, "keys of suite"),
+        ({"metric": "draft.bytes", "max_regression": 0.1}, "can be compared prompt by prompt"),
+        ("speedup > 1", "expected keys of"),
+    ],
+)
+def test_rules_that_say_nothing_sensible(tmp_path, rule, message):
+    with pytest.raises(UserError, match=message):
+        load_gate(write_gate(tmp_path, rule))
+
+
+def test_gates_that_are_not_there(tmp_path):
+    with pytest.raises(UserError, match="did you mean default"):
+        load_gate("defualt")
+    (tmp_path / "empty.yaml").write_text("")
+    with pytest.raises(UserError, match="a YAML list of rules"):
+        load_gate(str(tmp_path / "empty.yaml"))
+    (tmp_path / "broken.yaml").write_text("[")
+    with pytest.raises(UserError, match="a readable YAML file"):
+        load_gate(str(tmp_path / "broken.yaml"))
+
+
+def test_every_gate_that_ships_loads_and_can_be_passed(evidence):
+    names = sorted(path.stem for path in GATES.glob("*.yaml"))
+    assert names == ["default", "pico", "release", "server"]
+    for name in names:
+        taken = changed(evidence, ("measurement",), {"seconds": 100.0, "peak_memory_bytes": 2**30})
+        decision = decide(load_gate(name), taken, baseline=taken)
+        assert decision["passed"], decision
+        assert load_gate(f"eval/gates/{name}.yaml") == load_gate(name)
+
+
+def test_the_default_gate_fails_what_it_is_there_to_fail(evidence):
+    for path, value in (
+        (("lossless", "unexplained_divergences"), 1),
+        (("lossless", "sampling_test", "p_value"), 1e-6),
+        (("lossless", "sampling_test", "negative_control_p_value"), 0.4),
+        (("results", 0, "speedup_ci95"), [0.99, 1.4]),
+    ):
+        assert not decide(load_gate("default"), changed(evidence, path, value))["passed"], path
+
+
+# Regressions
+
+REPORT = simulated_report(simulate(2))
+NO_WORSE = Rule("mean_acceptance_length", "max_regression", 0.03)
+
+
+def report_of(records):
+    """A report to compare by its records: of its numbers `max_regression` reads none."""
+    return Evidence(REPORT, records)
+
+
+def test_other_prompts_cannot_be_compared_and_the_difference_is_shown(evidence):
+    others = [replace(record, id=f"other-{number}") for number, record in enumerate(evidence.records[:5])]
+    with pytest.raises(UserError) as error:
+        judged(evidence, NO_WORSE, Evidence(evidence.report, [*evidence.records[1:], *others]))
+    assert "1 only in the report (function-00); 5 only in the baseline (other-0, other-1, other-2, …)" in str(error.value)
+    with pytest.raises(UserError, match=r"other prompts: 1 only in the report \(function-00\), expected"):
+        judged(evidence, NO_WORSE, Evidence(evidence.report, evidence.records[1:]))
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        (("results", 0, "suite_version"), "2", "suite_version 2, expected 1"),
+        (("results", 0, "suite"), "other", "suite other, expected simulated"),
+        (("results", 0, "temperature"), 1.0, r"temperature 1\.0, expected 0\.0"),
+        (("results", 0, "batch_size"), 8, "batch_size 8, expected 1"),
+        (("settings", "max_new_tokens"), 64, "max_new_tokens 64, expected 128"),
+        (("settings", "top_p"), 0.9, "top_p 0.9, expected 1.0"),
+        (("suite", "sha256"), "1" * 64, r"suite\.sha256 1111"),
+        (("target", "parameters"), 8, r"target\.parameters 8, expected 3700000"),
+        (("target", "dtype"), "bfloat16", r"target\.dtype bfloat16, expected float32"),
+    ],
+)
+def test_a_baseline_that_measured_something_else_is_refused(evidence, path, value, message):
+    with pytest.raises(UserError, match=message):
+        judged(evidence, NO_WORSE, changed(evidence, path, value))
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "place"),
+    [
+        (("hardware", "name"), "NVIDIA H200", "NVIDIA H200 by specdistill"),
+        (("engine",), {"name": "vllm", "version": "1"}, "AMD EPYC 9B45 by vllm"),
+    ],
+)
+def test_another_machine_or_engine_says_nothing_of_speed_and_all_of_acceptance(evidence, path, value, place):
+    elsewhere = changed(evidence, path, value)
+    result = judged(evidence, Rule("speedup", "max_regression", 0.5), elsewhere)
+    assert (result["passed"], result["value"]) == (False, None)
+    assert (
+        result["reason"] == f"no evidence: timed elsewhere: the report on AMD EPYC 9B45 by specdistill, the baseline on {place}"
+    )
+    assert judged(evidence, NO_WORSE, elsewhere)["passed"]
+
+
+def test_what_one_side_did_not_measure_is_no_evidence(evidence):
+    rule = Rule("draft_ms", "max_regression", 0.5)
+    row = {name: number for name, number in evidence.report["results"][0].items() if name != "draft_ms"}
+    lacking = changed(evidence, ("results", 0), {**row, "not_measured": {"draft_ms": "nothing was drafted"}})
+    assert judged(lacking, rule, evidence)["reason"] == "no evidence: not measured in the report: nothing was drafted"
+    assert judged(evidence, rule, lacking)["reason"] == "no evidence: not measured in the baseline: nothing was drafted"
+    free = changed(evidence, ("results", 0, "draft_ms"), 0.0)
+    assert judged(evidence, rule, free)["reason"] == "no evidence: not measured in the baseline: it is 0.0"
+
+
+def test_a_cell_of_a_sweep_is_compared_with_its_own_prompts_alone():
+    """The same prompt ids are in every cell; only the records of the rule's cell may count."""
+    cold = simulate()
+    warm = [replace(record, cell=Cell(4, 1.0)) for record in simulate(conditional=(0.6, 0.6, 0.6, 0.6))]
+    worse = [replace(record, cell=Cell(4, 1.0)) for record in simulate(conditional=(0.4, 0.4, 0.4, 0.4))]
+
+    def swept(records):
+        report = simulated_report(cold)
+        return Evidence(
+            {**report, "results": [*report["results"], *result_rows(records, SUITE, Cell(4, 1.0), seed=0)]}, [*cold, *records]
+        )
+
+    rule = replace(NO_WORSE, scope={"temperature": 1.0})
+    assert judged(swept(warm), NO_WORSE, swept(worse))["value"] == 0
+    assert judged(swept(warm), rule, swept(warm))["value"] == 0
+    assert judged(swept(worse), rule, swept(warm))["value"] < -0.1
+    assert not judged(swept(worse), rule, swept(warm))["passed"]
+
+
+def test_the_same_report_has_not_regressed(evidence):
+    result = judged(evidence, NO_WORSE, evidence)
+    assert (result["passed"], result["value"]) == (True, 0.0)
+
+
+def test_an_interval_that_is_too_wide_says_how_many_prompts_would_do(evidence):
+    records = [
+        replace(record, rounds=record.rounds[:-2] if number % 2 else record.rounds)
+        for number, record in enumerate(evidence.records)
+    ]
+    other = Evidence(evidence.report, churned(records, 0.0, seed=1))
+    result = judged(other, Rule("mean_acceptance_length", "max_regression", 0.004), Evidence(evidence.report, records))
+    (value, (low, _)) = result["value"], result["ci95"]
+    assert low < -0.004 < value  # allowed itself
+    needed = math.ceil(48 * ((value - low) / (value + 0.004)) ** 2)
+    assert needed > 48 and result["reason"].endswith(
+        f"allowed 0.4% for the worse; 48 prompts cannot tell the measured {value:+.1%} from that, about {needed:,} could"
+    )
+    worse = judged(Evidence(evidence.report, churned(records, 0.2, seed=1)), NO_WORSE, Evidence(evidence.report, records))
+    assert worse["value"] < -0.03 and worse["reason"].endswith("allowed 3.0% for the worse")
+
+
+def test_lower_is_better_for_costs():
+    slow = report_of(simulate(24))
+    for record in slow.records:
+        object.__setattr__(record.speculative, "verify_seconds", record.speculative.verify_seconds * 1.2)
+    rule = Rule("verify_ms", "max_regression", 0.1)
+    assert not judged(slow, rule, report_of(simulate(24)))["passed"]
+    assert judged(report_of(simulate(24)), rule, slow)["passed"]
+
+
+def churned(records, drop, seed):
+    """The same prompts by a draft that differs: one round in twenty is accepted one token further, others one less, and the mean
+    acceptance length falls by the share `drop`.
+    """
+    generator = np.random.default_rng(seed)
+    counts = np.array([len(entry.accepted) for record in records for entry in record.rounds])
+    gain, full = 0.05, len(records[0].rounds[0].drafted)
+    loss = float((gain * (counts < full).mean() + drop * (1 + counts.mean())) / (counts > 0).mean())
+    changed = []
+    for record in records:
+        rounds = []
+        for entry in record.rounds:
+            draw, count = float(generator.uniform()), len(entry.accepted)
+            count += (draw < gain and count < full) - (draw > 1 - loss and count > 0)
+            rounds.append(replace(entry, accepted=entry.drafted[:count]))
+        changed.append(replace(record, rounds=tuple(rounds)))
+    return changed

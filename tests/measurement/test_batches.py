@@ -1,0 +1,219 @@
+"""Prompts measured together: the same texts as alone, shares of the time that add up, intervals over batches."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from specdistill.decoding.batch_decoder import BatchDecoder
+from specdistill.decoding.decoder import Decoder
+from specdistill.decoding.sampling import Sampling
+from specdistill.errors import UserError
+from specdistill.measurement import sweep
+from specdistill.measurement.batches import in_batches, some
+from specdistill.measurement.losslessness import compare_greedy
+from specdistill.measurement.measure import Settings, greedy_pairs, measure, measure_together, records, shorter_drafts
+from specdistill.measurement.sweep import Plan, measure_cells
+from specdistill.methods.ngram.proposer import NgramProposer
+from specdistill.report.results import result_rows
+from specdistill.statistics.intervals import interval, macro_interval, relative_change
+from specdistill.statistics.metrics import METRICS, measured, value
+from specdistill.statistics.power import spread_of
+from specdistill.statistics.prompt_sums import columns
+from specdistill.suites.suite import Prompt
+from tests import mtp_targets
+from tests.proposers import ModelProposer, tiny_target
+from tests.simulated import SUITE, simulate
+
+PROMPTS = [Prompt(f"p{number}", "ab"[number % 2], "x", (20 + number, *range(30, 31 + number))) for number in range(5)]
+ALONE = Settings(num_speculative_tokens=2, max_new_tokens=12, repeats=2, warmup=1)
+TOGETHER = replace(ALONE, batch_size=2)
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tiny_target()
+
+
+@pytest.fixture(scope="module")
+def proposer(target):
+    return ModelProposer(target.model)
+
+
+@pytest.fixture(scope="module")
+def runs(target, proposer):
+    return measure(target, proposer, PROMPTS, TOGETHER)
+
+
+def test_prompts_keep_their_order_and_the_last_batch_holds_the_rest():
+    batches = in_batches(PROMPTS, 2)
+    assert [[prompt.id for prompt in batch.prompts] for batch in batches] == [["p0", "p1"], ["p2", "p3"], ["p4"]]
+    assert [(batch.start, batch.end) for batch in batches] == [(0, 2), (2, 4), (4, 5)]
+    assert [batch.start for batch in some(in_batches(PROMPTS, 1), 2)] == [0, 1]  # one of each category
+    with pytest.raises(UserError, match=r"eval\.batch_size: got 6 for 5 prompts, expected at most"):
+        Plan(replace(ALONE, batch_size=6), PROMPTS)
+
+
+def test_every_prompt_runs_both_ways_in_its_batch(target, runs, monkeypatch):
+    assert [(len(run.speculative), len(run.baseline), len(run.hf_generate)) for run in runs] == [(2, 2, 2)] * 5
+    alone = measure(target, NgramProposer(), PROMPTS, replace(ALONE, repeats=1))
+    assert [run.speculative[0].token_ids for run in runs] == [run.baseline[0].token_ids for run in alone]
+    order = []
+    generate = BatchDecoder.generate
+
+    def watched(decoder, prompts, **options):
+        order.append(([prompt[0] - 20 for prompt in prompts], decoder.proposer is not None))
+        return generate(decoder, prompts, **options)
+
+    monkeypatch.setattr(BatchDecoder, "generate", watched)
+    measure(target, NgramProposer(), PROMPTS, replace(TOGETHER, max_new_tokens=2, warmup=0))
+    assert order == [
+        ([0, 1], False), ([0, 1], True), ([2, 3], True), ([2, 3], False), ([4], False), ([4], True),
+        ([0, 1], True), ([0, 1], False), ([2, 3], False), ([2, 3], True), ([4], True), ([4], False),
+    ]  # fmt: skip
+
+
+def test_drafts_measured_together_share_batches_and_a_baseline(target, proposer):
+    first, second = measure_together(target, [proposer, NgramProposer()], PROMPTS, replace(TOGETHER, repeats=1, warmup=0))
+    for one, other in zip(first, second, strict=True):
+        assert one.baseline is other.baseline and len(one.baseline) == 1
+        assert one.speculative[0].token_ids == other.speculative[0].token_ids == one.baseline[0].token_ids
+
+
+def test_the_librarys_loop_writes_the_same_batches(target, runs):
+    """Its tokens are counted as ours, and a batch's seconds are shared by them."""
+    for run in runs:
+        assert [timing.num_tokens for timing in run.hf_generate] == [len(run.baseline[0].token_ids)] * 2
+    for first, second in ((runs[0], runs[1]), (runs[2], runs[3])):
+        for one, other in zip(first.hf_generate, second.hf_generate, strict=True):
+            assert one.seconds / one.num_tokens == pytest.approx(other.seconds / other.num_tokens)
+
+
+def test_a_prompts_sample_does_not_depend_on_the_batch_size(target, proposer):
+    options = {"sampling": Sampling(1.0), "repeats": 1, "warmup": 0, "seed": 5}
+    texts = [
+        [run.speculative[0].token_ids for run in measure(target, proposer, PROMPTS, replace(ALONE, batch_size=size, **options))]
+        for size in (1, 2, 5)
+    ]
+    assert texts[0] == texts[1] == texts[2]
+    assert len(set(texts[0])) == 5
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_identity_is_checked_against_each_prompt_alone(target, proposer, monkeypatch, temperature):
+    settings = replace(TOGETHER, sampling=Sampling(temperature), repeats=1, warmup=0)
+    runs = measure(target, proposer, PROMPTS, settings)
+    alone = []
+    generate = Decoder.generate
+
+    def watched(decoder, prompt_ids, **options):
+        assert decoder.proposer is None
+        alone.append(prompt_ids)
+        return generate(decoder, prompt_ids, **options)
+
+    monkeypatch.setattr(Decoder, "generate", watched)
+    found = compare_greedy(target, greedy_pairs(target, proposer, runs, settings))
+    assert (found["greedy_identical"], found["prompts_checked"]) == (True, 5)
+    assert alone == [prompt.token_ids for prompt in PROMPTS]
+
+
+def test_a_batch_that_writes_something_else_is_noticed(target, proposer, runs):
+    wrong = replace(runs[3].speculative[0], token_ids=(*runs[3].speculative[0].token_ids[:4], 1, 1))
+    broken = [replace(run, speculative=[wrong]) if run is runs[3] else run for run in runs]
+    found = compare_greedy(target, greedy_pairs(target, proposer, broken, TOGETHER))
+    assert (found["greedy_identical"], found["divergences"], found["first_divergence"]["prompt_id"]) == (False, 1, "p3")
+
+
+def test_costs_of_shorter_drafts_are_those_of_batches(target, proposer, monkeypatch):
+    sizes = []
+    generate = BatchDecoder.generate
+    monkeypatch.setattr(
+        BatchDecoder,
+        "generate",
+        lambda decoder, prompts, **options: sizes.append(len(prompts)) or generate(decoder, prompts, **options),
+    )
+    assert [cost.k for cost in shorter_drafts(target, proposer, PROMPTS, TOGETHER)] == [1, 2]
+    assert sizes == [2, 2, 2, 2]  # two batches, at both lengths
+
+
+def test_rows_say_how_many_batches_their_times_come_from(target, proposer, runs):
+    found = records("suite", TOGETHER.cell, target, proposer, runs)
+    assert [record.batch for record in found] == [0, 0, 2, 2, 4]
+    whole, a, _ = result_rows(found, SUITE, TOGETHER.cell, seed=0)
+    assert (whole["batch_size"], whole["num_prompts"], whole["num_batches"]) == (2, 5, 3)
+    assert (a["num_prompts"], a["num_batches"]) == (3, 3)
+    seconds = sum(np.median([generation.seconds for generation in run.speculative]) for run in runs)
+    assert whole["tokens_per_second"] == pytest.approx(60 / seconds)
+    one = result_rows(found[:2], SUITE, TOGETHER.cell, seed=0)[0]
+    assert one["not_measured"]["speedup_ci95"] == "its prompts share the times of one batch"
+    alone = measure(target, proposer, PROMPTS[:1], ALONE)
+    assert "batch" not in columns(records("suite", ALONE.cell, target, proposer, alone))
+
+
+def shared(records, size):
+    """Each prompt's times replaced by an equal share of its batch's."""
+    found = []
+    for number, record in enumerate(records):
+        start = number // size * size
+        batch = records[start : start + size]
+        timings = {}
+        for side in ("speculative", "baseline"):
+            seconds = sum(getattr(entry, side).seconds for entry in batch) / len(batch)
+            timings[side] = replace(getattr(record, side), seconds=seconds)
+        found.append(replace(record, batch=number // size, **timings))
+    return found
+
+
+def test_intervals_of_times_are_over_batches_and_those_of_texts_over_prompts():
+    alone = simulate(192, noise=0.2)
+    plain, batched = columns(alone), columns(shared(alone, 4))
+    speedup, length = METRICS["speedup"], METRICS["mean_acceptance_length"]
+    assert len(measured(speedup, batched)[0]) == 48 and len(measured(length, batched)[0]) == 192
+    assert value(speedup, batched) == pytest.approx(value(speedup, plain))
+    assert interval(length, batched) == interval(length, plain)
+
+    ignorant = {name: column for name, column in batched.items() if name != "batch"}
+    right, wrong, truth = (np.ptp(interval(speedup, table)) for table in (batched, ignorant, plain))
+    assert wrong < 0.6 * right  # as if a batch's four prompts were four measurements of its time
+    assert 0.8 * truth < right < 1.25 * truth
+
+
+def test_what_a_suite_can_tell_is_said_of_prompts():
+    """Times shared by fours spread as widely over prompts as before: it takes as many prompts to tell the same change."""
+    alone = simulate(192, noise=0.2)
+    spreads = [spread_of(METRICS["speedup"], columns(found)) for found in (alone, shared(alone, 4))]
+    assert spreads[1] == pytest.approx(spreads[0], rel=0.2)
+
+
+def test_a_macro_average_of_times_that_categories_share_has_no_interval():
+    alone = simulate(48)
+    of = [record.category for record in alone]
+    by_category = sorted(alone, key=lambda record: record.category)
+    for found, categories, has_interval in ((alone, of, False), (by_category, sorted(of), True)):
+        table = columns(shared(found, 4))
+        assert (macro_interval(METRICS["speedup"], table, categories) is not None) == has_interval
+        assert macro_interval(METRICS["mean_acceptance_length"], table, categories) is not None
+
+
+def test_a_run_that_stops_early_looks_after_whole_batches(target, monkeypatch, tmp_path):
+    monkeypatch.setattr(sweep, "looks", lambda number: [3, number])
+    monkeypatch.setattr(sweep, "is_sharp", lambda records, until, seed: False)
+    plan = Plan(replace(TOGETHER, repeats=1, warmup=0), PROMPTS, until=0.01)
+    (cell,) = measure_cells(target, NgramProposer(), SUITE, [plan], identity={}, folder=tmp_path)
+    assert sorted(record.id for record in cell.records) == ["p0", "p1", "p2", "p3", "p4"]
+    assert [record.batch for record in cell.records] == [0, 0, 2, 2, 4]  # batches stay as they were decoded
+
+
+def test_targets_that_cannot_be_batched_are_refused_before_anything_is_measured(monkeypatch, tmp_path):
+    monkeypatch.setattr(sweep, "measure", lambda *arguments: pytest.fail("measured"))
+    plans = [Plan(ALONE, PROMPTS), Plan(TOGETHER, PROMPTS)]
+    with pytest.raises(UserError, match=r"eval\.batch_size: .*recurrent"):
+        measure_cells(mtp_targets.tiny_target("qwen3_next"), NgramProposer(), SUITE, plans, identity={}, folder=tmp_path)
+
+
+def test_a_change_between_reports_is_resampled_by_batch_too():
+    new, old = (columns(shared(simulate(16, noise=0.2, timing_seed=seed), 16)) for seed in (1, 2))
+    change, ends = relative_change(METRICS["speedup"], new, old)
+    assert abs(change) < 0.5 and ends is None  # one batch
+    _, ends = relative_change(METRICS["mean_acceptance_length"], new, old)
+    assert ends is not None

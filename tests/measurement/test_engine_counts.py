@@ -1,0 +1,84 @@
+"""Counts as engines make them: the last round whole, stop tokens ignored; and what a draft adds to an engine's arguments."""
+
+from dataclasses import replace
+
+import torch
+
+from specdistill.decoding.decoder import Decoder
+from specdistill.decoding.proposer import Proposal
+from specdistill.measurement.engine_counts import (
+    Counts,
+    Written,
+    draft_options,
+    ignore_stop_tokens,
+    num_same,
+    plain_options,
+    total,
+    write_here,
+)
+from tests.proposers import ModelProposer, tiny_target
+
+PROMPTS = [[5, 9, 20], [40, 41, 42, 43]]
+
+
+class FirstGuesses(ModelProposer):
+    """The target's own next tokens, but the last one wrong: K - 1 are accepted of every draft."""
+
+    def propose(self, state, k, sampling, generator):
+        tokens = super().propose(state, k, sampling, generator).tokens
+        return Proposal([*tokens[:-1], (tokens[-1] + 1) % 260])
+
+
+def test_the_last_round_counts_what_lies_past_the_limit():
+    target = tiny_target()
+    ignore_stop_tokens(target)
+    texts = write_here(target, FirstGuesses(target.model), PROMPTS, max_new_tokens=10, num_speculative_tokens=4)
+    plain = write_here(target, None, PROMPTS, max_new_tokens=10)
+    assert num_same(texts, plain) == 2 and all(len(text.token_ids) == 10 for text in texts)
+    # One token from the prefill, then rounds of 3 + 1: the third passes the limit and is counted whole.
+    assert [text.counts for text in texts] == [Counts(3, 12, (3, 3, 3, 0))] * 2
+    assert [text.counts for text in plain] == [Counts(0, 0, ())] * 2
+    assert total(texts) == Counts(6, 24, (6, 6, 6, 0)) and total(texts).mean_acceptance_length == 4
+
+
+def test_rounds_that_draft_nothing_are_no_drafts():
+    class Every2nd(ModelProposer):
+        def propose(self, state, k, sampling, generator):
+            return super().propose(state, k, sampling, generator) if len(state.token_ids) % 2 else Proposal([])
+
+    target = tiny_target()
+    ignore_stop_tokens(target)
+    (text,) = write_here(target, Every2nd(target.model), PROMPTS[1:], max_new_tokens=7, num_speculative_tokens=2)
+    # 4 prompt tokens and one from the prefill: a draft (2 + 1 tokens), one plain token, a draft.
+    assert text.counts == Counts(2, 4, (2, 2))
+
+
+def test_texts_go_on_past_stop_tokens():
+    target = tiny_target()
+    written = Decoder(target).generate(PROMPTS[0], max_new_tokens=20).token_ids
+    target.model.generation_config.eos_token_id = written[4]
+    assert len(Decoder(target).generate(PROMPTS[0], max_new_tokens=20).token_ids) <= 5
+    ignore_stop_tokens(target)
+    assert write_here(target, None, PROMPTS[:1], max_new_tokens=20)[0].token_ids == written
+
+
+def test_texts_are_compared_token_by_token():
+    one = [Written((1, 2, 3), Counts(0, 0, ())), Written((4, 5), Counts(0, 0, ()))]
+    assert num_same(one, [one[0], replace(one[1], token_ids=(4, 6))]) == 1
+
+
+def test_what_a_draft_adds_to_an_engine_s_arguments():
+    plain = plain_options("vllm", "target", dtype="float32", max_length=64)
+    assert plain == {"model": "target", "dtype": "float32", "max_model_len": 64}
+    eagle3 = {"method": "eagle3", "num_speculative_tokens": 3, "model": "draft"}
+    assert plain | draft_options("vllm", "eagle3", "draft", 3) == plain | {"speculative_config": eagle3}
+    inside = {"model": "served", "speculative_config": {"method": "mtp", "num_speculative_tokens": 3}}
+    assert plain | draft_options("vllm", "mtp", "served", 3) == plain | inside
+    chain = {"speculative_num_steps": 3, "speculative_eagle_topk": 1, "speculative_num_draft_tokens": 4}
+    standalone = {"speculative_algorithm": "STANDALONE", **chain, "speculative_draft_model_path": "draft"}
+    assert draft_options("sglang", "draft_model", "draft", 3) == standalone
+    assert draft_options("sglang", "mtp", "served", 3)["model_path"] == "served"
+
+
+def test_nothing_drafted_has_no_acceptance_length():
+    assert torch.isnan(torch.tensor(Counts(0, 0, (0, 0)).mean_acceptance_length))

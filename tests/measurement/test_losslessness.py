@@ -1,0 +1,115 @@
+import pytest
+import torch
+
+from specdistill.decoding.decoder import Decoder, Generation, Round
+from specdistill.decoding.tree import DynamicTree, StaticTree
+from specdistill.decoding.verify import rejection
+from specdistill.measurement.losslessness import compare_greedy, most_telling_prompt, sampling_test, wrong_residual
+from specdistill.methods.draft_model.proposer import DraftModelProposer
+from specdistill.methods.ngram.proposer import NgramProposer
+from specdistill.suites.suite import Prompt
+from specdistill.targets.frozen import FrozenTarget
+from tests.proposers import ModelProposer, tiny_target
+from tests.tiny import tiny_target_model, tiny_tokenizer
+
+PROMPT = Prompt("p", "c", "text", (7, 2, 1, 6))
+OTHER = Prompt("q", "c", "text", (5, 5, 5))
+
+
+def generation(tokens: tuple[int, ...]) -> Generation:
+    return Generation(PROMPT.token_ids, tokens, (Round((), 0, tokens[1:], 0.0, 0.0),), 0.0, 0.0, False)
+
+
+def test_equal_texts_are_identical():
+    found = compare_greedy(tiny_target(), [(PROMPT, generation((1, 2, 3)), generation((1, 2, 3)))] * 2)
+    assert found["greedy_identical"]
+    assert (found["prompts_checked"], found["divergences"], found["first_divergence"]) == (2, 0, None)
+
+
+def test_the_first_divergence_is_named():
+    pairs = [(OTHER, generation((1, 2)), generation((1, 2))), (PROMPT, generation((1, 2, 3)), generation((1, 2, 4, 5)))]
+    found = compare_greedy(tiny_target(), pairs)
+    first = found["first_divergence"]
+    assert not found["greedy_identical"]
+    assert (first["prompt_id"], first["position"], first["speculative_token"], first["baseline_token"]) == ("p", 2, 3, 4)
+    target = tiny_target()
+    best = target.model(torch.tensor([[7, 2, 1, 6, 1, 2]])).logits[0, -1].topk(2).values
+    assert first["top2_gap"] == pytest.approx(float(best[0] - best[1]), abs=1e-4)
+
+
+def test_a_text_that_ends_early_diverges_where_it_ends():
+    found = compare_greedy(tiny_target(), [(PROMPT, generation((1, 2)), generation((1, 2, 4)))])
+    assert found["first_divergence"]["position"] == 2
+    assert found["first_divergence"]["speculative_token"] is None
+
+
+def test_near_ties_excuse_a_divergence_in_16_bits_only():
+    pairs = [(PROMPT, generation((1, 2, 3)), generation((1, 2, 4)))]
+    target = tiny_target()
+    target.lm_head.weight.data[1:] = target.lm_head.weight.data[1]  # all tokens but one tie
+    target.lm_head.weight.data[0] = -target.lm_head.weight.data[1]
+    float32 = compare_greedy(target, pairs)
+    assert (float32["near_ties"], float32["unexplained_divergences"]) == (0, 1)
+    target.model.to(torch.bfloat16)
+    bfloat16 = compare_greedy(target, pairs)
+    assert (bfloat16["near_ties"], bfloat16["unexplained_divergences"]) == (1, 0)
+    clear = tiny_target()
+    clear.model.to(torch.bfloat16)
+    assert compare_greedy(clear, pairs)["unexplained_divergences"] == 1
+
+
+def test_the_wrong_rule_accepts_as_the_right_one_and_then_draws_from_p():
+    law = torch.tensor([0.5, 0.3, 0.2])
+    draws = 4000
+    tokens = torch.zeros(draws, 1, dtype=torch.long)
+    target = law.repeat(draws, 2, 1)
+    accepted, token = wrong_residual(tokens, target, None, torch.Generator().manual_seed(0))
+    assert torch.equal(accepted, rejection(tokens, target, None, torch.Generator().manual_seed(0))[0])
+    rejected = token[accepted == 0]
+    assert rejected.bincount(minlength=3) / len(rejected) == pytest.approx(law, abs=0.04)
+    right = rejection(tokens, target, None, torch.Generator().manual_seed(0))[1][accepted == 0]
+    assert not (right == 0).any()
+
+
+def peaked(seed: int) -> FrozenTarget:
+    """Eight tokens with clear favourites, so that few draws tell laws apart."""
+    model = tiny_target_model(num_layers=1, vocab_size=8, seed=seed)
+    model.lm_head.weight.data *= 2.5
+    return FrozenTarget(model, tiny_tokenizer(), name="peaked")
+
+
+@pytest.mark.parametrize(("one_hot", "draft_seed"), [(True, 0), (False, 3)])
+def test_sampling_is_lossless_and_the_wrong_rule_is_caught(one_hot, draft_seed):
+    prompts = [Prompt("p", "c", "text", (1, 2, 3, 4)), Prompt("q", "c", "text", (5, 5, 5))]
+    draft = ModelProposer(peaked(draft_seed).model, one_hot=one_hot)
+    calls: list[None] = []
+    options = {"num_draws": 250, "num_speculative_tokens": 1, "seed": 1, "advance": lambda: calls.append(None)}
+    found = sampling_test(peaked(0), draft, prompts, **options)
+    assert len(calls) == 3 * 250
+    assert found["p_value"] > 0.01
+    assert found["negative_control_p_value"] < 0.01
+
+
+@pytest.mark.parametrize("tree", [StaticTree((2, 1)), DynamicTree(budget=3, depth=2, top_k=2)])
+def test_sampling_with_trees_is_lossless_and_their_wrong_rule_is_caught(tree):
+    prompts = [Prompt("p", "c", "text", (1, 2, 3, 4)), Prompt("q", "c", "text", (5, 5, 5))]
+    options = {"num_draws": 250, "num_speculative_tokens": 2, "seed": 1, "advance": lambda: None, "tree": tree}
+    found = sampling_test(peaked(0), DraftModelProposer(peaked(3).model), prompts, **options)
+    assert found["p_value"] > 0.01
+    assert found["negative_control_p_value"] < 0.01
+
+
+def test_too_few_draws_are_said_to_be_too_few():
+    found = sampling_test(
+        peaked(0), NgramProposer(), [PROMPT], num_draws=2, num_speculative_tokens=1, seed=0, advance=lambda: None
+    )
+    assert "2 draws" in found
+
+
+def test_the_most_telling_prompt_is_a_beginning_of_a_continuation():
+    target, draft = tiny_target(), ModelProposer(tiny_target(seed=3).model, one_hot=True)
+    ids, name = most_telling_prompt(target, draft, [PROMPT, OTHER], 2, seed=0)
+    prompt = {"p": PROMPT, "q": OTHER}[name]
+    assert ids[: len(prompt.token_ids)] == prompt.token_ids
+    assert ids != Decoder(target).generate(prompt.token_ids, max_new_tokens=1).token_ids
+    assert most_telling_prompt(target, NgramProposer(), [PROMPT], 2, seed=0)[1] == "p"

@@ -1,0 +1,165 @@
+import pytest
+import torch
+
+from specdistill.decoding.decoder import Decoder
+from specdistill.decoding.sampling import Sampling
+from specdistill.decoding.tree import DynamicTree, StaticTree
+from specdistill.errors import UserError
+from specdistill.measurement import measure as measuring
+from specdistill.measurement.measure import (
+    Settings,
+    draft_sampling,
+    draft_settings,
+    draft_vocabulary,
+    greedy_pairs,
+    measure,
+    records,
+    shorter_drafts,
+    spell,
+)
+from specdistill.methods.draft_model.proposer import DraftModelProposer
+from specdistill.methods.ngram.proposer import NgramProposer
+from specdistill.suites.suite import Prompt
+from tests.proposers import ModelProposer, tiny_target
+from tests.tiny import tiny_tokenizer
+
+PROMPTS = [Prompt(f"p{number}", "ab"[number % 2], "x", (20 + number, 30, 40)) for number in range(3)]
+SETTINGS = Settings(num_speculative_tokens=2, max_new_tokens=12, repeats=2, warmup=1)
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tiny_target()
+
+
+@pytest.fixture(scope="module")
+def proposer():
+    return ModelProposer(tiny_target(seed=0).model)  # the target itself: every draft is accepted
+
+
+@pytest.fixture(scope="module")
+def runs(target, proposer):
+    return measure(target, proposer, PROMPTS, SETTINGS)
+
+
+def test_every_prompt_runs_both_ways_in_each_repetition(runs):
+    assert [(len(run.speculative), len(run.baseline), len(run.hf_generate)) for run in runs] == [(2, 2, 2)] * 3
+
+
+def test_the_order_alternates_over_prompts_and_repetitions(target, proposer, monkeypatch):
+    order = []
+    generate = Decoder.generate
+
+    def watched(decoder, prompt_ids, **options):
+        order.append((prompt_ids[0] - 20, decoder.proposer is not None))
+        return generate(decoder, prompt_ids, **options)
+
+    monkeypatch.setattr(measuring.Decoder, "generate", watched)
+    measure(target, proposer, PROMPTS, Settings(num_speculative_tokens=1, max_new_tokens=2, repeats=2, warmup=0))
+    assert order == [
+        (0, False), (0, True), (1, True), (1, False), (2, False), (2, True),
+        (0, True), (0, False), (1, False), (1, True), (2, True), (2, False),
+    ]  # fmt: skip
+
+
+def test_records_say_what_was_decoded(target, proposer, runs):
+    for run, record in zip(runs, records("suite", SETTINGS.cell, target, proposer, runs), strict=True):
+        tokens = [record.first_token, *(token for entry in record.rounds for token in entry.emitted)]
+        assert tuple(tokens) == run.speculative[0].token_ids
+        assert all(entry.accepted == entry.drafted[: len(entry.accepted)] for entry in record.rounds)
+        assert record.speculative.num_tokens == record.baseline.num_tokens == 12
+        assert record.speculative.num_rounds == len(record.rounds) == 4  # 1 + 4 · 3 tokens pass the limit of 12 by one
+        assert record.baseline.num_rounds == 11
+        assert record.hf_generate.num_tokens == 12
+        timing = record.speculative
+        assert 0 < timing.draft_seconds + timing.verify_seconds + timing.prefill_seconds <= timing.seconds
+
+
+def test_times_are_medians_over_the_repetitions(target, proposer):
+    runs = measure(target, proposer, PROMPTS[:1], Settings(num_speculative_tokens=2, max_new_tokens=6, repeats=3, warmup=0))
+    (record,) = records("suite", SETTINGS.cell, target, proposer, runs)
+    assert record.baseline.seconds == sorted(generation.seconds for generation in runs[0].baseline)[1]
+
+
+def test_greedy_pairs_are_the_runs_themselves(target, proposer, runs):
+    pairs = list(greedy_pairs(target, proposer, runs, SETTINGS))
+    assert [prompt.id for prompt, _, _ in pairs] == ["p0", "p1", "p2"]
+    assert all(with_draft.token_ids == plain.token_ids for _, with_draft, plain in pairs)
+
+
+def test_sampled_text_repeats_and_is_decoded_greedily_once_more(target, proposer):
+    settings = Settings(num_speculative_tokens=2, max_new_tokens=12, sampling=Sampling(1.0), repeats=2, warmup=0, seed=5)
+    runs = measure(target, proposer, PROMPTS, settings)
+    assert all(run.speculative[0].token_ids == run.speculative[1].token_ids for run in runs)
+    assert all(run.hf_generate == [] for run in runs)
+    assert any(run.speculative[0].token_ids != run.baseline[0].token_ids for run in runs)
+    pairs = list(greedy_pairs(target, proposer, runs, settings))
+    assert all(with_draft.token_ids == plain.token_ids for _, with_draft, plain in pairs)
+
+
+def test_a_sampled_run_is_not_greedy_in_disguise(target, proposer):
+    sampled = Settings(num_speculative_tokens=2, max_new_tokens=12, sampling=Sampling(1.0), repeats=1, warmup=0)
+    greedy = Settings(num_speculative_tokens=2, max_new_tokens=12, repeats=1, warmup=0)
+    texts = [[run.speculative[0].token_ids for run in measure(target, proposer, PROMPTS, s)] for s in (sampled, greedy)]
+    assert texts[0] != texts[1]
+    assert Settings(1, 1).sampling.top_k == Sampling(1.0).top_k == 0
+
+
+def test_costs_of_shorter_drafts(target, proposer):
+    costs = shorter_drafts(target, proposer, PROMPTS, Settings(num_speculative_tokens=2, max_new_tokens=8))
+    assert [cost.k for cost in costs] == [1, 2]
+    assert all(cost.verify_seconds > 0 and cost.draft_seconds > 0 for cost in costs)
+    assert shorter_drafts(target, NgramProposer(max_ngram=50, min_ngram=50), PROMPTS, SETTINGS) == []
+
+
+@pytest.mark.parametrize("tree", [DynamicTree(budget=5, depth=2, top_k=2), StaticTree((3, 1))])
+def test_records_of_trees_count_every_node_and_show_one_path(target, tree):
+    draft = DraftModelProposer(tiny_target(seed=3).model)
+    settings = Settings(num_speculative_tokens=2, max_new_tokens=12, repeats=1, warmup=1, tree=tree)
+    runs = measure(target, draft, PROMPTS, settings)
+    assert all(run.speculative[0].token_ids == run.baseline[0].token_ids for run in runs)
+    found = records("suite", settings.cell, target, draft, runs)
+    for record in found:
+        assert record.cell.tree == tree.settings
+        for entry in record.rounds:
+            assert len(entry.drafted) == len(entry.drafted_text) == 2
+            assert entry.accepted == entry.drafted[: len(entry.accepted)] == entry.emitted[: len(entry.accepted)]
+            assert entry.num_drafted == 2 + entry.num_off_path == (5 if isinstance(tree, DynamicTree) else 6)
+    assert shorter_drafts(target, draft, PROMPTS, settings) == []
+    sampled = Settings(num_speculative_tokens=2, max_new_tokens=8, sampling=Sampling(1.0), repeats=1, warmup=0, tree=tree)
+    pairs = list(greedy_pairs(target, draft, measure(target, draft, PROMPTS, sampled), sampled))
+    assert all(with_draft.token_ids == plain.token_ids for _, with_draft, plain in pairs)
+    assert all(entry.num_off_path for _, with_draft, _ in pairs for entry in with_draft.rounds)
+
+
+def test_a_tree_s_depth_is_its_number_of_speculative_tokens():
+    tree = StaticTree((2, 2))
+    with pytest.raises(UserError, match=r"eval\.num_speculative_tokens: got 3, expected 2, the depth of the tree"):
+        Settings(num_speculative_tokens=3, max_new_tokens=8, tree=tree)
+
+
+def test_what_a_draft_may_propose(proposer):
+    assert draft_vocabulary(NgramProposer()) is None
+    assert draft_sampling(NgramProposer(), Sampling(1.0)) == "greedy"
+    assert draft_sampling(proposer, Sampling(1.0)) == "probabilistic"
+    assert draft_sampling(proposer, Sampling()) == "greedy"
+    assert draft_sampling(proposer, Sampling(1.0), StaticTree((2,))) == "probabilistic"
+    assert draft_sampling(proposer, Sampling(), StaticTree((2,))) == "greedy"
+    assert draft_sampling(proposer, Sampling(1.0), DynamicTree(budget=2, depth=1, top_k=2)) == "greedy"
+
+
+def test_what_the_report_says_of_a_methods_own_settings(target, proposer):
+    nothing = {"confidence_threshold": None, "draft_context": None, "ngram": None}
+    assert draft_settings(proposer) == nothing
+    small = DraftModelProposer(target.model, confidence_threshold=0.5, context="window")
+    assert draft_settings(small) == {**nothing, "confidence_threshold": 0.5, "draft_context": "window"}
+    look_up = NgramProposer(2, 5, "prompt")
+    assert draft_settings(look_up) == {**nothing, "ngram": {"min": 2, "max": 5, "lookup": "prompt"}}
+
+
+def test_spelling_adds_up_to_the_text():
+    tokenizer = tiny_tokenizer()
+    context, text = tokenizer("def f():")["input_ids"], tokenizer(" return 'a b'\n")["input_ids"]
+    assert "".join(spell(tokenizer, context, text)) == " return 'a b'\n"
+    assert spell(tokenizer, [], [0]) == ("<|endoftext|>",)
+    assert torch.tensor(text).numel() == len(spell(tokenizer, context, text))

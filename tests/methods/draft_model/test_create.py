@@ -1,0 +1,281 @@
+"""Small drafts: what they take over from the target, what they cost, and what is refused."""
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import MixtralConfig, MixtralForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+
+from specdistill.errors import UserError
+from specdistill.methods.draft_model.create import (
+    build_small,
+    from_scratch,
+    load_small,
+    parameters_read,
+    propose_shape,
+    save_small,
+    step_ratio,
+    weights_read,
+)
+from specdistill.methods.draft_model.pruning import Shape, activation_norms, evenly_spaced, from_layers, from_width, shape_of
+from specdistill.targets.frozen import FrozenTarget
+from tests.tiny import tiny_target_model, tiny_tokenizer
+
+IDS = torch.arange(4, 52).view(2, 24)
+
+
+def qwen() -> Qwen3ForCausalLM:
+    """Tied embeddings, norms on queries and keys, layers of two kinds, two groups of two heads."""
+    config = Qwen3Config(
+        vocab_size=260,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=5,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=256,
+        initializer_range=0.2,
+        tie_word_embeddings=True,
+        use_sliding_window=True,
+        sliding_window=8,
+        layer_types=["full_attention", "sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+        bos_token_id=None,
+        eos_token_id=0,
+        pad_token_id=0,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return Qwen3ForCausalLM(config).eval()
+
+
+@pytest.fixture(params=["llama", "qwen"], scope="module")
+def model(request: pytest.FixtureRequest) -> PreTrainedModel:
+    return tiny_target_model() if request.param == "llama" else qwen()
+
+
+@pytest.fixture(scope="module")
+def target() -> FrozenTarget:
+    return FrozenTarget(tiny_target_model(), tiny_tokenizer(), name="tiny")
+
+
+@torch.no_grad()
+def logits(model: PreTrainedModel) -> torch.Tensor:
+    return model(input_ids=IDS).logits
+
+
+def test_layers_are_evenly_spaced_with_both_ends() -> None:
+    assert [evenly_spaced(16, keep) for keep in (1, 2, 4)] == [[0], [0, 15], [0, 5, 10, 15]]
+    assert evenly_spaced(5, 5) == [0, 1, 2, 3, 4]
+
+
+def test_all_layers_are_the_target(model: PreTrainedModel) -> None:
+    assert torch.equal(logits(from_layers(model, model.config.num_hidden_layers)), logits(model))
+
+
+def test_kept_layers_are_the_target_s_own_in_their_order(model: PreTrainedModel) -> None:
+    """A target whose other layers do nothing is its kept layers."""
+    last = model.config.num_hidden_layers - 1
+    draft = from_layers(model, 2)
+    emptied = from_layers(model, model.config.num_hidden_layers)
+    for layer in emptied.model.layers[1:last]:
+        for projection in (layer.self_attn.o_proj, layer.mlp.down_proj):
+            torch.nn.init.zeros_(projection.weight)
+    assert torch.allclose(logits(draft), logits(emptied), atol=1e-5)
+    assert [layer.self_attn.layer_idx for layer in draft.model.layers] == [0, 1]
+
+
+def test_a_draft_of_layers_decodes_with_a_cache(model: PreTrainedModel) -> None:
+    draft = from_layers(model, 3)
+    with torch.no_grad():
+        cached = draft(input_ids=IDS[:, :10], use_cache=True)
+        rest = draft(input_ids=IDS[:, 10:], past_key_values=cached.past_key_values).logits
+    assert torch.allclose(rest, logits(draft)[:, 10:], atol=1e-4)
+
+
+def test_kinds_of_layers_follow_their_layers() -> None:
+    assert from_layers(qwen(), 3).config.layer_types == ["full_attention"] * 3
+    assert from_layers(qwen(), 4).config.layer_types[1:3] != ["full_attention"] * 2
+
+
+def test_the_draft_s_weights_are_copies(model: PreTrainedModel) -> None:
+    before = logits(model)
+    draft = from_layers(model, 2)
+    with torch.no_grad():
+        for parameter in draft.parameters():
+            parameter.zero_()
+    assert torch.equal(logits(model), before)
+
+
+def test_width_with_nothing_cut_is_the_target(model: PreTrainedModel) -> None:
+    assert torch.equal(logits(from_width(model, IDS, shape_of(model.config))), logits(model))
+
+
+def silence(model: PreTrainedModel, channels: torch.Tensor, inner: torch.Tensor, group: int) -> None:
+    """Take channels of the stream, of every MLP, and a group of heads out of use without a trace in the logits."""
+    shape = shape_of(model.config)
+    heads = shape.num_attention_heads // shape.num_key_value_heads * shape.head_dim
+    with torch.no_grad():
+        model.get_input_embeddings().weight[:, channels] = 0
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight[channels] = 0
+            layer.mlp.down_proj.weight[channels] = 0
+            layer.mlp.up_proj.weight[inner] = 0
+            layer.self_attn.v_proj.weight[group * shape.head_dim : (group + 1) * shape.head_dim] = 0
+            assert layer.self_attn.o_proj.weight[:, group * heads : (group + 1) * heads].abs().sum() > 0
+
+
+def test_width_drops_what_is_silent_and_nothing_else() -> None:
+    """Half the stream's channels silent: the cut model's norms see half the mean square's count, so scale them; then logits agree."""
+    model = qwen()
+    whole = shape_of(model.config)
+    channels, inner = torch.arange(0, 64, 2), torch.arange(0, 96, 3)
+    silence(model, channels, inner, group=0)
+    draft = from_width(model, IDS, Shape(whole.num_layers, 32, 64, 2, 1, 16))
+    with torch.no_grad():
+        for name, parameter in draft.named_parameters():
+            if name.endswith(("layernorm.weight", "model.norm.weight")):
+                parameter.mul_(2**0.5)  # mean over 64 channels, of which 32 are zero, is half the mean over the other 32
+    assert draft.config.head_dim == 16 and draft.lm_head.weight is draft.model.embed_tokens.weight
+    assert torch.allclose(logits(draft), logits(model), atol=1e-3)
+
+
+def test_heads_of_a_group_are_cut_alike() -> None:
+    model = qwen()
+    with torch.no_grad():
+        for layer in model.model.layers:  # the second query head of each group
+            for head in (1, 3):
+                layer.self_attn.o_proj.weight[:, head * 16 : (head + 1) * 16] = 0
+    norms = activation_norms(model, IDS, [0, 4])
+    assert norms.heads_LN.shape == (2, 4) and norms.inner_LI.shape == (2, 96) and bool((norms.hidden_H > 0).all())
+    draft = from_width(model, IDS, Shape(5, 64, 96, 2, 2, 16))
+    assert draft.model.layers[0].self_attn.q_proj.weight.shape == (32, 64)
+    assert draft.model.layers[0].self_attn.k_proj.weight.shape == (32, 64)
+    assert torch.isfinite(logits(draft)).all()
+
+
+@pytest.mark.parametrize(
+    ("shape", "key"),
+    [
+        (Shape(6, 64, 96, 4, 2, 16), "num_layers"),
+        (Shape(2, 128, 96, 4, 2, 16), "hidden_size"),
+        (Shape(2, 64, 97, 4, 2, 16), "intermediate_size"),
+        (Shape(2, 64, 96, 3, 2, 16), "num_attention_heads"),
+        (Shape(2, 64, 96, 4, 1, 16), "num_attention_heads"),
+        (Shape(2, 64, 96, 4, 2, 8), "head_dim"),
+    ],
+)
+def test_a_shape_that_cannot_be_cut_out_is_refused(shape: Shape, key: str) -> None:
+    with pytest.raises(UserError, match=rf"^draft\.{key}: got"):
+        from_width(qwen(), IDS, shape)
+
+
+def test_scratch_follows_shape_and_seed(model: PreTrainedModel) -> None:
+    shape = Shape(2, 32, 48, 2, 1, 16)
+    one, same, other = (from_scratch(model, shape, seed) for seed in (1, 1, 2))
+    assert shape_of(one.config) == shape and logits(one).shape == (2, 24, 260)
+    assert torch.equal(logits(one), logits(same)) and not torch.equal(logits(one), logits(other))
+
+
+def test_proposals_fit_the_budget_and_go_wide_before_deep(model: PreTrainedModel) -> None:
+    whole, previous = model.num_parameters(), None
+    for share in (0.3, 0.5, 0.7, 0.9, 1.0):
+        shape = propose_shape(model, int(share * whole))
+        assert from_scratch(model, shape).num_parameters() <= share * whole
+        assert shape.num_layers <= 3 or shape.hidden_size == model.config.hidden_size
+        assert previous is None or shape.hidden_size >= previous.hidden_size
+        previous = shape
+    assert previous == shape_of(model.config)
+    with pytest.raises(UserError, match=r"^draft\.max_parameters: got 10, expected at least"):
+        propose_shape(model, 10)
+
+
+def test_a_step_costs_the_larger_share() -> None:
+    target = tiny_target_model()
+    assert step_ratio(target, from_layers(target, 4)) == 1
+    layers = from_layers(target, 2)  # half the layers, and more than half of the weights read: the head stays
+    table = target.get_input_embeddings().weight.numel()
+    share = (layers.num_parameters() - table) / (target.num_parameters() - table)
+    assert step_ratio(target, layers) == pytest.approx(share) and share > 0.5
+    thin = from_scratch(target, Shape(4, 8, 8, 2, 1, 32))
+    assert step_ratio(target, thin) == 1  # as deep as the target
+    tied = qwen()
+    assert step_ratio(tied, from_layers(tied, 1)) == pytest.approx(
+        from_layers(tied, 1).num_parameters() / tied.num_parameters()
+    )
+
+
+def test_of_a_mixture_s_experts_a_token_reads_its_own() -> None:
+    config = MixtralConfig(
+        vocab_size=50, hidden_size=16, intermediate_size=8, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1
+    )  # two of eight experts a token
+    model = MixtralForCausalLM(config)
+    experts = 2 * 8 * 3 * 16 * 8  # layers, experts, matrices, each 16 by 8
+    rest = model.num_parameters() - experts - 50 * 16
+    assert weights_read(model) == pytest.approx(rest + experts / 4)
+    assert weights_read(model, 2) == pytest.approx(rest + experts * (1 - 0.75**2))
+    assert parameters_read(model.model.layers[0].mlp, config) == pytest.approx(experts / 8 + 16 * 8)  # and its router
+
+
+def test_each_start_builds_a_draft_and_says_what_it_costs(target: FrozenTarget, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="specdistill.methods.draft_model.create"):
+        default = build_small(target)
+        width = build_small(target, init="width", hidden_size=32, calibration=IDS)
+        scratch = build_small(target, init="scratch", max_parameters=60_000, seed=3)
+    assert [shape_of(draft.config).num_layers for draft in (default, width)] == [2, 2]
+    assert width.config.hidden_size == 32 and scratch.num_parameters() <= 60_000
+    assert sum("expected c = " in record.message for record in caplog.records) == 3
+
+
+def test_the_budget_decides_how_many_layers_are_kept(target: FrozenTarget) -> None:
+    three = from_layers(target.model, 3).num_parameters()
+    assert build_small(target, max_parameters=three).config.num_hidden_layers == 3
+    assert build_small(target, max_parameters=three - 1).config.num_hidden_layers == 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"init": "layer"}, "draft.init: got layer, .*; did you mean layers"),
+        ({"init": "./nowhere"}, "draft.init: got ./nowhere"),
+        ({"init": "layers", "hidden_size": 32}, "draft.hidden_size: got 32, expected null"),
+        ({"init": "layers", "num_layers": 9}, "draft.num_layers: got 9, expected 1 to 4"),
+        ({"init": "layers", "max_parameters": 100}, "draft.max_parameters: got a draft of"),
+        ({"init": "width"}, "draft.init: got width without a size"),
+        ({"init": "width", "hidden_size": 32}, "draft.init: got width without calibration"),
+        ({"init": "scratch"}, "draft.init: got scratch without a size"),
+        ({"init": "scratch", "num_attention_heads": 3, "num_key_value_heads": 2}, "draft.num_key_value_heads: got 2 for 3"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(target: FrozenTarget, settings: dict[str, object], says: str) -> None:
+    with pytest.raises(UserError, match=f"^{says}"):
+        build_small(target, **settings)  # type: ignore[arg-type]
+
+
+def test_a_larger_draft_is_refused_with_its_bound_unless_told(target: FrozenTarget, caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(UserError, match=r"predicted speedup of at most 0\.\d\d, expected .*draft\.allow_larger=true"):
+        build_small(target, init="scratch", num_layers=8)
+    draft = build_small(target, init="scratch", num_layers=8, allow_larger=True)
+    assert draft.config.num_hidden_layers == 8
+    assert [record.levelname for record in caplog.records if "predicted speedup" in record.message] == ["WARNING"]
+
+
+def test_save_and_load_are_bit_equal(target: FrozenTarget, model: PreTrainedModel, tmp_path: Path) -> None:
+    draft = from_width(model, IDS, Shape(2, 32, 48, 2, 1, shape_of(model.config).head_dim))
+    save_small(draft, target.tokenizer, tmp_path)
+    loaded, tokenizer = load_small(tmp_path, key="draft.init")
+    assert torch.equal(logits(loaded), logits(draft)) and tokenizer.get_vocab() == target.tokenizer.get_vocab()
+    assert torch.equal(logits(build_small(target, init=str(tmp_path))), logits(draft))
+
+
+@pytest.mark.parametrize("broken", ["model.safetensors", "tokenizer.json", "config.json", "truncated"])
+def test_a_folder_that_is_not_whole_is_refused(target: FrozenTarget, tmp_path: Path, broken: str) -> None:
+    save_small(from_layers(target.model, 2), target.tokenizer, tmp_path)
+    weights = tmp_path / "model.safetensors"
+    if broken == "truncated":
+        weights.write_bytes(weights.read_bytes()[:-100])
+    else:
+        (tmp_path / broken).unlink()
+    with pytest.raises(UserError, match=r"^eval\.draft: got .*expected"):
+        load_small(tmp_path)

@@ -1,0 +1,73 @@
+"""A plain Llama in the parts of draft heads, against transformers' own."""
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from specdistill.decoding.kv_cache import FIRST_SIZE, DraftCache
+from specdistill.methods.draft_model.llama import LlamaStack, is_plain_llama
+from tests.methods.draft_model.test_create import qwen
+from tests.tiny import tiny_target_model
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+
+def small(**changes: object) -> LlamaForCausalLM:
+    config = LlamaConfig(**{**tiny_target_model(num_layers=2).config.to_dict(), **changes})
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return LlamaForCausalLM(config).eval()
+
+
+@pytest.mark.parametrize("changes", [{}, {"rope_parameters": LLAMA3}, {"rms_norm_eps": 1e-2}, {"head_dim": 16}])
+def test_it_computes_what_transformers_computes(changes: dict[str, object]) -> None:
+    model = small(**changes)
+    stack = LlamaStack(model)
+    ids = torch.randint(3, 200, (1, 90), generator=torch.Generator().manual_seed(0))
+    cache = DraftCache(2, stack.rotary, ids.device)
+    with torch.no_grad():
+        expected = model.get_decoder()(ids).last_hidden_state
+        parts = [
+            stack(ids[:, start:end], cache.next_rotary(end - start), cache) for start, end in ((0, 40), (40, 41), (41, 90))
+        ]
+    assert torch.allclose(torch.cat(parts, 1), expected, atol=1e-5)
+
+
+def test_it_shares_the_models_weights() -> None:
+    model = small()
+    stack = LlamaStack(model)
+    assert stack.layers[1].mlp.up_proj.weight.data_ptr() == model.model.layers[1].mlp.up_proj.weight.data_ptr()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"attention_bias": True},
+        {"mlp_bias": True},
+        {"hidden_act": "gelu"},
+        {"rope_parameters": {**LLAMA3, "rope_type": "dynamic"}},
+    ],
+)
+def test_what_it_does_not_compute_is_left_to_transformers(changes: dict[str, object]) -> None:
+    assert is_plain_llama(small())
+    assert not is_plain_llama(small(**changes))
+    assert not is_plain_llama(qwen())
+
+
+def test_the_cache_grows_without_losing_anything() -> None:
+    model = small(max_position_embeddings=4 * FIRST_SIZE)
+    stack = LlamaStack(model)
+    ids = torch.randint(3, 200, (1, FIRST_SIZE + 90), generator=torch.Generator().manual_seed(0))
+    cache = DraftCache(2, stack.rotary, ids.device)
+    with torch.no_grad():
+        stack(ids[:, : FIRST_SIZE - 2], cache.next_rotary(FIRST_SIZE - 2), cache)
+        hidden = stack(ids[:, FIRST_SIZE - 2 :], cache.next_rotary(92), cache)
+        expected = model.get_decoder()(ids).last_hidden_state[:, -92:]
+    assert torch.allclose(hidden, expected, atol=1e-5)

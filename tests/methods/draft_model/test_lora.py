@@ -1,0 +1,69 @@
+"""LoRA drafts: they start as the draft, train their updates alone, and ship as plain models that say the same."""
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM, PreTrainedModel
+
+from specdistill.errors import UserError
+from specdistill.methods.draft_model.lora import merged, with_lora
+from tests.tiny import tiny_target_model
+
+IDS = torch.arange(4, 28)[None]
+
+
+@torch.no_grad()
+def logits(model: torch.nn.Module) -> torch.Tensor:
+    return model(input_ids=IDS).logits
+
+
+def trained(**settings: object) -> torch.nn.Module:
+    model = with_lora(tiny_target_model(num_layers=2), rank=4, **settings)  # type: ignore[arg-type]
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                torch.nn.init.normal_(parameter, std=0.1)
+    return model.eval()
+
+
+def test_rank_zero_is_the_draft_itself() -> None:
+    draft = tiny_target_model(num_layers=2)
+    assert with_lora(draft, rank=0) is draft and merged(draft) is draft
+
+
+def test_updates_are_zero_at_first_and_train_alone() -> None:
+    before = logits(tiny_target_model(num_layers=2))
+    model = with_lora(tiny_target_model(num_layers=2), rank=4)
+    assert torch.equal(logits(model.eval()), before)
+    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    assert len(names) == 2 * 2 * 7 and all("lora_" in name for name in names)
+
+
+def test_the_merged_model_is_plain_and_says_the_same() -> None:
+    model = trained(alpha=8)
+    plain = merged(model)
+    assert type(plain) is LlamaForCausalLM
+    assert plain.state_dict().keys() == tiny_target_model(num_layers=2).state_dict().keys()
+    assert torch.allclose(logits(plain), logits(model), atol=1e-5)
+    assert not torch.allclose(logits(plain), logits(tiny_target_model(num_layers=2)), atol=1e-2)
+
+
+def test_merging_leaves_the_trained_model_as_it_was() -> None:
+    model = trained()
+    before, names = logits(model), list(model.state_dict())
+    merged(model)
+    assert torch.equal(logits(model), before) and list(model.state_dict()) == names
+
+
+def test_dropout_is_off_in_the_merged_model() -> None:
+    model = trained(dropout=0.5).train()
+    plain: PreTrainedModel = merged(model)
+    assert torch.equal(logits(plain), logits(plain)) and torch.allclose(logits(plain), logits(model.eval()), atol=1e-5)
+
+
+def test_target_modules_choose_and_are_checked() -> None:
+    model = trained(target_modules=["q_proj"])
+    names = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert len(names) == 4 and all("q_proj.lora_" in name for name in names)
+    with pytest.raises(UserError, match=r"^draft\.lora\.target_modules: got \['nowhere'\], expected"):
+        with_lora(tiny_target_model(num_layers=2), rank=4, target_modules=["nowhere"])

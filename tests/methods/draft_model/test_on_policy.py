@@ -1,0 +1,70 @@
+"""Batches that the draft writes: beginnings are kept, what follows is the draft's own text, and only that carries loss."""
+
+import pytest
+import torch
+
+from specdistill.methods.draft_model.on_policy import StudentWriting
+from tests.tiny import tiny_target_model
+
+
+def batch() -> dict[str, torch.Tensor]:
+    """Three rows; the second begins with a document too short to be continued."""
+    ids = torch.randint(3, 200, (3, 20), generator=torch.Generator().manual_seed(1))
+    documents = torch.zeros_like(ids)
+    documents[1, 4:] = 1
+    return {
+        "input_ids": ids,
+        "supervise": torch.ones_like(ids),
+        "document_ids": documents,
+        "position_ids": torch.arange(20).repeat(3, 1),
+    }
+
+
+def writing(fraction: float = 1.0, temperature: float = 0.0, end_ids: tuple[int, ...] = ()) -> StudentWriting:
+    return StudentWriting(tiny_target_model(num_layers=1), fraction, temperature, 6, 10, end_ids, seed=0)
+
+
+def test_rows_are_beginnings_and_what_the_draft_writes_after_them() -> None:
+    rows, student = batch(), writing()
+    written = student(rows, 0)
+    kept = rows["input_ids"][[0, 2], :6]
+    expected = student.draft.generate(
+        kept, attention_mask=torch.ones_like(kept), do_sample=False, max_new_tokens=10, eos_token_id=None, pad_token_id=0
+    )
+    assert torch.equal(written["input_ids"], expected)
+    assert written["supervise"].tolist() == [[0] * 6 + [1] * 10] * 2
+    assert written["document_ids"].eq(0).all()
+    assert written["position_ids"].tolist() == [list(range(16))] * 2
+
+
+def test_a_text_that_ends_early_is_padded() -> None:
+    student = writing()
+    free = student(batch(), 0)["input_ids"][:, 6:]
+    stop = next(int(token) for token in free[0, 2:6] if token not in free[1])
+    ended = StudentWriting(student.draft, 1.0, 0.0, 6, 10, (stop,), seed=0)(batch(), 0)
+    length = free[0].tolist().index(stop) + 1
+    assert ended["supervise"][0].sum() == length
+    assert ended["document_ids"][0].tolist() == [0] * (6 + length) + [-1] * (10 - length)
+
+
+def test_the_fraction_is_of_batches_and_repeats_with_the_seed() -> None:
+    student, rows = writing(fraction=0.3, temperature=1.0), batch()
+    replaced = [student(rows, number) is not rows for number in range(60)]
+    assert replaced == [student(rows, number) is not rows for number in range(60)]
+    assert 8 <= sum(replaced) <= 30
+    assert writing(fraction=0.0)(rows, 0) is rows
+    first = replaced.index(True)
+    assert torch.equal(student(rows, first)["input_ids"], student(rows, first)["input_ids"])
+
+
+def test_rows_without_a_long_enough_beginning_are_left_as_they_are() -> None:
+    rows = {name: values[1:2] for name, values in batch().items()}
+    assert writing()(rows, 0) is rows
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_the_drafts_mode_is_put_back(training: bool) -> None:
+    student = writing()
+    student.draft.train(training)
+    student(batch(), 0)
+    assert student.draft.training is training

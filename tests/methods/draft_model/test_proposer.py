@@ -1,0 +1,438 @@
+"""A model that drafts for another: exact in law by enumeration, greedy text kept, a cache that is no different from none."""
+
+import itertools
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+from specdistill.decoding.decoder import Decoder
+from specdistill.decoding.proposer import DecodingState, Proposal
+from specdistill.decoding.sampling import Sampling
+from specdistill.decoding.verify import rejection_from_uniforms
+from specdistill.errors import UserError
+from specdistill.methods.draft_model.proposer import DraftModelProposer, LlamaLayers
+from specdistill.methods.draft_model.vocabulary import match_vocabularies
+from specdistill.methods.load import load_proposer
+from specdistill.targets.frozen import FrozenTarget
+from tests.decoding.test_verify import cells
+from tests.methods.draft_model.test_create import qwen
+from tests.tiny import tiny_target_model, tiny_tokenizer
+
+PROMPT = [5, 9, 5, 9, 20, 31]
+GREEDY = Sampling()
+
+
+@pytest.fixture(scope="module")
+def target() -> FrozenTarget:
+    model = tiny_target_model()
+    model.generation_config.eos_token_id = []
+    return FrozenTarget(model, tiny_tokenizer(), name="tiny")
+
+
+def half_right(target: FrozenTarget, context: int = 256) -> LlamaForCausalLM:
+    """The target with some noise on its weights: drafts that are accepted now and then."""
+    draft = tiny_target_model()
+    draft.load_state_dict(target.model.state_dict())
+    draft.config.max_position_embeddings = context
+    generator = torch.Generator().manual_seed(1)
+    for parameter in draft.parameters():
+        parameter.data += 0.005 * torch.randn(parameter.shape, generator=generator)
+    return draft
+
+
+def word_tokenizer(words: str) -> PreTrainedTokenizerFast:
+    """One token a word, in the order given; the first is the unknown word."""
+    vocabulary = {word: index for index, word in enumerate(words.split())}
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(vocabulary, unk_token=words.split()[0])))
+
+
+def small_model(vocab_size: int, seed: int) -> LlamaForCausalLM:
+    return tiny_target_model(num_layers=1, hidden_size=32, vocab_size=vocab_size, seed=seed)
+
+
+class Watched:
+    """Notes how many tokens each step feeds, and how many are cached after it."""
+
+    def __init__(self, layers: LlamaLayers) -> None:
+        self.layers = layers
+        self.fed: list[int] = []
+        self.held: list[int] = []
+
+    def __call__(self, ids_1T: Tensor) -> Tensor:
+        hidden = self.layers(ids_1T)
+        self.fed.append(ids_1T.shape[1])
+        self.held.append(self.layers.cache.length)
+        return hidden
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.layers, name)
+
+
+# --- Greedy text
+
+
+@pytest.mark.parametrize("threshold", [None, 0.0, 0.3, 1.0])
+@pytest.mark.parametrize("k", [1, 4])
+def test_greedy_output_is_the_plain_output(target: FrozenTarget, k: int, threshold: float | None):
+    plain = Decoder(target).generate(PROMPT, max_new_tokens=60)
+    proposer = DraftModelProposer(half_right(target), confidence_threshold=threshold)
+    fast = Decoder(target, proposer).generate(PROMPT, max_new_tokens=60, num_speculative_tokens=k)
+    assert fast.token_ids == plain.token_ids
+    accepted = [r.num_accepted for r in fast.rounds]
+    assert all(len(r.drafted) <= k for r in fast.rounds)
+    if threshold in (None, 0.0):
+        assert all(len(r.drafted) == k for r in fast.rounds)
+        assert {0, k} <= set(accepted)  # rejections and full rounds were both decoded through
+
+
+def test_the_target_drafting_for_itself_is_accepted_in_full(target: FrozenTarget):
+    run = Decoder(target, DraftModelProposer(target.model)).generate(PROMPT, max_new_tokens=41, num_speculative_tokens=4)
+    assert [r.num_accepted for r in run.rounds] == [4] * 8
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3"])
+def test_the_cache_drafts_as_a_fresh_reading_of_the_whole_text_does(target: FrozenTarget, architecture: str):
+    draft = half_right(target) if architecture == "llama" else qwen()
+    run = Decoder(target, DraftModelProposer(draft)).generate(PROMPT, max_new_tokens=40, num_speculative_tokens=3)
+    text = [*PROMPT, run.token_ids[0]]
+    for entry in run.rounds:
+        expected = list(text)
+        for _ in range(3):
+            with torch.inference_mode():
+                expected.append(int(draft(input_ids=torch.tensor([expected])).logits[0, -1].argmax()))
+        assert list(entry.drafted) == expected[len(text) :]
+        text += entry.emitted
+
+
+def test_only_what_was_committed_since_is_fed(target: FrozenTarget):
+    """A round's first step feeds the committed tokens that the cache lacks; the others feed one token each."""
+    proposer = DraftModelProposer(half_right(target))
+    watched = proposer.layers = Watched(proposer.layers)
+    run = Decoder(target, proposer).generate(PROMPT, max_new_tokens=40, num_speculative_tokens=3)
+    firsts = [len(PROMPT) + 1] + [2 if r.num_accepted == 3 else 1 for r in run.rounds[:-1]]
+    assert watched.fed == [count for first in firsts for count in (first, 1, 1)]
+    assert {1, 2} <= set(firsts)
+
+
+def test_the_threshold_stops_where_the_best_token_is_less_probable(target: FrozenTarget):
+    draft = half_right(target)
+    text = [*PROMPT]
+    confidences = []
+    for _ in range(4):
+        with torch.inference_mode():
+            law = draft(input_ids=torch.tensor([text])).logits[0, -1].softmax(-1)
+        confidences.append(float(law.max()))
+        text.append(int(law.argmax()))
+    weakest = min(range(4), key=confidences.__getitem__)
+    for threshold, length in ((confidences[weakest] * 1.001, weakest), (confidences[weakest] * 0.999, 4)):
+        proposer = DraftModelProposer(draft, confidence_threshold=threshold)
+        proposer.begin(100)
+        with torch.inference_mode():
+            assert proposer.propose(DecodingState(PROMPT), 4, GREEDY, None).tokens == text[6 : 6 + length]
+
+
+# --- The law, exactly
+
+Propose = Callable[[list[int], Sampling, list[float]], Proposal]
+SAMPLING = Sampling(temperature=0.8)
+LENGTH = 2
+
+
+def fresh(proposer: DraftModelProposer, k: int) -> Propose:
+    def propose(text: list[int], sampling: Sampling, uniforms: list[float]) -> Proposal:
+        proposer.begin(len(text) + k)
+        padded = torch.tensor([*uniforms, *[0.5] * (k - len(uniforms))], dtype=torch.float64)
+        return proposer.propose_from_uniforms(DecodingState(text), k, sampling, padded)
+
+    return propose
+
+
+@torch.inference_mode()
+def output_law(target: LlamaForCausalLM, propose: Propose, prompt: list[int], sampling: Sampling) -> Tensor:
+    """The exact law of the next LENGTH tokens: every cell of the proposer's and of the rule's uniforms is visited."""
+    size = target.config.vocab_size
+    law = torch.zeros((size,) * LENGTH, dtype=torch.float64)
+
+    def target_laws(text: list[int], proposed: list[int]) -> Tensor:
+        logits = target(input_ids=torch.tensor([text + proposed])).logits[:, len(text) - 1 :]
+        return sampling.probabilities(logits).double()
+
+    def proposals(text: list[int], uniforms: list[float], weight: float) -> None:
+        proposal = propose(text, sampling, uniforms)
+        if proposal.probabilities is not None and len(proposal.tokens) > len(uniforms):
+            # The law of the next drafted token is known: visit each of its tokens.
+            sums = proposal.probabilities[len(uniforms)].double().cumsum(-1)
+            for midpoint, width in cells(sums / sums[-1]):
+                proposals(text, [*uniforms, midpoint], weight * width)
+        else:
+            verify(text, proposal, weight)
+
+    def verify(text: list[int], proposal: Proposal, weight: float) -> None:
+        tokens, k = proposal.tokens, len(proposal.tokens)
+        p = target_laws(text, tokens)
+        q = None if proposal.probabilities is None else proposal.probabilities.double()[None]
+        explicit = (
+            torch.zeros(1, 0, size) if not k else torch.nn.functional.one_hot(torch.tensor([tokens]), size) if q is None else q
+        )
+        tests = [cells((p[0, i, token] / explicit[0, i, token]).unsqueeze(0)) for i, token in enumerate(tokens)]
+        sums = torch.cat([(p[0, :k] - explicit[0]).clamp_min(0), p[0, k:]]).cumsum(-1)
+        draws = cells((sums / sums[:, -1:].clamp_min(1e-300)).flatten())
+        for cell in itertools.product(*tests, draws):
+            uniforms = torch.tensor([[midpoint for midpoint, _ in cell]], dtype=torch.float64)
+            volume = weight
+            for _, width in cell:
+                volume *= width
+            count, last = rejection_from_uniforms(torch.tensor([tokens], dtype=torch.long), p, q, uniforms)
+            finish([*text, *tokens[: int(count)], int(last)], volume)
+
+    def finish(text: list[int], weight: float) -> None:
+        written = tuple(text[len(prompt) : len(prompt) + LENGTH])
+        unfinished[written] = unfinished.get(written, 0.0) + weight
+
+    unfinished: dict[tuple[int, ...], float] = {(): 1.0}
+    for length in range(LENGTH):  # every round adds a token: all that leads to a text is known before its next round
+        for written in [written for written in unfinished if len(written) == length]:
+            proposals([*prompt, *written], [], unfinished.pop(written))
+    for written, weight in unfinished.items():
+        law[written] += weight
+    return law
+
+
+@torch.inference_mode()
+def plain_law(target: LlamaForCausalLM, prompt: list[int], sampling: Sampling) -> Tensor:
+    first = sampling.probabilities(target(input_ids=torch.tensor([prompt])).logits[0, -1:])[0]
+    rows = torch.tensor([[*prompt, token] for token in range(target.config.vocab_size)])
+    second = sampling.probabilities(target(input_ids=rows).logits[:, -1])
+    return (first.unsqueeze(1) * second).double()
+
+
+TARGET_WORDS, DRAFT_WORDS = "? a b c", "b ? d a"  # the draft knows no c, the target no d
+
+
+def unlike(threshold: float | None = None) -> DraftModelProposer:
+    vocabulary = match_vocabularies(word_tokenizer(TARGET_WORDS), 4, word_tokenizer(DRAFT_WORDS), 4, heterogeneous=True)
+    return DraftModelProposer(small_model(4, seed=2), vocabulary=vocabulary, confidence_threshold=threshold)
+
+
+def alike(threshold: float | None = None) -> DraftModelProposer:
+    return DraftModelProposer(small_model(4, seed=2), confidence_threshold=threshold)
+
+
+@torch.inference_mode()
+def telling_threshold(make: Callable[..., DraftModelProposer]) -> float:
+    """A threshold under which some of the texts one token longer than the prompt get a proposal, and others none."""
+    propose = fresh(make(), 1)
+    laws = [propose([1, 3, 2, token], SAMPLING, []).probabilities for token in range(4)]
+    confidences = [float(law.max()) for law in laws if law is not None]
+    threshold = statistics.median(confidences)
+    assert len(confidences) == 4 and min(confidences) < threshold <= max(confidences)
+    return threshold
+
+
+@pytest.mark.parametrize("make", [alike, unlike])
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_sampled_text_has_the_targets_law_exactly(make: Callable[..., DraftModelProposer], adaptive: bool):
+    target = small_model(4, seed=1)
+    proposer = make(telling_threshold(make) if adaptive else None)
+    law = output_law(target, fresh(proposer, 2), [1, 3, 2], SAMPLING)
+    assert torch.allclose(law, plain_law(target, [1, 3, 2], SAMPLING), rtol=0, atol=1e-6)
+
+
+def test_a_truncated_law_is_kept_too():
+    target, sampling = small_model(4, seed=1), Sampling(1.0, top_k=3)
+    law = output_law(target, fresh(unlike(), 2), [1, 3, 2], sampling)
+    assert torch.allclose(law, plain_law(target, [1, 3, 2], sampling), rtol=0, atol=1e-6)
+
+
+def test_leaving_out_a_drawn_token_for_its_own_probability_is_caught():
+    """The rule that is not exact: the enumeration must tell it from the one that is."""
+    draft = fresh(alike(), 2)
+
+    def dropping(text: list[int], sampling: Sampling, uniforms: list[float]) -> Proposal:
+        proposal = draft(text, sampling, uniforms)
+        kept = 0
+        while kept < 2 and proposal.probabilities[kept][proposal.tokens[kept]] >= 0.3:
+            kept += 1
+        # Until its uniform is fixed a token has not been drawn, so nothing can be said of it yet.
+        kept = kept if kept < len(uniforms) else len(proposal.tokens)
+        return Proposal(proposal.tokens[:kept], proposal.probabilities[:kept] if kept else None)
+
+    target = small_model(4, seed=1)
+    law = output_law(target, dropping, [1, 3, 2], SAMPLING)
+    assert float(law.sum()) == pytest.approx(1)
+    assert (law - plain_law(target, [1, 3, 2], SAMPLING)).abs().max() > 1e-2
+
+
+# --- Another vocabulary
+
+
+def other_tokenizer(missing: str) -> PreTrainedTokenizerFast:
+    """The bytes of the tiny tokenizer in another order, one of them missing, and none of its special tokens."""
+    kept = [byte for byte in sorted(pre_tokenizers.ByteLevel.alphabet(), reverse=True) if byte != missing]
+    tokenizer = Tokenizer(
+        models.BPE(vocab={token: index for index, token in enumerate(["<unk>", *kept])}, merges=[], unk_token="<unk>")
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>")
+
+
+def translated(target: FrozenTarget, missing: str = "a") -> DraftModelProposer:
+    """The target itself, its rows in the order of another vocabulary, which lacks one of its tokens."""
+    tokenizer = other_tokenizer(missing)
+    vocabulary = match_vocabularies(target.tokenizer, 260, tokenizer, len(tokenizer), heterogeneous=True)
+    assert vocabulary is not None
+    draft = tiny_target_model(vocab_size=len(tokenizer))
+    weights = {name: tensor.clone() for name, tensor in target.model.state_dict().items()}
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        rows = torch.zeros(len(tokenizer), 64)
+        rows[vocabulary.draft_ids_W] = weights[name][vocabulary.target_ids_W]
+        weights[name] = rows
+    draft.load_state_dict(weights)
+    return DraftModelProposer(draft, vocabulary=vocabulary)
+
+
+@pytest.mark.parametrize("k", [1, 4])
+def test_another_vocabulary_changes_no_greedy_text_and_its_shared_tokens_are_accepted(target: FrozenTarget, k: int):
+    plain = Decoder(target).generate(PROMPT, max_new_tokens=60)
+    until = next(
+        index
+        for index, token in enumerate(plain.token_ids)
+        if index > 2 and token not in plain.token_ids[:index] + tuple(PROMPT)
+    )
+    lacking = plain.token_ids[until]
+    proposer = translated(target, missing=target.tokenizer.convert_ids_to_tokens(lacking))
+    run = Decoder(target, proposer).generate(PROMPT, max_new_tokens=60, num_speculative_tokens=k)
+    assert run.token_ids == plain.token_ids
+    assert all(token != lacking for r in run.rounds for token in r.drafted)
+    assert run.rounds[0].num_accepted == min(k, until - 1)
+
+
+def test_context_tokens_the_draft_lacks_are_read_anew_as_their_row_grows():
+    """`c` is written as the draft's tokens for its text, with what follows it; the cache holds no token of an older reading."""
+    proposer = unlike()
+    proposer.begin(20)
+    text = [1, 2]
+    with torch.inference_mode():
+        for more in ([3], [3, 3], [1], [2, 3], [0]):
+            text = [*text, *more]
+            continued = proposer.propose(DecodingState(text), 2, GREEDY, None)
+            afresh = unlike()
+            afresh.begin(20)
+            assert continued == afresh.propose(DecodingState(text), 2, GREEDY, None)
+            assert proposer._context == afresh._context
+
+
+def test_a_text_of_which_the_draft_can_say_nothing_gets_no_proposal(target: FrozenTarget):
+    proposer = translated(target)
+    assert proposer.vocabulary is not None
+    proposer.begin(20)
+    beyond = len(proposer.vocabulary.target_tokenizer)  # a row that no token names
+    with torch.inference_mode():
+        assert proposer.propose(DecodingState([beyond]), 3, GREEDY, None) == Proposal([])
+
+
+def test_laws_over_a_shared_vocabulary_are_zero_elsewhere():
+    proposer = unlike()
+    proposer.begin(20)
+    with torch.inference_mode():
+        proposal = proposer.propose(DecodingState([1, 3, 2]), 3, SAMPLING, torch.Generator().manual_seed(0))
+    assert proposal.probabilities is not None
+    assert proposal.probabilities.shape == (3, 4)
+    assert proposal.probabilities[:, 3].tolist() == [0, 0, 0]
+    assert proposal.probabilities.sum(-1).tolist() == pytest.approx([1, 1, 1])
+
+
+# --- A shorter context
+
+
+@pytest.mark.parametrize("k", [1, 4, 40])
+def test_a_window_changes_no_greedy_text_and_still_sees_its_end(k: int):
+    """Target and draft look at nothing but the last token, so a draft that sees a window's end is always right."""
+    models = [tiny_target_model(), tiny_target_model()]
+    for model in models:
+        model.generation_config.eos_token_id = []
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.data.zero_()
+    target, draft = FrozenTarget(models[0], tiny_tokenizer(), name="tiny"), models[1]
+    draft.config.max_position_embeddings = 32
+    plain = Decoder(target).generate(PROMPT * 4, max_new_tokens=90)
+    proposer = DraftModelProposer(draft, context="window")
+    watched = proposer.layers = Watched(proposer.layers)
+    run = Decoder(target, proposer).generate(PROMPT * 4, max_new_tokens=90, num_speculative_tokens=k)
+    assert run.token_ids == plain.token_ids
+    assert all(r.num_accepted == min(k, 32) for r in run.rounds[:-1])
+    assert max(watched.held) == 32
+
+
+def test_a_text_longer_than_the_drafts_context_is_refused(target: FrozenTarget):
+    decoder = Decoder(target, DraftModelProposer(half_right(target, context=32)))
+    with pytest.raises(
+        UserError, match=r"eval\.draft_context: got a draft whose context is 32 tokens for a text of 38.*window"
+    ):
+        decoder.generate(PROMPT, max_new_tokens=28, num_speculative_tokens=4)
+
+
+def test_a_draft_with_the_targets_context_reaches_its_end(target: FrozenTarget):
+    plain = Decoder(target).generate(PROMPT, max_new_tokens=250)
+    proposer = DraftModelProposer(half_right(target), target_max_length=target.max_length)
+    run = Decoder(target, proposer).generate(PROMPT, max_new_tokens=250, num_speculative_tokens=4)
+    assert run.token_ids == plain.token_ids
+
+
+# --- From a folder
+
+
+@pytest.fixture
+def draft_folder(target: FrozenTarget, tmp_path: Path) -> Path:
+    half_right(target).save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    return tmp_path
+
+
+def test_a_folder_loads_with_its_options_and_counts_its_parameters(target: FrozenTarget, draft_folder: Path):
+    proposer = load_proposer("draft_model", draft_folder, target, confidence_threshold=0.2, draft_context="window")
+    assert isinstance(proposer, DraftModelProposer)
+    assert (proposer.confidence_threshold, proposer.context, proposer.vocabulary) == (0.2, "window", None)
+    assert proposer.num_parameters == target.num_parameters
+    assert proposer.num_bytes == 4 * target.num_parameters
+
+
+def test_a_folder_with_another_tokenizer_is_refused_unless_told(target: FrozenTarget, draft_folder: Path):
+    tokenizer = other_tokenizer("a")
+    tokenizer.save_pretrained(draft_folder)
+    with pytest.raises(
+        UserError, match=r"eval\.draft: got a draft of 256 tokens for a target of 260.*heterogeneous_vocab=true"
+    ):
+        load_proposer("draft_model", draft_folder, target)
+    proposer = load_proposer("draft_model", draft_folder, target, heterogeneous_vocab=True)
+    assert isinstance(proposer, DraftModelProposer) and proposer.vocabulary is not None
+
+
+@pytest.mark.parametrize(
+    ("options", "key"),
+    [
+        ({"confidence_threshold": 0.5}, "eval.confidence_threshold"),
+        ({"draft_context": "window"}, "eval.draft_context"),
+        ({"heterogeneous_vocab": True}, "draft.heterogeneous_vocab"),
+    ],
+)
+def test_options_that_do_not_apply_to_the_method_are_refused(target: FrozenTarget, options: dict, key: str):
+    with pytest.raises(UserError, match=rf"{key}: got .* with method ngram"):
+        load_proposer("ngram", None, target, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "key"),
+    [({"confidence_threshold": 1.5}, "eval.confidence_threshold"), ({"context": "crop"}, "eval.draft_context")],
+)
+def test_settings_out_of_range_name_their_key(target: FrozenTarget, options: dict, key: str):
+    with pytest.raises(UserError, match=rf"{key}: got"):
+        DraftModelProposer(target.model, **options)

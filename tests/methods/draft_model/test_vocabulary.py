@@ -1,0 +1,74 @@
+"""Two tokenizers, token by token."""
+
+import pytest
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
+
+from specdistill.errors import UserError
+from specdistill.methods.draft_model.vocabulary import describe_difference, match_vocabularies
+from tests.tiny import tiny_tokenizer
+
+
+def words(text: str, **special: str) -> PreTrainedTokenizerFast:
+    """One token a word, ids in the order given."""
+    vocabulary = {word: index for index, word in enumerate(text.split())}
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(vocabulary, unk_token="?")), **special)
+
+
+def test_equal_tokenizers_need_no_translation():
+    assert match_vocabularies(tiny_tokenizer(), 260, tiny_tokenizer(), 260) is None
+
+
+def test_differing_tokens_are_named_with_both_sizes():
+    with pytest.raises(UserError) as error:
+        match_vocabularies(words("? a b c d e"), 6, words("? a x y z"), 5)
+    message = str(error.value)
+    assert message.startswith("eval.draft: got a draft of 5 tokens for a target of 6, where 4 ids differ: ")
+    assert "id 2 is 'x', the target's 'b'; id 3 is 'y', the target's 'c'; id 4 is 'z', the target's 'd' …" in message
+    assert "draft.heterogeneous_vocab=true" in message
+
+
+def test_a_token_only_one_side_has_is_none_on_the_other():
+    assert describe_difference(words("? a"), words("? a b")) == (
+        "a draft of 3 tokens for a target of 2, where 1 ids differ: id 2 is 'b', the target's none"
+    )
+
+
+def test_the_same_tokens_in_other_special_roles_are_refused_by_name():
+    target, draft = words("? a </s> <end>", eos_token="</s>"), words("? a </s> <end>", eos_token="<end>")
+    difference = describe_difference(target, draft)
+    assert difference is not None
+    assert "different special tokens" in difference
+    assert "eos_token is '<end>' (id 3), the target's '</s>' (id 2)" in difference
+    with pytest.raises(UserError, match=r"train\.draft: got .*different special tokens"):
+        match_vocabularies(target, 4, draft, 4, key="train.draft")
+
+
+@pytest.mark.parametrize(("target_size", "draft_size"), [(264, 260), (260, 264), (272, 264)])
+def test_padded_matrices_of_equal_tokenizers_share_the_tokenizer_s_tokens(target_size: int, draft_size: int):
+    shared = match_vocabularies(tiny_tokenizer(), target_size, tiny_tokenizer(), draft_size)
+    assert shared is not None
+    assert shared.target_ids_W.tolist() == shared.draft_ids_W.tolist() == list(range(260))
+    assert shared.target_vocab_size == target_size
+
+
+def test_equally_padded_matrices_need_no_translation():
+    assert match_vocabularies(tiny_tokenizer(), 264, tiny_tokenizer(), 264) is None
+
+
+def test_the_intersection_pairs_the_ids_of_equal_tokens():
+    shared = match_vocabularies(words("? a b c"), 4, words("c ? d a"), 4, heterogeneous=True)
+    assert shared is not None
+    assert shared.draft_id_of() == {0: 1, 1: 3, 3: 0}
+    assert shared.reencode([2]) == [1]  # no b in the draft's vocabulary: its unknown word
+
+
+def test_tokens_beyond_the_logits_are_not_shared():
+    shared = match_vocabularies(words("? a b c"), 3, words("c ? b a"), 3, heterogeneous=True)
+    assert shared is not None
+    assert shared.draft_id_of() == {0: 1, 2: 2}
+
+
+def test_vocabularies_with_nothing_in_common_are_refused():
+    with pytest.raises(UserError, match=r"none of which is among the target's 2"):
+        match_vocabularies(words("? a"), 2, words("x y"), 2, heterogeneous=True)

@@ -1,0 +1,191 @@
+"""The EAGLE-3 head: exact tensors, and checkpoints that do not fit."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from specdistill.errors import UserError
+from specdistill.methods.eagle3.checkpoint import config_to_json, load_eagle3, save_eagle3
+from specdistill.methods.eagle3.create import build_eagle3
+from specdistill.methods.heads.unroll import ChainMemory
+from specdistill.targets.frozen import FrozenTarget
+from tests.tiny import tiny_target_model, tiny_tokenizer
+
+LINEAR = {"rope_type": "linear", "factor": 2.0}
+
+
+@pytest.fixture(scope="module")
+def target() -> FrozenTarget:
+    return FrozenTarget(tiny_target_model(), tiny_tokenizer(), name="tiny")
+
+
+def test_bfloat16_comes_back_as_bfloat16(target: FrozenTarget, tmp_path: Path) -> None:
+    draft = build_eagle3(target).to(torch.bfloat16)
+    save_eagle3(draft, tmp_path)
+    assert load_eagle3(tmp_path, target).fc.weight.dtype == torch.bfloat16
+    assert json.loads((tmp_path / "config.json").read_text())["torch_dtype"] == "bfloat16"
+
+
+def test_tensors_are_those_that_engines_load(target: FrozenTarget, tmp_path: Path) -> None:
+    save_eagle3(build_eagle3(target, draft_vocabulary=torch.arange(5, 105, 4), fc_norm=True), tmp_path)
+    shapes = {name: tuple(tensor.shape) for name, tensor in load_file(tmp_path / "model.safetensors").items()}
+    size, source = target.hidden_size, target.config
+    heads, groups, inner = source.num_attention_heads * 32, source.num_key_value_heads * 32, source.intermediate_size
+    assert shapes == {
+        "fc.weight": (size, 3 * size),
+        "fc_norm.0.weight": (size,),
+        "fc_norm.1.weight": (size,),
+        "fc_norm.2.weight": (size,),
+        "midlayer.self_attn.q_proj.weight": (heads, 2 * size),
+        "midlayer.self_attn.k_proj.weight": (groups, 2 * size),
+        "midlayer.self_attn.v_proj.weight": (groups, 2 * size),
+        "midlayer.self_attn.o_proj.weight": (size, heads),
+        "midlayer.hidden_norm.weight": (size,),
+        "midlayer.input_layernorm.weight": (size,),
+        "midlayer.post_attention_layernorm.weight": (size,),
+        "midlayer.mlp.gate_proj.weight": (inner, size),
+        "midlayer.mlp.up_proj.weight": (inner, size),
+        "midlayer.mlp.down_proj.weight": (size, inner),
+        "norm.weight": (size,),
+        "lm_head.weight": (25, size),
+        "d2t": (25,),
+        "t2d": (target.vocab_size,),
+    }
+
+
+def test_d2t_is_an_offset_and_t2d_a_mask(target: FrozenTarget) -> None:
+    ids = torch.tensor([5, 7, 100])
+    draft = build_eagle3(target, draft_vocabulary=ids)
+    assert draft.d2t.tolist() == [5, 6, 98] and draft.d2t.dtype == torch.int64
+    assert draft.t2d.nonzero().flatten().tolist() == ids.tolist() and draft.t2d.dtype == torch.bool
+    assert torch.equal(draft.lm_head.weight, target.lm_head.weight[ids])
+
+
+def test_layer_ids_in_the_file_count_outputs_and_defaults_are_left_out(target: FrozenTarget) -> None:
+    deep = FrozenTarget(tiny_target_model(num_layers=8), tiny_tokenizer(), name="deep")
+    default = config_to_json(build_eagle3(deep).config, torch.float32)
+    assert "eagle_aux_hidden_state_layer_ids" not in default["eagle_config"]
+    shallow = config_to_json(build_eagle3(target).config, torch.float32)  # engines would take [2, 2, 1] for four layers
+    assert shallow["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [0, 1, 2]
+    chosen = config_to_json(build_eagle3(target, aux_layers=[1, 3]).config, torch.float32)
+    assert chosen["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [0, 2]
+    assert chosen["num_aux_hidden_states"] == 2
+
+
+def test_both_names_of_the_first_layer_are_read(target: FrozenTarget, tmp_path: Path) -> None:
+    draft = build_eagle3(target)
+    save_eagle3(draft, tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file({name.replace("midlayer.", "layers.0."): t for name, t in tensors.items()}, tmp_path / "model.safetensors")
+    assert torch.equal(load_eagle3(tmp_path, target).layers[0].mlp.up_proj.weight, draft.layers[0].mlp.up_proj.weight)
+
+
+def test_norm_output_feeds_back_what_the_head_sees(target: FrozenTarget) -> None:
+    ids = torch.arange(3, 8)[None]
+    for norm_output in (False, True):
+        draft = build_eagle3(target, norm_output=norm_output)
+        draft.norm.weight.data = torch.linspace(0.5, 2.0, len(draft.norm.weight))
+        hidden = draft.fuse(target.features(ids, draft.aux_layers))
+        normed, recycled = draft(
+            ids, hidden, draft.rotary(hidden, torch.arange(5)[None]), ChainMemory(torch.zeros_like(ids), 1)
+        )
+        assert torch.equal(normed, recycled) == norm_output
+        assert torch.allclose(draft.norm(recycled), normed, atol=1e-6) != norm_output
+
+
+def corrupt(folder: Path, change: str) -> None:
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    if change == "truncated":
+        path.write_bytes(path.read_bytes()[:-100])
+    elif change == "missing":
+        del tensors["midlayer.mlp.up_proj.weight"]
+        save_file(tensors, path)
+    elif change == "unknown":
+        save_file({**tensors, "extra.weight": torch.zeros(1)}, path)
+    elif change == "transposed":
+        save_file({**tensors, "fc.weight": tensors["fc.weight"].T.contiguous()}, path)
+    elif change == "no weights":
+        path.unlink()
+    elif change == "no config":
+        (folder / "config.json").unlink()
+    elif change == "broken config":
+        (folder / "config.json").write_text("{")
+    else:
+        config = json.loads((folder / "config.json").read_text())
+        key, value = change.split("=")
+        (folder / "config.json").write_text(json.dumps({**config, key: int(value)}))
+
+
+@pytest.mark.parametrize(
+    ("change", "names"),
+    [
+        ("truncated", "safetensors"),
+        ("missing", "layers.0.mlp.up_proj.weight"),
+        ("unknown", "extra.weight"),
+        ("transposed", "fc.weight"),
+        ("no weights", "no weights"),
+        ("no config", "config.json"),
+        ("broken config", "JSON"),
+        ("target_hidden_size=96", "target_hidden_size 96"),
+        ("vocab_size=77", "vocab_size 77"),
+    ],
+)
+def test_a_checkpoint_that_does_not_fit_is_refused(target: FrozenTarget, tmp_path: Path, change: str, names: str) -> None:
+    save_eagle3(build_eagle3(target), tmp_path)
+    corrupt(tmp_path, change)
+    with pytest.raises(UserError, match=r"^eval\.draft: got .*expected") as caught:
+        load_eagle3(tmp_path, target)
+    assert names in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "rope", "window"),
+    [
+        (
+            {"rope_theta": None, "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5}},
+            {"rope_type": "linear", "factor": 2.0},
+            None,
+        ),
+        (
+            {"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2.0}},
+            {"rope_type": "linear", "factor": 2.0},
+            None,
+        ),
+        ({"sliding_window": 8}, None, None),  # many configs repeat a window that no layer has
+        ({"sliding_window": 8, "layer_types": ["sliding_attention"]}, None, 8),
+    ],
+)
+def test_rotary_and_window_keys_of_older_and_newer_writers_are_read(
+    target: FrozenTarget, tmp_path: Path, changes: dict[str, Any], rope: dict[str, Any] | None, window: int | None
+) -> None:
+    save_eagle3(build_eagle3(target), tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, **changes}))
+    head = load_eagle3(tmp_path, target)
+    assert head.config.rope_scaling == rope and head.config.sliding_window == window
+    assert head.config.rope_theta == (5e5 if changes.get("rope_parameters") else 10000.0)
+
+
+def test_angles_that_depend_on_the_texts_length_are_refused(target: FrozenTarget, tmp_path: Path) -> None:
+    save_eagle3(build_eagle3(target), tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}))
+    with pytest.raises(UserError, match="rope_type dynamic"):
+        load_eagle3(tmp_path, target)
+
+
+def test_pickles_load_as_plain_tensors_only(target: FrozenTarget, tmp_path: Path) -> None:
+    draft = build_eagle3(target)
+    save_eagle3(draft, tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors").unlink()
+    torch.save(tensors, tmp_path / "pytorch_model.bin")
+    assert torch.equal(load_eagle3(tmp_path, target).fc.weight, draft.fc.weight)
+    torch.save({"fc.weight": Path("/")}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(UserError, match="weights_only"):
+        load_eagle3(tmp_path, target)

@@ -1,0 +1,214 @@
+"""Stitching: a full checkpoint with the layer where engines look, and nothing else changed."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from specdistill.errors import ResourceError, UserError
+from specdistill.methods.mtp import merge as stitching
+from specdistill.methods.mtp.checkpoint import build_mtp, load_mtp, save_mtp
+from specdistill.methods.mtp.merge import stitch
+from specdistill.methods.mtp.tensor_names import merge_experts
+from specdistill.targets.frozen import FrozenTarget
+from tests.mtp_targets import KINDS, add_tensors, all_tensors, mtp_shapes, mtp_tensors, tiny_model, write_checkpoint
+
+DEPTH = {
+    "qwen3_next": "num_nextn_predict_layers",
+    "qwen3_5": "mtp_num_hidden_layers",
+    "deepseek_v3": "num_nextn_predict_layers",
+}
+
+
+def save_draft(target: FrozenTarget, folder: Path, *, init: str | None = None, add: float = 0.0) -> None:
+    """The target's own layer or a fresh one, with each weight moved by `add`."""
+    draft = build_mtp(target, init=init)
+    for parameter in draft.parameters():
+        parameter.data += add
+    save_mtp(draft, folder)
+
+
+def check_index(folder: Path) -> None:
+    """Every tensor stands in just the file that the index names, and the index knows their bytes."""
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    tensors = all_tensors(folder)
+    for file in set(index["weight_map"].values()):
+        assert load_file(folder / file).keys() == {name for name, place in index["weight_map"].items() if place == file}
+    assert index["weight_map"].keys() == tensors.keys()
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in tensors.values())
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_untrained_layer_comes_out_bit_for_bit(kind: str, sharded: bool, tmp_path: Path) -> None:
+    source, output = tmp_path / "target", tmp_path / "stitched"
+    target = write_checkpoint(kind, source, sharded=sharded, dtype=torch.bfloat16)
+    save_draft(target, tmp_path / "draft")
+    stitch(tmp_path / "draft", source, output)
+    before, after = all_tensors(source), all_tensors(output)
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        assert after[name].dtype == tensor.dtype and torch.equal(after[name], tensor), name
+    assert {path.name for path in source.iterdir()} == {path.name for path in output.iterdir()}
+    for path in source.iterdir():
+        if path.suffix != ".safetensors" and not path.name.endswith("index.json"):
+            assert path.read_bytes() == (output / path.name).read_bytes(), path.name
+    if sharded:
+        check_index(output)
+        changed = {path.name for path in source.glob("*.safetensors") if not path.samefile(output / path.name)}
+        place = json.loads((source / "model.safetensors.index.json").read_text())["weight_map"]
+        assert changed == {place[name] for name in mtp_shapes(kind)} and len(changed) < len(set(place.values()))
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_trained_layer_is_what_the_target_then_has(kind: str, sharded: bool, tmp_path: Path) -> None:
+    source, output = tmp_path / "target", tmp_path / "stitched"
+    target = write_checkpoint(kind, source, sharded=sharded)
+    save_draft(target, tmp_path / "draft", add=0.5)
+    stitch(tmp_path / "draft", source, output)
+    trained = load_mtp(tmp_path / "draft", target).state_dict()
+    found = build_mtp(FrozenTarget.load(str(output))).state_dict()
+    assert all(torch.equal(found[name], tensor) for name, tensor in trained.items())
+    before, after = all_tensors(source), all_tensors(output)
+    differing = {name for name in before if not torch.equal(before[name], after[name])}
+    assert differing == {name for name in mtp_shapes(kind) if not name.endswith("correction_bias")}  # the bias is no parameter
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_target_gets_its_first_such_layer(kind: str, sharded: bool, tmp_path: Path) -> None:
+    source, output = tmp_path / "target", tmp_path / "stitched"
+    target = write_checkpoint(kind, source, sharded=sharded, with_mtp=False, dtype=torch.bfloat16)
+    save_draft(target, tmp_path / "draft", init="scratch")
+    stitch(tmp_path / "draft", source, output)
+    before, after = all_tensors(source), all_tensors(output)
+    expected = mtp_tensors(kind, target.model, torch.bfloat16)  # with DeepSeek's copies
+    new = {name: tensor for name, tensor in after.items() if name not in before}
+    assert {name: (tensor.shape, tensor.dtype) for name, tensor in new.items()} == {
+        name: (tensor.shape, tensor.dtype) for name, tensor in expected.items()
+    }
+    for name in new.keys() & {"model.layers.2.embed_tokens.weight", "model.layers.2.shared_head.head.weight"}:
+        assert torch.equal(new[name], expected[name])
+    assert json.loads((output / "config.json").read_text())[DEPTH[kind]] == 1
+    assert DEPTH[kind] not in json.loads((source / "config.json").read_text())  # no file is shared that was changed
+    if sharded:
+        check_index(output)
+        assert all(path.samefile(output / path.name) for path in source.glob("*.safetensors"))
+    build_mtp(FrozenTarget.load(str(output)))
+
+
+def test_experts_keep_the_form_of_the_checkpoint(tmp_path: Path) -> None:
+    source, output = tmp_path / "target", tmp_path / "stitched"
+    target = write_checkpoint("qwen3_next", source, with_mtp=False)
+    add_tensors(source, merge_experts(mtp_tensors("qwen3_next", target.model)))
+    save_draft(target, tmp_path / "draft")
+    stitch(tmp_path / "draft", source, output)
+    before, after = all_tensors(source), all_tensors(output)
+    assert "mtp.layers.0.mlp.experts.gate_up_proj" in before and before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_the_text_config_of_a_model_with_vision_is_told(tmp_path: Path) -> None:
+    source, output = tmp_path / "target", tmp_path / "stitched"
+    target = write_checkpoint("qwen3_5", source, with_mtp=False)
+    save_draft(target, tmp_path / "draft", init="scratch")
+    text = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({"model_type": "qwen3_5", "text_config": text, "vision_config": {}}))
+    stitch(tmp_path / "draft", source, output)
+    config = json.loads((output / "config.json").read_text())
+    assert config["text_config"]["mtp_num_hidden_layers"] == 1 and "mtp_num_hidden_layers" not in config
+
+
+def test_the_hubs_symbolic_links_become_files_and_hidden_folders_stay(tmp_path: Path) -> None:
+    blobs, source, output = tmp_path / "blobs", tmp_path / "snapshot", tmp_path / "stitched"
+    target = write_checkpoint("qwen3_5", blobs, sharded=True)
+    source.mkdir()
+    for path in blobs.iterdir():
+        (source / path.name).symlink_to(Path("..") / "blobs" / path.name)
+    (source / ".cache").mkdir()
+    (source / ".cache" / "download.metadata").write_text("of the original")
+    save_draft(target, tmp_path / "draft")
+    stitch(tmp_path / "draft", source, output)
+    assert not any(path.is_symlink() for path in output.iterdir()) and not (output / ".cache").exists()
+    assert all_tensors(source).keys() == all_tensors(output).keys()
+
+
+def spoil(change: str, source: Path, draft: Path, output: Path) -> None:
+    index_path = source / "model.safetensors.index.json"
+    index = json.loads(index_path.read_text())
+    name = next(iter(index["weight_map"]))
+    config = json.loads((source / "config.json").read_text())
+    if change == "output exists":
+        output.mkdir()
+    elif change == "outside":
+        index["weight_map"][name] = "../elsewhere.safetensors"
+    elif change == "no shard":
+        (source / index["weight_map"][name]).unlink()
+    elif change == "index lies":
+        index["weight_map"]["extra.weight"] = index["weight_map"].pop(name)
+    elif change == "quantised":
+        config["quantization_config"] = {"quant_method": "fp8"}
+    elif change == "another target":
+        config["hidden_size"] = 48
+    elif change == "deeper":
+        add_tensors(source, {"model.layers.3.enorm.weight": torch.zeros(32)})
+        return
+    else:
+        tensors = load_file(draft / "model.safetensors")
+        del tensors["model.layers.2.eh_proj.weight"]
+        save_file(tensors, draft / "model.safetensors")
+    index_path.write_text(json.dumps(index))
+    (source / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize(
+    ("change", "names"),
+    [
+        ("output exists", "which exists"),
+        ("outside", "../elsewhere.safetensors"),
+        ("no shard", "without model-00001"),
+        ("index lies", "extra.weight"),
+        ("quantised", "quantised"),
+        ("another target", "hidden_size 32"),
+        ("deeper", "model.layers.3.enorm.weight"),
+        ("incomplete draft", "model.layers.2.eh_proj.weight"),
+    ],
+)
+def test_what_cannot_be_stitched_is_refused_and_leaves_nothing(change: str, names: str, tmp_path: Path) -> None:
+    source, output = tmp_path / "target", tmp_path / "stitched"
+    target = write_checkpoint("deepseek_v3", source, sharded=True)
+    save_draft(target, tmp_path / "draft")
+    spoil(change, source, tmp_path / "draft", output)
+    with pytest.raises(UserError, match="expected") as caught:
+        stitch(tmp_path / "draft", source, output)
+    assert names in str(caught.value)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["draft", *(["stitched"] if output.exists() else []), "target"]
+
+
+def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = tmp_path / "target"
+    save_draft(write_checkpoint("qwen3_5", source), tmp_path / "draft")
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(stitching, "save_file", full)
+    with pytest.raises(ResourceError, match="No space left"):
+        stitch(tmp_path / "draft", source, tmp_path / "stitched")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["draft", "target"]
+
+
+def test_a_tied_head_is_the_copy_of_the_embedding(tmp_path: Path) -> None:
+    source, output = tmp_path / "target", tmp_path / "stitched"
+    model = tiny_model("deepseek_v3")
+    target = write_checkpoint("deepseek_v3", source, with_mtp=False)
+    save_draft(target, tmp_path / "draft", init="scratch")
+    tensors = load_file(source / "model.safetensors")
+    del tensors["lm_head.weight"]
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    stitch(tmp_path / "draft", source, output)
+    head = all_tensors(output)["model.layers.2.shared_head.head.weight"]
+    assert torch.equal(head, model.get_input_embeddings().weight)

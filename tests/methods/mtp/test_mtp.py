@@ -1,0 +1,382 @@
+"""The multi-token-prediction draft: transformers' own layers behind a `Memory`, and weights that come back bit for bit."""
+
+import copy
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import Gemma2Config, Gemma2ForCausalLM, GptOssConfig, GptOssForCausalLM, MistralConfig, MistralForCausalLM
+from transformers.modeling_layers import MtpModel
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+from specdistill.decoding.kv_cache import DraftCache
+from specdistill.decoding.proposer import DecodingState
+from specdistill.decoding.sampling import Sampling
+from specdistill.errors import UserError
+from specdistill.methods.heads.proposer import HeadProposer
+from specdistill.methods.heads.unroll import ChainMemory
+from specdistill.methods.mtp.checkpoint import build_mtp, load_mtp, save_mtp
+from specdistill.methods.mtp.module import MtpDraft
+from specdistill.methods.mtp.tensor_names import merge_experts, split_experts
+from specdistill.targets.frozen import FrozenTarget
+from specdistill.training.soft_targets import shift_left
+from tests.mtp_targets import (
+    COMMON,
+    EXPERTS,
+    KINDS,
+    add_tensors,
+    mtp_shapes,
+    mtp_tensors,
+    tiny_target,
+    write_checkpoint,
+)
+from tests.tiny import tiny_target_model, tiny_tokenizer
+
+K = 4
+
+
+def causal(ids: Tensor) -> ChainMemory:
+    return ChainMemory(torch.zeros_like(ids), 1)
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def target(kind: str) -> FrozenTarget:
+    return tiny_target(kind)
+
+
+@pytest.fixture(scope="module")
+def draft(target: FrozenTarget) -> MtpDraft:
+    return build_mtp(target, init="scratch")
+
+
+def steps(draft: MtpDraft, target: FrozenTarget) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
+    """Next ids, hidden states and rotary tables of two texts."""
+    ids = torch.stack((torch.arange(3, 15), torch.arange(40, 52)))
+    hidden = draft.fuse(target.features(ids, ()))
+    return ids.roll(-1, 1), hidden, draft.rotary(hidden, torch.arange(12).expand(2, 12))
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_the_layer_is_what_transformers_computes_under_a_causal_mask(
+    draft: MtpDraft, target: FrozenTarget, attention: str
+) -> None:
+    ids, hidden, rotary = steps(draft, target)
+    positions = torch.arange(12).expand(2, 12)
+    layer = copy.deepcopy(target.backbone.layers[draft.config.like_layer])
+    layer.load_state_dict(draft.layers[0].state_dict())
+    layer.self_attn.config._attn_implementation = attention
+    with torch.no_grad():
+        both = torch.cat((draft.token_norm(draft.embed_tokens(ids)), draft.hidden_norm(hidden)), dim=-1)
+        expected = draft.norm(
+            layer(
+                draft.fc(both),
+                attention_mask=torch.full((12, 12), -torch.inf).triu(1).expand(2, 1, 12, 12),
+                position_ids=positions,
+                position_embeddings=target.backbone.rotary_emb(hidden, positions),
+            )
+        )
+        normed, recycled = draft(ids, hidden, rotary, causal(ids))
+    assert torch.allclose(normed, expected, atol=1e-5, rtol=0)
+    assert torch.equal(normed, recycled)  # engines feed back what the head sees
+
+
+def test_cached_steps_equal_the_uncached_pass(draft: MtpDraft, target: FrozenTarget) -> None:
+    ids, hidden, rotary = steps(draft, target)
+    with torch.no_grad():
+        whole, _ = draft(ids, hidden, rotary, causal(ids))
+        cache, parts = DraftCache(1, partial(draft.rotary, hidden), ids.device), []
+        for start, end in ((0, 5), (5, 6), (6, 12)):
+            normed, _ = draft(ids[:1, start:end], hidden[:1, start:end], cache.next_rotary(end - start), cache)
+            parts.append(normed)
+    assert torch.allclose(torch.cat(parts, 1), whole[:1], atol=1e-5)
+
+
+def test_batch_equals_single(draft: MtpDraft, target: FrozenTarget) -> None:
+    ids, hidden, (cos, sin) = steps(draft, target)
+    with torch.no_grad():
+        both, _ = draft(ids, hidden, (cos, sin), causal(ids))
+        for row in (slice(0, 1), slice(1, 2)):
+            one, _ = draft(ids[row], hidden[row], (cos[row], sin[row]), causal(ids[row]))
+            assert torch.allclose(both[row], one, atol=1e-5)
+
+
+def test_the_unroll_guesses_what_the_decoder_guesses(draft: MtpDraft, target: FrozenTarget) -> None:
+    """A chain of the decoder, put back into the text as if it had been accepted, is what the unroll predicts at its root."""
+    text = torch.randint(3, target.vocab_size, (12,), generator=torch.Generator().manual_seed(3)).tolist()
+    proposer = HeadProposer(draft)
+    proposer.begin(len(text) + K)
+    with torch.no_grad():
+        features = target.features(torch.tensor([text[:-1]]), ())
+        chain = proposer.propose(DecodingState(text, features), K, Sampling(), None).tokens
+        ids = torch.tensor([text + chain])
+        memory, hidden, guesses = causal(ids), draft.fuse(target.features(ids, ())), []
+        for k in range(K):
+            rotary = draft.rotary(hidden, torch.arange(ids.shape[1])[None] + k)
+            normed, hidden = draft(shift_left(ids, 1 + k, 0), hidden, rotary, memory)
+            guesses.append(int(draft.lm_head(normed[0, len(text) - 2]).argmax()))
+    assert guesses == chain
+
+
+def test_the_hidden_state_is_the_targets_after_its_final_norm(draft: MtpDraft, target: FrozenTarget) -> None:
+    ids = torch.arange(3, 15)[None]
+    assert torch.allclose(target.lm_head(draft.fuse(target.features(ids, ()))), target.model(ids).logits, atol=1e-5)
+
+
+def test_only_the_drafts_own_weights_are_its_state_and_train(draft: MtpDraft, target: FrozenTarget) -> None:
+    ids, hidden, rotary = steps(draft, target)
+    normed, _ = draft(ids, hidden, rotary, causal(ids))
+    draft.lm_head(normed).logsumexp(-1).sum().backward()
+    own = dict(draft.named_parameters())
+    assert all(parameter.grad is not None for parameter in own.values())
+    assert all(parameter.grad is None for parameter in target.model.parameters())
+    assert not {"embed_tokens", "lm_head"} & {name.split(".")[0] for name in draft.state_dict()}
+    assert torch.equal(draft.target_ids_W, torch.arange(target.vocab_size))
+    draft.zero_grad()
+
+
+def test_another_dtype_rounds_neither_the_target_nor_the_routing_bias(target: FrozenTarget, kind: str) -> None:
+    draft = build_mtp(target, init="scratch")
+    draft.layers.load_state_dict({f"0.{name}": tensor for name, tensor in target.backbone.layers[-1].state_dict().items()})
+    draft.to(torch.bfloat16)
+    kept = {name for name, tensor in draft.state_dict().items() if tensor.dtype == torch.float32}
+    assert kept == ({"layers.0.mlp.gate.e_score_correction_bias"} if kind == "deepseek_v3" else set())
+    assert {tensor.dtype for tensor in (*target.model.parameters(), *target.backbone.rotary_emb.buffers())} == {torch.float32}
+    layer = target.backbone.layers[-1].state_dict()
+    for name in kept:
+        assert torch.equal(draft.state_dict()[name], layer[name.removeprefix("layers.0.")])
+
+
+def test_the_targets_own_weights_are_read(kind: str, tmp_path: Path) -> None:
+    target = write_checkpoint(kind, tmp_path, sharded=True)
+    state = split_experts(build_mtp(target).state_dict())
+    published = mtp_tensors(kind, target.model)
+    where = "model.layers.2." if kind == "deepseek_v3" else "mtp.layers.0."
+    for name in ("input_layernorm.weight", "self_attn.o_proj.weight"):
+        assert torch.equal(state[f"layers.0.{name}"], published[where + name])
+    if kind != "qwen3_5":
+        for part in ("gate", "up", "down"):
+            name = f"mlp.experts.{EXPERTS - 1}.{part}_proj.weight"
+            assert torch.equal(state[f"layers.0.{name}"], published[where + name])
+    first, second, last = {
+        "deepseek_v3": ("model.layers.2.enorm", "model.layers.2.hnorm", "model.layers.2.shared_head.norm"),
+    }.get(kind, ("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.norm"))
+    for name, there in (("token_norm", first), ("hidden_norm", second), ("norm", last)):
+        assert torch.equal(state[f"{name}.weight"], published[f"{there}.weight"])
+
+
+def test_experts_that_a_checkpoint_holds_in_one_tensor_are_read(tmp_path: Path) -> None:
+    target = write_checkpoint("qwen3_next", tmp_path)
+    single = build_mtp(target).state_dict()
+    tensors = load_file(tmp_path / "model.safetensors")
+    mtp = {name: tensor for name, tensor in tensors.items() if name.startswith("mtp.")}
+    rest = {name: tensor for name, tensor in tensors.items() if name not in mtp}
+    save_file(rest | merge_experts(mtp), tmp_path / "model.safetensors")
+    fused = build_mtp(target).state_dict()
+    assert all(torch.equal(fused[name], tensor) for name, tensor in single.items())
+
+
+def test_a_target_without_the_layer_needs_a_start(kind: str, tmp_path: Path) -> None:
+    for target in (write_checkpoint(kind, tmp_path, with_mtp=False), tiny_target(kind)):
+        with pytest.raises(UserError, match=r"^draft\.init: got null, and .* has no .* expected scratch"):
+            build_mtp(target)
+        build_mtp(target, init="scratch")
+
+
+def test_one_layer_is_called_for_every_token(target: FrozenTarget, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"^draft\.num_layers: got 2"):
+        build_mtp(target, init="scratch", num_layers=2)
+
+
+@pytest.mark.parametrize(
+    ("kind", "deeper"), [("qwen3_next", "mtp.layers.1.input_layernorm.weight"), ("deepseek_v3", "model.layers.3.enorm.weight")]
+)
+def test_a_deeper_layer_in_the_checkpoint_is_refused(kind: str, deeper: str, tmp_path: Path) -> None:
+    target = write_checkpoint(kind, tmp_path)
+    add_tensors(tmp_path, {deeper: torch.zeros(32)})
+    with pytest.raises(UserError, match=deeper):
+        build_mtp(target)
+
+
+def test_names_that_no_engine_reads_so_are_no_missing_layer(tmp_path: Path) -> None:
+    target = write_checkpoint("qwen3_next", tmp_path, with_mtp=False)
+    add_tensors(tmp_path, {"model.mtp_layers.0.input_proj.weight": torch.zeros(1)})
+    with pytest.raises(UserError, match=r"with model\.mtp_layers\.0\.input_proj\.weight, expected the names of qwen3_next"):
+        build_mtp(target)
+
+
+def test_a_copy_that_is_none_is_refused(tmp_path: Path) -> None:
+    target = write_checkpoint("deepseek_v3", tmp_path)
+    add_tensors(tmp_path, {"model.layers.2.shared_head.head.weight": torch.zeros(260, 32)})
+    with pytest.raises(UserError, match=r"its own shared_head\.head\.weight"):
+        build_mtp(target)
+
+
+def test_save_and_load_are_bit_equal(draft: MtpDraft, target: FrozenTarget, kind: str, tmp_path: Path) -> None:
+    save_mtp(draft, tmp_path)
+    loaded = load_mtp(tmp_path, target)
+    assert loaded.config == draft.config
+    for name, tensor in draft.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], tensor), name
+    assert {name: tuple(t.shape) for name, t in load_file(tmp_path / "model.safetensors").items()} == mtp_shapes(kind)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["architectures"] == ["SpecdistillMtp"]
+    assert config["naming"] == ("deepseek_v3" if kind == "deepseek_v3" else "qwen3_next")
+    assert config["text_config"]["hidden_size"] == target.hidden_size
+
+
+def test_each_tensor_comes_back_in_its_dtype(tmp_path: Path) -> None:
+    target = tiny_target("deepseek_v3")
+    draft = build_mtp(target, init="scratch").to(torch.bfloat16)
+    save_mtp(draft, tmp_path)
+    loaded = load_mtp(tmp_path, target).state_dict()
+    for name, tensor in draft.state_dict().items():
+        assert loaded[name].dtype == tensor.dtype and torch.equal(loaded[name], tensor), name
+
+
+def test_a_fresh_layer_follows_the_seed_and_starts_from_what_the_target_says() -> None:
+    target = tiny_target("qwen3_next")
+    first, again, other = (build_mtp(target, init="scratch", seed=seed).state_dict() for seed in (1, 1, 2))
+    assert all(torch.equal(tensor, again[name]) for name, tensor in first.items())
+    assert not torch.equal(first["layers.0.mlp.experts.down_proj"], other["layers.0.mlp.experts.down_proj"])
+    hidden = torch.randn(2 * target.hidden_size)
+    assert torch.equal(first["fc.weight"] @ hidden, hidden[target.hidden_size :])
+    assert torch.equal(first["norm.weight"], target.backbone.norm.weight)
+
+
+def test_a_loaded_draft_trains(tmp_path: Path) -> None:
+    target = tiny_target("qwen3_next")
+    save_mtp(build_mtp(target, init="scratch"), tmp_path)
+    assert all(parameter.requires_grad for parameter in load_mtp(tmp_path, target).parameters())
+
+
+def test_a_trained_draft_is_a_start(tmp_path: Path) -> None:
+    target = tiny_target("qwen3_5")
+    draft = build_mtp(target, init="scratch", seed=3)
+    save_mtp(draft, tmp_path)
+    assert torch.equal(build_mtp(target, init=str(tmp_path)).fc.weight, draft.fc.weight)
+
+
+def corrupt(folder: Path, change: str) -> None:
+    path = folder / "model.safetensors"
+    tensors, config = load_file(path), json.loads((folder / "config.json").read_text())
+    if change == "missing":
+        del tensors["mtp.layers.0.mlp.experts.2.up_proj.weight"]
+        save_file(tensors, path)
+    elif change == "unknown":
+        save_file({**tensors, "mtp.extra.weight": torch.zeros(1)}, path)
+    elif change == "transposed":
+        save_file({**tensors, "mtp.fc.weight": tensors["mtp.fc.weight"].T.contiguous()}, path)
+    elif change == "truncated":
+        path.write_bytes(path.read_bytes()[:-100])
+    elif change == "no weights":
+        path.unlink()
+    elif change == "another kind":
+        config["architectures"] = ["LlamaForCausalLM"]
+    else:
+        config["text_config"]["vocab_size"] = 77
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize(
+    ("change", "names"),
+    [
+        ("missing", "mtp.layers.0.mlp.experts.2.up_proj.weight"),
+        ("unknown", "unknown mtp.extra.weight"),
+        ("transposed", "mtp.fc.weight of shape (64, 32)"),
+        ("truncated", "model.safetensors"),
+        ("no weights", "model.safetensors"),
+        ("another kind", "LlamaForCausalLM"),
+        ("another target", "vocab_size 77"),
+    ],
+)
+def test_a_folder_that_does_not_fit_is_refused(tmp_path: Path, change: str, names: str) -> None:
+    target = tiny_target("qwen3_next")
+    save_mtp(build_mtp(target, init="scratch"), tmp_path)
+    corrupt(tmp_path, change)
+    with pytest.raises(UserError, match=r"^eval\.draft: got .*expected") as caught:
+        load_mtp(tmp_path, target)
+    assert names in str(caught.value)
+
+
+class OwnAttention(LlamaDecoderLayer):
+    def forward(self, hidden_states: Tensor, **_: Any) -> Tensor:
+        return hidden_states
+
+
+class OtherArguments(LlamaDecoderLayer):
+    def forward(self, hidden_states: Tensor, alibi: Tensor) -> Tensor:
+        return hidden_states
+
+
+def with_layer(layer: type) -> FrozenTarget:
+    model = tiny_target_model()
+    model.model.layers[-1].__class__ = layer
+    return FrozenTarget(model, tiny_tokenizer(), name="tiny")
+
+
+SMALL = {**COMMON, "num_hidden_layers": 2, "num_key_value_heads": 2, "head_dim": 8}
+
+
+@pytest.mark.parametrize(
+    ("build", "names"),
+    [
+        (lambda: Gemma2ForCausalLM(Gemma2Config(**SMALL)), "Gemma2Attention with softcap"),
+        (
+            lambda: GptOssForCausalLM(GptOssConfig(**SMALL, num_local_experts=2, num_experts_per_tok=1)),
+            "GptOssAttention with s_aux",
+        ),
+        (lambda: MistralForCausalLM(MistralConfig(**SMALL, sliding_window=8)), "MistralAttention with sliding_window"),
+        (lambda: with_layer(OwnAttention).model, "OwnAttention, whose attention is its own"),
+        (lambda: with_layer(OtherArguments).model, "OtherArguments"),
+    ],
+)
+def test_attention_that_a_memory_cannot_answer_is_refused(build: Any, names: str) -> None:
+    with pytest.raises(UserError, match=r"^target\.model: got .*expected a target whose attention") as caught:
+        build_mtp(FrozenTarget(build(), tiny_tokenizer(), name="tiny"), init="scratch")
+    assert names in str(caught.value)
+
+
+def test_a_plain_model_takes_the_qwen_names(tmp_path: Path) -> None:
+    target = FrozenTarget(tiny_target_model(), tiny_tokenizer(), name="tiny")
+    save_mtp(build_mtp(target, init="scratch"), tmp_path)
+    assert "mtp.layers.0.self_attn.q_proj.weight" in load_file(tmp_path / "model.safetensors")
+
+
+def test_experts_split_and_merge() -> None:
+    tensors = {
+        "a.experts.gate_up_proj": torch.randn(3, 8, 5),
+        "a.experts.down_proj": torch.randn(3, 5, 4),
+        "b.down_proj": torch.ones(1),
+    }
+    split = split_experts(tensors)
+    assert split["a.experts.2.up_proj.weight"].equal(tensors["a.experts.gate_up_proj"][2, 4:])
+    assert split["a.experts.1.down_proj.weight"].equal(tensors["a.experts.down_proj"][1])
+    assert {name: tuple(tensor.shape) for name, tensor in split.items() if ".0." in name} == {
+        "a.experts.0.gate_proj.weight": (4, 5),
+        "a.experts.0.up_proj.weight": (4, 5),
+        "a.experts.0.down_proj.weight": (5, 4),
+    }
+    merged = merge_experts(split)
+    assert merged.keys() == tensors.keys() and all(torch.equal(merged[name], tensors[name]) for name in tensors)
+
+
+def test_transformers_own_layer_of_this_kind_agrees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`MtpModel` of transformers reads the published names and computes the same."""
+    target = write_checkpoint("deepseek_v3", tmp_path, sharded=True)
+    monkeypatch.setattr(target.model, "_keys_to_ignore_on_load_unexpected", [r"model\.layers\.2\."])
+    theirs, draft = MtpModel.from_pretrained(target.model), build_mtp(target)
+    ids, hidden, rotary = steps(draft, target)
+    with torch.no_grad():
+        expected = theirs.forward_layer(0, hidden, torch.arange(12).expand(2, 12), None, input_ids=ids)
+        normed, _ = draft(ids, hidden, rotary, causal(ids))
+    assert torch.allclose(normed, expected, atol=1e-5, rtol=0)

@@ -1,0 +1,215 @@
+"""N-gram look-up: what it guesses, that texts stay what they were, and that its work does not grow with the text."""
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from specdistill.decoding.decoder import Decoder
+from specdistill.decoding.proposer import DecodingState, Proposal
+from specdistill.decoding.sampling import Sampling
+from specdistill.errors import UserError
+from specdistill.methods.load import load_proposer
+from specdistill.methods.ngram.proposer import NgramProposer
+from specdistill.targets.frozen import FrozenTarget
+from tests.methods.draft_model.test_proposer import SAMPLING, output_law, plain_law, small_model
+from tests.tiny import tiny_target_model, tiny_tokenizer
+
+GREEDY = Sampling()
+
+
+def propose(proposer: NgramProposer, text: list[int], k: int = 3) -> list[int]:
+    return proposer.propose(DecodingState(text), k, GREEDY, None).tokens
+
+
+def by_scanning(proposer: NgramProposer, text: list[int], num_prompt_tokens: int, k: int) -> list[int]:
+    """The same guesses without an index: go back through the text, then copy on, from the guesses too where the text ends."""
+    latest = min(num_prompt_tokens, len(text) - 1) if proposer.lookup == "prompt" else len(text) - 1
+    for n in range(proposer.max_ngram, proposer.min_ngram - 1, -1):
+        for end in range(latest, n - 1, -1):
+            if text[end - n : end] == text[-n:]:
+                copied = list(text)
+                for index in range(end, end + k):
+                    copied.append(copied[index])
+                return copied[len(text) :]
+    return []
+
+
+def test_the_longest_and_latest_match_is_continued() -> None:
+    proposer = NgramProposer(max_ngram=2)
+    proposer.begin(100)
+    text = [1, 2, 7, 9, 2, 8, 1, 2]
+    assert propose(proposer, text) == [7, 9, 2]  # (1, 2) beats the later (2,)
+    text += [7, 5, 2]
+    assert propose(proposer, text) == [7, 5, 2]  # no (5, 2) before: the latest (2,)
+    text += [77]
+    assert propose(proposer, text) == []
+
+
+def test_a_match_near_the_end_is_continued_periodically() -> None:
+    proposer = NgramProposer()
+    for text, expected in (([4, 1, 2, 1, 2], [1, 2, 1, 2, 1]), ([3, 6, 6], [6, 6, 6, 6, 6])):
+        proposer.begin(100)
+        assert propose(proposer, text, k=5) == expected
+
+
+def test_the_output_can_be_left_out() -> None:
+    proposer = NgramProposer(lookup="prompt")
+    proposer.begin(100)
+    text = [1, 2, 3, 1]  # a prompt of three tokens and the one that the prefill gave
+    assert propose(proposer, text) == [2, 3, 1]
+    text += [5, 1]
+    assert propose(proposer, text, k=2) == [2, 3]  # not 5, which followed the latest 1, in the output
+    text += [5]
+    assert propose(proposer, text) == []
+    proposer.begin(100)
+    assert propose(proposer, [5, 1, 5]) == [1, 5, 1]
+
+
+@pytest.mark.parametrize("lookup", ["text", "prompt"])
+@pytest.mark.parametrize(("least", "most"), [(1, 1), (1, 3), (2, 4), (3, 3)])
+def test_the_index_guesses_what_a_scan_finds(lookup: str, least: int, most: int) -> None:
+    rng = random.Random(0)
+    proposer = NgramProposer(least, most, lookup)
+    found = 0
+    for alphabet in (2, 3, 5) * 8:
+        text = rng.choices(range(alphabet), k=rng.randint(2, 30))
+        num_prompt_tokens = len(text) - 1
+        proposer.begin(200)
+        for _ in range(12):
+            k = rng.randint(1, 6)
+            guesses = propose(proposer, text, k)
+            assert guesses == by_scanning(proposer, text, num_prompt_tokens, k)
+            found += len(guesses) == k
+            text += rng.choices(range(alphabet), k=rng.randint(1, 5))
+    assert found > 50
+
+
+class CountedList(list[int]):
+    """A text that counts the tokens read from it, and is never gone through."""
+
+    num_read = 0
+
+    def __getitem__(self, index: Any) -> Any:
+        got = super().__getitem__(index)
+        self.num_read += len(got) if isinstance(index, slice) else 1
+        return got
+
+    def __iter__(self) -> Any:
+        raise AssertionError("the whole text is gone through")
+
+
+class CountedDict(dict[tuple[int, ...], int]):
+    """An index that counts how often it is asked and changed."""
+
+    num_used = 0
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        self.num_used += 1
+        return super().get(key, default)
+
+    def __setitem__(self, key: tuple[int, ...], value: int) -> None:
+        self.num_used += 1
+        super().__setitem__(key, value)
+
+
+@pytest.mark.parametrize("lookup", ["text", "prompt"])
+def test_a_round_costs_the_same_however_long_the_text_is(lookup: str) -> None:
+    rng = random.Random(0)
+    most: list[tuple[int, int]] = []
+    for length in (100, 20_000):
+        proposer = NgramProposer(1, 3, lookup)
+        proposer.begin(length)
+        proposer._after = index = CountedDict()
+        text = CountedList(rng.choices(range(10), k=length))
+        propose(proposer, text, k=4)
+        assert len(index) <= index.num_used <= 3 * length
+        used, read = [], []
+        for _ in range(50):
+            text.num_read = index.num_used = 0
+            text += rng.choices(range(10), k=3)
+            propose(proposer, text, k=4)
+            used.append(index.num_used)
+            read.append(text.num_read)
+        most.append((max(used), max(read)))
+    fresh = (
+        3 if lookup == "text" else 0
+    )  # tokens of a round that are indexed, by the n-grams of 1, 2 and 3 tokens that they end
+    assert all(used <= fresh * 3 + 3 and read <= fresh * 6 + 6 + 4 for used, read in most)
+
+
+# --- The law
+
+
+@pytest.fixture(scope="module")
+def target() -> FrozenTarget:
+    model = tiny_target_model(vocab_size=12)  # so few tokens that they come again
+    model.generation_config.eos_token_id = []
+    return FrozenTarget(model, tiny_tokenizer(), name="tiny")
+
+
+@pytest.mark.parametrize("lookup", ["text", "prompt"])
+@pytest.mark.parametrize("k", [1, 4])
+def test_greedy_output_is_the_plain_output(target: FrozenTarget, k: int, lookup: str) -> None:
+    begun = [5, 1, 5, 1, 2, 3]
+    prompt = [
+        *begun,
+        *Decoder(target).generate(begun, max_new_tokens=60).token_ids,
+    ]  # so that the prompt holds something to copy
+    plain = Decoder(target).generate(prompt, max_new_tokens=60)
+    fast = Decoder(target, NgramProposer(lookup=lookup)).generate(prompt, max_new_tokens=60, num_speculative_tokens=k)
+    assert fast.token_ids == plain.token_ids
+    assert any(entry.num_accepted for entry in fast.rounds)
+    assert any(entry.num_accepted < len(entry.drafted) for entry in fast.rounds)
+
+
+@pytest.mark.parametrize("lookup", ["text", "prompt"])
+@pytest.mark.parametrize("prompt", [[1, 3, 2, 1], [2, 2, 3]])
+def test_sampled_text_has_the_targets_law_exactly(prompt: list[int], lookup: str) -> None:
+    model = small_model(4, seed=1)
+    drafted = set()
+
+    def from_prompt(text: list[int], sampling: Sampling, uniforms: list[float]) -> Proposal:
+        """The proposal after `text` of a proposer that has seen it grow from the prompt token by token."""
+        proposer = NgramProposer(lookup=lookup)
+        proposer.begin(len(text) + 2)
+        for end in range(len(prompt) + 1, len(text)):
+            proposer.propose(DecodingState(text[:end]), 2, sampling, None)
+        proposal = proposer.propose(DecodingState(text), 2, sampling, None)
+        drafted.add(len(proposal.tokens))
+        return proposal
+
+    law = output_law(model, from_prompt, prompt, SAMPLING)
+    assert torch.allclose(law, plain_law(model, prompt, SAMPLING), rtol=0, atol=1e-6)
+    assert drafted == {0, 2}  # some texts were met with guesses, some with none
+
+
+# --- Settings
+
+
+def test_its_settings_come_through_the_loader(target: FrozenTarget) -> None:
+    proposer = load_proposer("ngram", None, target, ngram_min=2, ngram_max=5, ngram_lookup="prompt")
+    assert isinstance(proposer, NgramProposer)
+    assert (proposer.min_ngram, proposer.max_ngram, proposer.lookup) == (2, 5, "prompt")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"min_ngram": 0}, r"eval\.ngram\.min: got 0, expected 1 or more"),
+        ({"min_ngram": 4, "max_ngram": 3}, r"eval\.ngram\.min: got 4, expected at most eval\.ngram\.max, which is 3"),
+        ({"max_ngram": 0}, r"eval\.ngram\.min: got 1, expected at most eval\.ngram\.max, which is 0"),
+        ({"lookup": "promt"}, r"eval\.ngram\.lookup: got promt, expected text or prompt; did you mean prompt"),
+    ],
+)
+def test_settings_that_cannot_work_name_their_key(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        NgramProposer(**options)
+
+
+@pytest.mark.parametrize(("option", "value"), [("min", 2), ("max", 2), ("lookup", "prompt")])
+def test_its_settings_are_refused_for_other_methods(target: FrozenTarget, option: str, value: object) -> None:
+    options: dict[str, Any] = {f"ngram_{option}": value}
+    with pytest.raises(UserError, match=rf"eval\.ngram\.{option}: got {value} with method eagle3, .*for method ngram"):
+        load_proposer("eagle3", None, target, **options)

@@ -1,0 +1,500 @@
+import copy
+import html as html_library
+import json
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from xml.etree import ElementTree
+
+import jsonschema
+import pytest
+
+from specdistill.errors import ResourceError, UserError
+from specdistill.gate.changes import judge
+from specdistill.gate.gate import Evidence, Rule, decide, load_gate
+from specdistill.report import charts, latency, token_view
+from specdistill.report.build import findings
+from specdistill.report.console import print_gate, print_report
+from specdistill.report.files import check_writable, read_report, render, write_report
+from specdistill.report.html import to_html
+from specdistill.report.markdown import to_markdown
+from specdistill.report.results import result_rows
+from specdistill.report.rows import sweep
+from specdistill.report.schema import schema, validate
+from specdistill.report.wording import procedure, settings_line, shared_settings
+from specdistill.servers.not_measured import DOCUMENT_REASONS, NO_BASELINE, NO_BASELINE_ROW, ROW_REASONS
+from specdistill.statistics.configuration import Cell
+from tests.simulated import SUITE, as_from_server, simulate, simulated_report, simulated_sweep
+
+FILES = ["junit.xml", "report.html", "report.json", "report.md", "samples.jsonl"]
+HOSTILE = '</script><script>alert(1)</script><img src=x onerror="alert(2)">|`'
+
+
+@pytest.fixture(scope="module")
+def records():
+    return simulate()
+
+
+@pytest.fixture(scope="module")
+def judged(records):
+    report = simulated_report(records)
+    report["gate"] = decide(load_gate("pico"), Evidence(report, records))
+    return report
+
+
+@pytest.fixture
+def report(judged):
+    return copy.deepcopy(judged)
+
+
+def test_the_report_fits_its_schema(report):
+    jsonschema.Draft202012Validator.check_schema(schema())
+    validate(report)
+    assert report["results"][0]["category"] == "all"
+    absent = {"baseline", "incomplete", "measurement", "quality"}  # what only a comparison and a real run can say
+    assert set(schema()["properties"]) - set(report) == absent
+    assert set(report) <= set(schema()["properties"])
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        (("results", 0, "speedup"), "fast", "results.0.speedup"),
+        (("results", 0, "speed"), 1.0, "results.0.*speed"),
+        (("results",), [], "results"),
+        (("schema_version",), 2, "schema version 2, expected version 1"),
+        (("lossless", "greedy_identical"), None, "lossless.greedy_identical"),
+    ],
+)
+def test_what_does_not_fit_the_schema_is_not_written(tmp_path, report, records, path, value, message):
+    place = report
+    for name in path[:-1]:
+        place = place[name]
+    place[path[-1]] = value
+    with pytest.raises(UserError, match=message):
+        write_report(tmp_path / "report", report, records)
+    assert not (tmp_path / "report").exists()
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({}, ""),
+        ({"confidence_threshold": None, "draft_context": "refuse", "ngram": None}, ""),
+        ({"confidence_threshold": 0.25, "draft_context": "refuse"}, " · drafting stops below probability 0.25"),
+        ({"confidence_threshold": None, "draft_context": "window"}, " · the draft sees a window of the text"),
+        ({"ngram": {"min": 1, "max": 3, "lookup": "text"}}, " · n = 1 to 3, looked up in prompt and output"),
+        ({"ngram": {"min": 2, "max": 2, "lookup": "prompt"}}, " · n = 2, looked up in the prompt"),
+    ],
+)
+def test_what_a_method_was_told_is_said_with_the_settings(report, records, settings, said):
+    report["settings"] |= settings
+    validate(report)
+    assert settings_line(report) == shared_settings(report) + said
+    assert said in to_markdown(report)
+    assert said in to_html(report, records)
+
+
+def test_a_written_report_is_read_back_equal(tmp_path, report, records):
+    write_report(tmp_path / "report", report, records)
+    assert sorted(path.name for path in (tmp_path / "report").iterdir()) == FILES
+    assert read_report(tmp_path / "report") == (report, records)
+    assert read_report(tmp_path / "report" / "report.json") == (report, records)
+
+
+def test_rendering_depends_on_the_json_files_alone(tmp_path, report, records):
+    write_report(tmp_path, report, records)
+    before = {name: (tmp_path / name).read_bytes() for name in FILES}
+    for name in ("report.html", "report.md", "junit.xml"):
+        (tmp_path / name).unlink()
+    render(tmp_path)
+    assert {name: (tmp_path / name).read_bytes() for name in FILES} == before
+
+
+def test_reports_that_are_not_there(tmp_path, report, records):
+    with pytest.raises(UserError, match="baseline: got"):
+        read_report(tmp_path / "report.json", key="baseline")
+    (tmp_path / "report.json").write_text("{}")
+    with pytest.raises(UserError, match="schema version 1"):
+        read_report(tmp_path)
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"eval\.output_dir"):
+        check_writable(tmp_path / "file" / "report", "eval.output_dir")
+    with pytest.raises(ResourceError, match="could not write"):
+        write_report(tmp_path / "file" / "report", report, records)
+    check_writable(tmp_path / "new" / "deep", "eval.output_dir")
+    assert not (tmp_path / "new").exists()
+
+
+def test_the_page_stands_alone(report, records):
+    page = to_html(report, records)
+    references = re.findall(r"""(?:src|href|action)\s*=\s*["']([^"']*)""", page)
+    assert [reference for reference in references if not reference.startswith("data:,")] == []
+    assert "url(" not in page
+    assert "@import" not in page
+    assert "http" not in page
+
+
+def test_the_verdict_comes_first(report, records):
+    page = to_html(report, records)
+    text = html_library.unescape(re.sub(r"<[^>]+>", " ", page[page.index("<main>") :]))
+    assert text.split()[0] == "Passed"
+    report["gate"]["rules"][0].update(passed=False)
+    report["gate"]["passed"] = False
+    page = to_html(report, records)
+    assert "1 of 8 rules failed: lossless.greedy_identical." in page
+    assert to_markdown(report).startswith("# Failed: ")
+    report["gate"]["rules"] = []
+    assert "Not judged" in to_html(report, records)
+
+
+def test_model_output_and_names_cannot_become_markup(report, records):
+    hostile = [
+        replace(
+            record,
+            id=HOSTILE + record.id,
+            prompt=HOSTILE,
+            text=HOSTILE,
+            first_token_text=HOSTILE,
+            rounds=tuple(
+                replace(entry, emitted_text=(HOSTILE,) * len(entry.emitted), drafted_text=(HOSTILE,) * len(entry.drafted))
+                for entry in record.rounds[:3]
+            ),
+        )
+        for record in records[:4]
+    ]
+    report["target"]["model"] = report["draft"]["model"] = report["suite"]["source"] = HOSTILE
+    report["results"][1]["category"] = report["gate"]["rules"][0]["reason"] = HOSTILE
+    report["findings"].append({"name": "x", "message": HOSTILE})
+    page = to_html(report, hostile)
+    assert page.count("<script") == 2  # the data and the code
+    assert "<img" not in page
+    data = re.search(r'<script type="application/json" id="samples">(.*?)</script>', page, re.DOTALL)[1]
+    assert json.loads(data)[0]["prompt"] == HOSTILE
+    markdown = to_markdown(report)
+    assert "\\<img" in markdown
+    assert re.search(r"(?<!\\)<", markdown) is None
+
+
+def test_a_report_of_almost_nothing_still_renders(records):
+    from specdistill.statistics.records import RoundRecord
+
+    nothing = [
+        replace(records[0], rounds=(RoundRecord((), (), (), (1,), ("x",)),), hf_generate=None, num_in_draft_vocabulary=None),
+        replace(records[1], rounds=(), hf_generate=None, num_in_draft_vocabulary=None),
+    ]
+    report = simulated_report(nothing, git_revision=None)
+    validate(report)
+    assert "git_revision" not in report
+    assert report["not_measured"]["theory"]
+    assert "nothing was drafted" in to_html(report, nothing)
+    assert "| all of simulated | 2 | – |" in to_markdown(report)
+
+
+def test_a_report_of_a_server_without_a_baseline_renders(tmp_path, records):
+    served = [as_from_server(record, with_baseline=False) for record in records]
+    report = simulated_report(
+        served,
+        results=result_rows(served, SUITE, Cell(4), seed=0, reasons={**ROW_REASONS, **NO_BASELINE_ROW}),
+        target={"model": "pico", "revision": None},
+        draft={"model": None, "revision": None, "method": "eagle3"},
+        hardware={"device": "server", "name": "http://127.0.0.1:8000"},
+        software={"python": "3.11.7", "vllm": "0.32.0"},
+        engine={"name": "vllm", "version": "0.32.0", "server": "http://127.0.0.1:8000", "baseline_server": None},
+        lossless={"prompts_checked": 0},
+        not_measured={"lossless.greedy_identical": NO_BASELINE, **DOCUMENT_REASONS},
+        incomplete="the server died",
+        theory=None,
+    )
+    report["gate"] = decide(load_gate("pico"), Evidence(report, served))
+    write_report(tmp_path, report, served)
+    assert not report["gate"]["passed"]
+    failed = {rule["metric"]: rule["reason"] for rule in report["gate"]["rules"] if not rule["passed"]}
+    assert failed["lossless.greedy_identical"] == f"no evidence: {NO_BASELINE}"
+    assert "incomplete" in failed
+    page, text = (tmp_path / "report.html").read_text(), (tmp_path / "report.md").read_text()
+    for rendered in (page, text):
+        assert f"Speed not measured ({NO_BASELINE}), no text compared with plain decoding" in rendered
+        assert "The measurement broke off: the server died" in rendered
+        assert f"not compared ({NO_BASELINE})" in rendered
+    assert 'id="samples"' not in page
+    assert read_report(tmp_path) == (report, served)
+    print_report(report, tmp_path)
+
+
+def test_the_token_view_has_every_round(report, records):
+    page = to_html(report, records)
+    data = json.loads(re.search(r'id="samples">(.*?)</script>', page, re.DOTALL)[1])
+    assert [sample["id"] for sample in data] == [record.id for record in records]
+    assert {sample["category"].replace(" ", "_") for sample in data} == {record.category for record in records}
+    for (emitted, accepted, refused), entry in zip(data[7]["rounds"], records[7].rounds, strict=True):
+        assert (tuple(emitted), accepted) == (entry.emitted_text, len(entry.accepted))
+        assert (*emitted[:accepted], *refused) == entry.drafted_text
+
+
+def test_the_token_view_counts_the_nodes_beside_a_tree_s_path(records):
+    entry = replace(records[0].rounds[0], num_off_path=12)
+    (sample,) = token_view.samples([replace(records[0], rounds=(entry,))])
+    assert sample["rounds"] == [[entry.emitted_text, len(entry.accepted), entry.drafted_text[len(entry.accepted) :], 12]]
+
+
+@pytest.mark.parametrize(
+    ("tree", "words"),
+    [
+        ({"budget": 16, "depth": 4, "top_k": 3}, "tree of 16 tokens, 4 deep, top 3"),
+        ({"branching": [4, 2]}, "tree that branches 4, 2"),
+    ],
+)
+def test_trees_are_named_where_the_measurement_is(report, records, tree, words):
+    report = {**report, "settings": {**report["settings"], "tree": tree}}
+    report["results"] = [{**row, "tree": tree} for row in report["results"]]
+    validate(report)
+    assert words in to_html(report, records)
+    assert words in to_markdown(report)
+
+
+def test_what_does_not_fit_the_page_is_left_out_evenly(report, records):
+    whole = len(json.dumps(token_view.samples(records), ensure_ascii=False, separators=(",", ":")))
+    some = token_view.samples(records, max_bytes=whole // 3)
+    assert len(json.dumps(some, ensure_ascii=False, separators=(",", ":"))) <= whole // 3
+    assert 12 <= len(some) <= 16
+    assert {sample["category"] for sample in some} == {"function", "docstring", "chat", "long context"}
+    assert token_view.samples(records, max_bytes=10) == []
+
+
+def test_a_page_of_huge_texts_stays_below_five_megabytes(report, records):
+    def swell(record):
+        rounds = [replace(entry, emitted_text=("x" * 1_000,) * len(entry.emitted)) for entry in record.rounds]
+        return replace(record, rounds=tuple(rounds))
+
+    page = to_html(report, [swell(record) for record in records])
+    assert 3_000_000 < len(page.encode()) < 5_000_000
+    shown = json.loads(re.search(r'id="samples">(.*?)</script>', page, re.DOTALL)[1])
+    assert len(shown) < len(records)
+    assert {sample["category"] for sample in shown} == {"function", "docstring", "chat", "long context"}
+    assert f"{len(shown)} of {len(records)} texts, spread over the categories," in page
+
+
+def test_without_scripts_the_first_texts_are_there(report, records):
+    shown = re.search(r"<noscript>(.*?)</noscript>", to_html(report, records), re.DOTALL)[1]
+    for record in records[:3]:
+        text = html_library.unescape(re.sub(r"<[^>]+>", "", shown[shown.index(f"<h3>{record.id}") :]))
+        assert record.prompt + record.text in text
+    assert records[3].id not in shown
+
+
+def test_junit_has_one_case_a_rule(tmp_path, report, records):
+    report["gate"]["rules"][0].update(passed=False, reason="control \x00 character & <markup>")
+    report["gate"]["rules"][1].update(passed=False, severity="warn")
+    write_report(tmp_path, report, records)
+    suite = ElementTree.parse(tmp_path / "junit.xml").getroot()
+    assert [suite.get(name) for name in ("tests", "failures", "errors", "skipped")] == ["8", "1", "0", "1"]
+    assert len(suite) == 8
+    assert "<markup>" in suite[0].find("failure").get("message")
+    assert suite[1].find("failure") is None
+    assert suite[1].find("skipped").get("message").startswith("alarm: ")
+    assert [child.tag for child in suite[2]] == ["system-out"]
+
+
+def test_markdown_fits_a_summary(report):
+    page = to_markdown(report)
+    assert page.startswith("# Passed: eagle3 draft for pico\n")
+    assert len(page) < 10_000
+    assert "| all of simulated | 48 | " in page
+    assert "| passed | speedup |" in page
+
+
+def test_what_changed_is_told_beside_the_verdict(tmp_path, report, records):
+    before = simulate(conditional=(0.6, 0.55, 0.5, 0.5))
+    old = simulated_report(before)
+    old["draft"]["model"] = "runs/before/<draft>"
+    report = judge(load_gate("pico"), Evidence(report, records), Evidence(old, before))
+    write_report(tmp_path, report, records)
+    page = html_library.unescape((tmp_path / "report.html").read_text())
+    markdown = (tmp_path / "report.md").read_text()
+    assert page.index("Passed") < page.index("Since the last release") < page.index("The gate")
+    for rendered in (page, markdown.replace("\\", "")):
+        assert "Beside runs/before/<draft>, measured 20" in rendered
+        assert (
+            "10 numbers compared prompt by prompt: 8 better, 0 worse, 2 within their 95 % intervals of no change." in rendered
+        )
+    length = next(entry for entry in report["baseline"]["changes"] if entry["metric"] == "mean_acceptance_length")
+    assert f"{length['change']:+.1%}" in page
+    assert "| acceptance length, long context |" in markdown
+    worse = judge([Rule("speedup", "max_regression", 0.01)], Evidence(old, before), Evidence(report, records))
+    assert "Regressions that the gate does not allow: speedup." in to_html(worse, before)
+    slack = judge([Rule("speedup", "max_regression", 0.01, severity="warn")], Evidence(old, before), Evidence(report, records))
+    assert "does not allow" not in to_html(slack, before)  # an alarm
+    quiet = judge(load_gate("pico"), Evidence(report, records))
+    assert "baseline" not in quiet
+    assert "Since the last release" not in to_html(quiet, records)
+
+
+def test_absent_numbers_say_why_and_are_never_zero(report, records):
+    row = report["results"][0]
+    for name in ("speedup", "speedup_ci95", "predicted_speedup", "prediction_gap", "draft_ms", "verify_ms", "baseline_step_ms"):
+        del row[name]
+        row["not_measured"][name] = "the server does not tell"
+    report["theory"] = None
+    del report["theory"]
+    page, markdown = to_html(report, records), to_markdown(report)
+    assert "Speed not measured (the server does not tell)" in page
+    assert "Not measured: speedup, draft, verify, baseline step (the server does not tell)." in page
+    assert "Not measured: speedup, predicted speedup (the server does not tell)." in markdown
+    assert "nan" not in re.sub(r"<script.*", "", page, flags=re.DOTALL).lower()
+    print_report(report, Path("somewhere"))
+
+
+def test_a_sweep_is_drawn_and_listed_whole(report, records):
+    swept = simulated_sweep(report)
+    validate(swept)
+    page, markdown = to_html(swept, records), to_markdown(swept)
+    measured = {row["num_speculative_tokens"]: row["speedup"] for row in sweep(swept, "num_speculative_tokens")}
+    assert sorted(measured) == [1, 2, 4, 6, 8]
+    assert all(f"K = {k}: {speedup:.2f}×" in page for k, speedup in measured.items())
+    assert f"every category counting the same: acceptance length {report['headline']['mean_acceptance_length']:.2f} (" in page
+    assert "64 tokens</text>" in page
+    assert "whole prompts" not in page
+    for figure in ("By temperature", "By prompt length", "Speedup against the batch"):
+        assert figure in page
+        assert figure not in to_html(report, records)
+    assert "All 12 cells measured" in page
+    assert "| simulated, K = 4, T = 0.8, batch 1 | 24 | " in markdown
+    assert "| simulated, K = 4, greedy, batch 1, prompts cut to 64 tokens | 24 | " in markdown
+    assert markdown.count("| function | ") == 1  # categories of the main cell alone
+    assert len(markdown) < 10_000
+
+
+def test_task_quality_stands_beside_losslessness(report, records):
+    entry = {"num_prompts": 48, "with_draft": 0.75, "without_draft": 0.7708, "difference": -0.0208}
+    entry |= {"difference_ci95": [-0.09, 0.05], "only_with_draft": 1, "only_without_draft": 2, "p_value": 1.0}
+    report["quality"] = {"exact_match": entry, "pass_rate": {**entry, "difference_ci95": [-0.2, -0.01]}}
+    page, markdown = to_html(report, records), to_markdown(report)
+    for rendered in (page, markdown):
+        assert "Task quality" in rendered
+        assert rendered.count("equal within the interval") == 1
+        assert "−9.0 to +5.0" in rendered
+    assert "| pass rate | 48 | 77.1% | 75.0% | −2.1 | −20.0 to −1.0 | different |" in markdown
+    assert "1 with it alone, 2 without it alone" in page
+    assert "Task quality" not in to_html({**report, "quality": {}}, records)
+    del entry["difference_ci95"]
+    report["quality"] = {"exact_match": entry}
+    assert "| too few texts | open |" in to_markdown(report)
+
+
+def test_batches_trees_and_engines_are_told_with_the_settings(report, records):
+    report["settings"] |= {"batch_size": 8, "tree": {"budget": 24, "depth": 6, "top_k": 4}}
+    report["engine"] = {"name": "vllm", "version": "0.32.0", "server": "http://a", "baseline_server": None}
+    assert "Every prompt was decoded with the draft, 3 times after 2 warm-up batches" in procedure(report)
+    report["settings"] |= {"repeats": 1, "warmup": 1}
+    assert "1 time after 1 warm-up batch;" in procedure(report)
+    assert "There is no baseline." in procedure(report)
+    report["engine"]["baseline_server"] = "http://b"
+    page = to_html(report, records)
+    assert " · vllm 0.32.0 · tree of 24 tokens, 6 deep, top 4 · batches of 8" in page
+    assert "They were decoded 8 at a time" in page
+    assert "The baseline is a server of the same engine without a draft." in page
+    assert "{'budget'" not in html_library.unescape(page)
+
+
+def test_a_text_of_a_batch_has_no_speedup_of_its_own(records):
+    alone, together = token_view.samples([records[0], replace(records[1], cell=replace(records[1].cell, batch_size=4))])
+    assert alone["speedup"] > 1
+    assert together["speedup"] is None
+
+
+@pytest.mark.parametrize(("ms", "label"), [(0.04, "0.04 ms"), (2.6, "2.60 ms"), (36.11, "36.1 ms"), (361.1, "361 ms")])
+def test_a_bar_says_its_milliseconds_in_three_digits(ms, label):
+    plot = charts.time_per_token({"baseline": {"target": ms}, "speculative": {"draft": ms / 4, "target": ms / 4}})
+    plain, drafted = plot["bars"]
+    assert plain["label"] == label
+    assert [part["kind"] for part in drafted["segments"]] == ["draft", "target"]
+    assert drafted["end"] - plot["left"] == pytest.approx((plain["end"] - plot["left"]) / 2, abs=0.2)
+
+
+def test_the_parts_of_a_token_s_time_add_up(records):
+    noisy = [replace(record, baseline=replace(record.baseline, draft_seconds=0.001)) for record in records]
+    shares = latency.a_token(noisy)
+    for side in ("baseline", "speculative"):
+        timings = [getattr(record, side) for record in noisy]
+        whole = 1000 * sum(timing.seconds for timing in timings) / sum(timing.num_tokens for timing in timings)
+        assert sum(shares[side].values()) == pytest.approx(whole)
+    assert shares["baseline"]["draft"] == 0.0  # plain decoding drafts nothing, whatever its clock saw
+    lines = {name: values for name, *values in latency.lines(noisy)}
+    assert lines["drafting, a round"] == [None, pytest.approx(4 * 0.3, rel=0.02)]
+    assert lines["target's step, a round"] == [pytest.approx(2.5, rel=0.02), pytest.approx(3.2, rel=0.02)]
+
+
+def test_the_ceiling_is_the_acceptance_length(report):
+    row, theory = report["results"][0], report["theory"]
+    plot = charts.speedup_by_k(theory, [row])
+    up = {point["k"]: height for point, height in zip(theory["curve"], _heights(plot["ceiling"]), strict=True)}
+    measured = plot["measured"][0]["y"]
+    assert up[0] == plot["one"] == plot["predicted"][0]["y"]  # a draft of no tokens gains nothing
+    assert all(up[k] < point["y"] for k, point in enumerate(plot["predicted"]) if k)  # higher stands further up, at less y
+    assert up[4] < measured < plot["one"]
+
+
+def _heights(path):
+    return [float(point.split(",")[1]) for point in path.split()]
+
+
+def test_the_console_says_the_main_things(report, tmp_path, capsys):
+    report["gate"]["rules"][3].update(passed=False)
+    report["gate"]["passed"] = False
+    print_report(report, tmp_path)
+    said = capsys.readouterr().out
+    for word in ("acceptance length", "accepted per position", "speedup", "predicted speedup", "Failed", "report.html"):
+        assert word in said
+    assert "failed" in said.split("note:")[-1]
+    print_gate(report)
+    said = capsys.readouterr().out
+    assert said.count("passed") == 7
+    assert said.rstrip().endswith("Failed")
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("prediction_gap", lambda report: report["results"][0].update(prediction_gap=0.2)),
+        ("divergence", lambda report: report["lossless"].update(unexplained_divergences=1)),
+        ("near_ties", lambda report: report["lossless"].update(near_ties=2)),
+        ("blind_sampling_test", lambda report: report["lossless"]["sampling_test"].update(negative_control_p_value=0.3)),
+        ("loops", lambda report: report["results"][0].update(num_looping=9)),
+        ("top_k", lambda report: report["settings"].update(temperature=1.0, top_k=1)),
+        ("best_k", lambda report: report["theory"].update(best_k=2, predicted=1.2)),
+        ("wide_interval", lambda report: report["results"][0].update(speedup_ci95=[1.0, 2.0])),
+    ],
+)
+def test_findings_say_what_numbers_do_not(report, name, change):
+    quiet = simulated_report(simulate(), theory=None)
+    assert [finding["name"] for finding in quiet["findings"]] == []
+    report["findings"] = []
+    change(report)
+    assert name in [found for found, _ in findings(report)]
+
+
+def test_a_gpus_prediction_is_held_to_more(report):
+    report["results"][0]["prediction_gap"] = 0.05
+    assert "prediction_gap" not in dict(findings(report))
+    report["hardware"]["device"] = "cuda"
+    assert "prediction_gap" in dict(findings(report))
+
+
+def test_reports_and_gates_need_no_torch(tmp_path, report, records):
+    write_report(tmp_path, report, records)
+    code = (
+        "import sys\n"
+        "from pathlib import Path\n"
+        "from specdistill.gate.gate import Evidence, decide, load_gate\n"
+        "from specdistill.report.files import read_report, render\n"
+        "from specdistill.report.build import build_report\n"
+        "from specdistill.report.console import print_report\n"
+        "folder = Path(sys.argv[1])\n"
+        "render(folder)\n"
+        "decide(load_gate('pico'), Evidence(*read_report(folder)))\n"
+        "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)\n"
+    )
+    assert subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False).returncode == 0

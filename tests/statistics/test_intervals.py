@@ -1,0 +1,112 @@
+import numpy as np
+import pytest
+from scipy import stats
+
+from specdistill.statistics.intervals import (
+    estimates,
+    interval,
+    macro_interval,
+    relative_change,
+    standard_error,
+    two_sample_chi_square,
+)
+from specdistill.statistics.metrics import METRICS, Metric
+from specdistill.statistics.prompt_sums import columns
+from tests.simulated import simulate
+
+
+def test_the_interval_covers_the_truth_about_as_often_as_it_says():
+    generator = np.random.default_rng(0)
+    metric, truth, covered = METRICS["mean_acceptance_length"], 1 + 60 / 40, 0
+    for trial in range(60):
+        table = {"num_accepted_tokens": generator.poisson(60, 40).astype(float), "num_drafts": np.full(40, 40.0)}
+        low, high = interval(metric, table, seed=trial)
+        covered += low <= truth <= high
+    assert 0.87 * 60 <= covered <= 60
+
+
+def test_a_higher_confidence_is_wider_and_the_seed_fixes_it():
+    table, metric = columns(simulate(24)), METRICS["speedup"]
+    low, high = interval(metric, table, seed=3)
+    assert interval(metric, table, seed=3) == (low, high)
+    assert interval(metric, table, confidence=0.99, seed=3)[0] < low
+    assert interval(metric, table, confidence=0.5, seed=3)[1] < high
+
+
+def test_one_prompt_has_no_interval_and_equal_prompts_have_a_point():
+    table = columns(simulate(1))
+    assert interval(METRICS["speedup"], table) is None
+    assert "speedup_ci95" not in estimates(["speedup"], table)
+    twice = {name: np.repeat(column, 5) for name, column in table.items()}
+    low, high = interval(METRICS["speedup"], twice)
+    assert low == pytest.approx(high)
+    assert low == pytest.approx(estimates(["speedup"], twice)["speedup"])
+
+
+def test_resamples_that_mean_nothing_give_no_interval():
+    table = columns(simulate(4))
+    table["num_drafts_long"][:], table["num_accepted_long"][:] = [50, 0, 0, 0], [60, 0, 0, 0]
+    table["num_drafts_short"][:], table["num_accepted_short"][:] = 50, 60
+    assert interval(METRICS["context_ratio"], table) is None
+
+
+def test_paired_comparison_sees_what_unpaired_intervals_hide():
+    before, after = columns(simulate(48)), columns(simulate(48))
+    after["num_accepted_tokens"] = after["num_accepted_tokens"] * 0.98  # every prompt alike
+    change, (low, high) = relative_change(METRICS["acceptance_rate"], after, before)
+    assert change == pytest.approx(-0.02)
+    assert low == pytest.approx(high, abs=1e-9)
+    new, old = interval(METRICS["acceptance_rate"], after), interval(METRICS["acceptance_rate"], before)
+    assert new[1] > old[0]  # they overlap
+
+
+def test_chi_square_is_scipys_on_frequent_outcomes():
+    first, second = ["a"] * 50 + ["b"] * 50, ["a"] * 70 + ["b"] * 30
+    found = two_sample_chi_square(first, second)
+    expected = stats.chi2_contingency([[50, 70], [50, 30]], correction=False)
+    assert found.statistic == pytest.approx(expected.statistic)
+    assert found.p_value == pytest.approx(expected.pvalue)
+
+
+def test_rare_outcomes_are_pooled():
+    first = ["a"] * 60 + [f"rare{n}" for n in range(40)]
+    second = ["a"] * 60 + [f"seldom{n}" for n in range(40)]
+    found = two_sample_chi_square(first, second)
+    assert (found.num_cells, found.statistic) == (2, 0)
+    assert two_sample_chi_square(["a"] * 60 + ["b"] * 37 + ["x"], ["a"] * 58 + ["b"] * 40).num_cells == 2
+
+
+def test_samples_that_cannot_tell_are_not_called_equal():
+    assert two_sample_chi_square(["a"] * 10, ["a"] * 10) is None
+    assert two_sample_chi_square(list(range(4)), list(range(4, 8))) is None
+
+
+def test_equal_laws_pass_and_different_ones_do_not():
+    generator = np.random.default_rng(0)
+    law, other = [0.5, 0.3, 0.2], [0.7, 0.2, 0.1]
+    draws = [generator.choice(3, 400, p=p).tolist() for p in (law, law, other)]
+    assert two_sample_chi_square(draws[0], draws[1]).p_value > 0.01
+    assert two_sample_chi_square(draws[0], draws[2]).p_value < 1e-4
+
+
+def test_the_standard_error_of_a_mean_by_hand():
+    mean = Metric(("total", "count"), lambda total, count: total / count)
+    drawn = np.array([1.0, 2.0, 4.0, 9.0])
+    table = {"total": drawn, "count": np.ones(4)}
+    assert standard_error(mean, table) == pytest.approx(drawn.std(ddof=1) / 2)
+    assert standard_error(mean, {name: column[:1] for name, column in table.items()}) is None
+
+
+def test_the_interval_of_a_macro_average_holds_the_truth_as_often_as_it_says():
+    """Categories of very different sizes: the small one has as much to say as the large one, and is never drawn empty."""
+    mean = Metric(("total", "count"), lambda total, count: total / count)
+    sizes, centres = {"a": 4, "b": 40, "c": 12}, {"a": 1.0, "b": 2.0, "c": 6.0}
+    categories = [name for name, size in sizes.items() for _ in range(size)]
+    hits = 0
+    for seed in range(2_000):
+        rng = np.random.default_rng(seed)
+        drawn = np.array([rng.normal(centres[name], 1.0) for name in categories])
+        low, high = macro_interval(mean, {"total": drawn, "count": np.ones(len(drawn))}, categories)
+        hits += low <= 3.0 <= high
+    assert 0.92 <= hits / 2_000 <= 0.97
+    assert macro_interval(mean, {"total": np.ones(3), "count": np.ones(3)}, ["a", "a", "b"]) is None

@@ -1,0 +1,95 @@
+import socket
+
+import evaluate
+import numpy as np
+import pytest
+
+from specdistill.project import METRICS as METRIC_MODULES
+from specdistill.statistics.metrics import METRICS, acceptance, value
+from specdistill.statistics.prompt_sums import columns
+from specdistill.statistics.theory import predicted_speedup
+from tests.simulated import DRAFT_STEP, PLAIN_STEP, VERIFY_STEP, simulate
+
+
+def test_acceptance_by_hand():
+    numbers = acceptance([[4, 2, 0], [1]], [[4, 4, 4], [4]], num_positions=4)
+    assert numbers["num_drafts"] == 4
+    assert numbers["num_draft_tokens"] == 16
+    assert numbers["num_accepted_tokens"] == 7
+    assert numbers["accepted_per_position"] == [3, 2, 1, 1]
+    assert numbers["mean_acceptance_length"] == 1 + 7 / 4
+    assert numbers["acceptance_rate"] == 7 / 16
+    assert numbers["acceptance_rate_per_position"] == [0.75, 0.5, 0.25, 0.25]
+    assert numbers["conditional_acceptance_rate"] == [0.75, 0.5 / 0.75, 0.5, 1.0]
+
+
+def test_acceptance_without_drafts_has_counts_and_no_rates():
+    numbers = acceptance([[], []], [[], []], num_positions=2)
+    assert numbers == {"num_drafts": 0, "num_draft_tokens": 0, "num_accepted_tokens": 0, "accepted_per_position": [0, 0]}
+
+
+def test_the_acceptance_length_is_one_more_than_the_rates_per_position():
+    numbers = acceptance([[4, 2, 0], [1, 3]], [[4, 4, 4], [4, 4]], num_positions=4)
+    assert numbers["mean_acceptance_length"] == pytest.approx(1 + sum(numbers["acceptance_rate_per_position"]))
+
+
+def test_the_metric_is_a_ratio_of_sums_not_a_mean_of_ratios():
+    table = {"num_accepted_tokens": np.array([9.0, 0.0]), "num_drafts": np.array([3.0, 6.0])}
+    assert value(METRICS["mean_acceptance_length"], table) == 2.0
+
+
+def test_the_prediction_is_the_formula_for_a_chain():
+    table = columns(simulate(6, noise=0))
+    length = value(METRICS["mean_acceptance_length"], table)
+    expected = predicted_speedup(length, VERIFY_STEP / PLAIN_STEP, DRAFT_STEP / PLAIN_STEP, 4)
+    assert value(METRICS["predicted_speedup"], table) == pytest.approx(expected)
+    assert value(METRICS["draft_ms"], table) == pytest.approx(1000 * DRAFT_STEP)
+    assert value(METRICS["verify_ms"], table) == pytest.approx(1000 * VERIFY_STEP)
+    assert value(METRICS["baseline_step_ms"], table) == pytest.approx(1000 * PLAIN_STEP)
+
+
+def test_speed_by_hand():
+    table = {name: np.array(numbers) for name, numbers in {
+        "num_tokens": [10.0, 20.0],
+        "seconds": [1.0, 2.0],
+        "num_accepted_tokens": [6.0, 12.0],
+        "num_drafts": [4.0, 8.0],
+        "baseline_num_tokens": [10.0, 20.0],
+        "baseline_seconds": [2.0, 4.5],
+    }.items()}  # fmt: skip
+    assert value(METRICS["tokens_per_second"], table) == 10
+    assert value(METRICS["speedup"], table) == pytest.approx(6.5 / 3)
+    assert value(METRICS["overhead_factor"], table) == pytest.approx(2.5 / (6.5 / 3))
+
+
+def test_prompts_that_were_not_measured_are_left_out():
+    table = columns(simulate(24))  # the library's loop was timed on the first twelve
+    measured_only = columns(simulate(12))
+    name = "baseline_over_hf_generate"
+    assert value(METRICS[name], table) == pytest.approx(value(METRICS[name], measured_only))
+
+
+def test_nothing_measured_is_none_and_not_zero():
+    table = columns(simulate(2))
+    table["hf_seconds"][:] = np.nan
+    assert value(METRICS["hf_generate_tokens_per_second"], table) is None
+    table["num_drafts"][:] = table["num_accepted_tokens"][:] = 0
+    assert value(METRICS["mean_acceptance_length"], table) is None
+
+
+def test_the_metric_modules_load_by_path_without_a_network(monkeypatch):
+    def refuse(*_: object) -> None:
+        raise AssertionError("the network was used")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    found = evaluate.load(str(METRIC_MODULES / "acceptance"), keep_in_memory=True).compute(
+        predictions=[[4, 2, 0], [1]], references=[[4, 4, 4], [4]], num_positions=4
+    )
+    assert {name: found[name] for name in acceptance([[1]], [[4]], 4)} == acceptance([[4, 2, 0], [1]], [[4, 4, 4], [4]], 4)
+    low, high = found["mean_acceptance_length_ci95"]
+    assert low <= found["mean_acceptance_length"] <= high
+    timings = [{"num_tokens": 10, "seconds": 1.0}, {"num_tokens": 20, "seconds": 2.0}]
+    plain = [{"num_tokens": 10, "seconds": 2.0}, {"num_tokens": 20, "seconds": 4.5}]
+    found = evaluate.load(str(METRIC_MODULES / "speedup"), keep_in_memory=True).compute(predictions=timings, references=plain)
+    assert found["speedup"] == pytest.approx(6.5 / 3)
+    assert found["speedup_ci95"][0] <= found["speedup"] <= found["speedup_ci95"][1]

@@ -1,0 +1,110 @@
+from dataclasses import replace
+
+import pytest
+
+from specdistill.errors import UserError
+from specdistill.report.results import result_rows
+from specdistill.statistics.configuration import Cell
+from specdistill.statistics.prompt_sums import bucket_of, columns, drafts_per_bucket, drafts_with_context, long_context_start
+from specdistill.statistics.records import (
+    PromptRecord,
+    RoundRecord,
+    ServerCounts,
+    Timing,
+    read_records,
+    records_of,
+    write_records,
+)
+from tests.simulated import SUITE, as_from_server, simulate
+
+
+def record(rounds: list[tuple[int, int]], num_prompt_tokens: int = 10) -> PromptRecord:
+    """A record of rounds (drafted, accepted)."""
+    entries = tuple(
+        RoundRecord((7,) * drafted, ("x",) * drafted, (7,) * accepted, (7,) * (accepted + 1), ("x",) * (accepted + 1))
+        for drafted, accepted in rounds
+    )
+    timing = Timing(1 + sum(accepted + 1 for _, accepted in rounds), len(rounds), 2.0, 0.5, 0.25, 1.0)
+    return PromptRecord("s", Cell(4), "p", "c", num_prompt_tokens, "prompt", "text", 7, "x", entries, timing, timing)
+
+
+def test_records_survive_the_file(tmp_path):
+    odd = PromptRecord(**{**vars(simulate(1)[0]), "text": "line separator \u2028, \x85 and <|end|>"})
+    path = tmp_path / "samples.jsonl"
+    served = [as_from_server(record, with_baseline=record.id.startswith("chat")) for record in simulate(4)]
+    write_records([odd, *simulate(3), *served], path)
+    assert read_records(path, "report") == [odd, *simulate(3), *served]
+
+
+def test_a_servers_sums_say_of_its_drafts_what_rounds_say():
+    measured = record([(4, 2), (0, 0), (4, 4), (3, 0), (4, 2)])
+    assert measured.drafts() == [(4, 2), (4, 4), (3, 0), (4, 2)]
+    assert measured.token_ids == (7,) * 14
+    counts = ServerCounts((), num_drafts=4, num_draft_tokens=15, num_accepted_tokens=8, accepted_per_position=(3, 3, 1, 1))
+    served = replace(measured, rounds=(), counts=counts)
+    assert served.drafts() == [(4, 4), (4, 2), (4, 2), (3, 0)]
+    assert served.token_ids == ()
+    assert replace(served, counts=replace(counts, num_drafts=0)).drafts() == []
+
+
+@pytest.mark.parametrize("content", ["", '{"id": 1}\n', "not json\n", "[]\n"])
+def test_a_file_that_is_no_records_is_refused(tmp_path, content):
+    path = tmp_path / "samples.jsonl"
+    path.write_text(content)
+    if content:
+        with pytest.raises(UserError, match="baseline: got"):
+            read_records(path, "baseline")
+    else:
+        assert read_records(path, "baseline") == []
+    with pytest.raises(UserError, match="report: got"):
+        read_records(tmp_path / "missing.jsonl", "report")
+
+
+def test_the_records_of_a_row():
+    cold = simulate(4)
+    warm = [replace(record, cell=Cell(4, 1.0)) for record in cold]
+    rows = [
+        row for cell, records in ((Cell(4), cold), (Cell(4, 1.0), warm)) for row in result_rows(records, SUITE, cell, seed=0)
+    ]
+    assert records_of(rows[0], [*cold, *warm]) == cold
+    (chat,) = [row for row in rows if row["category"] == "chat" and row["temperature"] == 1.0]
+    assert records_of(chat, [*cold, *warm]) == [record for record in warm if record.category == "chat"]
+
+
+def test_the_nodes_beside_a_tree_s_path_are_drafted_tokens_too(tmp_path):
+    tree = record([(4, 2), (3, 0)])
+    tree = replace(tree, rounds=tuple(replace(entry, num_off_path=9) for entry in tree.rounds))
+    table = columns([tree])
+    assert (table["num_drafts"], table["num_draft_tokens"], table["num_accepted_tokens"]) == ([2], [4 + 9 + 3 + 9], [2])
+    path = tmp_path / "samples.jsonl"
+    write_records([tree], path)
+    assert read_records(path, "report") == [tree]
+    path.write_text(path.read_text().replace(', "num_off_path": 9', ""))
+    assert [entry.num_drafted for entry in read_records(path, "report")[0].rounds] == [4, 3]
+
+
+def test_rounds_that_drafted_nothing_are_no_drafts():
+    table = columns([record([(4, 2), (0, 0), (4, 4)])])
+    assert table["num_drafts"] == [2]
+    assert table["num_rounds"] == [3]
+    assert table["num_draft_tokens"] == [8]
+    assert table["num_accepted_tokens"] == [6]
+
+
+def test_a_rounds_context_counts_what_stands_before_it():
+    contexts = [context for context, _ in drafts_with_context(record([(4, 2), (0, 0), (4, 4), (4, 0)], num_prompt_tokens=10))]
+    assert contexts == [11, 15, 20]  # 10 + first token; + 3 + 1 (nothing drafted in between); + 5
+
+
+def test_buckets_are_powers_of_two():
+    assert [bucket_of(context) for context in (1, 2, 3, 255, 256, 257)] == [1, 2, 2, 128, 256, 256]
+
+
+def test_long_context_needs_enough_drafts_on_both_sides():
+    assert long_context_start(simulate(48)) == 256
+    assert long_context_start(simulate(48, num_rounds=2)) is None
+    assert long_context_start([]) is None
+    records = simulate(48)
+    table = columns(records)
+    assert table["num_drafts_long"].sum() == drafts_per_bucket(records)[256]
+    assert (table["num_drafts_long"] + table["num_drafts_short"] == table["num_drafts"]).all()

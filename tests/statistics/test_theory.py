@@ -1,0 +1,47 @@
+import pytest
+
+from specdistill.statistics.theory import (
+    RoundCost,
+    alpha_from_acceptance_length,
+    best_point,
+    conditional_rates,
+    expected_acceptance_length,
+    predicted_speedup,
+    speedup_curve,
+)
+
+
+def test_predicted_speedup_by_hand():
+    assert predicted_speedup(1, 1, 0.3, 0) == 1
+    assert predicted_speedup(3.0, 1.2, 0.1, 4) == pytest.approx(3 / 1.6)
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.3, 0.8, 1.0])
+@pytest.mark.parametrize("k", [1, 4, 7])
+def test_alpha_and_acceptance_length_are_inverse(alpha, k):
+    length = expected_acceptance_length(alpha, k)
+    assert length == pytest.approx(k + 1 if alpha == 1 else (1 - alpha ** (k + 1)) / (1 - alpha))
+    assert alpha_from_acceptance_length(length, k) == pytest.approx(alpha, abs=1e-9)
+
+
+def test_conditional_rates_are_ratios_of_neighbours():
+    assert conditional_rates([0.8, 0.4, 0.0, 0.0]) == [0.8, 0.5, 0.0, None]
+
+
+def test_the_curve_cuts_the_same_rates_shorter():
+    costs = [RoundCost(2, 2.4, 0.6), RoundCost(1, 2.2, 0.3)]
+    curve = speedup_curve([0.5, 0.25], 1.2, 0.1, costs)
+    assert [point["k"] for point in curve] == [0, 1, 2]
+    assert [point["mean_acceptance_length"] for point in curve] == [1.0, 1.5, 1.75]
+    assert [point["predicted_speedup"] for point in curve] == pytest.approx([1.0, 1.5 / (1.1 + 0.1), 1.75 / (1.2 + 2 * 0.1)])
+
+
+def test_lengths_that_were_not_timed_are_left_out():
+    assert [point["k"] for point in speedup_curve([0.5, 0.3, 0.1], 1.2, 0.1, [])] == [0, 3]
+    assert [point["k"] for point in speedup_curve([0.5, 0.3, 0.1], 1.2, 0.1, [RoundCost(1, 1, 1)])] == [0, 3]
+    timed = [RoundCost(1, 1, 1), RoundCost(3, 2, 2)]
+    assert [point["k"] for point in speedup_curve([0.5, 0.3, 0.1], 1.2, 0.1, timed)] == [0, 1, 3]
+
+
+def test_a_useless_draft_is_best_left_out():
+    assert best_point(speedup_curve([0.05], 1.2, 0.2, []))["k"] == 0

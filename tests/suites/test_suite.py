@@ -1,0 +1,247 @@
+import hashlib
+import json
+
+import pytest
+import yaml
+
+from specdistill.errors import UserError
+from specdistill.pico.corpus import split_of
+from specdistill.pico.model import CHAT_TEMPLATE
+from specdistill.project import SUITES
+from specdistill.recipe import SweepConfig
+from specdistill.suites.rows import REMOTE
+from specdistill.suites.suite import cut_prompts, evenly, load_suite, tokenize
+from tests.tiny import tiny_tokenizer
+
+
+def write_jsonl(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def write_suite(folder, rows, **changes):
+    content = write_jsonl(folder / "prompts.jsonl", rows).read_bytes()
+    header = {
+        "name": "mine",
+        "version": "2",
+        "licence": "CC0-1.0",
+        "source": "made up",
+        "sha256": hashlib.sha256(content).hexdigest(),
+        "prompts": "prompts.jsonl",
+        **changes,
+    }
+    path = folder / "mine.yaml"
+    path.write_text(yaml.safe_dump({key: value for key, value in header.items() if value is not None}))
+    return path
+
+
+def prompts(path, tokenizer=None, **options):
+    return tokenize(load_suite(str(path)), tokenizer or tiny_tokenizer(), **{"max_new_tokens": 8, "max_length": 256, **options})
+
+
+def test_a_suite_is_its_yaml_and_its_prompts(tmp_path):
+    suite = load_suite(str(write_suite(tmp_path, [{"prompt": "ab", "category": "short", "id": "x"}])))
+    assert (suite.name, suite.version, suite.licence, suite.source) == ("mine", "2", "CC0-1.0", "made up")
+    assert [(row.id, row.category, row.content) for row in suite.rows] == [("x", "short", "ab")]
+
+
+def test_a_jsonl_file_is_a_suite_named_by_its_content(tmp_path):
+    path = write_jsonl(tmp_path / "stories.jsonl", [{"prompt": "ab"}, {"prompt": "cd"}])
+    suite = load_suite(str(path))
+    assert suite.name == "stories"
+    assert suite.version == hashlib.sha256(path.read_bytes()).hexdigest()[:12]
+    assert [(row.id, row.category) for row in suite.rows] == [("1", "default"), ("2", "default")]
+
+
+def test_the_three_kinds_of_prompts(tmp_path):
+    rows = [
+        {"prompt": "plain"},
+        {"text": "x" * 100},
+        {"messages": [{"role": "user", "content": "hi"}]},
+    ]
+    tokenizer = tiny_tokenizer(CHAT_TEMPLATE)
+    plain, text, chat = prompts(write_jsonl(tmp_path / "s.jsonl", rows), tokenizer)
+    assert plain.token_ids == tuple(tokenizer("plain")["input_ids"])
+    assert (len(text.token_ids), text.text) == (32, "x" * 32)
+    assert chat.text == tokenizer.apply_chat_template(rows[2]["messages"], tokenize=False, add_generation_prompt=True)
+    assert chat.text.endswith("<|assistant|>\n")
+    assert tokenizer.decode(chat.token_ids) == chat.text
+
+
+def test_messages_need_a_chat_template(tmp_path):
+    path = write_jsonl(tmp_path / "s.jsonl", [{"messages": [{"role": "user", "content": "hi"}]}])
+    with pytest.raises(UserError, match="no chat template"):
+        prompts(path)
+
+
+def test_a_prompt_that_leaves_no_room_is_refused(tmp_path):
+    path = write_jsonl(tmp_path / "s.jsonl", [{"prompt": "x" * 200}])
+    assert len(prompts(path, max_new_tokens=56)) == 1
+    with pytest.raises(UserError, match=r"200 tokens, and eval\.max_new_tokens=57, expected at most 256"):
+        prompts(path, max_new_tokens=57)
+
+
+def cut(path, lengths, tokenizer=None, **options):
+    room = {"max_new_tokens": 8, "max_length": 256, **options}
+    return cut_prompts(load_suite(str(path)), tokenizer or tiny_tokenizer(), lengths, **room)
+
+
+def test_long_prompts_are_cut_to_every_length(tmp_path):
+    long = "".join(chr(97 + n % 26) for n in range(130))
+    chat = [{"role": "user", "content": "short"}, {"role": "assistant", "content": long}, {"role": "user", "content": "why"}]
+    rows = [{"prompt": long}, {"text": long}, {"messages": chat}, {"prompt": "x" * 99}]
+    found = cut(write_jsonl(tmp_path / "s.jsonl", rows), [100, 64], tokenizer := tiny_tokenizer(CHAT_TEMPLATE))
+    for length, prompts in found.items():
+        assert [prompt.id for prompt in prompts] == ["1", "2", "3"]
+        plain, text, messages = prompts
+        assert (plain.text, text.text) == (long[-length:], long[:length])
+        assert len(messages.token_ids) == length
+        assert messages.text.startswith("<|user|>\nshort<|end|><|assistant|>\n")
+        assert messages.text.endswith(long[-20:] + "<|end|><|user|>\nwhy<|end|><|assistant|>\n")
+    assert tokenizer.decode(found[64][2].token_ids) == found[64][2].text
+    assert [prompt.id for prompt in cut(tmp_path / "s.jsonl", [64], tokenizer, num_prompts=2)[64]] == ["1", "3"]
+
+
+def test_a_cut_prompt_begins_as_a_text_does(tmp_path):
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_special_tokens({"bos_token": "<|endoftext|>"})
+    tokenizer.add_bos_token = True
+    path = write_jsonl(tmp_path / "s.jsonl", [{"prompt": "abc" * 40}])
+    if tokenizer("a")["input_ids"][0] != tokenizer.bos_token_id:
+        pytest.fail("the tokenizer adds no first token, so this test would say nothing")
+    ((prompt,),) = cut(path, [32], tokenizer).values()
+    assert (prompt.token_ids[0], len(prompt.token_ids)) == (tokenizer.bos_token_id, 32)
+
+
+def test_lengths_that_no_prompt_or_no_target_has(tmp_path):
+    path = write_jsonl(tmp_path / "s.jsonl", [{"prompt": "x" * 100}])
+    assert cut(path, []) == {}
+    with pytest.raises(UserError, match=r"eval\.sweep\.context: got 128, where the longest prompt of s has 100 tokens"):
+        cut(path, [64, 128])
+    with pytest.raises(UserError, match=r"249 tokens, and eval\.max_new_tokens=8, expected at most 256"):
+        cut(path, [249])
+    chat = write_jsonl(tmp_path / "c.jsonl", [{"messages": [{"role": "user", "content": "x" * 50}]}])
+    with pytest.raises(UserError, match="does not fit into"):
+        cut(chat, [2, 40], tiny_tokenizer(CHAT_TEMPLATE))
+
+
+def test_a_suite_may_name_its_sweep(tmp_path):
+    rows = [{"prompt": "ab"}]
+    assert load_suite(str(write_suite(tmp_path, rows))).sweep == SweepConfig()
+    sweep = load_suite(str(write_suite(tmp_path, rows, sweep={"temperature": [0, 1], "context": [64]}))).sweep
+    assert (sweep.num_speculative_tokens, sweep.temperature, sweep.context) == ([], [0.0, 1.0], [64])
+    for wrong, message in (
+        (
+            {"temprature": [1]},
+            r"mine\.yaml: sweep\.temprature: got an unknown key.*did you mean mine\.yaml: sweep\.temperature",
+        ),
+        ({"temperature": [-1]}, r"sweep\.temperature: got -1.0, expected list of float, at least 0"),
+        ({"context": ["long"]}, r"sweep\.context: got \['long'\], expected list of int"),
+        ({"tree": [{"bugdet": 4}]}, r"sweep\.tree\[0\]\.bugdet: got an unknown key.*did you mean .*budget"),
+        ({"context": 64}, r"sweep\.context: got 64, expected list of int"),
+        ([1], r"mine\.yaml: sweep: got \[1\], expected a section"),
+    ):
+        with pytest.raises(UserError, match=message):
+            load_suite(str(write_suite(tmp_path, rows, sweep=wrong)))
+
+
+def test_a_changed_prompt_is_noticed(tmp_path):
+    path = write_suite(tmp_path, [{"prompt": "ab"}])
+    write_jsonl(tmp_path / "prompts.jsonl", [{"prompt": "abc"}])
+    with pytest.raises(UserError, match="sha256"):
+        load_suite(str(path))
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([], "empty"),
+        ([{"promt": "a"}], r"s\.jsonl:1 with promt.*did you mean prompt"),
+        ([{"messages": [{"role": "user", "content": None}]}], "a list of {role, content}"),
+        ([{"prompt": "a"}, {"prompt": ""}], r"s\.jsonl:2"),
+        ([{"prompt": 3}], "some text"),
+        ([{"messages": [{"content": "a"}]}], "a list of {role, content}"),
+        ([["a"]], "no object"),
+        ([{"prompt": "a", "id": "x"}, {"prompt": "b", "id": "x"}], "twice"),
+    ],
+)
+def test_rows_that_hold_no_prompt(tmp_path, rows, message):
+    with pytest.raises(UserError, match=message):
+        load_suite(str(write_jsonl(tmp_path / "s.jsonl", rows)))
+
+
+def test_names_and_headers_that_are_wrong(tmp_path):
+    with pytest.raises(UserError, match="did you mean pico"):
+        load_suite("picco")
+    with pytest.raises(UserError, match=r"missing\.jsonl"):
+        load_suite(str(tmp_path / "missing.jsonl"))
+    with pytest.raises(UserError, match="sha256: got nothing, expected the hash of the prompts' file, or null"):
+        load_suite(str(write_suite(tmp_path, [{"prompt": "a"}], sha256=None)))
+    with pytest.raises(UserError, match=r"columns\.usr: got an unknown key.*did you mean user"):
+        load_suite(str(write_suite(tmp_path, [{"prompt": "a"}], columns={"usr": "prompt"})))
+    with pytest.raises(UserError, match="columns: got 'prompt'"):
+        load_suite(str(write_suite(tmp_path, [{"prompt": "a"}], columns="prompt")))
+    with pytest.raises(UserError, match="licence: got nothing"):
+        load_suite(str(write_suite(tmp_path, [{"prompt": "a"}], licence=None)))
+    with pytest.raises(UserError, match="did you mean licence"):
+        load_suite(str(write_suite(tmp_path, [{"prompt": "a"}], license="x")))
+    with pytest.raises(UserError, match="readable file"):
+        load_suite(str(write_suite(tmp_path, [{"prompt": "a"}], prompts="gone.jsonl")))
+    (tmp_path / "broken.jsonl").write_text("{")
+    with pytest.raises(UserError, match=r"broken\.jsonl:1"):
+        load_suite(str(tmp_path / "broken.jsonl"))
+
+
+def test_prompts_are_chosen_evenly_over_categories(tmp_path):
+    rows = [{"prompt": "a", "category": category, "id": f"{category}{n}"} for category in "abc" for n in range(10)]
+    path = write_jsonl(tmp_path / "s.jsonl", rows)
+    assert [prompt.id for prompt in prompts(path, num_prompts=6)] == ["a0", "a5", "b0", "b5", "c0", "c5"]
+    assert len(prompts(path, num_prompts=7)) == 7
+    assert len(prompts(path, num_prompts=500)) == 30
+    assert evenly([1, 2, 3, 4], ["a", "b", "b", "b"], 3) == [1, 2, 3]
+
+
+def test_every_suite_that_ships_loads():
+    names = [path.stem for path in SUITES.glob("*.yaml") if not header_of(path)["prompts"].startswith(REMOTE)]
+    assert "pico" in names
+    for name in names:
+        assert load_suite(name).name == name
+
+
+def header_of(path):
+    return yaml.safe_load(path.read_text())
+
+
+@pytest.mark.parametrize(
+    ("name", "copy", "num_rows", "categories", "first"),
+    [
+        ("mt-bench", "mt_bench/question.jsonl", 80, 8, ("81", "writing", "Compose an engaging travel blog post")),
+        ("spec-bench", "spec_bench/question.jsonl", 480, 13, ("81", "writing", "Compose an engaging travel blog post")),
+        ("humaneval", "human_eval/HumanEval.jsonl.gz", 164, 1, ("HumanEval/0", "default", "from typing import List")),
+        ("gsm8k", "gsm8k/test.jsonl", 1319, 1, ("1", "default", "Janet\u2019s ducks lay 16 eggs per day.")),
+    ],
+)
+def test_suites_for_real_targets_are_what_their_hash_says(shared_data, tmp_path, name, copy, num_rows, categories, first):
+    """The suite as it ships, but for where the file is: the hash in it must be the copy's."""
+    header = header_of(SUITES / f"{name}.yaml")
+    path = tmp_path / f"{name}.yaml"
+    path.write_text(yaml.safe_dump({**header, "prompts": str(shared_data / "prompts" / copy)}))
+    suite = load_suite(str(path))
+    assert (suite.name, suite.sha256, len(suite.rows)) == (name, header["sha256"], num_rows)
+    assert len({row.category for row in suite.rows}) == categories
+    row = suite.rows[0]
+    assert (row.id, row.category, row.kind, row.content[0]["role"], len(row.content)) == (*first[:2], "messages", "user", 1)
+    assert row.content[0]["content"].startswith(first[2])
+    chat = tokenize(suite, tiny_tokenizer(CHAT_TEMPLATE), max_new_tokens=1, max_length=100_000, num_prompts=3)[0]
+    assert chat.text == f"<|user|>\n{row.content[0]['content']}<|end|><|assistant|>\n"
+
+
+def test_the_pico_suite_is_held_out_and_balanced():
+    rows = [json.loads(line) for line in (SUITES / "pico.jsonl").read_text().splitlines()]
+    assert [row["category"] for row in rows] == [
+        name for name in ("function", "docstring", "chat", "long_context") for _ in range(12)
+    ]
+    assert all(split_of(row["module"]) == "validation" for row in rows)
+    assert len({row["module"] for row in rows}) >= 24
+    assert all(row["prompt"].endswith('"""') for row in rows if row["category"] == "docstring")
+    assert all(row["prompt"].endswith((":", '"""')) for row in rows if row["category"] == "function")

@@ -1,0 +1,95 @@
+from pathlib import Path
+from typing import Any
+
+import matplotlib.image
+import pytest
+import torch
+from torch import nn
+from transformers import Trainer, TrainingArguments
+
+from specdistill.errors import UserError
+from specdistill.training.history import History, TrainingCurve, draw, read_history
+
+
+def test_the_curve_is_drawn_from_the_trainers_log(tmp_path: Path) -> None:
+    log = [{"step": 10, "loss": 2.0}, {"step": 20, "loss": 1.0}]
+    log += [{"step": 20, "eval_loss": 1.5, "eval_accuracy_0": 0.5, "eval_accuracy_1": 0.3, "eval_acceptance_length": 1.8}]
+    draw(log, tmp_path / "curve.png")
+    height, width, _ = matplotlib.image.imread(tmp_path / "curve.png").shape
+    assert width > 2 * height
+
+
+def test_a_run_that_never_evaluated_still_has_a_curve(tmp_path: Path) -> None:
+    draw([{"step": 1, "loss": 2.0}], tmp_path / "curve.png")
+    assert (tmp_path / "curve.png").stat().st_size > 1000
+
+
+class Line(nn.Module):
+    """y = w x: the smallest thing that a Trainer trains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": (self.weight * x - labels).square().mean(), "logits": self.weight * x}
+
+
+def train(run: Path, steps: int, **more: Any) -> None:
+    arguments = TrainingArguments(
+        str(run), max_steps=steps, eval_strategy="steps", eval_steps=2, save_steps=2, report_to="none", disable_tqdm=True,
+        per_device_train_batch_size=1, dataloader_pin_memory=False, use_cpu=True,
+    )  # fmt: skip
+    rows = [{"x": float(number), "labels": 2.0 * number} for number in range(4)]
+    lengths = iter([1.5, float("nan"), 2.5])
+    Trainer(
+        Line(),
+        arguments,
+        train_dataset=rows,
+        eval_dataset=rows,
+        compute_metrics=lambda _: {"acceptance_length": next(lengths)},
+        callbacks=[TrainingCurve(run / "training_curve.png")],
+    ).train(**more)
+
+
+def test_a_run_leaves_its_history(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    train(run, 4)
+    history = read_history(run / "draft", key="drafts")
+    assert history is not None
+    assert history.steps == 4
+    assert history.seconds == history.log[-1]["train_runtime"] > 0
+    assert [entry["step"] for entry in history.log if "eval_loss" in entry] == [2, 4]
+    assert history.summary() == {"seconds": history.seconds, "steps": 4, "curve": [[2, 1.5]]}  # the second was not a number
+    assert (run / "training_curve.png").exists()
+
+
+def test_a_resumed_run_knows_its_steps_but_not_its_time(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    train(run, 2)
+    train(run, 4, resume_from_checkpoint=True)
+    history = read_history(run / "draft", key="drafts")
+    assert history is not None
+    assert history.seconds is None
+    assert history.steps == 4
+    assert [step for step, _ in history.summary()["curve"]] == [2, 4]
+
+
+def test_the_history_is_the_drafts_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "run" / "draft"
+    folder.mkdir(parents=True)
+    assert read_history(folder, key="drafts") is None
+    (tmp_path / "run" / "run").mkdir()
+    path = tmp_path / "run" / "run" / "history.json"
+    path.write_text('{"seconds": 1.5, "steps": 3, "log": []}')
+    found = History(1.5, 3, [])
+    assert read_history(folder, key="drafts") == found
+    assert read_history(tmp_path / "run" / "checkpoint-2", key="drafts") is None
+    (tmp_path / "link").symlink_to(folder)
+    assert read_history(tmp_path / "link", key="drafts") == found
+    monkeypatch.chdir(folder)
+    assert read_history(Path(), key="drafts") == found
+    for broken in ("{", "[]", '{"seconds": 1}'):
+        path.write_text(broken)
+        with pytest.raises(UserError, match=r"drafts: got .*history\.json"):
+            read_history(folder, key="drafts")

@@ -1,0 +1,67 @@
+"""What the engines are given: pico, prompts, and drafts trained for a few steps, just enough to be accepted now and then."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from specdistill.measurement.engine_counts import ignore_stop_tokens
+from specdistill.project import ROOT
+from specdistill.suites.suite import load_suite, tokenize
+from specdistill.targets.frozen import FrozenTarget
+
+NUM_TOKENS, K = 48, 4  # written for each prompt, and drafted a round
+CHOSEN = ("draft.fc_norm=false", "draft.norm_output=false", "draft.aux_layers=[3,7,12]", "draft.vocab_size=700")
+# Name -> script, recipe, and what is changed in it.
+TRAINED: dict[str, tuple[str, str, tuple[str, ...]]] = {
+    "EAGLE-3.1": ("eagle", "pico/eagle3", ()),
+    "EAGLE-3, chosen layers": ("eagle", "pico/eagle3", CHOSEN),
+    "EAGLE": ("eagle", "pico/eagle", ()),
+    "small draft": ("draft", "pico/draft", ()),
+}
+
+
+@pytest.fixture(scope="session")
+def pico() -> FrozenTarget:
+    target = FrozenTarget.load("pico")
+    ignore_stop_tokens(target)
+    return target
+
+
+@pytest.fixture(scope="session")
+def prompts(pico: FrozenTarget) -> list[tuple[int, ...]]:
+    chosen = tokenize(load_suite("pico"), pico.tokenizer, max_new_tokens=NUM_TOKENS + K, max_length=512, num_prompts=6)
+    return [prompt.token_ids for prompt in chosen]
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Name -> the folder of that draft, trained when it is first asked for."""
+    folder = tmp_path_factory.mktemp("drafts")
+
+    def draft(name: str) -> Path:
+        script, recipe, changes = TRAINED[name]
+        run = folder / name.replace(" ", "-")
+        if not run.exists():
+            small = ("max_steps=100", "eval_strategy=no", "save_strategy=no", "load_best_model_at_end=false", "warmup_steps=5")
+            data = (
+                "max_length=128",
+                "regenerate.num_tokens=40000",
+                "regenerate.prompt_tokens=32",
+                "regenerate.temperatures=[0.0]",
+            )
+            arguments = [f"recipe={recipe}", f"train.output_dir={run}", f"data.cache_dir={folder / 'cache'}", *changes]
+            arguments += [f"train.{change}" for change in small] + [f"data.{change}" for change in data]
+            done = subprocess.run(
+                [sys.executable, ROOT / "train" / f"{script}.py", *arguments],
+                cwd=ROOT,
+                check=False,
+                capture_output=True,
+                text=True,
+            )
+            assert done.returncode == 0, done.stderr[-3000:]
+        return run / "draft"
+
+    return draft

@@ -1,0 +1,135 @@
+"""speculators 0.9 reads heads that are exported for it, and heads that it wrote are read here: each step of its unroll gives our logits."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from specdistill.export.export import export
+from specdistill.losses.divergence import forward_kl
+from specdistill.methods.eagle3.checkpoint import load_eagle3
+from specdistill.methods.heads.table import HEADS
+from specdistill.methods.heads.unroll import TrainingTimeTest
+from specdistill.targets.files import TargetFiles
+from specdistill.targets.frozen import FrozenTarget
+from specdistill.training.soft_targets import predicts
+from tests.tiny import tiny_target_model, tiny_tokenizer
+from tests.with_engines.environments import environment, run
+
+pytestmark = [pytest.mark.engines, pytest.mark.slow]
+
+NUM_STEPS = 4
+WINDOW = 8
+VOCABULARY = list(range(5, 105, 4))
+OURS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "pruned vocabulary": {"draft_vocabulary": torch.tensor(VOCABULARY)},
+    "two layers": {"num_layers": 2},
+    "norms of 3.1": {"fc_norm": True, "norm_output": True},
+    "norm_output": {"norm_output": True},
+    "norm before residual": {"norm_before_residual": True},
+    "two layers read": {"aux_layers": [1, 6]},
+    "the last state read": {"aux_layers": [2, 4, 8]},
+    "window": {"sliding_window": WINDOW},
+    "other heads": {"num_attention_heads": 4, "num_key_value_heads": 4, "intermediate_size": 96},
+}
+THEIRS: dict[str, dict[str, Any]] = {
+    "their default": {"norm_before_residual": True},
+    "their norm before fc": {"norm_before_residual": False, "norm_before_fc": True, "num_layers": 2},
+    "their norms of 3.1": {"norm_before_residual": False, "fc_norm": True, "norm_output": True, "target_layer_ids": [1, 3, 6]},
+}
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> FrozenTarget:
+    folder = tmp_path_factory.mktemp("target")
+    tiny_target_model(num_layers=8).save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return FrozenTarget.load(str(folder))
+
+
+@pytest.fixture(scope="module")
+def rows() -> dict[str, Tensor]:
+    """A packed row: a document of 21 tokens and one of 13."""
+    ids = torch.randint(4, 260, (1, 34), generator=torch.Generator().manual_seed(1))
+    return {
+        "input_ids": ids,
+        "supervise": torch.ones_like(ids),
+        "document_ids": torch.tensor([[0] * 21 + [1] * 13]),
+        "position_ids": torch.tensor([[*range(21), *range(13)]]),
+    }
+
+
+@pytest.fixture(scope="module")
+def cases(target: FrozenTarget, rows: dict[str, Tensor], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Each case's folder: `head`, and what speculators' unroll of it gave."""
+    python = environment("speculators") / "bin" / "python"
+    folder = tmp_path_factory.mktemp("speculators")
+    folders = {name: folder / name.replace(" ", "-") for name in [*OURS, *THEIRS]}
+    for name, shape in OURS.items():
+        draft = HEADS["eagle3"].build(target, **shape)
+        with torch.no_grad():
+            for key, parameter in draft.named_parameters():
+                if "norm" in key:
+                    parameter.add_(0.2 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(2)))
+        HEADS["eagle3"].save(draft, folders[name] / "draft")
+        export(folders[name] / "draft", "speculators", folders[name] / "head", TargetFiles(target.name))
+        write_input(target, rows, draft.aux_layers, folders[name])
+    for name, settings in THEIRS.items():
+        folders[name].mkdir()
+        write_input(target, rows, settings.get("target_layer_ids", [2, 4, 5]), folders[name])
+    jobs = {
+        "verifier": target.name,
+        "num_steps": NUM_STEPS,
+        "read": [str(folders[name] / "head") for name in OURS],
+        "make": {str(folders[name] / "head"): {"num_layers": 1, "vocabulary": VOCABULARY, **THEIRS[name]} for name in THEIRS},
+    }
+    (folder / "jobs.json").write_text(json.dumps(jobs))
+    run(python, Path(__file__).with_name("speculators_unroll.py"), folder)
+    return folders
+
+
+@torch.no_grad()
+def write_input(target: FrozenTarget, rows: dict[str, Tensor], aux_layers: Any, folder: Path) -> None:
+    """The pairs (next token, features) as speculators takes them: side by side, the last position dropped, counted from 1."""
+    features = target.features(rows["input_ids"], aux_layers, position_ids_BT=rows["position_ids"])
+    tensors = {
+        "aux": torch.cat(features.aux, dim=-1)[:, :-1],
+        "input_ids": rows["input_ids"][:, 1:],
+        "position_ids": rows["position_ids"][:, :-1] + 1,
+        "document_ids": rows["document_ids"][:, :-1],
+    }
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "input.safetensors")
+
+
+@torch.no_grad()
+def our_logits(draft: Any, target: FrozenTarget, rows: dict[str, Tensor]) -> list[Tensor]:
+    """Those [R, W] of each step of the training-time test, at the R positions that the step keeps."""
+    unroll = TrainingTimeTest(draft.eval(), forward_kl, NUM_STEPS).eval()
+    logits: list[Tensor] = []
+    taught = unroll.teach(target, rows)
+    draft.lm_head.register_forward_hook(lambda module, args, output: logits.append(output))
+    unroll(**rows, **taught)
+    return logits
+
+
+@pytest.mark.parametrize("name", [*OURS, *THEIRS])
+def test_every_step_of_the_unroll_gives_the_same_logits(
+    cases: dict[str, Path], target: FrozenTarget, rows: dict[str, Tensor], name: str
+) -> None:
+    draft = load_eagle3(cases[name] / "head", target)
+    theirs = load_file(cases[name] / "logits.safetensors")
+    for step, ours_RW in enumerate(our_logits(draft, target, rows)):
+        keep_BT = predicts(rows["document_ids"], rows["supervise"], ahead=2 + step)
+        theirs_RW = theirs[str(step)][keep_BT[:, :-1]]
+        assert ours_RW.shape == theirs_RW.shape and len(ours_RW) > 20
+        if step and draft.config.sliding_window:
+            # Their window stays with the root; in decoding, and here, it moves on with the chain. Compared until it drops something.
+            same_R = rows["position_ids"][keep_BT] + step < draft.config.sliding_window
+            ours_RW, theirs_RW = ours_RW[same_R], theirs_RW[same_R]
+            assert len(ours_RW) >= 8
+        torch.testing.assert_close(ours_RW, theirs_RW, rtol=0, atol=1e-4)

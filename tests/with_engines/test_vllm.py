@@ -1,0 +1,219 @@
+"""vLLM 0.32 on a CPU, in float32: what it writes with our drafts is what the target writes, and its counters are ours, prompt by prompt."""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
+
+from specdistill.decoding.proposer import DecodingState, Proposal
+from specdistill.export.export import export
+from specdistill.losses.divergence import forward_kl
+from specdistill.measurement.engine_counts import (
+    Job,
+    Written,
+    draft_options,
+    ignore_stop_tokens,
+    num_same,
+    plain_options,
+    total,
+    write_here,
+    write_in_engine,
+)
+from specdistill.methods.heads.unroll import TrainingTimeTest
+from specdistill.methods.load import load_proposer
+from specdistill.methods.mtp.checkpoint import build_mtp, save_mtp
+from specdistill.methods.ngram.proposer import NgramProposer
+from specdistill.targets.files import TargetFiles
+from specdistill.targets.frozen import FrozenTarget
+from tests.tiny import tiny_tokenizer
+from tests.with_engines.conftest import NUM_TOKENS, K
+from tests.with_engines.environments import environment
+
+pytestmark = [pytest.mark.engines, pytest.mark.slow]
+
+MAX_LENGTH = 512
+# Name -> method, draft, and the engine it is exported for: None is the folder as training left it.
+DRAFTS: dict[str, tuple[str, str, str | None]] = {
+    "EAGLE-3.1 as trained": ("eagle3", "EAGLE-3.1", None),
+    "EAGLE-3.1, engine=vllm": ("eagle3", "EAGLE-3.1", "vllm"),
+    "EAGLE-3.1, engine=speculators": ("eagle3", "EAGLE-3.1", "speculators"),
+    "EAGLE-3, engine=vllm": ("eagle3", "EAGLE-3, chosen layers", "vllm"),
+    "EAGLE-3, engine=speculators": ("eagle3", "EAGLE-3, chosen layers", "speculators"),
+    "EAGLE, engine=vllm": ("eagle", "EAGLE", "vllm"),
+    "small draft, engine=vllm": ("draft_model", "small draft", "vllm"),
+}
+ONE_OFF = "EAGLE-3, layers one off"
+PREDICTED = "multi-token prediction"
+
+
+@dataclass(frozen=True)
+class Case:
+    """What both sides wrote, and what the target writes alone in vLLM."""
+
+    here: list[Written]
+    there: list[Written]
+    plain: list[Written]
+
+
+class EarliestMatch(NgramProposer):
+    """vLLM's rule: of the longest n-gram that is found the *first* occurrence, and only what follows it in the text."""
+
+    def propose(self, state: DecodingState, k: int, *others: Any) -> Proposal:
+        text = state.token_ids
+        for n in range(self.max_ngram, self.min_ngram - 1, -1):
+            for start in range(len(text) - n):
+                if text[start : start + n] == text[-n:]:
+                    return Proposal(text[start + n : start + n + k])
+        return Proposal([])
+
+
+@pytest.fixture(scope="module")
+def cases(
+    pico: FrozenTarget,
+    prompts: list[tuple[int, ...]],
+    trained: Callable[[str], Path],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> dict[str, Case]:
+    """All in one process of vLLM; n-gram look-up comes last, for with it vLLM takes numba's threads."""
+    python = environment("vllm") / "bin" / "python"
+    folder = tmp_path_factory.mktemp("vllm")
+    files = TargetFiles.of("pico")
+    options = partial(plain_options, "vllm", dtype="float32", max_length=MAX_LENGTH)
+    written_here = partial(write_here, max_new_tokens=NUM_TOKENS)
+    plain = Job(options(files.name), prompts, NUM_TOKENS)
+    jobs, here = {"plain": plain}, {"plain": written_here(pico, None, prompts)}
+
+    def add(name: str, changes: dict[str, Any]) -> None:
+        jobs[name] = Job(plain.options | changes, prompts, NUM_TOKENS, K)
+
+    for name, (method, draft, engine) in DRAFTS.items():
+        served = trained(draft)
+        if engine:
+            served = folder / name.replace(" ", "-")
+            export(trained(draft), engine, served, files, num_speculative_tokens=K)
+        # speculators' folder names target and K itself.
+        add(name, {"model": str(served)} if engine == "speculators" else draft_options("vllm", method, str(served), K))
+        here[name] = written_here(pico, load_proposer(method, trained(draft), pico), prompts, num_speculative_tokens=K)
+    here[ONE_OFF] = here["EAGLE-3, engine=vllm"]
+    add(ONE_OFF, draft_options("vllm", "eagle3", str(one_off(jobs["EAGLE-3, engine=vllm"], folder)), K))
+
+    target, served, draft = mixture_of_experts(folder)
+    texts = [list(range(5 + start, 25 + start)) for start in range(3)]
+    jobs["experts"] = Job(options(target.name), texts, NUM_TOKENS)
+    jobs[PREDICTED] = Job(options(target.name) | draft_options("vllm", "mtp", str(served), K), texts, NUM_TOKENS, K)
+    here["experts"] = written_here(target, None, texts)
+    here[PREDICTED] = written_here(target, load_proposer("mtp", draft, target), texts, num_speculative_tokens=K)
+
+    ngram = {"method": "ngram", "num_speculative_tokens": K, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
+    add("n-gram", {"speculative_config": ngram})
+    here["n-gram"] = written_here(pico, EarliestMatch(1, 3), prompts, num_speculative_tokens=K)
+
+    _, there = write_in_engine("vllm", python, list(jobs.values()), folder)
+    texts_there = dict(zip(jobs, there, strict=True))
+    alone = dict.fromkeys(jobs, texts_there["plain"]) | dict.fromkeys(("experts", PREDICTED), texts_there["experts"])
+    return {name: Case(here[name], texts_there[name], alone[name]) for name in jobs}
+
+
+def one_off(job: Job, folder: Path) -> Path:
+    """The draft of a job again, its config naming the layer after each that it reads."""
+    served, wrong = Path(job.options["speculative_config"]["model"]), folder / "one-off"
+    wrong.mkdir()
+    (wrong / "model.safetensors").symlink_to(served / "model.safetensors")
+    config = json.loads((served / "config.json").read_text())
+    config["eagle_aux_hidden_state_layer_ids"] = [layer + 1 for layer in config["eagle_aux_hidden_state_layer_ids"]]
+    (wrong / "config.json").write_text(json.dumps(config))
+    return wrong
+
+
+def mixture_of_experts(folder: Path) -> tuple[FrozenTarget, Path, Path]:
+    """A random GLM-4 with experts, its checkpoint with a multi-token-prediction layer that knows some of its texts, and that layer."""
+    torch.manual_seed(0)
+    config = Glm4MoeConfig(
+        vocab_size=260,
+        hidden_size=64,
+        intermediate_size=96,
+        moe_intermediate_size=32,
+        num_hidden_layers=2,
+        first_k_dense_replace=1,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=MAX_LENGTH,
+        initializer_range=0.1,
+        eos_token_id=0,
+        pad_token_id=0,
+        num_nextn_predict_layers=0,
+    )
+    Glm4MoeForCausalLM(config).save_pretrained(folder / "experts")
+    tiny_tokenizer().save_pretrained(folder / "experts")
+    target = FrozenTarget.load(str(folder / "experts"))
+    ignore_stop_tokens(target)
+    draft = build_mtp(target, init="scratch")
+    learn(draft, target)
+    save_mtp(draft, folder / "layer")
+    export(folder / "layer", "vllm", folder / "experts-with-layer", TargetFiles(target.name), num_speculative_tokens=K)
+    return target, folder / "experts-with-layer", folder / "layer"
+
+
+def learn(draft: Any, target: FrozenTarget) -> None:
+    """A few steps on what the target writes after other prompts than those of the test."""
+    starts = [[5 + start, *range(60 + start, 79 + start)] for start in range(0, 64, 4)]
+    ids = torch.tensor(
+        [
+            [*start, *text.token_ids]
+            for start, text in zip(starts, write_here(target, None, starts, max_new_tokens=44), strict=True)
+        ]
+    )
+    rows: dict[str, Tensor] = {
+        "input_ids": ids,
+        "supervise": torch.ones_like(ids),
+        "document_ids": torch.zeros_like(ids),
+        "position_ids": torch.arange(ids.shape[1]).expand_as(ids),
+    }
+    unroll = TrainingTimeTest(draft, forward_kl, num_steps=K)
+    taught = unroll.teach(target, rows)
+    optimizer = torch.optim.Adam(draft.parameters(), lr=3e-3)
+    for _ in range(30):
+        loss, _ = unroll(**rows, **taught)
+        optimizer.zero_grad()
+        (loss / ids.numel()).backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("name", ["plain", "experts", *DRAFTS, "n-gram"])
+def test_vllm_writes_the_same_text_and_counts_as_we_do(cases: dict[str, Case], name: str) -> None:
+    case, number = cases[name], len(cases[name].here)
+    assert num_same(case.there, case.plain) == num_same(case.there, case.here) == number
+    assert [text.counts for text in case.there] == [text.counts for text in case.here]
+
+
+def test_vllm_drafts_with_a_layer_in_the_targets_checkpoint(cases: dict[str, Case]) -> None:
+    """The text is the same; counts may differ by one a prompt, for vLLM's experts are other code, and the layer is often undecided."""
+    case = cases[PREDICTED]
+    assert num_same(case.there, case.plain) == num_same(case.there, case.here) == len(case.here)
+    for there, here in zip(case.there, case.here, strict=True):
+        assert abs(there.counts.num_drafts - here.counts.num_drafts) <= 1
+        accepted = zip(there.counts.accepted_per_position, here.counts.accepted_per_position, strict=True)
+        assert all(abs(one - other) <= 1 for one, other in accepted)
+
+
+@pytest.mark.parametrize("name", [*DRAFTS, PREDICTED, "n-gram"])
+def test_there_is_something_to_count(cases: dict[str, Case], name: str) -> None:
+    counts = total(cases[name].there)
+    first, second = counts.accepted_per_position[:2]
+    assert counts.num_drafts > first > second > 0
+
+
+def test_a_draft_that_reads_the_next_layers_is_told_from_its_counts_alone(cases: dict[str, Case]) -> None:
+    case = cases[ONE_OFF]
+    assert num_same(case.there, case.plain) == len(case.plain)
+    assert [text.counts for text in case.there] != [text.counts for text in case.here]
