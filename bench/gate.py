@@ -36,7 +36,7 @@ from specdistill.report.files import read_report
 from specdistill.report.markdown import table
 from specdistill.statistics.intervals import relative_change
 from specdistill.statistics.metrics import METRICS
-from specdistill.statistics.prompt_sums import Columns
+from specdistill.statistics.prompt_sums import PromptSums
 from specdistill.statistics.records import PromptRecord
 
 MEASURED = Path(__file__).with_suffix(".json")
@@ -74,8 +74,8 @@ class Drafts:
     def num_prompts(self) -> int:
         return len(self.before_PA)
 
-    def release(self, change: float, num_prompts: int, generator: np.random.Generator) -> tuple[Columns, Columns]:
-        """Columns of (after, before) on prompts drawn with replacement, the later draft's true acceptance length changed by `change`."""
+    def release(self, change: float, num_prompts: int, generator: np.random.Generator) -> tuple[PromptSums, PromptSums]:
+        """PromptSums of (after, before) on prompts drawn with replacement, the later draft's true acceptance length changed by `change`."""
         wanted = (1 + change) * (1 + _mean(self.before_PA)) - (1 + _mean(self.after_PA))
         drawn = generator.integers(self.num_prompts, size=num_prompts)
         return _accepted(shifted(self.after_PA, wanted, drawn, generator)), _accepted(self.before_PA[drawn])
@@ -94,8 +94,8 @@ class Timings:
     def num_prompts(self) -> int:
         return len(self.first_PT)
 
-    def release(self, change: float, num_prompts: int, generator: np.random.Generator) -> tuple[Columns, Columns]:
-        """Columns of (again, first) on prompts drawn with replacement; the second time is scaled to a true change of `change`."""
+    def release(self, change: float, num_prompts: int, generator: np.random.Generator) -> tuple[PromptSums, PromptSums]:
+        """PromptSums of (again, first) on prompts drawn with replacement; the second time is scaled to a true change of `change`."""
         drift = _speedup(self.again_PT) / _speedup(self.first_PT)
         drawn = generator.integers(self.num_prompts, size=num_prompts)
         again = dict(zip(TIMED, self.again_PT[drawn].T, strict=True))
@@ -142,11 +142,14 @@ def chance_to_pass(
 
 def curve(population: Drafts | Timings, rule: Rule, pool: Executor) -> Curve:
     """The chance to pass for each number of prompts and each true change."""
-    cells = list(itertools.product(NUM_PROMPTS[population.metric], CHANGES))
+    configurations = list(itertools.product(NUM_PROMPTS[population.metric], CHANGES))
     trials = {change: NUM_TRIALS_STATED if change in (0.0, -float(rule.threshold)) else NUM_TRIALS for change in CHANGES}
-    asked = [pool.submit(chance_to_pass, population, rule, change, number, trials=trials[change]) for number, change in cells]
+    asked = [
+        pool.submit(chance_to_pass, population, rule, change, number, trials=trials[change])
+        for number, change in configurations
+    ]
     found: Curve = {}
-    for (number, change), chance in zip(cells, asked, strict=True):
+    for (number, change), chance in zip(configurations, asked, strict=True):
         found.setdefault(number, {})[change] = chance.result()
     return found
 
@@ -227,7 +230,7 @@ def _mean(rounds_PA: Counts) -> float:
     return float((rounds_PA @ np.arange(rounds_PA.shape[1])).sum() / rounds_PA.sum())
 
 
-def _accepted(rounds_PA: Counts) -> Columns:
+def _accepted(rounds_PA: Counts) -> PromptSums:
     accepted = rounds_PA @ np.arange(rounds_PA.shape[1])
     return {"num_accepted_tokens": accepted.astype(np.float64), "num_drafts": rounds_PA.sum(axis=1).astype(np.float64)}
 

@@ -22,7 +22,7 @@ import torch
 from datasets import Dataset
 
 from specdistill.data.batch_generate import Sampling as WritingSampling
-from specdistill.data.batch_generate import fast_dtype, write, writer
+from specdistill.data.batch_generate import fast_dtype, generate, generation_mode
 from specdistill.decoding.decoder import Decoder
 from specdistill.losses.divergence import forward_kl
 from specdistill.measurement.environment import hardware, software
@@ -140,7 +140,7 @@ def training_step(target: FrozenTarget, rows: int = 16, length: int = 256) -> di
     generator = torch.Generator().manual_seed(0)
     table = {
         "input_ids": torch.randint(4, target.vocab_size, (rows, length), generator=generator).tolist(),
-        "supervise": [[1] * length] * rows,
+        "loss_mask": [[1] * length] * rows,
         "document_ids": [[0] * length] * rows,
         "position_ids": [list(range(length))] * rows,
     }
@@ -170,9 +170,9 @@ def training_step(target: FrozenTarget, rows: int = 16, length: int = 256) -> di
 def regeneration(target: FrozenTarget, rows: int = 256, new_tokens: int = 96) -> dict[str, float]:
     """Tokens the target writes each second, in the batches that regeneration uses."""
     prompts = [list(range(10, 42))] * rows
-    with writer(target.model, fast_dtype(target.device)) as model:  # type: ignore[arg-type]
+    with generation_mode(target.model, fast_dtype(target.device)) as model:  # type: ignore[arg-type]
         seconds = median_seconds(
-            lambda: write(model, prompts, [0.8] * rows, WritingSampling(new_tokens, end_ids=(), seed=0)), repeats=2
+            lambda: generate(model, prompts, [0.8] * rows, WritingSampling(new_tokens, end_ids=(), seed=0)), repeats=2
         )
     return {"tokens_per_second": rows * new_tokens / seconds}
 

@@ -20,13 +20,13 @@ from specdistill.gate.gate import Evidence, load_gate
 from specdistill.measurement.evaluate import evaluate_draft
 from specdistill.measurement.measure import Settings
 from specdistill.measurement.quality import add_quality
-from specdistill.measurement.sweep import Plan, plan_cells
+from specdistill.measurement.sweep import Plan, plan_configurations
 from specdistill.methods.load import load_proposer, proposer_options
 from specdistill.recipe import Recipe
-from specdistill.report.console import print_foresight, print_report
+from specdistill.report.console import print_power_analysis, print_report
 from specdistill.report.files import check_writable, previous_report, write_report
 from specdistill.servers.run import connect, evaluate_server
-from specdistill.statistics.power import Earlier, foresight
+from specdistill.statistics.power import PriorRun, power_analysis
 from specdistill.statistics.records import PromptRecord
 from specdistill.suites.suite import Suite, cut_prompts, load_suite, tokenize
 from specdistill.targets.frozen import FrozenTarget, read_tokenizer, resolve
@@ -46,18 +46,18 @@ def main(recipe: Recipe) -> ExitCode:
     check_writable(folder, "eval.output_dir")
     rules, suite = load_gate(recipe.gate), load_suite(config.suite)
     baseline = read_baseline(config.baseline, "eval.baseline") if config.baseline else None
-    earlier = earlier_measurement(folder, baseline, config.baseline)
-    finished_cells = folder / "cells"
+    prior = prior_run(folder, baseline, config.baseline)
+    measured_configurations = folder / "configurations"
     if config.engine == "specdistill":
-        report, records = measure_here(recipe, suite, earlier, finished_cells)
+        report, records = measure_here(recipe, suite, prior, measured_configurations)
     else:
-        report, records = measure_server(recipe, suite, earlier)
+        report, records = measure_server(recipe, suite, prior)
 
     # Judge and write
     report = judge(rules, Evidence(report, records), baseline)
     write_report(folder, report, records)
     if config.engine == "specdistill":
-        shutil.rmtree(finished_cells)
+        shutil.rmtree(measured_configurations)
     print_report(report, folder)
     if report.get("incomplete"):
         print(f"error: {report['not_measured']['incomplete']}", file=sys.stderr)
@@ -66,9 +66,9 @@ def main(recipe: Recipe) -> ExitCode:
 
 
 def measure_here(
-    recipe: Recipe, suite: Suite, earlier: Earlier | None, finished_cells: Path
+    recipe: Recipe, suite: Suite, prior: PriorRun | None, measured_configurations: Path
 ) -> tuple[dict[str, Any], list[PromptRecord]]:
-    """Decode in this process. finished_cells: the folder of what is measured already, for a run that goes on."""
+    """Decode in this process. measured_configurations: the folder of what is measured already, for a run that goes on."""
     config = recipe.eval
     for key in ("server", "baseline_server"):
         if (address := getattr(config, key)) is not None:
@@ -98,9 +98,9 @@ def measure_here(
         max_length=target.max_length,
         num_prompts=config.num_prompts,
     )
-    print_foresight(foresight(len(prompts), suite.name, earlier))
-    plans = plan_cells(
-        Plan(Settings.of(config), prompts, config.until),
+    print_power_analysis(power_analysis(len(prompts), suite.name, prior))
+    plans = plan_configurations(
+        Plan(Settings.of(config), prompts, config.target_precision),
         num_speculative_tokens=axes.num_speculative_tokens,
         temperatures=axes.temperature,
         batch_sizes=axes.batch_size,
@@ -115,13 +115,13 @@ def measure_here(
         method=recipe.method,
         draft=draft,
         sampling_draws=config.sampling_draws,
-        folder=finished_cells,
+        folder=measured_configurations,
     )
     add_quality(report, records, suite, special_tokens=target.tokenizer.all_special_tokens, run_code=config.run_code)
     return report, records
 
 
-def measure_server(recipe: Recipe, suite: Suite, earlier: Earlier | None) -> tuple[dict[str, Any], list[PromptRecord]]:
+def measure_server(recipe: Recipe, suite: Suite, prior: PriorRun | None) -> tuple[dict[str, Any], list[PromptRecord]]:
     """Send the suite to running servers. Which draft they loaded they do not say: eval.draft is written down as it is given."""
     config, target = recipe.eval, recipe.target
     if config.batch_size > 1:
@@ -134,9 +134,11 @@ def measure_server(recipe: Recipe, suite: Suite, earlier: Earlier | None) -> tup
         if values:
             expected = "nothing: a server drafts as it was started"
             raise UserError(f"eval.sweep.{name}", got=f"{values} with eval.engine={config.engine}", expected=expected)
-    if config.until is not None:
+    if config.target_precision is not None:
         raise UserError(
-            "eval.until", got=f"{config.until} with eval.engine={config.engine}", expected="null: it is measured whole"
+            "eval.target_precision",
+            got=f"{config.target_precision} with eval.engine={config.engine}",
+            expected="null: it is measured whole",
         )
     tokenizer, longest = read_tokenizer(target.model, revision=target.revision, trust_remote_code=target.trust_remote_code)
     speculative, plain = connect(
@@ -154,7 +156,7 @@ def measure_server(recipe: Recipe, suite: Suite, earlier: Earlier | None) -> tup
         max_length=min(longest, speculative.identity.max_length or longest),
         num_prompts=config.num_prompts,
     )
-    print_foresight(foresight(len(prompts), suite.name, earlier))
+    print_power_analysis(power_analysis(len(prompts), suite.name, prior))
     report, records = evaluate_server(
         speculative,
         plain,
@@ -169,12 +171,12 @@ def measure_server(recipe: Recipe, suite: Suite, earlier: Earlier | None) -> tup
     return report, records
 
 
-def earlier_measurement(folder: Path, baseline: Evidence | None, place: str | None) -> Earlier | None:
+def prior_run(folder: Path, baseline: Evidence | None, place: str | None) -> PriorRun | None:
     """The baseline, or else the report that this one will replace."""
     if baseline is not None:
-        return Earlier(baseline.report, baseline.records, str(place))
+        return PriorRun(baseline.report, baseline.records, str(place))
     previous = previous_report(folder)
-    return Earlier(*previous, str(folder)) if previous else None
+    return PriorRun(*previous, str(folder)) if previous else None
 
 
 if __name__ == "__main__":

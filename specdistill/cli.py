@@ -60,7 +60,7 @@ class ExportOptions:
     output_dir: str = option(MISSING, "new folder for the checkpoint and SERVE.md, the command that serves it")
     target: ExportedTarget = section(ExportedTarget)
     report: str | None = option(None, "report.json of the draft, or its folder; null: <run>/report of <run>/draft")
-    dtype: str | None = option(None, "weights of a small draft in a GGUF file: f32, f16 or q8_0; null: f16")
+    dtype: str | None = option(None, "weights of a draft model in a GGUF file: f32, f16 or q8_0; null: f16")
     num_speculative_tokens: int | None = option(None, "tokens drafted a round, for SERVE.md; null: the report's, or 3", least=1)
     dry_run: bool = option(False, "write the untrained draft of recipe=…, with its key=value, to try its layout in an engine")
 

@@ -26,7 +26,7 @@ def memorise(method: str, target: FrozenTarget, run: Path, *, max_steps: int = 2
     """Train a head of this shape, and leave it as a run does: `draft` and `run/history.json`. Returns the draft's folder."""
     prompt = target.tokenizer(PROMPT)["input_ids"]
     text = [*prompt, *Decoder(target).generate(prompt, max_new_tokens=NUM_TOKENS).token_ids]
-    row = {"input_ids": text, "supervise": [1] * len(text), "document_ids": [0] * len(text)}
+    row = {"input_ids": text, "loss_mask": [1] * len(text), "document_ids": [0] * len(text)}
     sample = Dataset.from_list([row | {"position_ids": list(range(len(text)))}])
     head = HEADS[method].build(target, **shape)
     for norm, size in (("input_layernorm", 2.0), ("hidden_norm", 0.5)):  # as different as long training makes them

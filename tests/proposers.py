@@ -1,9 +1,10 @@
-"""A proposer with a law of its own, for tests that need drafts which are sometimes accepted and sometimes not."""
+"""A proposer with a distribution of its own, for tests that need drafts which are sometimes accepted and sometimes not."""
 
 from dataclasses import dataclass
 
 import torch
 
+from specdistill.decoding.batch_proposer import BatchProposer, RowByRow
 from specdistill.decoding.proposer import DecodingState, Proposal
 from specdistill.decoding.sampling import Sampling, draw
 from specdistill.targets.frozen import FrozenTarget
@@ -16,7 +17,7 @@ def tiny_target(seed: int = 0) -> FrozenTarget:
 
 @dataclass
 class ModelProposer:
-    """Drafts with a whole model, without a cache: its greedy tokens (one-hot) or tokens drawn from its law."""
+    """Drafts with a whole model, without a cache: its greedy tokens (one-hot) or tokens drawn from its distribution."""
 
     model: torch.nn.Module
     one_hot: bool = False
@@ -27,14 +28,17 @@ class ModelProposer:
     def begin(self, max_length: int) -> None:
         pass
 
+    def batched(self) -> BatchProposer:
+        return RowByRow(self)
+
     def propose(self, state: DecodingState, k: int, sampling: Sampling, generator: torch.Generator | None) -> Proposal:
-        tokens, laws = list(state.token_ids), []
+        tokens, distributions = list(state.token_ids), []
         for _ in range(k):
             logits = self.model(torch.tensor([tokens])).logits[0, -1]
             if sampling.is_greedy or self.one_hot:
                 tokens.append(int(logits.argmax()))
             else:
-                laws.append(sampling.probabilities(logits.unsqueeze(0))[0])
+                distributions.append(sampling.probabilities(logits.unsqueeze(0))[0])
                 uniform = torch.rand(1, generator=generator, dtype=torch.float64)
-                tokens.append(int(draw(laws[-1].unsqueeze(0), uniform)))
-        return Proposal(tokens[len(state.token_ids) :], torch.stack(laws) if laws else None)
+                tokens.append(int(draw(distributions[-1].unsqueeze(0), uniform)))
+        return Proposal(tokens[len(state.token_ids) :], torch.stack(distributions) if distributions else None)

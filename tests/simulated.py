@@ -13,7 +13,7 @@ import numpy as np
 from specdistill.comparison.compare import Measured
 from specdistill.report.build import build_report
 from specdistill.report.results import context_rows, headline, result_rows, theory
-from specdistill.statistics.configuration import Cell
+from specdistill.statistics.configuration import Configuration
 from specdistill.statistics.records import HFGenerate, PromptRecord, RoundRecord, ServerCounts, Timing
 from specdistill.statistics.theory import RoundCost
 from specdistill.suites import suite as suites
@@ -85,7 +85,7 @@ def _record(
     num_tokens = 1 + sum(len(entry.emitted) for entry in rounds)
     return PromptRecord(
         suite=SUITE.name,
-        cell=Cell(len(conditional)),
+        configuration=Configuration(len(conditional)),
         id=f"{category}-{number // len(CATEGORIES):02}",
         category=category,
         num_prompt_tokens=310 if category == "long_context" else 60,
@@ -115,7 +115,7 @@ def simulated_report(
     records: Sequence[PromptRecord], *, k: int = 4, temperature: float = 0.0, **changes: Any
 ) -> dict[str, Any]:
     """The report of simulated records, not yet judged. `changes` replace arguments of `build_report`."""
-    rows = result_rows(records, SUITE, Cell(k, temperature), seed=0)
+    rows = result_rows(records, SUITE, Configuration(k, temperature), seed=0)
     lossless = {
         "greedy_identical": True,
         "prompts_checked": len(records),
@@ -172,18 +172,20 @@ def simulated_report(
 
 
 def simulated_sweep(report: dict[str, Any], num_prompts: int = 24) -> dict[str, Any]:
-    """The report with the rows of a sweep over K, temperature, batch and prompt length around its own cell."""
+    """The report with the rows of a sweep over K, temperature, batch and prompt length around its own configuration."""
     rates = (0.75, 0.72, 0.68, 0.65, 0.6, 0.55, 0.5, 0.5)
-    cells = {
-        **{Cell(k): (rates[:k], VERIFY_STEP + (k - 4) * PLAIN_STEP / 10) for k in (1, 2, 6, 8)},
-        **{Cell(4, t): (tuple(rate - t / 10 for rate in rates[:4]), VERIFY_STEP) for t in (0.8, 1.0)},
-        **{Cell(4, batch_size=size): (rates[:4], VERIFY_STEP * (1 + size / 10)) for size in (2, 4, 8)},
-        **{Cell(4, context_bucket=str(size)): (rates[:4], VERIFY_STEP) for size in (64, 128)},
+    configurations = {
+        **{Configuration(k): (rates[:k], VERIFY_STEP + (k - 4) * PLAIN_STEP / 10) for k in (1, 2, 6, 8)},
+        **{Configuration(4, t): (tuple(rate - t / 10 for rate in rates[:4]), VERIFY_STEP) for t in (0.8, 1.0)},
+        **{Configuration(4, batch_size=size): (rates[:4], VERIFY_STEP * (1 + size / 10)) for size in (2, 4, 8)},
+        **{Configuration(4, context_bucket=str(size)): (rates[:4], VERIFY_STEP) for size in (64, 128)},
     }
     rows = [
         row
-        for cell, (conditional, verify_step) in cells.items()
-        for row in result_rows(simulate(num_prompts, conditional=conditional, verify_step=verify_step), SUITE, cell, seed=0)
+        for configuration, (conditional, verify_step) in configurations.items()
+        for row in result_rows(
+            simulate(num_prompts, conditional=conditional, verify_step=verify_step), SUITE, configuration, seed=0
+        )
     ]
     return {**report, "results": [*report["results"], *rows]}
 

@@ -1,4 +1,4 @@
-"""Tiny random models and tokenizers, made in memory: enough for every law that does not need a trained target."""
+"""Tiny random models and tokenizers, made in memory: enough for every distribution that does not need a trained target."""
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers

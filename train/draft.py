@@ -1,4 +1,4 @@
-"""Train a small draft by distillation: a language model with the target's own vocabulary (DistillSpec, arXiv 2310.08461).
+"""Train a draft model by distillation: a language model with the target's own vocabulary (DistillSpec, arXiv 2310.08461).
 
 accelerate launch --config_file accelerate_configs/cpu.yaml train/draft.py recipe=pico/draft
 """
@@ -12,10 +12,10 @@ from transformers import set_seed
 from specdistill.command import run
 from specdistill.data import training_data
 from specdistill.losses.divergence import build_divergence
-from specdistill.methods.draft_model.create import build_small, load_alike, save_small
+from specdistill.methods.draft_model.create import create_draft_model, load_alike, save_draft_model
 from specdistill.methods.draft_model.lora import merged, with_lora
 from specdistill.methods.draft_model.objective import Distillation
-from specdistill.methods.draft_model.on_policy import StudentWriting
+from specdistill.methods.draft_model.on_policy import OnPolicyGeneration
 from specdistill.recipe import Recipe, check_trainable
 from specdistill.targets.frozen import FrozenTarget
 from specdistill.training.arguments import check_precision, training_arguments
@@ -46,7 +46,8 @@ def main(recipe: Recipe) -> None:
     # Draft
     calibration = torch.tensor(train_set[:CALIBRATION_ROWS]["input_ids"], device=target.device)
     draft = with_lora(
-        build_small(target, calibration=calibration, seed=arguments.seed, **recipe.draft.small()), **vars(recipe.draft.lora)
+        create_draft_model(target, calibration=calibration, seed=arguments.seed, **recipe.draft.small()),
+        **vars(recipe.draft.lora),
     )
 
     # The run's record, before the first step
@@ -57,7 +58,7 @@ def main(recipe: Recipe) -> None:
 
     # Trainer
     def save(folder: Path) -> None:
-        save_small(merged(draft), target.tokenizer, folder)
+        save_draft_model(merged(draft), target.tokenizer, folder)
 
     trainer = DraftTrainer(
         Distillation(
@@ -75,7 +76,7 @@ def main(recipe: Recipe) -> None:
         eval_set,
         save=save,
         optimizer=build_optimizer(recipe.optimizer, draft, arguments),
-        on_policy=StudentWriting(draft, **vars(on_policy), end_ids=tuple(target.eos_token_ids), seed=arguments.seed),
+        on_policy=OnPolicyGeneration(draft, **vars(on_policy), end_ids=tuple(target.eos_token_ids), seed=arguments.seed),
         callbacks=[TrainingCurve(directory.path / "training_curve.png")],
     )
 

@@ -22,12 +22,12 @@ from specdistill.measurement.engine_counts import (
     Counts,
     Job,
     draft_options,
+    generate_here,
+    generate_in_engine,
     ignore_stop_tokens,
     num_same,
     plain_options,
     total,
-    write_here,
-    write_in_engine,
 )
 from specdistill.methods.load import load_proposer
 from specdistill.methods.recognize import locate, method_of
@@ -70,8 +70,8 @@ def main(options: CheckOptions) -> ExitCode:
         suite, target.tokenizer, max_new_tokens=length + k, max_length=target.max_length, num_prompts=options.num_prompts
     )
     prompts = [prompt.token_ids for prompt in chosen]
-    plain = write_here(target, None, prompts, max_new_tokens=length)
-    here = write_here(target, proposer, prompts, max_new_tokens=length, num_speculative_tokens=k)
+    plain = generate_here(target, None, prompts, max_new_tokens=length)
+    here = generate_here(target, proposer, prompts, max_new_tokens=length, num_speculative_tokens=k)
 
     # There
     files = TargetFiles.of(options.target)
@@ -79,7 +79,7 @@ def main(options: CheckOptions) -> ExitCode:
     without = plain_options(options.engine, files.name, dtype=options.dtype, max_length=target.max_length)
     with_draft = without | draft_options(options.engine, method, str(folder / "served"), k)
     jobs = [Job(without, prompts, length), Job(with_draft, prompts, length, k)]
-    version, (plain_there, there) = write_in_engine(options.engine, Path(options.python), jobs, folder)
+    version, (plain_there, there) = generate_in_engine(options.engine, Path(options.python), jobs, folder)
 
     # Side by side
     ours, theirs = total(here), total(there)

@@ -16,7 +16,7 @@ from specdistill import __version__
 from specdistill.comparison.explanation import reasons
 from specdistill.statistics.intervals import relative_change
 from specdistill.statistics.metrics import METRICS, Metric, value
-from specdistill.statistics.prompt_sums import Columns, columns
+from specdistill.statistics.prompt_sums import PromptSums, prompt_sums
 from specdistill.statistics.records import PromptRecord
 
 SCHEMA_VERSION = 1
@@ -135,7 +135,7 @@ def _speedup(report: dict[str, Any]) -> float:
     return float(report["results"][0]["speedup"])
 
 
-def _columns(records: Sequence[PromptRecord]) -> Columns:
+def _columns(records: Sequence[PromptRecord]) -> PromptSums:
     """The columns of every metric, and those that tell the first drafted position from the later ones."""
     drafts = [[(len(entry.accepted), len(entry.drafted)) for entry in record.rounds if entry.drafted] for record in records]
     own = {
@@ -144,14 +144,14 @@ def _columns(records: Sequence[PromptRecord]) -> Columns:
         # A position is reached when the one before it was accepted; the first rejection ends a draft.
         "num_reached_later": [sum(min(accepted + 1, drafted) - 1 for accepted, drafted in prompt) for prompt in drafts],
     }
-    return columns(records) | {name: np.array(column, dtype=np.float64) for name, column in own.items()}
+    return prompt_sums(records) | {name: np.array(column, dtype=np.float64) for name, column in own.items()}
 
 
-def _parts(table: Columns) -> dict[str, float | None]:
+def _parts(table: PromptSums) -> dict[str, float | None]:
     return {name: value(metric, table) for name, metric in PARTS.items()}
 
 
-def _differences(table: Columns, best: Columns, seed: int) -> dict[str, Any]:
+def _differences(table: PromptSums, best: PromptSums, seed: int) -> dict[str, Any]:
     """Each part's relative change from the best candidate's, with its paired interval; None where one of them has no value."""
     found: dict[str, Any] = {}
     for name, metric in {"speedup": METRICS["speedup"], **PARTS}.items():

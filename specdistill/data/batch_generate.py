@@ -112,7 +112,7 @@ AttentionMaskInterface.register(GROUPED_ATTENTION, sdpa_mask)
 
 
 @contextmanager
-def writer(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[PreTrainedModel]:
+def generation_mode(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[PreTrainedModel]:
     """The model made ready to write fast: weights in `dtype` (a copy where they are not), attention that suits its device."""
     attention, training = model.config._attn_implementation, model.training
     if model.dtype != dtype:
@@ -145,7 +145,7 @@ class Sampling:
     seed: int
 
 
-def write(
+def generate(
     model: PreTrainedModel,
     prompts: Sequence[Sequence[int]],
     temperatures: Sequence[float],
@@ -163,11 +163,11 @@ def write(
     if num_parts is None:
         num_parts = max(1, min(threads, len(prompts) // MIN_PART_ROWS)) if model.device.type == "cpu" else 1
     if num_parts == 1:
-        return _write_part(model, prompts, temperatures, sampling, on_tokens, part=0)
+        return _generate_part(model, prompts, temperatures, sampling, on_tokens, part=0)
 
     def one_part(part: int) -> list[list[int]]:
         torch.set_num_threads(max(1, threads // num_parts))
-        return _write_part(model, prompts[part::num_parts], temperatures[part::num_parts], sampling, on_tokens, part)
+        return _generate_part(model, prompts[part::num_parts], temperatures[part::num_parts], sampling, on_tokens, part)
 
     try:
         with ThreadPoolExecutor(num_parts) as pool:
@@ -192,7 +192,7 @@ class _Rows:
 
 
 @torch.inference_mode()
-def _write_part(
+def _generate_part(
     model: PreTrainedModel,
     prompts: Sequence[Sequence[int]],
     temperatures: Sequence[float],

@@ -29,7 +29,7 @@ class Encoded:
     """Token ids and, for each, 1 where it carries loss."""
 
     input_ids: list[int]
-    supervise: list[int]
+    loss_mask: list[int]
 
 
 def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> Encoded:
@@ -41,16 +41,16 @@ def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> Encoded:
 
 
 def encode_chat(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], supervise: str, where: str = "data.source"
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], loss_mask: str, where: str = "data.source"
 ) -> Encoded:
-    """A conversation by the target's chat template; `supervise` is `assistant` or `all`.
+    """A conversation by the target's chat template; `loss_mask` is `assistant` or `all`.
 
     Raises UserError, with the rendered text, where the assistant's tokens come out as none or as all of them.
     """
     rendered = render(tokenizer, messages, where=where)
     encoding = tokenizer(rendered, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     ids = list(encoding["input_ids"])
-    if supervise == "all":
+    if loss_mask == "all":
         return Encoded(ids, [1] * len(ids))
     if has_generation_tags(tokenizer):
         mask = _mask_by_tags(tokenizer, messages)
@@ -59,7 +59,7 @@ def encode_chat(
         mask = [int(any(left < end and start < right for start, end in spans)) for left, right in encoding["offset_mapping"]]
     if sum(mask) in (0, len(mask)):
         got = f"{sum(mask)} of {len(mask)} tokens written by the assistant in {shortened(rendered)!r}"
-        raise UserError(where, got=got, expected="a conversation of which the assistant writes a part (or data.supervise=all)")
+        raise UserError(where, got=got, expected="a conversation of which the assistant writes a part (or data.loss_mask=all)")
     return Encoded(ids, mask)
 
 
@@ -104,7 +104,7 @@ def assistant_spans(render: Render, messages: Sequence[Message], where: str = "d
         starts = list(_marker_positions(render(opened, False), whole))
     if not len(starts) == len(ends) == len(turns):
         got = f"a chat template that changes what the assistant wrote in {shortened(whole)!r}"
-        raise UserError(where, got=got, expected="a template with {% generation %} tags, or data.supervise=all")
+        raise UserError(where, got=got, expected="a template with {% generation %} tags, or data.loss_mask=all")
     spans = []
     for turn, start, content_end in zip(turns, starts, ends, strict=True):
         closing = render(marked[: turn + 1], False).rpartition(MARKER)[2].rstrip()

@@ -17,6 +17,6 @@ def draft_vocabulary(rows: Dataset, vocab_size: int, draft_vocab_size: int | Non
     if not 0 < draft_vocab_size < vocab_size:
         raise UserError("draft.vocab_size", got=draft_vocab_size, expected=f"null or 1..{vocab_size}, the target's vocabulary")
     counts = torch.zeros(vocab_size, dtype=torch.long)
-    for batch in rows.select_columns(["input_ids", "supervise"]).with_format("torch").iter(batch_size=1024):
-        counts += torch.bincount(batch["input_ids"][batch["supervise"].bool()], minlength=vocab_size)
+    for batch in rows.select_columns(["input_ids", "loss_mask"]).with_format("torch").iter(batch_size=1024):
+        counts += torch.bincount(batch["input_ids"][batch["loss_mask"].bool()], minlength=vocab_size)
     return counts.argsort(descending=True, stable=True)[:draft_vocab_size].sort().values

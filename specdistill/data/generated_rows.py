@@ -15,7 +15,7 @@ import torch
 from tqdm.auto import tqdm  # type: ignore[import-untyped]
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from specdistill.data.batch_generate import Sampling, fast_dtype, write, writer
+from specdistill.data.batch_generate import Sampling, fast_dtype, generate, generation_mode
 from specdistill.data.cache import Row
 from specdistill.data.prompts import Prompt, repeated
 from specdistill.errors import ResourceError
@@ -51,7 +51,7 @@ def row_lengths(max_length: int, prompt_tokens: int) -> list[int]:
     return [short, short, short, max_length] if short >= 2 * prompt_tokens else [max_length]
 
 
-def written_rows(
+def generated_rows(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[Prompt],
@@ -62,14 +62,14 @@ def written_rows(
     seed: int,
     dtype: torch.dtype | None = None,
 ) -> Iterator[Row]:
-    """About `num_tokens` tokens that the target writes, as rows {input_ids, supervise, length} of at most `max_length` tokens.
+    """About `num_tokens` tokens that the target writes, as rows {input_ids, loss_mask, length} of at most `max_length` tokens.
 
     `dtype` is what the target computes in; by default the fastest that its device has. Deterministic for a seed and number of cores.
     """
     kinds = _kinds(prompts, temperatures, max_length, batch_size, seed)
     end_ids, total = end_token_ids(model, tokenizer), 0
     bar = tqdm(total=num_tokens, desc="The target writes", unit="tok", unit_scale=True, mininterval=0.5)
-    with bar, writer(model, dtype or fast_dtype(model.device)) as fast:
+    with bar, generation_mode(model, dtype or fast_dtype(model.device)) as fast:
         for number in itertools.count():
             if not kinds or total >= ENOUGH * num_tokens:
                 break
@@ -82,7 +82,7 @@ def written_rows(
             expected = min(new_tokens, kind.tokens / kind.rows) if kind.rows else new_tokens
             missing = kind.share * num_tokens - kind.tokens if len(kinds) > 1 else num_tokens - total
             batch = batch[: math.ceil(missing / expected)]
-            texts = _write(fast, batch, Sampling(new_tokens, end_ids, seed * 1_000_003 + number), bar.update)
+            texts = _generate(fast, batch, Sampling(new_tokens, end_ids, seed * 1_000_003 + number), bar.update)
             for (prompt, _), text in zip(batch, texts, strict=True):
                 yield _row(prompt, text)
             count = sum(map(len, texts))
@@ -129,11 +129,13 @@ def _by_length(items: Iterator[tuple[Prompt, float]], size: int, seed: int) -> I
         yield from batches
 
 
-def _write(
+def _generate(
     model: PreTrainedModel, batch: Sequence[tuple[Prompt, float]], sampling: Sampling, on_tokens: Callable[[int], object]
 ) -> list[list[int]]:
     try:
-        return write(model, [prompt.ids for prompt, _ in batch], [temperature for _, temperature in batch], sampling, on_tokens)
+        return generate(
+            model, [prompt.ids for prompt, _ in batch], [temperature for _, temperature in batch], sampling, on_tokens
+        )
     except torch.OutOfMemoryError as error:
         what = f"the device ran out of memory while the target wrote {len(batch)} rows at a time"
         raise ResourceError(what, next_step="lower data.regenerate.batch_size or data.max_length") from error
@@ -142,4 +144,4 @@ def _write(
 def _row(prompt: Prompt, text: list[int]) -> Row:
     prompt_mask = [0 if prompt.is_chat else 1] * len(prompt.ids)
     ids = prompt.ids + text
-    return {"input_ids": ids, "supervise": prompt_mask + [1] * len(text), "length": len(ids)}
+    return {"input_ids": ids, "loss_mask": prompt_mask + [1] * len(text), "length": len(ids)}

@@ -1,6 +1,6 @@
 """Documents into rows of equal length: several to a row, each with its own id and its own positions, the rest padding.
 
-Columns of a row, all `max_length` long: `input_ids`; `supervise` (1 where the token carries loss); `document_ids` (0, 1, 2, … in the
+PromptSums of a row, all `max_length` long: `input_ids`; `loss_mask` (1 where the token carries loss); `document_ids` (0, 1, 2, … in the
 row, -1 for padding): tokens see only their own document; `position_ids`, which restart at 0 with each document.
 """
 
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 COLUMNS = {
     "input_ids": List(Value("int32")),
-    "supervise": List(Value("int8")),
+    "loss_mask": List(Value("int8")),
     "document_ids": List(Value("int32")),
     "position_ids": List(Value("int32")),
 }
@@ -95,7 +95,7 @@ def fill_rows(pieces: Sequence[Piece], max_length: int, packing: bool, seed: int
 def pack(
     documents: Dataset, max_length: int, packing: bool, pad_token_id: int, seed: int, cache_dir: str | None = None
 ) -> Dataset:
-    """Rows of `max_length` from documents with columns `input_ids`, `supervise` and `length`."""
+    """Rows of `max_length` from documents with columns `input_ids`, `loss_mask` and `length`."""
     lengths = list(documents["length"])
     rows = fill_rows(cut(lengths, max_length), max_length, packing, seed)
     share = 100 * sum(lengths) / max(1, len(rows) * max_length)
@@ -110,11 +110,11 @@ def _row(documents: Dataset, pieces: Sequence[Piece], max_length: int, pad_token
     for number, piece in enumerate(pieces):
         document, length = documents[piece.document], piece.stop - piece.start
         row["input_ids"] += document["input_ids"][piece.start : piece.stop].tolist()
-        row["supervise"] += document["supervise"][piece.start : piece.stop].tolist()
+        row["loss_mask"] += document["loss_mask"][piece.start : piece.stop].tolist()
         row["document_ids"] += [number] * length
         row["position_ids"] += range(length)
     padding = max_length - len(row["input_ids"])
-    fillers = {"input_ids": pad_token_id, "supervise": 0, "document_ids": PADDING_DOCUMENT, "position_ids": 0}
+    fillers = {"input_ids": pad_token_id, "loss_mask": 0, "document_ids": PADDING_DOCUMENT, "position_ids": 0}
     return {column: values + [fillers[column]] * padding for column, values in row.items()}
 
 

@@ -16,11 +16,11 @@ def summary(halves: Mapping[str, Dataset]) -> Table:
     table = Table("", "rows", "documents", "tokens", "supervised", "filled")
     for name, rows in halves.items():
         counts = dict.fromkeys(("documents", "tokens", "supervised", "slots"), 0)
-        for row in rows.select_columns(["document_ids", "supervise"]).with_format("numpy"):
+        for row in rows.select_columns(["document_ids", "loss_mask"]).with_format("numpy"):
             kept = row["document_ids"] != PADDING_DOCUMENT
             counts["documents"] += int(row["document_ids"].max()) + 1
             counts["tokens"] += int(kept.sum())
-            counts["supervised"] += int(row["supervise"].sum())
+            counts["supervised"] += int(row["loss_mask"].sum())
             counts["slots"] += kept.size
         numbers = (len(rows), counts["documents"], counts["tokens"], counts["supervised"])
         table.add_row(name, *(f"{number:,}" for number in numbers), f"{counts['tokens'] / counts['slots']:.1%}")
@@ -30,7 +30,7 @@ def summary(halves: Mapping[str, Dataset]) -> Table:
 def document(row: Mapping[str, Sequence[int]], tokenizer: PreTrainedTokenizerBase) -> Text:
     """The first document of a row; tokens that carry loss are green, the others dim."""
     text = Text()
-    tokens = zip(row["input_ids"], row["supervise"], row["document_ids"], strict=True)
+    tokens = zip(row["input_ids"], row["loss_mask"], row["document_ids"], strict=True)
     first = [(token, supervised) for token, supervised, number in tokens if number == 0]
     for supervised, group in groupby(first, key=lambda pair: bool(pair[1])):
         text.append(str(tokenizer.decode([token for token, _ in group])), style="bold green" if supervised else "dim")

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from specdistill.data.batch_generate import fast_dtype
 from specdistill.data.cache import Row, cached, fingerprint_of, tokenizer_fingerprint
 from specdistill.data.chat import encode_chat, encode_text
-from specdistill.data.generated_rows import row_lengths, written_rows
+from specdistill.data.generated_rows import generated_rows, row_lengths
 from specdistill.data.packing import pack, usable
 from specdistill.data.prompts import Prompt, chat_prompts, text_prompts
 from specdistill.data.sources import Source, load_sources
@@ -24,7 +24,7 @@ from specdistill.targets.frozen import is_recurrent
 
 D = TypeVar("D")
 
-DOCUMENT_COLUMNS = {"input_ids": List(Value("int32")), "supervise": List(Value("int8")), "length": Value("int32")}
+DOCUMENT_COLUMNS = {"input_ids": List(Value("int32")), "loss_mask": List(Value("int8")), "length": Value("int32")}
 MIN_LENGTH = 8  # tokens in a row: room for a few draft steps
 SHORT_ANSWER = 32  # tokens: fewer than assistants write on average, so that there are questions enough
 
@@ -82,7 +82,7 @@ def _check(config: DataConfig, tokenizer: PreTrainedTokenizerBase, model: PreTra
 
 def _as_it_is(config: DataConfig, sources: Sequence[Source], tokenizer: PreTrainedTokenizerBase) -> tuple[Dataset, Dataset]:
     """The source's rows as documents; of a source of weight 2 the training half has each one twice."""
-    encoded = [_encoded(source, tokenizer, config.supervise, config.cache_dir) for source in sources]
+    encoded = [_encoded(source, tokenizer, config.loss_mask, config.cache_dir) for source in sources]
     documents = concatenate_datasets(encoded)
     kept = usable(list(documents["length"]), list(documents["is_text"]), config.max_length)
     held_out = _held_out(kept, config.validation_fraction, config.seed)
@@ -98,17 +98,17 @@ def _as_it_is(config: DataConfig, sources: Sequence[Source], tokenizer: PreTrain
     return documents.select(train), documents.select(sorted(held_out))
 
 
-def _encoded(source: Source, tokenizer: PreTrainedTokenizerBase, supervise: str, cache_dir: str | None) -> Dataset:
+def _encoded(source: Source, tokenizer: PreTrainedTokenizerBase, loss_mask: str, cache_dir: str | None) -> Dataset:
     def documents() -> Iterator[Row]:
         for index, row in enumerate(tqdm(source.rows, desc="Tokenizing", unit="rows", disable=None)):
             where = f"{source.key} row {index}"
             is_text = row["text"] is not None
             encoded = (
-                encode_text(tokenizer, row["text"]) if is_text else encode_chat(tokenizer, row["messages"], supervise, where)
+                encode_text(tokenizer, row["text"]) if is_text else encode_chat(tokenizer, row["messages"], loss_mask, where)
             )
             yield {**vars(encoded), "length": len(encoded.input_ids), "is_text": is_text}
 
-    inputs = ["encoded", fingerprint_of(source.rows), tokenizer_fingerprint(tokenizer), supervise]
+    inputs = ["encoded", fingerprint_of(source.rows), tokenizer_fingerprint(tokenizer), loss_mask]
     return cached(documents, {**DOCUMENT_COLUMNS, "is_text": Value("bool")}, inputs, cache_dir)
 
 
@@ -126,7 +126,7 @@ def _regenerated(
 
     def half(index: int, num_tokens: int) -> Dataset:
         def rows() -> Iterator[Row]:
-            for row in written_rows(
+            for row in generated_rows(
                 model,
                 tokenizer,
                 prompts()[index],
@@ -137,11 +137,11 @@ def _regenerated(
                 seed=2 * config.seed + index,
                 dtype=dtype,
             ):
-                supervise = [1] * row["length"] if config.supervise == "all" else row["supervise"]
-                yield {**row, "supervise": supervise}
+                loss_mask = [1] * row["length"] if config.loss_mask == "all" else row["loss_mask"]
+                yield {**row, "loss_mask": loss_mask}
 
         origin = [[fingerprint_of(source.rows), source.weight] for source in sources]
-        ways = [config.max_length, config.validation_fraction, config.supervise, config.seed, str(dtype)]
+        ways = [config.max_length, config.validation_fraction, config.loss_mask, config.seed, str(dtype)]
         inputs = ["written", index, num_tokens, fingerprint, tokenizer_fingerprint(tokenizer), origin, asdict(settings), ways]
         documents = cached(rows, DOCUMENT_COLUMNS, inputs, config.cache_dir)
         kept = usable(list(documents["length"]), [False] * len(documents), config.max_length)

@@ -4,7 +4,7 @@ Rows accept different numbers of tokens, and move on by as many: nobody waits fo
 cache as a hole (specdistill.decoding.batch_kv_cache). A row that is done leaves the batch, which goes on with those that are left.
 
 Greedy text of a float32 target is that of `Decoder` token for token, near-ties included (specdistill.decoding.ties). Sampled text follows
-the target's law in each row, whatever stands in the others. Row b draws from its own generator, as many numbers in the same order as
+the target's distribution in each row, whatever stands in the others. Row b draws from its own generator, as many numbers in the same order as
 `Decoder` does, so its text is the one `Decoder` writes with that generator, unless a number falls within float rounding of a boundary.
 
 Shapes: B rows, T positions of one pass, K drafted tokens, R rows that drafted equally many, V vocabulary.
@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 from specdistill.decoding import verify
-from specdistill.decoding.batch_kv_cache import MaskedCache
+from specdistill.decoding.batch_kv_cache import MaskedKVCache
 from specdistill.decoding.batch_models import check_batchable, last_of, padded
 from specdistill.decoding.batch_proposer import BatchState, Generators, uniforms
 from specdistill.decoding.decoder import GREEDY, Generation, Round, check_length, cut, now
 from specdistill.decoding.proposer import Proposal, Proposer
 from specdistill.decoding.sampling import Sampling
-from specdistill.decoding.ties import settle_rows
+from specdistill.decoding.ties import break_ties_in_rows
 from specdistill.errors import UserError
 from specdistill.targets.frozen import Features, FrozenTarget
 
@@ -100,7 +100,7 @@ class BatchDecoder:
 
         start = now(self.target.device)
         rows, dtype = started, self.target.lm_head.weight.dtype
-        cache = MaskedCache(self.target.config, len(rows), dtype, self.target.device)
+        cache = MaskedKVCache(self.target.config, len(rows), dtype, self.target.device)
         logits_B1V, features = self._forward([row.token_ids for row in rows], cache, only_last=True)
         firsts = self._verify(rows, [Proposal([])] * len(rows), logits_B1V, sampling)
         for row, (_, first) in zip(rows, firsts, strict=True):
@@ -118,7 +118,7 @@ class BatchDecoder:
                 row.seconds += (lap - start) / len(taking_part)
         return [row.generation() for row in started]
 
-    def _round(self, rows: Sequence[_Row], state: BatchState, cache: MaskedCache, k: int, sampling: Sampling) -> None:
+    def _round(self, rows: Sequence[_Row], state: BatchState, cache: MaskedKVCache, k: int, sampling: Sampling) -> None:
         """Propose, verify, commit."""
         start = now(self.target.device)
         if self.proposer:
@@ -140,7 +140,7 @@ class BatchDecoder:
             kept = min(num_accepted, len(emitted))
             row.rounds.append(Round(tuple(proposal.tokens), kept, tuple(emitted), draft_seconds, verify_seconds))
 
-    def _leave(self, rows: list[_Row], state: BatchState, cache: MaskedCache) -> list[_Row]:
+    def _leave(self, rows: list[_Row], state: BatchState, cache: MaskedKVCache) -> list[_Row]:
         """The rows that are not done; the others are forgotten everywhere."""
         going = [index for index, row in enumerate(rows) if not row.is_done]
         if going and len(going) < len(rows):
@@ -153,7 +153,7 @@ class BatchDecoder:
         return [rows[index] for index in going]
 
     def _forward(
-        self, token_ids: Sequence[Sequence[int]], cache: MaskedCache, only_last: bool = False
+        self, token_ids: Sequence[Sequence[int]], cache: MaskedKVCache, only_last: bool = False
     ) -> tuple[Tensor, Features]:
         """The target over each row's new tokens: logits [B, T, V] (of each row's last alone if `only_last`) and features [B, T, D]."""
         counts = [len(row) for row in token_ids]
@@ -181,12 +181,17 @@ class BatchDecoder:
             logits_RKV = logits_BTV[chosen, : width + 1]
             if sampling.is_greedy:
                 texts = [[*rows[index].token_ids, *proposals[index].tokens] for index in chosen]
-                num_accepted, next_token = verify.greedy(tokens_RK, settle_rows(self.target, texts, logits_RKV))
+                num_accepted, next_token = verify.greedy(tokens_RK, break_ties_in_rows(self.target, texts, logits_RKV))
             else:
-                laws = [law for index in chosen if (law := proposals[index].probabilities) is not None]
+                distributions = [
+                    distribution for index in chosen if (distribution := proposals[index].probabilities) is not None
+                ]
                 uniforms_RK = uniforms(width + 1, [rows[index].generator for index in chosen]).to(logits_BTV.device)
                 num_accepted, next_token = verify.rejection_from_uniforms(
-                    tokens_RK, sampling.probabilities(logits_RKV), torch.stack(laws) if laws else None, uniforms_RK
+                    tokens_RK,
+                    sampling.probabilities(logits_RKV),
+                    torch.stack(distributions) if distributions else None,
+                    uniforms_RK,
                 )
             for index, *verdict in zip(chosen, num_accepted.tolist(), next_token.tolist(), strict=True):
                 verdicts[index] = (verdict[0], verdict[1])

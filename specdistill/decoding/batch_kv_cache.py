@@ -1,7 +1,7 @@
 """What a batch keeps of its texts between rounds. Rows move on by different lengths, so a slot number is no position.
 
-`MaskedCache` is for models of transformers, whose layers only append: what a row does not keep stays behind as a hole that the mask hides.
-`RaggedCache` is for draft heads and plain Llamas, whose layers ask a `Memory`: each row has its own length, and the next tokens overwrite
+`MaskedKVCache` is for models of transformers, whose layers only append: what a row does not keep stays behind as a hole that the mask hides.
+`RaggedKVCache` is for draft heads and plain Llamas, whose layers ask a `KVCache`: each row has its own length, and the next tokens overwrite
 what it does not keep.
 
 Both are used alike: `extend` by the number of tokens each row takes in, run the layers, `truncate` to what each row keeps, and `keep` the
@@ -24,7 +24,7 @@ HOLE = torch.iinfo(torch.int64).max  # the position of what stands in a hole: af
 MOST_SPARE = 0.25  # share of the slots that compacting would free, above which it is done
 
 
-class MaskedCache:
+class MaskedKVCache:
     """Keys and values of B texts in transformers' own layers, some of whose slots are holes.
 
     lengths: tokens held of each row. position_BS: the position in its text of the token in each slot, or HOLE.
@@ -96,8 +96,8 @@ class MaskedCache:
                 layer.keys, layer.values = change(layer.keys), change(layer.values)
 
 
-class RaggedCache:
-    """A `Memory` (see specdistill.methods.layers) for B texts: slot s of a row holds its position s, in buffers that double.
+class RaggedKVCache:
+    """A `KVCache` (see specdistill.methods.layers) for B texts: slot s of a row holds its position s, in buffers that double.
 
     lengths: tokens held of each row. `rotary`: position ids [1, S] -> (cos, sin) [1, S, d], asked once for many positions.
     """
@@ -160,7 +160,7 @@ class RaggedCache:
         self._buffers = [buffers and (buffers[0][index], buffers[1][index]) for buffers in self._buffers]
 
     def _like(self, x_BGTd: Tensor) -> Tensor:
-        # Zeros, since the mask multiplies what is there by zero, and memory as it comes may hold NaN.
+        # Zeros, since the mask multiplies what is there by zero, and kv_cache as it comes may hold NaN.
         return x_BGTd.new_zeros(*x_BGTd.shape[:2], self._size, x_BGTd.shape[3])
 
     def _grow(self, least: int) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdistill.decoding.batch_kv_cache import MaskedCache
+from specdistill.decoding.batch_kv_cache import MaskedKVCache
 from specdistill.decoding.tree_attention import MASKED
 from specdistill.errors import UserError
 from specdistill.targets.frozen import is_recurrent
@@ -32,7 +32,7 @@ class TransformersBatch:
 
     def __init__(self, draft: Any, num_rows: int) -> None:
         self.backbone = draft.get_decoder()
-        self.cache = MaskedCache(draft.config.get_text_config(), num_rows, draft.dtype, draft.device)
+        self.cache = MaskedKVCache(draft.config.get_text_config(), num_rows, draft.dtype, draft.device)
 
     def __call__(self, ids_BT: Tensor, counts: Sequence[int]) -> Tensor:
         position_BT, mask = self.cache.extend(counts)
@@ -45,7 +45,7 @@ class TransformersBatch:
 
 @torch.inference_mode()
 def check_batchable(model: Any, name: str) -> None:
-    """Raises UserError when a `MaskedCache` cannot hold several texts of a model, which is called `name`, or the model reads them wrongly.
+    """Raises UserError when a `MaskedKVCache` cannot hold several texts of a model, which is called `name`, or the model reads them wrongly.
 
     That is tried out: there are models that do not go by the mask and the positions they are given.
     """

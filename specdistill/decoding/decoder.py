@@ -15,7 +15,7 @@ from transformers import DynamicCache
 from specdistill.decoding import verify, verify_tree
 from specdistill.decoding.proposer import DecodingState, Proposal, Proposer, TreeProposer
 from specdistill.decoding.sampling import Sampling
-from specdistill.decoding.ties import settle
+from specdistill.decoding.ties import break_ties
 from specdistill.decoding.tree import DynamicTree, StaticTree, Step, Tree
 from specdistill.decoding.tree_attention import check_reads_trees, keep_path, read
 from specdistill.errors import UserError
@@ -193,15 +193,15 @@ class Decoder:
         if proposal.tree and sampling.is_greedy:
             return self._follow_best(text, proposal.tokens, proposal.tree, logits_1KV)
         if proposal.tree:
-            law_NV = sampling.probabilities(logits_1KV)[0]
-            return self.tree_rule(proposal.tokens, proposal.tree, law_NV, proposal.probabilities, generator)
+            probs_NV = sampling.probabilities(logits_1KV)[0]
+            return self.tree_rule(proposal.tokens, proposal.tree, probs_NV, proposal.probabilities, generator)
         tokens = torch.tensor([proposal.tokens], dtype=torch.long, device=logits_1KV.device)
         if sampling.is_greedy:
-            num_accepted, next_token = verify.greedy(tokens, settle(self.target, [*text, *proposal.tokens], logits_1KV))
+            num_accepted, next_token = verify.greedy(tokens, break_ties(self.target, [*text, *proposal.tokens], logits_1KV))
         else:
-            law = sampling.probabilities(logits_1KV)
-            draft_law = None if proposal.probabilities is None else proposal.probabilities.unsqueeze(0)
-            num_accepted, next_token = self.sampled_rule(tokens, law, draft_law, generator)
+            distribution = sampling.probabilities(logits_1KV)
+            draft_probs = None if proposal.probabilities is None else proposal.probabilities.unsqueeze(0)
+            num_accepted, next_token = self.sampled_rule(tokens, distribution, draft_probs, generator)
         return range(int(num_accepted)), int(next_token)
 
     def _follow_best(self, text: list[int], tokens: list[int], tree: Tree, logits_1NV: Tensor) -> tuple[list[int], int]:
@@ -213,7 +213,7 @@ class Decoder:
             rows = [0, *(node + 1 for node in path)]
             if settled.issuperset(rows):
                 return path, next_token
-            certain = settle(self.target, [*text, *(tokens[node] for node in path)], logits_1NV[:, rows])
+            certain = break_ties(self.target, [*text, *(tokens[node] for node in path)], logits_1NV[:, rows])
             for row, choice in zip(rows, certain.argmax(-1)[0].tolist(), strict=True):
                 choices[row] = choice
             settled.update(rows)
@@ -221,7 +221,9 @@ class Decoder:
     def _check_tree(self) -> None:
         if not isinstance(self.proposer, TreeProposer):
             got = f"a tree for {type(self.proposer).__name__}, whose guesses are one chain"
-            raise UserError("eval.tree", got=got, expected="null, or a method with laws: eagle, eagle3, mtp or draft_model")
+            raise UserError(
+                "eval.tree", got=got, expected="null, or a method with distributions: eagle, eagle3, mtp or draft_model"
+            )
         if not self._reads_trees:
             check_reads_trees(self.target)
             self._reads_trees = True

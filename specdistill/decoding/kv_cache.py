@@ -15,8 +15,8 @@ from specdistill.decoding.tree import Step
 FIRST_SIZE = 512  # positions allocated at first
 
 
-class DraftCache:
-    """A `Memory` (see specdistill.methods.layers) for one text: causal attention over what is cached, or the last `window` of it.
+class DraftKVCache:
+    """A `KVCache` (see specdistill.methods.layers) for one text: causal attention over what is cached, or the last `window` of it.
 
     `length` counts the positions held. The first layer of a step advances it, so that all layers of the step see one position.
     `rotary`: position ids [1, S] -> (cos, sin) [1, S, d]; asked once for many positions, where computing a step's own would cost a
@@ -48,7 +48,7 @@ class DraftCache:
         return cos[:, self.length : end], sin[:, self.length : end]
 
     def level(self, step: Step) -> "tuple[tuple[Tensor, Tensor], TreeLevel]":
-        """(cos, sin) [1, T, d] of a level of a tree, which all stands at one position, and the memory that keeps its branches apart."""
+        """(cos, sin) [1, T, d] of a level of a tree, which all stands at one position, and the kv_cache that keeps its branches apart."""
         position, count = step.positions_T[0], len(step.positions_T)
         assert position == step.positions_T[-1] and self.length == step.num_text + len(step.positions) - count, step.positions
         if self.length + count > self._size:
@@ -59,7 +59,7 @@ class DraftCache:
     def attend(
         self, layer: int, query_BNTd: Tensor, key_BGTd: Tensor, value_BGTd: Tensor, mask_TS: Tensor | None = None
     ) -> Tensor:
-        """As a `Memory` does; `mask_TS` says what each position sees of all that is cached, where that is not what came before it."""
+        """As a `KVCache` does; `mask_TS` says what each position sees of all that is cached, where that is not what came before it."""
         steps = query_BNTd.shape[2]
         if layer == 0:
             self.length += steps
@@ -98,9 +98,9 @@ class DraftCache:
 
 @dataclass(frozen=True)
 class TreeLevel:
-    """A `Memory` for one level of a tree: a draft's cache under a mask."""
+    """A `KVCache` for one level of a tree: a draft's cache under a mask."""
 
-    cache: DraftCache
+    cache: DraftKVCache
     mask_TS: Tensor
 
     def attend(self, layer: int, query_BNTd: Tensor, key_BGTd: Tensor, value_BGTd: Tensor) -> Tensor:

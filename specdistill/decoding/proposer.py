@@ -31,9 +31,9 @@ class DecodingState:
 
 @dataclass(frozen=True)
 class Proposal:
-    """Drafted tokens [K] and the laws [K, V] they were drawn from; None where each is a certain guess (one-hot).
+    """Drafted tokens [K] and the distributions [K, V] they were drawn from; None where each is a certain guess (one-hot).
 
-    tree: whose nodes the tokens are, siblings drawn from one law without replacement; None for a chain.
+    tree: whose nodes the tokens are, siblings drawn from one distribution without replacement; None for a chain.
     """
 
     tokens: list[int]

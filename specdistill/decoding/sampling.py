@@ -1,4 +1,4 @@
-"""From logits to the law that is sampled: temperature, then top-k, then top-p, for the target and the draft alike."""
+"""From logits to the distribution that is sampled: temperature, then top-k, then top-p, for the target and the draft alike."""
 
 from dataclasses import dataclass
 
@@ -30,7 +30,7 @@ class Sampling:
         return self.temperature == 0.0
 
     def probabilities(self, logits: Tensor) -> Tensor:
-        """[..., V] logits -> [..., V] float32 probabilities of the sampled law. Needs a temperature above 0."""
+        """[..., V] logits -> [..., V] float32 probabilities of the sampled distribution. Needs a temperature above 0."""
         assert not self.is_greedy
         scores = logits.float().flatten(0, -2) / self.temperature
         if self.top_k:

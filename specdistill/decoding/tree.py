@@ -1,7 +1,7 @@
 """Trees of guesses: their form, how a draft grows them, and what each node sees. One pass of the target reads all branches at once.
 
     … x_t ─┬─ a ─┬─ c      The root is the last token of the text. A node stands one position after its parent, whatever its place in
-           │     └─ d      memory, and sees the text, its ancestors and itself: c sees … x_t a c, and b is no part of its past.
+           │     └─ d      kv_cache, and sees the text, its ancestors and itself: c sees … x_t a c, and b is no part of its past.
            └─ b ─── e
 
 Two kinds. A static tree has the same form in every round (SpecInfer, arXiv 2305.09781). A dynamic one (EAGLE-2, arXiv 2406.16858)
@@ -9,13 +9,13 @@ goes where the draft is confident: of each level its `top_k` best nodes are expa
 the `budget` best are proposed. Best means the highest product of the draft's probabilities from the root on: for a draft whose
 probabilities are the target's, that is the chance of being accepted.
 
-What is drawn and what is certain, at a temperature above 0. In a static tree the children of a node are drawn from the draft's law q
+What is drawn and what is certain, at a temperature above 0. In a static tree the children of a node are drawn from the draft's distribution q
 without replacement, which `specdistill.decoding.verify_tree` corrects exactly. In a dynamic tree they are the draft's best tokens, and
-their probabilities decide which of them are proposed. Had they been drawn, choosing among them would change their law, and no rule that
+their probabilities decide which of them are proposed. Had they been drawn, choosing among them would change their distribution, and no rule that
 knows only q could make up for it. They are not: the whole tree is a function of the text, each candidate a certain guess (one-hot), and
-such guesses leave the output's law alone however they were chosen.
+such guesses leave the output's distribution alone however they were chosen.
 
-Shapes: T nodes of one level, B children of a node, N nodes of a tree, F nodes in memory, S positions in memory, W draft vocabulary.
+Shapes: T nodes of one level, B children of a node, N nodes of a tree, F nodes in kv_cache, S positions in kv_cache, W draft vocabulary.
 """
 
 import math
@@ -69,9 +69,9 @@ class Tree:
 
 @dataclass(frozen=True)
 class Step:
-    """A pass over T nodes: what stands in memory before and with them. All tensors on the model's device.
+    """A pass over T nodes: what stands in kv_cache before and with them. All tensors on the model's device.
 
-    num_text: positions of text in memory. seen_TF: of the F nodes in memory, the T new ones at the end, who is a node's ancestor or itself.
+    num_text: positions of text in kv_cache. seen_TF: of the F nodes in kv_cache, the T new ones at the end, who is a node's ancestor or itself.
     positions: of the F nodes.
     """
 
@@ -86,7 +86,7 @@ class Step:
 
     @classmethod
     def whole(cls, tree: Tree, num_text: int, device: torch.device) -> "Step":
-        """The root and all nodes of a tree in one pass: the root is not in memory yet."""
+        """The root and all nodes of a tree in one pass: the root is not in kv_cache yet."""
         seen = np.eye(len(tree.parents) + 1, dtype=bool)
         for node, parent in enumerate(tree.parents):
             seen[node + 1] |= seen[parent + 1]
@@ -115,11 +115,11 @@ class Step:
 
 @dataclass(frozen=True)
 class Grown:
-    """A tree with its draft tokens [N] and, where they were drawn, the laws [N, W]; siblings share the law they were drawn from."""
+    """A tree with its draft tokens [N] and, where they were drawn, the distributions [N, W]; siblings share the distribution they were drawn from."""
 
     index_N: Tensor
     tree: Tree
-    laws_NW: Tensor | None = None
+    probs_NW: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -159,24 +159,24 @@ class StaticTree:
         logits_TW, nodes = logits_1W, [ROOT]
         index: list[Tensor] = []
         parents: list[int] = []
-        laws: list[Tensor] = []
+        distributions: list[Tensor] = []
         for level, width in enumerate(self.branching):
             if sampling.is_greedy:
                 chosen_TB = logits_TW.topk(min(width, logits_TW.shape[-1])).indices
                 drawn_TB = torch.ones_like(chosen_TB, dtype=torch.bool)
             else:
-                law_TW = sampling.probabilities(logits_TW)
-                uniforms = torch.rand(len(nodes), width, generator=generator, dtype=torch.float64).to(law_TW.device)
-                chosen_TB, drawn_TB = draw_distinct(law_TW, uniforms)
+                probs_TW = sampling.probabilities(logits_TW)
+                uniforms = torch.rand(len(nodes), width, generator=generator, dtype=torch.float64).to(probs_TW.device)
+                chosen_TB, drawn_TB = draw_distinct(probs_TW, uniforms)
             rows_T = drawn_TB.nonzero()[:, 0]
             index.append(chosen_TB[drawn_TB])
             if not sampling.is_greedy:
-                laws.append(law_TW[rows_T])
+                distributions.append(probs_TW[rows_T])
             nodes, above = list(range(len(parents), len(parents) + len(rows_T))), nodes
             parents += [above[row] for row in rows_T.tolist()]
             if level + 1 < self.depth:
                 logits_TW = expand(index[-1], rows_T)
-        return Grown(torch.cat(index), Tree(tuple(parents)), torch.cat(laws) if laws else None)
+        return Grown(torch.cat(index), Tree(tuple(parents)), torch.cat(distributions) if distributions else None)
 
 
 @dataclass(frozen=True)
@@ -257,12 +257,12 @@ def tree_shape(
     return DynamicTree(budget, depth, top_k)
 
 
-def draw_distinct(law_TW: Tensor, uniforms_TB: Tensor) -> tuple[Tensor, Tensor]:
+def draw_distinct(probs_TW: Tensor, uniforms_TB: Tensor) -> tuple[Tensor, Tensor]:
     """B tokens of each row without replacement, by one uniform in [0, 1) each: tokens [T, B], and which of them exist [T, B].
 
-    Each is drawn from the law without those before it; a law with fewer than B tokens runs out of them.
+    Each is drawn from the distribution without those before it; a distribution with fewer than B tokens runs out of them.
     """
-    left_TW, tokens, exist = law_TW.clone(), [], []
+    left_TW, tokens, exist = probs_TW.clone(), [], []
     for uniform_T in uniforms_TB.unbind(1):
         exist.append(left_TW.sum(-1) > 0)
         tokens.append(draw(left_TW, uniform_T))

@@ -1,6 +1,6 @@
 """Trees in models of transformers: attention masks, the cache of an accepted path, and a proof that a target reads branches apart.
 
-Shapes: T nodes of a pass, S positions in memory, N nodes of a tree.
+Shapes: T nodes of a pass, S positions in kv_cache, N nodes of a tree.
 """
 
 from collections.abc import Sequence

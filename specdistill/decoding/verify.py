@@ -1,9 +1,9 @@
 """Verification: which drafted tokens stand, and which token follows them. Pure functions over tensors.
 
-Shapes: B rows, K drafted tokens, V vocabulary. Target law k is the one at the position of drafted token k; law K follows all of them.
+Shapes: B rows, K drafted tokens, V vocabulary. Target distribution k is the one at the position of drafted token k; distribution K follows all of them.
 
 A drafted token x_k ~ q_k is accepted with probability min(1, p_k(x_k) / q_k(x_k)). At the first rejection the next token is drawn from
-the residual max(p_k - q_k, 0), rescaled; when all stand, from p_K. The output then follows the target's law exactly, for any q
+the residual max(p_k - q_k, 0), rescaled; when all stand, from p_K. The output then follows the target's distribution exactly, for any q
 (arXiv 2211.17192, 2302.01318). With q one-hot (greedy drafting) this is: accept with probability p_k(x_k), else draw from p_k without x_k.
 """
 
@@ -32,7 +32,7 @@ def greedy(tokens_BK: Tensor, target_logits_BKV: Tensor) -> tuple[Tensor, Tensor
 def rejection(
     tokens_BK: Tensor, target_probs_BKV: Tensor, draft_probs_BKV: Tensor | None, generator: torch.Generator | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Exact speculative sampling. `draft_probs_BKV` [B, K, V] is the law each drafted token was drawn from; None means one-hot.
+    """Exact speculative sampling. `draft_probs_BKV` [B, K, V] is the distribution each drafted token was drawn from; None means one-hot.
 
     Returns num_accepted_B and next_token_B, as `greedy` does.
     """
@@ -53,12 +53,12 @@ def rejection_from_uniforms(
     num_accepted = _prefix_length(uniforms_BK[:, :width] * q_of_token < p_of_token)
 
     row = torch.arange(len(tokens_BK), device=tokens_BK.device)
-    law = target_probs_BKV[row, num_accepted]
-    # Past the last drafted token nothing was proposed, so nothing is taken away from the law.
+    distribution = target_probs_BKV[row, num_accepted]
+    # Past the last drafted token nothing was proposed, so nothing is taken away from the distribution.
     proposed = F.pad(draft_probs_BKV, (0, 0, 0, 1))[row, num_accepted]
-    residual = (law - proposed).clamp_min(0)
+    residual = (distribution - proposed).clamp_min(0)
     # p = q up to rounding leaves no residual; a rejection there has probability zero up to rounding too.
-    residual = torch.where(residual.sum(-1, keepdim=True) > 0, residual, law)
+    residual = torch.where(residual.sum(-1, keepdim=True) > 0, residual, distribution)
     return num_accepted, draw(residual, uniforms_BK[:, width])
 
 

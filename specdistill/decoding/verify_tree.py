@@ -1,10 +1,10 @@
 """Verification of trees: which path stands, and which token follows it. Pure functions over tensors, as in `verify`.
 
-Shapes: N nodes, V vocabulary. Row 0 of the target's laws follows the root, row 1 + i follows node i.
+Shapes: N nodes, V vocabulary. Row 0 of the target's distributions follows the root, row 1 + i follows node i.
 
 Certain candidates (greedy drafting, q one-hot). The target's own choice after every node is made at once, its best token or a draw from
 p; the path follows these choices from the root for as long as the tree holds them, and the first it does not hold is the next token. What
-comes out is what the target chose, so its law is the target's by construction. For siblings x_1, x_2, … this is the rule below with one-hot
+comes out is what the target chose, so its distribution is the target's by construction. For siblings x_1, x_2, … this is the rule below with one-hot
 q: x_1 stands with probability p(x_1), x_2 with p(x_2) / (1 - p(x_1)), and else a token is drawn from p without them.
 
 Candidates drawn from q without replacement (recursive rejection: SpecInfer arXiv 2305.09781, multi-candidate sampling arXiv 2401.06706).
@@ -49,7 +49,7 @@ def sampled(
     Args:
         tokens: of the N nodes.
         target_probs_NV: [N + 1, V].
-        draft_probs_NV: [N, V], the law each node's first sibling was drawn from; None where candidates are certain.
+        draft_probs_NV: [N, V], the distribution each node's first sibling was drawn from; None where candidates are certain.
     """
     uniforms = torch.rand(len(tokens) + 1, generator=generator, dtype=torch.float64).to(target_probs_NV.device)
     return sampled_from_uniforms(tokens, tree, target_probs_NV, draft_probs_NV, uniforms)

@@ -111,7 +111,7 @@ def _tally(texts: Sequence[Generation], num_tokens: int) -> Acceptance:
 
 
 def _cause(head: Any, target: FrozenTarget, texts: Sequence[Generation], num_tokens: int) -> Finding | None:
-    """What is wrong with a head: the repair that brings it closest to the target's laws on the texts, if one does beyond doubt."""
+    """What is wrong with a head: the repair that brings it closest to the target's distributions on the texts, if one does beyond doubt."""
     texts = [text for text in texts if len(text.token_ids) > 2 * num_tokens] or []
     if not texts:
         return None
@@ -151,13 +151,13 @@ def _fit(head: Any, target: FrozenTarget, text: Generation, num_tokens: int) -> 
     positions = torch.arange(ids.shape[1], device=target.device).unsqueeze(0)
     inputs = {
         "input_ids": ids,
-        "supervise": (positions >= len(text.prompt_ids)).long(),
+        "loss_mask": (positions >= len(text.prompt_ids)).long(),
         "document_ids": torch.zeros_like(ids),
         "position_ids": positions,
     }
-    test = TrainingTimeTest(head, forward_kl, num_tokens).eval()
-    _, sums = test(**inputs, **test.teach(target, inputs), measure=True)
-    divergence = fmean(float(total / kept) for total, kept in zip(sums.loss, sums.kept, strict=True))
+    test: Any = TrainingTimeTest(head, forward_kl, num_tokens).eval()
+    _, sums = test(**inputs, **test.read_target(target, inputs), measure=True)
+    divergence = fmean(float(total / kept) for total, kept in zip(sums.loss, sums.loss_tokens, strict=True))
     return Fit(
         divergence, 1 + sum(float(right / all_of) for right, all_of in zip(sums.chain_correct, sums.chains, strict=True))
     )

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from specdistill.doctor.findings import Finding, note, problem, refusal, warning
-from specdistill.engines.loader_check import loader_of, replay
+from specdistill.engines.loader_check import check_loader, loader_of
 from specdistill.errors import UserError
 from specdistill.methods.checkpoint import FLOATS, read_config, read_tensors, stored_dtype
-from specdistill.methods.draft_model.create import load_small
+from specdistill.methods.draft_model.create import load_draft_model
 from specdistill.methods.eagle import checkpoint as eagle_checkpoint
 from specdistill.methods.eagle.checkpoint import read_eagle
 from specdistill.methods.eagle3 import checkpoint as eagle3_checkpoint
-from specdistill.methods.eagle3.checkpoint import read_eagle3, settle_embedding
+from specdistill.methods.eagle3.checkpoint import read_eagle3, resolve_embedding
 from specdistill.methods.layers import HeadShape
 from specdistill.methods.mtp.checkpoint import check_fit
 from specdistill.methods.recognize import method_of
@@ -33,7 +33,7 @@ ENGINE_NAMES = {"vllm": "vLLM", "sglang": "SGLang", "trtllm": "TensorRT-LLM"}
 
 @dataclass
 class Examination:
-    """method and config: of the head, None as long as it was not understood; small drafts and MTP layers have no config here.
+    """method and config: of the head, None as long as it was not understood; draft models and MTP layers have no config here.
 
     refused: a reader did, so that nothing can be decoded with it.
     """
@@ -100,14 +100,14 @@ def _read(seen: Examination, target: TargetFiles | None) -> None:
     if seen.method == "eagle3":
         config, tensors = read_eagle3(seen.folder, target, key=KEY)
         if target is not None and EMBEDDING in tensors and config.hidden_size == config.target_hidden_size:
-            config = settle_embedding(config, tensors, target.tensor(EMBEDDING))
+            config = resolve_embedding(config, tensors, target.tensor(EMBEDDING))
         seen.config = config
     elif seen.method == "eagle":
         seen.config, _ = read_eagle(seen.folder, target, key=KEY)
     elif seen.method == "mtp" and target is not None:
         check_fit(read_config(seen.folder, KEY), target.text_config, seen.folder, KEY, target.name)
     elif seen.method == "draft_model":
-        load_small(seen.folder, key=KEY)
+        load_draft_model(seen.folder, key=KEY)
 
 
 def _values(tensors: Mapping[str, Tensor]) -> list[Finding]:
@@ -192,7 +192,7 @@ def _engine(
     if loader is None:
         return [problem(f"{name} is not known to load method {seen.method} in this layout", _export(engine))]
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    result = replay(loader, config, shapes, vars(seen.config), target)
+    result = check_loader(loader, config, shapes, vars(seen.config), target)
     found = [problem(f"{result.name} stops: {what}", _export(engine)) for what in result.refused]
     found += [problem(f"{result.name} does not say so, but {what}", _export(engine)) for what in result.silent]
     return found + [note(f"{result.name}: {what}") for what in result.notes]
@@ -203,7 +203,7 @@ def _export(engine: str) -> str:
 
 
 def _small(name: str, config: Mapping[str, Any], target: TargetFiles | None) -> list[Finding]:
-    """A small draft is a model of its own: engines load it as they load any, and compare its tokens with the target's."""
+    """A draft model is a model of its own: engines load it as they load any, and compare its tokens with the target's."""
     if target is None or config.get("vocab_size") == target.vocab_size:
         return []
     return [problem(f"{name} drafts for a vocabulary of {target.vocab_size} with one of {config.get('vocab_size')} alone")]

@@ -19,7 +19,7 @@ MADE_AS = {"tie_word_embeddings": False, "attention_bias": False, "bias": False,
 
 
 @dataclass
-class Replay:
+class LoaderCheck:
     """refused: why the engine stops. silent: what it does otherwise than the draft expects, without an error. notes: what to know.
 
     settings: what it makes of config.json.
@@ -47,19 +47,19 @@ def loader_of(engine: str, method: str, config: Mapping[str, Any]) -> Loader | N
     return next((loader for loader in loaders if loader.inner is None or loader.inner in config), None)
 
 
-def replay(
+def check_loader(
     loader: Loader,
     config: Mapping[str, Any],
     shapes: Mapping[str, Shape],
     head: Mapping[str, Any],
     target: TargetSizes | None = None,
-) -> Replay:
+) -> LoaderCheck:
     """What a loader makes of a folder.
 
     config: its config.json. shapes: of its tensors, by name. head: the fields of the config of the head that it holds (`HeadShape` and
     those of its method), which say how it was trained; empty when they are not known. target: what it drafts for, where that is known.
     """
-    result = Replay(loader)
+    result = LoaderCheck(loader)
     _check_architectures(result, config)
     for key in loader.required:
         if not _is_there(config, key):
@@ -79,7 +79,7 @@ def replay(
     return result
 
 
-def _check_architectures(result: Replay, config: Mapping[str, Any]) -> None:
+def _check_architectures(result: LoaderCheck, config: Mapping[str, Any]) -> None:
     inner = config.get(result.loader.inner or "", config)
     named, known = inner.get("architectures") or [], result.loader.architectures
     if known and not set(named) & known:
@@ -116,7 +116,9 @@ def _read(config: Mapping[str, Any], keys: tuple[str, ...], default: Any) -> Any
     return default
 
 
-def _check_aux_layers(result: Replay, config: Mapping[str, Any], head: Mapping[str, Any], target: TargetSizes | None) -> None:
+def _check_aux_layers(
+    result: LoaderCheck, config: Mapping[str, Any], head: Mapping[str, Any], target: TargetSizes | None
+) -> None:
     depth = target.num_layers if target else head["target_num_layers"]
     wanted, default = list(head["aux_layers"]), engine_aux_layers(depth)
     argument = result.loader.arguments.get("aux_layers")
@@ -146,7 +148,7 @@ def _aux_layers(version: AuxLayers, config: Mapping[str, Any]) -> list[int] | No
 
 
 def _sizes(
-    result: Replay, config: Mapping[str, Any], flat: Mapping[str, Any], target: TargetSizes | None
+    result: LoaderCheck, config: Mapping[str, Any], flat: Mapping[str, Any], target: TargetSizes | None
 ) -> tuple[dict[str, int], dict[str, bool]]:
     """The sizes that shapes are made of, and the switches that slots ask for."""
     read = result.settings
@@ -171,7 +173,7 @@ def _sizes(
     return sizes, switches
 
 
-def _check_settings(result: Replay, head: Mapping[str, Any]) -> None:
+def _check_settings(result: LoaderCheck, head: Mapping[str, Any]) -> None:
     for name, value in result.settings.items():
         if name not in head or value == head[name]:
             continue
@@ -182,7 +184,7 @@ def _check_settings(result: Replay, head: Mapping[str, Any]) -> None:
             result.silent.append(f"it takes {name} for {value}, and the draft was made with {head[name]}")
 
 
-def _check_tensors(result: Replay, shapes: Mapping[str, Shape], sizes: dict[str, int], switches: dict[str, bool]) -> None:
+def _check_tensors(result: LoaderCheck, shapes: Mapping[str, Shape], sizes: dict[str, int], switches: dict[str, bool]) -> None:
     loader, given = result.loader, {}
     for name, shape in shapes.items():
         given[_rename(loader, name, switches)] = (name, shape)
@@ -200,7 +202,7 @@ def _check_tensors(result: Replay, shapes: Mapping[str, Shape], sizes: dict[str,
         elif slot.source == Source.FILE:
             result.problem(loader.unset, f"{name} {list(shape)} is not in the file: it {_left(loader.unset)}")
     for name, (there, _) in given.items():
-        if name not in slots and not any(part in name for part in loader.passed_over):
+        if name not in slots and not any(part in name for part in loader.ignored):
             result.problem(loader.unknown, f"it has no parameter for {there}")
 
 
@@ -219,7 +221,7 @@ def _applies(slot: Slot, switches: dict[str, bool]) -> bool:
     return not slot.when or switches[slot.when.removeprefix("!")] != slot.when.startswith("!")
 
 
-def _names(slot: Slot, result: Replay, sizes: dict[str, int]) -> list[str]:
+def _names(slot: Slot, result: LoaderCheck, sizes: dict[str, int]) -> list[str]:
     if "{i}" in slot.name:
         return [slot.name.format(i=index) for index in range(1, result.settings["num_layers"])]
     if "{a}" in slot.name:

@@ -71,7 +71,7 @@ class Loader:
     inner: the key of the dictionary that holds the Llama's keys, which stand beside `taken` from outside.
     architectures: those that lead to this loader; empty where it is chosen otherwise.
     required: keys without which it stops; never_null: keys that it takes literally when they are there.
-    renamed: (part of a name, what it becomes, switch). passed_over: parts of names of what is left without a word.
+    renamed: (part of a name, what it becomes, switch). ignored: parts of names of what is left without a word.
     settings: by their names in the head's config. arguments: settings that a command line gives, and its words.
     skips_equal_fc: `fc` is left out where what it reads is as wide as what it writes. reads_last_state: after the target's last layer.
     """
@@ -89,7 +89,7 @@ class Loader:
     required: tuple[str, ...] = ()
     never_null: tuple[str, ...] = ()
     renamed: tuple[tuple[str, str, str], ...] = ()
-    passed_over: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()
     arguments: dict[str, str] = field(default_factory=dict)
     skips_equal_fc: bool = False
     reads_last_state: bool = True
@@ -173,7 +173,7 @@ VLLM_EAGLE3 = Loader(
     ),
     never_null=("target_hidden_size",),
     renamed=(("midlayer.", "layers.0.", ""),),
-    passed_over=("t2d", "mask_hidden", ".bias", "rotary_emb."),
+    ignored=("t2d", "mask_hidden", ".bias", "rotary_emb."),
 )
 SPECULATORS_EAGLE3 = replace(
     VLLM_EAGLE3,
@@ -215,7 +215,7 @@ SGLANG_EAGLE3 = Loader(
         ("aux_norm_mid", "fc_norm.1", ""),
         ("aux_norm_high", "fc_norm.2", ""),
     ),
-    passed_over=("t2d", "d2t"),  # d2t is taken whatever the vocabulary
+    ignored=("t2d", "d2t"),  # d2t is taken whatever the vocabulary
     arguments={"sliding_window": "--speculative-draft-window-size"},
     skips_equal_fc=True,
     reads_last_state=False,
@@ -241,7 +241,7 @@ TENSORRT_EAGLE3 = Loader(
     | {"norm_output": Setting(("eagle_config.return_hidden_post_norm", "norm_output"), False)},
     never_null=("target_hidden_size",),
     renamed=(("midlayer.", "layers.0.", "one_layer"),),
-    passed_over=("t2d",),
+    ignored=("t2d",),
     arguments={"aux_layers": "eagle3_layers_to_capture"},
     skips_equal_fc=True,
 )
@@ -261,7 +261,7 @@ VLLM_EAGLE = Loader(
     architectures=frozenset({"LlamaForCausalLM", "EagleLlamaForCausalLM"}),
     slots=(*EAGLE, Slot("embed_tokens.weight", "V H", source=Source.SHARED)),
     settings={**EAGLE_SETTINGS, "fc_bias": Setting(default=False)},
-    passed_over=(".bias", "rotary_emb."),
+    ignored=(".bias", "rotary_emb."),
 )
 WRAPPED_EAGLE = replace(VLLM_EAGLE, inner="model", required=("model",))
 SGLANG_EAGLE = Loader(
@@ -272,7 +272,7 @@ SGLANG_EAGLE = Loader(
     architectures=frozenset({"LlamaForCausalLMEagle"}),
     slots=(*EAGLE, Slot("fc.bias", "H"), Slot("embed_tokens.weight", "V H", source=Source.TARGET)),
     settings=EAGLE_SETTINGS,
-    passed_over=("lm_head", "rotary_emb.", "projector"),
+    ignored=("lm_head", "rotary_emb.", "projector"),
 )
 
 # Engine -> method -> its loaders; the first whose `inner` key is in config.json (or None) is taken.

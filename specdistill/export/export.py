@@ -7,9 +7,9 @@ from specdistill.errors import UserError, nearest
 from specdistill.export.folder import check_new
 from specdistill.export.heads import export_eagle, export_eagle3
 from specdistill.methods.checkpoint import read_config
-from specdistill.methods.draft_model.export import export_small
+from specdistill.methods.draft_model.export import export_draft_model
 from specdistill.methods.draft_model.gguf import FILE_TYPES, export_gguf
-from specdistill.methods.mtp.merge import stitch
+from specdistill.methods.mtp.merge import merge_mtp_weights
 from specdistill.methods.mtp.tensor_names import SERVED_TYPES
 from specdistill.methods.recognize import method_of
 from specdistill.targets.files import TargetFiles, needed
@@ -72,7 +72,7 @@ def export(
     elif as_gguf:
         export_gguf(draft, output_dir, target, dtype or "f16")
     else:
-        export_small(draft, engine, output_dir, target)
+        export_draft_model(draft, engine, output_dir, target)
     served = Served(
         method=method,
         engine=engine,
@@ -92,4 +92,4 @@ def _export_mtp(draft: Path, engine: str, output_dir: Path, target: TargetFiles)
     if kind not in SERVED_TYPES:
         got = f"{engine} for a layer of {target.name}, a {kind}"
         raise UserError("engine", got=got, expected=f"a target that it loads such layers of: {', '.join(sorted(SERVED_TYPES))}")
-    stitch(draft, target.fetch("*"), output_dir)
+    merge_mtp_weights(draft, target.fetch("*"), output_dir)

@@ -23,7 +23,7 @@ from specdistill.export.folder import new_folder
 from specdistill.methods.checkpoint import is_copy, shape_to_json, stored_dtype, write_draft
 from specdistill.methods.eagle.checkpoint import read_eagle
 from specdistill.methods.eagle.module import EagleDraft
-from specdistill.methods.eagle3.checkpoint import IDS, read_eagle3, settle_embedding
+from specdistill.methods.eagle3.checkpoint import IDS, read_eagle3, resolve_embedding
 from specdistill.methods.eagle3.module import Eagle3Config
 from specdistill.methods.layers import HeadShape
 from specdistill.targets.files import EMBEDDING, HEAD, TargetFiles, needed
@@ -161,7 +161,7 @@ def export_eagle3(folder: Path, engine: str, output: Path, target: TargetFiles |
     """Write an EAGLE-3 head for an engine. Raises UserError, before anything is written, for what the engine cannot express."""
     config, tensors = read_eagle3(folder, target, key="draft")
     comparable = EMBEDDING in tensors and config.hidden_size == config.target_hidden_size
-    config = settle_embedding(config, tensors, target.tensor(EMBEDDING) if target and comparable else None)
+    config = resolve_embedding(config, tensors, target.tensor(EMBEDDING) if target and comparable else None)
     _check_limits("eagle3", engine, config, folder)
     dtype = stored_dtype(tensors.values())
     if HEAD not in tensors:

@@ -8,12 +8,12 @@ from datasets import Dataset
 from specdistill.data.draft_vocabulary import draft_vocabulary
 from specdistill.errors import UserError
 from specdistill.methods import METHODS
-from specdistill.methods.draft_model.create import build_small, save_small
+from specdistill.methods.draft_model.create import create_draft_model, save_draft_model
 from specdistill.methods.heads.table import HEADS
 from specdistill.recipe import Recipe, check_trainable
 from specdistill.targets.frozen import FrozenTarget, check_aux_layers
 
-NO_ROWS: dict[str, list[int]] = {"input_ids": [], "supervise": []}
+NO_ROWS: dict[str, list[int]] = {"input_ids": [], "loss_mask": []}
 
 
 def write_untrained(recipe: Recipe, folder: Path) -> None:
@@ -30,7 +30,7 @@ def write_untrained(recipe: Recipe, folder: Path) -> None:
     config = recipe.draft
     if recipe.method == "draft_model":
         calibration = torch.arange(min(target.vocab_size, target.max_length), device=target.device)[None]
-        save_small(build_small(target, calibration=calibration, **config.small()), target.tokenizer, folder)
+        save_draft_model(create_draft_model(target, calibration=calibration, **config.small()), target.tokenizer, folder)
         return
     method = HEADS[recipe.method]
     if recipe.method == "mtp":

@@ -18,10 +18,10 @@ import yaml
 from specdistill.errors import UserError, nearest, one_line
 from specdistill.project import GATES, ROOT
 from specdistill.report.schema import document_metrics, row_metrics
-from specdistill.statistics.interim import corrected
+from specdistill.statistics.interim import corrected_confidence
 from specdistill.statistics.intervals import Interval, interval, relative_change
 from specdistill.statistics.metrics import METRICS
-from specdistill.statistics.prompt_sums import columns
+from specdistill.statistics.prompt_sums import prompt_sums
 from specdistill.statistics.records import PromptRecord, records_of
 
 REQUIREMENTS = ("min", "max", "equals", "max_regression")
@@ -29,7 +29,7 @@ SCOPES = ("suite", "category", "temperature", "context_bucket", "num_speculative
 SEVERITIES = ("fail", "warn")
 KEYS = ("metric", "scope", *REQUIREMENTS, "confidence", "severity")
 DEFAULT_CONFIDENCE = 0.95
-# Beside the row's own cell, what two measurements must share to be compared: settings that change what is accepted or timed.
+# Beside the row's own configuration, what two measurements must share to be compared: settings that change what is accepted or timed.
 SHARED_SETTINGS = ("top_p", "top_k", "max_new_tokens")
 NUM_SHOWN_IDS = 3
 
@@ -183,14 +183,18 @@ def _row_metric(rule: Rule, evidence: Evidence) -> Finding:
         return Finding(row[rule.metric], tuple(ends) if ends else None, _interval_is_missing(rule, row))
     seed = evidence.report["settings"]["seed"]
     found = interval(
-        METRICS[rule.metric], columns(records_of(row, evidence.records)), confidence=_confidence(rule, evidence), seed=seed
+        METRICS[rule.metric], prompt_sums(records_of(row, evidence.records)), confidence=_confidence(rule, evidence), seed=seed
     )
     return Finding(row[rule.metric], found, None if found else "too few prompts for an interval")
 
 
 def _confidence(rule: Rule, *sides: Evidence) -> float:
     """The rule's, or a stricter one where a run looked at its intervals several times before it stopped."""
-    return corrected(rule.confidence) if any(side.report["settings"].get("until") for side in sides) else rule.confidence
+    return (
+        corrected_confidence(rule.confidence)
+        if any(side.report["settings"].get("target_precision") for side in sides)
+        else rule.confidence
+    )
 
 
 def _interval_is_missing(rule: Rule, row: Mapping[str, Any]) -> str | None:
@@ -236,8 +240,8 @@ def regression(rule: Rule, evidence: Evidence, baseline: Evidence | None) -> Fin
     new_records, old_records = _paired(row, old, evidence, baseline)
     change, ends = relative_change(
         metric,
-        columns(new_records),
-        columns(old_records),
+        prompt_sums(new_records),
+        prompt_sums(old_records),
         confidence=_confidence(rule, evidence, baseline),
         seed=evidence.report["settings"]["seed"],
     )

@@ -1,4 +1,4 @@
-"""How far a draft's law q is from the target's p, per kept row. Plain versions, computed in float32.
+"""How far a draft's distribution q is from the target's p, per kept row. Plain versions, computed in float32.
 
 Shapes: R kept rows, W draft vocabulary. `target_probs_RW` is p restricted to the draft vocabulary and renormalised there; it takes no
 gradient and may hold exact zeros. alpha = sum_w min(p_w, q_w) is the probability that a token drawn from q is accepted.
@@ -6,10 +6,10 @@ gradient and may hold exact zeros. alpha = sum_w min(p_w, q_w) is the probabilit
     forward_kl     KL(p || q)                                arXiv 2310.08461, covers all of p
     reverse_kl     KL(q || p)                                arXiv 2310.08461, seeks its mode
     jsd            beta KL(p || m) + (1 - beta) KL(q || m)   arXiv 2306.13649, m = beta p + (1 - beta) q
-    tvd            1 - alpha                                 arXiv 2310.08461, what decoding pays for; weak where the laws hardly overlap
+    tvd            1 - alpha                                 arXiv 2310.08461, what decoding pays for; weak where the distributions hardly overlap
     tvd_plus_plus  1 - alpha, another gradient               arXiv 2403.00858, tvd with normalised rewards
     nla            -log alpha                                arXiv 2602.23881
-    lk             l KL(p || q) + (1 - l) (1 - alpha)        arXiv 2602.23881, l = exp(-3 alpha): from KL to tvd as the laws meet
+    lk             l KL(p || q) + (1 - l) (1 - alpha)        arXiv 2602.23881, l = exp(-3 alpha): from KL to tvd as the distributions meet
     cross_entropy  -log q(argmax p)                          arXiv 2401.10774, the target's favourite token alone
 
 A loss is a sum and a count. Exactly one place divides, by the count of the whole global batch (specdistill.training.trainer): a mean
@@ -80,7 +80,7 @@ def tvd_plus_plus(draft_logits_RW: Tensor, target_probs_RW: Tensor) -> LossSum:
     """The value of `tvd`, with the gradient -E_q[A(w) grad log q_w], A = (r - mean r) / std r, r_w = [p_w > q_w] (arXiv 2403.00858).
 
     The paper draws w from q and takes the mean and deviation of the rewards over a batch. Here the expectation is exact, and both are
-    those of the row's own law: mean Q = sum_w q_w r_w, variance Q (1 - Q). So the gradient is that of `tvd` over sqrt(Q (1 - Q)), no
+    those of the row's own distribution: mean Q = sum_w q_w r_w, variance Q (1 - Q). So the gradient is that of `tvd` over sqrt(Q (1 - Q)), no
     longer than 1, and it stays strong where q puts little mass on what p prefers. No reward, no gradient.
     """
     log_q = draft_logits_RW.float().log_softmax(-1)
@@ -99,7 +99,7 @@ def tvd_plus_plus(draft_logits_RW: Tensor, target_probs_RW: Tensor) -> LossSum:
 def nla(draft_logits_RW: Tensor, target_probs_RW: Tensor) -> LossSum:
     """-log alpha; the gradient of `tvd` over alpha. Of a one-hot p it is cross-entropy.
 
-    In logarithms, where alpha does not vanish however little the laws overlap: log alpha = logsumexp_w min(log p_w, log q_w).
+    In logarithms, where alpha does not vanish however little the distributions overlap: log alpha = logsumexp_w min(log p_w, log q_w).
     """
     log_q = draft_logits_RW.float().log_softmax(-1)
     return LossSum(-torch.minimum(target_probs_RW.log(), log_q).logsumexp(-1).sum(), len(draft_logits_RW))

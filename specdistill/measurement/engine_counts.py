@@ -41,14 +41,14 @@ class Counts:
 
 
 @dataclass(frozen=True)
-class Written:
+class Completion:
     """A continuation of a prompt, and what was accepted on the way: all zeros without a draft."""
 
     token_ids: tuple[int, ...]
     counts: Counts
 
 
-def total(texts: Sequence[Written]) -> Counts:
+def total(texts: Sequence[Completion]) -> Counts:
     """The counts of all texts together."""
     counts = [text.counts for text in texts]
     positions = zip(*(count.accepted_per_position for count in counts), strict=True)
@@ -64,14 +64,14 @@ def ignore_stop_tokens(target: FrozenTarget) -> None:
     target.model.generation_config.eos_token_id = []
 
 
-def write_here(
+def generate_here(
     target: FrozenTarget,
     proposer: Proposer | None,
     prompts: Sequence[Sequence[int]],
     *,
     max_new_tokens: int,
     num_speculative_tokens: int = 0,
-) -> list[Written]:
+) -> list[Completion]:
     """Each prompt continued by `max_new_tokens` tokens, greedily; the last round counts what it would accept without that limit.
 
     There must be room for K more tokens in the target's context; raises UserError where there is not.
@@ -91,7 +91,7 @@ def write_here(
             drafts += [entry] if entry.drafted else []
         accepted = [sum(entry.num_accepted > k for entry in drafts) for k in range(num_speculative_tokens)]
         counts = Counts(len(drafts), sum(len(entry.drafted) for entry in drafts), tuple(accepted))
-        texts.append(Written(generation.token_ids[:max_new_tokens], counts))
+        texts.append(Completion(generation.token_ids[:max_new_tokens], counts))
     return texts
 
 
@@ -123,7 +123,7 @@ def draft_options(engine: str, method: str, folder: str, num_speculative_tokens:
     return algorithm | chain | {"model_path" if in_target else "speculative_draft_model_path": folder}
 
 
-def write_in_engine(engine: str, python: Path, jobs: Sequence[Job], folder: Path) -> tuple[str, list[list[Written]]]:
+def generate_in_engine(engine: str, python: Path, jobs: Sequence[Job], folder: Path) -> tuple[str, list[list[Completion]]]:
     """The engine's version, and the texts of each job, done one after the other in one process.
 
     What the engine says goes to `<folder>/<engine>.log`. Raises ResourceError, which names that, when the process fails.
@@ -145,11 +145,11 @@ def write_in_engine(engine: str, python: Path, jobs: Sequence[Job], folder: Path
     return done["version"], [[_written(row) for row in rows] for rows in done["jobs"]]
 
 
-def _written(row: dict[str, Any]) -> Written:
+def _written(row: dict[str, Any]) -> Completion:
     accepted = tuple(row["accepted_per_position"])
-    return Written(tuple(row["token_ids"]), Counts(row["num_drafts"], row["num_draft_tokens"], accepted))
+    return Completion(tuple(row["token_ids"]), Counts(row["num_drafts"], row["num_draft_tokens"], accepted))
 
 
-def num_same(one: Sequence[Written], other: Sequence[Written]) -> int:
+def num_same(one: Sequence[Completion], other: Sequence[Completion]) -> int:
     """How many prompts are continued by the same tokens."""
     return sum(a.token_ids == b.token_ids for a, b in zip(one, other, strict=True))

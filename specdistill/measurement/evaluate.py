@@ -16,14 +16,14 @@ from specdistill.measurement.measure import (
     draft_vocabulary,
     measure_together,
     progress,
-    shorter_drafts,
+    round_costs,
 )
-from specdistill.measurement.sweep import Finished, Plan, finish, folder_fingerprint, measure_cells
+from specdistill.measurement.sweep import MeasuredConfiguration, Plan, finish, folder_fingerprint, measure_configurations
 from specdistill.methods.recognize import locate
 from specdistill.project import git_revision
 from specdistill.report.build import build_report
 from specdistill.report.results import context_rows, headline, result_rows, theory
-from specdistill.statistics.interim import corrected
+from specdistill.statistics.interim import corrected_confidence
 from specdistill.statistics.records import PromptRecord
 from specdistill.suites.suite import Prompt, Suite
 from specdistill.targets.frozen import FrozenTarget
@@ -52,8 +52,8 @@ def evaluate_draft(
 ) -> tuple[dict[str, Any], list[PromptRecord]]:
     """The report of a draft, without a gate's decision, and the records that go beside it.
 
-    plans: the cells to measure, the one that the report is about first. method and draft name the proposer in the report;
-    `sampling_draws` 0 leaves the sampling test out. `folder` keeps finished cells for a run that goes on after this one was killed.
+    plans: the configurations to measure, the one that the report is about first. method and draft name the proposer in the report;
+    `sampling_draws` 0 leaves the sampling test out. `folder` keeps finished configurations for a run that goes on after this one was killed.
     """
     named = NamedDraft(proposer, method, draft)
     identity = {
@@ -68,10 +68,10 @@ def evaluate_draft(
         "suite": [suite.name, suite.version, suite.sha256],
         "machine": [hardware(target.device), software()],
     }
-    cells = measure_cells(target, proposer, suite, plans, identity=identity, folder=folder)
+    configurations = measure_configurations(target, proposer, suite, plans, identity=identity, folder=folder)
     begun = begin(target.device)
-    report, found = _report(target, named, suite, plans, cells, sampling_draws)
-    took = [*(cell.took for cell in cells), measurement(target.device, begun)]
+    report, found = _report(target, named, suite, plans, configurations, sampling_draws)
+    took = [*(configuration.took for configuration in configurations), measurement(target.device, begun)]
     whole = {
         "seconds": sum(part["seconds"] for part in took),
         "peak_memory_bytes": max(part["peak_memory_bytes"] for part in took),
@@ -91,8 +91,11 @@ def evaluate_drafts(
     """Reports of several drafts for one target, measured together: their times are paired, over one shared baseline."""
     plan, begun = Plan(settings, prompts), begin(target.device)
     runs = measure_together(target, [named.proposer for named in drafts], prompts, settings)
-    cells = [finish(target, named.proposer, suite, plan, own, begun) for named, own in zip(drafts, runs, strict=True)]
-    results = [_report(target, named, suite, [plan], [cell], sampling_draws) for named, cell in zip(drafts, cells, strict=True)]
+    configurations = [finish(target, named.proposer, suite, plan, own, begun) for named, own in zip(drafts, runs, strict=True)]
+    results = [
+        _report(target, named, suite, [plan], [configuration], sampling_draws)
+        for named, configuration in zip(drafts, configurations, strict=True)
+    ]
     took = measurement(target.device, begun)
     return [({**report, "measurement": took}, found) for report, found in results]
 
@@ -102,18 +105,18 @@ def _report(
     named: NamedDraft,
     suite: Suite,
     plans: Sequence[Plan],
-    cells: Sequence[Finished],
+    configurations: Sequence[MeasuredConfiguration],
     sampling_draws: int,
 ) -> tuple[dict[str, Any], list[PromptRecord]]:
-    """The report and the records of a draft whose cells are measured; what else it needs is decoded here."""
+    """The report and the records of a draft whose configurations are measured; what else it needs is decoded here."""
     proposer, settings, prompts = named.proposer, plans[0].settings, plans[0].prompts
     sampling = settings.sampling
-    confidence = corrected(0.95) if plans[0].until else 0.95
-    rows_of_cells = [
-        result_rows(cell.records, suite, plan.settings.cell, seed=settings.seed, confidence=confidence)
-        for plan, cell in zip(plans, cells, strict=True)
+    confidence = corrected_confidence(0.95) if plans[0].target_precision else 0.95
+    rows_of_configurations = [
+        result_rows(configuration.records, suite, plan.settings.configuration, seed=settings.seed, confidence=confidence)
+        for plan, configuration in zip(plans, configurations, strict=True)
     ]
-    lossless = together([cell.lossless for cell in cells if cell.lossless])
+    lossless = together([configuration.lossless for configuration in configurations if configuration.lossless])
     sampled = _sampling_test(target, proposer, prompts, settings, sampling_draws)
     report = build_report(
         target={"model": target.name, "revision": target.revision, "dtype": target.dtype, "parameters": target.num_parameters},
@@ -137,18 +140,18 @@ def _report(
             "seed": settings.seed,
             "warmup": settings.warmup,
             "repeats": settings.repeats,
-            "until": plans[0].until,
+            "target_precision": plans[0].target_precision,
         },
         suite=suite,
-        results=[row for rows in rows_of_cells for row in rows],
-        context=context_rows(cells[0].records),
-        headline=headline(rows_of_cells[0], cells[0].records, confidence=confidence),
-        theory=theory(rows_of_cells[0][0], shorter_drafts(target, proposer, prompts, settings)),
+        results=[row for rows in rows_of_configurations for row in rows],
+        context=context_rows(configurations[0].records),
+        headline=headline(rows_of_configurations[0], configurations[0].records, confidence=confidence),
+        theory=theory(rows_of_configurations[0][0], round_costs(target, proposer, prompts, settings)),
         lossless=lossless if isinstance(sampled, str) else {**lossless, "sampling_test": sampled},
         not_measured={"lossless.sampling_test": sampled} if isinstance(sampled, str) else {},
         git_revision=git_revision(),
     )
-    return report, [record for cell in cells for record in cell.records]
+    return report, [record for configuration in configurations for record in configuration.records]
 
 
 def _sampling_test(

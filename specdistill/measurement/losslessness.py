@@ -1,4 +1,4 @@
-"""Whether speculation changes what the target writes. It must not: greedy text token for token, sampled text in law.
+"""Whether speculation changes what the target writes. It must not: greedy text token for token, sampled text in distribution.
 
 Greedy decoding in float32 must be identical. In a 16-bit dtype the verification of several tokens at once rounds differently
 from one step at a time, so texts may part where the target itself hardly prefers one token: a near-tie. A divergence that is
@@ -64,12 +64,14 @@ def compare_greedy(target: FrozenTarget, pairs: Iterable[tuple[Prompt, Generatio
     }
 
 
-def together(cells: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """`compare_greedy` of several cells as one: every text counts, and the first divergence is the first cell's that has one."""
+def together(configurations: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """`compare_greedy` of several configurations as one: every text counts, and the first divergence is the first configuration's that has one."""
     return {
-        "greedy_identical": all(cell["greedy_identical"] for cell in cells),
-        "first_divergence": next((cell["first_divergence"] for cell in cells if cell["first_divergence"]), None),
-        **{name: sum(cell[name] for cell in cells) for name in COUNTS},
+        "greedy_identical": all(configuration["greedy_identical"] for configuration in configurations),
+        "first_divergence": next(
+            (configuration["first_divergence"] for configuration in configurations if configuration["first_divergence"]), None
+        ),
+        **{name: sum(configuration[name] for configuration in configurations) for name in COUNTS},
     }
 
 
@@ -107,9 +109,9 @@ def wrong_residual(
     """
     num_accepted, next_token = rejection(tokens_BK, target_probs_BKV, draft_probs_BKV, generator)
     rows = torch.arange(len(tokens_BK), device=tokens_BK.device)
-    law = target_probs_BKV[rows, num_accepted]
+    distribution = target_probs_BKV[rows, num_accepted]
     rejected = num_accepted < tokens_BK.shape[1]
-    drawn = torch.multinomial(law.cpu(), 1, generator=generator).squeeze(-1).to(next_token.device)
+    drawn = torch.multinomial(distribution.cpu(), 1, generator=generator).squeeze(-1).to(next_token.device)
     return num_accepted, torch.where(rejected, drawn, next_token)
 
 
@@ -188,7 +190,7 @@ def most_telling_prompt(
     """A short beginning after which `wrong_residual` shows most, and the id of the prompt it is from.
 
     The first token comes from the prefill and the second from a round, so the score of a place is the probability of the token
-    before it times how far the wrong rule's law lies from the right one there.
+    before it times how far the wrong rule's distribution lies from the right one there.
     """
     best_score, best = -1.0, (prompts[0].token_ids, prompts[0].id)
     for prompt in sorted(prompts, key=lambda prompt: len(prompt.token_ids))[:NUM_PROBED_PROMPTS]:
@@ -203,10 +205,10 @@ def most_telling_prompt(
             generator=torch.Generator().manual_seed(seed),
         )
         text = (*prompt.token_ids, *generation.token_ids)
-        law_TV = _logits(target, text).softmax(-1)
+        probs_TV = _logits(target, text).softmax(-1)
         length = len(prompt.token_ids) + 1  # of the text before a round
         for entry, deviation in zip(generation.rounds, deviations[1:], strict=True):  # the first verification is the prefill's
-            score = float(law_TV[length - 2, text[length - 1]]) * deviation
+            score = float(probs_TV[length - 2, text[length - 1]]) * deviation
             if score > best_score:
                 best_score, best = score, (text[: length - 1], prompt.id)
             length += len(entry.emitted)
@@ -220,7 +222,7 @@ def _watched_rejection(
     draft_probs_BKV: Tensor | None,
     generator: torch.Generator | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`rejection`, noting how far from p the first token's law would be under `wrong_residual`."""
+    """`rejection`, noting how far from p the first token's distribution would be under `wrong_residual`."""
     if tokens_BK.shape[1]:
         p = target_probs_BKV[0, 0]
         q = F.one_hot(tokens_BK[0, 0], len(p)) if draft_probs_BKV is None else draft_probs_BKV[0, 0]
@@ -249,7 +251,7 @@ def _watched_tree(
 
 
 def _deviation(p_V: Tensor, q_V: Tensor) -> float:
-    """1/2 sum_v |min(p, q) - beta p|: with beta = sum min(p, q), the chance of acceptance, the wrong rule's law is
+    """1/2 sum_v |min(p, q) - beta p|: with beta = sum min(p, q), the chance of acceptance, the wrong rule's distribution is
     min(p, q) + (1 - beta) p. q is one-hot for a certain candidate, and 1 at each of several.
     """
     accepted = torch.minimum(p_V, q_V.to(p_V.dtype))

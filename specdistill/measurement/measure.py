@@ -1,4 +1,4 @@
-"""The measurement: every prompt with and without the draft, turn about, on an otherwise quiet device.
+"""The measurement: every prompt with and without the draft, interleaved, on an otherwise quiet device.
 
 Timing is paired. The ways of decoding a prompt (plain, and with each draft) run one right after the other, which of them comes
 first rotates, and every repetition goes through all prompts again, so that what drifts on the machine drifts for all. Medians over
@@ -33,7 +33,7 @@ from specdistill.measurement.batches import Batch, in_batches, some
 from specdistill.methods.draft_model.proposer import DraftModelProposer
 from specdistill.methods.heads.proposer import HeadProposer
 from specdistill.methods.ngram.proposer import NgramProposer
-from specdistill.statistics.configuration import ALL, Cell
+from specdistill.statistics.configuration import ALL, Configuration
 from specdistill.statistics.records import HFGenerate, PromptRecord, RoundRecord, Timing
 from specdistill.statistics.theory import RoundCost
 from specdistill.suites.suite import Prompt
@@ -53,7 +53,7 @@ class Settings:
     """How to measure; every number in tokens, prompts or repetitions. The seed is for sampling, warmup counts batches.
 
     tree: drafted in place of a chain; num_speculative_tokens is then its depth. context_bucket says how the prompts that it goes with
-    were cut (see `Cell`).
+    were cut (see `Configuration`).
     """
 
     num_speculative_tokens: int
@@ -74,9 +74,9 @@ class Settings:
             raise UserError("eval.batch_size", got=f"{self.batch_size} with a tree", expected="1, or eval.tree=null")
 
     @property
-    def cell(self) -> Cell:
+    def configuration(self) -> Configuration:
         tree = self.tree.settings if self.tree else None
-        return Cell(self.num_speculative_tokens, self.sampling.temperature, self.batch_size, tree, self.context_bucket)
+        return Configuration(self.num_speculative_tokens, self.sampling.temperature, self.batch_size, tree, self.context_bucket)
 
     @classmethod
     def of(cls, section: Any) -> "Settings":
@@ -139,7 +139,7 @@ def measure_together(
         return _generate(plain, batch, settings, 0)
 
     warm_up = some(batches, settings.warmup)
-    with progress("measuring", len(warm_up) + settings.repeats * len(batches)) as advance, settled_memory():
+    with progress("measuring", len(warm_up) + settings.repeats * len(batches)) as advance, frozen_garbage_collector():
         for batch in warm_up:
             for decoder in with_draft:
                 speculative(decoder, batch)
@@ -166,14 +166,14 @@ def measure_together(
     return runs
 
 
-def shorter_drafts(target: FrozenTarget, proposer: Proposer, prompts: Sequence[Prompt], settings: Settings) -> list[RoundCost]:
+def round_costs(target: FrozenTarget, proposer: Proposer, prompts: Sequence[Prompt], settings: Settings) -> list[RoundCost]:
     """What a round costs at every K' up to K, timed on a few prompts, the lengths one right after the other; of chains only."""
     if settings.tree:
         return []
     decoder = _decoder(target, settings, proposer)
     probed = some(in_batches(prompts, settings.batch_size), math.ceil(NUM_COST_PROMPTS / settings.batch_size))
     rounds: dict[int, list[Round]] = {k: [] for k in range(1, settings.num_speculative_tokens + 1)}
-    with progress("step costs", len(probed) * len(rounds)) as advance, settled_memory():
+    with progress("step costs", len(probed) * len(rounds)) as advance, frozen_garbage_collector():
         for batch in probed:
             for k, done in rounds.items():
                 for generation in _generate(decoder, batch, settings, k):
@@ -214,10 +214,12 @@ def greedy_pairs(
             advance()
 
 
-def records(suite: str, cell: Cell, target: FrozenTarget, proposer: Proposer, runs: Sequence[Runs]) -> list[PromptRecord]:
+def records(
+    suite: str, configuration: Configuration, target: FrozenTarget, proposer: Proposer, runs: Sequence[Runs]
+) -> list[PromptRecord]:
     """The runs as plain data; texts are spelt out by the target's tokenizer."""
     vocabulary = draft_vocabulary(proposer)
-    return [_record(suite, cell, target, run, vocabulary) for run in runs]
+    return [_record(suite, configuration, target, run, vocabulary) for run in runs]
 
 
 def draft_vocabulary(proposer: Proposer) -> frozenset[int] | None:
@@ -231,7 +233,7 @@ def draft_vocabulary(proposer: Proposer) -> frozenset[int] | None:
 
 def draft_sampling(proposer: Proposer, sampling: Sampling, tree: StaticTree | DynamicTree | None = None) -> str:
     """`greedy` when each drafted token is a certain guess, as in every dynamic tree, `probabilistic` when it is drawn from the
-    draft's law.
+    draft's distribution.
     """
     if tree:
         return "probabilistic" if tree.candidates_are_drawn(sampling) else "greedy"
@@ -258,7 +260,7 @@ def progress(what: str, total: int) -> Iterator[Callable[[], None]]:
 
 
 @contextmanager
-def settled_memory() -> Iterator[None]:
+def frozen_garbage_collector() -> Iterator[None]:
     """Keeps the garbage collector off what is there already: a pass over torch and transformers takes tens of milliseconds, and
     would strike one side of a pair.
     """
@@ -314,7 +316,9 @@ def _synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _record(suite: str, cell: Cell, target: FrozenTarget, run: Runs, vocabulary: frozenset[int] | None) -> PromptRecord:
+def _record(
+    suite: str, configuration: Configuration, target: FrozenTarget, run: Runs, vocabulary: frozenset[int] | None
+) -> PromptRecord:
     prompt, written = run.prompt, run.speculative[0]
     context = [*prompt.token_ids]
     (first_text,) = spell(target.tokenizer, context, written.token_ids[:1])
@@ -329,7 +333,7 @@ def _record(suite: str, cell: Cell, target: FrozenTarget, run: Runs, vocabulary:
     plain = run.baseline[0].token_ids
     return PromptRecord(
         suite=suite,
-        cell=cell,
+        configuration=configuration,
         id=prompt.id,
         category=prompt.category,
         num_prompt_tokens=len(prompt.token_ids),

@@ -3,7 +3,7 @@
 One axis at a time, not the grid: a reader asks what K, the temperature, the batch or the context change about the setting they serve,
 and a grid of the same values costs their product.
 
-Each cell is measured by itself, against a baseline of its own. A finished cell is on disk at once, under a fingerprint of everything that
+Each configuration is measured by itself, against a baseline of its own. A finished configuration is on disk at once, under a fingerprint of everything that
 it depends on, so that a sweep that was killed goes on where it was; another draft, target, suite, setting or machine has another
 fingerprint and is measured anew.
 """
@@ -24,7 +24,7 @@ from specdistill.errors import ResourceError, UserError
 from specdistill.measurement.environment import begin, measurement
 from specdistill.measurement.losslessness import compare_greedy
 from specdistill.measurement.measure import Runs, Settings, greedy_pairs, measure, progress, records
-from specdistill.statistics.interim import is_sharp, looks, spread_out
+from specdistill.statistics.interim import interim_sizes, reached_precision, spread_out
 from specdistill.statistics.records import PromptRecord, read_record
 from specdistill.suites.suite import Prompt, Suite
 from specdistill.targets.frozen import FrozenTarget
@@ -34,15 +34,15 @@ FINGERPRINT_DIGITS = 32
 
 @dataclass(frozen=True)
 class Plan:
-    """A cell to be measured: its settings, and the prompts as that cell cuts them.
+    """A configuration to be measured: its settings, and the prompts as that configuration cuts them.
 
-    until: stop once the acceptance length and the speedup are known to this share of them, either way; None measures every prompt.
+    target_precision: stop once the acceptance length and the speedup are known to this share of them, either way; None measures every prompt.
     Raises UserError when there are fewer prompts than a batch holds.
     """
 
     settings: Settings
     prompts: Sequence[Prompt]
-    until: float | None = None
+    target_precision: float | None = None
 
     def __post_init__(self) -> None:
         if len(self.prompts) < self.settings.batch_size:
@@ -51,8 +51,8 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Finished:
-    """A measured cell.
+class MeasuredConfiguration:
+    """A measured configuration.
 
     lossless: the greedy part of the report's `lossless`; None where sampled texts were not decoded greedily as well.
     took: its seconds and peak_memory_bytes.
@@ -63,7 +63,7 @@ class Finished:
     took: dict[str, Any]
 
 
-def plan_cells(
+def plan_configurations(
     main: Plan,
     *,
     num_speculative_tokens: Sequence[int] = (),
@@ -72,9 +72,9 @@ def plan_cells(
     trees: Sequence[StaticTree | DynamicTree] = (),
     contexts: Mapping[int, Sequence[Prompt]] | None = None,
 ) -> list[Plan]:
-    """The main cell, then those of each axis in the order of its values; a value that is the main cell's own is not measured twice.
+    """The main configuration, then those of each axis in the order of its values; a value that is the main configuration's own is not measured twice.
 
-    Other K are chains, also where the main cell drafts trees. contexts: tokens that prompts were cut to -> those prompts.
+    Other K are chains, also where the main configuration drafts trees. contexts: tokens that prompts were cut to -> those prompts.
     """
     settings = main.settings
     others = [
@@ -86,12 +86,12 @@ def plan_cells(
     ]
     plans = [main]
     for other, prompts in others:
-        if other.cell not in [plan.settings.cell for plan in plans]:
-            plans.append(Plan(other, prompts, main.until))
+        if other.configuration not in [plan.settings.configuration for plan in plans]:
+            plans.append(Plan(other, prompts, main.target_precision))
     return plans
 
 
-def measure_cells(
+def measure_configurations(
     target: FrozenTarget,
     proposer: Proposer,
     suite: Suite,
@@ -99,16 +99,16 @@ def measure_cells(
     *,
     identity: Mapping[str, Any],
     folder: Path,
-) -> list[Finished]:
-    """Every cell in turn, those that `folder` holds from an earlier run left as they are.
+) -> list[MeasuredConfiguration]:
+    """Every configuration in turn, those that `folder` holds from an earlier run left as they are.
 
-    identity: what a measurement depends on beside settings and prompts, as JSON. Raises UserError when some cell's batches cannot be,
+    identity: what a measurement depends on beside settings and prompts, as JSON. Raises UserError when some configuration's batches cannot be,
     ResourceError when the disk fails.
     """
     if any(plan.settings.batch_size > 1 for plan in plans):
         BatchDecoder(target, proposer)  # what cannot be batched is refused before anything is measured
     results = []
-    with progress("cells", len(plans)) as advance:
+    with progress("configurations", len(plans)) as advance:
         for number, plan in enumerate(plans):
             path = folder / f"{fingerprint(plan, identity)}.json"
             if not path.exists():
@@ -124,18 +124,20 @@ def _measure(target: FrozenTarget, proposer: Proposer, suite: Suite, plan: Plan)
     """The runs of all prompts, or of as many as it takes until they are sharp enough: batches as they were, single ones in the suite's
     order.
     """
-    if plan.until is None:
+    if plan.target_precision is None:
         return measure(target, proposer, plan.prompts, plan.settings)
     seed, size = plan.settings.seed, plan.settings.batch_size
     order = spread_out([prompt.category for prompt in plan.prompts], seed)
     runs: list[Runs] = []
-    for least in looks(len(order)):
+    for least in interim_sizes(len(order)):
         upto = math.ceil(least / size) * size  # whole batches
         fresh = [plan.prompts[index] for index in order[len(runs) : upto]]
         warmup = 0 if runs else plan.settings.warmup
         # The seed goes on, so that no two prompts of the run are sampled with one.
         runs += measure(target, proposer, fresh, replace(plan.settings, seed=seed + len(runs), warmup=warmup))
-        if is_sharp(records(suite.name, plan.settings.cell, target, proposer, runs), plan.until, seed):
+        if reached_precision(
+            records(suite.name, plan.settings.configuration, target, proposer, runs), plan.target_precision, seed
+        ):
             break
     return runs if size > 1 else [run for _, run in sorted(zip(order, runs, strict=False), key=lambda pair: pair[0])]
 
@@ -149,18 +151,18 @@ def finish(
     begun: float,
     *,
     check_sampled: bool = True,
-) -> Finished:
-    """A cell from its runs, which began at `begun`; `check_sampled` decodes sampled texts greedily as well, to compare them."""
+) -> MeasuredConfiguration:
+    """A configuration from its runs, which began at `begun`; `check_sampled` decodes sampled texts greedily as well, to compare them."""
     checked = check_sampled or plan.settings.sampling.is_greedy
     lossless = compare_greedy(target, greedy_pairs(target, proposer, runs, plan.settings)) if checked else None
-    found = records(suite.name, plan.settings.cell, target, proposer, runs)
-    return Finished(found, lossless, measurement(target.device, begun))
+    found = records(suite.name, plan.settings.configuration, target, proposer, runs)
+    return MeasuredConfiguration(found, lossless, measurement(target.device, begun))
 
 
 def fingerprint(plan: Plan, identity: Mapping[str, Any]) -> str:
     """A hash of all that the plan's records depend on."""
     prompts = [(prompt.id, prompt.category, prompt.token_ids) for prompt in plan.prompts]
-    said = json.dumps([identity, asdict(plan.settings), plan.until, prompts], sort_keys=True)
+    said = json.dumps([identity, asdict(plan.settings), plan.target_precision, prompts], sort_keys=True)
     return hashlib.sha256(said.encode()).hexdigest()[:FINGERPRINT_DIGITS]
 
 
@@ -173,17 +175,17 @@ def folder_fingerprint(folder: Path) -> str:
     return digest.hexdigest()[:FINGERPRINT_DIGITS]
 
 
-def _keep(cell: Finished, path: Path) -> None:
+def _keep(configuration: MeasuredConfiguration, path: Path) -> None:
     """Whole or not at all: a file that stands under its name is finished."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         unfinished = path.with_suffix(f".{os.getpid()}")
-        unfinished.write_text(json.dumps(asdict(cell)), encoding="utf-8")
+        unfinished.write_text(json.dumps(asdict(configuration)), encoding="utf-8")
         os.replace(unfinished, path)
     except OSError as error:
         raise ResourceError(f"could not write {path} ({error.strerror})", next_step="free the disk and start again") from error
 
 
-def _kept(path: Path) -> Finished:
+def _kept(path: Path) -> MeasuredConfiguration:
     found = json.loads(path.read_text(encoding="utf-8"))
-    return Finished([read_record(row) for row in found["records"]], found["lossless"], found["took"])
+    return MeasuredConfiguration([read_record(row) for row in found["records"]], found["lossless"], found["took"])

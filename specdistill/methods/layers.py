@@ -2,7 +2,7 @@
 
 Shapes: B batch, T positions, I input size, H hidden size, N query heads, G key/value heads, d head size.
 
-A `Memory` holds keys and values and answers queries, so that cached decoding and the unrolled training-time test run the same layers.
+A `KVCache` holds keys and values and answers queries, so that cached decoding and the unrolled training-time test run the same layers.
 """
 
 from dataclasses import dataclass
@@ -47,7 +47,7 @@ def check_window(shape: HeadShape, num_steps: int, *, key: str) -> None:
         raise UserError(key, got=got, expected=f"at most {shape.sliding_window}")
 
 
-class Memory(Protocol):
+class KVCache(Protocol):
     """Where a layer's keys and values live, and what each query may see."""
 
     def attend(self, layer: int, query_BNTd: Tensor, key_BGTd: Tensor, value_BGTd: Tensor) -> Tensor:
@@ -74,12 +74,12 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(input_size, config.num_key_value_heads * config.head_dim, bias=False)
         self.o_proj = nn.Linear(config.num_attention_heads * config.head_dim, config.hidden_size, bias=False)
 
-    def forward(self, x_BTI: Tensor, rotary: tuple[Tensor, Tensor], layer: int, memory: Memory) -> Tensor:
+    def forward(self, x_BTI: Tensor, rotary: tuple[Tensor, Tensor], layer: int, kv_cache: KVCache) -> Tensor:
         split = (*x_BTI.shape[:2], -1, self.head_dim)
         query = rotate(self.q_proj(x_BTI).view(split).transpose(1, 2), rotary)
         key = rotate(self.k_proj(x_BTI).view(split).transpose(1, 2), rotary)
         value = self.v_proj(x_BTI).view(split).transpose(1, 2)
-        context_BNTd = memory.attend(layer, query, key, value)
+        context_BNTd = kv_cache.attend(layer, query, key, value)
         output: Tensor = self.o_proj(context_BNTd.transpose(1, 2).flatten(2))
         return output
 
@@ -107,8 +107,8 @@ class PlainLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config)
 
-    def forward(self, hidden_BTH: Tensor, rotary: tuple[Tensor, Tensor], memory: Memory) -> Tensor:
-        hidden = hidden_BTH + self.self_attn(self.input_layernorm(hidden_BTH), rotary, self.index, memory)
+    def forward(self, hidden_BTH: Tensor, rotary: tuple[Tensor, Tensor], kv_cache: KVCache) -> Tensor:
+        hidden = hidden_BTH + self.self_attn(self.input_layernorm(hidden_BTH), rotary, self.index, kv_cache)
         output: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
         return output
 

@@ -7,7 +7,7 @@ from typing import Any
 from specdistill.decoding.proposer import Proposer
 from specdistill.errors import UserError, nearest
 from specdistill.methods import METHODS
-from specdistill.methods.draft_model.create import load_small
+from specdistill.methods.draft_model.create import load_draft_model
 from specdistill.methods.draft_model.proposer import DraftModelProposer
 from specdistill.methods.draft_model.vocabulary import match_vocabularies
 from specdistill.methods.heads.proposer import HeadProposer
@@ -93,7 +93,7 @@ def load_proposer(
         raise UserError(key, got=f"{draft}, which holds a draft of method {found}", expected=f"one of method {method}")
     if method in HEADS:
         return HeadProposer(HEADS[method].load(folder, target, key=key).to(device=target.device, dtype=target.model.dtype))
-    model, tokenizer = load_small(folder, key=key, device=target.device, dtype=target.dtype)
+    model, tokenizer = load_draft_model(folder, key=key, device=target.device, dtype=target.dtype)
     vocabulary = match_vocabularies(
         target.tokenizer,
         target.lm_head.weight.shape[0],

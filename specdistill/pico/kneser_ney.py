@@ -3,7 +3,7 @@
     P_n(w | h) = max(c(h w) - d, 0) / c(h) + d * N1+(h .) / c(h) * P_{n-1}(w | h')
 
 where h' drops the oldest token of h, N1+(h .) counts the different tokens seen after h, and below the highest order c counts in how
-many different contexts an n-gram was seen instead of how often. The last backoff is the uniform law.
+many different contexts an n-gram was seen instead of how often. The last backoff is the uniform distribution.
 """
 
 import numpy as np

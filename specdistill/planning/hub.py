@@ -10,7 +10,7 @@ TIMEOUT_SECONDS = 5
 # httpx's base class, under the name of the release that huggingface_hub stands on.
 HTTP_ERROR: type[BaseException] = HfHubHTTPError.__bases__[0]
 # What drafts call themselves, special names first; some are methods that are not trained here.
-GUESSES = (
+METHOD_PATTERNS = (
     (r"p-?eagle", "peagle"),
     (r"dflash", "dflash"),
     (r"dspark", "dspark"),
@@ -50,7 +50,7 @@ def known_drafts(name: str, hub_id: str | None) -> tuple[list[KnownDraft], str |
             for base in [f"base_model:{hub_id}", None] if hub_id else [None]:
                 models = api.list_models(filter=base, search=search, sort="downloads", limit=500, expand=["downloads", "tags"])
                 for model in models:
-                    method = guess_method(model.id, model.tags or [])
+                    method = infer_method(model.id, model.tags or [])
                     if method and model.id != hub_id and (base or names_target(model.id, name)):
                         known = KnownDraft(model.id, method, "card" if base else "name", model.downloads or 0)
                         found.setdefault(model.id, known)
@@ -59,10 +59,10 @@ def known_drafts(name: str, hub_id: str | None) -> tuple[list[KnownDraft], str |
     return sorted(found.values(), key=lambda draft: -draft.downloads), None
 
 
-def guess_method(repository: str, tags: list[str]) -> str | None:
+def infer_method(repository: str, tags: list[str]) -> str | None:
     """What a repository's name and tags say it is, the more special word counting; None where nothing sounds like a draft."""
     text = " ".join([repository, *tags]).lower()
-    return next((method for pattern, method in GUESSES if re.search(pattern, text)), None)
+    return next((method for pattern, method in METHOD_PATTERNS if re.search(pattern, text)), None)
 
 
 def names_target(repository: str, target: str) -> bool:

@@ -17,7 +17,7 @@ from specdistill.project import RECIPES
 from specdistill.targets.frozen import is_recurrent
 
 DRAFT_VOCABULARY = 32_000
-# Of the target's parameters; published small drafts have 2 % (arXiv 2403.00858) to 10 % (arXiv 2402.01528).
+# Of the target's parameters; published draft models have 2 % (arXiv 2403.00858) to 10 % (arXiv 2402.01528).
 SMALL_SHARE = 1 / 16
 MICRO_BATCH_TOKENS = 4 * 2048
 # Steps that training unrolls, and tensors of the target [H] that it reads for each token.
@@ -277,7 +277,7 @@ class _Planner:
         return parts, shape, width, f"reads {num_aux} of the target's layers, its own head of {width:,} tokens"
 
     def _small(self, sizes: dict[str, int]) -> Any:
-        """A small draft without weights: in the sizes of the target's own recipe, or else in the shape proposed for SMALL_SHARE."""
+        """A draft model without weights: in the sizes of the target's own recipe, or else in the shape proposed for SMALL_SHARE."""
         check_decoder(self.model)
         shape = (
             replace(shape_of(self.text), **sizes) if sizes else propose_shape(self.model, int(self.parameters * SMALL_SHARE))

@@ -122,7 +122,7 @@ def method_of_config(draft: Described, target: Described) -> str:
 def check_fit(draft: Described, target: Described, method: str) -> list[str]:
     """Raises UserError for another vocabulary, or for a head of another width; warns where padding may explain the difference.
 
-    Only a small draft may be padded otherwise: heads share the target's embedding.
+    Only a draft model may be padded otherwise: heads share the target's embedding.
     """
     got, expected = draft.text.vocab_size, target.text.vocab_size
     if got != expected:

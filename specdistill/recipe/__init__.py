@@ -95,7 +95,7 @@ class DataConfig:
         0.02, "share of the documents held out for the training-time evaluation", least=0, most=0.9
     )
     packing: bool = option(True, "put several documents into a row; they never see each other")
-    supervise: str = option("assistant", "tokens that carry loss", choices=["assistant", "all"])
+    loss_mask: str = option("assistant", "tokens that carry loss", choices=["assistant", "all"])
     regenerate: RegenerateConfig = section(RegenerateConfig)
     seed: int = option(0, "order of the documents, and sampling in regeneration")
     cache_dir: str | None = option(None, "where prepared rows are kept; default: the datasets library's cache")
@@ -145,15 +145,15 @@ class DraftConfig:
     ttt_steps: int = option(5, "steps the training-time test unrolls; 1 is plain EAGLE, more is HASS", least=1, only=HEADS)
     init: str | None = option(
         None,
-        "first weights: a trained draft (a folder, for a small draft also a Hub id); for a small draft also layers | width | scratch, "
+        "initialization: a trained draft (a folder, for a draft model also a Hub id); for a draft model also layers | width | scratch, "
         "for mtp scratch; null: the method's own",
     )
     max_parameters: int | None = option(
-        None, "most parameters of a small draft; its shape is then proposed", least=1, only="draft_model"
+        None, "most parameters of a draft model; its shape is then proposed", least=1, only="draft_model"
     )
-    allow_larger: bool = option(False, "go on with a small draft that has more parameters than the target", only="draft_model")
+    allow_larger: bool = option(False, "go on with a draft model that has more parameters than the target", only="draft_model")
     lora: LoraConfig = section(LoraConfig)
-    heterogeneous_vocab: bool = option(False, "a small draft with another tokenizer: draft over the tokens both have")
+    heterogeneous_vocab: bool = option(False, "a draft model with another tokenizer: draft over the tokens both have")
 
     def shape(self, method: str) -> dict[str, Any]:
         """What a fresh head is built from: all that the method reads but the vocabulary, the unroll and the start."""
@@ -171,7 +171,7 @@ class DraftConfig:
                 raise UserError(f"draft.{name}", got=asked, expected=f"{has}, as {self.init} has")
 
     def small(self) -> dict[str, Any]:
-        """What a small draft is built from: its start, its sizes and their limits."""
+        """What a draft model is built from: its start, its sizes and their limits."""
         names = ("init", "num_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
         return {name: getattr(self, name) for name in (*names, "head_dim", "max_parameters", "allow_larger")}
 
@@ -180,7 +180,7 @@ class DraftConfig:
 class LossConfig:
     divergence: Any = option(
         "forward_kl",
-        "how the draft's law is compared with the target's: forward_kl, reverse_kl, jsd, tvd, tvd_plus_plus, nla, lk, "
+        "how the draft's distribution is compared with the target's: forward_kl, reverse_kl, jsd, tvd, tvd_plus_plus, nla, lk, "
         "cross_entropy, or a weighted sum {name: weight}",
     )
     jsd_beta: float = option(0.5, "the target's share of jsd's mixture, between 0 and 1")
@@ -191,7 +191,7 @@ class LossConfig:
     noise: float = option(0.0, "uniform noise of at most this size on the features read", least=0, only="eagle")
     temperature: float = option(1.0, "divides both sets of logits", least=0.01)
     labels: str = option(
-        "laws", "learn the target's laws, or the text's own tokens", choices=["laws", "tokens"], only="draft_model"
+        "soft", "learn the target's distributions, or the text's own tokens", choices=["soft", "hard"], only="draft_model"
     )
     reference: str | None = option(None, "folder of a draft that says which tokens can be learnt (AdaSPEC)", only="draft_model")
     selected: float = option(0.4, "share of the tokens kept when there is a reference", least=0.01, most=1, only="draft_model")
@@ -278,7 +278,7 @@ class EvalConfig:
         None, "what max_regression rules compare with: a report.json, its folder, or a Hub revision's report as org/name@v1.2"
     )
     sweep: SweepConfig = section(SweepConfig)
-    until: float | None = option(
+    target_precision: float | None = option(
         None,
         "stop once acceptance length and speedup are known to this share, either way, as 0.01; null: measure every prompt",
         least=0.0001,

@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from specdistill import __version__
-from specdistill.statistics.interim import SHARPENED
+from specdistill.statistics.interim import PRECISION_METRICS
 from specdistill.statistics.theory import best_point
 from specdistill.suites.suite import Suite
 
@@ -84,7 +84,7 @@ def findings(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             "incomplete",
             f"The measurement broke off: {report['not_measured']['incomplete']}. Its numbers are those of a part.",
         )
-    yield from _speed_findings(row, report["hardware"]["device"], settings.get("until"))
+    yield from _speed_findings(row, report["hardware"]["device"], settings.get("target_precision"))
     if report.get("engine", {}).get("name") == "vllm" and row["num_drafts"]:
         most = row["num_prompts"] * settings["num_speculative_tokens"] / row["num_drafts"]
         yield (
@@ -122,7 +122,7 @@ def findings(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield "best_k", f"K = {theory['best_k']} is predicted to be faster ({best:.2f}×) than the K = {theory['K']} measured."
 
 
-def _speed_findings(row: Mapping[str, Any], device: str, until: float | None) -> Iterator[tuple[str, str]]:
+def _speed_findings(row: Mapping[str, Any], device: str, target_precision: float | None) -> Iterator[tuple[str, str]]:
     bound = MAX_PREDICTION_GAP.get(device, MAX_PREDICTION_GAP["cpu"])
     if row.get("prediction_gap", 0) > bound:
         yield (
@@ -141,10 +141,10 @@ def _speed_findings(row: Mapping[str, Any], device: str, until: float | None) ->
         half = (high - low) / 2 / row["speedup"]
         if half > WIDE_INTERVAL:
             yield "wide_interval", f"{row['num_prompts']} prompts tell the speedup to ±{half:.0%} only."
-    if until and not all(_half_width(row, name) <= until for name in SHARPENED):
+    if target_precision and not all(_half_width(row, name) <= target_precision for name in PRECISION_METRICS):
         yield (
-            "not_sharp",
-            f"All {row['num_prompts']} prompts were measured and the numbers are not known to ±{until:.1%}, as was asked.",
+            "precision_not_reached",
+            f"All {row['num_prompts']} prompts were measured and the numbers are not known to ±{target_precision:.1%}, as was asked.",
         )
 
 

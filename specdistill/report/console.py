@@ -48,7 +48,7 @@ def print_report(report: Mapping[str, Any], folder: Path) -> None:
     console.print(Text(f"report: {folder / 'report.html'}", style="bold"), soft_wrap=True)
 
 
-def print_foresight(sentence: str) -> None:
+def print_power_analysis(sentence: str) -> None:
     """What the run will be able to tell, before it runs."""
     Console(highlight=False).print(Text(sentence, style="dim"), soft_wrap=True)
 

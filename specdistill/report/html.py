@@ -44,7 +44,7 @@ def to_html(report: Mapping[str, Any], records: Sequence[PromptRecord]) -> str:
             report=report,
             row=row,
             rows=main,
-            cells=rows.whole_rows(report),
+            configurations=rows.whole_rows(report),
             words=wording,
             positions=charts.acceptance_by_position(row),
             categories=charts.acceptance_by((wording.row_name(line) for line in main), main, k),

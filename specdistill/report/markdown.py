@@ -10,8 +10,8 @@ from specdistill.report.rows import main_rows, whole_rows
 from specdistill.report.wording import (
     absences,
     between,
-    cell_name,
     changed,
+    configuration_name,
     failed_rules,
     greedy_texts,
     measured,
@@ -87,7 +87,7 @@ def _sweep(report: Mapping[str, Any]) -> Iterator[str]:
     rows = whole_rows(report)
     if len(rows) > 1:
         yield "## Cells"
-        yield table(("cell", *NUMBERS), ((plain(cell_name(row)), *_numbers(row)) for row in rows))
+        yield table(("cell", *NUMBERS), ((plain(configuration_name(row)), *_numbers(row)) for row in rows))
 
 
 def _not_measured(row: Mapping[str, Any]) -> str:

@@ -15,10 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specdistill.project import METRICS as METRIC_MODULES
-from specdistill.statistics.configuration import ALL, Cell
+from specdistill.statistics.configuration import ALL, Configuration
 from specdistill.statistics.intervals import estimates, macro_interval
 from specdistill.statistics.metrics import METRICS, measured, value
-from specdistill.statistics.prompt_sums import Columns, columns, drafts_per_bucket, in_bucket, long_context_start
+from specdistill.statistics.prompt_sums import PromptSums, drafts_per_bucket, in_bucket, long_context_start, prompt_sums
 from specdistill.statistics.records import PromptRecord
 from specdistill.statistics.theory import RoundCost, alpha_from_acceptance_length, best_point, speedup_curve
 from specdistill.suites.suite import Suite
@@ -50,13 +50,13 @@ SLOW_BASELINE = 0.95  # below this share of the library's own speed the baseline
 def result_rows(
     records: Sequence[PromptRecord],
     suite: Suite,
-    cell: Cell,
+    configuration: Configuration,
     *,
     seed: int,
     confidence: float = 0.95,
     reasons: Mapping[str, str] = NO_REASONS,
 ) -> list[dict[str, Any]]:
-    """A cell's rows, from its records: the suite's (`category: all`) and one for each category, in the suite's order.
+    """A configuration's rows, from its records: the suite's (`category: all`) and one for each category, in the suite's order.
 
     confidence: of each interval (see `estimates`).
     reasons: why numbers are absent that this way of measuring cannot give, where it is not the reason to expect.
@@ -66,7 +66,7 @@ def result_rows(
         groups.setdefault(record.category, []).append(record)
     scope = {"suite": suite.name, "suite_version": suite.version}
     return [
-        {**scope, "category": category, **asdict(cell), **_numbers(group, cell, seed, confidence, reasons)}
+        {**scope, "category": category, **asdict(configuration), **_numbers(group, configuration, seed, confidence, reasons)}
         for category, group in groups.items()
     ]
 
@@ -107,14 +107,14 @@ def theory(row: dict[str, Any], costs: Sequence[RoundCost]) -> dict[str, Any] | 
 
 
 def headline(rows: Sequence[dict[str, Any]], records: Sequence[PromptRecord], *, confidence: float = 0.95) -> dict[str, Any]:
-    """The numbers to quote, from a cell's rows and records: acceptance length and speedup, as macro-averages over the categories,
+    """The numbers to quote, from a configuration's rows and records: acceptance length and speedup, as macro-averages over the categories,
     and beside them the micro-averages of the suite's row, in which a category counts by its drafts or its time.
     """
     own = [row for row in rows if row["category"] != ALL]
     quoted = [name for name in QUOTED if own and all(name in row for row in own)]
     if not quoted:
         return {}
-    table, categories = columns(records), [record.category for record in records]
+    table, categories = prompt_sums(records), [record.category for record in records]
     macro: dict[str, Any] = {}
     for name in quoted:
         macro[name] = sum(row[name] for row in own) / len(own)
@@ -131,9 +131,9 @@ def headline(rows: Sequence[dict[str, Any]], records: Sequence[PromptRecord], *,
 
 
 def _numbers(
-    records: Sequence[PromptRecord], cell: Cell, seed: int, confidence: float, reasons: Mapping[str, str]
+    records: Sequence[PromptRecord], configuration: Configuration, seed: int, confidence: float, reasons: Mapping[str, str]
 ) -> dict[str, Any]:
-    table = columns(records)
+    table = prompt_sums(records)
     row: dict[str, Any] = {
         "num_prompts": len(records),
         "num_batches": len(np.unique(table["batch"])) if "batch" in table else len(records),
@@ -141,14 +141,14 @@ def _numbers(
         **_total(table, "num_rounds"),
         **({"num_looping": sum(map(is_looping, records))} if all(record.token_ids for record in records) else {}),
         "num_empty": int((table["num_tokens"] <= 1).sum()),
-        **_acceptance(records, cell.num_speculative_tokens, seed, confidence),
+        **_acceptance(records, configuration.num_speculative_tokens, seed, confidence),
         **_speed(table, seed, confidence),
         **{name: number for name in PLAIN if (number := value(METRICS[name], table)) is not None},
         **_against_hf(records, table, seed, confidence),
         **estimates(("tokens_per_round", "context_ratio", "vocabulary_coverage"), table, seed, confidence),
     }
     absent = {name: reason for name, reason in reasons.items() if name not in row}
-    row["not_measured"] = _reasons(row, records, cell.temperature) | absent
+    row["not_measured"] = _reasons(row, records, configuration.temperature) | absent
     return row
 
 
@@ -164,12 +164,12 @@ def _acceptance(records: Sequence[PromptRecord], k: int, seed: int, confidence: 
     return numbers
 
 
-def _total(table: Columns, name: str) -> dict[str, int]:
+def _total(table: PromptSums, name: str) -> dict[str, int]:
     total = table[name].sum()
     return {} if np.isnan(total) else {name: int(total)}
 
 
-def _speed(table: Columns, seed: int, confidence: float) -> dict[str, Any]:
+def _speed(table: PromptSums, seed: int, confidence: float) -> dict[str, Any]:
     if np.isnan(table["baseline_seconds"]).any():
         return estimates(("tokens_per_second",), table, seed, confidence)
 
@@ -186,7 +186,7 @@ def _speed(table: Columns, seed: int, confidence: float) -> dict[str, Any]:
     return numbers
 
 
-def _against_hf(records: Sequence[PromptRecord], table: Columns, seed: int, confidence: float) -> dict[str, Any]:
+def _against_hf(records: Sequence[PromptRecord], table: PromptSums, seed: int, confidence: float) -> dict[str, Any]:
     """Speed beside the library's own loop, over the prompts on which that was timed; the speedup over it when it is the
     faster one.
     """

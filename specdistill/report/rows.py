@@ -1,27 +1,27 @@
-"""Which result rows belong together: those of the main cell, and of a sweep the cells that one setting leads through."""
+"""Which result rows belong together: those of the main configuration, and of a sweep the configurations that one setting leads through."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from specdistill.statistics.configuration import ALL, CELL_KEYS
+from specdistill.statistics.configuration import ALL, CONFIGURATION_KEYS
 from specdistill.statistics.prompt_sums import MIN_BUCKET_DRAFTS
 
 Row = Mapping[str, Any]
 
 
 def main_rows(report: Mapping[str, Any]) -> list[Row]:
-    """The rows of the first row's cell: whole suites and their categories."""
-    return [row for row in report["results"] if _same(row, report["results"][0], CELL_KEYS)]
+    """The rows of the first row's configuration: whole suites and their categories."""
+    return [row for row in report["results"] if _same(row, report["results"][0], CONFIGURATION_KEYS)]
 
 
 def whole_rows(report: Mapping[str, Any]) -> list[Row]:
-    """The whole-suite row of every cell, in the report's order; only the first row where nothing was swept."""
+    """The whole-suite row of every configuration, in the report's order; only the first row where nothing was swept."""
     return [row for row in report["results"] if row["category"] == ALL]
 
 
 def sweep(report: Mapping[str, Any], setting: str) -> list[Row]:
     """The first row and those that differ from it in `setting` alone, by that setting's value; empty where it was not swept."""
-    others = [name for name in ("suite", "category", *CELL_KEYS) if name != setting]
+    others = [name for name in ("suite", "category", *CONFIGURATION_KEYS) if name != setting]
     rows = [row for row in report["results"] if _same(row, report["results"][0], others)]
     return sorted(rows, key=lambda row: _order(row[setting])) if len(rows) > 1 else []
 

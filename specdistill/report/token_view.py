@@ -44,7 +44,7 @@ def _sample(record: PromptRecord) -> dict[str, Any]:
 def _speedup(record: PromptRecord) -> float | None:
     """None without a baseline, and of a text decoded in a batch: its times are shares that depend on its neighbours."""
     ours, plain = record.speculative, record.baseline
-    if plain is None or record.cell.batch_size > 1:
+    if plain is None or record.configuration.batch_size > 1:
         return None
     return round((ours.num_tokens / ours.seconds) / (plain.num_tokens / plain.seconds), 2)
 

@@ -131,7 +131,7 @@ def macro_average(report: Mapping[str, Any]) -> str:
     return f"Macro-average, every category counting the same: {', '.join(parts)}." if parts else ""
 
 
-def cell_name(row: Mapping[str, Any]) -> str:
+def configuration_name(row: Mapping[str, Any]) -> str:
     """How a row was measured, as: simulated, K = 4, greedy, batch 1."""
     parts = [row["suite"], f"K = {row['num_speculative_tokens']}"]
     if row.get("tree"):
@@ -251,7 +251,7 @@ def procedure(report: Mapping[str, Any]) -> str:
         sides, baseline = "with the draft", "There is no baseline."
     else:
         decoder = "the same decoder" if _is_own(report) else "a server of the same engine"
-        sides, baseline = "with and without the draft, turn about", f"The baseline is {decoder} without a draft."
+        sides, baseline = "with and without the draft, interleaved", f"The baseline is {decoder} without a draft."
     return (
         f"Every prompt was decoded {sides}, {counted(settings['repeats'], 'time')} after "
         f"{counted(settings['warmup'], 'warm-up prompt' if size == 1 else 'warm-up batch')}; medians per prompt count.{together} {baseline}"

@@ -21,7 +21,7 @@ from specdistill.project import git_revision
 from specdistill.report.build import build_report
 from specdistill.report.results import headline, result_rows
 from specdistill.servers.not_measured import DOCUMENT_REASONS, NO_BASELINE, NO_BASELINE_ROW, ROW_REASONS
-from specdistill.statistics.configuration import Cell
+from specdistill.statistics.configuration import Configuration
 from specdistill.statistics.records import PromptRecord, Timing
 from specdistill.suites.suite import Prompt, Suite, evenly
 
@@ -97,11 +97,11 @@ def evaluate_server(
     whole = [entry for entry in answers if entry.speculative and (entry.baseline or baseline is None)]
     if broke_off is not None and not whole:
         raise broke_off
-    cell = settings.cell
-    records = [_record(suite.name, cell, tokenizer, entry) for entry in whole]
+    configuration = settings.configuration
+    records = [_record(suite.name, configuration, tokenizer, entry) for entry in whole]
     identity, engine = speculative.identity, speculative.engine.name
     reasons = {**ROW_REASONS, **(NO_BASELINE_ROW if baseline is None else {})}
-    rows = result_rows(records, suite, cell, seed=settings.seed, reasons=reasons)
+    rows = result_rows(records, suite, configuration, seed=settings.seed, reasons=reasons)
     lossless, not_compared = _compare(whole, baseline is not None, settings)
     page = speculative.server.text("/metrics") if engine == "sglang" and broke_off is None else ""
     report = build_report(
@@ -114,7 +114,7 @@ def evaluate_server(
             engine: identity.version,
         },
         settings={
-            "num_speculative_tokens": cell.num_speculative_tokens,
+            "num_speculative_tokens": configuration.num_speculative_tokens,
             **vars(settings.sampling),
             "max_new_tokens": settings.max_new_tokens,
             "tree": None,
@@ -180,13 +180,13 @@ def _measure(
     return answers, None
 
 
-def _record(suite: str, cell: Cell, tokenizer: Any, entry: Answers) -> PromptRecord:
+def _record(suite: str, configuration: Configuration, tokenizer: Any, entry: Answers) -> PromptRecord:
     """The repetition of middling speed of each side; its tokens, counts and seconds belong together."""
     written, plain = _middling(entry.speculative), _middling(entry.baseline) if entry.baseline else None
     prompt = entry.prompt
     return PromptRecord(
         suite=suite,
-        cell=cell,
+        configuration=configuration,
         id=prompt.id,
         category=prompt.category,
         num_prompt_tokens=len(prompt.token_ids),

@@ -1,6 +1,6 @@
-"""Cells: what a row of the report is about beside its suite and category, that is how texts were decoded and prompts cut.
+"""Configurations: what a row of the report is about beside its suite and category, that is how texts were decoded and prompts cut.
 
-The first row of a report is the main cell's; a sweep adds others, each apart from it in one setting. No torch here.
+The first row of a report is the main configuration's; a sweep adds others, each apart from it in one setting. No torch here.
 """
 
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ ALL = "all"
 
 
 @dataclass(frozen=True)
-class Cell:
+class Configuration:
     """One combination of settings.
 
     num_speculative_tokens: K, of a tree its depth. tree: its budget, depth and top_k, or its branching; None drafts a chain.
@@ -25,9 +25,9 @@ class Cell:
     context_bucket: str = ALL
 
 
-CELL_KEYS = tuple(entry.name for entry in fields(Cell))
+CONFIGURATION_KEYS = tuple(entry.name for entry in fields(Configuration))
 
 
-def cell_of(row: Mapping[str, Any]) -> Cell:
-    """The cell of a report's row."""
-    return Cell(**{name: row[name] for name in CELL_KEYS})
+def configuration_of(row: Mapping[str, Any]) -> Configuration:
+    """The configuration of a report's row."""
+    return Configuration(**{name: row[name] for name in CONFIGURATION_KEYS})

@@ -1,7 +1,7 @@
 """Measuring until the answer is sharp enough: more prompts at each look, until the intervals are as narrow as was asked.
 
-Who looks several times and stops at will has an interval that is wrong more often than it says. So a run has at most NUM_LOOKS looks, at
-numbers of prompts fixed beforehand, and every interval of it is made at confidence 1 - (1 - c) / NUM_LOOKS: by Bonferroni's inequality
+Who looks several times and stops at will has an interval that is wrong more often than it says. So a run has at most NUM_INTERIM_ANALYSES looks, at
+numbers of prompts fixed beforehand, and every interval of it is made at confidence 1 - (1 - c) / NUM_INTERIM_ANALYSES: by Bonferroni's inequality
 all of its looks together miss with probability 1 - c at most, so the one at which it stops does too, whatever made it stop.
 Conservative, and about a third wider than a single look's; `tests/evaluation/test_stopping.py` simulates the coverage.
 """
@@ -12,22 +12,22 @@ import numpy as np
 
 from specdistill.statistics.intervals import interval
 from specdistill.statistics.metrics import METRICS, value
-from specdistill.statistics.prompt_sums import columns
+from specdistill.statistics.prompt_sums import prompt_sums
 from specdistill.statistics.records import PromptRecord
 
-NUM_LOOKS = 5
-FIRST_LOOK = 24  # prompts; a bootstrap over fewer says little
-SHARPENED = ("mean_acceptance_length", "speedup")
+NUM_INTERIM_ANALYSES = 5
+FIRST_ANALYSIS = 24  # prompts; a bootstrap over fewer says little
+PRECISION_METRICS = ("mean_acceptance_length", "speedup")
 
 
-def corrected(confidence: float) -> float:
+def corrected_confidence(confidence: float) -> float:
     """The confidence at which a look's interval is made, so that the run's has `confidence`."""
-    return 1 - (1 - confidence) / NUM_LOOKS
+    return 1 - (1 - confidence) / NUM_INTERIM_ANALYSES
 
 
-def looks(num_prompts: int) -> list[int]:
+def interim_sizes(num_prompts: int) -> list[int]:
     """Numbers of prompts after which a run looks, growing by a constant factor up to all of them."""
-    sizes = np.geomspace(min(FIRST_LOOK, num_prompts), num_prompts, NUM_LOOKS)
+    sizes = np.geomspace(min(FIRST_ANALYSIS, num_prompts), num_prompts, NUM_INTERIM_ANALYSES)
     return [int(size) for size in np.unique(sizes.round())]
 
 
@@ -44,12 +44,12 @@ def spread_out(categories: Sequence[str], seed: int) -> list[int]:
 
 def half_width(name: str, records: Sequence[PromptRecord], seed: int) -> float | None:
     """Half the width of a metric's corrected 95 % interval, as a share of the metric; None where there is none."""
-    table = columns(records)
-    point, ends = value(METRICS[name], table), interval(METRICS[name], table, confidence=corrected(0.95), seed=seed)
+    table = prompt_sums(records)
+    point, ends = value(METRICS[name], table), interval(METRICS[name], table, confidence=corrected_confidence(0.95), seed=seed)
     return None if point is None or ends is None else (ends[1] - ends[0]) / 2 / point
 
 
-def is_sharp(records: Sequence[PromptRecord], until: float, seed: int) -> bool:
-    """Whether the intervals of the acceptance length and of the speedup are within `until` of them to either side."""
-    widths = [half_width(name, records, seed) for name in SHARPENED]
-    return all(width is not None and width <= until for width in widths)
+def reached_precision(records: Sequence[PromptRecord], target_precision: float, seed: int) -> bool:
+    """Whether the intervals of the acceptance length and of the speedup are within `target_precision` of them to either side."""
+    widths = [half_width(name, records, seed) for name in PRECISION_METRICS]
+    return all(width is not None and width <= target_precision for width in widths)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from scipy import stats
 
 from specdistill.statistics.metrics import METRICS, Metric, measured, value
-from specdistill.statistics.prompt_sums import Columns
+from specdistill.statistics.prompt_sums import PromptSums
 
 NUM_RESAMPLES = 4_000
 MIN_EXPECTED = 5.0  # the usual bound below which chi-square's approximation is poor
@@ -23,14 +23,14 @@ MIN_EXPECTED = 5.0  # the usual bound below which chi-square's approximation is 
 Interval = tuple[float, float]
 
 
-def interval(metric: Metric, columns: Columns, *, confidence: float = 0.95, seed: int = 0) -> Interval | None:
+def interval(metric: Metric, columns: PromptSums, *, confidence: float = 0.95, seed: int = 0) -> Interval | None:
     """The metric's bias-corrected (BCa) interval over prompts; None with fewer than two prompts or when resamples are
     undefined.
     """
     return _bootstrap(metric, measured(metric, columns), confidence, seed)
 
 
-def estimates(names: Sequence[str], columns: Columns, seed: int = 0, confidence: float = 0.95) -> dict[str, Any]:
+def estimates(names: Sequence[str], columns: PromptSums, seed: int = 0, confidence: float = 0.95) -> dict[str, Any]:
     """`name` and `name_ci95` of each metric that was measured; the interval is left out where there is none.
 
     `confidence` above 0.95 makes each interval stricter than its name says, for a run that looks at them more than once.
@@ -47,7 +47,7 @@ def estimates(names: Sequence[str], columns: Columns, seed: int = 0, confidence:
     return found
 
 
-def standard_error(metric: Metric, columns: Columns) -> float | None:
+def standard_error(metric: Metric, columns: PromptSums) -> float | None:
     """Of the metric over prompts, by the jackknife: √((n - 1) / n · Σ (metric without prompt p - their mean)²); None below two prompts."""
     data = measured(metric, columns)
     if data[0].size < 2:
@@ -58,7 +58,9 @@ def standard_error(metric: Metric, columns: Columns) -> float | None:
     return error if np.isfinite(error) else None
 
 
-def macro_interval(metric: Metric, columns: Columns, categories: Sequence[str], *, confidence: float = 0.95) -> Interval | None:
+def macro_interval(
+    metric: Metric, columns: PromptSums, categories: Sequence[str], *, confidence: float = 0.95
+) -> Interval | None:
     """Interval of the mean over categories of the metric in each; categories [P] says which one a prompt is of.
 
     Categories are fixed and their prompts are drawn within them, so their jackknife variances add up; Student's t, with Welch's and
@@ -85,7 +87,7 @@ def macro_interval(metric: Metric, columns: Columns, categories: Sequence[str], 
 
 
 def relative_change(
-    metric: Metric, columns: Columns, baseline: Columns, *, confidence: float = 0.95, seed: int = 0
+    metric: Metric, columns: PromptSums, baseline: PromptSums, *, confidence: float = 0.95, seed: int = 0
 ) -> tuple[float, Interval | None]:
     """metric / baseline's metric - 1, and its interval, paired: row p of both is the same prompt."""
     width = len(metric.columns)
@@ -136,7 +138,7 @@ class ChiSquare:
 
 
 def two_sample_chi_square(first: Sequence[Hashable], second: Sequence[Hashable]) -> ChiSquare | None:
-    """Whether two samples of outcomes follow one law. Outcomes too rare to be expected five times in each are pooled.
+    """Whether two samples of outcomes follow one distribution. Outcomes too rare to be expected five times in each are pooled.
 
     None when fewer than two cells remain: then the samples cannot tell.
     """

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from specdistill.statistics.prompt_sums import Columns
+from specdistill.statistics.prompt_sums import PromptSums
 from specdistill.statistics.theory import conditional_rates, predicted_speedup
 
 
@@ -107,7 +107,7 @@ METRICS: dict[str, Metric] = {
 }
 
 
-def measured(metric: Metric, columns: Columns) -> list[NDArray[np.float64]]:
+def measured(metric: Metric, columns: PromptSums) -> list[NDArray[np.float64]]:
     """The metric's columns [P], of those prompts for which all of them were measured.
 
     Prompts decoded together share their times, so that for a metric of times the prompts of a batch are summed: [number of batches].
@@ -121,7 +121,7 @@ def measured(metric: Metric, columns: Columns) -> list[NDArray[np.float64]]:
     return list(chosen)
 
 
-def value(metric: Metric, columns: Columns) -> float | None:
+def value(metric: Metric, columns: PromptSums) -> float | None:
     """The metric over the prompts of `columns`, or None when nothing it needs was measured."""
     with np.errstate(divide="ignore", invalid="ignore"):
         result = float(metric.formula(*(column.sum() for column in measured(metric, columns))))

@@ -18,18 +18,18 @@ from scipy import stats
 
 from specdistill.statistics.intervals import standard_error
 from specdistill.statistics.metrics import METRICS, Metric, measured, value
-from specdistill.statistics.prompt_sums import Columns, columns
+from specdistill.statistics.prompt_sums import PromptSums, prompt_sums
 from specdistill.statistics.records import PromptRecord, records_of
 
 POWER, SIGNIFICANCE = 0.8, 0.05
 # Of the acceptance length, where nothing was measured yet: with it 80 prompts find a change of 5 %, which are the prompts and the band
 # of vLLM's own acceptance test.
 ASSUMED_SPREAD = 0.16
-FORESEEN = {"mean_acceptance_length": "acceptance length", "speedup": "speedup"}
+ANALYZED_METRICS = {"mean_acceptance_length": "acceptance length", "speedup": "speedup"}
 
 
 @dataclass(frozen=True)
-class Earlier:
+class PriorRun:
     """A measurement made before, and where it stands."""
 
     report: Mapping[str, Any]
@@ -45,7 +45,7 @@ def minimum_detectable_change(
     return z * spread / math.sqrt(num_prompts)
 
 
-def spread_of(metric: Metric, table: Columns) -> float | None:
+def spread_of(metric: Metric, table: PromptSums) -> float | None:
     """Standard deviation over prompts of each one's influence on the metric, as a share of it: √n times the relative standard error.
 
     None where fewer than two prompts or no number was measured.
@@ -55,24 +55,24 @@ def spread_of(metric: Metric, table: Columns) -> float | None:
     return None if point is None or error is None else error * math.sqrt(measured(metric, alone)[0].size) / point
 
 
-def foresight(num_prompts: int, suite: str, earlier: Earlier | None) -> str:
+def power_analysis(num_prompts: int, suite: str, prior: PriorRun | None) -> str:
     """One sentence: the changes that so many prompts of a suite can tell.
 
-    earlier: a measurement of the same suite, if there is one. Its spread is taken twice over, for both sides of a comparison, so that
+    prior: a measurement of the same suite, if there is one. Its spread is taken twice over, for both sides of a comparison, so that
     pairing the prompts can only make the changes smaller.
     """
     found = {}
-    if earlier is not None and earlier.report["results"][0]["suite"] == suite:
-        table = columns(records_of(earlier.report["results"][0], earlier.records))
-        spreads = {name: spread_of(METRICS[name], table) for name in FORESEEN}
+    if prior is not None and prior.report["results"][0]["suite"] == suite:
+        table = prompt_sums(records_of(prior.report["results"][0], prior.records))
+        spreads = {name: spread_of(METRICS[name], table) for name in ANALYZED_METRICS}
         found = {name: math.sqrt(2) * spread for name, spread in spreads.items() if spread is not None}
     changes = [
-        f"{minimum_detectable_change(spread, num_prompts):.1%} of the {FORESEEN[name]}"
+        f"{minimum_detectable_change(spread, num_prompts):.1%} of the {ANALYZED_METRICS[name]}"
         for name, spread in (found or {"mean_acceptance_length": ASSUMED_SPREAD}).items()
     ]
     source = f"an assumed spread of {ASSUMED_SPREAD:.0%} a prompt"
-    if found and earlier:
-        source = f"the spread of the prompts in {earlier.place}, without what pairing gains"
+    if found and prior:
+        source = f"the spread of the prompts in {prior.place}, without what pairing gains"
     return (
         f"{num_prompts} prompts can tell a change of {' and of '.join(changes)}: power {POWER:.0%}, two-sided {SIGNIFICANCE:.0%}, "
         f"by {source}."

@@ -12,12 +12,12 @@ from numpy.typing import NDArray
 
 from specdistill.statistics.records import PromptRecord, RoundRecord, Timing
 
-Columns = dict[str, NDArray[np.float64]]
+PromptSums = dict[str, NDArray[np.float64]]
 
 MIN_BUCKET_DRAFTS = 30  # below this a bucket's acceptance length is mostly noise
 
 
-def columns(records: Sequence[PromptRecord]) -> Columns:
+def prompt_sums(records: Sequence[PromptRecord]) -> PromptSums:
     """Column name -> [P] sums of each prompt. What was not measured for a prompt is NaN.
 
     Where prompts were decoded together, `batch` says which of them share a batch; it is no sum.

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from specdistill.errors import UserError
-from specdistill.statistics.configuration import ALL, Cell, cell_of
+from specdistill.statistics.configuration import ALL, Configuration, configuration_of
 
 
 @dataclass(frozen=True)
@@ -76,15 +76,15 @@ class ServerCounts:
 class PromptRecord:
     """A prompt, the text written with the draft, how it came about, and what it cost with and without the draft.
 
-    cell: the settings under which both were written.
+    configuration: the settings under which both were written.
     num_in_draft_vocabulary: tokens of the target's own text that the draft could have proposed; None when it can propose any.
     baseline, baseline_text: what was written without the draft; None when nothing was.
     counts: in place of the rounds and the first token, when a server wrote the text.
-    batch: the same number for prompts of a cell that were decoded together, each with its share of the time; None: alone.
+    batch: the same number for prompts of a configuration that were decoded together, each with its share of the time; None: alone.
     """
 
     suite: str
-    cell: Cell
+    configuration: Configuration
     id: str
     category: str
     num_prompt_tokens: int
@@ -121,9 +121,11 @@ class PromptRecord:
 
 def records_of(row: Mapping[str, Any], records: Sequence[PromptRecord]) -> list[PromptRecord]:
     """Those that a report's row is made of."""
-    suite, cell, category = row["suite"], cell_of(row), row["category"]
+    suite, configuration, category = row["suite"], configuration_of(row), row["category"]
     return [
-        record for record in records if record.suite == suite and record.cell == cell and category in (ALL, record.category)
+        record
+        for record in records
+        if record.suite == suite and record.configuration == configuration and category in (ALL, record.category)
     ]
 
 
@@ -153,11 +155,14 @@ def refuse_constant(name: str) -> None:
 
 def read_record(row: dict[str, Any]) -> PromptRecord:
     """A record from its JSON object, which is taken apart."""
-    cell, rounds = Cell(**row.pop("cell")), tuple(RoundRecord(**_tuples(entry)) for entry in row.pop("rounds"))
+    configuration, rounds = (
+        Configuration(**row.pop("configuration")),
+        tuple(RoundRecord(**_tuples(entry)) for entry in row.pop("rounds")),
+    )
     speculative, baseline, hf, counts = (row.pop(name, None) for name in ("speculative", "baseline", "hf_generate", "counts"))
     return PromptRecord(
         **row,
-        cell=cell,
+        configuration=configuration,
         rounds=rounds,
         speculative=Timing(**speculative),
         baseline=Timing(**baseline) if baseline else None,

@@ -1,4 +1,4 @@
-"""What the frozen target teaches: its law at every position that a draft learns from, computed once a batch.
+"""What the frozen target teaches: its distribution at every position that a draft learns from, computed once a batch.
 
 Shapes: B rows, T positions, D target hidden, R positions that teach, V target vocabulary, W draft vocabulary.
 """
@@ -12,38 +12,42 @@ from torch import Tensor
 
 
 @dataclass
-class Teacher:
-    """The target's laws at the positions that teach.
+class SoftTargets:
+    """The target's distributions at the positions that teach.
 
-    row_BT: index of a position's law, or -1. probs_RW: renormalised over the draft vocabulary. share_R: the target's mass inside the
-    draft vocabulary. best_R: the target's favourite among all its tokens.
+    row_BT: index of a position's distribution, or -1. probs_RW: renormalised over the draft vocabulary. share_R: the target's mass inside the
+    draft vocabulary. top1_R: the target's favourite among all its tokens.
     """
 
     row_BT: Tensor
     probs_RW: Tensor
     share_R: Tensor
-    best_R: Tensor
+    top1_R: Tensor
 
 
 @torch.no_grad()
-def teach(
-    logits_of: Callable[[Tensor], Tensor], last_hidden_BTD: Tensor, kept_BT: Tensor, target_ids_W: Tensor, temperature: float
-) -> Teacher:
+def compute_soft_targets(
+    logits_of: Callable[[Tensor], Tensor],
+    last_hidden_BTD: Tensor,
+    has_loss_BT: Tensor,
+    target_ids_W: Tensor,
+    temperature: float,
+) -> SoftTargets:
     """The target's head at the kept positions alone, over the draft's tokens `target_ids_W` (sorted target ids). float32."""
-    row_BT = torch.where(kept_BT, kept_BT.flatten().cumsum(0).view_as(kept_BT) - 1, -1)
-    logits_RV = logits_of(last_hidden_BTD[kept_BT]).float()
-    best_R = logits_RV.argmax(-1)
+    row_BT = torch.where(has_loss_BT, has_loss_BT.flatten().cumsum(0).view_as(has_loss_BT) - 1, -1)
+    logits_RV = logits_of(last_hidden_BTD[has_loss_BT]).float()
+    top1_R = logits_RV.argmax(-1)
     if len(target_ids_W) == logits_RV.shape[-1]:
-        return Teacher(row_BT, (logits_RV / temperature).softmax(-1), torch.ones_like(best_R, dtype=torch.float32), best_R)
+        return SoftTargets(row_BT, (logits_RV / temperature).softmax(-1), torch.ones_like(top1_R, dtype=torch.float32), top1_R)
     everything = (logits_RV / temperature).logsumexp(-1)
     logits_RW = logits_RV[:, target_ids_W] / temperature
-    return Teacher(row_BT, logits_RW.softmax(-1), (logits_RW.logsumexp(-1) - everything).exp(), best_R)
+    return SoftTargets(row_BT, logits_RW.softmax(-1), (logits_RW.logsumexp(-1) - everything).exp(), top1_R)
 
 
-def predicts(document_ids: Tensor, supervise: Tensor, *, ahead: int) -> Tensor:
+def has_loss(document_ids: Tensor, loss_mask: Tensor, *, ahead: int) -> Tensor:
     """Where a prediction of the token `ahead` positions later counts: it is supervised and in the same document. [B, T] bool."""
     same_document = (shift_left(document_ids, ahead, -1) == document_ids) & (document_ids >= 0)
-    return same_document & shift_left(supervise, ahead, 0).bool()
+    return same_document & shift_left(loss_mask, ahead, 0).bool()
 
 
 def shift_left(x_BT: Tensor, by: int, fill: int) -> Tensor:

@@ -9,20 +9,20 @@ from transformers import EvalPrediction
 
 @dataclass
 class StepSums:
-    """Sums over the kept rows of each drafted position; divide by `kept` (or `chains`).
+    """Sums over the loss_tokens rows of each drafted position; divide by `loss_tokens` (or `chains`).
 
     loss in nats; correct: the draft's favourite is the target's; accepted: expected acceptance (see losses.divergence.acceptance);
     chain_correct: correct at this and every earlier position of the chain, out of `chains`.
     """
 
     loss: list[Tensor] = field(default_factory=list)
-    kept: list[Tensor] = field(default_factory=list)
+    loss_tokens: list[Tensor] = field(default_factory=list)
     correct: list[Tensor] = field(default_factory=list)
     accepted: list[Tensor] = field(default_factory=list)
     chain_correct: list[Tensor] = field(default_factory=list)
     chains: list[Tensor] = field(default_factory=list)
 
-    NAMES = ("loss", "kept", "correct", "accepted", "chain_correct", "chains")
+    NAMES = ("loss", "loss_tokens", "correct", "accepted", "chain_correct", "chains")
 
     def table(self) -> Tensor:
         """[6, K] float32 in the order of NAMES; what was not measured is NaN."""
@@ -41,11 +41,11 @@ def step_metrics(prediction: EvalPrediction) -> dict[str, float]:
     bonus token counts, so that it compares with what decoding measures greedily.
     """
     table = torch.as_tensor(prediction.predictions).double().sum(0)
-    loss, kept, correct, accepted, chain_correct, chains = table
+    loss, loss_tokens, correct, accepted, chain_correct, chains = table
     metrics = {}
-    for k in kept.isfinite().nonzero().flatten().tolist():
-        metrics[f"loss_{k}"] = float(loss[k] / kept[k])
-        metrics[f"accuracy_{k}"] = float(correct[k] / kept[k])
-        metrics[f"acceptance_{k}"] = float(accepted[k] / kept[k])
+    for k in loss_tokens.isfinite().nonzero().flatten().tolist():
+        metrics[f"loss_{k}"] = float(loss[k] / loss_tokens[k])
+        metrics[f"accuracy_{k}"] = float(correct[k] / loss_tokens[k])
+        metrics[f"acceptance_{k}"] = float(accepted[k] / loss_tokens[k])
     metrics["acceptance_length"] = 1.0 + float((chain_correct / chains).sum())
     return metrics

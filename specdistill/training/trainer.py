@@ -1,7 +1,7 @@
 """DraftTrainer: transformers' Trainer, plus the frozen target, what it teaches, and the one place where losses are divided.
 
 The loop, accumulation, mixed precision, data parallelism, checkpoints, resuming and progress are the Trainer's. What a method learns is
-its objective's: `TrainingTimeTest` for heads, `Distillation` for small drafts.
+its objective's: `TrainingTimeTest` for heads, `Distillation` for draft models.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,25 +15,25 @@ from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from specdistill.data import collate
-from specdistill.methods.draft_model.on_policy import StudentWriting
+from specdistill.methods.draft_model.on_policy import OnPolicyGeneration
 from specdistill.targets.frozen import FrozenTarget
 from specdistill.training.step_sums import StepSums, step_metrics
 
 
 class Objective(Protocol):
-    """An nn.Module with the draft in it; `forward(**batch, **teaching, measure)` returns (loss summed over the kept rows, StepSums)."""
+    """An nn.Module with the draft in it; `forward(**batch, **target_outputs, measure)` returns (loss summed over the kept rows, StepSums)."""
 
-    def num_kept(self, batch: dict[str, Tensor]) -> Tensor:
+    def num_loss_tokens(self, batch: dict[str, Tensor]) -> Tensor:
         """What the loss of a batch is divided by."""
         ...
 
-    def teach(self, target: FrozenTarget, inputs: dict[str, Tensor]) -> dict[str, Any]:
+    def compute_soft_targets(self, target: FrozenTarget, inputs: dict[str, Tensor]) -> dict[str, Any]:
         """What forward needs from the frozen target; called without gradients."""
         ...
 
 
 class DraftTrainer(Trainer):
-    """Trains a draft on rows of `specdistill.data` (input_ids, supervise, document_ids, position_ids).
+    """Trains a draft on rows of `specdistill.data` (input_ids, loss_mask, document_ids, position_ids).
 
     Args:
         objective: the draft with its loss.
@@ -51,7 +51,7 @@ class DraftTrainer(Trainer):
         *,
         save: Callable[[Path], None],
         optimizer: torch.optim.Optimizer | None = None,
-        on_policy: StudentWriting | None = None,
+        on_policy: OnPolicyGeneration | None = None,
         callbacks: list[TrainerCallback] | None = None,
     ) -> None:
         super().__init__(
@@ -79,7 +79,7 @@ class DraftTrainer(Trainer):
         if self.on_policy is not None:
             first = (self.state.global_step * self.args.world_size + self.args.process_index) * num_batches
             batches = [self.on_policy(batch, first + index) for index, batch in enumerate(batches)]
-        kept = sum((self.objective.num_kept(batch) for batch in batches), torch.tensor(0))
+        kept = sum((self.objective.num_loss_tokens(batch) for batch in batches), torch.tensor(0))
         count: Tensor = self.accelerator.reduce(kept.to(device), "sum")
         return batches, count.clamp_min(1)
 
@@ -95,7 +95,7 @@ class DraftTrainer(Trainer):
         Data parallelism averages gradients over processes, so the sum is scaled by their number: the step's gradient is then the same
         however the batch was cut.
         """
-        total, sums = self._teach_and_compare(model, inputs, measure=not model.training)
+        total, sums = self._loss_sum(model, inputs, measure=not model.training)
         assert num_items_in_batch is not None
         loss = total * self.accelerator.num_processes / num_items_in_batch
         return (loss, sums) if return_outputs else loss
@@ -106,15 +106,15 @@ class DraftTrainer(Trainer):
         """Evaluation: the per-step sums [1, 6, K] take the place of logits, so that compute_metrics can add them up."""
         inputs = self._prepare_inputs(inputs)
         with torch.no_grad(), self.compute_loss_context_manager():
-            total, sums = self._teach_and_compare(model, inputs, measure=True)
+            total, sums = self._loss_sum(model, inputs, measure=True)
         table = sums.table().unsqueeze(0)
-        kept = sums.kept[0].clamp_min(1)
+        kept = sums.loss_tokens[0].clamp_min(1)
         return (total / kept).detach(), table, torch.zeros(1, device=table.device)
 
-    def _teach_and_compare(self, model: nn.Module, inputs: dict[str, Tensor], measure: bool) -> tuple[Tensor, StepSums]:
+    def _loss_sum(self, model: nn.Module, inputs: dict[str, Tensor], measure: bool) -> tuple[Tensor, StepSums]:
         with torch.no_grad(), self.accelerator.autocast():
-            teaching = self.objective.teach(self.target, inputs)
-        result: tuple[Tensor, StepSums] = model(**inputs, **teaching, measure=measure)
+            target_outputs = self.objective.compute_soft_targets(self.target, inputs)
+        result: tuple[Tensor, StepSums] = model(**inputs, **target_outputs, measure=measure)
         return result
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:

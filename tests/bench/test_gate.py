@@ -11,7 +11,7 @@ import pytest
 from specdistill.gate.gate import Evidence, decide, load_gate
 from specdistill.project import ROOT
 from specdistill.statistics.metrics import METRICS, value
-from specdistill.statistics.prompt_sums import columns
+from specdistill.statistics.prompt_sums import prompt_sums
 from specdistill.statistics.records import PromptRecord, RoundRecord
 from tests.simulated import simulate, simulated_report
 
@@ -78,7 +78,7 @@ def record_of(table: dict[str, np.ndarray], index: int) -> PromptRecord:
     counts = [accepted // drafts + (number < accepted % drafts) for number in range(drafts)]
     rounds = [RoundRecord((1,) * 4, ("x",) * 4, (1,) * count, (1,) * (count + 1), ("x",) * (count + 1)) for count in counts]
     record = replace(PROMPT, id=f"prompt-{index}", rounds=tuple(rounds))
-    assert columns([record])["num_accepted_tokens"] == accepted
+    assert prompt_sums([record])["num_accepted_tokens"] == accepted
     return record
 
 

@@ -1,4 +1,4 @@
-"""The fast writer against the library's own `generate`, and the law of its sampling."""
+"""The fast generation_mode against the library's own `generate`, and the distribution of its sampling."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,7 +8,7 @@ import torch
 from scipy.stats import chisquare
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig, MistralConfig, MistralForCausalLM, PreTrainedModel
 
-from specdistill.data.batch_generate import BLOCK, GROUPED_ATTENTION, Sampling, sample, write, writer
+from specdistill.data.batch_generate import BLOCK, GROUPED_ATTENTION, Sampling, generate, generation_mode, sample
 from tests.mtp_targets import tiny_model
 from tests.tiny import tiny_target_model
 
@@ -19,8 +19,8 @@ UNEQUAL = [[5], [6, 7, 8, 9, 10, 11, 12], [13, 14, 15], [16, 17]]
 def greedy(
     model: PreTrainedModel, prompts: Sequence[Sequence[int]], count: int, ends: Sequence[int] = (), num_parts: int = 1
 ) -> list[list[int]]:
-    with writer(model, torch.float32) as fast:
-        return write(fast, prompts, [0.0] * len(prompts), Sampling(count, ends, seed=0), num_parts=num_parts)
+    with generation_mode(model, torch.float32) as fast:
+        return generate(fast, prompts, [0.0] * len(prompts), Sampling(count, ends, seed=0), num_parts=num_parts)
 
 
 def reference(model: PreTrainedModel, prompt: Sequence[int], count: int, ends: Sequence[int] = ()) -> list[int]:
@@ -87,9 +87,9 @@ def test_sampling_follows_the_softmax_and_the_seed() -> None:
 def test_temperatures_mix_in_one_batch(num_parts: int) -> None:
     model = tiny_target_model(num_layers=2)
     prompts, temperatures = PROMPTS[:1] * 6, [0.0, 0.8, 0.8, 0.0, 0.0, 0.8]
-    with writer(model, torch.float32) as fast:
+    with generation_mode(model, torch.float32) as fast:
         first, again, other = (
-            write(fast, prompts, temperatures, Sampling(20, [], seed), num_parts=num_parts) for seed in (1, 1, 2)
+            generate(fast, prompts, temperatures, Sampling(20, [], seed), num_parts=num_parts) for seed in (1, 1, 2)
         )
     assert first == again != other
     assert first[0] == first[3] == first[4] == reference(model, prompts[0], 20)
@@ -99,18 +99,18 @@ def test_temperatures_mix_in_one_batch(num_parts: int) -> None:
 
 def test_the_target_is_left_as_it_was() -> None:
     model = tiny_target_model(num_layers=2).train()
-    with writer(model, torch.bfloat16) as fast:
+    with generation_mode(model, torch.bfloat16) as fast:
         assert fast is not model and fast.dtype == torch.bfloat16
         assert fast.config._attn_implementation == GROUPED_ATTENTION
         assert fast.model.rotary_emb.inv_freq.dtype == torch.float32
     assert model.dtype == torch.float32 and model.training
-    with writer(model, torch.float32) as fast:
+    with generation_mode(model, torch.float32) as fast:
         assert fast is model and not model.training
     assert model.config._attn_implementation == "sdpa" and model.training
 
 
 def test_progress_counts_the_rows_that_are_still_written() -> None:
     counted: list[int] = []
-    with writer(tiny_target_model(num_layers=1), torch.float32) as fast:
-        write(fast, PROMPTS, [0.0] * 5, Sampling(16, [], seed=0), counted.append)
+    with generation_mode(tiny_target_model(num_layers=1), torch.float32) as fast:
+        generate(fast, PROMPTS, [0.0] * 5, Sampling(16, [], seed=0), counted.append)
     assert sum(counted) == 5 * 16

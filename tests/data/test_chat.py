@@ -38,7 +38,7 @@ def test_the_mask_of_two_turns_is_what_one_writes_by_hand() -> None:
         ("Bye, assistant!\n<|end|>", 1),
     ]
     assert encoded.input_ids == [token for text, _ in pieces for token in ids_of(text)]
-    assert encoded.supervise == [flag for text, flag in pieces for _ in ids_of(text)]
+    assert encoded.loss_mask == [flag for text, flag in pieces for _ in ids_of(text)]
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_masks_of_none_or_all_show_the_rendered_text() -> None:
         encode_chat(tokenizer, [{"role": "assistant", "content": "Hi"}], "assistant")
     with pytest.raises(UserError, match=r"'x{120} … x{120}'"):
         encode_chat(tokenizer, [{"role": "user", "content": "x" * 1000}], "assistant")
-    assert encode_chat(tokenizer, [{"role": "user", "content": "Hi"}], "all").supervise == [1, 1]
+    assert encode_chat(tokenizer, [{"role": "user", "content": "Hi"}], "all").loss_mask == [1, 1]
 
 
 def test_conversations_need_a_template_that_takes_them() -> None:
@@ -111,7 +111,7 @@ def test_conversations_need_a_template_that_takes_them() -> None:
 
 def test_texts_end_with_the_end_token_and_carry_loss_everywhere() -> None:
     encoded = encode_text(tiny_tokenizer(), "abc")
-    assert encoded.input_ids == [*ids_of("abc"), 0] and encoded.supervise == [1] * 4
+    assert encoded.input_ids == [*ids_of("abc"), 0] and encoded.loss_mask == [1] * 4
     assert encode_text(tiny_tokenizer(), "abc<|endoftext|>").input_ids == encoded.input_ids
 
 
@@ -132,7 +132,7 @@ def test_real_conversations_with_a_real_tokenizer(shared_data: Path, name: str) 
         masks.append([encode_chat(tokenizer, messages, "assistant") for messages in conversations])
     assert masks[0] == masks[1]
     for messages, encoded in zip(conversations, masks[0], strict=True):
-        kept = [token for token, flag in zip(encoded.input_ids, encoded.supervise, strict=True) if flag]
+        kept = [token for token, flag in zip(encoded.input_ids, encoded.loss_mask, strict=True) if flag]
         answers = "".join(message["content"] for message in messages if message["role"] == "assistant")
         assert "".join(tokenizer.decode(kept).replace("<|end|>", "").split()) == "".join(answers.split())
 

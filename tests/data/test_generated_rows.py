@@ -7,7 +7,7 @@ import pytest
 import torch
 from datasets import Dataset
 
-from specdistill.data.generated_rows import CHAT_SHARE, end_token_ids, row_lengths, written_rows
+from specdistill.data.generated_rows import CHAT_SHARE, end_token_ids, generated_rows, row_lengths
 from specdistill.data.prompts import Prompt, chat_prompts, repeated, text_prompts
 from specdistill.pico.model import CHAT_TEMPLATE
 from tests.tiny import tiny_target_model, tiny_tokenizer
@@ -73,14 +73,14 @@ def test_written_rows_hold_the_prompt_and_what_greedy_generation_writes() -> Non
     model, tokenizer = tiny_target_model(num_layers=2), tiny_tokenizer(CHAT_TEMPLATE)
     source = rows_of(TEXTS, [f"question {number}" for number in range(8)])
     prompts = text_prompts(source, tokenizer, 8, 12, seed=0) + chat_prompts(source, tokenizer, 32, 8, seed=0)
-    rows = list(written_rows(model, tokenizer, prompts, 400, [0.0], 64, batch_size=4, seed=0, dtype=torch.float32))
+    rows = list(generated_rows(model, tokenizer, prompts, 400, [0.0], 64, batch_size=4, seed=0, dtype=torch.float32))
     known = {tuple(prompt.ids): prompt for prompt in prompts}
     written = {False: 0, True: 0}
     for row in rows:
-        assert len(row["input_ids"]) == len(row["supervise"]) == row["length"] <= 64
+        assert len(row["input_ids"]) == len(row["loss_mask"]) == row["length"] <= 64
         length = next(length for length in range(1, row["length"]) if tuple(row["input_ids"][:length]) in known)
         prompt = known[tuple(row["input_ids"][:length])]
-        assert row["supervise"] == [0 if prompt.is_chat else 1] * length + [1] * (row["length"] - length)
+        assert row["loss_mask"] == [0 if prompt.is_chat else 1] * length + [1] * (row["length"] - length)
         ids = torch.tensor([prompt.ids])
         expected = model.generate(
             ids,
@@ -100,7 +100,7 @@ def test_written_rows_hold_the_prompt_and_what_greedy_generation_writes() -> Non
 def test_used_up_greedy_prompts_end_the_writing_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     model, tokenizer = tiny_target_model(num_layers=1), tiny_tokenizer()
     prompts = [Prompt([5, 6, 7], 0, False), Prompt([8, 9, 10], 0, False)]
-    rows = list(written_rows(model, tokenizer, prompts, 10_000, [0.0], 16, batch_size=8, seed=0))
+    rows = list(generated_rows(model, tokenizer, prompts, 10_000, [0.0], 16, batch_size=8, seed=0))
     assert len(rows) == 2
     count = sum(row["length"] - 3 for row in rows)
     assert f"the prompts of data.source were used up after {count} of 10000 tokens" in caplog.text
@@ -111,7 +111,7 @@ def test_temperature_and_seed_change_what_is_written() -> None:
     prompts = [Prompt([5, 6, 7], 0, False)] * 4
 
     def write_all(temperature: float, seed: int) -> list[list[int]]:
-        rows = written_rows(model, tokenizer, prompts, 100, [temperature], 32, batch_size=4, seed=seed)
+        rows = generated_rows(model, tokenizer, prompts, 100, [temperature], 32, batch_size=4, seed=seed)
         return [row["input_ids"] for row in rows]
 
     greedy = write_all(0.0, 0)

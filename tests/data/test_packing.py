@@ -18,7 +18,7 @@ def documents_of(lengths: list[int]) -> Dataset:
     first, rows = 100, []
     for length in lengths:
         ids = list(range(first, first + length))
-        rows.append({"input_ids": ids, "supervise": [token % 2 for token in ids], "length": length})
+        rows.append({"input_ids": ids, "loss_mask": [token % 2 for token in ids], "length": length})
         first += length
     return Dataset.from_list(rows)
 
@@ -33,10 +33,10 @@ def test_every_token_comes_out_once_in_its_document_at_its_position(tmp_path: Pa
     assert all(tensor.shape == (len(rows), 32) and tensor.dtype == torch.int64 for tensor in batch.values())
     real = batch["document_ids"] >= 0
     assert sorted(batch["input_ids"][real].tolist()) == list(range(100, 100 + sum(lengths)))
-    assert (batch["supervise"][real] == batch["input_ids"][real] % 2).all()
+    assert (batch["loss_mask"][real] == batch["input_ids"][real] % 2).all()
     assert (
         (batch["input_ids"][~real] == PAD).all()
-        and not batch["supervise"][~real].any()
+        and not batch["loss_mask"][~real].any()
         and not batch["position_ids"][~real].any()
     )
     starts = {sum(lengths[:index]) + 100 for index in range(len(lengths))}

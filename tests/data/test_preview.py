@@ -9,7 +9,7 @@ from tests.tiny import tiny_tokenizer
 # Two documents of 5 and 2 tokens and one slot of padding; of the first, `llo` carries loss.
 ROW = {
     "input_ids": tiny_tokenizer()("hellohi")["input_ids"] + [0],
-    "supervise": [0, 0, 1, 1, 1, 0, 1, 0],
+    "loss_mask": [0, 0, 1, 1, 1, 0, 1, 0],
     "document_ids": [0, 0, 0, 0, 0, 1, 1, -1],
     "position_ids": [0, 1, 2, 3, 4, 0, 1, 0],
 }

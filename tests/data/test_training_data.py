@@ -46,7 +46,7 @@ def test_documents_are_split_before_they_are_packed(tmp_path: Path) -> None:
     kept, held_out = texts_in(train), texts_in(validation)
     assert sorted(kept + held_out) == [row["text"] for row in numbered(20)]
     assert len(held_out) == 4
-    assert train.column_names == ["input_ids", "supervise", "document_ids", "position_ids"]
+    assert train.column_names == ["input_ids", "loss_mask", "document_ids", "position_ids"]
     again = training_data(config, tiny_tokenizer(), None, fingerprint="")
     assert [half._fingerprint for half in again] == [train._fingerprint, validation._fingerprint]
     other, _ = training_data(replace(config, seed=1), tiny_tokenizer(), None, fingerprint="")
@@ -69,10 +69,10 @@ def test_weights_repeat_the_training_rows_of_a_source(tmp_path: Path) -> None:
 
 def test_assistant_tokens_alone_or_all_carry_loss(tmp_path: Path) -> None:
     rows = [{"messages": [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "cd"}]}] * 2
-    for supervise, expected in (("assistant", "cd<|end|>"), ("all", "<|user|>\nab<|end|><|assistant|>\ncd<|end|>")):
-        config = config_for(tmp_path, rows, supervise=supervise)
+    for loss_mask, expected in (("assistant", "cd<|end|>"), ("all", "<|user|>\nab<|end|><|assistant|>\ncd<|end|>")):
+        config = config_for(tmp_path, rows, loss_mask=loss_mask)
         batch = collate(list(training_data(config, tiny_tokenizer(CHAT_TEMPLATE), None, fingerprint="")[0]))
-        assert tiny_tokenizer().decode(batch["input_ids"][batch["supervise"] == 1]) == expected
+        assert tiny_tokenizer().decode(batch["input_ids"][batch["loss_mask"] == 1]) == expected
 
 
 def test_one_document_a_row_without_packing(tmp_path: Path) -> None:
@@ -114,13 +114,13 @@ def test_regenerated_answers_are_supervised_without_their_questions(tmp_path: Pa
     rows = [
         {"messages": [{"role": "user", "content": f"q{number}"}, {"role": "assistant", "content": "?"}]} for number in range(6)
     ]
-    for supervise in ("assistant", "all"):
-        config = config_for(tmp_path, rows, max_length=64, regenerate=replace(WRITTEN, num_tokens=120), supervise=supervise)
+    for loss_mask in ("assistant", "all"):
+        config = config_for(tmp_path, rows, max_length=64, regenerate=replace(WRITTEN, num_tokens=120), loss_mask=loss_mask)
         train, _ = training_data(config, tiny_tokenizer(CHAT_TEMPLATE), tiny_target_model(num_layers=1), fingerprint="")
         batch = collate(list(train))
         user = batch["input_ids"] == tiny_tokenizer().convert_tokens_to_ids("<|user|>")
         heads = user & (batch["position_ids"] == 0) & (batch["document_ids"] >= 0)
-        assert heads.any() and (batch["supervise"][heads] == (supervise == "all")).all() and batch["supervise"].any()
+        assert heads.any() and (batch["loss_mask"][heads] == (loss_mask == "all")).all() and batch["loss_mask"].any()
 
 
 @pytest.mark.parametrize(
@@ -164,7 +164,7 @@ def test_a_trained_target_writes_stories(shared_data: Path, tmp_path: Path) -> N
     config = DataConfig(source=source, max_length=256, regenerate=regenerate, cache_dir=str(tmp_path))
     train, _ = training_data(config, tokenizer, model, fingerprint="stories260K")
     batch = collate(list(train))
-    assert batch["supervise"][batch["document_ids"] >= 0].all()
+    assert batch["loss_mask"][batch["document_ids"] >= 0].all()
     assert int((batch["document_ids"] >= 0).sum()) == pytest.approx(1500 * 0.98 * 256 / 224, rel=0.15)
     with torch.inference_mode():
         ids = batch["input_ids"][batch["document_ids"][:, -1] >= 0][:4]

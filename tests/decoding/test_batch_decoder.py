@@ -1,4 +1,4 @@
-"""Texts decoded together are those decoded alone, row by row: greedy to the token, sampled by the same draws and in law."""
+"""Texts decoded together are those decoded alone, row by row: greedy to the token, sampled by the same draws and in distribution."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from specdistill.decoding import batch_decoder as batch
 from specdistill.decoding import verify
 from specdistill.decoding.batch_decoder import MAX_BATCH_SIZE, BatchDecoder
-from specdistill.decoding.batch_kv_cache import MaskedCache
+from specdistill.decoding.batch_kv_cache import MaskedKVCache
 from specdistill.decoding.decoder import Decoder, Generation
 from specdistill.decoding.proposer import Proposer
 from specdistill.decoding.sampling import Sampling
@@ -138,13 +138,13 @@ def test_rounds_are_those_of_the_row_alone(target: FrozenTarget) -> None:
 
 
 def test_holes_are_left_and_compacted_on_the_way(target: FrozenTarget, plain: list[Generation], monkeypatch: Any) -> None:
-    compact, shares = MaskedCache._compact, []
+    compact, shares = MaskedKVCache._compact, []
 
-    def watched(cache: MaskedCache, needed: int) -> None:
+    def watched(cache: MaskedKVCache, needed: int) -> None:
         shares.append(needed / cache.position_BS.shape[1])
         compact(cache, needed)
 
-    monkeypatch.setattr(MaskedCache, "_compact", watched)
+    monkeypatch.setattr(MaskedKVCache, "_compact", watched)
     assert texts(decode(target, proposer_of("draft_model", target), PROMPTS[:7])) == texts(plain[:7])
     assert len(shares) > 1 and all(0.5 < share < 0.75 for share in shares)
 
@@ -167,7 +167,7 @@ def test_near_ties_are_settled_as_for_one_text(name: str, monkeypatch: Any) -> N
     target = twins()
     alone = [Decoder(target).generate(prompt, max_new_tokens=NEW_TOKENS) for prompt in PROMPTS[:3]]
     assert texts(decode(target, proposer_of(name, target), PROMPTS[:3])) == texts(alone)
-    monkeypatch.setattr(batch, "settle_rows", lambda target, texts, logits: logits)
+    monkeypatch.setattr(batch, "break_ties_in_rows", lambda target, texts, logits: logits)
     assert texts(decode(target, proposer_of(name, target), PROMPTS[:3])) != texts(alone)
 
 
@@ -231,20 +231,20 @@ def four_tokens(seed: int) -> FrozenTarget:
     return FrozenTarget(model, tiny_tokenizer(), name="four tokens")
 
 
-def exact_law(target: FrozenTarget, prompt: list[int]) -> dict[tuple[int, ...], float]:
+def exact_distribution(target: FrozenTarget, prompt: list[int]) -> dict[tuple[int, ...], float]:
     """Of the first three tokens."""
-    law = {}
+    distribution = {}
     for first in range(4):
         for second in range(4):
             with torch.inference_mode():
                 rows = target.model(torch.tensor([[*prompt, first, second]])).logits[0].softmax(-1)[-3:].tolist()
             for third in range(4):
-                law[first, second, third] = rows[0][first] * rows[1][second] * rows[2][third]
-    return law
+                distribution[first, second, third] = rows[0][first] * rows[1][second] * rows[2][third]
+    return distribution
 
 
 def p_value(target: FrozenTarget, proposer: Proposer) -> float:
-    """That the texts of three prompts, twenty of each side by side, follow the target's law. Rare texts count together."""
+    """That the texts of three prompts, twenty of each side by side, follow the target's distribution. Rare texts count together."""
     prompts, draws = [[0], [1, 2], [3, 3, 3]], 40
     decoder, counts = BatchDecoder(target, proposer), Counter[tuple[int, tuple[int, ...]]]()
     for draw in range(draws):
@@ -256,7 +256,11 @@ def p_value(target: FrozenTarget, proposer: Proposer) -> float:
             generators=[torch.Generator().manual_seed(1_000 * draw + row) for row in range(60)],
         )
         counts.update((row % 3, generation.token_ids) for row, generation in enumerate(generations))
-    cells = {(row, text): 20 * draws * p for row, prompt in enumerate(prompts) for text, p in exact_law(target, prompt).items()}
+    cells = {
+        (row, text): 20 * draws * p
+        for row, prompt in enumerate(prompts)
+        for text, p in exact_distribution(target, prompt).items()
+    }
     common = [cell for cell, expected in cells.items() if expected >= 5]
     observed, expected = [counts[cell] for cell in common], [cells[cell] for cell in common]
     rare = 60 * draws - sum(observed), 60 * draws - sum(expected)
@@ -270,8 +274,8 @@ def test_each_rows_law_is_the_targets(monkeypatch: Any) -> None:
 
     def wrong(tokens: Any, target_probs: Any, draft_probs: Any, uniforms: Any) -> Any:
         num_accepted, _ = right(tokens, target_probs, draft_probs, uniforms)
-        law = target_probs[torch.arange(len(tokens)), num_accepted]
-        return num_accepted, verify.draw(law, uniforms[:, -1])
+        distribution = target_probs[torch.arange(len(tokens)), num_accepted]
+        return num_accepted, verify.draw(distribution, uniforms[:, -1])
 
     monkeypatch.setattr(batch.verify, "rejection_from_uniforms", wrong)
     assert p_value(target, DraftModelProposer(draft.model)) < 1e-4

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM, PreTrainedModel
 
-from specdistill.decoding.batch_kv_cache import HOLE, MOST_SPARE, MaskedCache, RaggedCache
+from specdistill.decoding.batch_kv_cache import HOLE, MOST_SPARE, MaskedKVCache, RaggedKVCache
 from specdistill.decoding.kv_cache import FIRST_SIZE
 from specdistill.methods.draft_model.llama import LlamaStack
 from tests import mtp_targets
@@ -27,10 +27,10 @@ def padded(rows: list[list[int]]) -> Tensor:
     return torch.tensor([row + [77] * (width - len(row)) for row in rows])
 
 
-def step(model: PreTrainedModel, cache: MaskedCache | RaggedCache, rows: list[list[int]]) -> Tensor:
+def step(model: PreTrainedModel, cache: MaskedKVCache | RaggedKVCache, rows: list[list[int]]) -> Tensor:
     counts = [len(row) for row in rows]
     with torch.inference_mode():
-        if isinstance(cache, RaggedCache):
+        if isinstance(cache, RaggedKVCache):
             return LlamaStack(model)(padded(rows), cache.extend(counts), cache)  # type: ignore[no-any-return]
         positions, mask = cache.extend(counts)
         decoder = model.get_decoder()
@@ -45,12 +45,12 @@ def fresh(model: PreTrainedModel, text: list[int]) -> Tensor:
         return model.get_decoder()(input_ids=torch.tensor([text])).last_hidden_state[0]  # type: ignore[no-any-return, operator]
 
 
-def masked(model: PreTrainedModel, num_rows: int) -> MaskedCache:
-    return MaskedCache(model.config.get_text_config(), num_rows, torch.float32, torch.device("cpu"))
+def masked(model: PreTrainedModel, num_rows: int) -> MaskedKVCache:
+    return MaskedKVCache(model.config.get_text_config(), num_rows, torch.float32, torch.device("cpu"))
 
 
-def ragged(model: PreTrainedModel, num_rows: int) -> RaggedCache:
-    return RaggedCache(num_rows, model.config.num_hidden_layers, LlamaStack(model).rotary, torch.device("cpu"))
+def ragged(model: PreTrainedModel, num_rows: int) -> RaggedKVCache:
+    return RaggedKVCache(num_rows, model.config.num_hidden_layers, LlamaStack(model).rotary, torch.device("cpu"))
 
 
 CASES = {

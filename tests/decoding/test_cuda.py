@@ -69,7 +69,7 @@ def test_a_training_step_runs_and_lowers_the_loss(target: FrozenTarget, tmp_path
     ids = torch.randint(3, 200, (4, 64), generator=torch.Generator().manual_seed(0)).tolist()
     rows = {
         "input_ids": ids,
-        "supervise": [[1] * 64] * 4,
+        "loss_mask": [[1] * 64] * 4,
         "document_ids": [[0] * 64] * 4,
         "position_ids": [list(range(64))] * 4,
     }

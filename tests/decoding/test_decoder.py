@@ -143,8 +143,8 @@ def test_a_stop_token_ends_the_text_and_nothing_past_it_counts(target: FrozenTar
 
 
 @pytest.mark.parametrize("name", ["eagle3", "eagle3, pruned", "eagle", "mtp", "ngram"])
-def test_sampled_text_follows_the_targets_law(target: FrozenTarget, name: str) -> None:
-    """Two samples of (first, second, third token) with and without the draft are one law; the same seeds, so no flakes."""
+def test_sampled_text_follows_the_targets_distribution(target: FrozenTarget, name: str) -> None:
+    """Two samples of (first, second, third token) with and without the draft are one distribution; the same seeds, so no flakes."""
     sampling = Sampling(temperature=0.7, top_k=3)
     generator = torch.Generator().manual_seed(0)
     draws: list[Counter[tuple[int, ...]]] = []

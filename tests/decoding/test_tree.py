@@ -140,20 +140,20 @@ def test_levels_see_what_the_whole_tree_lets_them_see() -> None:
         assert torch.equal(both, whole.visible(window)[1:])
 
 
-def table_of(laws: dict[tuple[int, ...], list[float]]) -> Any:
+def table_of(distributions: dict[tuple[int, ...], list[float]]) -> Any:
     """A draft given by a table of probabilities: the logits after the root, and the function that expands its levels."""
     texts: list[tuple[int, ...]] = [()]
 
     def expand(index_T: Tensor, rows_T: Tensor) -> Tensor:
         nonlocal texts
         texts = [(*texts[row], token) for token, row in zip(index_T.tolist(), rows_T.tolist(), strict=True)]
-        return torch.tensor([laws[text] for text in texts]).log()
+        return torch.tensor([distributions[text] for text in texts]).log()
 
-    return torch.tensor([laws[()]]).log(), expand
+    return torch.tensor([distributions[()]]).log(), expand
 
 
 def test_a_dynamic_tree_keeps_the_most_probable_paths() -> None:
-    laws = {
+    distributions = {
         (): [0.6, 0.3, 0.1],
         (0,): [0.5, 0.4, 0.1],  # 0.30, 0.24
         (1,): [0.1, 0.0, 0.9],  # 0.27
@@ -161,11 +161,11 @@ def test_a_dynamic_tree_keeps_the_most_probable_paths() -> None:
         (1, 2): [0.4, 0.3, 0.3],
     }
     # Of the second level 00 (0.30) and 12 (0.27) are expanded, not 01 (0.24).
-    grown = DynamicTree(budget=6, depth=3, top_k=2).grow(*table_of(laws), GREEDY, None)
+    grown = DynamicTree(budget=6, depth=3, top_k=2).grow(*table_of(distributions), GREEDY, None)
     assert grown.index_N.tolist() == [0, 1, 0, 1, 2, 0]
     assert grown.tree.parents == (ROOT, ROOT, 0, 0, 1, 2)
-    assert grown.laws_NW is None
-    smaller = DynamicTree(budget=4, depth=3, top_k=2).grow(*table_of(laws), GREEDY, None)
+    assert grown.probs_NW is None
+    smaller = DynamicTree(budget=4, depth=3, top_k=2).grow(*table_of(distributions), GREEDY, None)
     assert smaller.index_N.tolist() == [0, 1, 0, 2] or smaller.index_N.tolist() == [0, 1, 0, 0]  # two of 0.27
 
 
@@ -260,8 +260,8 @@ def forced_logits(proposer: Any, target: FrozenTarget, text: list[int], path: li
     hidden = head.fuse(target.features(torch.tensor([text[:-1]]), head.aux_layers))
     next_ids = torch.tensor([text[1:]])
     for token in [*path, None]:
-        normed, recycled = head(next_ids, hidden, proposer.cache.next_rotary(next_ids.shape[1]), proposer.cache)
-        next_ids, hidden = torch.tensor([[token or 0]]), recycled[:, -1:]
+        normed, next_hidden = head(next_ids, hidden, proposer.cache.next_rotary(next_ids.shape[1]), proposer.cache)
+        next_ids, hidden = torch.tensor([[token or 0]]), next_hidden[:, -1:]
     return torch.nn.functional.linear(normed[0, -1], head.lm_head.weight)
 
 
@@ -434,7 +434,9 @@ def test_near_ties_are_settled_on_every_branch_that_is_taken(twins: FrozenTarget
 
 @pytest.mark.parametrize("name", ["draft_model", "eagle3, pruned"])
 @pytest.mark.parametrize("shape", [DynamicTree(budget=4, depth=2, top_k=2), StaticTree((2, 2))])
-def test_sampled_text_follows_the_targets_law(target: FrozenTarget, name: str, shape: StaticTree | DynamicTree) -> None:
+def test_sampled_text_follows_the_targets_distribution(
+    target: FrozenTarget, name: str, shape: StaticTree | DynamicTree
+) -> None:
     sampling = Sampling(temperature=0.7, top_k=3)
     generator = torch.Generator().manual_seed(0)
     draws: list[Counter[tuple[int, ...]]] = []
@@ -449,7 +451,7 @@ def test_sampled_text_follows_the_targets_law(target: FrozenTarget, name: str, s
 
 
 def test_a_target_that_drafts_for_itself_loses_nothing_by_drawing(target: FrozenTarget) -> None:
-    """p = q: the first child of every node stands. And which kind of tree carries a law."""
+    """p = q: the first child of every node stands. And which kind of tree carries a distribution."""
     watched = Watched(DraftModelProposer(target.model))
     options: dict[str, Any] = {"sampling": Sampling(1.0), "generator": torch.Generator().manual_seed(0)}
     run = Decoder(target, watched).generate(PROMPT, max_new_tokens=41, tree=STATIC, **options)

@@ -1,4 +1,4 @@
-"""The law of speculative decoding's output, exactly: every outcome of the real rule is enumerated, none is sampled."""
+"""The distribution of speculative decoding's output, exactly: every outcome of the real rule is enumerated, none is sampled."""
 
 import itertools
 
@@ -11,8 +11,8 @@ from specdistill.decoding.verify import greedy, rejection, rejection_from_unifor
 V = 3
 
 
-def random_law(seed: int, rows: int) -> Tensor:
-    """[rows, V] float64 laws; every third row has a token of probability zero."""
+def random_distribution(seed: int, rows: int) -> Tensor:
+    """[rows, V] float64 distributions; every third row has a token of probability zero."""
     generator = torch.Generator().manual_seed(seed)
     weights = torch.rand(rows, V, dtype=torch.float64, generator=generator)
     weights[::3, seed % V] = 0
@@ -25,13 +25,15 @@ def cells(breakpoints: Tensor) -> list[tuple[float, float]]:
     return [((low + high) / 2, high - low) for low, high in itertools.pairwise(points) if high > low]
 
 
-def output_law(target: dict[tuple[int, ...], Tensor], draft: dict[tuple[int, ...], Tensor], length: int, k: int) -> Tensor:
-    """The exact law of `length` tokens decoded in rounds of k: the rule is evaluated on every cell of its uniforms."""
-    law = torch.zeros((V,) * length, dtype=torch.float64)
+def output_distribution(
+    target: dict[tuple[int, ...], Tensor], draft: dict[tuple[int, ...], Tensor], length: int, k: int
+) -> Tensor:
+    """The exact distribution of `length` tokens decoded in rounds of k: the rule is evaluated on every cell of its uniforms."""
+    distribution = torch.zeros((V,) * length, dtype=torch.float64)
 
     def walk(prefix: tuple[int, ...], weight: float) -> None:
         if len(prefix) >= length:
-            law[prefix[:length]] += weight
+            distribution[prefix[:length]] += weight
             return
         for tokens in itertools.product(range(V), repeat=k):
             chance = weight
@@ -55,23 +57,23 @@ def output_law(target: dict[tuple[int, ...], Tensor], draft: dict[tuple[int, ...
                 walk(prefix + tokens[: int(count)] + (int(token),), volume)
 
     walk((), 1.0)
-    return law
+    return distribution
 
 
 @pytest.mark.parametrize(("k", "length", "seed"), [(1, 2, 0), (1, 3, 1), (2, 2, 2)])
 def test_rejection_gives_the_targets_law_exactly(k: int, length: int, seed: int) -> None:
     prefixes = [p for n in range(length + k + 1) for p in itertools.product(range(V), repeat=n)]
-    target = dict(zip(prefixes, random_law(seed, len(prefixes)), strict=True))
-    draft = dict(zip(prefixes, random_law(seed + 100, len(prefixes)), strict=True))
+    target = dict(zip(prefixes, random_distribution(seed, len(prefixes)), strict=True))
+    draft = dict(zip(prefixes, random_distribution(seed + 100, len(prefixes)), strict=True))
     expected = torch.zeros((V,) * length, dtype=torch.float64)
     for tokens in itertools.product(range(V), repeat=length):
         expected[tokens] = torch.stack([target[tokens[:i]][token] for i, token in enumerate(tokens)]).prod()
-    assert torch.allclose(output_law(target, draft, length, k), expected, rtol=0, atol=1e-12)
+    assert torch.allclose(output_distribution(target, draft, length, k), expected, rtol=0, atol=1e-12)
 
 
-def test_one_hot_draft_equals_its_explicit_law() -> None:
+def test_one_hot_draft_equals_its_explicit_distribution() -> None:
     tokens = torch.tensor([[2, 0]])
-    p = random_law(5, 3)[None]
+    p = random_distribution(5, 3)[None]
     q = torch.nn.functional.one_hot(tokens, V).double()
     for seed in range(50):
         uniforms = torch.rand(1, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
@@ -81,7 +83,7 @@ def test_one_hot_draft_equals_its_explicit_law() -> None:
 
 
 def test_a_draft_equal_to_the_target_is_always_accepted() -> None:
-    p = random_law(7, 4)[None]
+    p = random_distribution(7, 4)[None]
     tokens = p[:, :3].argmax(-1)
     for seed in range(20):
         count, _ = rejection(tokens, p, p[:, :3], torch.Generator().manual_seed(seed))

@@ -1,4 +1,4 @@
-"""The law of tree decoding's output, exactly: every set of candidates and every outcome of the real rule is enumerated, none is sampled."""
+"""The distribution of tree decoding's output, exactly: every set of candidates and every outcome of the real rule is enumerated, none is sampled."""
 
 import itertools
 from collections.abc import Callable, Iterator
@@ -15,21 +15,21 @@ from tests.decoding.test_verify import cells
 ROUNDING = 1e-15
 INSET = 1e-9  # of a cell's width: how near to its ends the rule is evaluated
 
-Law = Callable[[tuple[int, ...]], Tensor]
+Distribution = Callable[[tuple[int, ...]], Tensor]
 Candidates = list[tuple[tuple[int, ...], Tree, float]]  # tokens of a tree's nodes, its form, and how likely it is
 
 
-def random_law(size: int, seed: int) -> Law:
-    """The law after each text; of some texts a token has probability zero."""
+def random_distribution(size: int, seed: int) -> Distribution:
+    """The distribution after each text; of some texts a token has probability zero."""
 
-    def law(text: tuple[int, ...]) -> Tensor:
+    def distribution(text: tuple[int, ...]) -> Tensor:
         generator = torch.Generator().manual_seed(hash((seed, *text)) % 2**31)
         weights = torch.rand(size, dtype=torch.float64, generator=generator)
         if len(text) % 3 == 0:
             weights[(seed + len(text)) % size] = 0
         return weights / weights.sum()
 
-    return law
+    return distribution
 
 
 def node_texts(text: tuple[int, ...], tokens: tuple[int, ...], tree: Tree) -> list[tuple[int, ...]]:
@@ -40,7 +40,7 @@ def node_texts(text: tuple[int, ...], tokens: tuple[int, ...], tree: Tree) -> li
     return [texts[node] for node in range(ROOT, len(tokens))]
 
 
-def drawn(draft: Law, text: tuple[int, ...], branching: tuple[int, ...]) -> Candidates:
+def drawn(draft: Distribution, text: tuple[int, ...], branching: tuple[int, ...]) -> Candidates:
     """Every tree of candidates drawn without replacement, grown level by level."""
     found: Candidates = [((), Tree(()), 1.0)]
     for level, width in enumerate(branching):
@@ -50,10 +50,13 @@ def drawn(draft: Law, text: tuple[int, ...], branching: tuple[int, ...]) -> Cand
             texts = node_texts(text, tokens, tree)
             choices = []
             for node in nodes:
-                law = draft(texts[node + 1])
-                count = min(width, int((law > 0).sum()))
+                distribution = draft(texts[node + 1])
+                count = min(width, int((distribution > 0).sum()))
                 choices.append(
-                    [(order, ordered_chance(law, order)) for order in itertools.permutations(range(len(law)), count)]
+                    [
+                        (order, ordered_chance(distribution, order))
+                        for order in itertools.permutations(range(len(distribution)), count)
+                    ]
                 )
             for choice in itertools.product(*choices):
                 more, parents, weight = list(tokens), list(tree.parents), chance
@@ -67,8 +70,8 @@ def drawn(draft: Law, text: tuple[int, ...], branching: tuple[int, ...]) -> Cand
     return found
 
 
-def ordered_chance(law: Tensor, order: tuple[int, ...]) -> float:
-    chance, left = 1.0, law.clone()
+def ordered_chance(distribution: Tensor, order: tuple[int, ...]) -> float:
+    chance, left = 1.0, distribution.clone()
     for token in order:
         chance *= float(left[token] / left.sum())
         left[token] = 0
@@ -90,10 +93,10 @@ def outcomes(tokens: tuple[int, ...], tree: Tree, p: Tensor, q: Tensor | None) -
                 below = [child for child in children if tokens[child] == token]
                 yield from visit(below[0], *ends, volume * width) if below else [(*ends, volume * width)]
             return
-        law = q[children[0]] if children else None
+        distribution = q[children[0]] if children else None
         for child in children:
             token = tokens[child]
-            threshold = min(1.0, float(r[token] / law[token]))
+            threshold = min(1.0, float(r[token] / distribution[token]))
             for middle, width in cells(torch.tensor([threshold], dtype=torch.float64)):
                 if middle < threshold:
                     ends = [end.clone() for end in (low, high)]
@@ -104,11 +107,11 @@ def outcomes(tokens: tuple[int, ...], tree: Tree, p: Tensor, q: Tensor | None) -
             low, high = low.clone(), high.clone()
             low[child], high[child] = corners((1 + threshold) / 2, 1 - threshold)
             volume *= 1 - threshold
-            r = (r - law).clamp_min(0)
+            r = (r - distribution).clamp_min(0)
             r = r / r.sum()
-            law = law.clone()
-            law[token] = 0
-            law = law / law.sum()
+            distribution = distribution.clone()
+            distribution[token] = 0
+            distribution = distribution / distribution.sum()
         for middle, width in cells(r.cumsum(0)):
             ends = [end.clone() for end in (low, high)]
             ends[0][-1], ends[1][-1] = corners(middle, width)
@@ -122,11 +125,15 @@ def corners(middle: float, width: float) -> tuple[float, float]:
     return middle - width * (0.5 - INSET), middle + width * (0.5 - INSET)
 
 
-def output_law(
-    target: Law, candidates: Callable[[tuple[int, ...]], Candidates], draft: Law | None, size: int, length: int
+def output_distribution(
+    target: Distribution,
+    candidates: Callable[[tuple[int, ...]], Candidates],
+    draft: Distribution | None,
+    size: int,
+    length: int,
 ) -> Tensor:
-    """The exact law of `length` tokens decoded in rounds of trees; `draft` None: candidates are certain."""
-    law = torch.zeros((size,) * length, dtype=torch.float64)
+    """The exact distribution of `length` tokens decoded in rounds of trees; `draft` None: candidates are certain."""
+    distribution = torch.zeros((size,) * length, dtype=torch.float64)
     unfinished: dict[tuple[int, ...], float] = {(): 1.0}
     for done in range(length):  # every round adds a token: all that leads to a text is known before its next round
         for text in [text for text in unfinished if len(text) == done]:
@@ -141,30 +148,32 @@ def output_law(
                     written = (*text, *(tokens[node] for node in path), token)[:length]
                     unfinished[written] = unfinished.get(written, 0.0) + weight * chance * volume
     for written, weight in unfinished.items():
-        law[written] += weight
-    return law
+        distribution[written] += weight
+    return distribution
 
 
-def plain_law(target: Law, size: int, length: int) -> Tensor:
-    law = torch.zeros((size,) * length, dtype=torch.float64)
+def plain_distribution(target: Distribution, size: int, length: int) -> Tensor:
+    distribution = torch.zeros((size,) * length, dtype=torch.float64)
     for tokens in itertools.product(range(size), repeat=length):
-        law[tokens] = torch.stack([target(tokens[:i])[token] for i, token in enumerate(tokens)]).prod()
-    return law
+        distribution[tokens] = torch.stack([target(tokens[:i])[token] for i, token in enumerate(tokens)]).prod()
+    return distribution
 
 
 @pytest.mark.parametrize(
     ("size", "branching", "length"), [(3, (2,), 2), (3, (2, 1), 2), (3, (1, 2), 2), (3, (3,), 2), (3, (2, 2), 1), (10, (2,), 1)]
 )
-def test_candidates_drawn_without_replacement_leave_the_targets_law(size: int, branching: tuple[int, ...], length: int) -> None:
-    target, draft = random_law(size, 1), random_law(size, 2)
-    law = output_law(target, lambda text: drawn(draft, text, branching), draft, size, length)
-    assert torch.allclose(law, plain_law(target, size, length), rtol=0, atol=1e-12)
+def test_candidates_drawn_without_replacement_leave_the_targets_distribution(
+    size: int, branching: tuple[int, ...], length: int
+) -> None:
+    target, draft = random_distribution(size, 1), random_distribution(size, 2)
+    distribution = output_distribution(target, lambda text: drawn(draft, text, branching), draft, size, length)
+    assert torch.allclose(distribution, plain_distribution(target, size, length), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("parents", [(-1, -1, 0, 0, 1), (-1, 0, 1), (-1, -1, -1)])
 def test_certain_candidates_leave_the_targets_law_however_they_were_chosen(parents: tuple[int, ...]) -> None:
     """As a dynamic tree chooses: best tokens of the draft, in a form that depends on the text."""
-    target, draft, size = random_law(5, 1), random_law(5, 2), 5
+    target, draft, size = random_distribution(5, 1), random_distribution(5, 2), 5
 
     def best(text: tuple[int, ...]) -> Candidates:
         tree = Tree(parents if len(text) % 2 == 0 else parents[:2])
@@ -175,13 +184,13 @@ def test_certain_candidates_leave_the_targets_law_however_they_were_chosen(paren
             tokens = (*tokens, int(draft(before).argsort(descending=True)[rank]))
         return [(tokens, tree, 1.0)]
 
-    law = output_law(target, best, None, size, 2)
-    assert torch.allclose(law, plain_law(target, size, 2), rtol=0, atol=1e-12)
+    distribution = output_distribution(target, best, None, size, 2)
+    assert torch.allclose(distribution, plain_distribution(target, size, 2), rtol=0, atol=1e-12)
 
 
 def test_taking_drawn_candidates_for_certain_ones_is_caught() -> None:
-    """The law is wrong if candidates that were drawn and then chosen by their probability are treated as drawn from q."""
-    target, draft = random_law(3, 1), random_law(3, 2)
+    """The distribution is wrong if candidates that were drawn and then chosen by their probability are treated as drawn from q."""
+    target, draft = random_distribution(3, 1), random_distribution(3, 2)
 
     def likelier(text: tuple[int, ...]) -> Candidates:
         """Of two candidates only the one that the draft thinks more of."""
@@ -191,24 +200,24 @@ def test_taking_drawn_candidates_for_certain_ones_is_caught() -> None:
             kept.append(((best,), Tree((ROOT,)), chance))
         return kept
 
-    law = output_law(target, likelier, draft, 3, 1)
-    assert float(law.sum()) == pytest.approx(1)
-    assert (law - plain_law(target, 3, 1)).abs().max() > 1e-2
+    distribution = output_distribution(target, likelier, draft, 3, 1)
+    assert float(distribution.sum()) == pytest.approx(1)
+    assert (distribution - plain_distribution(target, 3, 1)).abs().max() > 1e-2
 
 
-def test_draws_without_replacement_have_their_law() -> None:
-    law = torch.tensor([0.1, 0.0, 0.6, 0.3], dtype=torch.float64)
+def test_draws_without_replacement_have_their_distribution() -> None:
+    distribution = torch.tensor([0.1, 0.0, 0.6, 0.3], dtype=torch.float64)
     found: dict[tuple[int, ...], float] = {}
 
     def visit(uniforms: list[float], volume: float) -> None:
         padded = torch.tensor([[*uniforms, *[0.5] * (4 - len(uniforms))]], dtype=torch.float64)
-        tokens, exist = draw_distinct(law.unsqueeze(0), padded)
+        tokens, exist = draw_distinct(distribution.unsqueeze(0), padded)
         assert exist.tolist() == [[True, True, True, False]]
         order = tuple(tokens[0, : len(uniforms)].tolist())
         if len(uniforms) == 3:
             found[order] = found.get(order, 0.0) + volume
             return
-        left = law.clone()
+        left = distribution.clone()
         left[list(order)] = 0
         for middle, width in cells(left.cumsum(0) / left.sum()):
             visit([*uniforms, middle], volume * width)
@@ -216,12 +225,12 @@ def test_draws_without_replacement_have_their_law() -> None:
     visit([], 1.0)
     assert found.keys() == set(itertools.permutations((0, 2, 3)))
     for order, chance in found.items():
-        assert chance == pytest.approx(ordered_chance(law, order), abs=1e-12)
+        assert chance == pytest.approx(ordered_chance(distribution, order), abs=1e-12)
 
 
 def test_of_a_chain_the_rule_is_that_of_chains() -> None:
-    p = torch.stack([random_law(4, 1)((0,) * n) for n in range(4)])
-    q = torch.stack([random_law(4, 2)((0,) * n) for n in range(3)])
+    p = torch.stack([random_distribution(4, 1)((0,) * n) for n in range(4)])
+    q = torch.stack([random_distribution(4, 2)((0,) * n) for n in range(3)])
     for seed in range(60):
         generator = torch.Generator().manual_seed(seed)
         tokens = torch.multinomial(q, 1, generator=generator)[:, 0]

@@ -15,7 +15,7 @@ from specdistill.cli import main
 from specdistill.decoding.decoder import Decoder
 from specdistill.doctor.acceptance import Recorded, recorded
 from specdistill.doctor.diagnosis import Diagnosis, diagnose
-from specdistill.methods.draft_model.create import build_small, save_small
+from specdistill.methods.draft_model.create import create_draft_model, save_draft_model
 from specdistill.targets.frozen import FrozenTarget
 from tests.memorised import NUM_TOKENS, PROMPT, memorise
 from tests.tiny import tiny_target_model, tiny_tokenizer
@@ -182,7 +182,7 @@ def test_what_no_repair_helps_is_given_likely_causes(folder: Path, tmp_path: Pat
     def noise(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
         for name, tensor in tensors.items():
             if tensor.is_floating_point() and tensor.dim() == 2:
-                # Small, so that every law is near the uniform one whatever is changed: large ones differ by luck.
+                # Small, so that every distribution is near the uniform one whatever is changed: large ones differ by luck.
                 tensors[name] = 0.02 * torch.randn(tensor.shape, generator=torch.Generator().manual_seed(1))
 
     made = diagnosed(folder, mutated(folder, "eagle3", noise, tmp_path / "run"))
@@ -192,7 +192,7 @@ def test_what_no_repair_helps_is_given_likely_causes(folder: Path, tmp_path: Pat
 
 def test_a_small_draft(folder: Path, tmp_path: Path) -> None:
     target = FrozenTarget.load(str(folder / "target"))
-    save_small(build_small(target, init="layers", num_layers=4), target.tokenizer, tmp_path / "run" / "draft")
+    save_draft_model(create_draft_model(target, init="layers", num_layers=4), target.tokenizer, tmp_path / "run" / "draft")
     made = diagnosed(folder, tmp_path / "run")
     assert made.acceptance is not None and made.acceptance.length == 5 and made.is_sound
 

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig
 
-from specdistill.engines.loader_check import Replay, loader_of, replay
+from specdistill.engines.loader_check import LoaderCheck, check_loader, loader_of
 from specdistill.engines.loader_table import LLAMA
 from specdistill.errors import UserError
 from specdistill.export import heads
@@ -33,13 +33,13 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> FrozenTarget:
     return FrozenTarget.load(str(folder))
 
 
-def replayed(engine: str, method: str, folder: Path, head: Any, target: FrozenTarget, **keys: Any) -> Replay:
+def replayed(engine: str, method: str, folder: Path, head: Any, target: FrozenTarget, **keys: Any) -> LoaderCheck:
     """A folder, with some keys of its config.json changed, as the engine would load it."""
     config = json.loads((folder / "config.json").read_text()) | keys
     shapes = {name: tuple(tensor.shape) for name, tensor in load_file(folder / "model.safetensors").items()}
     loader = loader_of(engine, method, config)
     assert loader is not None
-    return replay(loader, config, shapes, vars(head.config), target)
+    return check_loader(loader, config, shapes, vars(head.config), target)
 
 
 def random_shape(draw: random.Random, method: str) -> dict[str, Any]:

@@ -27,7 +27,7 @@ def command(*arguments):
 
 @pytest.fixture(scope="module")
 def work(tmp_path_factory):
-    """A folder with a target, a suite, a trained run with a head, a small draft and a head for a wider target."""
+    """A folder with a target, a suite, a trained run with a head, a draft model and a head for a wider target."""
     folder = tmp_path_factory.mktemp("work")
     model, tokenizer = tiny_target_model(num_layers=3), tiny_tokenizer()
     smaller, wider = tiny_target_model(num_layers=1), tiny_target_model(num_layers=3, hidden_size=128)

@@ -265,20 +265,24 @@ def test_a_sweep_goes_on_after_a_kill(target, suite, gate, tmp_path):
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         stderr=subprocess.DEVNULL,
     )
-    while len(list(folder.glob("cells/*.json"))) < 2:
+    while len(list(folder.glob("configurations/*.json"))) < 2:
         assert process.poll() is None, "the sweep ended before it could be killed"
         time.sleep(0.005)
     process.kill()
     process.wait()
-    finished = [json.loads(path.read_text()) for path in folder.glob("cells/*.json")]
+    finished = [json.loads(path.read_text()) for path in folder.glob("configurations/*.json")]
     assert 2 <= len(finished) < 5
     assert not (folder / "report.json").exists()
 
     assert command(*arguments(target, suite, gate, folder, *SWEEP)) == ExitCode.DONE
     assert sorted(path.name for path in folder.iterdir()) == FILES
     report, samples = read(folder)
-    timed = [(sample["cell"], sample["id"], sample["speculative"]["seconds"]) for sample in samples]
-    kept = [(row["cell"], row["id"], row["speculative"]["seconds"]) for cell in finished for row in cell["records"]]
+    timed = [(sample["configuration"], sample["id"], sample["speculative"]["seconds"]) for sample in samples]
+    kept = [
+        (row["configuration"], row["id"], row["speculative"]["seconds"])
+        for configuration in finished
+        for row in configuration["records"]
+    ]
     assert len(samples) == 4 * 5
     assert [entry for entry in kept if entry not in timed] == []
 
@@ -289,7 +293,9 @@ def test_a_sweep_goes_on_after_a_kill(target, suite, gate, tmp_path):
         (sample["text"], sample["rounds"]) for sample in samples_of_one_run
     ]
     assert [
-        entry for entry in kept if entry in [(s["cell"], s["id"], s["speculative"]["seconds"]) for s in samples_of_one_run]
+        entry
+        for entry in kept
+        if entry in [(s["configuration"], s["id"], s["speculative"]["seconds"]) for s in samples_of_one_run]
     ] == []
 
 
@@ -304,8 +310,8 @@ def test_a_sweep_has_rows_for_every_cell(target, suite, gate, tmp_path):
         (2, 0.0, "all"), (1, 0.0, "all"), (2, 1.0, "all"), (2, 0.0, "4"), (2, 0.0, "8"),
     ]  # fmt: skip
     assert [len(row["accepted_per_position"]) for row in wholes] == [2, 1, 2, 2, 2]
-    assert {sample["num_prompt_tokens"] for sample in samples if sample["cell"]["context_bucket"] == "4"} == {4}
-    assert report["lossless"]["prompts_checked"] == 4 * 4  # the four greedy cells
+    assert {sample["num_prompt_tokens"] for sample in samples if sample["configuration"]["context_bucket"] == "4"} == {4}
+    assert report["lossless"]["prompts_checked"] == 4 * 4  # the four greedy configurations
 
 
 def test_a_suite_names_the_sweep_that_eval_leaves_open(target, suite, gate, tmp_path):
@@ -335,13 +341,13 @@ def test_what_a_run_can_tell_is_said_before_it_runs(target, suite, gate, tmp_pat
     said = capsys.readouterr().out
     assert said.startswith("4 prompts can tell a change of 22.4% of the acceptance length")
     assert "by an assumed spread" in said
-    assert read(folder)[0]["settings"]["until"] is None
-    command(*arguments(target, suite, gate, folder, "eval.until=0.0001"))
+    assert read(folder)[0]["settings"]["target_precision"] is None
+    command(*arguments(target, suite, gate, folder, "eval.target_precision=0.0001"))
     said = capsys.readouterr().out
     assert f"by the spread of the prompts in {folder}" in said
     report = read(folder)[0]
-    assert report["settings"]["until"] == 0.0001
-    assert "not_sharp" in [finding["name"] for finding in report["findings"]]
+    assert report["settings"]["target_precision"] == 0.0001
+    assert "precision_not_reached" in [finding["name"] for finding in report["findings"]]
 
 
 def test_a_target_that_ends_at_once(target, suite, gate, tmp_path):

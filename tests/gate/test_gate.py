@@ -10,10 +10,10 @@ from specdistill.errors import UserError
 from specdistill.gate.gate import Evidence, Rule, decide, load_gate
 from specdistill.project import GATES
 from specdistill.report.results import result_rows
-from specdistill.statistics.configuration import Cell
+from specdistill.statistics.configuration import Configuration
 from specdistill.statistics.intervals import interval
 from specdistill.statistics.metrics import METRICS
-from specdistill.statistics.prompt_sums import columns
+from specdistill.statistics.prompt_sums import prompt_sums
 from tests.simulated import SUITE, simulate, simulated_report
 
 
@@ -79,10 +79,10 @@ def test_another_confidence_is_another_interval(evidence):
 
 def test_a_run_that_looked_several_times_is_judged_by_stricter_intervals(evidence):
     """What one look shows at 90 %, a run that could have stopped at any of five does not."""
-    low, _ = interval(METRICS["speedup"], columns(evidence.records), confidence=0.9, seed=0)
+    low, _ = interval(METRICS["speedup"], prompt_sums(evidence.records), confidence=0.9, seed=0)
     rule = Rule("speedup", "min", low, confidence=0.9)
     assert judged(evidence, rule)["passed"]
-    stopped = changed(evidence, ("settings", "until"), 0.01)
+    stopped = changed(evidence, ("settings", "target_precision"), 0.01)
     assert not judged(stopped, rule)["passed"]
     assert judged(stopped, replace(rule, confidence=0.5))["passed"]
 
@@ -297,15 +297,16 @@ def test_what_one_side_did_not_measure_is_no_evidence(evidence):
 
 
 def test_a_cell_of_a_sweep_is_compared_with_its_own_prompts_alone():
-    """The same prompt ids are in every cell; only the records of the rule's cell may count."""
+    """The same prompt ids are in every configuration; only the records of the rule's configuration may count."""
     cold = simulate()
-    warm = [replace(record, cell=Cell(4, 1.0)) for record in simulate(conditional=(0.6, 0.6, 0.6, 0.6))]
-    worse = [replace(record, cell=Cell(4, 1.0)) for record in simulate(conditional=(0.4, 0.4, 0.4, 0.4))]
+    warm = [replace(record, configuration=Configuration(4, 1.0)) for record in simulate(conditional=(0.6, 0.6, 0.6, 0.6))]
+    worse = [replace(record, configuration=Configuration(4, 1.0)) for record in simulate(conditional=(0.4, 0.4, 0.4, 0.4))]
 
     def swept(records):
         report = simulated_report(cold)
         return Evidence(
-            {**report, "results": [*report["results"], *result_rows(records, SUITE, Cell(4, 1.0), seed=0)]}, [*cold, *records]
+            {**report, "results": [*report["results"], *result_rows(records, SUITE, Configuration(4, 1.0), seed=0)]},
+            [*cold, *records],
         )
 
     rule = replace(NO_WORSE, scope={"temperature": 1.0})

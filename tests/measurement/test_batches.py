@@ -12,14 +12,14 @@ from specdistill.errors import UserError
 from specdistill.measurement import sweep
 from specdistill.measurement.batches import in_batches, some
 from specdistill.measurement.losslessness import compare_greedy
-from specdistill.measurement.measure import Settings, greedy_pairs, measure, measure_together, records, shorter_drafts
-from specdistill.measurement.sweep import Plan, measure_cells
+from specdistill.measurement.measure import Settings, greedy_pairs, measure, measure_together, records, round_costs
+from specdistill.measurement.sweep import Plan, measure_configurations
 from specdistill.methods.ngram.proposer import NgramProposer
 from specdistill.report.results import result_rows
 from specdistill.statistics.intervals import interval, macro_interval, relative_change
 from specdistill.statistics.metrics import METRICS, measured, value
 from specdistill.statistics.power import spread_of
-from specdistill.statistics.prompt_sums import columns
+from specdistill.statistics.prompt_sums import prompt_sums
 from specdistill.suites.suite import Prompt
 from tests import mtp_targets
 from tests.proposers import ModelProposer, tiny_target
@@ -132,22 +132,22 @@ def test_costs_of_shorter_drafts_are_those_of_batches(target, proposer, monkeypa
         "generate",
         lambda decoder, prompts, **options: sizes.append(len(prompts)) or generate(decoder, prompts, **options),
     )
-    assert [cost.k for cost in shorter_drafts(target, proposer, PROMPTS, TOGETHER)] == [1, 2]
+    assert [cost.k for cost in round_costs(target, proposer, PROMPTS, TOGETHER)] == [1, 2]
     assert sizes == [2, 2, 2, 2]  # two batches, at both lengths
 
 
 def test_rows_say_how_many_batches_their_times_come_from(target, proposer, runs):
-    found = records("suite", TOGETHER.cell, target, proposer, runs)
+    found = records("suite", TOGETHER.configuration, target, proposer, runs)
     assert [record.batch for record in found] == [0, 0, 2, 2, 4]
-    whole, a, _ = result_rows(found, SUITE, TOGETHER.cell, seed=0)
+    whole, a, _ = result_rows(found, SUITE, TOGETHER.configuration, seed=0)
     assert (whole["batch_size"], whole["num_prompts"], whole["num_batches"]) == (2, 5, 3)
     assert (a["num_prompts"], a["num_batches"]) == (3, 3)
     seconds = sum(np.median([generation.seconds for generation in run.speculative]) for run in runs)
     assert whole["tokens_per_second"] == pytest.approx(60 / seconds)
-    one = result_rows(found[:2], SUITE, TOGETHER.cell, seed=0)[0]
+    one = result_rows(found[:2], SUITE, TOGETHER.configuration, seed=0)[0]
     assert one["not_measured"]["speedup_ci95"] == "its prompts share the times of one batch"
     alone = measure(target, proposer, PROMPTS[:1], ALONE)
-    assert "batch" not in columns(records("suite", ALONE.cell, target, proposer, alone))
+    assert "batch" not in prompt_sums(records("suite", ALONE.configuration, target, proposer, alone))
 
 
 def shared(records, size):
@@ -166,7 +166,7 @@ def shared(records, size):
 
 def test_intervals_of_times_are_over_batches_and_those_of_texts_over_prompts():
     alone = simulate(192, noise=0.2)
-    plain, batched = columns(alone), columns(shared(alone, 4))
+    plain, batched = prompt_sums(alone), prompt_sums(shared(alone, 4))
     speedup, length = METRICS["speedup"], METRICS["mean_acceptance_length"]
     assert len(measured(speedup, batched)[0]) == 48 and len(measured(length, batched)[0]) == 192
     assert value(speedup, batched) == pytest.approx(value(speedup, plain))
@@ -181,7 +181,7 @@ def test_intervals_of_times_are_over_batches_and_those_of_texts_over_prompts():
 def test_what_a_suite_can_tell_is_said_of_prompts():
     """Times shared by fours spread as widely over prompts as before: it takes as many prompts to tell the same change."""
     alone = simulate(192, noise=0.2)
-    spreads = [spread_of(METRICS["speedup"], columns(found)) for found in (alone, shared(alone, 4))]
+    spreads = [spread_of(METRICS["speedup"], prompt_sums(found)) for found in (alone, shared(alone, 4))]
     assert spreads[1] == pytest.approx(spreads[0], rel=0.2)
 
 
@@ -190,29 +190,31 @@ def test_a_macro_average_of_times_that_categories_share_has_no_interval():
     of = [record.category for record in alone]
     by_category = sorted(alone, key=lambda record: record.category)
     for found, categories, has_interval in ((alone, of, False), (by_category, sorted(of), True)):
-        table = columns(shared(found, 4))
+        table = prompt_sums(shared(found, 4))
         assert (macro_interval(METRICS["speedup"], table, categories) is not None) == has_interval
         assert macro_interval(METRICS["mean_acceptance_length"], table, categories) is not None
 
 
 def test_a_run_that_stops_early_looks_after_whole_batches(target, monkeypatch, tmp_path):
     monkeypatch.setattr(sweep, "looks", lambda number: [3, number])
-    monkeypatch.setattr(sweep, "is_sharp", lambda records, until, seed: False)
-    plan = Plan(replace(TOGETHER, repeats=1, warmup=0), PROMPTS, until=0.01)
-    (cell,) = measure_cells(target, NgramProposer(), SUITE, [plan], identity={}, folder=tmp_path)
-    assert sorted(record.id for record in cell.records) == ["p0", "p1", "p2", "p3", "p4"]
-    assert [record.batch for record in cell.records] == [0, 0, 2, 2, 4]  # batches stay as they were decoded
+    monkeypatch.setattr(sweep, "reached_precision", lambda records, target_precision, seed: False)
+    plan = Plan(replace(TOGETHER, repeats=1, warmup=0), PROMPTS, target_precision=0.01)
+    (configuration,) = measure_configurations(target, NgramProposer(), SUITE, [plan], identity={}, folder=tmp_path)
+    assert sorted(record.id for record in configuration.records) == ["p0", "p1", "p2", "p3", "p4"]
+    assert [record.batch for record in configuration.records] == [0, 0, 2, 2, 4]  # batches stay as they were decoded
 
 
 def test_targets_that_cannot_be_batched_are_refused_before_anything_is_measured(monkeypatch, tmp_path):
     monkeypatch.setattr(sweep, "measure", lambda *arguments: pytest.fail("measured"))
     plans = [Plan(ALONE, PROMPTS), Plan(TOGETHER, PROMPTS)]
     with pytest.raises(UserError, match=r"eval\.batch_size: .*recurrent"):
-        measure_cells(mtp_targets.tiny_target("qwen3_next"), NgramProposer(), SUITE, plans, identity={}, folder=tmp_path)
+        measure_configurations(
+            mtp_targets.tiny_target("qwen3_next"), NgramProposer(), SUITE, plans, identity={}, folder=tmp_path
+        )
 
 
 def test_a_change_between_reports_is_resampled_by_batch_too():
-    new, old = (columns(shared(simulate(16, noise=0.2, timing_seed=seed), 16)) for seed in (1, 2))
+    new, old = (prompt_sums(shared(simulate(16, noise=0.2, timing_seed=seed), 16)) for seed in (1, 2))
     change, ends = relative_change(METRICS["speedup"], new, old)
     assert abs(change) < 0.5 and ends is None  # one batch
     _, ends = relative_change(METRICS["mean_acceptance_length"], new, old)

@@ -7,14 +7,14 @@ import torch
 from specdistill.decoding.decoder import Decoder
 from specdistill.decoding.proposer import Proposal
 from specdistill.measurement.engine_counts import (
+    Completion,
     Counts,
-    Written,
     draft_options,
+    generate_here,
     ignore_stop_tokens,
     num_same,
     plain_options,
     total,
-    write_here,
 )
 from tests.proposers import ModelProposer, tiny_target
 
@@ -32,8 +32,8 @@ class FirstGuesses(ModelProposer):
 def test_the_last_round_counts_what_lies_past_the_limit():
     target = tiny_target()
     ignore_stop_tokens(target)
-    texts = write_here(target, FirstGuesses(target.model), PROMPTS, max_new_tokens=10, num_speculative_tokens=4)
-    plain = write_here(target, None, PROMPTS, max_new_tokens=10)
+    texts = generate_here(target, FirstGuesses(target.model), PROMPTS, max_new_tokens=10, num_speculative_tokens=4)
+    plain = generate_here(target, None, PROMPTS, max_new_tokens=10)
     assert num_same(texts, plain) == 2 and all(len(text.token_ids) == 10 for text in texts)
     # One token from the prefill, then rounds of 3 + 1: the third passes the limit and is counted whole.
     assert [text.counts for text in texts] == [Counts(3, 12, (3, 3, 3, 0))] * 2
@@ -48,7 +48,7 @@ def test_rounds_that_draft_nothing_are_no_drafts():
 
     target = tiny_target()
     ignore_stop_tokens(target)
-    (text,) = write_here(target, Every2nd(target.model), PROMPTS[1:], max_new_tokens=7, num_speculative_tokens=2)
+    (text,) = generate_here(target, Every2nd(target.model), PROMPTS[1:], max_new_tokens=7, num_speculative_tokens=2)
     # 4 prompt tokens and one from the prefill: a draft (2 + 1 tokens), one plain token, a draft.
     assert text.counts == Counts(2, 4, (2, 2))
 
@@ -59,11 +59,11 @@ def test_texts_go_on_past_stop_tokens():
     target.model.generation_config.eos_token_id = written[4]
     assert len(Decoder(target).generate(PROMPTS[0], max_new_tokens=20).token_ids) <= 5
     ignore_stop_tokens(target)
-    assert write_here(target, None, PROMPTS[:1], max_new_tokens=20)[0].token_ids == written
+    assert generate_here(target, None, PROMPTS[:1], max_new_tokens=20)[0].token_ids == written
 
 
 def test_texts_are_compared_token_by_token():
-    one = [Written((1, 2, 3), Counts(0, 0, ())), Written((4, 5), Counts(0, 0, ()))]
+    one = [Completion((1, 2, 3), Counts(0, 0, ())), Completion((4, 5), Counts(0, 0, ()))]
     assert num_same(one, [one[0], replace(one[1], token_ids=(4, 6))]) == 1
 
 

@@ -59,20 +59,20 @@ def test_near_ties_excuse_a_divergence_in_16_bits_only():
 
 
 def test_the_wrong_rule_accepts_as_the_right_one_and_then_draws_from_p():
-    law = torch.tensor([0.5, 0.3, 0.2])
+    distribution = torch.tensor([0.5, 0.3, 0.2])
     draws = 4000
     tokens = torch.zeros(draws, 1, dtype=torch.long)
-    target = law.repeat(draws, 2, 1)
+    target = distribution.repeat(draws, 2, 1)
     accepted, token = wrong_residual(tokens, target, None, torch.Generator().manual_seed(0))
     assert torch.equal(accepted, rejection(tokens, target, None, torch.Generator().manual_seed(0))[0])
     rejected = token[accepted == 0]
-    assert rejected.bincount(minlength=3) / len(rejected) == pytest.approx(law, abs=0.04)
+    assert rejected.bincount(minlength=3) / len(rejected) == pytest.approx(distribution, abs=0.04)
     right = rejection(tokens, target, None, torch.Generator().manual_seed(0))[1][accepted == 0]
     assert not (right == 0).any()
 
 
 def peaked(seed: int) -> FrozenTarget:
-    """Eight tokens with clear favourites, so that few draws tell laws apart."""
+    """Eight tokens with clear favourites, so that few draws tell distributions apart."""
     model = tiny_target_model(num_layers=1, vocab_size=8, seed=seed)
     model.lm_head.weight.data *= 2.5
     return FrozenTarget(model, tiny_tokenizer(), name="peaked")

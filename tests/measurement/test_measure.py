@@ -14,7 +14,7 @@ from specdistill.measurement.measure import (
     greedy_pairs,
     measure,
     records,
-    shorter_drafts,
+    round_costs,
     spell,
 )
 from specdistill.methods.draft_model.proposer import DraftModelProposer
@@ -63,7 +63,7 @@ def test_the_order_alternates_over_prompts_and_repetitions(target, proposer, mon
 
 
 def test_records_say_what_was_decoded(target, proposer, runs):
-    for run, record in zip(runs, records("suite", SETTINGS.cell, target, proposer, runs), strict=True):
+    for run, record in zip(runs, records("suite", SETTINGS.configuration, target, proposer, runs), strict=True):
         tokens = [record.first_token, *(token for entry in record.rounds for token in entry.emitted)]
         assert tuple(tokens) == run.speculative[0].token_ids
         assert all(entry.accepted == entry.drafted[: len(entry.accepted)] for entry in record.rounds)
@@ -77,7 +77,7 @@ def test_records_say_what_was_decoded(target, proposer, runs):
 
 def test_times_are_medians_over_the_repetitions(target, proposer):
     runs = measure(target, proposer, PROMPTS[:1], Settings(num_speculative_tokens=2, max_new_tokens=6, repeats=3, warmup=0))
-    (record,) = records("suite", SETTINGS.cell, target, proposer, runs)
+    (record,) = records("suite", SETTINGS.configuration, target, proposer, runs)
     assert record.baseline.seconds == sorted(generation.seconds for generation in runs[0].baseline)[1]
 
 
@@ -106,10 +106,10 @@ def test_a_sampled_run_is_not_greedy_in_disguise(target, proposer):
 
 
 def test_costs_of_shorter_drafts(target, proposer):
-    costs = shorter_drafts(target, proposer, PROMPTS, Settings(num_speculative_tokens=2, max_new_tokens=8))
+    costs = round_costs(target, proposer, PROMPTS, Settings(num_speculative_tokens=2, max_new_tokens=8))
     assert [cost.k for cost in costs] == [1, 2]
     assert all(cost.verify_seconds > 0 and cost.draft_seconds > 0 for cost in costs)
-    assert shorter_drafts(target, NgramProposer(max_ngram=50, min_ngram=50), PROMPTS, SETTINGS) == []
+    assert round_costs(target, NgramProposer(max_ngram=50, min_ngram=50), PROMPTS, SETTINGS) == []
 
 
 @pytest.mark.parametrize("tree", [DynamicTree(budget=5, depth=2, top_k=2), StaticTree((3, 1))])
@@ -118,14 +118,14 @@ def test_records_of_trees_count_every_node_and_show_one_path(target, tree):
     settings = Settings(num_speculative_tokens=2, max_new_tokens=12, repeats=1, warmup=1, tree=tree)
     runs = measure(target, draft, PROMPTS, settings)
     assert all(run.speculative[0].token_ids == run.baseline[0].token_ids for run in runs)
-    found = records("suite", settings.cell, target, draft, runs)
+    found = records("suite", settings.configuration, target, draft, runs)
     for record in found:
-        assert record.cell.tree == tree.settings
+        assert record.configuration.tree == tree.settings
         for entry in record.rounds:
             assert len(entry.drafted) == len(entry.drafted_text) == 2
             assert entry.accepted == entry.drafted[: len(entry.accepted)] == entry.emitted[: len(entry.accepted)]
             assert entry.num_drafted == 2 + entry.num_off_path == (5 if isinstance(tree, DynamicTree) else 6)
-    assert shorter_drafts(target, draft, PROMPTS, settings) == []
+    assert round_costs(target, draft, PROMPTS, settings) == []
     sampled = Settings(num_speculative_tokens=2, max_new_tokens=8, sampling=Sampling(1.0), repeats=1, warmup=0, tree=tree)
     pairs = list(greedy_pairs(target, draft, measure(target, draft, PROMPTS, sampled), sampled))
     assert all(with_draft.token_ids == plain.token_ids for _, with_draft, plain in pairs)

@@ -10,9 +10,9 @@ STREAM = np.random.default_rng(0).integers(0, 5, 400)
 def test_each_law_sums_to_one(order: int) -> None:
     model = KneserNey(STREAM, vocab_size=6, order=order)
     for context in ([0, 1], [3, 3], [5, 5]):  # 5 was never seen
-        laws = [model.probabilities(np.array([*context, token])[-order:])[0] for token in range(6)]
-        assert sum(laws) == pytest.approx(1)
-        assert min(laws) > 0
+        distributions = [model.probabilities(np.array([*context, token])[-order:])[0] for token in range(6)]
+        assert sum(distributions) == pytest.approx(1)
+        assert min(distributions) > 0
 
 
 def test_bigrams_by_hand() -> None:

@@ -13,7 +13,7 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
-from specdistill.planning.hub import guess_method, names_target
+from specdistill.planning.hub import infer_method, names_target
 from specdistill.project import PICO, ROOT
 
 TARGET, COMMIT = "someone/Tiny-3.1-4M-Instruct", "0" * 40
@@ -131,7 +131,7 @@ def test_a_plan_comes_without_the_hub_and_says_so(tmp_path: Path):
     ],
 )
 def test_methods_are_guessed_from_names_and_tags(repository: str, tags: list[str], method: str | None):
-    assert guess_method(repository, tags) == method
+    assert infer_method(repository, tags) == method
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from specdistill.report.rows import sweep
 from specdistill.report.schema import schema, validate
 from specdistill.report.wording import procedure, settings_line, shared_settings
 from specdistill.servers.not_measured import DOCUMENT_REASONS, NO_BASELINE, NO_BASELINE_ROW, ROW_REASONS
-from specdistill.statistics.configuration import Cell
+from specdistill.statistics.configuration import Configuration
 from tests.simulated import SUITE, as_from_server, simulate, simulated_report, simulated_sweep
 
 FILES = ["junit.xml", "report.html", "report.json", "report.md", "samples.jsonl"]
@@ -197,7 +197,7 @@ def test_a_report_of_a_server_without_a_baseline_renders(tmp_path, records):
     served = [as_from_server(record, with_baseline=False) for record in records]
     report = simulated_report(
         served,
-        results=result_rows(served, SUITE, Cell(4), seed=0, reasons={**ROW_REASONS, **NO_BASELINE_ROW}),
+        results=result_rows(served, SUITE, Configuration(4), seed=0, reasons={**ROW_REASONS, **NO_BASELINE_ROW}),
         target={"model": "pico", "revision": None},
         draft={"model": None, "revision": None, "method": "eagle3"},
         hardware={"device": "server", "name": "http://127.0.0.1:8000"},
@@ -360,10 +360,10 @@ def test_a_sweep_is_drawn_and_listed_whole(report, records):
     for figure in ("By temperature", "By prompt length", "Speedup against the batch"):
         assert figure in page
         assert figure not in to_html(report, records)
-    assert "All 12 cells measured" in page
+    assert "All 12 configurations measured" in page
     assert "| simulated, K = 4, T = 0.8, batch 1 | 24 | " in markdown
     assert "| simulated, K = 4, greedy, batch 1, prompts cut to 64 tokens | 24 | " in markdown
-    assert markdown.count("| function | ") == 1  # categories of the main cell alone
+    assert markdown.count("| function | ") == 1  # categories of the main configuration alone
     assert len(markdown) < 10_000
 
 
@@ -400,7 +400,9 @@ def test_batches_trees_and_engines_are_told_with_the_settings(report, records):
 
 
 def test_a_text_of_a_batch_has_no_speedup_of_its_own(records):
-    alone, together = token_view.samples([records[0], replace(records[1], cell=replace(records[1].cell, batch_size=4))])
+    alone, together = token_view.samples(
+        [records[0], replace(records[1], configuration=replace(records[1].configuration, batch_size=4))]
+    )
     assert alone["speedup"] > 1
     assert together["speedup"] is None
 

@@ -5,13 +5,13 @@ import pytest
 
 from specdistill.report.results import context_rows, headline, is_looping, result_rows, theory
 from specdistill.servers.not_measured import NO_BASELINE_ROW, ROW_REASONS
-from specdistill.statistics.configuration import Cell
+from specdistill.statistics.configuration import Configuration
 from specdistill.statistics.records import PromptRecord, RoundRecord
 from tests.simulated import PLAIN_STEP, SUITE, VERIFY_STEP, as_from_server, round_costs, simulate, simulated_report
 
 
 def rows_of(records, temperature=0.0, k=4, **more):
-    return result_rows(records, SUITE, Cell(k, temperature), seed=0, **more)
+    return result_rows(records, SUITE, Configuration(k, temperature), seed=0, **more)
 
 
 def test_the_first_row_is_the_whole_suite_and_the_counts_add_up():
@@ -179,7 +179,7 @@ def test_a_tree_s_row_counts_nodes_by_depth_and_its_draft_step_is_a_level():
     records = [
         replace(record, rounds=tuple(replace(entry, num_off_path=12) for entry in record.rounds)) for record in simulate(8)
     ]
-    chain, row = rows_of(simulate(8))[0], result_rows(records, SUITE, Cell(4, tree=tree), seed=0)[0]
+    chain, row = rows_of(simulate(8))[0], result_rows(records, SUITE, Configuration(4, tree=tree), seed=0)[0]
     assert row["num_draft_tokens"] == 4 * chain["num_draft_tokens"] == 16 * row["num_drafts"]
     for same in ("mean_acceptance_length", "acceptance_rate_per_position", "predicted_speedup"):
         assert row[same] == chain[same]

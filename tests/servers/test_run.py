@@ -61,8 +61,8 @@ def expected(pico):
     prompts = tokenize(suite, pico.tokenizer, max_new_tokens=NEW_TOKENS, max_length=pico.max_length, num_prompts=NUM_PROMPTS)
     settings = Settings(K, NEW_TOKENS, repeats=1, warmup=0)
     proposer = NgramProposer()
-    measured = records(suite.name, settings.cell, pico, proposer, measure(pico, proposer, prompts, settings))
-    return measured, result_rows(measured, suite, settings.cell, seed=0)
+    measured = records(suite.name, settings.configuration, pico, proposer, measure(pico, proposer, prompts, settings))
+    return measured, result_rows(measured, suite, settings.configuration, seed=0)
 
 
 def evaluate(folder, *arguments, gate="- {metric: mean_acceptance_length, min: 1.0}\n"):

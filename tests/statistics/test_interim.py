@@ -3,7 +3,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from specdistill.statistics.interim import FIRST_LOOK, NUM_LOOKS, corrected, half_width, is_sharp, looks, spread_out
+from specdistill.statistics.interim import (
+    FIRST_ANALYSIS,
+    NUM_INTERIM_ANALYSES,
+    corrected_confidence,
+    half_width,
+    interim_sizes,
+    reached_precision,
+    spread_out,
+)
 from specdistill.statistics.intervals import interval
 from specdistill.statistics.metrics import METRICS
 from tests.simulated import simulate
@@ -13,14 +21,14 @@ TRUE_LENGTH = 1 + 4 * 6 / 9
 
 
 def test_looks_are_few_and_end_with_every_prompt():
-    assert looks(480) == [24, 51, 107, 227, 480]
-    assert looks(24) == [24]
-    assert looks(5) == [5]
+    assert interim_sizes(480) == [24, 51, 107, 227, 480]
+    assert interim_sizes(24) == [24]
+    assert interim_sizes(5) == [5]
     for number in range(1, 300):
-        found = looks(number)
+        found = interim_sizes(number)
         assert found == sorted(set(found))
-        assert (found[0], found[-1]) == (min(FIRST_LOOK, number), number)
-        assert len(found) <= NUM_LOOKS
+        assert (found[0], found[-1]) == (min(FIRST_ANALYSIS, number), number)
+        assert len(found) <= NUM_INTERIM_ANALYSES
 
 
 def test_any_beginning_of_the_order_is_even_over_the_categories():
@@ -36,17 +44,17 @@ def test_any_beginning_of_the_order_is_even_over_the_categories():
 
 
 def test_the_confidence_of_all_looks_together():
-    assert 1 - NUM_LOOKS * (1 - corrected(0.95)) == pytest.approx(0.95)
+    assert 1 - NUM_INTERIM_ANALYSES * (1 - corrected_confidence(0.95)) == pytest.approx(0.95)
     records = simulate(48)
     widths = half_width("mean_acceptance_length", records, 0), half_width("speedup", records, 0)
-    assert is_sharp(records, max(widths), 0)
-    assert not is_sharp(records, max(widths) * 0.99, 0)
-    assert not is_sharp(simulate(1), 1.0, 0)
+    assert reached_precision(records, max(widths), 0)
+    assert not reached_precision(records, max(widths) * 0.99, 0)
+    assert not reached_precision(simulate(1), 1.0, 0)
 
 
 def test_nothing_drafted_is_never_sharp():
     silent = [replace(record, rounds=()) for record in simulate(24)]
-    assert not is_sharp(silent, 1.0, 0)
+    assert not reached_precision(silent, 1.0, 0)
 
 
 def prompts(rng, number):
@@ -56,20 +64,20 @@ def prompts(rng, number):
     return {"num_accepted_tokens": np.array(accepted, float), "num_drafts": drafts.astype(float)}
 
 
-def covered(seed, until, at, confidence):
+def covered(seed, target_precision, at, confidence):
     """Whether the interval at which a run stops holds the truth."""
     table = prompts(np.random.default_rng(seed), at[-1])
     for number in at:
         seen = {name: column[:number] for name, column in table.items()}
         low, high = interval(LENGTH, seen, confidence=confidence)
-        if (high - low) / (high + low) <= until:
+        if (high - low) / (high + low) <= target_precision:
             break
     return low <= TRUE_LENGTH <= high
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("until", [0.08, 0.05])
+@pytest.mark.parametrize("target_precision", [0.08, 0.05])
 def test_the_interval_at_which_a_run_stops_holds_the_truth_as_often_as_it_says(until):
     """Simulated runs. Without the correction, and looking after every fourth prompt, the same intervals do not."""
-    assert np.mean([covered(seed, until, looks(200), corrected(0.95)) for seed in range(400)]) >= 0.95
+    assert np.mean([covered(seed, until, interim_sizes(200), corrected_confidence(0.95)) for seed in range(400)]) >= 0.95
     assert np.mean([covered(seed, until, range(4, 201, 4), 0.95) for seed in range(150)]) < 0.92

@@ -11,7 +11,7 @@ from specdistill.statistics.intervals import (
     two_sample_chi_square,
 )
 from specdistill.statistics.metrics import METRICS, Metric
-from specdistill.statistics.prompt_sums import columns
+from specdistill.statistics.prompt_sums import prompt_sums
 from tests.simulated import simulate
 
 
@@ -26,7 +26,7 @@ def test_the_interval_covers_the_truth_about_as_often_as_it_says():
 
 
 def test_a_higher_confidence_is_wider_and_the_seed_fixes_it():
-    table, metric = columns(simulate(24)), METRICS["speedup"]
+    table, metric = prompt_sums(simulate(24)), METRICS["speedup"]
     low, high = interval(metric, table, seed=3)
     assert interval(metric, table, seed=3) == (low, high)
     assert interval(metric, table, confidence=0.99, seed=3)[0] < low
@@ -34,7 +34,7 @@ def test_a_higher_confidence_is_wider_and_the_seed_fixes_it():
 
 
 def test_one_prompt_has_no_interval_and_equal_prompts_have_a_point():
-    table = columns(simulate(1))
+    table = prompt_sums(simulate(1))
     assert interval(METRICS["speedup"], table) is None
     assert "speedup_ci95" not in estimates(["speedup"], table)
     twice = {name: np.repeat(column, 5) for name, column in table.items()}
@@ -44,14 +44,14 @@ def test_one_prompt_has_no_interval_and_equal_prompts_have_a_point():
 
 
 def test_resamples_that_mean_nothing_give_no_interval():
-    table = columns(simulate(4))
+    table = prompt_sums(simulate(4))
     table["num_drafts_long"][:], table["num_accepted_long"][:] = [50, 0, 0, 0], [60, 0, 0, 0]
     table["num_drafts_short"][:], table["num_accepted_short"][:] = 50, 60
     assert interval(METRICS["context_ratio"], table) is None
 
 
 def test_paired_comparison_sees_what_unpaired_intervals_hide():
-    before, after = columns(simulate(48)), columns(simulate(48))
+    before, after = prompt_sums(simulate(48)), prompt_sums(simulate(48))
     after["num_accepted_tokens"] = after["num_accepted_tokens"] * 0.98  # every prompt alike
     change, (low, high) = relative_change(METRICS["acceptance_rate"], after, before)
     assert change == pytest.approx(-0.02)
@@ -83,8 +83,8 @@ def test_samples_that_cannot_tell_are_not_called_equal():
 
 def test_equal_laws_pass_and_different_ones_do_not():
     generator = np.random.default_rng(0)
-    law, other = [0.5, 0.3, 0.2], [0.7, 0.2, 0.1]
-    draws = [generator.choice(3, 400, p=p).tolist() for p in (law, law, other)]
+    distribution, other = [0.5, 0.3, 0.2], [0.7, 0.2, 0.1]
+    draws = [generator.choice(3, 400, p=p).tolist() for p in (distribution, distribution, other)]
     assert two_sample_chi_square(draws[0], draws[1]).p_value > 0.01
     assert two_sample_chi_square(draws[0], draws[2]).p_value < 1e-4
 

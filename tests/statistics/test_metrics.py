@@ -6,7 +6,7 @@ import pytest
 
 from specdistill.project import METRICS as METRIC_MODULES
 from specdistill.statistics.metrics import METRICS, acceptance, value
-from specdistill.statistics.prompt_sums import columns
+from specdistill.statistics.prompt_sums import prompt_sums
 from specdistill.statistics.theory import predicted_speedup
 from tests.simulated import DRAFT_STEP, PLAIN_STEP, VERIFY_STEP, simulate
 
@@ -39,7 +39,7 @@ def test_the_metric_is_a_ratio_of_sums_not_a_mean_of_ratios():
 
 
 def test_the_prediction_is_the_formula_for_a_chain():
-    table = columns(simulate(6, noise=0))
+    table = prompt_sums(simulate(6, noise=0))
     length = value(METRICS["mean_acceptance_length"], table)
     expected = predicted_speedup(length, VERIFY_STEP / PLAIN_STEP, DRAFT_STEP / PLAIN_STEP, 4)
     assert value(METRICS["predicted_speedup"], table) == pytest.approx(expected)
@@ -63,14 +63,14 @@ def test_speed_by_hand():
 
 
 def test_prompts_that_were_not_measured_are_left_out():
-    table = columns(simulate(24))  # the library's loop was timed on the first twelve
-    measured_only = columns(simulate(12))
+    table = prompt_sums(simulate(24))  # the library's loop was timed on the first twelve
+    measured_only = prompt_sums(simulate(12))
     name = "baseline_over_hf_generate"
     assert value(METRICS[name], table) == pytest.approx(value(METRICS[name], measured_only))
 
 
 def test_nothing_measured_is_none_and_not_zero():
-    table = columns(simulate(2))
+    table = prompt_sums(simulate(2))
     table["hf_seconds"][:] = np.nan
     assert value(METRICS["hf_generate_tokens_per_second"], table) is None
     table["num_drafts"][:] = table["num_accepted_tokens"][:] = 0

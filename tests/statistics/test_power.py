@@ -3,8 +3,8 @@ import pytest
 
 from specdistill.statistics.intervals import interval
 from specdistill.statistics.metrics import METRICS
-from specdistill.statistics.power import ASSUMED_SPREAD, Earlier, foresight, minimum_detectable_change, spread_of
-from specdistill.statistics.prompt_sums import columns
+from specdistill.statistics.power import ASSUMED_SPREAD, PriorRun, minimum_detectable_change, power_analysis, spread_of
+from specdistill.statistics.prompt_sums import prompt_sums
 from tests.simulated import simulate, simulated_report
 
 LENGTH = METRICS["mean_acceptance_length"]
@@ -32,28 +32,28 @@ def test_a_change_of_that_size_is_found_as_often_as_it_says(share, found):
 
 @pytest.mark.parametrize("name", ["mean_acceptance_length", "speedup"])
 def test_the_spread_gives_the_standard_error_that_the_bootstrap_gives(name):
-    table = columns(simulate(96))
+    table = prompt_sums(simulate(96))
     low, high = interval(METRICS[name], table)
     value = METRICS[name].formula(*(table[column].sum() for column in METRICS[name].columns))
     assert 1.96 * spread_of(METRICS[name], table) / np.sqrt(96) == pytest.approx((high - low) / 2 / value, rel=0.1)
 
 
 def test_without_two_prompts_there_is_no_spread():
-    assert spread_of(LENGTH, columns(simulate(1))) is None
+    assert spread_of(LENGTH, prompt_sums(simulate(1))) is None
 
 
 def test_the_sentence_says_what_it_stands_on():
     records = simulate(48)
-    earlier = Earlier(simulated_report(records), records, "runs/before")
+    earlier = PriorRun(simulated_report(records), records, "runs/before")
     assert (
-        foresight(80, "simulated", None)
-        == foresight(80, "another", earlier)
+        power_analysis(80, "simulated", None)
+        == power_analysis(80, "another", earlier)
         == (
             "80 prompts can tell a change of 5.0% of the acceptance length: power 80%, two-sided 5%, "
             "by an assumed spread of 16% a prompt."
         )
     )
-    said = foresight(48, "simulated", earlier)
-    change = minimum_detectable_change(np.sqrt(2) * spread_of(LENGTH, columns(records)), 48)
+    said = power_analysis(48, "simulated", earlier)
+    change = minimum_detectable_change(np.sqrt(2) * spread_of(LENGTH, prompt_sums(records)), 48)
     assert f"48 prompts can tell a change of {change:.1%} of the acceptance length and of " in said
     assert "of the speedup: power 80%, two-sided 5%, by the spread of the prompts in runs/before, without" in said

@@ -4,8 +4,14 @@ import pytest
 
 from specdistill.errors import UserError
 from specdistill.report.results import result_rows
-from specdistill.statistics.configuration import Cell
-from specdistill.statistics.prompt_sums import bucket_of, columns, drafts_per_bucket, drafts_with_context, long_context_start
+from specdistill.statistics.configuration import Configuration
+from specdistill.statistics.prompt_sums import (
+    bucket_of,
+    drafts_per_bucket,
+    drafts_with_context,
+    long_context_start,
+    prompt_sums,
+)
 from specdistill.statistics.records import (
     PromptRecord,
     RoundRecord,
@@ -25,7 +31,7 @@ def record(rounds: list[tuple[int, int]], num_prompt_tokens: int = 10) -> Prompt
         for drafted, accepted in rounds
     )
     timing = Timing(1 + sum(accepted + 1 for _, accepted in rounds), len(rounds), 2.0, 0.5, 0.25, 1.0)
-    return PromptRecord("s", Cell(4), "p", "c", num_prompt_tokens, "prompt", "text", 7, "x", entries, timing, timing)
+    return PromptRecord("s", Configuration(4), "p", "c", num_prompt_tokens, "prompt", "text", 7, "x", entries, timing, timing)
 
 
 def test_records_survive_the_file(tmp_path):
@@ -62,9 +68,11 @@ def test_a_file_that_is_no_records_is_refused(tmp_path, content):
 
 def test_the_records_of_a_row():
     cold = simulate(4)
-    warm = [replace(record, cell=Cell(4, 1.0)) for record in cold]
+    warm = [replace(record, configuration=Configuration(4, 1.0)) for record in cold]
     rows = [
-        row for cell, records in ((Cell(4), cold), (Cell(4, 1.0), warm)) for row in result_rows(records, SUITE, cell, seed=0)
+        row
+        for configuration, records in ((Configuration(4), cold), (Configuration(4, 1.0), warm))
+        for row in result_rows(records, SUITE, configuration, seed=0)
     ]
     assert records_of(rows[0], [*cold, *warm]) == cold
     (chat,) = [row for row in rows if row["category"] == "chat" and row["temperature"] == 1.0]
@@ -74,7 +82,7 @@ def test_the_records_of_a_row():
 def test_the_nodes_beside_a_tree_s_path_are_drafted_tokens_too(tmp_path):
     tree = record([(4, 2), (3, 0)])
     tree = replace(tree, rounds=tuple(replace(entry, num_off_path=9) for entry in tree.rounds))
-    table = columns([tree])
+    table = prompt_sums([tree])
     assert (table["num_drafts"], table["num_draft_tokens"], table["num_accepted_tokens"]) == ([2], [4 + 9 + 3 + 9], [2])
     path = tmp_path / "samples.jsonl"
     write_records([tree], path)
@@ -84,7 +92,7 @@ def test_the_nodes_beside_a_tree_s_path_are_drafted_tokens_too(tmp_path):
 
 
 def test_rounds_that_drafted_nothing_are_no_drafts():
-    table = columns([record([(4, 2), (0, 0), (4, 4)])])
+    table = prompt_sums([record([(4, 2), (0, 0), (4, 4)])])
     assert table["num_drafts"] == [2]
     assert table["num_rounds"] == [3]
     assert table["num_draft_tokens"] == [8]
@@ -105,6 +113,6 @@ def test_long_context_needs_enough_drafts_on_both_sides():
     assert long_context_start(simulate(48, num_rounds=2)) is None
     assert long_context_start([]) is None
     records = simulate(48)
-    table = columns(records)
+    table = prompt_sums(records)
     assert table["num_drafts_long"].sum() == drafts_per_bucket(records)[256]
     assert (table["num_drafts_long"] + table["num_drafts_short"] == table["num_drafts"]).all()

@@ -130,7 +130,7 @@ def test_training_goes_on_from_an_earlier_draft(
         ("optimizer=adam", "optimizer"),
         ("method=draft_model", "method"),
         ("on_policy.fraction=0.5", "on_policy.fraction"),
-        ("loss.labels=tokens", "loss.labels"),
+        ("loss.labels=hard", "loss.labels"),
         ("draft.lora.rank=4", "draft.lora.rank"),
         ("draft.sliding_window=2", "draft.ttt_steps"),
         ("draft.fc_bias=true", "draft.fc_bias"),

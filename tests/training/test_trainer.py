@@ -13,7 +13,7 @@ from datasets import Dataset
 
 from specdistill.decoding.decoder import Decoder
 from specdistill.losses.divergence import forward_kl
-from specdistill.methods.draft_model.create import build_small, save_small
+from specdistill.methods.draft_model.create import create_draft_model, save_draft_model
 from specdistill.methods.draft_model.objective import Distillation
 from specdistill.methods.draft_model.proposer import DraftModelProposer
 from specdistill.methods.heads.proposer import HeadProposer
@@ -38,10 +38,10 @@ def rows(count: int, length: int) -> Dataset:
     generator = torch.Generator().manual_seed(0)
     table = []
     for index in range(count):
-        supervise = [0] * (index * 4) + [1] * (length - index * 4)
+        loss_mask = [0] * (index * 4) + [1] * (length - index * 4)
         ids = torch.randint(3, 200, (length,), generator=generator).tolist()
         table.append(
-            {"input_ids": ids, "supervise": supervise, "document_ids": [0] * length, "position_ids": list(range(length))}
+            {"input_ids": ids, "loss_mask": loss_mask, "document_ids": [0] * length, "position_ids": list(range(length))}
         )
     return Dataset.from_list(table)
 
@@ -54,9 +54,9 @@ def trainer(
         {"output_dir": str(output_dir), "report_to": "none", "disable_tqdm": True, "save_strategy": "no", **train}
     )
     if method == "draft_model":
-        draft: Any = build_small(target, init="layers", num_layers=2)
+        draft: Any = create_draft_model(target, init="layers", num_layers=2)
         objective: torch.nn.Module = Distillation(draft, forward_kl)
-        save = partial(save_small, draft, target.tokenizer)
+        save = partial(save_draft_model, draft, target.tokenizer)
     else:
         draft = HEADS[method].build(target, **({"init": "scratch"} if method == "mtp" else {}))
         objective = TrainingTimeTest(draft, forward_kl, 4, step_decay=0.8)
@@ -118,7 +118,7 @@ def test_a_memorised_sample_is_accepted_in_full_blocks(tmp_path: Path, method: s
     prompt = [5, 9, 20, 31]
     text = [*prompt, *Decoder(target).generate(prompt, max_new_tokens=44).token_ids]
     sample = Dataset.from_list(
-        [{"input_ids": text, "supervise": [1] * 48, "document_ids": [0] * 48, "position_ids": list(range(48))}]
+        [{"input_ids": text, "loss_mask": [1] * 48, "document_ids": [0] * 48, "position_ids": list(range(48))}]
     )
     fit = trainer(tmp_path, sample, target, method, max_steps=300, learning_rate=1e-2, lr_scheduler_type="linear")
     fit.train()

@@ -19,7 +19,7 @@ TRAINED: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "EAGLE-3.1": ("eagle", "pico/eagle3", ()),
     "EAGLE-3, chosen layers": ("eagle", "pico/eagle3", CHOSEN),
     "EAGLE": ("eagle", "pico/eagle", ()),
-    "small draft": ("draft", "pico/draft", ()),
+    "draft model": ("draft", "pico/draft", ()),
 }
 
 

@@ -92,7 +92,7 @@ class AsLlamaCpp(Decoder):
         return (), self.prompt[-1]
 
 
-@pytest.mark.parametrize("name", ["small draft", "EAGLE-3, chosen layers"])
+@pytest.mark.parametrize("name", ["draft model", "EAGLE-3, chosen layers"])
 def test_llama_cpp_writes_the_same_text_and_accepts_as_much(
     source: Path,
     target_file: Path,
@@ -102,7 +102,7 @@ def test_llama_cpp_writes_the_same_text_and_accepts_as_much(
     tmp_path: Path,
     name: str,
 ) -> None:
-    method, kind = ("draft_model", "draft-simple") if name == "small draft" else ("eagle3", "draft-eagle3")
+    method, kind = ("draft_model", "draft-simple") if name == "draft model" else ("eagle3", "draft-eagle3")
     exported = tmp_path / "exported"
     export(trained(name), "gguf", exported, TargetFiles.of("pico"), dtype="f32" if method == "draft_model" else None)
     draft_file = exported / "draft-f32.gguf" if method == "draft_model" else convert(exported, "--target-model-dir", PICO)

@@ -58,7 +58,7 @@ def rows() -> dict[str, Tensor]:
     ids = torch.randint(4, 260, (1, 34), generator=torch.Generator().manual_seed(1))
     return {
         "input_ids": ids,
-        "supervise": torch.ones_like(ids),
+        "loss_mask": torch.ones_like(ids),
         "document_ids": torch.tensor([[0] * 21 + [1] * 13]),
         "position_ids": torch.tensor([[*range(21), *range(13)]]),
     }
@@ -111,7 +111,7 @@ def our_logits(draft: Any, target: FrozenTarget, rows: dict[str, Tensor]) -> lis
     """Those [R, W] of each step of the training-time test, at the R positions that the step keeps."""
     unroll = TrainingTimeTest(draft.eval(), forward_kl, NUM_STEPS).eval()
     logits: list[Tensor] = []
-    taught = unroll.teach(target, rows)
+    taught = unroll.read_target(target, rows)
     draft.lm_head.register_forward_hook(lambda module, args, output: logits.append(output))
     unroll(**rows, **taught)
     return logits
@@ -124,7 +124,7 @@ def test_every_step_of_the_unroll_gives_the_same_logits(
     draft = load_eagle3(cases[name] / "head", target)
     theirs = load_file(cases[name] / "logits.safetensors")
     for step, ours_RW in enumerate(our_logits(draft, target, rows)):
-        keep_BT = predicts(rows["document_ids"], rows["supervise"], ahead=2 + step)
+        keep_BT = predicts(rows["document_ids"], rows["loss_mask"], ahead=2 + step)
         theirs_RW = theirs[str(step)][keep_BT[:, :-1]]
         assert ours_RW.shape == theirs_RW.shape and len(ours_RW) > 20
         if step and draft.config.sliding_window:

@@ -16,15 +16,15 @@ from specdistill.decoding.proposer import DecodingState, Proposal
 from specdistill.export.export import export
 from specdistill.losses.divergence import forward_kl
 from specdistill.measurement.engine_counts import (
+    Completion,
     Job,
-    Written,
     draft_options,
+    generate_here,
+    generate_in_engine,
     ignore_stop_tokens,
     num_same,
     plain_options,
     total,
-    write_here,
-    write_in_engine,
 )
 from specdistill.methods.heads.unroll import TrainingTimeTest
 from specdistill.methods.load import load_proposer
@@ -47,7 +47,7 @@ DRAFTS: dict[str, tuple[str, str, str | None]] = {
     "EAGLE-3, engine=vllm": ("eagle3", "EAGLE-3, chosen layers", "vllm"),
     "EAGLE-3, engine=speculators": ("eagle3", "EAGLE-3, chosen layers", "speculators"),
     "EAGLE, engine=vllm": ("eagle", "EAGLE", "vllm"),
-    "small draft, engine=vllm": ("draft_model", "small draft", "vllm"),
+    "draft model, engine=vllm": ("draft_model", "draft model", "vllm"),
 }
 ONE_OFF = "EAGLE-3, layers one off"
 PREDICTED = "multi-token prediction"
@@ -57,9 +57,9 @@ PREDICTED = "multi-token prediction"
 class Case:
     """What both sides wrote, and what the target writes alone in vLLM."""
 
-    here: list[Written]
-    there: list[Written]
-    plain: list[Written]
+    here: list[Completion]
+    there: list[Completion]
+    plain: list[Completion]
 
 
 class EarliestMatch(NgramProposer):
@@ -86,7 +86,7 @@ def cases(
     folder = tmp_path_factory.mktemp("vllm")
     files = TargetFiles.of("pico")
     options = partial(plain_options, "vllm", dtype="float32", max_length=MAX_LENGTH)
-    written_here = partial(write_here, max_new_tokens=NUM_TOKENS)
+    written_here = partial(generate_here, max_new_tokens=NUM_TOKENS)
     plain = Job(options(files.name), prompts, NUM_TOKENS)
     jobs, here = {"plain": plain}, {"plain": written_here(pico, None, prompts)}
 
@@ -115,7 +115,7 @@ def cases(
     add("n-gram", {"speculative_config": ngram})
     here["n-gram"] = written_here(pico, EarliestMatch(1, 3), prompts, num_speculative_tokens=K)
 
-    _, there = write_in_engine("vllm", python, list(jobs.values()), folder)
+    _, there = generate_in_engine("vllm", python, list(jobs.values()), folder)
     texts_there = dict(zip(jobs, there, strict=True))
     alone = dict.fromkeys(jobs, texts_there["plain"]) | dict.fromkeys(("experts", PREDICTED), texts_there["experts"])
     return {name: Case(here[name], texts_there[name], alone[name]) for name in jobs}
@@ -170,17 +170,17 @@ def learn(draft: Any, target: FrozenTarget) -> None:
     ids = torch.tensor(
         [
             [*start, *text.token_ids]
-            for start, text in zip(starts, write_here(target, None, starts, max_new_tokens=44), strict=True)
+            for start, text in zip(starts, generate_here(target, None, starts, max_new_tokens=44), strict=True)
         ]
     )
     rows: dict[str, Tensor] = {
         "input_ids": ids,
-        "supervise": torch.ones_like(ids),
+        "loss_mask": torch.ones_like(ids),
         "document_ids": torch.zeros_like(ids),
         "position_ids": torch.arange(ids.shape[1]).expand_as(ids),
     }
     unroll = TrainingTimeTest(draft, forward_kl, num_steps=K)
-    taught = unroll.teach(target, rows)
+    taught = unroll.read_target(target, rows)
     optimizer = torch.optim.Adam(draft.parameters(), lr=3e-3)
     for _ in range(30):
         loss, _ = unroll(**rows, **taught)

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from specdistill.decoding.batch_kv_cache import RaggedCache
+from specdistill.decoding.batch_kv_cache import RaggedKVCache
 from specdistill.decoding.batch_models import TransformersBatch, check_batchable, last_of, padded
 from specdistill.decoding.batch_proposer import BatchState, Generators, uniforms
 from specdistill.decoding.proposer import Proposal
@@ -22,7 +22,7 @@ class LlamaBatch:
 
     def __init__(self, layers: LlamaLayers, num_rows: int) -> None:
         self.stack = layers.stack
-        self.cache = RaggedCache(num_rows, len(self.stack.layers), self.stack.rotary, layers.device)
+        self.cache = RaggedKVCache(num_rows, len(self.stack.layers), self.stack.rotary, layers.device)
 
     def __call__(self, ids_BT: Tensor, counts: Sequence[int]) -> Tensor:
         hidden: Tensor = self.stack(ids_BT, self.cache.extend(counts), self.cache)
@@ -73,15 +73,15 @@ class BatchDraftModel:
         self.layers.cache.truncate([len(row._cached) - len(feed) for row, feed in zip(self.rows, feeds, strict=True)])
         counts, next_ids = [len(feed) for feed in feeds], padded(feeds, device)
         chosen: list[Tensor] = []  # [B] each, indices into the W tokens
-        laws: list[Tensor] = []
+        distributions: list[Tensor] = []
         num_passes, num_drafted = [0] * num_rows, [0] * num_rows
         for step in range(max(steps)):
             logits_BW = self._logits(last_of(self.layers(next_ids, counts), counts))
             if uniforms_KB is None:
                 index_B = logits_BW.argmax(-1)
             else:
-                laws.append(sampling.probabilities(logits_BW))
-                index_B = draw(laws[-1], uniforms_KB[step])
+                distributions.append(sampling.probabilities(logits_BW))
+                index_B = draw(distributions[-1], uniforms_KB[step])
             chosen.append(index_B)
             for row in range(num_rows):
                 if counts[row]:
@@ -94,7 +94,9 @@ class BatchDraftModel:
             next_ids = (index_B if draft.vocabulary is None else draft._draft_ids_W[index_B]).unsqueeze(1)
         return [
             row._proposal(
-                [index[b : b + 1] for index in chosen[:drafted]], [law[b : b + 1] for law in laws[:drafted]], passes - 1
+                [index[b : b + 1] for index in chosen[:drafted]],
+                [distribution[b : b + 1] for distribution in distributions[:drafted]],
+                passes - 1,
             )
             for b, (row, drafted, passes) in enumerate(zip(self.rows, num_drafted, num_passes, strict=True))
         ]

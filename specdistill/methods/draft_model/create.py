@@ -1,4 +1,4 @@
-"""Small drafts: plain Hugging Face causal language models, their first weights, and what a step of theirs costs.
+"""Draft models: plain Hugging Face causal language models, their initialization, and what a step of theirs costs.
 
 What a draft step costs against a target step, c, decides how much its acceptance is worth. At batch 1 a step reads every weight once
 (memory-bound) and launches every layer in turn (launch-bound), so c is taken as the larger of two shares: of the weights read, and of
@@ -23,12 +23,12 @@ from specdistill.targets.frozen import FrozenTarget, is_recurrent, read_causal_l
 
 logger = logging.getLogger(__name__)
 
-STARTS = ("layers", "width", "scratch")
+INITIALIZATIONS = ("layers", "width", "scratch")
 # Fewer cannot copy what followed an earlier occurrence of a token (arXiv 2209.11895).
 SHALLOWEST = 2
 
 
-def build_small(
+def create_draft_model(
     target: FrozenTarget,
     *,
     init: str | None = None,
@@ -43,7 +43,7 @@ def build_small(
     seed: int = 0,
     allow_larger: bool = False,
 ) -> PreTrainedModel:
-    """A small draft in float32 on the target's device.
+    """A draft model in float32 on the target's device.
 
     Args:
         init: `layers` (also None), `width`, `scratch`, or a folder or Hub id.
@@ -66,7 +66,7 @@ def build_small(
         "head_dim": head_dim,
     }
     given = {name: size for name, size in sizes.items() if size is not None}
-    if init not in STARTS:
+    if init not in INITIALIZATIONS:
         draft = load_alike(init, target, key="draft.init")
         if given:
             name, size = next(iter(given.items()))
@@ -142,23 +142,27 @@ def on_meta(config: Any, shape: Shape) -> PreTrainedModel:
     return model
 
 
-def save_small(draft: PreTrainedModel, tokenizer: Any, folder: Path) -> None:
+def save_draft_model(draft: PreTrainedModel, tokenizer: Any, folder: Path) -> None:
     """config.json, safetensors and tokenizer: what AutoModelForCausalLM, vLLM and SGLang load."""
     draft.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 
-def load_small(
+def load_draft_model(
     path: Path | str, *, key: str = "eval.draft", device: str | torch.device = "cpu", dtype: str = "float32"
 ) -> tuple[PreTrainedModel, Any]:
-    """A small draft and its tokenizer from a folder or a Hub id; `key` is the recipe key that errors name.
+    """A draft model and its tokenizer from a folder or a Hub id; `key` is the recipe key that errors name.
 
     Raises UserError when there are no weights or no tokenizer, or when the weights are cut short, incomplete or not finite.
     """
     name = str(path)
     if "/" not in name and not Path(name).is_dir() and name != "pico":
-        expected = f"a folder, a Hub id, or one of {', '.join(STARTS)}" if key == "draft.init" else "a folder or a Hub id"
-        raise UserError(key, got=name, expected=expected, nearest=nearest(name, STARTS) if key == "draft.init" else None)
+        expected = (
+            f"a folder, a Hub id, or one of {', '.join(INITIALIZATIONS)}" if key == "draft.init" else "a folder or a Hub id"
+        )
+        raise UserError(
+            key, got=name, expected=expected, nearest=nearest(name, INITIALIZATIONS) if key == "draft.init" else None
+        )
     model, tokenizer = read_causal_lm(resolve(name, key), key=key, dtype=dtype)
     check_attention(model, key, name)
     check_finite(model.state_dict(), name, key)
@@ -173,8 +177,8 @@ def check_attention(model: PreTrainedModel, key: str, name: str) -> None:
 
 
 def load_alike(path: str, target: FrozenTarget, *, key: str) -> PreTrainedModel:
-    """A trained model with the target's own vocabulary, on its device. Raises UserError when the two differ, as `load_small` does."""
-    draft, tokenizer = load_small(path, key=key, device=target.device)
+    """A trained model with the target's own vocabulary, on its device. Raises UserError when the two differ, as `load_draft_model` does."""
+    draft, tokenizer = load_draft_model(path, key=key, device=target.device)
     width: int = draft.get_output_embeddings().weight.shape[0]
     if match_vocabularies(target.tokenizer, target.vocab_size, tokenizer, width, key=key):
         raise UserError(key, got=f"logits of {width} tokens", expected=f"{target.vocab_size}, as the target's")

@@ -1,4 +1,4 @@
-"""A small draft for vLLM and SGLang: the model's own folder, its config.json readable for transformers before and since version 5."""
+"""A draft model for vLLM and SGLang: the model's own folder, its config.json readable for transformers before and since version 5."""
 
 import json
 import shutil
@@ -11,8 +11,8 @@ from specdistill.methods.checkpoint import read_config, read_tensors
 from specdistill.targets.files import TargetFiles
 
 
-def export_small(folder: Path, engine: str, output: Path, target: TargetFiles | None) -> None:
-    """Write the folder of a small draft anew. Raises UserError when its weights are broken, or when its vocabulary is not as large as the
+def export_draft_model(folder: Path, engine: str, output: Path, target: TargetFiles | None) -> None:
+    """Write the folder of a draft model anew. Raises UserError when its weights are broken, or when its vocabulary is not as large as the
     target's (vLLM and SGLang compare token ids).
     """
     config = read_config(folder, "draft")

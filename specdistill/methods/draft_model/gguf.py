@@ -1,4 +1,4 @@
-"""A small draft as one GGUF file for llama.cpp: sizes, tokenizer and weights of a Llama with a byte-level BPE tokenizer.
+"""A draft model as one GGUF file for llama.cpp: sizes, tokenizer and weights of a Llama with a byte-level BPE tokenizer.
 
 llama.cpp rotates neighbouring pairs where transformers rotates halves, so rows of q and k change places. Norms stay in float32. How text
 is cut into words before BPE is code in llama.cpp, chosen by a name; only cuts that it is known to make alike are written.

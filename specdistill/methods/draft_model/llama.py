@@ -1,6 +1,6 @@
 """A plain Llama without its head, built of the parts of draft heads: what transformers computes, at half its cost a step.
 
-A small draft's step is launches more than arithmetic: on two CPU cores two layers of 128 take 0.70 ms in transformers and 0.39 ms here.
+A draft model's step is launches more than arithmetic: on two CPU cores two layers of 128 take 0.70 ms in transformers and 0.39 ms here.
 transformers' own model stays the oracle, and serves all other architectures.
 
 Shapes: B batch, T positions, H hidden size.
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from specdistill.methods.layers import HeadShape, Memory, PlainLayer, RMSNorm, Rotary
+from specdistill.methods.layers import HeadShape, KVCache, PlainLayer, RMSNorm, Rotary
 
 
 class LlamaStack(nn.Module):
@@ -46,11 +46,11 @@ class LlamaStack(nn.Module):
         """(cos, sin) [B, T, d] of positions."""
         return self._rotary(self.norm.weight, positions_BT)
 
-    def forward(self, ids_BT: Tensor, rotary: tuple[Tensor, Tensor], memory: Memory) -> Tensor:
+    def forward(self, ids_BT: Tensor, rotary: tuple[Tensor, Tensor], kv_cache: KVCache) -> Tensor:
         """Hidden states [B, T, H] after the final norm."""
         hidden = self.embed_tokens(ids_BT)
         for layer in self.layers:
-            hidden = layer(hidden, rotary, memory)
+            hidden = layer(hidden, rotary, kv_cache)
         normed: Tensor = self.norm(hidden)
         return normed
 

@@ -1,4 +1,4 @@
-"""LoRA for small drafts (arXiv 2106.09685), by peft: train low-rank updates, ship a plain model."""
+"""LoRA for draft models (arXiv 2106.09685), by peft: train low-rank updates, ship a plain model."""
 
 import copy
 

@@ -1,8 +1,8 @@
-"""A small draft learns the target's law, position by position (DistillSpec, arXiv 2310.08461).
+"""A draft model learns the target's distribution, position by position (DistillSpec, arXiv 2310.08461).
 
 Shapes: B rows, T positions, R kept rows, V vocabulary, K drafted positions.
 
-Every position t whose next token is supervised teaches: the draft's law after x_t is compared with the target's. With `labels="tokens"`
+Every position t whose next token is supervised teaches: the draft's distribution after x_t is compared with the target's. With `labels="hard"`
 the target is not asked: the loss is the cross-entropy of the text's own next token, which on text that the target wrote is sequence-level
 distillation, and on other text plain language modelling.
 
@@ -20,16 +20,16 @@ from transformers import PreTrainedModel
 
 from specdistill.losses.divergence import Divergence, LossSum, acceptance
 from specdistill.targets.frozen import FrozenTarget
-from specdistill.training.soft_targets import Teacher, predicts, shift_left, teach
+from specdistill.training.soft_targets import SoftTargets, compute_soft_targets, has_loss, shift_left
 from specdistill.training.step_sums import StepSums
 
 
 class Distillation(nn.Module):
-    """The small draft as the trainer sees it: rows in, loss sums out.
+    """The draft model as the trainer sees it: rows in, loss sums out.
 
     Args:
         temperature: divides both sets of logits in the loss.
-        labels: `laws` of the target, or the text's own `tokens`.
+        labels: `soft` of the target, or the text's own `hard`.
         num_positions: K of the simulated acceptance length.
         reference, selected: a frozen draft of the same vocabulary, and the share of the rows that is kept.
     """
@@ -40,7 +40,7 @@ class Distillation(nn.Module):
         divergence: Divergence,
         *,
         temperature: float = 1.0,
-        labels: str = "laws",
+        labels: str = "soft",
         num_positions: int = 4,
         reference: PreTrainedModel | None = None,
         selected: float = 1.0,
@@ -60,54 +60,54 @@ class Distillation(nn.Module):
         """Called by transformers' Trainer after it has loaded a checkpoint without the repeated names."""
         self.draft.tie_weights()
 
-    def num_kept(self, batch: dict[str, Tensor]) -> Tensor:
+    def num_loss_tokens(self, batch: dict[str, Tensor]) -> Tensor:
         """How many rows the loss of a batch is summed over, up to the rounding of a selection."""
-        return self.selected * predicts(batch["document_ids"], batch["supervise"], ahead=1).sum()
+        return self.selected * has_loss(batch["document_ids"], batch["loss_mask"], ahead=1).sum()
 
-    def teach(self, target: FrozenTarget, inputs: dict[str, Tensor]) -> dict[str, Any]:
-        """The target's laws at temperature 1, and which rows the reference finds learnable; nothing where the text's tokens teach alone."""
+    def compute_soft_targets(self, target: FrozenTarget, inputs: dict[str, Tensor]) -> dict[str, Any]:
+        """The target's distributions at temperature 1, and which rows the reference finds learnable; nothing where the text's tokens teach alone."""
         (reference,) = self._reference
-        if self.training and self.labels == "tokens" and reference is None:
-            return {"teacher": None}
-        kept_BT = predicts(inputs["document_ids"], inputs["supervise"], ahead=1)
+        if self.training and self.labels == "hard" and reference is None:
+            return {"soft_targets": None}
+        has_loss_BT = has_loss(inputs["document_ids"], inputs["loss_mask"], ahead=1)
         features = target.features(inputs["input_ids"], (), position_ids_BT=inputs["position_ids"])
         all_ids = torch.arange(target.vocab_size, device=target.device)
-        teacher = teach(target.lm_head, features.last_hidden, kept_BT, all_ids, 1.0)
+        soft_targets = compute_soft_targets(target.lm_head, features.last_hidden, has_loss_BT, all_ids, 1.0)
         if reference is None:
-            return {"teacher": teacher}
-        logits_RV = logits_of_rows(reference, inputs["input_ids"], inputs["position_ids"], kept_BT)
-        return {"teacher": teacher, "reference_loss_R": rowwise_kl(logits_RV, teacher.probs_RW)}
+            return {"soft_targets": soft_targets}
+        logits_RV = logits_of_rows(reference, inputs["input_ids"], inputs["position_ids"], has_loss_BT)
+        return {"soft_targets": soft_targets, "reference_loss_R": rowwise_kl(logits_RV, soft_targets.probs_RW)}
 
     def forward(
         self,
         input_ids: Tensor,
-        supervise: Tensor,
+        loss_mask: Tensor,
         document_ids: Tensor,
         position_ids: Tensor,
-        teacher: Teacher | None,
+        soft_targets: SoftTargets | None,
         reference_loss_R: Tensor | None = None,
         measure: bool = False,
     ) -> tuple[Tensor, StepSums]:
         """The loss summed over the kept rows of packed rows [B, T] (see specdistill.data.packing), and the sums of the metrics."""
-        kept_BT = predicts(document_ids, supervise, ahead=1)
-        logits_RV = logits_of_rows(self.draft, input_ids, position_ids, kept_BT)
-        next_R = shift_left(input_ids, 1, 0)[kept_BT]
-        probs_RV = None if teacher is None else teacher.probs_RW
+        has_loss_BT = has_loss(document_ids, loss_mask, ahead=1)
+        logits_RV = logits_of_rows(self.draft, input_ids, position_ids, has_loss_BT)
+        next_R = shift_left(input_ids, 1, 0)[has_loss_BT]
+        probs_RV = None if soft_targets is None else soft_targets.probs_RW
         sums = StepSums()
         if measure:
-            assert teacher is not None
-            self._measure(sums, logits_RV.detach(), teacher, kept_BT)
+            assert soft_targets is not None
+            self._measure(sums, logits_RV.detach(), soft_targets, has_loss_BT)
         elif reference_loss_R is not None:
             assert probs_RV is not None
             rows = self._learnable(logits_RV.detach(), probs_RV, reference_loss_R)
             logits_RV, probs_RV, next_R = logits_RV[rows], probs_RV[rows], next_R[rows]
         loss = self._loss(logits_RV, probs_RV, next_R)
         sums.loss.append(loss.total.detach())
-        sums.kept.append(torch.tensor(loss.count, device=logits_RV.device))
+        sums.loss_tokens.append(torch.tensor(loss.count, device=logits_RV.device))
         return loss.total, sums
 
     def _loss(self, logits_RV: Tensor, probs_RV: Tensor | None, next_R: Tensor) -> LossSum:
-        if self.labels == "tokens":
+        if self.labels == "hard":
             return LossSum(F.cross_entropy(logits_RV.float(), next_R, reduction="sum"), len(next_R))
         assert probs_RV is not None
         if self.temperature != 1.0:
@@ -118,16 +118,16 @@ class Distillation(nn.Module):
         gap_R = rowwise_kl(logits_RV, probs_RV) - reference_loss_R
         return gap_R.topk(math.ceil(self.selected * len(gap_R))).indices
 
-    def _measure(self, sums: StepSums, logits_RV: Tensor, teacher: Teacher, kept_BT: Tensor) -> None:
+    def _measure(self, sums: StepSums, logits_RV: Tensor, soft_targets: SoftTargets, has_loss_BT: Tensor) -> None:
         """Accuracy, acceptance at temperature 1, and chains of K right guesses in a row."""
-        hit_R = logits_RV.argmax(-1) == teacher.best_R
+        hit_R = logits_RV.argmax(-1) == soft_targets.top1_R
         sums.correct.append(hit_R.sum())
-        sums.accepted.append(acceptance(logits_RV.float().softmax(-1), teacher.probs_RW).sum())
-        hit_BT = torch.zeros_like(kept_BT).masked_scatter_(kept_BT, hit_R)
-        chain_BT, correct_BT = torch.ones_like(kept_BT), torch.ones_like(kept_BT)
+        sums.accepted.append(acceptance(logits_RV.float().softmax(-1), soft_targets.probs_RW).sum())
+        hit_BT = torch.zeros_like(has_loss_BT).masked_scatter_(has_loss_BT, hit_R)
+        chain_BT, correct_BT = torch.ones_like(has_loss_BT), torch.ones_like(has_loss_BT)
         for k in range(self.num_positions):
             # Positions in a row that all teach are in one document: its last token never teaches.
-            chain_BT = chain_BT & shift_left(kept_BT.long(), k, 0).bool()
+            chain_BT = chain_BT & shift_left(has_loss_BT.long(), k, 0).bool()
             correct_BT = correct_BT & shift_left(hit_BT.long(), k, 0).bool()
             sums.chains.append(chain_BT.sum())
             sums.chain_correct.append((chain_BT & correct_BT).sum())
@@ -143,10 +143,10 @@ def repeated_names(module: nn.Module) -> list[str]:
     ]
 
 
-def logits_of_rows(model: PreTrainedModel, input_ids: Tensor, position_ids: Tensor, kept_BT: Tensor) -> Tensor:
+def logits_of_rows(model: PreTrainedModel, input_ids: Tensor, position_ids: Tensor, has_loss_BT: Tensor) -> Tensor:
     """A causal language model's logits [R, V] at the kept positions of packed rows; its head sees no others."""
     hidden = model.get_decoder()(input_ids=input_ids, position_ids=position_ids, use_cache=False).last_hidden_state
-    logits: Tensor = model.get_output_embeddings()(hidden[kept_BT])
+    logits: Tensor = model.get_output_embeddings()(hidden[has_loss_BT])
     return logits
 
 

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from specdistill.data.batch_generate import Sampling, write, writer
+from specdistill.data.batch_generate import Sampling, generate, generation_mode
 
 
 @dataclass(frozen=True)
-class StudentWriting:
+class OnPolicyGeneration:
     """Replaces a `fraction` of the batches. Lengths in tokens; `end_ids` end a text. The seed makes a run repeatable."""
 
     draft: PreTrainedModel
@@ -38,19 +38,19 @@ class StudentWriting:
         if not prompts:
             return batch
         sampling = Sampling(self.num_tokens, self.end_ids, self.seed * 1_000_003 + number)
-        with writer(self.draft, self.draft.dtype) as draft:
-            texts = write(draft, prompts, [self.temperature] * len(prompts), sampling, num_parts=1)
+        with generation_mode(self.draft, self.draft.dtype) as draft:
+            texts = generate(draft, prompts, [self.temperature] * len(prompts), sampling, num_parts=1)
         return self._rows(prompts, texts, batch["input_ids"].device)
 
     def _rows(self, prompts: list[list[int]], texts: list[list[int]], device: torch.device) -> dict[str, Tensor]:
         """One document a row; only what was written is learnt from."""
         length = self.prompt_tokens + max(map(len, texts))
-        rows: dict[str, list[list[int]]] = {"input_ids": [], "supervise": [], "document_ids": [], "position_ids": []}
+        rows: dict[str, list[list[int]]] = {"input_ids": [], "loss_mask": [], "document_ids": [], "position_ids": []}
         for prompt, text in zip(prompts, texts, strict=True):
             used = len(prompt) + len(text)
             padding = length - used
             rows["input_ids"].append(prompt + text + [0] * padding)
-            rows["supervise"].append([0] * len(prompt) + [1] * len(text) + [0] * padding)
+            rows["loss_mask"].append([0] * len(prompt) + [1] * len(text) + [0] * padding)
             rows["document_ids"].append([0] * used + [-1] * padding)
             rows["position_ids"].append([*range(used), *[0] * padding])
         return {name: torch.tensor(values, device=device) for name, values in rows.items()}

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from specdistill.decoding.batch_proposer import BatchProposer
-from specdistill.decoding.kv_cache import DraftCache
+from specdistill.decoding.kv_cache import DraftKVCache
 from specdistill.decoding.proposer import DecodingState, Proposal
 from specdistill.decoding.sampling import Sampling, draw
 from specdistill.decoding.tree import DynamicTree, StaticTree, Step
@@ -68,7 +68,7 @@ class LlamaLayers:
         self.restart()
 
     def restart(self) -> None:
-        self.cache = DraftCache(len(self.stack.layers), self.stack.rotary, self.device)
+        self.cache = DraftKVCache(len(self.stack.layers), self.stack.rotary, self.device)
 
     def crop(self, count: int) -> None:
         self.cache.length -= count
@@ -83,14 +83,14 @@ class LlamaLayers:
 
 
 class DraftModelProposer:
-    """A chain or a tree drafted by a model of its own: its best tokens where the target is greedy, else draws from its law.
+    """A chain or a tree drafted by a model of its own: its best tokens where the target is greedy, else draws from its distribution.
 
-    vocabulary: where the ids of draft and target differ, the tokens they share; the law is then restricted to those.
+    vocabulary: where the ids of draft and target differ, the tokens they share; the distribution is then restricted to those.
 
     confidence_threshold: drafting stops as soon as the most probable next token has less than this probability (the softmax at the
     sampling temperature, at 1 when greedy, before top-k and top-p), and that token is not drafted; None never stops.
-    This leaves the output's law what it was. Given the text and the tokens drafted so far, whether there is a next drafted token is
-    decided by the draft's law before anything is drawn from it. So a proposed token always has the law q it is verified with, and
+    This leaves the output's distribution what it was. Given the text and the tokens drafted so far, whether there is a next drafted token is
+    decided by the draft's distribution before anything is drawn from it. So a proposed token always has the distribution q it is verified with, and
     where the proposal ends the next token is drawn from p alone: either way the emitted token follows p. Deciding after the draw, by
     the probability of the token drawn, and leaving that token out would not be exact: kept tokens would no longer follow q.
 
@@ -132,7 +132,7 @@ class DraftModelProposer:
     def begin(self, max_length: int) -> None:
         """Forget the last text. Raises UserError when the draft's context is too short for the next one and is not to be a window."""
         self._context: list[int] = []  # the text so far, in the draft's ids
-        self._settled = 0  # how many of them nothing that follows can change
+        self._num_final = 0  # how many of them nothing that follows can change
         self._num_read = 0  # tokens of the target's text that are in it
         self._lacking: list[int] = []  # target tokens at its end that the draft's vocabulary lacks
         self._restart(0)
@@ -154,7 +154,7 @@ class DraftModelProposer:
         next_ids = torch.tensor([self._uncached(unchanged)], device=self.draft.device)
         uniforms_K = uniforms_K.to(self.draft.device)
         chosen: list[Tensor] = []  # [1] each, indices into the W tokens
-        laws: list[Tensor] = []
+        distributions: list[Tensor] = []
         for step in range(steps):
             num_fed = step  # drafted tokens in the cache: all but the last drafted
             logits_1W = self._forward(next_ids)
@@ -163,12 +163,12 @@ class DraftModelProposer:
             if sampling.is_greedy:
                 index = logits_1W.argmax(-1)
             else:
-                law_1W = sampling.probabilities(logits_1W)
-                index = draw(law_1W, uniforms_K[step : step + 1])
-                laws.append(law_1W)
+                probs_1W = sampling.probabilities(logits_1W)
+                index = draw(probs_1W, uniforms_K[step : step + 1])
+                distributions.append(probs_1W)
             chosen.append(index)
             next_ids = (index if self.vocabulary is None else self._draft_ids_W[index]).unsqueeze(0)
-        return self._proposal(chosen, laws, num_fed)
+        return self._proposal(chosen, distributions, num_fed)
 
     def propose_tree(
         self, state: DecodingState, shape: StaticTree | DynamicTree, sampling: Sampling, generator: torch.Generator | None
@@ -195,9 +195,9 @@ class DraftModelProposer:
         if step.positions:
             self.layers.crop(len(step.positions))
         if self.vocabulary is None:
-            return Proposal(grown.index_N.tolist(), grown.laws_NW, grown.tree)
-        laws_NV = None if grown.laws_NW is None else self._over_target_vocabulary(grown.laws_NW)
-        return Proposal(self._target_ids_W[grown.index_N].tolist(), laws_NV, grown.tree)
+            return Proposal(grown.index_N.tolist(), grown.probs_NW, grown.tree)
+        probs_NV = None if grown.probs_NW is None else self._over_target_vocabulary(grown.probs_NW)
+        return Proposal(self._target_ids_W[grown.index_N].tolist(), probs_NV, grown.tree)
 
     def batched(self) -> BatchProposer:
         from specdistill.methods.draft_model.batch_proposer import BatchDraftModel  # which is made of this class
@@ -212,27 +212,27 @@ class DraftModelProposer:
     def _is_unsure(self, logits_1W: Tensor, sampling: Sampling) -> bool:
         if self.confidence_threshold is None:
             return False
-        law_1W = (logits_1W.float() / (sampling.temperature or 1.0)).softmax(-1)
-        return float(law_1W.max()) < self.confidence_threshold
+        probs_1W = (logits_1W.float() / (sampling.temperature or 1.0)).softmax(-1)
+        return float(probs_1W.max()) < self.confidence_threshold
 
-    def _proposal(self, chosen: list[Tensor], laws: list[Tensor], num_fed: int) -> Proposal:
+    def _proposal(self, chosen: list[Tensor], distributions: list[Tensor], num_fed: int) -> Proposal:
         """The proposal in the target's ids; notes that the first `num_fed` drafted tokens are in the cache."""
         if not chosen:
             return Proposal([])
         index_K = torch.cat(chosen)
-        law_KW = torch.cat(laws) if laws else None
+        probs_KW = torch.cat(distributions) if distributions else None
         if self.vocabulary is None:
             tokens = fed = index_K.tolist()
         else:
             tokens, fed = self._target_ids_W[index_K].tolist(), self._draft_ids_W[index_K].tolist()
-            law_KW = None if law_KW is None else self._over_target_vocabulary(law_KW)
+            probs_KW = None if probs_KW is None else self._over_target_vocabulary(probs_KW)
         self._cached += fed[:num_fed]
-        return Proposal(tokens, law_KW)
+        return Proposal(tokens, probs_KW)
 
-    def _over_target_vocabulary(self, laws_TW: Tensor) -> Tensor:
+    def _over_target_vocabulary(self, probs_TW: Tensor) -> Tensor:
         assert self.vocabulary is not None
-        laws_TV = laws_TW.new_zeros(len(laws_TW), self.vocabulary.target_vocab_size)
-        return laws_TV.index_copy_(1, self._target_ids_W, laws_TW)
+        probs_TV = probs_TW.new_zeros(len(probs_TW), self.vocabulary.target_vocab_size)
+        return probs_TV.index_copy_(1, self._target_ids_W, probs_TW)
 
     def _read(self, token_ids: Sequence[int]) -> int:
         """Continue the draft's text by the target's new tokens; returns how many of the draft's tokens stand as they did.
@@ -241,10 +241,10 @@ class DraftModelProposer:
         """
         fresh = token_ids[self._num_read :]
         self._num_read = len(token_ids)
-        unchanged = self._settled
+        unchanged = self._num_final
         if self.vocabulary is None:
             self._context += fresh
-            self._settled = len(self._context)
+            self._num_final = len(self._context)
             return unchanged
         for token in fresh:
             same = self._draft_id_of.get(token)
@@ -253,13 +253,13 @@ class DraftModelProposer:
             else:
                 self._write_lacking()
                 self._context.append(same)
-                self._settled, self._lacking = len(self._context), []
+                self._num_final, self._lacking = len(self._context), []
         self._write_lacking()
         return unchanged
 
     def _write_lacking(self) -> None:
         assert self.vocabulary is not None
-        self._context[self._settled :] = self.vocabulary.reencode(self._lacking) if self._lacking else []
+        self._context[self._num_final :] = self.vocabulary.reencode(self._lacking) if self._lacking else []
 
     def _make_room(self, k: int) -> int:
         """How many tokens can be drafted within the draft's context, after moving the window if there is one."""

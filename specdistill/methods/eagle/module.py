@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from specdistill.methods.layers import MLP, Attention, HeadShape, Memory, PlainLayer, RMSNorm, Rotary
+from specdistill.methods.layers import MLP, Attention, HeadShape, KVCache, PlainLayer, RMSNorm, Rotary
 from specdistill.targets.frozen import Features
 
 
@@ -35,8 +35,8 @@ class NormlessLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config)
 
-    def forward(self, hidden_BTH: Tensor, rotary: tuple[Tensor, Tensor], memory: Memory) -> Tensor:
-        hidden = hidden_BTH + self.self_attn(hidden_BTH, rotary, 0, memory)
+    def forward(self, hidden_BTH: Tensor, rotary: tuple[Tensor, Tensor], kv_cache: KVCache) -> Tensor:
+        hidden = hidden_BTH + self.self_attn(hidden_BTH, rotary, 0, kv_cache)
         output: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
         return output
 
@@ -68,10 +68,10 @@ class EagleDraft(nn.Module):
         return features.last_hidden
 
     def forward(
-        self, next_ids_BT: Tensor, hidden_BTH: Tensor, rotary: tuple[Tensor, Tensor], memory: Memory
+        self, next_ids_BT: Tensor, hidden_BTH: Tensor, rotary: tuple[Tensor, Tensor], kv_cache: KVCache
     ) -> tuple[Tensor, Tensor]:
         """One draft step over T positions: the predicted feature [B, T, H], for `lm_head` and as the next step's hidden state."""
         hidden = self.fc(torch.cat((self.embed_tokens(next_ids_BT), hidden_BTH), dim=-1))
         for layer in self.layers:
-            hidden = layer(hidden, rotary, memory)
+            hidden = layer(hidden, rotary, kv_cache)
         return hidden, hidden

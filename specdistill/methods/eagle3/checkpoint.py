@@ -75,7 +75,7 @@ def load_eagle3(folder: Path | str, target: FrozenTarget, *, key: str = "eval.dr
     folder = Path(folder)
     config, tensors = read_eagle3(folder, target, key=key)
     dtype, embedding = stored_dtype(tensors.values()), target.model.get_input_embeddings().weight
-    config = settle_embedding(config, tensors, embedding)
+    config = resolve_embedding(config, tensors, embedding)
     if not config.owns_embedding:
         tensors["embed_tokens.weight"] = embedding
     tensors.setdefault("lm_head.weight", target.lm_head.weight)
@@ -129,7 +129,7 @@ def read_eagle3(folder: Path, target: TargetSizes | None, *, key: str) -> tuple[
     return config, tensors
 
 
-def settle_embedding(config: Eagle3Config, tensors: dict[str, Tensor], embedding: Tensor | None) -> Eagle3Config:
+def resolve_embedding(config: Eagle3Config, tensors: dict[str, Tensor], embedding: Tensor | None) -> Eagle3Config:
     """Leave out an embedding that is a copy of the target's, perhaps in another dtype; the config says when it is the head's own, which
     it is taken for when the target's is not known.
     """

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from specdistill.methods.layers import MLP, Attention, HeadShape, Memory, PlainLayer, RMSNorm, Rotary
+from specdistill.methods.layers import MLP, Attention, HeadShape, KVCache, PlainLayer, RMSNorm, Rotary
 from specdistill.targets.frozen import Features
 
 
@@ -60,11 +60,11 @@ class FirstLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config)
 
-    def forward(self, embedding_BTH: Tensor, hidden_BTH: Tensor, rotary: tuple[Tensor, Tensor], memory: Memory) -> Tensor:
+    def forward(self, embedding_BTH: Tensor, hidden_BTH: Tensor, rotary: tuple[Tensor, Tensor], kv_cache: KVCache) -> Tensor:
         normed = self.hidden_norm(hidden_BTH)
         residual = normed if self.norm_before_residual else hidden_BTH
         both = torch.cat((self.input_layernorm(embedding_BTH), normed), dim=-1)
-        hidden = residual + self.self_attn(both, rotary, 0, memory)
+        hidden = residual + self.self_attn(both, rotary, 0, kv_cache)
         output: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
         return output
 
@@ -125,15 +125,15 @@ class Eagle3Draft(nn.Module):
         return fused
 
     def forward(
-        self, next_ids_BT: Tensor, hidden_BTH: Tensor, rotary: tuple[Tensor, Tensor], memory: Memory
+        self, next_ids_BT: Tensor, hidden_BTH: Tensor, rotary: tuple[Tensor, Tensor], kv_cache: KVCache
     ) -> tuple[Tensor, Tensor]:
         """One draft step over T positions.
 
-        Returns `normed` [B, T, H], which `lm_head` turns into logits over the draft vocabulary, and `recycled` [B, T, H], the hidden
+        Returns `normed` [B, T, H], which `lm_head` turns into logits over the draft vocabulary, and `next_hidden` [B, T, H], the hidden
         state of the next step: before the norm in EAGLE-3, after it with `norm_output`.
         """
-        hidden = self.layers[0](self.embed_tokens(next_ids_BT), hidden_BTH, rotary, memory)
+        hidden = self.layers[0](self.embed_tokens(next_ids_BT), hidden_BTH, rotary, kv_cache)
         for layer in self.layers[1:]:
-            hidden = layer(hidden, rotary, memory)
+            hidden = layer(hidden, rotary, kv_cache)
         normed = self.norm(hidden)
         return normed, normed if self.config.norm_output else hidden

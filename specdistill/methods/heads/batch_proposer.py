@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdistill.decoding.batch_kv_cache import RaggedCache
+from specdistill.decoding.batch_kv_cache import RaggedKVCache
 from specdistill.decoding.batch_models import last_of, padded
 from specdistill.decoding.batch_proposer import BatchState, Generators, uniforms
 from specdistill.decoding.proposer import Proposal
@@ -28,11 +28,11 @@ class BatchHead:
         self.aux_layers = proposer.aux_layers
         self.target_ids_W = proposer.target_ids_W
         self._like = next(tensor for name, tensor in module.named_parameters() if name not in self.head.shared)
-        self.cache: RaggedCache
+        self.cache: RaggedKVCache
 
     def begin(self, max_lengths: Sequence[int]) -> None:
         config, rotary = self.head.config, partial(self.head.rotary, self._like)
-        self.cache = RaggedCache(len(max_lengths), config.num_layers, rotary, self._like.device, config.sliding_window)
+        self.cache = RaggedKVCache(len(max_lengths), config.num_layers, rotary, self._like.device, config.sliding_window)
 
     def propose(self, state: BatchState, k: int, sampling: Sampling, generators: Generators) -> list[Proposal]:
         check_window(self.head.config, k, key="eval.num_speculative_tokens")
@@ -43,23 +43,26 @@ class BatchHead:
         next_ids = padded([text[-count:] for text, count in zip(state.token_ids, counts, strict=True)], device)
         hidden = self.head.fuse(state.fresh.first(max(counts)))
         tokens: list[Tensor] = []
-        laws: list[Tensor] = []
+        distributions: list[Tensor] = []
         for step in range(k):
-            normed, recycled = self.head(next_ids, hidden, self.cache.extend(counts), self.cache)
+            normed, next_hidden = self.head(next_ids, hidden, self.cache.extend(counts), self.cache)
             logits_BW = self.head.lm_head(last_of(normed, counts))
             if uniforms_KB is None:
                 token_B = self.target_ids_W[logits_BW.argmax(-1)]
             else:
-                law_BV = torch.zeros(len(counts), self.head.config.vocab_size, device=device)
-                law_BV[:, self.target_ids_W] = sampling.probabilities(logits_BW)
-                token_B = draw(law_BV, uniforms_KB[step])
-                laws.append(law_BV)
+                probs_BV = torch.zeros(len(counts), self.head.config.vocab_size, device=device)
+                probs_BV[:, self.target_ids_W] = sampling.probabilities(logits_BW)
+                token_B = draw(probs_BV, uniforms_KB[step])
+                distributions.append(probs_BV)
             tokens.append(token_B)
-            next_ids, hidden = token_B.unsqueeze(1), last_of(recycled, counts).unsqueeze(1)
+            next_ids, hidden = token_B.unsqueeze(1), last_of(next_hidden, counts).unsqueeze(1)
             counts = [1] * len(counts)
         self.cache.truncate(committed)  # drafted positions used guessed features: forget them
-        law_BKV = torch.stack(laws, dim=1) if laws else [None] * len(counts)
-        return [Proposal(row, law) for row, law in zip(torch.stack(tokens, dim=1).tolist(), law_BKV, strict=True)]
+        probs_BKV = torch.stack(distributions, dim=1) if distributions else [None] * len(counts)
+        return [
+            Proposal(row, distribution)
+            for row, distribution in zip(torch.stack(tokens, dim=1).tolist(), probs_BKV, strict=True)
+        ]
 
     def keep(self, rows: Sequence[int]) -> None:
         self.cache.keep(rows)

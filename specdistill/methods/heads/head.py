@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from specdistill.methods.layers import Memory
+from specdistill.methods.layers import KVCache
 from specdistill.targets.frozen import Features
 
 
@@ -42,9 +42,9 @@ class Head(Protocol):
         ...
 
     def __call__(
-        self, next_ids_BT: Tensor, hidden_BTH: Tensor, rotary: tuple[Tensor, Tensor], memory: Memory
+        self, next_ids_BT: Tensor, hidden_BTH: Tensor, rotary: tuple[Tensor, Tensor], kv_cache: KVCache
     ) -> tuple[Tensor, Tensor]:
-        """One step over T positions: `normed` [B, T, H], which `lm_head` turns into logits, and `recycled` [B, T, H], the hidden
+        """One step over T positions: `normed` [B, T, H], which `lm_head` turns into logits, and `next_hidden` [B, T, H], the hidden
         state of the next step.
         """
         ...

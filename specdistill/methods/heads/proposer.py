@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from specdistill.decoding.batch_proposer import BatchProposer
-from specdistill.decoding.kv_cache import DraftCache
+from specdistill.decoding.kv_cache import DraftKVCache
 from specdistill.decoding.proposer import DecodingState, Proposal
 from specdistill.decoding.sampling import Sampling, draw
 from specdistill.decoding.tree import DynamicTree, StaticTree, Step
@@ -31,56 +31,56 @@ class HeadProposer:
         self.num_bytes = sum(parameter.numel() * parameter.element_size() for parameter in shipped)
         self.target_ids_W = head.target_ids_W
         self._like = shipped[0]  # for dtype and device
-        self.cache: DraftCache
+        self.cache: DraftKVCache
 
     def begin(self, max_length: int) -> None:
         config, rotary = self.head.config, partial(self.head.rotary, self._like)
-        self.cache = DraftCache(config.num_layers, rotary, self._like.device, config.sliding_window)
+        self.cache = DraftKVCache(config.num_layers, rotary, self._like.device, config.sliding_window)
 
     def propose(self, state: DecodingState, k: int, sampling: Sampling, generator: torch.Generator | None) -> Proposal:
         check_window(self.head.config, k, key="eval.num_speculative_tokens")
         next_ids, hidden, committed = self._fresh(state)
         device = self.target_ids_W.device
         tokens: list[Tensor] = []
-        laws: list[Tensor] = []
+        distributions: list[Tensor] = []
         for step in range(k):
-            normed, recycled = self.head(next_ids, hidden, self.cache.next_rotary(next_ids.shape[1]), self.cache)
+            normed, next_hidden = self.head(next_ids, hidden, self.cache.next_rotary(next_ids.shape[1]), self.cache)
             logits_W = self.head.lm_head(normed[0, -1])
             if sampling.is_greedy:
                 token = self.target_ids_W[logits_W.argmax()]
             else:
-                law_V = self._over_target_vocabulary(sampling.probabilities(logits_W.unsqueeze(0)))[0]
+                probs_V = self._over_target_vocabulary(sampling.probabilities(logits_W.unsqueeze(0)))[0]
                 uniform = torch.rand(1, generator=generator, dtype=torch.float64).to(device)
-                token = draw(law_V.unsqueeze(0), uniform)[0]
-                laws.append(law_V)
+                token = draw(probs_V.unsqueeze(0), uniform)[0]
+                distributions.append(probs_V)
             tokens.append(token)
-            next_ids, hidden = token.view(1, 1), recycled[:, -1:]
+            next_ids, hidden = token.view(1, 1), next_hidden[:, -1:]
             if step == 0:
                 assert self.cache.length == committed
         self.cache.length = committed  # drafted positions used guessed features: forget them
-        return Proposal(torch.stack(tokens).tolist(), torch.stack(laws) if laws else None)
+        return Proposal(torch.stack(tokens).tolist(), torch.stack(distributions) if distributions else None)
 
     def propose_tree(
         self, state: DecodingState, shape: StaticTree | DynamicTree, sampling: Sampling, generator: torch.Generator | None
     ) -> Proposal:
         check_window(self.head.config, shape.depth, key="eval.tree.depth")
         next_ids, hidden, committed = self._fresh(state)
-        normed, recycled = self.head(next_ids, hidden, self.cache.next_rotary(next_ids.shape[1]), self.cache)
+        normed, next_hidden = self.head(next_ids, hidden, self.cache.next_rotary(next_ids.shape[1]), self.cache)
         assert self.cache.length == committed
-        recycled, step = recycled[:, -1:], Step.before(committed, self.target_ids_W.device)
+        next_hidden, step = next_hidden[:, -1:], Step.before(committed, self.target_ids_W.device)
 
         def expand(index_T: Tensor, rows_T: Tensor) -> Tensor:
-            nonlocal recycled, step
+            nonlocal next_hidden, step
             step = step.descend(rows_T)
-            rotary, memory = self.cache.level(step)
-            normed, recycled = self.head(self.target_ids_W[index_T].unsqueeze(0), recycled[:, rows_T], rotary, memory)
+            rotary, kv_cache = self.cache.level(step)
+            normed, next_hidden = self.head(self.target_ids_W[index_T].unsqueeze(0), next_hidden[:, rows_T], rotary, kv_cache)
             logits_TW: Tensor = self.head.lm_head(normed[0])
             return logits_TW
 
         grown = shape.grow(self.head.lm_head(normed[:, -1]), expand, sampling, generator)
         self.cache.length = committed
-        laws_NV = None if grown.laws_NW is None else self._over_target_vocabulary(grown.laws_NW)
-        return Proposal(self.target_ids_W[grown.index_N].tolist(), laws_NV, grown.tree)
+        probs_NV = None if grown.probs_NW is None else self._over_target_vocabulary(grown.probs_NW)
+        return Proposal(self.target_ids_W[grown.index_N].tolist(), probs_NV, grown.tree)
 
     def batched(self) -> BatchProposer:
         from specdistill.methods.heads.batch_proposer import BatchHead  # which is made of this class
@@ -96,7 +96,7 @@ class HeadProposer:
         next_ids = torch.tensor([state.token_ids[-fresh:]], device=self.target_ids_W.device)
         return next_ids, self.head.fuse(state.fresh), committed
 
-    def _over_target_vocabulary(self, laws_TW: Tensor) -> Tensor:
-        laws_TV = laws_TW.new_zeros(len(laws_TW), self.head.config.vocab_size)
-        laws_TV[:, self.target_ids_W] = laws_TW
-        return laws_TV
+    def _over_target_vocabulary(self, probs_TW: Tensor) -> Tensor:
+        probs_TV = probs_TW.new_zeros(len(probs_TW), self.head.config.vocab_size)
+        probs_TV[:, self.target_ids_W] = probs_TW
+        return probs_TV

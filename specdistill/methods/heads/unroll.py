@@ -2,7 +2,7 @@
 
 Shapes: B rows, T positions, H draft hidden, R kept rows, V target vocabulary, W draft vocabulary, N query heads, G key/value heads.
 
-Every position t of a packed row is the root of a chain. With g_t the target's features, y_t its law after x_t:
+Every position t of a packed row is the root of a chain. With g_t the target's features, y_t its distribution after x_t:
 
     step 0   pair (x_{t+1}, g_t)      predicts x_{t+2}      taught by y_{t+1}
     step k   pair (x_{t+1+k}, h_t)    predicts x_{t+2+k}    taught by y_{t+1+k},   h_t = the draft's own output at step k - 1
@@ -24,12 +24,12 @@ from torch import Tensor, nn
 from specdistill.losses.divergence import Divergence, acceptance
 from specdistill.methods.heads.head import Head
 from specdistill.targets.frozen import Features, FrozenTarget
-from specdistill.training.soft_targets import Teacher, predicts, shift_left, teach
+from specdistill.training.soft_targets import SoftTargets, compute_soft_targets, has_loss, shift_left
 from specdistill.training.step_sums import StepSums
 
 
-class ChainMemory:
-    """A `Memory` for the unroll: step 0 is causal within documents; later steps add one entry per chain, their own.
+class UnrollKVCache:
+    """A `KVCache` for the unroll: step 0 is causal within documents; later steps add one entry per chain, their own.
 
     The earlier keys are not copied: scores are step 0's block beside one column for each later step. With a window of M positions, step
     k of the root t stands at t + k and sees those after t + k - M; its own chain, K - 1 long at most, is always within the window.
@@ -98,31 +98,33 @@ class TrainingTimeTest(nn.Module):
         # Weights sum to one, so that the learning rate does not depend on how deep the unroll is.
         self.register_buffer("step_weights", weights / weights.sum(), persistent=False)
 
-    def num_kept(self, batch: dict[str, Tensor]) -> Tensor:
+    def num_loss_tokens(self, batch: dict[str, Tensor]) -> Tensor:
         """How many rows step 0 keeps: what the loss of a batch is divided by."""
-        return predicts(batch["document_ids"], batch["supervise"], ahead=2).sum()
+        return has_loss(batch["document_ids"], batch["loss_mask"], ahead=2).sum()
 
-    def teach(self, target: FrozenTarget, inputs: dict[str, Tensor]) -> dict[str, Any]:
-        """What `forward` needs from the frozen target: its features [B, T, D] and the laws that teach."""
+    def compute_soft_targets(self, target: FrozenTarget, inputs: dict[str, Tensor]) -> dict[str, Any]:
+        """What `forward` needs from the frozen target: its features [B, T, D] and the distributions that teach."""
         features = target.features(inputs["input_ids"], self.draft.aux_layers, position_ids_BT=inputs["position_ids"])
-        kept_BT = predicts(inputs["document_ids"], inputs["supervise"], ahead=1)
-        teacher = teach(target.lm_head, features.last_hidden, kept_BT, self.draft.target_ids_W, self.temperature)
-        return {"features": features, "teacher": teacher}
+        has_loss_BT = has_loss(inputs["document_ids"], inputs["loss_mask"], ahead=1)
+        soft_targets = compute_soft_targets(
+            target.lm_head, features.last_hidden, has_loss_BT, self.draft.target_ids_W, self.temperature
+        )
+        return {"features": features, "soft_targets": soft_targets}
 
     def forward(
         self,
         input_ids: Tensor,
-        supervise: Tensor,
+        loss_mask: Tensor,
         document_ids: Tensor,
         position_ids: Tensor,
         features: Features,
-        teacher: Teacher,
+        soft_targets: SoftTargets,
         measure: bool = False,
     ) -> tuple[Tensor, StepSums]:
         """Unroll `num_steps` steps over packed rows [B, T].
 
         Args:
-            supervise: 1 where a token is worth predicting.
+            loss_mask: 1 where a token is worth predicting.
             document_ids: which document of the row a token belongs to, -1 for padding.
             position_ids: start again at 0 in each document.
             measure: also fill the metrics that cost time (what is correct, acceptance and chains).
@@ -131,7 +133,7 @@ class TrainingTimeTest(nn.Module):
             the weighted sum of the steps' losses over all kept rows (not yet divided), and the per-step sums.
         """
         sums = StepSums()
-        memory = ChainMemory(document_ids, self.draft.config.num_layers, self.draft.config.sliding_window)
+        kv_cache = UnrollKVCache(document_ids, self.draft.config.num_layers, self.draft.config.sliding_window)
         hidden = self.draft.fuse(features)
         if self.training and self.noise:
             hidden = hidden + (2 * torch.rand_like(hidden) - 1) * self.noise
@@ -140,32 +142,34 @@ class TrainingTimeTest(nn.Module):
         total = input_ids.new_zeros((), dtype=torch.float32)
         for k in range(self.num_steps):
             rotary = self.draft.rotary(hidden, position_ids + k)
-            normed, hidden = self.draft(shift_left(input_ids, 1 + k, 0), hidden, rotary, memory)
-            keep_BT = predicts(document_ids, supervise, ahead=2 + k)
-            logits_RW = self.draft.lm_head(normed[keep_BT]) / self.temperature
-            rows = shift_left(teacher.row_BT, 1 + k, -1)[keep_BT]
-            step = self.divergence(logits_RW, teacher.probs_RW[rows])
+            normed, hidden = self.draft(shift_left(input_ids, 1 + k, 0), hidden, rotary, kv_cache)
+            has_loss_BT = has_loss(document_ids, loss_mask, ahead=2 + k)
+            logits_RW = self.draft.lm_head(normed[has_loss_BT]) / self.temperature
+            rows = shift_left(soft_targets.row_BT, 1 + k, -1)[has_loss_BT]
+            step = self.divergence(logits_RW, soft_targets.probs_RW[rows])
             total = total + self.step_weights[k] * step.total
             if self.feature_weight:
-                error = self._feature_error(hidden, features.last_hidden, keep_BT, ahead=1 + k)
+                error = self._feature_error(hidden, features.last_hidden, has_loss_BT, ahead=1 + k)
                 total = total + self.step_weights[k] * self.feature_weight * error
             with torch.no_grad():
                 sums.loss.append(step.total.detach())
-                sums.kept.append(keep_BT.sum())
+                sums.loss_tokens.append(has_loss_BT.sum())
                 if measure:
-                    hit = self.draft.target_ids_W[logits_RW.argmax(-1)] == teacher.best_R[rows]
+                    hit = self.draft.target_ids_W[logits_RW.argmax(-1)] == soft_targets.top1_R[rows]
                     sums.correct.append(hit.sum())
-                    alpha = acceptance(logits_RW.float().softmax(-1), teacher.probs_RW[rows] * teacher.share_R[rows, None])
+                    alpha = acceptance(
+                        logits_RW.float().softmax(-1), soft_targets.probs_RW[rows] * soft_targets.share_R[rows, None]
+                    )
                     sums.accepted.append(alpha.sum())
-                    chain_BT = chain_BT & keep_BT
-                    correct_BT = correct_BT & torch.zeros_like(keep_BT).masked_scatter_(keep_BT, hit)
+                    chain_BT = chain_BT & has_loss_BT
+                    correct_BT = correct_BT & torch.zeros_like(has_loss_BT).masked_scatter_(has_loss_BT, hit)
                     sums.chain_correct.append((correct_BT & chain_BT).sum())
                     sums.chains.append(chain_BT.sum())
         return total, sums
 
     @staticmethod
-    def _feature_error(hidden_BTH: Tensor, last_hidden_BTH: Tensor, keep_BT: Tensor, *, ahead: int) -> Tensor:
+    def _feature_error(hidden_BTH: Tensor, last_hidden_BTH: Tensor, has_loss_BT: Tensor, *, ahead: int) -> Tensor:
         """SmoothL1 of what the head gave back to the target's feature `ahead` positions on: mean over H, summed over the kept rows."""
         wanted_BTH = F.pad(last_hidden_BTH[:, ahead:], (0, 0, 0, min(ahead, last_hidden_BTH.shape[1])))
-        error_RH = F.smooth_l1_loss(hidden_BTH[keep_BT].float(), wanted_BTH[keep_BT].float(), reduction="none")
+        error_RH = F.smooth_l1_loss(hidden_BTH[has_loss_BT].float(), wanted_BTH[has_loss_BT].float(), reduction="none")
         return error_RH.mean(-1).sum()

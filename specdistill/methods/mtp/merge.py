@@ -25,7 +25,7 @@ from specdistill.targets.shards import INDEX, SINGLE, Shards
 NEW_SHARD = "model-mtp.safetensors"
 
 
-def stitch(draft: Path, target: Path, output: Path) -> None:
+def merge_mtp_weights(draft: Path, target: Path, output: Path) -> None:
     """Write `output`: the checkpoint in the folder `target` with the layer in the folder `draft` (see `save_mtp`).
 
     Raises UserError when the output exists, the draft is for another target, its tensors are not those that the checkpoint already has,

@@ -10,9 +10,9 @@ At position t the draft pairs the embedding of the *next* token x_{t+1} with the
 h_t is taken after the target's final norm, and a later step takes o_t for it: vLLM and SGLang feed both that way. Embedding and head
 are the target's own modules, frozen. The layer is of the target's own class, of the kind of its last full-attention layer.
 
-Attention is the caller's: transformers hands query, key and value to the function that the config names, and `memory_attention` passes
-them on to the `Memory` (see specdistill.methods.layers) that travels through the layer's keyword arguments. Causality and the
-boundaries of documents are the memory's, so no mask is made here.
+Attention is the caller's: transformers hands query, key and value to the function that the config names, and `kv_cache_attention` passes
+them on to the `KVCache` (see specdistill.methods.layers) that travels through the layer's keyword arguments. Causality and the
+boundaries of documents are the kv_cache's, so no mask is made here.
 """
 
 import copy
@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from specdistill.errors import UserError
-from specdistill.methods.layers import Memory
+from specdistill.methods.layers import KVCache
 from specdistill.targets.frozen import Features, FrozenTarget
 
 EXPECTED = "a target whose attention takes plain queries, keys and values (transformers' AttentionInterface)"
@@ -51,13 +51,13 @@ class MtpConfig:
 class MtpDraft(nn.Module):
     """The layer with its norms and projection; embedding, head and rotary embedding stay the target's and are no part of its state.
 
-    Raises UserError, naming the architecture, when the target's layers do not let a `Memory` answer their queries.
+    Raises UserError, naming the architecture, when the target's layers do not let a `KVCache` answer their queries.
     """
 
     def __init__(self, target: FrozenTarget) -> None:
         super().__init__()
         source = copy.deepcopy(target.config)
-        source._attn_implementation = "specdistill_memory"
+        source._attn_implementation = "specdistill_kv_cache"
         kinds = getattr(source, "layer_types", None) or ["full_attention"] * target.num_layers
         if "full_attention" not in kinds:
             got = f"{target.name} with layers {', '.join(sorted(set(kinds)))}"
@@ -112,22 +112,22 @@ class MtpDraft(nn.Module):
         return tables
 
     def forward(
-        self, next_ids_BT: Tensor, hidden_BTH: Tensor, rotary: tuple[Tensor, Tensor], memory: Memory
+        self, next_ids_BT: Tensor, hidden_BTH: Tensor, rotary: tuple[Tensor, Tensor], kv_cache: KVCache
     ) -> tuple[Tensor, Tensor]:
         """One draft step over T positions: what `lm_head` turns into logits [B, T, H], and the next step's hidden state, the same."""
         embedding = self.embed_tokens(next_ids_BT).to(self.fc.weight.dtype)
         both = torch.cat((self.token_norm(embedding), self.hidden_norm(hidden_BTH)), dim=-1)
-        normed: Tensor = self.norm(self._layer(self.fc(both), rotary, memory))
+        normed: Tensor = self.norm(self._layer(self.fc(both), rotary, kv_cache))
         return normed, normed
 
-    def _layer(self, hidden_BTH: Tensor, rotary: tuple[Tensor, Tensor], memory: Memory) -> Tensor:
-        output = self.layers[0](hidden_BTH, attention_mask=None, position_embeddings=rotary, memory=memory)
+    def _layer(self, hidden_BTH: Tensor, rotary: tuple[Tensor, Tensor], kv_cache: KVCache) -> Tensor:
+        output = self.layers[0](hidden_BTH, attention_mask=None, position_embeddings=rotary, kv_cache=kv_cache)
         result: Tensor = output[0] if isinstance(output, tuple) else output
         return result
 
     @torch.no_grad()
     def _check_route(self) -> None:
-        """One position through the layer: its query must reach the memory."""
+        """One position through the layer: its query must reach the kv_cache."""
         asked: list[int] = []
 
         def attend(layer: int, query_BNTd: Tensor, key_BGTd: Tensor, value_BGTd: Tensor) -> Tensor:
@@ -157,29 +157,29 @@ class MtpDraft(nn.Module):
         return self
 
 
-def memory_attention(
+def kv_cache_attention(
     module: nn.Module,
     query_BNTd: Tensor,
     key_BGTd: Tensor,
     value_BGTe: Tensor,
     attention_mask: Tensor | None,
     scaling: float | None = None,
-    memory: Memory | None = None,
+    kv_cache: KVCache | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """An attention function for transformers that asks a `Memory`; returns [B, T, N, e], as transformers wants it.
+    """An attention function for transformers that asks a `KVCache`; returns [B, T, N, e], as transformers wants it.
 
-    Raises UserError for attention that is more than softmax(scaling q k) v over what the memory shows: windows, sinks, caps, biases.
+    Raises UserError for attention that is more than softmax(scaling q k) v over what the kv_cache shows: windows, sinks, caps, biases.
     """
     more = [name for name, value in options.items() if value is not None and name not in WITHOUT_EFFECT]
-    more += ["a mask of its own"] * (attention_mask is not None) + ["keyword arguments that get lost"] * (memory is None)
+    more += ["a mask of its own"] * (attention_mask is not None) + ["keyword arguments that get lost"] * (kv_cache is None)
     if more:
         raise UserError("target.model", got=f"{type(module).__name__} with {', '.join(sorted(more))}", expected=EXPECTED)
-    assert memory is not None
+    assert kv_cache is not None
     size = query_BNTd.shape[-1]
     if scaling is not None and scaling != size**-0.5:
-        query_BNTd = query_BNTd * (scaling * size**0.5)  # a memory scales by d^-1/2
-    return memory.attend(0, query_BNTd, key_BGTd, value_BGTe).transpose(1, 2), None
+        query_BNTd = query_BNTd * (scaling * size**0.5)  # a kv_cache scales by d^-1/2
+    return kv_cache.attend(0, query_BNTd, key_BGTd, value_BGTe).transpose(1, 2), None
 
 
-AttentionInterface.register("specdistill_memory", memory_attention)
+AttentionInterface.register("specdistill_kv_cache", kv_cache_attention)

@@ -2,7 +2,7 @@
 
 A dictionary leads from every n-gram of the text, `min_ngram` to `max_ngram` tokens long, to the place after its last occurrence. Each
 token is indexed once, by at most max_ngram - min_ngram + 1 entries, and a proposal asks for as many at most: a round costs what its own
-tokens cost, however long the text is. Memory grows with the text, by about 270 bytes a token at the default lengths.
+tokens cost, however long the text is. KVCache grows with the text, by about 270 bytes a token at the default lengths.
 
 The longest n-gram that is found decides, since more agreement says more about what comes next; of its occurrences the latest, whose
 surroundings are most like the present ones. With the text x_0 .. x_{T-1} and x_s the token after that occurrence, guess i is x_{s + i}.
@@ -25,7 +25,7 @@ LOOKUPS = ("text", "prompt")
 
 @dataclass
 class NgramProposer:
-    """Guesses are certain (one-hot) at any temperature, so verification needs no law of theirs.
+    """Guesses are certain (one-hot) at any temperature, so verification needs no distribution of theirs.
 
     min_ngram, max_ngram: tokens of the n-grams that are looked up.
     lookup: `text` finds n-grams of prompt and output, `prompt` those of the prompt alone; what followed them may reach into the output.

@@ -1,4 +1,4 @@
-"""Small drafts: what they take over from the target, what they cost, and what is refused."""
+"""Draft models: what they take over from the target, what they cost, and what is refused."""
 
 import logging
 from pathlib import Path
@@ -9,12 +9,12 @@ from transformers import MixtralConfig, MixtralForCausalLM, PreTrainedModel, Qwe
 
 from specdistill.errors import UserError
 from specdistill.methods.draft_model.create import (
-    build_small,
+    create_draft_model,
     from_scratch,
-    load_small,
+    load_draft_model,
     parameters_read,
     propose_shape,
-    save_small,
+    save_draft_model,
     step_ratio,
     weights_read,
 )
@@ -220,9 +220,9 @@ def test_of_a_mixture_s_experts_a_token_reads_its_own() -> None:
 
 def test_each_start_builds_a_draft_and_says_what_it_costs(target: FrozenTarget, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="specdistill.methods.draft_model.create"):
-        default = build_small(target)
-        width = build_small(target, init="width", hidden_size=32, calibration=IDS)
-        scratch = build_small(target, init="scratch", max_parameters=60_000, seed=3)
+        default = create_draft_model(target)
+        width = create_draft_model(target, init="width", hidden_size=32, calibration=IDS)
+        scratch = create_draft_model(target, init="scratch", max_parameters=60_000, seed=3)
     assert [shape_of(draft.config).num_layers for draft in (default, width)] == [2, 2]
     assert width.config.hidden_size == 32 and scratch.num_parameters() <= 60_000
     assert sum("expected c = " in record.message for record in caplog.records) == 3
@@ -230,8 +230,8 @@ def test_each_start_builds_a_draft_and_says_what_it_costs(target: FrozenTarget, 
 
 def test_the_budget_decides_how_many_layers_are_kept(target: FrozenTarget) -> None:
     three = from_layers(target.model, 3).num_parameters()
-    assert build_small(target, max_parameters=three).config.num_hidden_layers == 3
-    assert build_small(target, max_parameters=three - 1).config.num_hidden_layers == 2
+    assert create_draft_model(target, max_parameters=three).config.num_hidden_layers == 3
+    assert create_draft_model(target, max_parameters=three - 1).config.num_hidden_layers == 2
 
 
 @pytest.mark.parametrize(
@@ -250,32 +250,32 @@ def test_the_budget_decides_how_many_layers_are_kept(target: FrozenTarget) -> No
 )
 def test_settings_that_do_not_fit_are_refused(target: FrozenTarget, settings: dict[str, object], says: str) -> None:
     with pytest.raises(UserError, match=f"^{says}"):
-        build_small(target, **settings)  # type: ignore[arg-type]
+        create_draft_model(target, **settings)  # type: ignore[arg-type]
 
 
 def test_a_larger_draft_is_refused_with_its_bound_unless_told(target: FrozenTarget, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(UserError, match=r"predicted speedup of at most 0\.\d\d, expected .*draft\.allow_larger=true"):
-        build_small(target, init="scratch", num_layers=8)
-    draft = build_small(target, init="scratch", num_layers=8, allow_larger=True)
+        create_draft_model(target, init="scratch", num_layers=8)
+    draft = create_draft_model(target, init="scratch", num_layers=8, allow_larger=True)
     assert draft.config.num_hidden_layers == 8
     assert [record.levelname for record in caplog.records if "predicted speedup" in record.message] == ["WARNING"]
 
 
 def test_save_and_load_are_bit_equal(target: FrozenTarget, model: PreTrainedModel, tmp_path: Path) -> None:
     draft = from_width(model, IDS, Shape(2, 32, 48, 2, 1, shape_of(model.config).head_dim))
-    save_small(draft, target.tokenizer, tmp_path)
-    loaded, tokenizer = load_small(tmp_path, key="draft.init")
+    save_draft_model(draft, target.tokenizer, tmp_path)
+    loaded, tokenizer = load_draft_model(tmp_path, key="draft.init")
     assert torch.equal(logits(loaded), logits(draft)) and tokenizer.get_vocab() == target.tokenizer.get_vocab()
-    assert torch.equal(logits(build_small(target, init=str(tmp_path))), logits(draft))
+    assert torch.equal(logits(create_draft_model(target, init=str(tmp_path))), logits(draft))
 
 
 @pytest.mark.parametrize("broken", ["model.safetensors", "tokenizer.json", "config.json", "truncated"])
 def test_a_folder_that_is_not_whole_is_refused(target: FrozenTarget, tmp_path: Path, broken: str) -> None:
-    save_small(from_layers(target.model, 2), target.tokenizer, tmp_path)
+    save_draft_model(from_layers(target.model, 2), target.tokenizer, tmp_path)
     weights = tmp_path / "model.safetensors"
     if broken == "truncated":
         weights.write_bytes(weights.read_bytes()[:-100])
     else:
         (tmp_path / broken).unlink()
     with pytest.raises(UserError, match=r"^eval\.draft: got .*expected"):
-        load_small(tmp_path)
+        load_draft_model(tmp_path)

@@ -1,4 +1,4 @@
-"""Small drafts: their own folder for vLLM and SGLang, a GGUF file for llama.cpp."""
+"""Draft models: their own folder for vLLM and SGLang, a GGUF file for llama.cpp."""
 
 import json
 from pathlib import Path
@@ -15,7 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from specdistill.errors import UserError
 from specdistill.export.export import export
-from specdistill.methods.draft_model.create import load_small, save_small
+from specdistill.methods.draft_model.create import load_draft_model, save_draft_model
 from specdistill.methods.draft_model.export import with_both_spellings
 from specdistill.methods.draft_model.gguf import WORDS_OF_LLAMA3, WORDS_OF_QWEN2
 from specdistill.project import PICO
@@ -34,7 +34,7 @@ LLAMA3 = {
 
 def save(folder: Path, model: PreTrainedModel | None = None, tokenizer: Any = None) -> PreTrainedModel:
     model = model or tiny_target_model(num_layers=2)
-    save_small(model, tokenizer or tiny_tokenizer(), folder)
+    save_draft_model(model, tokenizer or tiny_tokenizer(), folder)
     return model
 
 
@@ -56,7 +56,7 @@ def test_a_small_draft_comes_back_bit_for_bit(engine: str, tmp_path: Path) -> No
     before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("ours", "out"))
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) and before[name].dtype == after[name].dtype for name in before)
-    load_small(tmp_path / "out")
+    load_draft_model(tmp_path / "out")
     names = {path.name for path in (tmp_path / "ours").iterdir()}
     assert {path.name for path in (tmp_path / "out").iterdir()} == names | {"SERVE.md"}
 
@@ -142,7 +142,7 @@ def test_gguf_holds_the_weights_by_hand(dtype: str, tolerance: float, tmp_path: 
 def test_gguf_holds_the_tokenizer(tmp_path: Path) -> None:
     export(PICO, "gguf", tmp_path / "out", TargetFiles.of("pico"))
     keys, tensors = read_gguf(tmp_path / "out" / "draft-f16.gguf")
-    _, tokenizer = load_small("pico")
+    _, tokenizer = load_draft_model("pico")
     assert keys["tokenizer.ggml.model"] == "gpt2" and keys["tokenizer.ggml.pre"] == "gpt-2"
     assert keys["tokenizer.ggml.tokens"] == tokenizer.convert_ids_to_tokens(list(range(1024)))
     assert keys["tokenizer.ggml.token_type"] == [3] * 4 + [1] * 1020  # four special ones

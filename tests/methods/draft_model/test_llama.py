@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from specdistill.decoding.kv_cache import FIRST_SIZE, DraftCache
+from specdistill.decoding.kv_cache import FIRST_SIZE, DraftKVCache
 from specdistill.methods.draft_model.llama import LlamaStack, is_plain_llama
 from tests.methods.draft_model.test_create import qwen
 from tests.tiny import tiny_target_model
@@ -31,7 +31,7 @@ def test_it_computes_what_transformers_computes(changes: dict[str, object]) -> N
     model = small(**changes)
     stack = LlamaStack(model)
     ids = torch.randint(3, 200, (1, 90), generator=torch.Generator().manual_seed(0))
-    cache = DraftCache(2, stack.rotary, ids.device)
+    cache = DraftKVCache(2, stack.rotary, ids.device)
     with torch.no_grad():
         expected = model.get_decoder()(ids).last_hidden_state
         parts = [
@@ -65,7 +65,7 @@ def test_the_cache_grows_without_losing_anything() -> None:
     model = small(max_position_embeddings=4 * FIRST_SIZE)
     stack = LlamaStack(model)
     ids = torch.randint(3, 200, (1, FIRST_SIZE + 90), generator=torch.Generator().manual_seed(0))
-    cache = DraftCache(2, stack.rotary, ids.device)
+    cache = DraftKVCache(2, stack.rotary, ids.device)
     with torch.no_grad():
         stack(ids[:, : FIRST_SIZE - 2], cache.next_rotary(FIRST_SIZE - 2), cache)
         hidden = stack(ids[:, FIRST_SIZE - 2 :], cache.next_rotary(92), cache)

@@ -1,4 +1,4 @@
-"""A small draft's objective: which positions teach, what is counted, and that a draft which is the target is perfect."""
+"""A draft model's objective: which positions teach, what is counted, and that a draft which is the target is perfect."""
 
 import copy
 from typing import Any
@@ -23,14 +23,14 @@ def packed_rows() -> dict[str, torch.Tensor]:
     """One row: documents of 7 and 5 tokens and 2 of padding; the first three tokens of the first carry no loss."""
     return {
         "input_ids": torch.randint(3, 200, (1, 14), generator=torch.Generator().manual_seed(0)),
-        "supervise": torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1, 1, 0, 0]]),
+        "loss_mask": torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1, 1, 0, 0]]),
         "document_ids": torch.tensor([[0] * 7 + [1] * 5 + [-1] * 2]),
         "position_ids": torch.tensor([[*range(7), *range(5), 0, 0]]),
     }
 
 
 def run(objective: Distillation, target: FrozenTarget, rows: dict[str, torch.Tensor], measure: bool = True) -> Any:
-    return objective(**rows, **objective.teach(target, rows), measure=measure)
+    return objective(**rows, **objective.read_target(target, rows), measure=measure)
 
 
 def small_draft(seed: int = 5) -> Any:
@@ -43,7 +43,7 @@ def test_the_target_as_its_own_draft_is_perfect(target: FrozenTarget) -> None:
     total, sums = run(objective, target, rows)
     kept = 4 + 4  # x_3..x_6 and x_8..x_11: the token before each teaches
     assert float(total.detach()) == pytest.approx(0, abs=1e-4)
-    assert int(sums.kept[0]) == int(sums.correct[0]) == int(objective.num_kept(rows)) == kept
+    assert int(sums.loss_tokens[0]) == int(sums.correct[0]) == int(objective.num_loss_tokens(rows)) == kept
     assert float(sums.accepted[0]) == pytest.approx(kept, rel=1e-5)
     assert [int(count) for count in sums.chains] == [int(count) for count in sums.chain_correct] == [8, 6, 4]
     assert sums.table().shape == (6, K)
@@ -60,7 +60,7 @@ def test_the_loss_is_the_divergence_between_the_laws_of_each_document_alone(targ
     assert float(total.detach()) == pytest.approx(expected, rel=1e-4)
 
 
-def test_temperature_divides_both_laws(target: FrozenTarget) -> None:
+def test_temperature_divides_both_distributions(target: FrozenTarget) -> None:
     rows, draft = packed_rows(), small_draft()
     total, _ = run(Distillation(draft, forward_kl, temperature=2.0), target, rows)
     ids = rows["input_ids"][:, 7:12]
@@ -76,7 +76,7 @@ def test_temperature_divides_both_laws(target: FrozenTarget) -> None:
 def test_labels_may_be_the_texts_own_tokens(target: FrozenTarget, training: bool) -> None:
     """In training the target is then not asked at all."""
     rows, draft = packed_rows(), small_draft()
-    objective = Distillation(draft, forward_kl, labels="tokens").train(training)
+    objective = Distillation(draft, forward_kl, labels="hard").train(training)
     asked = []
     with target.backbone.register_forward_pre_hook(lambda *_: asked.append(1)):
         total, _ = run(objective, target, rows, measure=not training)
@@ -84,8 +84,8 @@ def test_labels_may_be_the_texts_own_tokens(target: FrozenTarget, training: bool
     expected = 0.0
     for start, stop, first in ((0, 7, 2), (7, 12, 0)):
         ids = rows["input_ids"][:, start:stop]
-        law = draft(ids).logits[0, first:-1].log_softmax(-1)
-        expected -= float(law.gather(1, ids[0, first + 1 :, None]).sum().detach())
+        distribution = draft(ids).logits[0, first:-1].log_softmax(-1)
+        expected -= float(distribution.gather(1, ids[0, first + 1 :, None]).sum().detach())
     assert float(total.detach()) == pytest.approx(expected, rel=1e-4)
 
 
@@ -95,7 +95,7 @@ def test_selection_learns_where_the_draft_is_furthest_behind_the_reference(targe
     perfect = copy.deepcopy(target.model)  # the reference could learn everything: the worst rows are chosen
     objective = Distillation(draft, forward_kl, reference=perfect, selected=0.5)
     total, sums = run(objective, target, rows, measure=False)
-    assert int(sums.kept[0]) == 4 == float(objective.num_kept(rows))
+    assert int(sums.loss_tokens[0]) == 4 == float(objective.num_loss_tokens(rows))
     assert float(whole.detach()) / 2 < float(total.detach()) < float(whole.detach())
     assert all(not parameter.requires_grad or name.startswith("draft.") for name, parameter in objective.named_parameters())
     assert len(list(objective.parameters())) == len(list(draft.parameters()))

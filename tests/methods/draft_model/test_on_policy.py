@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from specdistill.methods.draft_model.on_policy import StudentWriting
+from specdistill.methods.draft_model.on_policy import OnPolicyGeneration
 from tests.tiny import tiny_target_model
 
 
@@ -14,14 +14,14 @@ def batch() -> dict[str, torch.Tensor]:
     documents[1, 4:] = 1
     return {
         "input_ids": ids,
-        "supervise": torch.ones_like(ids),
+        "loss_mask": torch.ones_like(ids),
         "document_ids": documents,
         "position_ids": torch.arange(20).repeat(3, 1),
     }
 
 
-def writing(fraction: float = 1.0, temperature: float = 0.0, end_ids: tuple[int, ...] = ()) -> StudentWriting:
-    return StudentWriting(tiny_target_model(num_layers=1), fraction, temperature, 6, 10, end_ids, seed=0)
+def writing(fraction: float = 1.0, temperature: float = 0.0, end_ids: tuple[int, ...] = ()) -> OnPolicyGeneration:
+    return OnPolicyGeneration(tiny_target_model(num_layers=1), fraction, temperature, 6, 10, end_ids, seed=0)
 
 
 def test_rows_are_beginnings_and_what_the_draft_writes_after_them() -> None:
@@ -32,7 +32,7 @@ def test_rows_are_beginnings_and_what_the_draft_writes_after_them() -> None:
         kept, attention_mask=torch.ones_like(kept), do_sample=False, max_new_tokens=10, eos_token_id=None, pad_token_id=0
     )
     assert torch.equal(written["input_ids"], expected)
-    assert written["supervise"].tolist() == [[0] * 6 + [1] * 10] * 2
+    assert written["loss_mask"].tolist() == [[0] * 6 + [1] * 10] * 2
     assert written["document_ids"].eq(0).all()
     assert written["position_ids"].tolist() == [list(range(16))] * 2
 
@@ -41,9 +41,9 @@ def test_a_text_that_ends_early_is_padded() -> None:
     student = writing()
     free = student(batch(), 0)["input_ids"][:, 6:]
     stop = next(int(token) for token in free[0, 2:6] if token not in free[1])
-    ended = StudentWriting(student.draft, 1.0, 0.0, 6, 10, (stop,), seed=0)(batch(), 0)
+    ended = OnPolicyGeneration(student.draft, 1.0, 0.0, 6, 10, (stop,), seed=0)(batch(), 0)
     length = free[0].tolist().index(stop) + 1
-    assert ended["supervise"][0].sum() == length
+    assert ended["loss_mask"][0].sum() == length
     assert ended["document_ids"][0].tolist() == [0] * (6 + length) + [-1] * (10 - length)
 
 

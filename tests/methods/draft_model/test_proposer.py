@@ -1,4 +1,4 @@
-"""A model that drafts for another: exact in law by enumeration, greedy text kept, a cache that is no different from none."""
+"""A model that drafts for another: exact in distribution by enumeration, greedy text kept, a cache that is no different from none."""
 
 import itertools
 import statistics
@@ -53,7 +53,7 @@ def word_tokenizer(words: str) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(vocabulary, unk_token=words.split()[0])))
 
 
-def small_model(vocab_size: int, seed: int) -> LlamaForCausalLM:
+def tiny_draft_model(vocab_size: int, seed: int) -> LlamaForCausalLM:
     return tiny_target_model(num_layers=1, hidden_size=32, vocab_size=vocab_size, seed=seed)
 
 
@@ -127,9 +127,9 @@ def test_the_threshold_stops_where_the_best_token_is_less_probable(target: Froze
     confidences = []
     for _ in range(4):
         with torch.inference_mode():
-            law = draft(input_ids=torch.tensor([text])).logits[0, -1].softmax(-1)
-        confidences.append(float(law.max()))
-        text.append(int(law.argmax()))
+            distribution = draft(input_ids=torch.tensor([text])).logits[0, -1].softmax(-1)
+        confidences.append(float(distribution.max()))
+        text.append(int(distribution.argmax()))
     weakest = min(range(4), key=confidences.__getitem__)
     for threshold, length in ((confidences[weakest] * 1.001, weakest), (confidences[weakest] * 0.999, 4)):
         proposer = DraftModelProposer(draft, confidence_threshold=threshold)
@@ -138,7 +138,7 @@ def test_the_threshold_stops_where_the_best_token_is_less_probable(target: Froze
             assert proposer.propose(DecodingState(PROMPT), 4, GREEDY, None).tokens == text[6 : 6 + length]
 
 
-# --- The law, exactly
+# --- The distribution, exactly
 
 Propose = Callable[[list[int], Sampling, list[float]], Proposal]
 SAMPLING = Sampling(temperature=0.8)
@@ -155,19 +155,19 @@ def fresh(proposer: DraftModelProposer, k: int) -> Propose:
 
 
 @torch.inference_mode()
-def output_law(target: LlamaForCausalLM, propose: Propose, prompt: list[int], sampling: Sampling) -> Tensor:
-    """The exact law of the next LENGTH tokens: every cell of the proposer's and of the rule's uniforms is visited."""
+def output_distribution(target: LlamaForCausalLM, propose: Propose, prompt: list[int], sampling: Sampling) -> Tensor:
+    """The exact distribution of the next LENGTH tokens: every cell of the proposer's and of the rule's uniforms is visited."""
     size = target.config.vocab_size
-    law = torch.zeros((size,) * LENGTH, dtype=torch.float64)
+    distribution = torch.zeros((size,) * LENGTH, dtype=torch.float64)
 
-    def target_laws(text: list[int], proposed: list[int]) -> Tensor:
+    def target_distributions(text: list[int], proposed: list[int]) -> Tensor:
         logits = target(input_ids=torch.tensor([text + proposed])).logits[:, len(text) - 1 :]
         return sampling.probabilities(logits).double()
 
     def proposals(text: list[int], uniforms: list[float], weight: float) -> None:
         proposal = propose(text, sampling, uniforms)
         if proposal.probabilities is not None and len(proposal.tokens) > len(uniforms):
-            # The law of the next drafted token is known: visit each of its tokens.
+            # The distribution of the next drafted token is known: visit each of its tokens.
             sums = proposal.probabilities[len(uniforms)].double().cumsum(-1)
             for midpoint, width in cells(sums / sums[-1]):
                 proposals(text, [*uniforms, midpoint], weight * width)
@@ -176,7 +176,7 @@ def output_law(target: LlamaForCausalLM, propose: Propose, prompt: list[int], sa
 
     def verify(text: list[int], proposal: Proposal, weight: float) -> None:
         tokens, k = proposal.tokens, len(proposal.tokens)
-        p = target_laws(text, tokens)
+        p = target_distributions(text, tokens)
         q = None if proposal.probabilities is None else proposal.probabilities.double()[None]
         explicit = (
             torch.zeros(1, 0, size) if not k else torch.nn.functional.one_hot(torch.tensor([tokens]), size) if q is None else q
@@ -201,12 +201,12 @@ def output_law(target: LlamaForCausalLM, propose: Propose, prompt: list[int], sa
         for written in [written for written in unfinished if len(written) == length]:
             proposals([*prompt, *written], [], unfinished.pop(written))
     for written, weight in unfinished.items():
-        law[written] += weight
-    return law
+        distribution[written] += weight
+    return distribution
 
 
 @torch.inference_mode()
-def plain_law(target: LlamaForCausalLM, prompt: list[int], sampling: Sampling) -> Tensor:
+def plain_distribution(target: LlamaForCausalLM, prompt: list[int], sampling: Sampling) -> Tensor:
     first = sampling.probabilities(target(input_ids=torch.tensor([prompt])).logits[0, -1:])[0]
     rows = torch.tensor([[*prompt, token] for token in range(target.config.vocab_size)])
     second = sampling.probabilities(target(input_ids=rows).logits[:, -1])
@@ -218,19 +218,19 @@ TARGET_WORDS, DRAFT_WORDS = "? a b c", "b ? d a"  # the draft knows no c, the ta
 
 def unlike(threshold: float | None = None) -> DraftModelProposer:
     vocabulary = match_vocabularies(word_tokenizer(TARGET_WORDS), 4, word_tokenizer(DRAFT_WORDS), 4, heterogeneous=True)
-    return DraftModelProposer(small_model(4, seed=2), vocabulary=vocabulary, confidence_threshold=threshold)
+    return DraftModelProposer(tiny_draft_model(4, seed=2), vocabulary=vocabulary, confidence_threshold=threshold)
 
 
 def alike(threshold: float | None = None) -> DraftModelProposer:
-    return DraftModelProposer(small_model(4, seed=2), confidence_threshold=threshold)
+    return DraftModelProposer(tiny_draft_model(4, seed=2), confidence_threshold=threshold)
 
 
 @torch.inference_mode()
 def telling_threshold(make: Callable[..., DraftModelProposer]) -> float:
     """A threshold under which some of the texts one token longer than the prompt get a proposal, and others none."""
     propose = fresh(make(), 1)
-    laws = [propose([1, 3, 2, token], SAMPLING, []).probabilities for token in range(4)]
-    confidences = [float(law.max()) for law in laws if law is not None]
+    distributions = [propose([1, 3, 2, token], SAMPLING, []).probabilities for token in range(4)]
+    confidences = [float(distribution.max()) for distribution in distributions if distribution is not None]
     threshold = statistics.median(confidences)
     assert len(confidences) == 4 and min(confidences) < threshold <= max(confidences)
     return threshold
@@ -239,16 +239,16 @@ def telling_threshold(make: Callable[..., DraftModelProposer]) -> float:
 @pytest.mark.parametrize("make", [alike, unlike])
 @pytest.mark.parametrize("adaptive", [False, True])
 def test_sampled_text_has_the_targets_law_exactly(make: Callable[..., DraftModelProposer], adaptive: bool):
-    target = small_model(4, seed=1)
+    target = tiny_draft_model(4, seed=1)
     proposer = make(telling_threshold(make) if adaptive else None)
-    law = output_law(target, fresh(proposer, 2), [1, 3, 2], SAMPLING)
-    assert torch.allclose(law, plain_law(target, [1, 3, 2], SAMPLING), rtol=0, atol=1e-6)
+    distribution = output_distribution(target, fresh(proposer, 2), [1, 3, 2], SAMPLING)
+    assert torch.allclose(distribution, plain_distribution(target, [1, 3, 2], SAMPLING), rtol=0, atol=1e-6)
 
 
 def test_a_truncated_law_is_kept_too():
-    target, sampling = small_model(4, seed=1), Sampling(1.0, top_k=3)
-    law = output_law(target, fresh(unlike(), 2), [1, 3, 2], sampling)
-    assert torch.allclose(law, plain_law(target, [1, 3, 2], sampling), rtol=0, atol=1e-6)
+    target, sampling = tiny_draft_model(4, seed=1), Sampling(1.0, top_k=3)
+    distribution = output_distribution(target, fresh(unlike(), 2), [1, 3, 2], sampling)
+    assert torch.allclose(distribution, plain_distribution(target, [1, 3, 2], sampling), rtol=0, atol=1e-6)
 
 
 def test_leaving_out_a_drawn_token_for_its_own_probability_is_caught():
@@ -264,10 +264,10 @@ def test_leaving_out_a_drawn_token_for_its_own_probability_is_caught():
         kept = kept if kept < len(uniforms) else len(proposal.tokens)
         return Proposal(proposal.tokens[:kept], proposal.probabilities[:kept] if kept else None)
 
-    target = small_model(4, seed=1)
-    law = output_law(target, dropping, [1, 3, 2], SAMPLING)
-    assert float(law.sum()) == pytest.approx(1)
-    assert (law - plain_law(target, [1, 3, 2], SAMPLING)).abs().max() > 1e-2
+    target = tiny_draft_model(4, seed=1)
+    distribution = output_distribution(target, dropping, [1, 3, 2], SAMPLING)
+    assert float(distribution.sum()) == pytest.approx(1)
+    assert (distribution - plain_distribution(target, [1, 3, 2], SAMPLING)).abs().max() > 1e-2
 
 
 # --- Another vocabulary

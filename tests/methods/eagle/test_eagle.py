@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from specdistill.errors import UserError
 from specdistill.methods.eagle.checkpoint import load_eagle, save_eagle
 from specdistill.methods.eagle.create import build_eagle
-from specdistill.methods.heads.unroll import ChainMemory
+from specdistill.methods.heads.unroll import UnrollKVCache
 from specdistill.targets.frozen import FrozenTarget
 from tests.tiny import tiny_target_model, tiny_tokenizer
 
@@ -54,7 +54,9 @@ def test_it_computes_what_its_formula_says(target: FrozenTarget) -> None:
     head = build_eagle(target)
     ids, hidden = torch.tensor([[7]]), torch.randn(1, 1, target.hidden_size, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        output, recycled = head(ids, hidden, head.rotary(hidden, torch.zeros_like(ids)), ChainMemory(torch.zeros_like(ids), 1))
+        output, next_hidden = head(
+            ids, hidden, head.rotary(hidden, torch.zeros_like(ids)), UnrollKVCache(torch.zeros_like(ids), 1)
+        )
         layer = head.layers[0]
         fused = torch.cat((head.embed_tokens(ids), hidden), -1) @ head.fc.weight.T
         value = layer.self_attn.v_proj(fused).view(1, 1, -1, 32)
@@ -62,7 +64,7 @@ def test_it_computes_what_its_formula_says(target: FrozenTarget) -> None:
         state = fused + layer.self_attn.o_proj(value.repeat_interleave(shared, 2).flatten(2))
         normed = state * (state.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt()
         expected = state + layer.mlp(normed)
-    assert torch.allclose(output, expected, atol=1e-5) and output is recycled
+    assert torch.allclose(output, expected, atol=1e-5) and output is next_hidden
 
 
 def test_a_config_without_bias_means_a_bias_as_its_first_writer_has_it(target: FrozenTarget, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from specdistill.errors import UserError
 from specdistill.methods.eagle3.checkpoint import config_to_json, load_eagle3, save_eagle3
 from specdistill.methods.eagle3.create import build_eagle3
-from specdistill.methods.heads.unroll import ChainMemory
+from specdistill.methods.heads.unroll import UnrollKVCache
 from specdistill.targets.frozen import FrozenTarget
 from tests.tiny import tiny_target_model, tiny_tokenizer
 
@@ -90,11 +90,11 @@ def test_norm_output_feeds_back_what_the_head_sees(target: FrozenTarget) -> None
         draft = build_eagle3(target, norm_output=norm_output)
         draft.norm.weight.data = torch.linspace(0.5, 2.0, len(draft.norm.weight))
         hidden = draft.fuse(target.features(ids, draft.aux_layers))
-        normed, recycled = draft(
-            ids, hidden, draft.rotary(hidden, torch.arange(5)[None]), ChainMemory(torch.zeros_like(ids), 1)
+        normed, next_hidden = draft(
+            ids, hidden, draft.rotary(hidden, torch.arange(5)[None]), UnrollKVCache(torch.zeros_like(ids), 1)
         )
-        assert torch.equal(normed, recycled) == norm_output
-        assert torch.allclose(draft.norm(recycled), normed, atol=1e-6) != norm_output
+        assert torch.equal(normed, next_hidden) == norm_output
+        assert torch.allclose(draft.norm(next_hidden), normed, atol=1e-6) != norm_output
 
 
 def corrupt(folder: Path, change: str) -> None:

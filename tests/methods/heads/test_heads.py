@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from specdistill.decoding.decoder import Decoder
-from specdistill.decoding.kv_cache import DraftCache
+from specdistill.decoding.kv_cache import DraftKVCache
 from specdistill.errors import UserError
 from specdistill.methods.heads.table import HEADS
-from specdistill.methods.heads.unroll import ChainMemory
+from specdistill.methods.heads.unroll import UnrollKVCache
 from specdistill.methods.load import load_proposer
 from specdistill.methods.recognize import method_of
 from specdistill.targets.frozen import FrozenTarget
@@ -52,8 +52,8 @@ def variant(request: pytest.FixtureRequest, target: FrozenTarget) -> tuple[str, 
     return method, head
 
 
-def memory(head: Any, ids: torch.Tensor) -> ChainMemory:
-    return ChainMemory(torch.zeros_like(ids), head.config.num_layers, head.config.sliding_window)
+def kv_cache(head: Any, ids: torch.Tensor) -> UnrollKVCache:
+    return UnrollKVCache(torch.zeros_like(ids), head.config.num_layers, head.config.sliding_window)
 
 
 def test_save_and_load_are_bit_equal(variant: tuple[str, Any], target: FrozenTarget, tmp_path: Path) -> None:
@@ -79,8 +79,8 @@ def test_cached_steps_equal_the_uncached_pass(variant: tuple[str, Any], target: 
     ids = torch.arange(3, 15)[None]
     with torch.no_grad():
         hidden = head.fuse(target.features(ids, head.aux_layers))
-        whole, _ = head(ids, hidden, head.rotary(hidden, torch.arange(12)[None]), memory(head, ids))
-        cache = DraftCache(head.config.num_layers, partial(head.rotary, hidden), ids.device, head.config.sliding_window)
+        whole, _ = head(ids, hidden, head.rotary(hidden, torch.arange(12)[None]), kv_cache(head, ids))
+        cache = DraftKVCache(head.config.num_layers, partial(head.rotary, hidden), ids.device, head.config.sliding_window)
         parts = []
         for start, end in ((0, 5), (5, 6), (6, 12)):
             normed, _ = head(ids[:, start:end], hidden[:, start:end], cache.next_rotary(end - start), cache)
@@ -95,10 +95,10 @@ def test_batch_equals_single(variant: tuple[str, Any], target: FrozenTarget) -> 
     with torch.no_grad():
         hidden = head.fuse(target.features(ids, head.aux_layers))
         rotary = head.rotary(hidden, positions)
-        both, _ = head(ids, hidden, rotary, memory(head, ids))
+        both, _ = head(ids, hidden, rotary, kv_cache(head, ids))
         for row in range(2):
             one_rotary = tuple(table[:1] for table in rotary)
-            one, _ = head(ids[row : row + 1], hidden[row : row + 1], one_rotary, memory(head, ids[:1]))
+            one, _ = head(ids[row : row + 1], hidden[row : row + 1], one_rotary, kv_cache(head, ids[:1]))
             assert torch.allclose(both[row], one[0], atol=1e-5)
 
 
@@ -114,7 +114,7 @@ def test_a_window_hides_what_lies_before_it(target: FrozenTarget, method: str) -
         if changed is not None:
             states[:, changed] += 1.0
         with torch.no_grad():
-            return head(ids, states, head.rotary(states, torch.arange(12)[None]), memory(head, ids))[0][0, -1]
+            return head(ids, states, head.rotary(states, torch.arange(12)[None]), kv_cache(head, ids))[0][0, -1]
 
     assert torch.allclose(last(7), last(None), atol=1e-6)
     assert not torch.allclose(last(8), last(None), atol=1e-3)

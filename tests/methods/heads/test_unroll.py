@@ -12,9 +12,9 @@ from specdistill.methods.eagle.create import build_eagle
 from specdistill.methods.eagle3.create import build_eagle3
 from specdistill.methods.heads.proposer import HeadProposer
 from specdistill.methods.heads.table import HEADS
-from specdistill.methods.heads.unroll import ChainMemory, TrainingTimeTest
+from specdistill.methods.heads.unroll import TrainingTimeTest, UnrollKVCache
 from specdistill.targets.frozen import FrozenTarget
-from specdistill.training.soft_targets import predicts, shift_left, teach
+from specdistill.training.soft_targets import compute_soft_targets, has_loss, shift_left
 from specdistill.training.step_sums import StepSums
 from tests.tiny import tiny_target_model, tiny_tokenizer
 
@@ -28,12 +28,12 @@ def target() -> FrozenTarget:
 
 def unrolled_logits(draft: Any, target: FrozenTarget, ids: torch.Tensor, steps: int) -> list[torch.Tensor]:
     """Logits [T, W] of each unroll step over one document."""
-    memory = ChainMemory(torch.zeros_like(ids), draft.config.num_layers, draft.config.sliding_window)
+    kv_cache = UnrollKVCache(torch.zeros_like(ids), draft.config.num_layers, draft.config.sliding_window)
     hidden = draft.fuse(target.features(ids, draft.aux_layers))
     positions = torch.arange(ids.shape[1])[None]
     logits = []
     for k in range(steps):
-        normed, hidden = draft(shift_left(ids, 1 + k, 0), hidden, draft.rotary(hidden, positions + k), memory)
+        normed, hidden = draft(shift_left(ids, 1 + k, 0), hidden, draft.rotary(hidden, positions + k), kv_cache)
         logits.append(draft.lm_head(normed)[0])
     return logits
 
@@ -68,10 +68,10 @@ def test_the_unroll_guesses_what_the_decoder_guesses(target: FrozenTarget, metho
 
 def test_only_supervised_tokens_of_the_roots_document_are_predicted() -> None:
     document = torch.tensor([[0, 0, 0, 0, 0, 1, 1, 1, -1, -1]])
-    supervise = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1, 0, 0]])
-    assert predicts(document, supervise, ahead=2).nonzero()[:, 1].tolist() == [1, 2, 5]  # predict x_3, x_4 and x_7
-    assert predicts(document, supervise, ahead=3).nonzero()[:, 1].tolist() == [0, 1]
-    assert predicts(document, supervise, ahead=4).nonzero()[:, 1].tolist() == [0]
+    loss_mask = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1, 0, 0]])
+    assert has_loss(document, loss_mask, ahead=2).nonzero()[:, 1].tolist() == [1, 2, 5]  # predict x_3, x_4 and x_7
+    assert has_loss(document, loss_mask, ahead=3).nonzero()[:, 1].tolist() == [0, 1]
+    assert has_loss(document, loss_mask, ahead=4).nonzero()[:, 1].tolist() == [0]
 
 
 def test_the_teacher_is_the_targets_law_one_step_ahead(target: FrozenTarget) -> None:
@@ -79,26 +79,28 @@ def test_the_teacher_is_the_targets_law_one_step_ahead(target: FrozenTarget) -> 
     ones, document = torch.ones_like(ids), torch.zeros_like(ids)
     hidden = target.features(ids, []).last_hidden
     everything = torch.arange(target.vocab_size)
-    teacher = teach(target.lm_head, hidden, predicts(document, ones, ahead=1), everything, 1.0)
-    laws = target.model(ids).logits[0].softmax(-1)
-    rows = shift_left(teacher.row_BT, 1, -1)[predicts(document, ones, ahead=2)]
-    assert torch.allclose(teacher.probs_RW[rows], laws[1:11], atol=1e-6)  # roots 0..9 are taught by the laws at 1..10
+    soft_targets = compute_soft_targets(target.lm_head, hidden, has_loss(document, ones, ahead=1), everything, 1.0)
+    distributions = target.model(ids).logits[0].softmax(-1)
+    rows = shift_left(soft_targets.row_BT, 1, -1)[has_loss(document, ones, ahead=2)]
+    assert torch.allclose(
+        soft_targets.probs_RW[rows], distributions[1:11], atol=1e-6
+    )  # roots 0..9 are taught by the distributions at 1..10
 
 
 def test_a_pruned_teacher_is_renormalised_and_remembers_its_share(target: FrozenTarget) -> None:
     ids = torch.arange(3, 15)[None]
     kept = torch.arange(0, target.vocab_size, 2)
-    teaches = predicts(torch.zeros_like(ids), torch.ones_like(ids), ahead=1)
-    teacher = teach(target.lm_head, target.features(ids, []).last_hidden, teaches, kept, 1.0)
-    laws = target.model(ids).logits[0, :-1].softmax(-1)
-    assert torch.allclose(teacher.probs_RW.sum(-1), torch.ones(11), atol=1e-5)
-    assert torch.allclose(teacher.share_R, laws[:, kept].sum(-1), atol=1e-5)
-    assert torch.allclose(teacher.probs_RW * teacher.share_R[:, None], laws[:, kept], atol=1e-5)
-    assert torch.equal(teacher.best_R, laws.argmax(-1))
+    teaches = has_loss(torch.zeros_like(ids), torch.ones_like(ids), ahead=1)
+    soft_targets = compute_soft_targets(target.lm_head, target.features(ids, []).last_hidden, teaches, kept, 1.0)
+    distributions = target.model(ids).logits[0, :-1].softmax(-1)
+    assert torch.allclose(soft_targets.probs_RW.sum(-1), torch.ones(11), atol=1e-5)
+    assert torch.allclose(soft_targets.share_R, distributions[:, kept].sum(-1), atol=1e-5)
+    assert torch.allclose(soft_targets.probs_RW * soft_targets.share_R[:, None], distributions[:, kept], atol=1e-5)
+    assert torch.equal(soft_targets.top1_R, distributions.argmax(-1))
 
 
 def run(model: TrainingTimeTest, target: FrozenTarget, rows: dict[str, torch.Tensor]) -> tuple[torch.Tensor, StepSums]:
-    total, sums = model(**rows, **model.teach(target, rows), measure=True)
+    total, sums = model(**rows, **model.read_target(target, rows), measure=True)
     return total, sums
 
 
@@ -106,7 +108,7 @@ def document_rows(length: int, start: int) -> dict[str, torch.Tensor]:
     ids = torch.arange(start, start + length)[None]
     return {
         "input_ids": ids,
-        "supervise": torch.ones_like(ids),
+        "loss_mask": torch.ones_like(ids),
         "document_ids": torch.zeros_like(ids),
         "position_ids": torch.arange(length)[None],
     }
@@ -118,7 +120,7 @@ def test_packing_changes_no_loss_and_no_gradient(target: FrozenTarget, vocabular
     first, second = document_rows(11, 3), document_rows(9, 60)
     packed = {name: torch.cat((first[name], second[name]), 1) for name in first}
     packed["document_ids"][:, 11:] = 1
-    padding = {"input_ids": 0, "supervise": 0, "document_ids": -1, "position_ids": 0}
+    padding = {"input_ids": 0, "loss_mask": 0, "document_ids": -1, "position_ids": 0}
     packed = {name: torch.cat((rows, torch.full((1, 5), padding[name])), 1) for name, rows in packed.items()}
     packed["position_ids"][:, 20:] = torch.arange(5)
 
@@ -140,9 +142,9 @@ def test_packing_changes_no_loss_and_no_gradient(target: FrozenTarget, vocabular
 def test_unsupervised_tokens_carry_no_loss(target: FrozenTarget) -> None:
     model = TrainingTimeTest(build_eagle3(target), forward_kl, 2)
     rows = document_rows(12, 3)
-    rows["supervise"][:, :8] = 0
+    rows["loss_mask"][:, :8] = 0
     _, sums = run(model, target, rows)
-    assert [int(kept) for kept in sums.kept] == [4, 4]
+    assert [int(kept) for kept in sums.loss_tokens] == [4, 4]
     assert [int(chains) for chains in sums.chains] == [4, 3]
 
 
@@ -157,7 +159,7 @@ def test_step_weights_decay_and_sum_to_one(target: FrozenTarget) -> None:
 def test_features_are_held_to_the_targets_next_ones(target: FrozenTarget) -> None:
     """Two supervised positions, one step: the divergence plus the weighted SmoothL1 to f_{t+1}, computed by hand."""
     rows = document_rows(6, 3)
-    rows["supervise"][:, :4] = 0
+    rows["loss_mask"][:, :4] = 0
     draft = build_eagle(target)
     plain, _ = run(TrainingTimeTest(draft, forward_kl, 1), target, rows)
     held, _ = run(TrainingTimeTest(draft, forward_kl, 1, feature_weight=0.5), target, rows)
@@ -165,7 +167,7 @@ def test_features_are_held_to_the_targets_next_ones(target: FrozenTarget) -> Non
         features = target.features(rows["input_ids"], ()).last_hidden
         ids = shift_left(rows["input_ids"], 1, 0)
         rotary = draft.rotary(features, rows["position_ids"])
-        given, _ = draft(ids, features, rotary, ChainMemory(rows["document_ids"], 1))
+        given, _ = draft(ids, features, rotary, UnrollKVCache(rows["document_ids"], 1))
         gap = (given[0, 2:4] - features[0, 3:5]).abs()  # x_4 and x_5 are predicted at 2 and 3
         smooth = torch.where(gap < 1, 0.5 * gap**2, gap - 0.5).mean(-1).sum()
     assert float(held.detach() - plain.detach()) == pytest.approx(0.5 * float(smooth), rel=1e-4)

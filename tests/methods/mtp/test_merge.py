@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from specdistill.errors import ResourceError, UserError
 from specdistill.methods.mtp import merge as stitching
 from specdistill.methods.mtp.checkpoint import build_mtp, load_mtp, save_mtp
-from specdistill.methods.mtp.merge import stitch
+from specdistill.methods.mtp.merge import merge_mtp_weights
 from specdistill.methods.mtp.tensor_names import merge_experts
 from specdistill.targets.frozen import FrozenTarget
 from tests.mtp_targets import KINDS, add_tensors, all_tensors, mtp_shapes, mtp_tensors, tiny_model, write_checkpoint
@@ -46,7 +46,7 @@ def test_an_untrained_layer_comes_out_bit_for_bit(kind: str, sharded: bool, tmp_
     source, output = tmp_path / "target", tmp_path / "stitched"
     target = write_checkpoint(kind, source, sharded=sharded, dtype=torch.bfloat16)
     save_draft(target, tmp_path / "draft")
-    stitch(tmp_path / "draft", source, output)
+    merge_mtp_weights(tmp_path / "draft", source, output)
     before, after = all_tensors(source), all_tensors(output)
     assert before.keys() == after.keys()
     for name, tensor in before.items():
@@ -68,7 +68,7 @@ def test_a_trained_layer_is_what_the_target_then_has(kind: str, sharded: bool, t
     source, output = tmp_path / "target", tmp_path / "stitched"
     target = write_checkpoint(kind, source, sharded=sharded)
     save_draft(target, tmp_path / "draft", add=0.5)
-    stitch(tmp_path / "draft", source, output)
+    merge_mtp_weights(tmp_path / "draft", source, output)
     trained = load_mtp(tmp_path / "draft", target).state_dict()
     found = build_mtp(FrozenTarget.load(str(output))).state_dict()
     assert all(torch.equal(found[name], tensor) for name, tensor in trained.items())
@@ -83,7 +83,7 @@ def test_a_target_gets_its_first_such_layer(kind: str, sharded: bool, tmp_path: 
     source, output = tmp_path / "target", tmp_path / "stitched"
     target = write_checkpoint(kind, source, sharded=sharded, with_mtp=False, dtype=torch.bfloat16)
     save_draft(target, tmp_path / "draft", init="scratch")
-    stitch(tmp_path / "draft", source, output)
+    merge_mtp_weights(tmp_path / "draft", source, output)
     before, after = all_tensors(source), all_tensors(output)
     expected = mtp_tensors(kind, target.model, torch.bfloat16)  # with DeepSeek's copies
     new = {name: tensor for name, tensor in after.items() if name not in before}
@@ -105,7 +105,7 @@ def test_experts_keep_the_form_of_the_checkpoint(tmp_path: Path) -> None:
     target = write_checkpoint("qwen3_next", source, with_mtp=False)
     add_tensors(source, merge_experts(mtp_tensors("qwen3_next", target.model)))
     save_draft(target, tmp_path / "draft")
-    stitch(tmp_path / "draft", source, output)
+    merge_mtp_weights(tmp_path / "draft", source, output)
     before, after = all_tensors(source), all_tensors(output)
     assert "mtp.layers.0.mlp.experts.gate_up_proj" in before and before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
@@ -117,7 +117,7 @@ def test_the_text_config_of_a_model_with_vision_is_told(tmp_path: Path) -> None:
     save_draft(target, tmp_path / "draft", init="scratch")
     text = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps({"model_type": "qwen3_5", "text_config": text, "vision_config": {}}))
-    stitch(tmp_path / "draft", source, output)
+    merge_mtp_weights(tmp_path / "draft", source, output)
     config = json.loads((output / "config.json").read_text())
     assert config["text_config"]["mtp_num_hidden_layers"] == 1 and "mtp_num_hidden_layers" not in config
 
@@ -131,7 +131,7 @@ def test_the_hubs_symbolic_links_become_files_and_hidden_folders_stay(tmp_path: 
     (source / ".cache").mkdir()
     (source / ".cache" / "download.metadata").write_text("of the original")
     save_draft(target, tmp_path / "draft")
-    stitch(tmp_path / "draft", source, output)
+    merge_mtp_weights(tmp_path / "draft", source, output)
     assert not any(path.is_symlink() for path in output.iterdir()) and not (output / ".cache").exists()
     assert all_tensors(source).keys() == all_tensors(output).keys()
 
@@ -183,7 +183,7 @@ def test_what_cannot_be_stitched_is_refused_and_leaves_nothing(change: str, name
     save_draft(target, tmp_path / "draft")
     spoil(change, source, tmp_path / "draft", output)
     with pytest.raises(UserError, match="expected") as caught:
-        stitch(tmp_path / "draft", source, output)
+        merge_mtp_weights(tmp_path / "draft", source, output)
     assert names in str(caught.value)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["draft", *(["stitched"] if output.exists() else []), "target"]
 
@@ -197,7 +197,7 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(stitching, "save_file", full)
     with pytest.raises(ResourceError, match="No space left"):
-        stitch(tmp_path / "draft", source, tmp_path / "stitched")
+        merge_mtp_weights(tmp_path / "draft", source, tmp_path / "stitched")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["draft", "target"]
 
 
@@ -209,6 +209,6 @@ def test_a_tied_head_is_the_copy_of_the_embedding(tmp_path: Path) -> None:
     tensors = load_file(source / "model.safetensors")
     del tensors["lm_head.weight"]
     save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
-    stitch(tmp_path / "draft", source, output)
+    merge_mtp_weights(tmp_path / "draft", source, output)
     head = all_tensors(output)["model.layers.2.shared_head.head.weight"]
     assert torch.equal(head, model.get_input_embeddings().weight)

@@ -1,4 +1,4 @@
-"""The multi-token-prediction draft: transformers' own layers behind a `Memory`, and weights that come back bit for bit."""
+"""The multi-token-prediction draft: transformers' own layers behind a `KVCache`, and weights that come back bit for bit."""
 
 import copy
 import json
@@ -14,12 +14,12 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, GptOssConfig, GptOssFo
 from transformers.modeling_layers import MtpModel
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-from specdistill.decoding.kv_cache import DraftCache
+from specdistill.decoding.kv_cache import DraftKVCache
 from specdistill.decoding.proposer import DecodingState
 from specdistill.decoding.sampling import Sampling
 from specdistill.errors import UserError
 from specdistill.methods.heads.proposer import HeadProposer
-from specdistill.methods.heads.unroll import ChainMemory
+from specdistill.methods.heads.unroll import UnrollKVCache
 from specdistill.methods.mtp.checkpoint import build_mtp, load_mtp, save_mtp
 from specdistill.methods.mtp.module import MtpDraft
 from specdistill.methods.mtp.tensor_names import merge_experts, split_experts
@@ -40,8 +40,8 @@ from tests.tiny import tiny_target_model, tiny_tokenizer
 K = 4
 
 
-def causal(ids: Tensor) -> ChainMemory:
-    return ChainMemory(torch.zeros_like(ids), 1)
+def causal(ids: Tensor) -> UnrollKVCache:
+    return UnrollKVCache(torch.zeros_like(ids), 1)
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -85,16 +85,16 @@ def test_the_layer_is_what_transformers_computes_under_a_causal_mask(
                 position_embeddings=target.backbone.rotary_emb(hidden, positions),
             )
         )
-        normed, recycled = draft(ids, hidden, rotary, causal(ids))
+        normed, next_hidden = draft(ids, hidden, rotary, causal(ids))
     assert torch.allclose(normed, expected, atol=1e-5, rtol=0)
-    assert torch.equal(normed, recycled)  # engines feed back what the head sees
+    assert torch.equal(normed, next_hidden)  # engines feed back what the head sees
 
 
 def test_cached_steps_equal_the_uncached_pass(draft: MtpDraft, target: FrozenTarget) -> None:
     ids, hidden, rotary = steps(draft, target)
     with torch.no_grad():
         whole, _ = draft(ids, hidden, rotary, causal(ids))
-        cache, parts = DraftCache(1, partial(draft.rotary, hidden), ids.device), []
+        cache, parts = DraftKVCache(1, partial(draft.rotary, hidden), ids.device), []
         for start, end in ((0, 5), (5, 6), (6, 12)):
             normed, _ = draft(ids[:1, start:end], hidden[:1, start:end], cache.next_rotary(end - start), cache)
             parts.append(normed)
@@ -119,10 +119,10 @@ def test_the_unroll_guesses_what_the_decoder_guesses(draft: MtpDraft, target: Fr
         features = target.features(torch.tensor([text[:-1]]), ())
         chain = proposer.propose(DecodingState(text, features), K, Sampling(), None).tokens
         ids = torch.tensor([text + chain])
-        memory, hidden, guesses = causal(ids), draft.fuse(target.features(ids, ())), []
+        kv_cache, hidden, guesses = causal(ids), draft.fuse(target.features(ids, ())), []
         for k in range(K):
             rotary = draft.rotary(hidden, torch.arange(ids.shape[1])[None] + k)
-            normed, hidden = draft(shift_left(ids, 1 + k, 0), hidden, rotary, memory)
+            normed, hidden = draft(shift_left(ids, 1 + k, 0), hidden, rotary, kv_cache)
             guesses.append(int(draft.lm_head(normed[0, len(text) - 2]).argmax()))
     assert guesses == chain
 

@@ -13,7 +13,7 @@ from specdistill.errors import UserError
 from specdistill.methods.load import load_proposer
 from specdistill.methods.ngram.proposer import NgramProposer
 from specdistill.targets.frozen import FrozenTarget
-from tests.methods.draft_model.test_proposer import SAMPLING, output_law, plain_law, small_model
+from tests.methods.draft_model.test_proposer import SAMPLING, output_distribution, plain_distribution, tiny_draft_model
 from tests.tiny import tiny_target_model, tiny_tokenizer
 
 GREEDY = Sampling()
@@ -139,7 +139,7 @@ def test_a_round_costs_the_same_however_long_the_text_is(lookup: str) -> None:
     assert all(used <= fresh * 3 + 3 and read <= fresh * 6 + 6 + 4 for used, read in most)
 
 
-# --- The law
+# --- The distribution
 
 
 @pytest.fixture(scope="module")
@@ -167,7 +167,7 @@ def test_greedy_output_is_the_plain_output(target: FrozenTarget, k: int, lookup:
 @pytest.mark.parametrize("lookup", ["text", "prompt"])
 @pytest.mark.parametrize("prompt", [[1, 3, 2, 1], [2, 2, 3]])
 def test_sampled_text_has_the_targets_law_exactly(prompt: list[int], lookup: str) -> None:
-    model = small_model(4, seed=1)
+    model = tiny_draft_model(4, seed=1)
     drafted = set()
 
     def from_prompt(text: list[int], sampling: Sampling, uniforms: list[float]) -> Proposal:
@@ -180,8 +180,8 @@ def test_sampled_text_has_the_targets_law_exactly(prompt: list[int], lookup: str
         drafted.add(len(proposal.tokens))
         return proposal
 
-    law = output_law(model, from_prompt, prompt, SAMPLING)
-    assert torch.allclose(law, plain_law(model, prompt, SAMPLING), rtol=0, atol=1e-6)
+    distribution = output_distribution(model, from_prompt, prompt, SAMPLING)
+    assert torch.allclose(distribution, plain_distribution(model, prompt, SAMPLING), rtol=0, atol=1e-6)
     assert drafted == {0, 2}  # some texts were met with guesses, some with none
 
 
