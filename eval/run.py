@@ -22,7 +22,7 @@ from specdistill.measurement.measure import Settings
 from specdistill.measurement.quality import add_quality
 from specdistill.measurement.sweep import Plan, plan_configurations
 from specdistill.methods.load import load_proposer, proposer_options
-from specdistill.recipe import Recipe
+from specdistill.methods.recipe import Recipe
 from specdistill.report.console import print_power_analysis, print_report
 from specdistill.report.files import check_writable, previous_report, write_report
 from specdistill.servers.run import connect, evaluate_server

@@ -23,7 +23,8 @@ from specdistill.command import print_help, spell_out
 from specdistill.errors import ExitCode, ResourceError, UserError, explain, nearest
 from specdistill.methods import METHODS
 from specdistill.project import PICO, ROOT
-from specdistill.recipe import Recipe, TargetConfig, TargetRecipe, describe, like, load_recipe, option, schema_of, section
+from specdistill.recipe import TargetConfig, TargetRecipe, describe, like, load_recipe, option, schema_of, section
+from specdistill.methods.recipe import Recipe
 
 PATHS = {"pico": PICO}
 DEMO_RECIPE, DEMO_FOLDER = "pico/eagle3", "runs/demo"

@@ -16,7 +16,8 @@ from specdistill.cli import VERBS
 from specdistill.command import spell_out
 from specdistill.gate.gate import load_gate
 from specdistill.project import ROOT, SUITES
-from specdistill.recipe import Recipe, load_recipe
+from specdistill.recipe import load_recipe
+from specdistill.methods.recipe import Recipe
 
 PATH = ROOT / ".github" / "workflows" / "release-gate.yml"
 WORKFLOW = yaml.safe_load(PATH.read_text(encoding="utf-8"))

@@ -16,7 +16,7 @@ from specdistill.methods.draft_model.create import create_draft_model, load_alik
 from specdistill.methods.draft_model.lora import merged, with_lora
 from specdistill.methods.draft_model.objective import Distillation
 from specdistill.methods.draft_model.on_policy import OnPolicyGeneration
-from specdistill.recipe import Recipe, check_trainable
+from specdistill.methods.recipe import Recipe, check_trainable
 from specdistill.targets.frozen import FrozenTarget
 from specdistill.training.arguments import check_precision, training_arguments
 from specdistill.training.history import TrainingCurve

@@ -15,7 +15,7 @@ from specdistill.losses.divergence import build_divergence
 from specdistill.methods.heads.table import HEADS
 from specdistill.methods.heads.unroll import TrainingTimeTest
 from specdistill.methods.layers import check_window
-from specdistill.recipe import Recipe, check_trainable
+from specdistill.methods.recipe import Recipe, check_trainable
 from specdistill.targets.frozen import FrozenTarget, check_aux_layers
 from specdistill.training.arguments import check_precision, training_arguments
 from specdistill.training.history import TrainingCurve

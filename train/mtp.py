@@ -13,7 +13,7 @@ from specdistill.data import training_data
 from specdistill.losses.divergence import build_divergence
 from specdistill.methods.heads.unroll import TrainingTimeTest
 from specdistill.methods.mtp.checkpoint import build_mtp, save_mtp
-from specdistill.recipe import Recipe, check_trainable
+from specdistill.methods.recipe import Recipe, check_trainable
 from specdistill.targets.frozen import FrozenTarget
 from specdistill.training.arguments import check_precision, training_arguments
 from specdistill.training.history import TrainingCurve

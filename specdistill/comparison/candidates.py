@@ -10,10 +10,12 @@ from pathlib import Path
 from specdistill.errors import UserError, nearest
 from specdistill.hub import split_revision
 from specdistill.methods.checkpoint import read_config
+from specdistill.methods import METHODS
+from specdistill.methods.load import implementation
 from specdistill.methods.recognize import locate, method_of
 
 KEY = "drafts"
-NGRAM = "ngram"
+UNTRAINED = [name for name, method in METHODS.items() if method.artifact is None]  # named in place of a folder
 
 
 @dataclass(frozen=True)
@@ -32,23 +34,22 @@ class Candidate:
 
 
 def find_candidates(entries: Sequence[str]) -> list[Candidate]:
-    """Folders, Hub ids (`org/name@revision` for one of several) or the word `ngram`, in their order, with names that are all different.
+    """Folders, Hub ids (`org/name@revision` for one of several) or the name of a method without a draft (`ngram`), in their order, with names that are all different.
 
     Raises UserError for fewer than two, for one that holds no draft, and for two that are the same (also as copies of each other);
     ResourceError when the Hub fails.
     """
     if len(entries) < 2:
         raise UserError(KEY, got=f"{len(entries)} candidate{'s' * (len(entries) != 1)}", expected="two or more: drafts=[a,b]")
-    folders = [None if entry == NGRAM else _locate(entry) for entry in entries]
+    folders = [None if entry in UNTRAINED else _locate(entry) for entry in entries]
     _check_different(entries, folders)
     candidates = []
     for entry, folder, name in zip(entries, folders, _names(entries), strict=True):
         if folder is None:
-            candidates.append(Candidate(name, NGRAM, None, None, None, None))
+            candidates.append(Candidate(name, entry, None, None, None, None))
             continue
         method = method_of(folder, key=KEY)
-        config = read_config(folder, KEY)
-        num_layers = 1 if method == "mtp" else config.get("model", config).get("num_hidden_layers")
+        num_layers = implementation(method).num_layers(read_config(folder, KEY))
         revision = None if Path(entry).is_dir() else folder.name
         candidates.append(Candidate(name, method, entry, folder, revision, num_layers))
     return candidates
@@ -58,10 +59,10 @@ def _locate(entry: str) -> Path:
     """The folder of an entry: the entry itself, or the Hub's files in the local cache."""
     if entry and Path(entry).is_dir():  # Path("") is the folder one stands in
         return Path(entry)
-    expected = "a draft folder, a Hub id or ngram"
+    expected = f"a draft folder, a Hub id or {' or '.join(UNTRAINED)}"
     if entry.startswith((".", "/", "~")) or split_revision(entry)[0].count("/") != 1:
         raise UserError(
-            KEY, got=f"{entry or 'an empty name'}, which is no folder", expected=expected, nearest=nearest(entry, [NGRAM])
+            KEY, got=f"{entry or 'an empty name'}, which is no folder", expected=expected, nearest=nearest(entry, UNTRAINED)
         )
     return locate(entry, key=KEY, expected=expected)
 
@@ -70,7 +71,7 @@ def _check_different(entries: Sequence[str], folders: Sequence[Path | None]) -> 
     pairs = itertools.combinations(zip(entries, folders, strict=True), 2)
     for (first, first_folder), (second, second_folder) in pairs:
         if first_folder is None or second_folder is None:
-            same = first_folder is second_folder
+            same = first == second
         else:
             same = first_folder.resolve() == second_folder.resolve() or _copies(first_folder, second_folder)
         if same:

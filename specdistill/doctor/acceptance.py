@@ -14,11 +14,8 @@ import yaml
 
 from specdistill.decoding.decoder import Decoder, Generation
 from specdistill.doctor.findings import Finding, note, problem, warning
-from specdistill.doctor.repairs import repairs
-from specdistill.losses.divergence import forward_kl
-from specdistill.methods.heads.proposer import HeadProposer
-from specdistill.methods.heads.unroll import TrainingTimeTest
-from specdistill.methods.load import load_proposer
+from specdistill.methods.contract import Simulation
+from specdistill.methods.load import implementation, load_proposer
 from specdistill.suites.suite import load_suite, tokenize
 from specdistill.targets.frozen import FrozenTarget
 from specdistill.training.history import read_history
@@ -94,11 +91,13 @@ def check_acceptance(
     elif expected is not None and seen.accepted < FAR_BELOW * (expected.length - 1):
         what = f"acceptance length {seen.length:.2f} on {len(prompts)} prompts, far below the {expected.length:.2f} that"
         found.append(problem(f"{what} its training saw with as many drafted tokens"))
-    cause = _cause(proposer.head, target, texts, num_tokens) if isinstance(proposer, HeadProposer) else None
+    method_of_draft = implementation(method)
+    simulation = method_of_draft.simulation
+    cause = _cause(simulation, simulation.draft_of(proposer), target, texts, num_tokens) if simulation else None
     if cause:
         found.append(cause)
     elif found:
-        found.append(note(_other_causes(method)))
+        found.append(note(_other_causes(method_of_draft.likely_causes)))
     elif expected is None:
         found.append(warning("no training history to compare with", "`specdistill eval` measures the draft"))
     return seen, found
@@ -110,22 +109,24 @@ def _tally(texts: Sequence[Generation], num_tokens: int) -> Acceptance:
     return Acceptance(num_tokens, len(accepted), 1 + sum(accepted) / rounds, sum(number > 0 for number in accepted) / rounds)
 
 
-def _cause(head: Any, target: FrozenTarget, texts: Sequence[Generation], num_tokens: int) -> Finding | None:
-    """What is wrong with a head: the repair that brings it closest to the target's distributions on the texts, if one does beyond doubt."""
+def _cause(
+    simulation: Simulation, draft: Any, target: FrozenTarget, texts: Sequence[Generation], num_tokens: int
+) -> Finding | None:
+    """The mistake that, undone, brings the draft closest to the target's distributions on the texts, if one does beyond doubt."""
     texts = [text for text in texts if len(text.token_ids) > 2 * num_tokens] or []
     if not texts:
         return None
-    before = [_fit(head, target, text, num_tokens) for text in texts]
+    before = [_fit(simulation.objective(draft, num_tokens), target, text) for text in texts]
     best, best_fall, cause = before, 0.0, ""
-    for repair in repairs(head, target):
-        after = [_fit(repair.head, target, text, num_tokens) for text in texts]
+    for mistake in simulation.mistakes(draft, target):
+        after = [_fit(simulation.objective(mistake.draft, num_tokens), target, text) for text in texts]
         falls = [
             1 - there.divergence / here.divergence if here.divergence else 0.0
             for here, there in zip(before, after, strict=True)
         ]
         fall = fmean(falls)
         if fall > best_fall and (fall > CLEAR or (fall > LEAST and min(falls) > 0)):
-            best, best_fall, cause = after, fall, repair.cause
+            best, best_fall, cause = after, fall, mistake.cause
     if not cause:
         return None
     lengths = [fmean(fit.length for fit in fits) for fits in (before, best)]
@@ -145,8 +146,8 @@ class Fit:
 
 
 @torch.inference_mode()
-def _fit(head: Any, target: FrozenTarget, text: Generation, num_tokens: int) -> Fit:
-    """The training-time test on what the target wrote; so it is steadier than counting accepted tokens, and one pass a head."""
+def _fit(objective: Any, target: FrozenTarget, text: Generation) -> Fit:
+    """Drafting simulated on a completion of the target: steadier than counting accepted tokens, and one pass of the draft."""
     ids = torch.tensor([[*text.prompt_ids, *text.token_ids]], device=target.device)
     positions = torch.arange(ids.shape[1], device=target.device).unsqueeze(0)
     inputs = {
@@ -155,19 +156,15 @@ def _fit(head: Any, target: FrozenTarget, text: Generation, num_tokens: int) -> 
         "document_ids": torch.zeros_like(ids),
         "position_ids": positions,
     }
-    test: Any = TrainingTimeTest(head, forward_kl, num_tokens).eval()
-    _, sums = test(**inputs, **test.read_target(target, inputs), measure=True)
+    objective = objective.eval()
+    _, sums = objective(**inputs, **objective.read_target(target, inputs), measure=True)
     divergence = fmean(float(total / kept) for total, kept in zip(sums.loss, sums.loss_tokens, strict=True))
     return Fit(
         divergence, 1 + sum(float(right / all_of) for right, all_of in zip(sums.chain_correct, sums.chains, strict=True))
     )
 
 
-def _other_causes(method: str) -> str:
-    likely = ["it was trained for another target, or another revision of it", "it was hardly trained"]
-    if method == "draft_model":
-        likely.append("its tokenizer gives tokens other numbers")
-    else:
-        likely.append("the features it was trained on came from elsewhere (other layers, quantised, before the final norm)")
+def _other_causes(of_method: Sequence[str]) -> str:
+    likely = ["it was trained for another target, or another revision of it", "it was hardly trained", *of_method]
     likely.append("the prompts are unlike its training data: choose others with suite=")
     return f"likely causes: {'; '.join(likely)}"

@@ -3,32 +3,22 @@
 Tensors decide because configs do not: SafeAILab's EAGLE-3 heads call themselves `LlamaForCausalLM`, as a plain model does.
 """
 
+import itertools
 import json
 import pickle
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from specdistill.errors import UserError, one_line
 from specdistill.hub import fetch, split_revision
+from specdistill.methods import METHODS
 from specdistill.methods.checkpoint import PICKLED, read_config
-from specdistill.methods.mtp.checkpoint import ARCHITECTURE as MTP
 from specdistill.targets.frozen import resolve
 from specdistill.targets.shards import INDEX, SINGLE, Shards
 
 EXPECTED = "a draft: an EAGLE or MTP head or a causal language model, config.json and weights"
-EAGLE3_TENSORS = ({"fc.weight", "midlayer.hidden_norm.weight"}, {"fc.weight", "layers.0.hidden_norm.weight"})
-EAGLE_TENSORS = {"fc.weight", "layers.0.self_attn.q_proj.weight"}
-# Where a tensor that tells is missing, what a config.json calls its head; the reader then names the tensor.
-NAMED = {
-    "LlamaForCausalLMEagle3": "eagle3",
-    "Eagle3LlamaForCausalLM": "eagle3",
-    "Eagle3Speculator": "eagle3",
-    "LlamaForCausalLMEagle": "eagle",
-    "EagleLlamaForCausalLM": "eagle",
-}
 # Parallel drafts have the tensors of a head and these.
 OTHER_TENSORS = {"mask_hidden", "hidden_norm.weight"}
 WHOLE_DRAFT = (
@@ -55,32 +45,19 @@ def locate(draft: str, *, key: str = "eval.draft", expected: str = "the folder o
 
 
 def method_of(folder: Path, *, key: str = "eval.draft") -> str:
-    """`eagle3`, `eagle`, `mtp` or `draft_model`. `key` is what errors name; raises UserError, saying what was found, for anything else."""
+    """The method whose draft a folder holds. `key` is what errors name; raises UserError, saying what was found, for anything else."""
     config, names = read_config(folder, key), _tensor_names(folder, key)
-    if not names & OTHER_TENSORS:
-        if any(wanted <= names for wanted in EAGLE3_TENSORS):
-            return "eagle3"
-        if names >= EAGLE_TENSORS:
-            return "eagle"
+    parallel = bool(names & OTHER_TENSORS)
+    methods = {name: method.implementation() for name, method in METHODS.items() if names and not (parallel and method.artifact == "head")}
+    certain = (name for name, method in methods.items() if method.has_tensors(names))
+    named = (name for name, method in methods.items() if method.is_named(config, names))
+    if found := next(itertools.chain(certain, named), None):
+        return found
     architectures = config.get("architectures") or []
-    if names and not names & OTHER_TENSORS and (incomplete := _incomplete(architectures, names)):
-        return incomplete
-    if names and architectures == [MTP]:
-        return "mtp"
-    if names and set(architectures) & set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()):
-        return "draft_model"
-    found = f"architectures {', '.join(map(str, architectures)) or 'not named'}" + (
+    what = f"architectures {', '.join(map(str, architectures)) or 'not named'}" + (
         f" and {len(names)} tensors" if names else " and no weights"
     )
-    raise UserError(key, got=f"{folder}, which holds a config.json with {found}", expected=EXPECTED)
-
-
-def _incomplete(architectures: list[str], names: set[str]) -> str | None:
-    """The method of a head without one of the tensors that tell: by its name, or by tensors that no whole model calls so."""
-    named = next((NAMED[architecture] for architecture in architectures if architecture in NAMED), None)
-    if named or any(name.startswith("midlayer.") for name in names):
-        return named or "eagle3"
-    return "eagle" if "layers.0.self_attn.q_proj.weight" in names and "norm.weight" not in names else None
+    raise UserError(key, got=f"{folder}, which holds a config.json with {what}", expected=EXPECTED)
 
 
 def _tensor_names(folder: Path, key: str) -> set[str]:

@@ -17,7 +17,8 @@ import yaml
 
 from specdistill.errors import UserError, nearest, one_line
 from specdistill.project import SUITES
-from specdistill.recipe import SweepConfig, read_section
+from specdistill.recipe import SweepConfig
+from specdistill.recipe import validate
 from specdistill.suites.rows import COLUMNS, REMOTE, SuiteRow, parse, read
 
 TEXT_PROMPT_TOKENS = 32
@@ -69,7 +70,7 @@ def load_suite(name: str) -> Suite:
         raise UserError("eval.suite", got=f"{prompts} with sha256 {digest}", expected=expected)
     named = {key: str(header[key]) for key in ("name", "version", "licence", "source")}
     rows = parse(prompts, content, header.get("columns", {}), header.get("placeholder"))
-    sweep = read_section(SweepConfig, header.get("sweep", {}), f"{path.name}: sweep")
+    sweep = validate(SweepConfig, header.get("sweep", {}), f"{path.name}: sweep")
     return Suite(**named, sha256=digest, rows=rows, sweep=sweep, quality=header.get("quality"))
 
 

@@ -14,7 +14,8 @@ from specdistill.methods.draft_model.create import propose_shape
 from specdistill.planning.console import print_plan, short
 from specdistill.planning.plan import Plan, make_plan, recommend
 from specdistill.planning.reading import build, read
-from specdistill.recipe import Recipe, load_recipe
+from specdistill.recipe import load_recipe
+from specdistill.methods.recipe import Recipe
 
 LLAMA_8B = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336,

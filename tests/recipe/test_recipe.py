@@ -12,7 +12,8 @@ import yaml
 from specdistill.command import print_help
 from specdistill.errors import UserError
 from specdistill.project import RECIPES
-from specdistill.recipe import Recipe, TargetRecipe, TreeConfig, describe, find_recipe, load_recipe, save_recipe
+from specdistill.recipe import TargetRecipe, TreeConfig, describe, find_recipe, load_recipe, save_recipe
+from specdistill.methods.recipe import Recipe
 from specdistill.training.arguments import training_arguments
 
 COMPLETE = ["target.model=pico", "train.output_dir=runs/x"]

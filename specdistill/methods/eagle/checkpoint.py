@@ -28,6 +28,7 @@ from specdistill.methods.checkpoint import (
     write_draft,
 )
 from specdistill.methods.eagle.module import EagleConfig, EagleDraft
+from specdistill.targets.files import TargetFiles
 from specdistill.targets.frozen import FrozenTarget
 
 WHAT = "an EAGLE-1 head"
@@ -78,6 +79,12 @@ def read_eagle(folder: Path, target: TargetSizes | None, *, key: str) -> tuple[E
         expected = EagleDraft(config).state_dict()
     check_tensors(expected, tensors, folder, key, what=WHAT, optional=EagleDraft.shared)
     return config, tensors
+
+
+def inspect_eagle(folder: Path, target: TargetFiles | None) -> EagleConfig:
+    """The shape of the head in a folder, read as decoding would read it; `key` of errors is `draft`."""
+    config, _ = read_eagle(folder, target, key="draft")
+    return config
 
 
 def config_to_json(config: EagleConfig, dtype: torch.dtype) -> dict[str, Any]:

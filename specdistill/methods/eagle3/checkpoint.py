@@ -33,6 +33,7 @@ from specdistill.methods.checkpoint import (
     write_draft,
 )
 from specdistill.methods.eagle3.module import Eagle3Config, Eagle3Draft
+from specdistill.targets.files import EMBEDDING, TargetFiles
 from specdistill.targets.frozen import FrozenTarget, engine_aux_layers
 
 WHAT = "an EAGLE-3 head"
@@ -127,6 +128,14 @@ def read_eagle3(folder: Path, target: TargetSizes | None, *, key: str) -> tuple[
         if not config.prunes_vocabulary:
             del tensors["d2t"]
     return config, tensors
+
+
+def inspect_eagle3(folder: Path, target: TargetFiles | None) -> Eagle3Config:
+    """The shape of the head in a folder, read as decoding would read it; `key` of errors is `draft`."""
+    config, tensors = read_eagle3(folder, target, key="draft")
+    if target is not None and EMBEDDING in tensors and config.hidden_size == config.target_hidden_size:
+        config = resolve_embedding(config, tensors, target.tensor(EMBEDDING))
+    return config
 
 
 def resolve_embedding(config: Eagle3Config, tensors: dict[str, Tensor], embedding: Tensor | None) -> Eagle3Config:

@@ -6,6 +6,8 @@ from torch import nn
 
 from specdistill.errors import UserError
 from specdistill.methods.checkpoint import ROPE_TYPES
+from specdistill.methods.heads.config import HeadShape
+from specdistill.recipe.fields import default_of
 from specdistill.targets.frozen import FrozenTarget
 
 
@@ -58,3 +60,12 @@ def initialize(draft: nn.Module) -> None:
     for name, parameter in draft.named_parameters():
         if parameter.dim() == 2 and name != "embed_tokens.weight":
             nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5)
+
+
+def check_same_shape(asked: HeadShape, head: Any) -> None:
+    """Raises UserError for a shape asked of a trained head whose config says another."""
+    for name in (*asked.shape(), *({"vocab_size"} & asked.model_fields_set)):
+        value, has = getattr(asked, name), getattr(head, "draft_vocab_size" if name == "vocab_size" else name, None)
+        value = tuple(value) if isinstance(value, list) else value
+        if value != default_of(type(asked).model_fields[name]) and value != has:
+            raise UserError(f"draft.{name}", got=value, expected=f"{has}, as {asked.init} has")

@@ -24,23 +24,20 @@ ARCHITECTURE = "SpecdistillMtp"
 IDENTITY = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers")
 
 
-def build_mtp(target: FrozenTarget, *, init: str | None = None, num_layers: int = 1, seed: int = 0) -> MtpDraft:
-    """A draft in float32 on the target's device.
+def build_mtp(target: FrozenTarget, *, init: str | None = None, seed: int = 0) -> MtpDraft:
+    """A draft in float32 on the target's device: one layer, called again for each further token.
 
     Args:
         init: None for the weights that the target's checkpoint has, `scratch` for a fresh layer, or a draft's folder.
-        num_layers: 1; the layer is called again for each further token.
 
     Raises UserError when the target has no such weights and `init` is None, when they are not those of one layer, or when the target's
     architecture does not fit (see `MtpDraft`).
     """
-    if num_layers != 1:
-        raise UserError("draft.num_layers", got=f"{num_layers} with method mtp", expected="1: it is called for every token")
     if init is not None and init != "scratch":
         return load_mtp(init, target, key="draft.init")
     draft = MtpDraft(target)
     if init == "scratch":
-        _start(draft, target, seed)
+        _initialize(draft, target, seed)
         return draft
     native = _native(target)
     if native is None:
@@ -53,7 +50,7 @@ def build_mtp(target: FrozenTarget, *, init: str | None = None, num_layers: int 
 
 
 @torch.no_grad()
-def _start(draft: MtpDraft, target: FrozenTarget, seed: int) -> None:
+def _initialize(draft: MtpDraft, target: FrozenTarget, seed: int) -> None:
     """The target's last hidden state, through a layer as its architecture initialises them, into the target's own final norm.
 
     A copy of the target's layer starts lower but learns slower: it was made for a residual stream that all layers before it wrote.

@@ -1,0 +1,78 @@
+"""What a method is made of: the functions that scripts, measurement, the doctor, planning and exports call, whatever the method.
+
+Each method's folder has a `method.py` with one `METHOD`. Commands reach it through `METHODS[name].implementation()` and know nothing else
+of the method, so that a new one is a folder and a row of the table. Functions that a method leaves at None do not apply to it.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset
+from torch import nn
+
+from specdistill.decoding.proposer import Proposer
+from specdistill.targets.files import TargetFiles
+from specdistill.targets.frozen import FrozenTarget
+
+Draft = Any  # a method's own module
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """Something that may be wrong with a draft whose files are right, and the draft with that undone."""
+
+    cause: str
+    draft: Draft
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """How the doctor asks why a draft accepts little: drafting simulated on text of the target, with each likely mistake undone.
+
+    Args:
+        draft_of: the module in a proposer.
+        objective: (draft, K) -> an objective that measures K draft tokens (see specdistill.training.trainer.Objective).
+        mistakes: (draft, target) -> one mistake at a time.
+    """
+
+    draft_of: Callable[[Any], Draft]
+    objective: Callable[[Draft, int], nn.Module]
+    mistakes: Callable[[Draft, FrozenTarget], Iterator[Mistake]]
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """The functions of a method.
+
+    Args:
+        load_proposer: (folder or None, target, key=, **options) -> what decodes with the draft. `key` is the recipe key that errors
+            name, `options` are the method's own (see `Recipe.proposer_options`).
+        has_tensors: names of a folder's tensors -> whether they are this method's, beyond doubt.
+        is_named: (config.json, names of tensors) -> whether a folder calls itself this method's.
+        create: (recipe, target, rows of training data) -> the draft before its first step, in float32 on the target's device. Raises
+            UserError where the target cannot have one.
+        save: (draft, target, folder): write the draft in its public layout.
+        objective: (draft, recipe, target) -> the draft with its loss (see specdistill.training.trainer.Objective).
+        inspect: (folder, target or None) -> the shape of a head as it was trained, None for other drafts. Raises UserError, under the key
+            `draft`, for a draft that is broken or does not fit the target.
+        simulation: None where drafting cannot be simulated on text of the target.
+        likely_causes: why a draft of this method may accept little, where no mistake explains it.
+        export: (folder, engine, output, target, ...): write the draft for an engine.
+        planned: (planner, given draft or None, recipe's keys) -> what `specdistill plan` counts (see specdistill.planning.plan).
+        num_layers: config.json -> decoder layers of a draft.
+    """
+
+    load_proposer: Callable[..., Proposer]
+    has_tensors: Callable[[Set[str]], bool] = lambda names: False
+    is_named: Callable[[Mapping[str, Any], Set[str]], bool] = lambda config, names: False
+    create: Callable[[Any, FrozenTarget, Dataset], Draft] | None = None
+    save: Callable[[Draft, FrozenTarget, Path], None] | None = None
+    objective: Callable[[Draft, Any, FrozenTarget], nn.Module] | None = None
+    inspect: Callable[[Path, TargetFiles | None], Any] = lambda folder, target: None
+    simulation: Simulation | None = None
+    likely_causes: Sequence[str] = ()
+    export: Callable[..., None] | None = None
+    planned: Callable[..., Any] | None = None
+    num_layers: Callable[[Mapping[str, Any]], int | None] = lambda config: config.get("num_hidden_layers")

@@ -1,0 +1,20 @@
+"""The recipe of EAGLE-1 heads."""
+
+from specdistill.methods.heads.config import HeadLoss, HeadRecipe, HeadShape
+from specdistill.recipe import option, section
+
+
+class Draft(HeadShape):
+    fc_bias: bool = option(False, "a bias in fc, as SafeAILab's first heads have; vLLM loads none")
+
+
+class Loss(HeadLoss):
+    feature_weight: float = option(
+        0.0, "SmoothL1 to the target's next feature counts this much, beside the divergence", ge=0
+    )
+    noise: float = option(0.0, "uniform noise of at most this size on the features read", ge=0)
+
+
+class Recipe(HeadRecipe):
+    draft: Draft = section(Draft)
+    loss: Loss = section(Loss)

@@ -1,0 +1,17 @@
+"""The recipe of EAGLE-3 heads."""
+
+from specdistill.methods.heads.config import HeadRecipe, HeadShape
+from specdistill.recipe import option, section
+
+
+class Draft(HeadShape):
+    aux_layers: list[int] | None = option(None, "target layers read, counted as 'after L layers'; null: [2, n//2, n-3]")
+    vocab_size: int | None = option(None, "draft vocabulary, the target's most frequent tokens; null: all of them", ge=1)
+    hidden_size: int | None = option(None, "null: the target's", ge=1)
+    fc_norm: bool = option(False, "EAGLE-3.1: normalise each auxiliary state before fc")
+    norm_output: bool = option(False, "EAGLE-3.1: feed back the normalised hidden state")
+    norm_before_residual: bool = option(False, "take the residual after the hidden norm; SGLang cannot express true")
+
+
+class Recipe(HeadRecipe):
+    draft: Draft = section(Draft)

@@ -1,0 +1,14 @@
+"""The recipe of multi-token-prediction layers, whose shape is the target's own."""
+
+from specdistill.methods.heads.config import HeadDraft, HeadRecipe
+from specdistill.recipe import option, section
+
+
+class Draft(HeadDraft):
+    init: str | None = option(
+        None, "initialization: scratch, or the folder of a trained draft; null: the layer that the target's checkpoint has"
+    )
+
+
+class Recipe(HeadRecipe):
+    draft: Draft = section(Draft)

@@ -1,0 +1,30 @@
+"""The recipe of n-gram look-up, which is not trained."""
+
+from typing import Literal
+
+from pydantic import model_validator
+
+from specdistill.errors import UserError
+from specdistill.methods import recipe
+from specdistill.recipe import EvalConfig, Section, option, section
+
+
+class Ngram(Section):
+    min: int = option(1, "fewest tokens that must agree", ge=1)
+    max: int = option(3, "most tokens compared; the longest agreement counts", ge=1)
+    lookup: Literal["text", "prompt"] = option("text", "where they are looked up: prompt and output, or the prompt")
+
+
+class Eval(EvalConfig):
+    ngram: Ngram = section(Ngram)
+
+
+class Recipe(recipe.Recipe):
+    eval: Eval = section(Eval)
+
+    @model_validator(mode="after")
+    def _nothing_to_train(self) -> "Recipe":
+        other = next((name for name in self.train if name != "output_dir"), None)
+        if other:
+            raise UserError(f"train.{other}", got=f"{self.train[other]} with method ngram", expected="no such key: it is not trained")
+        return self

@@ -1,0 +1,146 @@
+"""What sections of a recipe are made of: frozen pydantic models that accept no unknown key and no value of another type."""
+
+import copy
+import json
+import types
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel, ConfigDict, Field
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+AtLeastOne = Annotated[int, Field(ge=1)]
+NonNegative = Annotated[float, Field(ge=0)]
+
+
+class Section(BaseModel):
+    """A section of a recipe, or the options of a command."""
+
+    model_config: ClassVar[ConfigDict] = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    @classmethod
+    def schema_for(cls, values: Mapping[str, Any]) -> "type[Section]":
+        """The schema that values are checked against: this one, unless they choose between several."""
+        return cls
+
+    @classmethod
+    def variants(cls) -> "dict[str, type[Section]]":
+        """All schemas that `schema_for` chooses between, by the name that chooses; one with an empty name when there is no choice."""
+        return {"": cls}
+
+
+@dataclass(frozen=True)
+class ReadWhen:
+    """When a key is read: `holds` for the section it stands in; `text` completes "read only …"."""
+
+    text: str
+    holds: Callable[[Any], bool]
+
+
+def option(default: Any, help: str, *, read_when: ReadWhen | None = None, **limits: Any) -> Any:
+    """A key with its default (`...` for none), its help text with units, and pydantic's limits (`ge`, `le`, `gt`).
+
+    A key with `read_when` is refused where nothing reads it.
+    """
+    if isinstance(default, list | dict):
+        limits["default_factory"] = lambda: copy.deepcopy(default)
+    else:
+        limits["default"] = default
+    return Field(description=help, json_schema_extra={"read_when": read_when} if read_when else None, **limits)  # type: ignore[dict-item]
+
+
+def section(of: type[Section]) -> Any:
+    """A section with its own defaults."""
+    return Field(default_factory=of)
+
+
+def like(schema: type[Section], name: str) -> Any:
+    """The key of another schema: same default, help and limits, stated once."""
+    return copy.copy(schema.model_fields[name])
+
+
+def read_when_of(field: FieldInfo) -> ReadWhen | None:
+    extra: Any = field.json_schema_extra or {}
+    condition: ReadWhen | None = extra.get("read_when")
+    return condition
+
+
+def default_of(field: FieldInfo) -> Any:
+    """A field's default; PydanticUndefined for a required one."""
+    return field.get_default(call_default_factory=True)
+
+
+def section_of(hint: Any) -> type[Section] | None:
+    """The schema of a section, also of one that may be null; None for values and lists."""
+    options = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+    return next((kind for kind in options if isinstance(kind, type) and issubclass(kind, Section)), None)
+
+
+def describe(schema: type[Section]) -> list[tuple[str, str, str, str]]:
+    """Rows of (key, type, default, help) for every key, for `--help`. A key that only some variants have is marked with their names."""
+    variants = schema.variants()
+    rows: dict[str, tuple[str, str, str]] = {}
+    readers: dict[str, list[str]] = {}
+    for name, variant in variants.items():
+        for key, *row in _leaves(variant):
+            rows.setdefault(key, (row[0], row[1], row[2]))
+            readers.setdefault(key, []).append(name)
+
+    def marked(key: str, help: str) -> str:
+        return help if len(readers[key]) == len(variants) else f"{', '.join(readers[key])}: {help}"
+
+    return [(key, kind, default, marked(key, help)) for key, (kind, default, help) in rows.items()]
+
+
+def _leaves(schema: type[Section], prefix: str = "") -> Iterator[tuple[str, str, str, str]]:
+    for name, field in schema.model_fields.items():
+        key, inner = f"{prefix}{name}", section_of(field.annotation)
+        if inner is not field.annotation:
+            condition = read_when_of(field)
+            help = (field.description or "") + (f" (read only {condition.text})" if condition else "")
+            yield key, kind_of(field), shown(default_of(field)), help
+        if inner:
+            yield from _leaves(inner, f"{key}.")
+
+
+def kind_of(field: FieldInfo) -> str:
+    """A field's type with its choices or limits, as help and errors state it."""
+    kind = _kind(field.annotation)
+    limits = {name: getattr(rule, name) for rule in _rules(field) for name in ("ge", "gt", "le", "lt") if hasattr(rule, name)}
+    words = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
+    return ", ".join([kind, *(f"{words[name]} {limits[name]:g}" for name in words if name in limits)])
+
+
+def _rules(field: FieldInfo) -> list[Any]:
+    """Limits of a field, or of the items of its list."""
+    item = next((get_args(hint)[0] for hint in (field.annotation, *get_args(field.annotation)) if get_origin(hint) is list), None)
+    inner = [rule for meta in getattr(item, "__metadata__", ()) for rule in meta.metadata]
+    return [*field.metadata, *inner]
+
+
+def _kind(hint: Any) -> str:
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        return _kind(arguments[0])
+    if origin is Literal:
+        return "|".join(map(str, arguments))
+    if origin in (Union, types.UnionType):
+        return " or ".join("null" if argument is types.NoneType else _kind(argument) for argument in arguments)
+    if origin is list:
+        return f"list of {_kind(arguments[0])}"
+    if hint is Any:
+        return "name, list or mapping"
+    if origin is dict or hint is dict:
+        return "mapping"
+    return "section" if section_of(hint) else str(hint.__name__)
+
+
+def shown(default: Any) -> str:
+    """A default as a recipe would write it."""
+    if default is PydanticUndefined:
+        return "required"
+    if isinstance(default, dict):
+        return f"{{{', '.join(f'{name}: {shown(value)}' for name, value in default.items())}}}"
+    return default if isinstance(default, str) else json.dumps(default, default=lambda value: value.model_dump())

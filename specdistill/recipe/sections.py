@@ -1,0 +1,136 @@
+"""Sections that recipes of every method share, and the recipe of pico itself. Units and limits are in each key's help."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, field_validator
+
+from specdistill.recipe.fields import AtLeastOne, NonNegative, ReadWhen, Section, option, section
+
+BY_SERVER = ReadWhen("with eval.engine=vllm or sglang", lambda evaluation: evaluation.engine != "specdistill")
+IN_PROCESS = ReadWhen("with eval.engine=specdistill: a server drafts as it was started", lambda it: it.engine == "specdistill")
+SAMPLED = ReadWhen("at a temperature above 0", lambda it: it.temperature > 0 or any(it.sweep.temperature))
+GENERATED = ReadWhen("when num_tokens is above 0; data.regenerate=null resets the section", lambda it: it.num_tokens > 0)
+
+
+class TargetConfig(Section):
+    model: str = option(..., "target: pico, a folder or a Hub id")
+    revision: str | None = option(None, "branch, tag or commit of a Hub id")
+    adapter: str | None = option(None, "LoRA adapter of the target (peft), a folder or a Hub id; the draft learns the adapted target")
+    dtype: Literal["float32", "bfloat16", "float16"] = option("float32", "weights' dtype")
+    attn: Literal["sdpa", "eager", "flash_attention_2"] = option("sdpa", "attention implementation of transformers")
+    trust_remote_code: bool = option(False, "run Python code that the model's repository carries")
+
+
+class RegenerateConfig(Section):
+    num_tokens: int = option(0, "tokens the target generates as training data; 0 trains on the source as it is", ge=0)
+    prompt_tokens: int = option(32, "tokens of a text row used as its prompt", ge=1, read_when=GENERATED)
+    temperatures: list[NonNegative] = option(
+        [0.0, 0.8], "sampling temperatures, an equal share of the rows each; 0 is greedy", min_length=1, read_when=GENERATED
+    )
+    batch_size: int = option(128, "sequences generated at a time", ge=1, read_when=GENERATED)
+
+
+class DataConfig(Section):
+    source: Any = option("pico", "pico, a jsonl/json/parquet file, a Hub id, or a list of {source, weight, split}")
+    split: str = option("train", "split of the source")
+    max_length: int = option(512, "tokens in a packed row; longer documents are left out", ge=8)
+    validation_fraction: float = option(
+        0.02, "share of the documents held out for the training-time evaluation", ge=0, le=0.9
+    )
+    packing: bool = option(True, "put several documents into a row; they never see each other")
+    loss_mask: Literal["assistant", "all"] = option("assistant", "tokens that carry loss")
+    regenerate: RegenerateConfig = section(RegenerateConfig)
+    seed: int = option(0, "order of the documents, and sampling in regeneration")
+    cache_dir: str | None = option(None, "where prepared rows are kept; default: the datasets library's cache")
+
+    @field_validator("regenerate", mode="before")
+    @classmethod
+    def _null_is_none_at_all(cls, value: Any) -> Any:
+        return RegenerateConfig() if value is None else value
+
+
+class TreeConfig(Section):
+    budget: int | None = option(None, "a dynamic tree (EAGLE-2), with depth and top_k: nodes proposed a round", ge=1)
+    depth: int | None = option(None, "levels, a draft step each; used in place of num_speculative_tokens", ge=1)
+    top_k: int | None = option(None, "nodes expanded of each level, and children of each of them", ge=1)
+    branching: list[AtLeastOne] | None = option(
+        None, "or a static tree: children of the root, of each of these, and so on, as [4,2,1]"
+    )
+
+
+class SweepConfig(Section):
+    num_speculative_tokens: list[AtLeastOne] = option([], "other K to measure, one axis at a time around eval's own settings")
+    temperature: list[NonNegative] = option([], "other temperatures to measure")
+    batch_size: list[Annotated[int, Field(ge=1, le=64)]] = option([], "other numbers of prompts decoded together")
+    tree: list[TreeConfig] = option([], "trees to measure, each with the keys of eval.tree")
+    context: list[AtLeastOne] = option([], "prompt lengths to measure, powers of two: long prompts cut to so many tokens")
+
+
+class EvalConfig(Section):
+    """How a draft is measured; methods add the keys that only they read."""
+
+    engine: Literal["specdistill", "vllm", "sglang"] = option(
+        "specdistill", "what decodes: this package, or a running server (eval.server)"
+    )
+    server: str | None = option(None, "address of the server that drafts, as http://127.0.0.1:8000", read_when=BY_SERVER)
+    baseline_server: str | None = option(
+        None, "address of a server without a draft; null: no speedup is measured", read_when=BY_SERVER
+    )
+    server_timeout: float = option(300.0, "seconds that one answer may take", ge=0.1, read_when=BY_SERVER)
+    suite: str = option("pico", "suite name, suite YAML, or a jsonl file with prompt | messages | text rows")
+    draft: str | None = option(None, "draft folder; null: <train.output_dir>/draft")
+    output_dir: str | None = option(None, "where the report goes; null: <train.output_dir>/report")
+    num_speculative_tokens: int = option(4, "K, draft tokens a round", ge=1)
+    tree: TreeConfig | None = option(None, "a tree in place of a chain; null: a chain", read_when=IN_PROCESS)
+    temperature: float = option(0.0, "0 is greedy", ge=0)
+    top_p: float = option(1.0, "nucleus kept, for the target and the draft alike", ge=0.01, le=1, read_when=SAMPLED)
+    top_k: int = option(0, "tokens kept; 0 keeps all", ge=0, read_when=SAMPLED)
+    max_new_tokens: int = option(128, "tokens generated for each prompt", ge=1)
+    num_prompts: int | None = option(None, "prompts used, spread evenly over the categories; null: all", ge=1)
+    batch_size: int = option(
+        1, "prompts decoded together, with and without the draft", ge=1, le=64, read_when=IN_PROCESS
+    )
+    repeats: int = option(3, "timed repetitions of each prompt, with and without the draft; medians count", ge=1)
+    warmup: int = option(2, "untimed prompts, or batches of them, first", ge=0)
+    run_code: bool = option(False, "run the generated programs of suite rows with a `test`, as the user that measures")
+    sampling_draws: int = option(
+        400, "draws of the two-sample losslessness test; 0 leaves it out", ge=0, read_when=IN_PROCESS
+    )
+    seed: int = option(0, "sampling and bootstrap seed")
+    baseline: str | None = option(
+        None, "what max_regression rules compare with: a report.json, its folder, or a Hub revision's report as org/name@v1.2"
+    )
+    sweep: SweepConfig = option(SweepConfig(), "other settings to measure, one axis at a time", read_when=IN_PROCESS)
+    target_precision: float | None = option(
+        None,
+        "stop once acceptance length and speedup are known to this share, either way, as 0.01; null: measure every prompt",
+        ge=0.0001,
+        le=1,
+        read_when=IN_PROCESS,
+    )
+
+
+class TokenizerConfig(Section):
+    vocab_size: int = option(1024, "byte-level BPE tokens, special ones included", ge=1)
+
+
+class ShapeConfig(Section):
+    num_layers: int = option(16, "decoder layers", ge=1)
+    hidden_size: int = option(128, "width, a multiple of 64", ge=1)
+    intermediate_size: int = option(448, "MLP width", ge=1)
+    context_length: int = option(512, "longest sequence, in tokens", ge=16)
+
+
+class CurriculumConfig(Section):
+    batch_tokens: int = option(8192, "tokens in every optimizer step", ge=1)
+    lengths: list[Annotated[int, Field(ge=2)]] = option([256, 512], "row lengths, in the order they are trained")
+    shares: list[Annotated[float, Field(ge=0, le=1)]] = option([0.85, 0.15], "share of the steps each length gets")
+
+
+class TargetRecipe(Section):
+    """The recipe of pico itself: tokenizer, shape, curriculum and training arguments."""
+
+    tokenizer: TokenizerConfig = section(TokenizerConfig)
+    shape: ShapeConfig = section(ShapeConfig)
+    curriculum: CurriculumConfig = section(CurriculumConfig)
+    train: dict[str, Any] = option(..., "transformers.TrainingArguments, field by field")
