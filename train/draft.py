@@ -7,9 +7,8 @@ import sys
 from pathlib import Path
 
 import torch
-from transformers import set_seed
 
-from specdistill.command import run
+from specdistill import command
 from specdistill.data import training_data
 from specdistill.losses.divergence import build_divergence
 from specdistill.methods.draft_model.create import create_draft_model, load_alike, save_draft_model
@@ -18,10 +17,8 @@ from specdistill.methods.draft_model.objective import Distillation
 from specdistill.methods.draft_model.on_policy import OnPolicyGeneration
 from specdistill.methods.recipe import Recipe, check_trainable
 from specdistill.targets.frozen import FrozenTarget
-from specdistill.training.arguments import check_precision, training_arguments
-from specdistill.training.history import TrainingCurve
 from specdistill.training.optimizer import build_optimizer
-from specdistill.training.run_directory import RunDirectory
+from specdistill.training.run import TrainingRun
 from specdistill.training.trainer import DraftTrainer
 
 CALIBRATION_ROWS = 16  # rows of training data whose activations say what a pruned width keeps
@@ -29,10 +26,7 @@ CALIBRATION_ROWS = 16  # rows of training data whose activations say what a prun
 
 def main(recipe: Recipe) -> None:
     check_trainable(recipe, "train/draft.py")
-    arguments = training_arguments(recipe.train)
-    check_precision(arguments, recipe.target.dtype)
-    directory = RunDirectory.open(arguments.output_dir, recipe)
-    set_seed(arguments.seed)
+    run = TrainingRun.open(recipe)
     loss, on_policy = recipe.loss, recipe.on_policy
     divergence = build_divergence(loss.divergence, jsd_beta=loss.jsd_beta)
 
@@ -46,15 +40,11 @@ def main(recipe: Recipe) -> None:
     # Draft
     calibration = torch.tensor(train_set[:CALIBRATION_ROWS]["input_ids"], device=target.device)
     draft = with_lora(
-        create_draft_model(target, calibration=calibration, seed=arguments.seed, **recipe.draft.small()),
+        create_draft_model(target, calibration=calibration, seed=run.seed, **recipe.draft.small()),
         **vars(recipe.draft.lora),
     )
 
-    # The run's record, before the first step
-    if arguments.process_index == 0:
-        directory.record(
-            target=target.name, target_revision=target.revision, data_fingerprint=train_set._fingerprint, rows=len(train_set)
-        )
+    run.record(target, train_set)
 
     # Trainer
     def save(folder: Path) -> None:
@@ -71,20 +61,17 @@ def main(recipe: Recipe) -> None:
             selected=loss.selected,
         ),
         target,
-        arguments,
+        run.arguments,
         train_set,
         eval_set,
         save=save,
-        optimizer=build_optimizer(recipe.optimizer, draft, arguments),
-        on_policy=OnPolicyGeneration(draft, **vars(on_policy), end_ids=tuple(target.eos_token_ids), seed=arguments.seed),
-        callbacks=[TrainingCurve(directory.path / "training_curve.png")],
+        optimizer=build_optimizer(recipe.optimizer, draft, run.arguments),
+        on_policy=OnPolicyGeneration(draft, **vars(on_policy), end_ids=tuple(target.eos_token_ids), seed=run.seed),
+        callbacks=run.callbacks,
     )
 
-    # Train and save
-    trainer.train(resume_from_checkpoint=directory.last_checkpoint())
-    if trainer.is_world_process_zero():
-        save(directory.draft)  # the best one: the Trainer has loaded it back
+    run.train(trainer)
 
 
 if __name__ == "__main__":
-    sys.exit(run(main, Recipe))
+    sys.exit(command.run(main, Recipe))

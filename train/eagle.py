@@ -6,9 +6,7 @@ accelerate launch --config_file accelerate_configs/cpu.yaml train/eagle.py recip
 import sys
 from functools import partial
 
-from transformers import set_seed
-
-from specdistill.command import run
+from specdistill import command
 from specdistill.data import training_data
 from specdistill.data.draft_vocabulary import draft_vocabulary
 from specdistill.losses.divergence import build_divergence
@@ -17,19 +15,14 @@ from specdistill.methods.heads.unroll import TrainingTimeTest
 from specdistill.methods.layers import check_window
 from specdistill.methods.recipe import Recipe, check_trainable
 from specdistill.targets.frozen import FrozenTarget, check_aux_layers
-from specdistill.training.arguments import check_precision, training_arguments
-from specdistill.training.history import TrainingCurve
 from specdistill.training.optimizer import build_optimizer
-from specdistill.training.run_directory import RunDirectory
+from specdistill.training.run import TrainingRun
 from specdistill.training.trainer import DraftTrainer
 
 
 def main(recipe: Recipe) -> None:
     check_trainable(recipe, "train/eagle.py")
-    arguments = training_arguments(recipe.train)
-    check_precision(arguments, recipe.target.dtype)
-    directory = RunDirectory.open(arguments.output_dir, recipe)
-    set_seed(arguments.seed)
+    run = TrainingRun.open(recipe)
     method, loss = HEADS[recipe.method], recipe.loss
     divergence = build_divergence(loss.divergence, jsd_beta=loss.jsd_beta)
 
@@ -47,14 +40,10 @@ def main(recipe: Recipe) -> None:
     else:
         vocabulary = draft_vocabulary(train_set, target.vocab_size, recipe.draft.vocab_size)
         shape = recipe.draft.shape(recipe.method) | ({} if vocabulary is None else {"draft_vocabulary": vocabulary})
-        draft = method.build(target, seed=arguments.seed, **shape)
+        draft = method.build(target, seed=run.seed, **shape)
     check_window(draft.config, recipe.draft.ttt_steps, key="draft.ttt_steps")
 
-    # The run's record, before the first step
-    if arguments.process_index == 0:
-        directory.record(
-            target=target.name, target_revision=target.revision, data_fingerprint=train_set._fingerprint, rows=len(train_set)
-        )
+    run.record(target, train_set)
 
     # Trainer
     trainer = DraftTrainer(
@@ -68,19 +57,16 @@ def main(recipe: Recipe) -> None:
             noise=loss.noise,
         ),
         target,
-        arguments,
+        run.arguments,
         train_set,
         eval_set,
         save=partial(method.save, draft),
-        optimizer=build_optimizer(recipe.optimizer, draft, arguments),
-        callbacks=[TrainingCurve(directory.path / "training_curve.png")],
+        optimizer=build_optimizer(recipe.optimizer, draft, run.arguments),
+        callbacks=run.callbacks,
     )
 
-    # Train and save
-    trainer.train(resume_from_checkpoint=directory.last_checkpoint())
-    if trainer.is_world_process_zero():
-        method.save(draft, directory.draft)  # the best one: the Trainer has loaded it back
+    run.train(trainer)
 
 
 if __name__ == "__main__":
-    sys.exit(run(main, Recipe))
+    sys.exit(command.run(main, Recipe))

@@ -9,25 +9,23 @@ from pathlib import Path
 
 import torch
 from datasets import Dataset, IterableDataset
-from transformers import AutoModelForCausalLM, LlamaForCausalLM, Trainer, set_seed
+from transformers import AutoModelForCausalLM, LlamaForCausalLM, Trainer
 
-from specdistill.command import run
+from specdistill import command
 from specdistill.pico.card import write_card
 from specdistill.pico.corpus import standard_library
 from specdistill.pico.model import curriculum, documents, llama_config, token_stream, train_tokenizer
 from specdistill.recipe import TargetRecipe
-from specdistill.training.arguments import training_arguments
 from specdistill.training.optimizer import muon_adamw
-from specdistill.training.run_directory import RunDirectory
+from specdistill.training.run import TrainingRun
 
 
 def main(recipe: TargetRecipe) -> None:
     shape, rows = recipe.shape, recipe.curriculum
-    arguments = training_arguments(
-        recipe.train, use_cpu=not torch.cuda.is_available(), per_device_train_batch_size=1, per_device_eval_batch_size=1
+    run = TrainingRun.open(
+        recipe, use_cpu=not torch.cuda.is_available(), per_device_train_batch_size=1, per_device_eval_batch_size=1
     )
-    directory = RunDirectory.open(arguments.output_dir, recipe)
-    set_seed(arguments.seed)
+    arguments = run.arguments
 
     # Tokenizer and data
     tokenizer = train_tokenizer(
@@ -45,7 +43,7 @@ def main(recipe: TargetRecipe) -> None:
         )
     )
     eval_set = Dataset.from_dict({"input_ids": held_out[: 8 * 32 * 256].view(8, 32, 256).tolist()})
-    directory.record(train_tokens=len(train_stream), data_fingerprint=str(hash(tuple(train_stream.tolist()))))
+    run.directory.record(train_tokens=len(train_stream), data_fingerprint=str(hash(tuple(train_stream.tolist()))))
 
     # Model; eager attention, because the CPU's fused kernel is slow for short rows
     config = llama_config(tokenizer, shape.num_layers, shape.hidden_size, shape.intermediate_size, shape.context_length)
@@ -62,7 +60,7 @@ def main(recipe: TargetRecipe) -> None:
         data_collator=_whole_batch,
         optimizers=(muon_adamw(model, arguments.learning_rate, arguments.weight_decay), None),
     )
-    trainer.train(resume_from_checkpoint=directory.last_checkpoint())
+    trainer.train(resume_from_checkpoint=run.directory.last_checkpoint())
 
     # Save, and measure what was saved
     folder = Path(arguments.output_dir) / "model"
@@ -88,4 +86,4 @@ def _whole_batch(items: list[dict[str, list[list[int]]]]) -> dict[str, torch.Ten
 
 
 if __name__ == "__main__":
-    sys.exit(run(main, TargetRecipe))
+    sys.exit(command.run(main, TargetRecipe))

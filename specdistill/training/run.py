@@ -1,0 +1,60 @@
+"""A training run from its recipe to its best draft: what every training script does around its draft and its objective."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from datasets import Dataset
+from transformers import TrainerCallback, TrainingArguments, set_seed
+
+from specdistill.recipe import Recipe
+from specdistill.targets.frozen import FrozenTarget
+from specdistill.training.arguments import check_precision, training_arguments
+from specdistill.training.history import TrainingCurve
+from specdistill.training.run_directory import RunDirectory
+from specdistill.training.trainer import DraftTrainer
+
+
+@dataclass(frozen=True)
+class TrainingRun:
+    """arguments: those of transformers' Trainer; directory: where the run leaves its record, checkpoints, curve and draft."""
+
+    arguments: TrainingArguments
+    directory: RunDirectory
+
+    @classmethod
+    def open(cls, recipe: Any, **defaults: Any) -> "TrainingRun":
+        """Check the recipe's `train:` section and its folder, join the processes of the launch and seed the run; writes nothing.
+
+        `defaults` fill what `train:` leaves out. Raises UserError for what the run could not be trained with.
+        """
+        arguments = training_arguments(recipe.train, **defaults)
+        if isinstance(recipe, Recipe):
+            check_precision(arguments, recipe.target.dtype)
+        directory = RunDirectory.open(str(arguments.output_dir), recipe)
+        set_seed(arguments.seed)
+        return cls(arguments, directory)
+
+    @property
+    def seed(self) -> int:
+        return int(self.arguments.seed)
+
+    @property
+    def callbacks(self) -> list[TrainerCallback]:
+        """What the trainer is given besides its own: the training curve."""
+        return [TrainingCurve(self.directory.path / "training_curve.png")]
+
+    def record(self, target: FrozenTarget, train_set: Dataset) -> None:
+        """Write what the run is made of, once, before its first step."""
+        if self.arguments.process_index == 0:
+            self.directory.record(
+                target=target.name,
+                target_revision=target.revision,
+                data_fingerprint=train_set._fingerprint,
+                rows=len(train_set),
+            )
+
+    def train(self, trainer: DraftTrainer) -> None:
+        """Train, or resume where an interrupted run stopped, and save the best draft, which the Trainer has loaded back."""
+        trainer.train(resume_from_checkpoint=self.directory.last_checkpoint())
+        if trainer.is_world_process_zero():
+            trainer.save_draft(self.directory.draft)
