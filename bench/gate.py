@@ -31,7 +31,7 @@ from specdistill.command import run
 from specdistill.errors import ExitCode, UserError
 from specdistill.gate.gate import Finding, Rule, holds, load_gate
 from specdistill.project import ROOT
-from specdistill.recipe import option
+from specdistill.recipe import Section, option
 from specdistill.report.files import read_report
 from specdistill.report.markdown import table
 from specdistill.statistics.intervals import relative_change
@@ -53,8 +53,7 @@ Table = NDArray[np.float64]
 Curve = dict[int, dict[float, float]]  # number of prompts -> true change -> chance to pass
 
 
-@dataclass(frozen=True)
-class Options:
+class Options(Section):
     comparisons: list[str] = option([], "folders that specdistill compare left; none: what bench/gate.json holds")
     before: str = option("", "the draft that is compared with, by its name in those folders")
     after: list[str] = option([], "the drafts that are compared with it")

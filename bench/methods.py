@@ -18,9 +18,9 @@ from typing import Any
 from specdistill.comparison.compare import is_lossless
 from specdistill.errors import ExitCode
 from specdistill.methods import METHODS
+from specdistill.methods.recipe import Recipe
 from specdistill.project import ROOT
 from specdistill.recipe import load_recipe, recipe_yaml
-from specdistill.methods.recipe import Recipe
 from specdistill.report.markdown import table
 from specdistill.report.wording import a_round, between, duration, number, percent, settings_line, size, times
 

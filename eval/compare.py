@@ -5,10 +5,10 @@ python eval/compare.py target=path/to/model drafts=[org/draft@v1,org/draft@v2] s
 """
 
 import sys
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from omegaconf import MISSING
+from pydantic import create_model
 
 from specdistill.command import run
 from specdistill.comparison.candidates import find_candidates
@@ -17,8 +17,9 @@ from specdistill.comparison.pages import print_comparison, write_comparison
 from specdistill.errors import ExitCode
 from specdistill.measurement.evaluate import NamedDraft, evaluate_drafts
 from specdistill.measurement.measure import Settings
-from specdistill.methods.load import check_options, load_proposer, options_of, proposer_options
-from specdistill.recipe import EvalConfig, NgramConfig, TargetConfig, TreeConfig, like, option, section
+from specdistill.methods.load import load_proposer
+from specdistill.methods.recipe import eval_keys_of_methods, options_by_method
+from specdistill.recipe import EvalConfig, Section, TargetConfig, TreeConfig, like, option, section
 from specdistill.report.files import check_writable
 from specdistill.suites.suite import load_suite, tokenize
 from specdistill.targets.frozen import FrozenTarget
@@ -27,16 +28,12 @@ from specdistill.training.history import read_history
 SHORTHANDS = {"target": "target.model"}
 
 
-@dataclass(frozen=True)
-class CompareOptions:
+class CommonOptions(Section):
     target: TargetConfig = section(TargetConfig)
-    drafts: list[str] = option(MISSING, "two or more: draft folders, Hub ids (org/name, org/name@revision), or the word ngram")
+    drafts: list[str] = option(..., "two or more: draft folders, Hub ids (org/name, org/name@revision), or the word ngram")
     suite: str = like(EvalConfig, "suite")
-    output_dir: str = option(MISSING, "where the comparison and the reports go")
+    output_dir: str = option(..., "where the comparison and the reports go")
     num_speculative_tokens: int = like(EvalConfig, "num_speculative_tokens")
-    confidence_threshold: float | None = like(EvalConfig, "confidence_threshold")
-    draft_context: str = like(EvalConfig, "draft_context")
-    ngram: NgramConfig = section(NgramConfig)
     tree: TreeConfig | None = like(EvalConfig, "tree")
     temperature: float = like(EvalConfig, "temperature")
     top_p: float = like(EvalConfig, "top_p")
@@ -50,18 +47,21 @@ class CompareOptions:
     seed: int = like(EvalConfig, "seed")
 
 
-def main(options: CompareOptions) -> ExitCode:
+KEYS_OF_METHODS: dict[str, Any] = dict(eval_keys_of_methods())
+CompareOptions: type[CommonOptions] = create_model("CompareOptions", __base__=CommonOptions, **KEYS_OF_METHODS)
+
+
+def main(options: CommonOptions) -> ExitCode:
     folder = Path(options.output_dir)
     check_writable(folder, "output_dir")
     candidates, suite = find_candidates(options.drafts), load_suite(options.suite)
-    drafting = proposer_options(options)
-    check_options([entry.method for entry in candidates], drafting)
+    drafting = options_by_method(options, [entry.method for entry in candidates])
 
     # Target, all the drafts, and prompts: whatever is wrong with one of them shows before anything is measured
     target = FrozenTarget.load(**vars(options.target))
     proposers = [
-        load_proposer(entry.method, entry.folder, target, key="drafts", **options_of(entry.method, drafting))
-        for entry in candidates
+        load_proposer(entry.method, entry.folder, target, key="drafts", **own)
+        for entry, own in zip(candidates, drafting, strict=True)
     ]
     drafts = [
         NamedDraft(proposer, entry.method, entry.draft, entry.revision)

@@ -5,24 +5,20 @@ python eval/gate.py report=runs/demo/report gates=release baseline=org/name@v1.2
 """
 
 import sys
-from dataclasses import dataclass
 from pathlib import Path
-
-from omegaconf import MISSING
 
 from specdistill.command import run
 from specdistill.errors import ExitCode
 from specdistill.gate.baseline import read_baseline
 from specdistill.gate.changes import judge
 from specdistill.gate.gate import Evidence, load_gate
-from specdistill.recipe import EvalConfig, like, option
+from specdistill.recipe import EvalConfig, Section, like, option
 from specdistill.report.console import print_gate
 from specdistill.report.files import check_writable, read_report, write_report
 
 
-@dataclass(frozen=True)
-class GateOptions:
-    report: str = option(MISSING, "report.json, or its folder")
+class GateOptions(Section):
+    report: str = option(..., "report.json, or its folder")
     gates: str = option("default", "gate name, or a gate YAML")
     baseline: str | None = like(EvalConfig, "baseline")
 

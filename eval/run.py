@@ -13,7 +13,7 @@ from typing import Any
 
 from specdistill.command import run
 from specdistill.decoding.tree import tree_shape
-from specdistill.errors import ExitCode, UserError
+from specdistill.errors import ExitCode
 from specdistill.gate.baseline import read_baseline
 from specdistill.gate.changes import judge
 from specdistill.gate.gate import Evidence, load_gate
@@ -21,7 +21,8 @@ from specdistill.measurement.evaluate import evaluate_draft
 from specdistill.measurement.measure import Settings
 from specdistill.measurement.quality import add_quality
 from specdistill.measurement.sweep import Plan, plan_configurations
-from specdistill.methods.load import load_proposer, proposer_options
+from specdistill.methods import METHODS
+from specdistill.methods.load import load_proposer
 from specdistill.methods.recipe import Recipe
 from specdistill.report.console import print_power_analysis, print_report
 from specdistill.report.files import check_writable, previous_report, write_report
@@ -70,17 +71,14 @@ def measure_here(
 ) -> tuple[dict[str, Any], list[PromptRecord]]:
     """Decode in this process. measured_configurations: the folder of what is measured already, for a run that goes on."""
     config = recipe.eval
-    for key in ("server", "baseline_server"):
-        if (address := getattr(config, key)) is not None:
-            raise UserError(f"eval.{key}", got=address, expected="eval.engine=vllm or eval.engine=sglang beside it")
-    draft = None if recipe.method == "ngram" else config.draft or str(Path(recipe.train["output_dir"]) / "draft")
+    trained = METHODS[recipe.method].artifact is not None
+    draft = config.draft or str(Path(recipe.train["output_dir"]) / "draft") if trained else None
     target = FrozenTarget.load(**vars(recipe.target))
     proposer = load_proposer(
         recipe.method,
         draft,
         target,
-        heterogeneous_vocab=recipe.draft.heterogeneous_vocab,
-        **proposer_options(config),
+        **recipe.proposer_options(),
     )
     prompts = tokenize(
         suite,
@@ -124,22 +122,6 @@ def measure_here(
 def measure_server(recipe: Recipe, suite: Suite, prior: PriorRun | None) -> tuple[dict[str, Any], list[PromptRecord]]:
     """Send the suite to running servers. Which draft they loaded they do not say: eval.draft is written down as it is given."""
     config, target = recipe.eval, recipe.target
-    if config.batch_size > 1:
-        got = f"{config.batch_size} with eval.engine={config.engine}"
-        raise UserError("eval.batch_size", got=got, expected="1: prompts are sent to a server one after the other")
-    if config.tree:
-        got = f"a tree with eval.engine={config.engine}"
-        raise UserError("eval.tree", got=got, expected="null: a server drafts as it was started")
-    for name, values in vars(config.sweep).items():
-        if values:
-            expected = "nothing: a server drafts as it was started"
-            raise UserError(f"eval.sweep.{name}", got=f"{values} with eval.engine={config.engine}", expected=expected)
-    if config.target_precision is not None:
-        raise UserError(
-            "eval.target_precision",
-            got=f"{config.target_precision} with eval.engine={config.engine}",
-            expected="null: it is measured whole",
-        )
     tokenizer, longest = read_tokenizer(target.model, revision=target.revision, trust_remote_code=target.trust_remote_code)
     speculative, plain = connect(
         config.engine,

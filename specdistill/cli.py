@@ -13,18 +13,17 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-
-from omegaconf import MISSING
+from typing import Literal
 
 import specdistill
 from specdistill.command import print_help, spell_out
 from specdistill.errors import ExitCode, ResourceError, UserError, explain, nearest
 from specdistill.methods import METHODS
+from specdistill.methods.recipe import Recipe, TrainedRecipe
 from specdistill.project import PICO, ROOT
-from specdistill.recipe import TargetConfig, TargetRecipe, describe, like, load_recipe, option, schema_of, section
-from specdistill.methods.recipe import Recipe
+from specdistill.recipe import Section, TargetConfig, TargetRecipe, describe, like, load_recipe, merged, option, section
 
 PATHS = {"pico": PICO}
 DEMO_RECIPE, DEMO_FOLDER = "pico/eagle3", "runs/demo"
@@ -33,62 +32,55 @@ SHORTHANDS = {"target": "target.model"}
 DOCTOR_SHORTHANDS = {**SHORTHANDS, "suite": "eval.suite"}
 
 
-@dataclass(frozen=True)
-class PlannedTarget:
+class PlannedTarget(Section):
     model: str = like(TargetConfig, "model")
     revision: str | None = like(TargetConfig, "revision")
     trust_remote_code: bool = like(TargetConfig, "trust_remote_code")
 
 
-@dataclass(frozen=True)
-class PlanOptions:
+class PlanOptions(Section):
     target: PlannedTarget = section(PlannedTarget)
     draft: str | None = option(None, "a draft that exists, folder or Hub id; of both only the configs are read")
     hub: bool = option(True, "search the Hub for drafts of the target")
     output: str | None = option(None, "JSON file for the same numbers")
 
 
-@dataclass(frozen=True)
-class ExportedTarget:
+class ExportedTarget(Section):
     model: str | None = option(None, "the draft's target, pico, a folder or a Hub id; for method mtp and some layouts of heads")
     revision: str | None = like(TargetConfig, "revision")
 
 
-@dataclass(frozen=True)
-class ExportOptions:
-    engine: str = option(MISSING, "what shall load it", choices=["vllm", "sglang", "speculators", "safeailab", "gguf"])
+class ExportOptions(Section):
+    engine: Literal["vllm", "sglang", "speculators", "safeailab", "gguf"] = option(..., "what shall load it")
     draft: str | None = option(None, "folder or Hub id of a trained draft, in any layout that is read")
-    output_dir: str = option(MISSING, "new folder for the checkpoint and SERVE.md, the command that serves it")
+    output_dir: str = option(..., "new folder for the checkpoint and SERVE.md, the command that serves it")
     target: ExportedTarget = section(ExportedTarget)
     report: str | None = option(None, "report.json of the draft, or its folder; null: <run>/report of <run>/draft")
     dtype: str | None = option(None, "weights of a draft model in a GGUF file: f32, f16 or q8_0; null: f16")
-    num_speculative_tokens: int | None = option(None, "tokens drafted a round, for SERVE.md; null: the report's, or 3", least=1)
+    num_speculative_tokens: int | None = option(None, "tokens drafted a round, for SERVE.md; null: the report's, or 3", ge=1)
     dry_run: bool = option(False, "write the untrained draft of recipe=…, with its key=value, to try its layout in an engine")
 
 
-@dataclass(frozen=True)
-class ExaminedTarget:
+class ExaminedTarget(Section):
     model: str | None = option(None, "the draft's target, pico, a folder or a Hub id; null: examine the draft alone")
     revision: str | None = like(TargetConfig, "revision")
     adapter: str | None = like(TargetConfig, "adapter")
-    dtype: str = like(TargetConfig, "dtype")
-    attn: str = like(TargetConfig, "attn")
+    dtype: Literal["float32", "bfloat16", "float16"] = like(TargetConfig, "dtype")
+    attn: Literal["sdpa", "eager", "flash_attention_2"] = like(TargetConfig, "attn")
     trust_remote_code: bool = like(TargetConfig, "trust_remote_code")
 
 
-@dataclass(frozen=True)
-class DoctorPrompts:
+class DoctorPrompts(Section):
     suite: str | None = option(
         None, "prompts to decode: a suite's name, a YAML or jsonl file; null: the run's own, else pico-short"
     )
-    num_prompts: int = option(8, "prompts to decode, spread over the suite", least=1)
+    num_prompts: int = option(8, "prompts to decode, spread over the suite", ge=1)
 
 
-@dataclass(frozen=True)
-class DoctorOptions:
-    draft: str = option(MISSING, "folder or Hub id of a trained draft, in any layout that is read")
+class DoctorOptions(Section):
+    draft: str = option(..., "folder or Hub id of a trained draft, in any layout that is read")
     target: ExaminedTarget = section(ExaminedTarget)
-    engine: str | None = option(None, "whose loader to replay on it; null: none's", choices=["vllm", "sglang", "trtllm"])
+    engine: Literal["vllm", "sglang", "trtllm"] | None = option(None, "whose loader to check it against; null: none")
     decode: bool = option(
         True, "with a target: decode a few prompts, and look for what undone would bring the draft closer to it"
     )
@@ -115,15 +107,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def train(arguments: list[str]) -> int:
     """train a draft on a recipe (one process; `accelerate launch train/….py` for more), or a target of its own"""
     keys = _keys(arguments)
-    schema = schema_of(keys)
+    schema = _schema_of(keys)
     script = "train/target.py" if schema is TargetRecipe else "train/eagle.py"
     if HELP & set(arguments):
         return _script_help(script, schema)
     recipe = load_recipe(schema, keys)
     if isinstance(recipe, Recipe):
-        trained_by = METHODS[recipe.method].trained_by
+        trained_by = METHODS[recipe.method].script
         if trained_by is None:
-            trained = [name for name, method in METHODS.items() if method.trained_by]
+            trained = [name for name, method in METHODS.items() if method.script]
             raise UserError("method", got=f"{recipe.method}, which needs no training", expected=" or ".join(trained))
         script = trained_by
     return _run_script(script, arguments)
@@ -230,6 +222,8 @@ def data(arguments: list[str]) -> int:
         print_help(f"specdistill data: {data.__doc__}", Recipe)
         return ExitCode.DONE
     recipe = load_recipe(Recipe, [*_keys(arguments), "train.output_dir=runs"])  # a recipe needs it, the rows do not
+    if not isinstance(recipe, TrainedRecipe):
+        raise UserError("method", got=f"{recipe.method}, which needs no training", expected="a method that is trained")
     from rich.console import Console  # here, and not above, because these import torch
 
     from specdistill.data import training_data
@@ -247,7 +241,7 @@ def data(arguments: list[str]) -> int:
 
 def eval(arguments: list[str]) -> int:
     """decode with a draft for real, measure acceptance and speedup, write report.json and its siblings, apply the gate"""
-    if schema_of(_keys(arguments)) is TargetRecipe:
+    if _schema_of(_keys(arguments)) is TargetRecipe:
         raise UserError("recipe", got="the recipe of a target", expected="the recipe of a draft")
     return _run_script("eval/run.py", arguments)
 
@@ -321,6 +315,12 @@ def _keys(arguments: list[str]) -> list[str]:
     return [argument for argument in arguments if argument not in HELP and not argument.startswith("debug=")]
 
 
+def _schema_of(keys: list[str]) -> type[Recipe] | type[TargetRecipe]:
+    """The schema that a recipe is written for: a target's own recipe has keys that a draft's lacks."""
+    own = TargetRecipe.model_fields.keys() - Recipe.model_fields.keys()
+    return TargetRecipe if own & merged(keys).keys() else Recipe
+
+
 def _run_script(script: str, arguments: list[str]) -> int:
     """Run one of the project's scripts as if by `python script arguments`; its own exit code ends this process."""
     sys.argv = [str(ROOT / script), *arguments]
@@ -328,7 +328,7 @@ def _run_script(script: str, arguments: list[str]) -> int:
     return ExitCode.DONE
 
 
-def _script_help(script: str, schema: type) -> int:
+def _script_help(script: str, schema: type[Section]) -> int:
     """A script's docstring and keys, without importing it."""
     introduction = ast.get_docstring(ast.parse((ROOT / script).read_text(encoding="utf-8")))
     print_help(introduction or "", schema)

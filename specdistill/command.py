@@ -6,9 +6,9 @@ from types import MappingProxyType
 from typing import TypeVar
 
 from specdistill.errors import ExitCode, ResourceError, UserError
-from specdistill.recipe import describe, load_recipe
+from specdistill.recipe import Section, describe, load_recipe
 
-R = TypeVar("R")
+R = TypeVar("R", bound=Section)
 
 NO_SHORTHANDS: Mapping[str, str] = MappingProxyType({})
 
@@ -44,7 +44,7 @@ def run(
         return ExitCode.USER_ERROR if isinstance(error, UserError) else ExitCode.RESOURCE_ERROR
 
 
-def print_help(introduction: str, schema: type, shorthands: Mapping[str, str] = NO_SHORTHANDS) -> None:
+def print_help(introduction: str, schema: type[Section], shorthands: Mapping[str, str] = NO_SHORTHANDS) -> None:
     """The command's docstring, then its keys with type, default and meaning."""
     print(introduction.strip(), "\n\nKeys (key=value):")
     for key, kind, default, text in describe(schema):

@@ -1,16 +1,38 @@
 """Heads of noise, in every shape that files can hold."""
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from specdistill.methods.eagle.checkpoint import load_eagle, save_eagle
+from specdistill.methods.eagle.create import build_eagle
+from specdistill.methods.eagle3.checkpoint import load_eagle3, save_eagle3
+from specdistill.methods.eagle3.create import build_eagle3
 from specdistill.methods.eagle3.module import Eagle3Draft
-from specdistill.methods.heads.table import HEADS
+from specdistill.methods.mtp.checkpoint import build_mtp, load_mtp, save_mtp
 from specdistill.targets.frozen import FrozenTarget
 
+HEADS = ("eagle", "eagle3", "mtp")
+BUILD = {"eagle": build_eagle, "eagle3": build_eagle3, "mtp": build_mtp}
+LOAD = {"eagle": load_eagle, "eagle3": load_eagle3, "mtp": load_mtp}
+SAVE = {"eagle": save_eagle, "eagle3": save_eagle3, "mtp": save_mtp}
 # What fresh heads are not built with, or not in this order.
 REPLACED = ("norm_before_fc", "own_embedding", "rope_scaling", "aux_layers")
+
+
+def build_head(method: str, target: FrozenTarget, **shape: Any) -> Any:
+    """A fresh head of a method."""
+    return BUILD[method](target, **shape)
+
+
+def load_head(method: str, folder: Path, target: FrozenTarget, **options: Any) -> Any:
+    return LOAD[method](folder, target, **options)
+
+
+def save_head(method: str, head: Any, folder: Path) -> None:
+    SAVE[method](head, folder)
 
 
 def head_of(method: str, target: FrozenTarget, shape: dict[str, Any], dtype: torch.dtype = torch.bfloat16) -> Any:
@@ -19,7 +41,7 @@ def head_of(method: str, target: FrozenTarget, shape: dict[str, Any], dtype: tor
     built = {name: value for name, value in shape.items() if name not in replaced}
     if "aux_layers" in shape:
         built["aux_layers"] = sorted(shape["aux_layers"])
-    head = HEADS[method].build(target, **built)
+    head = build_head(method, target, **built)
     if replaced:
         changed = Eagle3Draft(dataclasses.replace(head.config, **replaced))
         changed.load_state_dict(head.state_dict(), strict=False)

@@ -10,13 +10,13 @@ from datasets import Dataset
 
 from specdistill.decoding.decoder import Decoder
 from specdistill.losses.divergence import forward_kl
-from specdistill.methods.heads.table import HEADS
 from specdistill.methods.heads.unroll import TrainingTimeTest
 from specdistill.targets.frozen import FrozenTarget
 from specdistill.training.arguments import training_arguments
 from specdistill.training.history import HISTORY, History
 from specdistill.training.optimizer import muon_adamw
 from specdistill.training.trainer import DraftTrainer
+from tests.heads import build_head, save_head
 
 PROMPT = "def f(x):"
 NUM_TOKENS = 100  # that the target writes and the head learns
@@ -28,7 +28,7 @@ def memorise(method: str, target: FrozenTarget, run: Path, *, max_steps: int = 2
     text = [*prompt, *Decoder(target).generate(prompt, max_new_tokens=NUM_TOKENS).token_ids]
     row = {"input_ids": text, "loss_mask": [1] * len(text), "document_ids": [0] * len(text)}
     sample = Dataset.from_list([row | {"position_ids": list(range(len(text)))}])
-    head = HEADS[method].build(target, **shape)
+    head = build_head(method, target, **shape)
     for norm, size in (("input_layernorm", 2.0), ("hidden_norm", 0.5)):  # as different as long training makes them
         if hasattr(head.layers[0], norm) and method == "eagle3":
             getattr(head.layers[0], norm).weight.data.fill_(size)
@@ -49,12 +49,12 @@ def memorise(method: str, target: FrozenTarget, run: Path, *, max_steps: int = 2
         arguments,
         sample,
         sample,
-        save=partial(HEADS[method].save, head),
+        save=partial(save_head, method, head),
         optimizer=muon_adamw(head, arguments.learning_rate),
     )
     fit.train()
     fit.evaluate()
-    HEADS[method].save(head, run / "draft")
+    save_head(method, head, run / "draft")
     (run / HISTORY).parent.mkdir()
     (run / HISTORY).write_text(json.dumps(asdict(History(None, max_steps, fit.state.log_history))))
     return run / "draft"

@@ -229,7 +229,7 @@ def test_the_demo_s_two_commands_really_run(tmp_path: Path):
         "target.model=target",
         "data.source=texts.jsonl",
         "data.max_length=64",
-        "data.regenerate.num_tokens=0",
+        "data.regenerate=null",
         "data.validation_fraction=0.2",
         "draft.ttt_steps=2",
         "train.max_steps=2",

@@ -15,9 +15,9 @@ import yaml
 from specdistill.cli import VERBS
 from specdistill.command import spell_out
 from specdistill.gate.gate import load_gate
+from specdistill.methods.recipe import Recipe
 from specdistill.project import ROOT, SUITES
 from specdistill.recipe import load_recipe
-from specdistill.methods.recipe import Recipe
 
 PATH = ROOT / ".github" / "workflows" / "release-gate.yml"
 WORKFLOW = yaml.safe_load(PATH.read_text(encoding="utf-8"))

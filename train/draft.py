@@ -1,76 +1,51 @@
-"""Train a draft model by distillation: a language model with the target's own vocabulary (DistillSpec, arXiv 2310.08461).
+"""Train a draft model by distillation: a smaller language model with the target's own vocabulary (DistillSpec, arXiv 2310.08461).
 
 accelerate launch --config_file accelerate_configs/cpu.yaml train/draft.py recipe=pico/draft
 """
 
 import sys
-from pathlib import Path
-
-import torch
 
 from specdistill import command
 from specdistill.data import training_data
-from specdistill.losses.divergence import build_divergence
-from specdistill.methods.draft_model.create import create_draft_model, load_alike, save_draft_model
-from specdistill.methods.draft_model.lora import merged, with_lora
-from specdistill.methods.draft_model.objective import Distillation
+from specdistill.methods.draft_model.config import Recipe as DraftModelRecipe
 from specdistill.methods.draft_model.on_policy import OnPolicyGeneration
+from specdistill.methods.load import create_draft, implementation
 from specdistill.methods.recipe import Recipe, check_trainable
 from specdistill.targets.frozen import FrozenTarget
 from specdistill.training.optimizer import build_optimizer
 from specdistill.training.run import TrainingRun
 from specdistill.training.trainer import DraftTrainer
 
-CALIBRATION_ROWS = 16  # rows of training data whose activations say what a pruned width keeps
 
-
-def main(recipe: Recipe) -> None:
+def main(recipe: DraftModelRecipe) -> None:
     check_trainable(recipe, "train/draft.py")
-    run = TrainingRun.open(recipe)
-    loss, on_policy = recipe.loss, recipe.on_policy
-    divergence = build_divergence(loss.divergence, jsd_beta=loss.jsd_beta)
+    run = TrainingRun.open(recipe, target_dtype=recipe.target.dtype)
+    method = implementation(recipe.method)
 
     # Target
     target = FrozenTarget.load(**vars(recipe.target))
-    reference = load_alike(loss.reference, target, key="loss.reference") if loss.reference else None
 
     # Data
     train_set, eval_set = training_data(recipe.data, target.tokenizer, target.model, fingerprint=target.fingerprint())
 
-    # Draft
-    calibration = torch.tensor(train_set[:CALIBRATION_ROWS]["input_ids"], device=target.device)
-    draft = with_lora(
-        create_draft_model(target, calibration=calibration, seed=run.seed, **recipe.draft.small()),
-        **vars(recipe.draft.lora),
-    )
-
+    # Draft, and the run's record before its first step
+    draft = create_draft(recipe, target, train_set)
     run.record(target, train_set)
 
-    # Trainer
-    def save(folder: Path) -> None:
-        save_draft_model(merged(draft), target.tokenizer, folder)
-
-    trainer = DraftTrainer(
-        Distillation(
-            draft,
-            divergence,
-            temperature=loss.temperature,
-            labels=loss.labels,
-            num_positions=recipe.eval.num_speculative_tokens,
-            reference=reference,
-            selected=loss.selected,
-        ),
-        target,
-        run.arguments,
-        train_set,
-        eval_set,
-        save=save,
-        optimizer=build_optimizer(recipe.optimizer, draft, run.arguments),
-        on_policy=OnPolicyGeneration(draft, **vars(on_policy), end_ids=tuple(target.eos_token_ids), seed=run.seed),
-        callbacks=run.callbacks,
+    # Train and save the best
+    run.train(
+        DraftTrainer(
+            method.objective(draft, recipe, target),
+            target,
+            run.arguments,
+            train_set,
+            eval_set,
+            save=lambda folder: method.save(draft, target, folder),
+            optimizer=build_optimizer(recipe.optimizer, draft, run.arguments),
+            on_policy=OnPolicyGeneration(draft, **vars(recipe.on_policy), end_ids=tuple(target.eos_token_ids), seed=run.seed),
+            callbacks=run.callbacks,
+        )
     )
-
-    run.train(trainer)
 
 
 if __name__ == "__main__":

@@ -4,13 +4,11 @@ accelerate launch --config_file accelerate_configs/cpu.yaml train/mtp.py recipe=
 """
 
 import sys
-from functools import partial
 
 from specdistill import command
 from specdistill.data import training_data
-from specdistill.losses.divergence import build_divergence
-from specdistill.methods.heads.unroll import TrainingTimeTest
-from specdistill.methods.mtp.checkpoint import build_mtp, save_mtp
+from specdistill.methods.heads.config import HeadRecipe
+from specdistill.methods.load import create_draft, implementation
 from specdistill.methods.recipe import Recipe, check_trainable
 from specdistill.targets.frozen import FrozenTarget
 from specdistill.training.optimizer import build_optimizer
@@ -18,11 +16,10 @@ from specdistill.training.run import TrainingRun
 from specdistill.training.trainer import DraftTrainer
 
 
-def main(recipe: Recipe) -> None:
+def main(recipe: HeadRecipe) -> None:
     check_trainable(recipe, "train/mtp.py")
-    run = TrainingRun.open(recipe)
-    loss = recipe.loss
-    divergence = build_divergence(loss.divergence, jsd_beta=loss.jsd_beta)
+    run = TrainingRun.open(recipe, target_dtype=recipe.target.dtype)
+    method = implementation(recipe.method)
 
     # Target
     target = FrozenTarget.load(**vars(recipe.target))
@@ -30,24 +27,23 @@ def main(recipe: Recipe) -> None:
     # Data
     train_set, eval_set = training_data(recipe.data, target.tokenizer, target.model, fingerprint=target.fingerprint())
 
-    # Draft
-    draft = build_mtp(target, init=recipe.draft.init, num_layers=recipe.draft.num_layers or 1, seed=run.seed)
-
+    # Draft, and the run's record before its first step
+    draft = create_draft(recipe, target, train_set)
     run.record(target, train_set)
 
-    # Trainer
-    trainer = DraftTrainer(
-        TrainingTimeTest(draft, divergence, recipe.draft.ttt_steps, loss.step_decay, loss.temperature),
-        target,
-        run.arguments,
-        train_set,
-        eval_set,
-        save=partial(save_mtp, draft),
-        optimizer=build_optimizer(recipe.optimizer, draft, run.arguments),
-        callbacks=run.callbacks,
+    # Train and save the best
+    run.train(
+        DraftTrainer(
+            method.objective(draft, recipe, target),
+            target,
+            run.arguments,
+            train_set,
+            eval_set,
+            save=lambda folder: method.save(draft, target, folder),
+            optimizer=build_optimizer(recipe.optimizer, draft, run.arguments),
+            callbacks=run.callbacks,
+        )
     )
-
-    run.train(trainer)
 
 
 if __name__ == "__main__":

@@ -9,10 +9,9 @@ tolerance. Decoding is greedy and goes on past stop tokens.
 
 import json
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-
-from omegaconf import MISSING
+from typing import Annotated, Literal
 
 from specdistill.command import run
 from specdistill.errors import ExitCode, UserError
@@ -31,26 +30,26 @@ from specdistill.measurement.engine_counts import (
 )
 from specdistill.methods.load import load_proposer
 from specdistill.methods.recognize import locate, method_of
-from specdistill.recipe import EvalConfig, TargetConfig, like, option
+from specdistill.recipe import EvalConfig, Section, TargetConfig, like, option
+from specdistill.recipe.fields import one_of
 from specdistill.report.files import check_writable
 from specdistill.suites.suite import load_suite, tokenize
 from specdistill.targets.files import TargetFiles
 from specdistill.targets.frozen import FrozenTarget
 
 
-@dataclass(frozen=True)
-class CheckOptions:
-    target: str = option(MISSING, "pico, a folder or a Hub id")
-    draft: str = option(MISSING, "draft, a folder or a Hub id")
-    engine: str = option("vllm", "what serves it", choices=ENGINES)
-    python: str = option(MISSING, "Python of the environment in which the engine is installed")
-    output_dir: str = option(MISSING, "a new folder for the served draft, the engine's log and engine.json")
+class CheckOptions(Section):
+    target: str = option(..., "pico, a folder or a Hub id")
+    draft: str = option(..., "draft, a folder or a Hub id")
+    engine: Annotated[str, one_of(lambda: ENGINES)] = option("vllm", "what serves it")
+    python: str = option(..., "Python of the environment in which the engine is installed")
+    output_dir: str = option(..., "a new folder for the served draft, the engine's log and engine.json")
     suite: str = like(EvalConfig, "suite")
-    num_prompts: int = option(16, "prompts used, spread evenly over the suite's categories", least=1)
+    num_prompts: int = option(16, "prompts used, spread evenly over the suite's categories", ge=1)
     num_speculative_tokens: int = like(EvalConfig, "num_speculative_tokens")
     max_new_tokens: int = like(EvalConfig, "max_new_tokens")
-    dtype: str = like(TargetConfig, "dtype")
-    tolerance: float = option(0.01, "acceptance lengths may differ by this share", least=0)
+    dtype: Literal["float32", "bfloat16", "float16"] = like(TargetConfig, "dtype")
+    tolerance: float = option(0.01, "acceptance lengths may differ by this share", ge=0)
 
 
 def main(options: CheckOptions) -> ExitCode:

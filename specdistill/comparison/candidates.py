@@ -9,8 +9,8 @@ from pathlib import Path
 
 from specdistill.errors import UserError, nearest
 from specdistill.hub import split_revision
-from specdistill.methods.checkpoint import read_config
 from specdistill.methods import METHODS
+from specdistill.methods.checkpoint import read_config
 from specdistill.methods.load import implementation
 from specdistill.methods.recognize import locate, method_of
 

@@ -1,6 +1,6 @@
 """The recipe of a draft. Each method's own is a subclass in its folder (`config.py`): the keys that it reads and no others."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from pydantic import model_validator
@@ -8,8 +8,10 @@ from pydantic import model_validator
 from specdistill.errors import UserError, nearest
 from specdistill.methods import METHODS
 from specdistill.recipe import DataConfig, EvalConfig, Section, TargetConfig, option, section
+from specdistill.recipe.fields import default_of
 
 DEFAULT_METHOD = "eagle3"
+DEFAULT_SEED = 42  # of transformers.TrainingArguments
 
 
 class Recipe(Section):
@@ -55,6 +57,11 @@ class TrainedRecipe(Recipe):
         "muon_adamw", "optimizer of the draft; adamw leaves train.optim to the Trainer"
     )
 
+    @property
+    def seed(self) -> int:
+        """Of the draft's initialization: the Trainer's."""
+        return int(self.train.get("seed", DEFAULT_SEED))
+
     @model_validator(mode="after")
     def _one_optimizer(self) -> "TrainedRecipe":
         if self.optimizer != "adamw" and "optim" in self.train:
@@ -65,9 +72,31 @@ class TrainedRecipe(Recipe):
 
 def own_eval_keys(schema: type[Recipe]) -> list[str]:
     """Keys of `eval:` that only recipes of this schema have."""
-    own = schema.model_fields["eval"].annotation
-    assert own is not None and issubclass(own, EvalConfig)
+    own: Any = schema.model_fields["eval"].annotation
     return [name for name in own.model_fields if name not in EvalConfig.model_fields]
+
+
+def eval_keys_of_methods() -> dict[str, tuple[Any, Any]]:
+    """Keys of `eval:` that only some methods read, with type and field, as pydantic's `create_model` takes them."""
+    found: dict[str, tuple[Any, Any]] = {}
+    for method in METHODS.values():
+        evaluation = method.recipe().model_fields["eval"].annotation
+        for name in own_eval_keys(method.recipe()):
+            field = evaluation.model_fields[name]  # type: ignore[union-attr]
+            found[name] = (field.annotation, field)
+    return found
+
+
+def options_by_method(options: Section, methods: Sequence[str]) -> list[dict[str, Any]]:
+    """Of a command's options, those that each method's proposer takes. Raises UserError for one that was set and that none of them reads."""
+    by_method = [{name: getattr(options, name) for name in own_eval_keys(METHODS[method].recipe())} for method in methods]
+    for name in eval_keys_of_methods():
+        value, default = getattr(options, name), default_of(type(options).model_fields[name])
+        if value != default and not any(name in own for own in by_method):
+            readers = [method for method, row in METHODS.items() if name in own_eval_keys(row.recipe())]
+            got = f"{value} with method {' and '.join(dict.fromkeys(methods))}"
+            raise UserError(name, got=got, expected=f"no such key: only {' and '.join(readers)} reads it")
+    return by_method
 
 
 def check_trainable(recipe: Recipe, script: str) -> None:

@@ -48,7 +48,11 @@ def method_of(folder: Path, *, key: str = "eval.draft") -> str:
     """The method whose draft a folder holds. `key` is what errors name; raises UserError, saying what was found, for anything else."""
     config, names = read_config(folder, key), _tensor_names(folder, key)
     parallel = bool(names & OTHER_TENSORS)
-    methods = {name: method.implementation() for name, method in METHODS.items() if names and not (parallel and method.artifact == "head")}
+    methods = {
+        name: method.implementation()
+        for name, method in METHODS.items()
+        if names and not (parallel and method.artifact == "head")
+    }
     certain = (name for name, method in methods.items() if method.has_tensors(names))
     named = (name for name, method in methods.items() if method.is_named(config, names))
     if found := next(itertools.chain(certain, named), None):

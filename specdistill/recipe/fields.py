@@ -3,13 +3,13 @@
 import copy
 import json
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from pydantic.fields import FieldInfo
-from pydantic_core import PydanticUndefined
+from pydantic_core import PydanticCustomError, PydanticUndefined
 
 AtLeastOne = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[float, Field(ge=0)]
@@ -29,6 +29,23 @@ class Section(BaseModel):
     def variants(cls) -> "dict[str, type[Section]]":
         """All schemas that `schema_for` chooses between, by the name that chooses; one with an empty name when there is no choice."""
         return {"": cls}
+
+
+@dataclass(frozen=True)
+class Choices:
+    """The names that a key may have, asked for when a value is checked, so that they may stand in a table elsewhere."""
+
+    names: Callable[[], Sequence[str]]
+
+    def __call__(self, value: str) -> str:
+        if value not in self.names():
+            raise PydanticCustomError("literal_error", "not one of the choices")
+        return value
+
+
+def one_of(names: Callable[[], Sequence[str]]) -> AfterValidator:
+    """For `Annotated[str, one_of(…)]`."""
+    return AfterValidator(Choices(names))
 
 
 @dataclass(frozen=True)
@@ -107,17 +124,23 @@ def _leaves(schema: type[Section], prefix: str = "") -> Iterator[tuple[str, str,
 
 def kind_of(field: FieldInfo) -> str:
     """A field's type with its choices or limits, as help and errors state it."""
-    kind = _kind(field.annotation)
-    limits = {name: getattr(rule, name) for rule in _rules(field) for name in ("ge", "gt", "le", "lt") if hasattr(rule, name)}
+    kind, rules = _kind(field.annotation), _rules(field)
+    for rule in rules:
+        if isinstance(rule, AfterValidator) and isinstance(rule.func, Choices):
+            kind = kind.replace("str", "|".join(rule.func.names()))
+    limits = {name: getattr(rule, name) for rule in rules for name in ("ge", "gt", "le", "lt") if hasattr(rule, name)}
     words = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
     return ", ".join([kind, *(f"{words[name]} {limits[name]:g}" for name in words if name in limits)])
 
 
 def _rules(field: FieldInfo) -> list[Any]:
-    """Limits of a field, or of the items of its list."""
-    item = next((get_args(hint)[0] for hint in (field.annotation, *get_args(field.annotation)) if get_origin(hint) is list), None)
-    inner = [rule for meta in getattr(item, "__metadata__", ()) for rule in meta.metadata]
-    return [*field.metadata, *inner]
+    """Limits of a field, of its items, or of what it holds when it is not null."""
+    item = next(
+        (get_args(hint)[0] for hint in (field.annotation, *get_args(field.annotation)) if get_origin(hint) is list), None
+    )
+    annotated = [item, *get_args(field.annotation)]
+    inner = [rule for hint in annotated for rule in getattr(hint, "__metadata__", ())]
+    return [*field.metadata, *(part for rule in inner for part in getattr(rule, "metadata", [rule]))]
 
 
 def _kind(hint: Any) -> str:

@@ -6,16 +6,24 @@ from pydantic import Field, field_validator
 
 from specdistill.recipe.fields import AtLeastOne, NonNegative, ReadWhen, Section, option, section
 
-BY_SERVER = ReadWhen("with eval.engine=vllm or sglang", lambda evaluation: evaluation.engine != "specdistill")
-IN_PROCESS = ReadWhen("with eval.engine=specdistill: a server drafts as it was started", lambda it: it.engine == "specdistill")
-SAMPLED = ReadWhen("at a temperature above 0", lambda it: it.temperature > 0 or any(it.sweep.temperature))
+# Commands that measure have some of the keys of `eval:` and not others: without an engine they decode in this process.
+BY_SERVER = ReadWhen("with eval.engine=vllm or sglang", lambda it: it.engine != "specdistill")
+IN_PROCESS = ReadWhen(
+    "with eval.engine=specdistill: a server drafts as it was started",
+    lambda it: getattr(it, "engine", "specdistill") == "specdistill",
+)
+SAMPLED = ReadWhen(
+    "at a temperature above 0", lambda it: it.temperature > 0 or any(getattr(it, "sweep", SweepConfig()).temperature)
+)
 GENERATED = ReadWhen("when num_tokens is above 0; data.regenerate=null resets the section", lambda it: it.num_tokens > 0)
 
 
 class TargetConfig(Section):
     model: str = option(..., "target: pico, a folder or a Hub id")
     revision: str | None = option(None, "branch, tag or commit of a Hub id")
-    adapter: str | None = option(None, "LoRA adapter of the target (peft), a folder or a Hub id; the draft learns the adapted target")
+    adapter: str | None = option(
+        None, "LoRA adapter of the target (peft), a folder or a Hub id; the draft learns the adapted target"
+    )
     dtype: Literal["float32", "bfloat16", "float16"] = option("float32", "weights' dtype")
     attn: Literal["sdpa", "eager", "flash_attention_2"] = option("sdpa", "attention implementation of transformers")
     trust_remote_code: bool = option(False, "run Python code that the model's repository carries")
@@ -34,9 +42,7 @@ class DataConfig(Section):
     source: Any = option("pico", "pico, a jsonl/json/parquet file, a Hub id, or a list of {source, weight, split}")
     split: str = option("train", "split of the source")
     max_length: int = option(512, "tokens in a packed row; longer documents are left out", ge=8)
-    validation_fraction: float = option(
-        0.02, "share of the documents held out for the training-time evaluation", ge=0, le=0.9
-    )
+    validation_fraction: float = option(0.02, "share of the documents held out for the training-time evaluation", ge=0, le=0.9)
     packing: bool = option(True, "put several documents into a row; they never see each other")
     loss_mask: Literal["assistant", "all"] = option("assistant", "tokens that carry loss")
     regenerate: RegenerateConfig = section(RegenerateConfig)
@@ -87,15 +93,11 @@ class EvalConfig(Section):
     top_k: int = option(0, "tokens kept; 0 keeps all", ge=0, read_when=SAMPLED)
     max_new_tokens: int = option(128, "tokens generated for each prompt", ge=1)
     num_prompts: int | None = option(None, "prompts used, spread evenly over the categories; null: all", ge=1)
-    batch_size: int = option(
-        1, "prompts decoded together, with and without the draft", ge=1, le=64, read_when=IN_PROCESS
-    )
+    batch_size: int = option(1, "prompts decoded together, with and without the draft", ge=1, le=64, read_when=IN_PROCESS)
     repeats: int = option(3, "timed repetitions of each prompt, with and without the draft; medians count", ge=1)
     warmup: int = option(2, "untimed prompts, or batches of them, first", ge=0)
     run_code: bool = option(False, "run the generated programs of suite rows with a `test`, as the user that measures")
-    sampling_draws: int = option(
-        400, "draws of the two-sample losslessness test; 0 leaves it out", ge=0, read_when=IN_PROCESS
-    )
+    sampling_draws: int = option(400, "draws of the two-sample losslessness test; 0 leaves it out", ge=0, read_when=IN_PROCESS)
     seed: int = option(0, "sampling and bootstrap seed")
     baseline: str | None = option(
         None, "what max_regression rules compare with: a report.json, its folder, or a Hub revision's report as org/name@v1.2"

@@ -40,16 +40,12 @@ def _user_error(schema: type[Section], chosen: type[Section], detail: ErrorDetai
     key = prefix + _spelled(place)
     if detail["type"] == "extra_forbidden":
         return _unknown(schema, chosen, place, value, prefix)
-    if detail["type"] == "missing_key":  # raised by a validator of a mapping, whose message is the key
-        return UserError(f"{key}.{detail['msg']}", got="nothing", expected="a value")
     field = _field(chosen, place)
     if detail["type"] == "missing":
         return UserError(key, got="nothing", expected=f"a value ({field.description})")
     if detail["type"] == "literal_error":
         choices = kind_of(field).split(", ")[0].replace(" or null", "").split("|")
-        return UserError(
-            key, got=repr(value), expected=f"one of {', '.join(choices)}", nearest=nearest(str(value), choices)
-        )
+        return UserError(key, got=repr(value), expected=f"one of {', '.join(choices)}", nearest=nearest(str(value), choices))
     if detail["type"] in ("model_type", "model_attributes_type"):
         null = "null or " * (section_of(field.annotation) is not field.annotation and isinstance(place[-1], str))
         return UserError(key, got=repr(value), expected=f"{null}a section with keys of its own")
@@ -71,7 +67,9 @@ def _unknown(schema: type[Section], chosen: type[Section], place: list[Any], val
     ]
     if readers:
         mine = next((variant for variant, other in schema.variants().items() if other is chosen), "this one")
-        return UserError(key, got=f"{value!r} with method {mine}", expected=f"no such key: only {' and '.join(readers)} reads it")
+        return UserError(
+            key, got=f"{value!r} with method {mine}", expected=f"no such key: only {' and '.join(readers)} reads it"
+        )
     parent = _schema_at(chosen, place[:-1])
     known = list(parent.model_fields)
     close = nearest(name, known)

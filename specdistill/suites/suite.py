@@ -17,8 +17,7 @@ import yaml
 
 from specdistill.errors import UserError, nearest, one_line
 from specdistill.project import SUITES
-from specdistill.recipe import SweepConfig
-from specdistill.recipe import validate
+from specdistill.recipe import SweepConfig, validate
 from specdistill.suites.rows import COLUMNS, REMOTE, SuiteRow, parse, read
 
 TEXT_PROMPT_TOKENS = 32

@@ -6,7 +6,6 @@ from typing import Any
 from datasets import Dataset
 from transformers import TrainerCallback, TrainingArguments, set_seed
 
-from specdistill.recipe import Recipe
 from specdistill.targets.frozen import FrozenTarget
 from specdistill.training.arguments import check_precision, training_arguments
 from specdistill.training.history import TrainingCurve
@@ -22,14 +21,15 @@ class TrainingRun:
     directory: RunDirectory
 
     @classmethod
-    def open(cls, recipe: Any, **defaults: Any) -> "TrainingRun":
+    def open(cls, recipe: Any, *, target_dtype: str | None = None, **defaults: Any) -> "TrainingRun":
         """Check the recipe's `train:` section and its folder, join the processes of the launch and seed the run; writes nothing.
 
-        `defaults` fill what `train:` leaves out. Raises UserError for what the run could not be trained with.
+        target_dtype: of the frozen target, if there is one. `defaults` fill what `train:` leaves out. Raises UserError for what the run
+        could not be trained with.
         """
         arguments = training_arguments(recipe.train, **defaults)
-        if isinstance(recipe, Recipe):
-            check_precision(arguments, recipe.target.dtype)
+        if target_dtype is not None:
+            check_precision(arguments, target_dtype)
         directory = RunDirectory.open(str(arguments.output_dir), recipe)
         set_seed(arguments.seed)
         return cls(arguments, directory)

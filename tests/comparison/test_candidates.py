@@ -11,9 +11,9 @@ from safetensors.torch import load_file, save_file
 
 from specdistill.comparison.candidates import find_candidates
 from specdistill.errors import ResourceError, UserError
-from specdistill.methods.heads.table import HEADS
 from specdistill.methods.recognize import method_of
 from specdistill.targets.frozen import FrozenTarget
+from tests.heads import build_head, save_head
 from tests.tiny import tiny_target_model, tiny_tokenizer
 
 
@@ -23,7 +23,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("runs")
     target = FrozenTarget(tiny_target_model(), tiny_tokenizer(), name="tiny")
     for method in ("eagle", "eagle3"):
-        HEADS[method].save(HEADS[method].build(target), path / method / "draft")
+        save_head(method, build_head(method, target), path / method / "draft")
     tiny_target_model(num_layers=2, seed=1).save_pretrained(path / "model" / "draft")
     return path
 

@@ -14,10 +14,9 @@ from torch import Tensor
 from specdistill.cli import main
 from specdistill.doctor.checkpoint import Examination, examine
 from specdistill.export.export import export
-from specdistill.methods.heads.table import HEADS
 from specdistill.targets.files import TargetFiles
 from specdistill.targets.frozen import FrozenTarget
-from tests.heads import head_of
+from tests.heads import build_head, head_of, save_head
 from tests.tiny import tiny_target_model, tiny_tokenizer
 
 IDS = "eagle_aux_hidden_state_layer_ids"
@@ -32,10 +31,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tiny_tokenizer().save_pretrained(path / "target")
     target = FrozenTarget.load(str(path / "target"))
     ids = torch.tensor([5, 6, 7, *range(20, 64, 2)])
-    HEADS["eagle3"].save(head_of("eagle3", target, {"draft_vocabulary": ids}), path / "eagle3")
-    HEADS["eagle3"].save(head_of("eagle3", target, NARROW), path / "narrow")
-    HEADS["eagle"].save(head_of("eagle", target, {}), path / "eagle")
-    HEADS["mtp"].save(HEADS["mtp"].build(target, init="scratch"), path / "mtp")
+    save_head("eagle3", head_of("eagle3", target, {"draft_vocabulary": ids}), path / "eagle3")
+    save_head("eagle3", head_of("eagle3", target, NARROW), path / "narrow")
+    save_head("eagle", head_of("eagle", target, {}), path / "eagle")
+    save_head("mtp", build_head("mtp", target, init="scratch"), path / "mtp")
     return path
 
 
@@ -235,7 +234,7 @@ def test_pickles(folder: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 def test_an_engine_loads_what_was_exported_for_it_and_not_the_other(engine: str, folder: Path, tmp_path: Path) -> None:
     target = FrozenTarget.load(str(folder / "target"))
-    HEADS["eagle3"].save(head_of("eagle3", target, {"aux_layers": [1, 3, 6]}), tmp_path / "ours")
+    save_head("eagle3", head_of("eagle3", target, {"aux_layers": [1, 3, 6]}), tmp_path / "ours")
     other = {"vllm": "sglang", "sglang": "vllm"}[engine]
     for layout in (engine, other):
         export(tmp_path / "ours", layout, tmp_path / layout, TargetFiles(target.name))

@@ -15,10 +15,9 @@ from specdistill.engines.loader_table import LLAMA
 from specdistill.errors import UserError
 from specdistill.export import heads
 from specdistill.export.export import export
-from specdistill.methods.heads.table import HEADS
 from specdistill.targets.files import TargetFiles
 from specdistill.targets.frozen import FrozenTarget
-from tests.heads import head_of
+from tests.heads import head_of, load_head, save_head
 from tests.tiny import tiny_target_model, tiny_tokenizer
 
 NUM_LAYERS = 8  # of the target: the default auxiliary layers are 2, 4 and 5
@@ -79,7 +78,7 @@ def test_what_is_exported_loads_and_what_is_refused_would_not_have(
         shape = random_shape(draw, method)
         head = head_of(method, target, shape)
         ours, output, files = tmp_path / f"ours-{index}", tmp_path / f"out-{index}", TargetFiles(target.name)
-        HEADS[method].save(head, ours)
+        save_head(method, head, ours)
         refusal = ""
         try:
             export(ours, layout, output, files)
@@ -92,7 +91,7 @@ def test_what_is_exported_loads_and_what_is_refused_would_not_have(
         if refusal:
             assert refusal.startswith(f"engine: got {layout} for ") and ", a head with " in refusal
         else:
-            back = HEADS[method].load(output, target).state_dict()
+            back = load_head(method, output, target).state_dict()
             assert all(torch.equal(back[name], tensor) for name, tensor in head.state_dict().items()), shape
         assert bool(result.refused or result.silent) == bool(refusal), (shape, refusal, result)
         able += not refusal
@@ -110,7 +109,7 @@ def test_defaults_are_those_of_transformers() -> None:
 def one_head(target: FrozenTarget, folder: Path, layout: str = "vllm", **shape: Any) -> Any:
     """A head with a pruned vocabulary in an engine's layout, `ours` for the one that drafts are saved in."""
     head = head_of("eagle3", target, {**PRUNED, **shape})
-    HEADS["eagle3"].save(head, folder / "ours")
+    save_head("eagle3", head, folder / "ours")
     if layout != "ours":
         export(folder / "ours", layout, folder / layout, TargetFiles(target.name))
     return head
@@ -249,7 +248,7 @@ def test_the_targets_head_is_taken_only_where_it_fits(target: FrozenTarget, tmp_
 
 def test_eagle_is_left_a_random_bias_by_sglang(target: FrozenTarget, tmp_path: Path) -> None:
     head = head_of("eagle", target, {})
-    HEADS["eagle"].save(head, tmp_path / "ours")
+    save_head("eagle", head, tmp_path / "ours")
     ours = replayed("sglang", "eagle", tmp_path / "ours", head, target)
     assert ours.silent == ["fc.bias [64] is not in the file: it stays as memory held it"]
     assert ours.refused == [

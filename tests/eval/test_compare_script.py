@@ -7,10 +7,10 @@ import pytest
 from specdistill.command import run
 from specdistill.comparison.schema import validate_comparison
 from specdistill.errors import ExitCode
-from specdistill.methods.heads.table import HEADS
 from specdistill.report.schema import validate
 from specdistill.targets.frozen import FrozenTarget
 from tests.eval.test_run_script import FILES, script
+from tests.heads import build_head, save_head
 from tests.tiny import tiny_target_model, tiny_tokenizer
 
 eval_compare = script("compare")
@@ -35,8 +35,8 @@ def work(tmp_path_factory):
         saved.save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
     for name, owner in (("run/draft", model), ("wide", wider)):
-        head = HEADS["eagle3"].build(FrozenTarget(owner, tokenizer, name="tiny"))
-        HEADS["eagle3"].save(head, folder / name)
+        head = build_head("eagle3", FrozenTarget(owner, tokenizer, name="tiny"))
+        save_head("eagle3", head, folder / name)
     (folder / "run" / "run").mkdir()
     (folder / "run" / "run" / "history.json").write_text(json.dumps(HISTORY))
     rows = [{"id": f"{kind}{n}", "category": kind, "prompt": f"{kind} {n} {kind} {n} "} for kind in "ab" for n in range(2)]

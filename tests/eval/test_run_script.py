@@ -14,8 +14,8 @@ import pytest
 
 from specdistill.command import run
 from specdistill.errors import ExitCode
-from specdistill.project import ROOT
 from specdistill.methods.recipe import Recipe
+from specdistill.project import ROOT
 from specdistill.report.schema import validate
 from tests.tiny import tiny_target_model, tiny_tokenizer
 

@@ -12,11 +12,11 @@ from specdistill.cli import main
 from specdistill.errors import UserError
 from specdistill.export.export import export
 from specdistill.methods.eagle3.checkpoint import load_eagle3
-from specdistill.methods.heads.table import HEADS
 from specdistill.methods.mtp.checkpoint import build_mtp, save_mtp
 from specdistill.methods.recognize import method_of
 from specdistill.targets.files import TargetFiles
 from specdistill.targets.frozen import FrozenTarget
+from tests.heads import build_head, save_head
 from tests.mtp_targets import write_checkpoint
 from tests.tiny import tiny_target_model, tiny_tokenizer
 
@@ -27,7 +27,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("export")
     tiny_target_model(num_layers=8).save_pretrained(path / "target")
     tiny_tokenizer().save_pretrained(path / "target")
-    HEADS["eagle3"].save(HEADS["eagle3"].build(FrozenTarget.load(str(path / "target"))), path / "run" / "draft")
+    save_head("eagle3", build_head("eagle3", FrozenTarget.load(str(path / "target"))), path / "run" / "draft")
     return path
 
 

@@ -10,10 +10,9 @@ from safetensors.torch import load_file, save_file
 
 from specdistill.errors import UserError
 from specdistill.export.export import export
-from specdistill.methods.heads.table import HEADS
 from specdistill.targets.files import TargetFiles
 from specdistill.targets.frozen import FrozenTarget
-from tests.heads import head_of
+from tests.heads import head_of, load_head, save_head
 from tests.tiny import tiny_target_model, tiny_tokenizer
 
 ENGINES = ("vllm", "sglang", "speculators", "safeailab", "gguf")
@@ -83,26 +82,26 @@ def test_a_head_comes_back_bit_for_bit_or_is_refused(
     method: str, engine: str, shape: dict[str, Any], able: bool, target: FrozenTarget, tmp_path: Path
 ) -> None:
     head = head_of(method, target, shape)
-    HEADS[method].save(head, tmp_path / "ours")
+    save_head(method, head, tmp_path / "ours")
     if not able:
         with pytest.raises(UserError, match=rf"^engine: got {engine} for .* a head with .*, expected "):
             export(tmp_path / "ours", engine, tmp_path / "out", TargetFiles(target.name))
         assert [path.name for path in tmp_path.iterdir()] == ["ours"]
         return
     assert export(tmp_path / "ours", engine, tmp_path / "out", TargetFiles(target.name)) == method
-    back = HEADS[method].load(tmp_path / "out", target)
+    back = load_head(method, tmp_path / "out", target)
     assert back.config == head.config
     for name, tensor in head.state_dict().items():
         assert back.state_dict()[name].dtype == tensor.dtype and torch.equal(back.state_dict()[name], tensor), name
     # And from there into ours again, without the target where that is not asked for.
-    HEADS[method].save(back, tmp_path / "again")
+    save_head(method, back, tmp_path / "again")
     for one, other in zip(written(tmp_path / "ours"), written(tmp_path / "again"), strict=True):
         assert one.keys() == other.keys()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_weights_keep_their_dtype(dtype: torch.dtype, target: FrozenTarget, tmp_path: Path) -> None:
-    HEADS["eagle3"].save(head_of("eagle3", target, {"draft_vocabulary": torch.arange(5, 105, 4)}, dtype), tmp_path / "ours")
+    save_head("eagle3", head_of("eagle3", target, {"draft_vocabulary": torch.arange(5, 105, 4)}, dtype), tmp_path / "ours")
     for engine in ENGINES:
         export(tmp_path / "ours", engine, tmp_path / engine, TargetFiles(target.name))
         config, tensors = written(tmp_path / engine)
@@ -114,10 +113,10 @@ def test_weights_keep_their_dtype(dtype: torch.dtype, target: FrozenTarget, tmp_
 @pytest.mark.parametrize(("first", "second"), [("speculators", "sglang"), ("sglang", "vllm"), ("vllm", "speculators")])
 def test_one_layout_becomes_another(first: str, second: str, target: FrozenTarget, tmp_path: Path) -> None:
     head = head_of("eagle3", target, {"aux_layers": [1, 3, 6], "fc_norm": True})
-    HEADS["eagle3"].save(head, tmp_path / "ours")
+    save_head("eagle3", head, tmp_path / "ours")
     export(tmp_path / "ours", first, tmp_path / "first", TargetFiles(target.name))
     export(tmp_path / "first", second, tmp_path / "second", TargetFiles(target.name))
-    assert HEADS["eagle3"].load(tmp_path / "second", target).config == head.config
+    assert load_head("eagle3", tmp_path / "second", target).config == head.config
 
 
 def llama(**keys: Any) -> dict[str, Any]:
@@ -206,7 +205,7 @@ COUNTED = {"draft_vocab_size": 25, "target_hidden_size": 64, "num_aux_hidden_sta
 
 def test_eagle3_layouts_by_hand(target: FrozenTarget, tmp_path: Path) -> None:
     """The default layers are stated nowhere but by speculators; the embedding is the target's, which speculators alone repeats."""
-    HEADS["eagle3"].save(head_of("eagle3", target, {"draft_vocabulary": torch.arange(5, 105, 4)}), tmp_path / "ours")
+    save_head("eagle3", head_of("eagle3", target, {"draft_vocabulary": torch.arange(5, 105, 4)}), tmp_path / "ours")
     expected = {
         "vllm": {"architectures": ["LlamaForCausalLMEagle3"], **llama(**COUNTED, **NO_NORMS, norm_before_residual=False)},
         "sglang": {"architectures": ["LlamaForCausalLMEagle3"], **llama(**COUNTED, **NO_NORMS)},
@@ -231,7 +230,7 @@ def test_eagle3_layouts_by_hand(target: FrozenTarget, tmp_path: Path) -> None:
 
 
 def test_chosen_layers_stand_where_each_engine_counts_them_rightly(target: FrozenTarget, tmp_path: Path) -> None:
-    HEADS["eagle3"].save(head_of("eagle3", target, {"aux_layers": [1, 6]}), tmp_path / "ours")
+    save_head("eagle3", head_of("eagle3", target, {"aux_layers": [1, 6]}), tmp_path / "ours")
     for engine in ("vllm", "sglang", "speculators"):
         export(tmp_path / "ours", engine, tmp_path / engine, TargetFiles(target.name))
     vllm, sglang, speculators = (written(tmp_path / engine)[0] for engine in ("vllm", "sglang", "speculators"))
@@ -243,7 +242,7 @@ def test_chosen_layers_stand_where_each_engine_counts_them_rightly(target: Froze
 
 def test_a_whole_vocabulary_has_no_maps_and_another_width_its_own_embedding(target: FrozenTarget, tmp_path: Path) -> None:
     shape = {"hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
-    HEADS["eagle3"].save(head_of("eagle3", target, shape), tmp_path / "ours")
+    save_head("eagle3", head_of("eagle3", target, shape), tmp_path / "ours")
     for engine in ENGINES:
         export(tmp_path / "ours", engine, tmp_path / engine, TargetFiles(target.name))
         config, tensors = written(tmp_path / engine)
@@ -253,17 +252,17 @@ def test_a_whole_vocabulary_has_no_maps_and_another_width_its_own_embedding(targ
 
 
 def test_windows_stand_where_engines_look(target: FrozenTarget, tmp_path: Path) -> None:
-    HEADS["eagle3"].save(head_of("eagle3", target, {"sliding_window": 4, "num_layers": 2}), tmp_path / "ours")
+    save_head("eagle3", head_of("eagle3", target, {"sliding_window": 4, "num_layers": 2}), tmp_path / "ours")
     export(tmp_path / "ours", "vllm", tmp_path / "vllm", TargetFiles(target.name))
     config, _ = written(tmp_path / "vllm")
     assert config["sliding_window"] == 4 and config["layer_types"] == ["sliding_attention", "sliding_attention"]
-    HEADS["eagle3"].save(head_of("eagle3", target, {"sliding_window": 4}), tmp_path / "one")
+    save_head("eagle3", head_of("eagle3", target, {"sliding_window": 4}), tmp_path / "one")
     export(tmp_path / "one", "sglang", tmp_path / "sglang", TargetFiles(target.name))
     assert "--speculative-draft-window-size 4" in (tmp_path / "sglang" / "SERVE.md").read_text()
 
 
 def test_scaled_rotary_frequencies_are_written_for_older_and_newer_readers(target: FrozenTarget, tmp_path: Path) -> None:
-    HEADS["eagle3"].save(head_of("eagle3", target, {"rope_scaling": LLAMA3}), tmp_path / "ours")
+    save_head("eagle3", head_of("eagle3", target, {"rope_scaling": LLAMA3}), tmp_path / "ours")
     export(tmp_path / "ours", "vllm", tmp_path / "out")
     config, _ = written(tmp_path / "out")
     assert config["rope_scaling"] == LLAMA3 and config["rope_theta"] == 10000.0
@@ -272,7 +271,7 @@ def test_scaled_rotary_frequencies_are_written_for_older_and_newer_readers(targe
 
 def test_eagle_layouts_by_hand(target: FrozenTarget, tmp_path: Path) -> None:
     """vLLM's has no bias, SGLang's and SafeAILab's one of zeros, with no `bias` in the config that would reach the attention."""
-    HEADS["eagle"].save(head_of("eagle", target, {}), tmp_path / "ours")
+    save_head("eagle", head_of("eagle", target, {}), tmp_path / "ours")
     shapes = {
         "fc.weight": (64, 128),
         "layers.0.self_attn.q_proj.weight": (64, 64),
@@ -303,7 +302,7 @@ def test_eagle_layouts_by_hand(target: FrozenTarget, tmp_path: Path) -> None:
 
 def test_a_trained_bias_is_written(target: FrozenTarget, tmp_path: Path) -> None:
     head = head_of("eagle", target, {"fc_bias": True})
-    HEADS["eagle"].save(head, tmp_path / "ours")
+    save_head("eagle", head, tmp_path / "ours")
     export(tmp_path / "ours", "sglang", tmp_path / "out")
     config, tensors = written(tmp_path / "out")
     assert torch.equal(tensors["fc.bias"], head.fc.bias) and "bias" not in config
@@ -319,7 +318,7 @@ def test_a_trained_bias_is_written(target: FrozenTarget, tmp_path: Path) -> None
 def test_the_target_is_asked_for_where_it_is_needed(
     method: str, engine: str, why: str, target: FrozenTarget, tmp_path: Path
 ) -> None:
-    HEADS[method].save(head_of(method, target, {}), tmp_path / "ours")
+    save_head(method, head_of(method, target, {}), tmp_path / "ours")
     with pytest.raises(UserError, match=rf"^target\.model: got nothing, expected the draft's target: {why}"):
         export(tmp_path / "ours", engine, tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -328,7 +327,7 @@ def test_the_target_is_asked_for_where_it_is_needed(
 def test_a_target_that_does_not_fit_is_refused(target: FrozenTarget, tmp_path: Path) -> None:
     tiny_target_model(num_layers=6).save_pretrained(tmp_path / "other")
     for method in ("eagle", "eagle3"):
-        HEADS[method].save(head_of(method, target, {}), tmp_path / method)
+        save_head(method, head_of(method, target, {}), tmp_path / method)
     with pytest.raises(UserError, match="num_target_layers 8, expected 6"):
         export(tmp_path / "eagle3", "vllm", tmp_path / "out", TargetFiles(str(tmp_path / "other")))
     config = json.loads((tmp_path / "other" / "config.json").read_text())
@@ -340,7 +339,7 @@ def test_a_target_that_does_not_fit_is_refused(target: FrozenTarget, tmp_path: P
 def test_the_embedding_is_found_in_a_sharded_target(target: FrozenTarget, tmp_path: Path) -> None:
     tiny_target_model(num_layers=NUM_LAYERS).save_pretrained(tmp_path / "sharded", max_shard_size="80KB")
     assert (tmp_path / "sharded" / "model.safetensors.index.json").is_file()
-    HEADS["eagle3"].save(head_of("eagle3", target, {}), tmp_path / "ours")
+    save_head("eagle3", head_of("eagle3", target, {}), tmp_path / "ours")
     export(tmp_path / "ours", "speculators", tmp_path / "out", TargetFiles(str(tmp_path / "sharded")))
     embedding = written(tmp_path / "out")[1]["embed_tokens.weight"]
     assert torch.equal(embedding, target.model.get_input_embeddings().weight.bfloat16())
@@ -348,9 +347,9 @@ def test_the_embedding_is_found_in_a_sharded_target(target: FrozenTarget, tmp_pa
 
 def test_a_head_left_to_the_target_is_completed(target: FrozenTarget, tmp_path: Path) -> None:
     """Some heads of a whole vocabulary leave `lm_head` to the target."""
-    HEADS["eagle3"].save(head_of("eagle3", target, {}, torch.float32), tmp_path / "ours")
+    save_head("eagle3", head_of("eagle3", target, {}, torch.float32), tmp_path / "ours")
     path = tmp_path / "ours" / "model.safetensors"
     save_file({name: tensor for name, tensor in load_file(path).items() if name != "lm_head.weight"}, path)
     export(tmp_path / "ours", "vllm", tmp_path / "out", TargetFiles(target.name))
     assert torch.equal(written(tmp_path / "out")[1]["lm_head.weight"], target.lm_head.weight)
-    assert torch.equal(HEADS["eagle3"].load(tmp_path / "ours", target).lm_head.weight, target.lm_head.weight)
+    assert torch.equal(load_head("eagle3", tmp_path / "ours", target).lm_head.weight, target.lm_head.weight)

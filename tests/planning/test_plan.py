@@ -11,11 +11,11 @@ from rich.console import Console
 
 from specdistill.errors import UserError
 from specdistill.methods.draft_model.create import propose_shape
+from specdistill.methods.recipe import Recipe
 from specdistill.planning.console import print_plan, short
 from specdistill.planning.plan import Plan, make_plan, recommend
 from specdistill.planning.reading import build, read
 from specdistill.recipe import load_recipe
-from specdistill.methods.recipe import Recipe
 
 LLAMA_8B = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336,

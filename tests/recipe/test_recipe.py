@@ -11,9 +11,9 @@ import yaml
 
 from specdistill.command import print_help
 from specdistill.errors import UserError
+from specdistill.methods.recipe import Recipe
 from specdistill.project import RECIPES
 from specdistill.recipe import TargetRecipe, TreeConfig, describe, find_recipe, load_recipe, save_recipe
-from specdistill.methods.recipe import Recipe
 from specdistill.training.arguments import training_arguments
 
 COMPLETE = ["target.model=pico", "train.output_dir=runs/x"]

@@ -9,8 +9,8 @@ from specdistill.command import run
 from specdistill.errors import ExitCode
 from specdistill.measurement.measure import Settings, measure, records
 from specdistill.methods.ngram.proposer import NgramProposer
-from specdistill.project import PICO, ROOT
 from specdistill.methods.recipe import Recipe
+from specdistill.project import PICO, ROOT
 from specdistill.report.files import read_report
 from specdistill.report.results import result_rows
 from specdistill.suites.suite import load_suite, tokenize

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from specdistill.methods.eagle3.checkpoint import load_eagle3
+from specdistill.methods.recipe import Recipe
 from specdistill.project import RECIPES, ROOT
 from specdistill.recipe import load_recipe
-from specdistill.methods.recipe import Recipe
 from specdistill.targets.frozen import FrozenTarget
 from specdistill.training.history import read_history
 from tests.tiny import tiny_target_model, tiny_tokenizer
@@ -153,6 +153,6 @@ def test_every_draft_recipe_takes_a_step(folder: Path, tmp_path: Path, monkeypat
     assert recipes
     for recipe in recipes:
         output_dir = tmp_path / recipe.parent.name / recipe.stem
-        extra = ["data.regenerate.num_tokens=0", "draft.intermediate_size=64", "train.max_steps=1", "train.bf16=false"]
+        extra = ["data.regenerate=null", "draft.intermediate_size=64", "train.max_steps=1", "train.bf16=false"]
         assert launch(monkeypatch, f"recipe={recipe}", *arguments(folder, output_dir, *extra)) == 0
         assert (output_dir / "draft" / "model.safetensors").exists()

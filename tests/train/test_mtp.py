@@ -41,7 +41,7 @@ def launch(monkeypatch: pytest.MonkeyPatch, folder: Path, output_dir: Path, *ext
         f"data.cache_dir={folder / 'cache'}",
         "data.max_length=64",
         "data.validation_fraction=0.1",
-        "data.regenerate.num_tokens=0",
+        "data.regenerate=null",
         "draft.ttt_steps=3",
         f"train.output_dir={output_dir}",
         "train.max_steps=3",

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from specdistill.errors import UserError
-from specdistill.recipe import load_recipe
 from specdistill.methods.recipe import Recipe
+from specdistill.recipe import load_recipe
 from specdistill.training.run_directory import RunDirectory
 
 

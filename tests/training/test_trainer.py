@@ -17,13 +17,13 @@ from specdistill.methods.draft_model.create import create_draft_model, save_draf
 from specdistill.methods.draft_model.objective import Distillation
 from specdistill.methods.draft_model.proposer import DraftModelProposer
 from specdistill.methods.heads.proposer import HeadProposer
-from specdistill.methods.heads.table import HEADS
 from specdistill.methods.heads.unroll import TrainingTimeTest
 from specdistill.project import ROOT
 from specdistill.targets.frozen import FrozenTarget
 from specdistill.training.arguments import training_arguments
 from specdistill.training.optimizer import muon_adamw
 from specdistill.training.trainer import DraftTrainer
+from tests.heads import HEADS, build_head, save_head
 from tests.tiny import tiny_target_model, tiny_tokenizer
 
 
@@ -58,9 +58,9 @@ def trainer(
         objective: torch.nn.Module = Distillation(draft, forward_kl)
         save = partial(save_draft_model, draft, target.tokenizer)
     else:
-        draft = HEADS[method].build(target, **({"init": "scratch"} if method == "mtp" else {}))
+        draft = build_head(method, target, **({"init": "scratch"} if method == "mtp" else {}))
         objective = TrainingTimeTest(draft, forward_kl, 4, step_decay=0.8)
-        save = partial(HEADS[method].save, draft)
+        save = partial(save_head, method, draft)
     optimizer = muon_adamw(draft, arguments.learning_rate)
     return DraftTrainer(objective, target, arguments, data, data, save=save, optimizer=optimizer)
 

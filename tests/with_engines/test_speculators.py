@@ -12,11 +12,11 @@ from torch import Tensor
 from specdistill.export.export import export
 from specdistill.losses.divergence import forward_kl
 from specdistill.methods.eagle3.checkpoint import load_eagle3
-from specdistill.methods.heads.table import HEADS
 from specdistill.methods.heads.unroll import TrainingTimeTest
 from specdistill.targets.files import TargetFiles
 from specdistill.targets.frozen import FrozenTarget
 from specdistill.training.soft_targets import predicts
+from tests.heads import build_head, save_head
 from tests.tiny import tiny_target_model, tiny_tokenizer
 from tests.with_engines.environments import environment, run
 
@@ -71,12 +71,12 @@ def cases(target: FrozenTarget, rows: dict[str, Tensor], tmp_path_factory: pytes
     folder = tmp_path_factory.mktemp("speculators")
     folders = {name: folder / name.replace(" ", "-") for name in [*OURS, *THEIRS]}
     for name, shape in OURS.items():
-        draft = HEADS["eagle3"].build(target, **shape)
+        draft = build_head("eagle3", target, **shape)
         with torch.no_grad():
             for key, parameter in draft.named_parameters():
                 if "norm" in key:
                     parameter.add_(0.2 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(2)))
-        HEADS["eagle3"].save(draft, folders[name] / "draft")
+        save_head("eagle3", draft, folders[name] / "draft")
         export(folders[name] / "draft", "speculators", folders[name] / "head", TargetFiles(target.name))
         write_input(target, rows, draft.aux_layers, folders[name])
     for name, settings in THEIRS.items():

@@ -22,7 +22,9 @@ class Lora(Section):
 
 
 class Draft(Section):
-    init: str | None = option(None, "initialization: layers (also null) | width | scratch, or a trained model's folder or Hub id")
+    init: str | None = option(
+        None, "initialization: layers (also null) | width | scratch, or a trained model's folder or Hub id"
+    )
     num_layers: int | None = option(None, "decoder layers; null: the initialization's choice", ge=1)
     hidden_size: int | None = option(None, "null: the target's", ge=1)
     intermediate_size: int | None = option(None, "MLP width; null: the target's", ge=1)
@@ -44,9 +46,7 @@ class Loss(Section):
     temperature: float = option(1.0, "divides both sets of logits", ge=0.01, read_when=SOFT)
     labels: Literal["soft", "hard"] = option("soft", "learn the target's distributions, or the sequence's own tokens")
     reference: str | None = option(None, "folder of a draft that says which tokens can be learnt (AdaSPEC)")
-    selected: float = option(
-        0.4, "share of the loss tokens kept when there is a reference", ge=0.01, le=1, read_when=SELECTS
-    )
+    selected: float = option(0.4, "share of the loss tokens kept when there is a reference", ge=0.01, le=1, read_when=SELECTS)
 
 
 class OnPolicy(Section):

@@ -24,7 +24,7 @@ CALIBRATION_ROWS = 16  # rows of training data whose activations say what a prun
 
 def create(recipe: Recipe, target: FrozenTarget, rows: Dataset) -> Any:
     calibration = torch.tensor(rows[:CALIBRATION_ROWS]["input_ids"], device=target.device)
-    seed = recipe.train.get("seed", 42)
+    seed = recipe.seed
     model = create_draft_model(target, calibration=calibration, seed=seed, **recipe.draft.shape())
     return with_lora(model, **vars(recipe.draft.lora))
 

@@ -25,7 +25,7 @@ def create(recipe: Recipe, target: FrozenTarget, rows: Dataset) -> EagleDraft:
         draft = load_eagle(recipe.draft.init, target, key="draft.init")
         check_same_shape(recipe.draft, draft.config)
     else:
-        draft = build_eagle(target, seed=recipe.train.get("seed", 42), **recipe.draft.shape())
+        draft = build_eagle(target, seed=recipe.seed, **recipe.draft.shape())
     check_window(draft.config, recipe.draft.ttt_steps, key="draft.ttt_steps")
     return draft
 

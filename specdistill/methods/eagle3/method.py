@@ -28,7 +28,7 @@ def create(recipe: Recipe, target: FrozenTarget, rows: Dataset) -> Eagle3Draft:
         check_same_shape(recipe.draft, draft.config)
     else:
         vocabulary = draft_vocabulary(rows, target.vocab_size, recipe.draft.vocab_size)
-        seed = recipe.train.get("seed", 42)
+        seed = recipe.seed
         draft = build_eagle3(target, seed=seed, draft_vocabulary=vocabulary, **recipe.draft.shape())
     check_window(draft.config, recipe.draft.ttt_steps, key="draft.ttt_steps")
     return draft
@@ -53,5 +53,7 @@ METHOD = Implementation(
     inspect=inspect_eagle3,
     simulation=simulation(mistakes),
     likely_causes=LIKELY_CAUSES,
-    num_layers=lambda config: (config.get("transformer_layer_config") or config.get("model") or config).get("num_hidden_layers"),
+    num_layers=lambda config: (config.get("transformer_layer_config") or config.get("model") or config).get(
+        "num_hidden_layers"
+    ),
 )

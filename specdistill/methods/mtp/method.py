@@ -16,7 +16,7 @@ from specdistill.targets.frozen import FrozenTarget
 
 
 def create(recipe: Recipe, target: FrozenTarget, rows: Dataset) -> MtpDraft:
-    return build_mtp(target, init=recipe.draft.init, seed=recipe.train.get("seed", 42))
+    return build_mtp(target, init=recipe.draft.init, seed=recipe.seed)
 
 
 def save(draft: MtpDraft, target: FrozenTarget, folder: Path) -> None:

@@ -26,5 +26,9 @@ class Recipe(recipe.Recipe):
     def _nothing_to_train(self) -> "Recipe":
         other = next((name for name in self.train if name != "output_dir"), None)
         if other:
-            raise UserError(f"train.{other}", got=f"{self.train[other]} with method ngram", expected="no such key: it is not trained")
+            raise UserError(
+                f"train.{other}", got=f"{self.train[other]} with method ngram", expected="no such key: it is not trained"
+            )
+        if self.eval.draft is not None:
+            raise UserError("eval.draft", got=f"{self.eval.draft} with method ngram", expected="no such key: it has no draft")
         return self

@@ -10,11 +10,11 @@ import torch
 from specdistill.decoding.decoder import Decoder
 from specdistill.decoding.kv_cache import DraftKVCache
 from specdistill.errors import UserError
-from specdistill.methods.heads.table import HEADS
 from specdistill.methods.heads.unroll import UnrollKVCache
 from specdistill.methods.load import load_proposer
 from specdistill.methods.recognize import method_of
 from specdistill.targets.frozen import FrozenTarget
+from tests.heads import HEADS, build_head, load_head, save_head
 from tests.tiny import tiny_target_model, tiny_tokenizer
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -45,7 +45,7 @@ def target() -> FrozenTarget:
 def variant(request: pytest.FixtureRequest, target: FrozenTarget) -> tuple[str, Any]:
     """A method and one of its heads."""
     method, shape = VARIANTS[request.param]
-    head = HEADS[method].build(target, **shape)
+    head = build_head(method, target, **shape)
     for name, parameter in head.named_parameters():  # biases and norms too, which start as nothing
         if parameter.dim() == 1 and name not in head.shared:
             parameter.data += torch.linspace(0.1, 0.4, len(parameter))
@@ -58,8 +58,8 @@ def kv_cache(head: Any, ids: torch.Tensor) -> UnrollKVCache:
 
 def test_save_and_load_are_bit_equal(variant: tuple[str, Any], target: FrozenTarget, tmp_path: Path) -> None:
     method, head = variant
-    HEADS[method].save(head, tmp_path)
-    loaded = HEADS[method].load(tmp_path, target)
+    save_head(method, head, tmp_path)
+    loaded = load_head(method, tmp_path, target)
     assert loaded.config == head.config
     for name, tensor in head.state_dict().items():
         assert torch.equal(loaded.state_dict()[name], tensor), name
@@ -67,9 +67,9 @@ def test_save_and_load_are_bit_equal(variant: tuple[str, Any], target: FrozenTar
 
 def test_its_method_is_seen_and_another_is_refused(variant: tuple[str, Any], target: FrozenTarget, tmp_path: Path) -> None:
     method, head = variant
-    HEADS[method].save(head, tmp_path)
+    save_head(method, head, tmp_path)
     assert method_of(tmp_path) == method
-    for other in HEADS.keys() - {method}:
+    for other in set(HEADS) - {method}:
         with pytest.raises(UserError, match=rf"holds a draft of method {method}, expected one of method {other}"):
             load_proposer(other, tmp_path, target)
 
@@ -105,7 +105,7 @@ def test_batch_equals_single(variant: tuple[str, Any], target: FrozenTarget) -> 
 @pytest.mark.parametrize("method", ["eagle", "eagle3"])
 def test_a_window_hides_what_lies_before_it(target: FrozenTarget, method: str) -> None:
     """The last position of a head with a window of 4 does not change with what stands 4 or more before it, and does with what stands 3."""
-    head = HEADS[method].build(target, sliding_window=4)
+    head = build_head(method, target, sliding_window=4)
     ids = torch.arange(3, 15)[None]
     hidden = head.fuse(target.features(ids, head.aux_layers)).detach()
 
@@ -121,8 +121,8 @@ def test_a_window_hides_what_lies_before_it(target: FrozenTarget, method: str) -
 
 
 def test_a_chain_longer_than_the_window_is_refused(target: FrozenTarget, tmp_path: Path) -> None:
-    head = HEADS["eagle3"].build(target, sliding_window=2)
-    HEADS["eagle3"].save(head, tmp_path)
+    head = build_head("eagle3", target, sliding_window=2)
+    save_head("eagle3", head, tmp_path)
     decoder = Decoder(target, load_proposer("eagle3", tmp_path, target))
     with pytest.raises(UserError, match=r"eval\.num_speculative_tokens: got 3 steps with a draft that sees 2 positions"):
         decoder.generate([5, 6, 7], max_new_tokens=4, num_speculative_tokens=3)
@@ -130,7 +130,7 @@ def test_a_chain_longer_than_the_window_is_refused(target: FrozenTarget, tmp_pat
 
 @pytest.mark.parametrize("method", ["eagle", "eagle3"])
 def test_rotary_frequencies_stay_exact_in_bfloat16(target: FrozenTarget, method: str) -> None:
-    head, positions = HEADS[method].build(target), torch.tensor([[2047]])
+    head, positions = build_head(method, target), torch.tensor([[2047]])
     like = torch.zeros(1)
     exact = head.rotary(like, positions)
     for table, expected in zip(head.to(torch.bfloat16).rotary(like, positions), exact, strict=True):

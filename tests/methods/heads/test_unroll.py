@@ -11,11 +11,11 @@ from specdistill.losses.divergence import forward_kl
 from specdistill.methods.eagle.create import build_eagle
 from specdistill.methods.eagle3.create import build_eagle3
 from specdistill.methods.heads.proposer import HeadProposer
-from specdistill.methods.heads.table import HEADS
 from specdistill.methods.heads.unroll import TrainingTimeTest, UnrollKVCache
 from specdistill.targets.frozen import FrozenTarget
 from specdistill.training.soft_targets import compute_soft_targets, has_loss, shift_left
 from specdistill.training.step_sums import StepSums
+from tests.heads import build_head
 from tests.tiny import tiny_target_model, tiny_tokenizer
 
 K = 4
@@ -54,7 +54,7 @@ def unrolled_logits(draft: Any, target: FrozenTarget, ids: torch.Tensor, steps: 
 )
 def test_the_unroll_guesses_what_the_decoder_guesses(target: FrozenTarget, method: str, options: dict[str, Any]) -> None:
     """Chains of the decoder, put back into the text as if they had been accepted, are what the unroll predicts at their root."""
-    draft = HEADS[method].build(target, **options)
+    draft = build_head(method, target, **options)
     text = torch.randint(3, target.vocab_size, (12,), generator=torch.Generator().manual_seed(3)).tolist()
     root = len(text) - 2  # the chain starts from the features of this position
     features = target.features(torch.tensor([text[:-1]]), draft.aux_layers)
