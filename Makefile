@@ -22,8 +22,9 @@ setup: $(READY)  ## make .venv with the tested library versions (constraints.txt
 demo: $(READY)  ## train a draft for pico, decode with it, measure, write runs/demo/report, pass the gate
 	$(BIN)/python -m specdistill demo $(ARGS)
 
+# A worker for each core, up to eight; ARGS="-n 0" runs all in one process.
 test: $(READY)  ## all tests that this machine can run; ARGS="-m 'not slow'" for the quick ones
-	$(BIN)/python -m pytest --ignore=tests/with_engines $(ARGS)
+	$(BIN)/python -m pytest -n logical --maxprocesses 8 --dist worksteal --ignore=tests/with_engines $(ARGS)
 
 lint: $(READY)  ## formatting, lint and types; changes nothing
 	$(BIN)/ruff format --check .
@@ -42,9 +43,8 @@ methods: $(READY)  ## train every method for pico, compare them in one run, writ
 
 engines: $(patsubst %,$(ENGINES)/%/.ready,speculators vllm llama.cpp)  ## make an environment for each engine that reads our drafts (docs/engines.md)
 
-# One thread: with more, sums round otherwise, and what is compared token by token should not hang on the number of cores.
 test-engines: $(READY) engines  ## drafts in those engines: same logits, same text, same counts of accepted tokens
-	OMP_NUM_THREADS=1 SPECDISTILL_ENGINES=$(abspath $(ENGINES)) $(BIN)/python -m pytest tests/with_engines $(ARGS)
+	SPECDISTILL_ENGINES=$(abspath $(ENGINES)) $(BIN)/python -m pytest tests/with_engines $(ARGS)
 
 # The lists are whole, so nothing is left to resolve: what the packages ask for beyond them, they do not need on a CPU.
 $(ENGINES)/%/.ready: tests/with_engines/%.txt

@@ -1,4 +1,4 @@
-"""What every test stands on: no network, caches of its own, no display; what the machine lacks is skipped, saying so."""
+"""What every test stands on: no network, a cache of its own, one thread, no display; what the machine lacks is skipped, saying so."""
 
 import os
 import shutil
@@ -9,9 +9,10 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 
-# Before any test module imports a library that reads them. The cache is fresh: no test passes on what an earlier run prepared.
+# Before any test module imports a library that reads them; processes that tests start inherit them. Each worker has a fresh cache: no test
+# passes on what an earlier run or another worker prepared. One thread: more would round sums otherwise, and workers would share cores.
 CACHE = tempfile.mkdtemp(prefix="specdistill-tests-")
-os.environ.update(HF_HOME=CACHE, HF_HUB_OFFLINE="1", HF_HUB_DISABLE_TELEMETRY="1", MPLBACKEND="Agg")
+os.environ.update(HF_HOME=CACHE, HF_HUB_OFFLINE="1", HF_HUB_DISABLE_TELEMETRY="1", MPLBACKEND="Agg", OMP_NUM_THREADS="1")
 
 
 def pytest_unconfigure() -> None:

@@ -1,12 +1,10 @@
 """The CI workflow that judges releases: it is YAML, and every command in it is one that exists, with keys that are accepted."""
 
-import importlib.util
 import json
 import os
 import re
 import subprocess
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -18,6 +16,7 @@ from specdistill.gate.gate import load_gate
 from specdistill.methods.recipe import Recipe
 from specdistill.project import ROOT, SUITES
 from specdistill.recipe import load_recipe
+from tests.scripts import load_script
 
 PATH = ROOT / ".github" / "workflows" / "release-gate.yml"
 WORKFLOW = yaml.safe_load(PATH.read_text(encoding="utf-8"))
@@ -38,14 +37,6 @@ with open({record!r}, "a") as file:
     print(json.dumps([pathlib.Path(sys.argv[0]).name, *sys.argv[1:]]), file=file)
 """
 PROGRAMS = ("make", "gh", ".venv/bin/specdistill")
-
-
-def eval_script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("eval_run", ROOT / "eval" / "run.py")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def filled_in(environment: dict[str, str]) -> dict[str, str]:
@@ -80,7 +71,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, list[
 
 def recipe_of(command: list[str]) -> Recipe:
     """The recipe that a command's keys stand for; raises UserError for one that is not accepted."""
-    script = eval_script()
+    script = load_script("eval/run.py")
     first = [] if any(key.startswith("recipe=") for key in command) else ["train.output_dir=runs/eval"]
     return load_recipe(Recipe, [*first, *(spell_out(key, script.SHORTHANDS) for key in command)])
 

@@ -2,7 +2,9 @@
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from specdistill.targets.frozen import FrozenTarget
 
 SPECIAL_TOKENS = ["<|endoftext|>", "<|user|>", "<|assistant|>", "<|end|>"]
 
@@ -29,6 +31,31 @@ def tiny_target_model(num_layers: int = 4, hidden_size: int = 64, vocab_size: in
         return LlamaForCausalLM(config).eval()
 
 
+def qwen() -> Qwen3ForCausalLM:
+    """Tied embeddings, norms on queries and keys, layers of two kinds, two groups of two heads."""
+    config = Qwen3Config(
+        vocab_size=260,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=5,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=256,
+        initializer_range=0.2,
+        tie_word_embeddings=True,
+        use_sliding_window=True,
+        sliding_window=8,
+        layer_types=["full_attention", "sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+        bos_token_id=None,
+        eos_token_id=0,
+        pad_token_id=0,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return Qwen3ForCausalLM(config).eval()
+
+
 def tiny_tokenizer(chat_template: str | None = None) -> PreTrainedTokenizerFast:
     """One token a byte after the special ones; 260 in all."""
     vocabulary = SPECIAL_TOKENS + sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -44,3 +71,13 @@ def tiny_tokenizer(chat_template: str | None = None) -> PreTrainedTokenizerFast:
     )
     fast.chat_template = chat_template
     return fast
+
+
+def twins() -> FrozenTarget:
+    """A target whose every choice is a near-tie: the vocabulary's second half are twins of the first, a few roundings apart."""
+    model = tiny_target_model()
+    model.generation_config.eos_token_id = []
+    head = model.lm_head.weight.data
+    noise = torch.rand(head[130:].shape, generator=torch.Generator().manual_seed(1)) - 0.5
+    head[130:] = head[:130] * (1 + 4 * torch.finfo(torch.float32).eps * noise)
+    return FrozenTarget(model, tiny_tokenizer(), name="twins")

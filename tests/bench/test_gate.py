@@ -1,30 +1,19 @@
 """The operating characteristic of the release gate: simulated releases with a known change, made of what was measured on pico."""
 
-import importlib.util
 from dataclasses import replace
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
 
 from specdistill.gate.gate import Evidence, decide, load_gate
-from specdistill.project import ROOT
 from specdistill.statistics.metrics import METRICS, value
 from specdistill.statistics.prompt_sums import prompt_sums
 from specdistill.statistics.records import PromptRecord, RoundRecord
+from tests.scripts import load_script
 from tests.simulated import simulate, simulated_report
 
-
-def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("bench_gate", ROOT / "bench" / "gate.py")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-bench: Any = script()
+bench: Any = load_script("bench/gate.py")
 POPULATIONS = {population.name: population for population in bench.load(bench.MEASURED)}
 RULES = {rule.metric: rule for rule in load_gate("release") if rule.requirement == "max_regression"}
 

@@ -27,11 +27,9 @@ from specdistill.methods.ngram.proposer import NgramProposer
 from specdistill.suites.suite import load_suite, tokenize
 from specdistill.targets.frozen import FrozenTarget
 from tests import mtp_targets
-from tests.decoding.test_ties import twins
-from tests.methods.draft_model.test_create import qwen
-from tests.methods.draft_model.test_proposer import half_right
+from tests.draft_models import half_right
 from tests.proposers import ModelProposer
-from tests.tiny import tiny_target_model, tiny_tokenizer
+from tests.tiny import qwen, tiny_target_model, tiny_tokenizer, twins
 
 NEW_TOKENS = 24
 STOPS = list(range(7, 260, 25))

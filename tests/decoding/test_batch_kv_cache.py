@@ -11,8 +11,7 @@ from specdistill.decoding.batch_kv_cache import HOLE, MOST_SPARE, MaskedKVCache,
 from specdistill.decoding.kv_cache import FIRST_SIZE
 from specdistill.methods.draft_model.llama import LlamaStack
 from tests import mtp_targets
-from tests.methods.draft_model.test_create import qwen
-from tests.tiny import tiny_target_model
+from tests.tiny import qwen, tiny_target_model
 
 TEXTS = [
     [5, 9, 5, 9, 20, 31, 7, 8, 40, 41, 42, 43],

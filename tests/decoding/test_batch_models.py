@@ -7,8 +7,7 @@ import torch
 
 from specdistill.decoding.batch_models import check_batchable, last_of
 from specdistill.errors import UserError
-from tests.methods.draft_model.test_create import qwen
-from tests.tiny import tiny_target_model
+from tests.tiny import qwen, tiny_target_model
 
 
 def test_the_last_of_each_row() -> None:

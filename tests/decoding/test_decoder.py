@@ -18,8 +18,7 @@ from specdistill.methods.mtp.checkpoint import build_mtp
 from specdistill.methods.ngram.proposer import NgramProposer
 from specdistill.targets.frozen import FrozenTarget
 from tests import mtp_targets
-from tests.methods.draft_model.test_create import qwen
-from tests.tiny import tiny_target_model, tiny_tokenizer
+from tests.tiny import qwen, tiny_target_model, tiny_tokenizer
 
 PROMPT = [5, 9, 5, 9, 20, 31]
 

@@ -10,19 +10,10 @@ from specdistill.methods.heads.proposer import HeadProposer
 from specdistill.methods.ngram.proposer import NgramProposer
 from specdistill.targets.frozen import FrozenTarget
 from tests import mtp_targets
-from tests.tiny import tiny_target_model, tiny_tokenizer
+from tests.tiny import twins
 
 PROMPT = [5, 9, 5, 9, 20, 31]
 NEW_TOKENS = 40
-
-
-def twins() -> FrozenTarget:
-    model = tiny_target_model()
-    model.generation_config.eos_token_id = []
-    head = model.lm_head.weight.data
-    noise = torch.rand(head[130:].shape, generator=torch.Generator().manual_seed(1)) - 0.5
-    head[130:] = head[:130] * (1 + 4 * torch.finfo(torch.float32).eps * noise)
-    return FrozenTarget(model, tiny_tokenizer(), name="twins")
 
 
 @pytest.fixture

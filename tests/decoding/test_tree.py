@@ -24,10 +24,8 @@ from specdistill.methods.mtp.checkpoint import build_mtp
 from specdistill.methods.ngram.proposer import NgramProposer
 from specdistill.targets.frozen import FrozenTarget
 from tests import mtp_targets
-from tests.decoding.test_ties import target as twins  # noqa: F401  (a fixture)
-from tests.methods.draft_model.test_create import qwen
-from tests.methods.draft_model.test_proposer import half_right, translated
-from tests.tiny import tiny_target_model, tiny_tokenizer
+from tests.draft_models import half_right, translated
+from tests.tiny import qwen, tiny_target_model, tiny_tokenizer, twins
 
 PROMPT = [5, 9, 5, 9, 20, 31]
 DIAGRAM = Tree((ROOT, ROOT, 0, 0, 1))  # a, b; c and d after a; e after b
@@ -419,12 +417,13 @@ def test_a_draft_at_the_end_of_its_context_drafts_fewer_levels(target: FrozenTar
     assert run.token_ids == plain.token_ids
 
 
-def test_near_ties_are_settled_on_every_branch_that_is_taken(twins: FrozenTarget) -> None:  # noqa: F811
+def test_near_ties_are_settled_on_every_branch_that_is_taken() -> None:
     """Every token has a twin a few roundings away, and the draft, which is the target, proposes both."""
-    plain = Decoder(twins).generate(PROMPT, max_new_tokens=40).token_ids
-    draft = LlamaForCausalLM(twins.model.config).eval()
-    draft.load_state_dict(twins.model.state_dict())
-    run = Decoder(twins, DraftModelProposer(draft)).generate(PROMPT, max_new_tokens=40, tree=StaticTree((2, 2, 2)))
+    target = twins()
+    plain = Decoder(target).generate(PROMPT, max_new_tokens=40).token_ids
+    draft = LlamaForCausalLM(target.model.config).eval()
+    draft.load_state_dict(target.model.state_dict())
+    run = Decoder(target, DraftModelProposer(draft)).generate(PROMPT, max_new_tokens=40, tree=StaticTree((2, 2, 2)))
     assert run.token_ids == plain
     assert all(r.num_accepted == 3 for r in run.rounds[:-1])
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from specdistill.decoding.verify import greedy, rejection, rejection_from_uniforms
+from tests.enumeration import cells
 
 V = 3
 
@@ -17,12 +18,6 @@ def random_distribution(seed: int, rows: int) -> Tensor:
     weights = torch.rand(rows, V, dtype=torch.float64, generator=generator)
     weights[::3, seed % V] = 0
     return weights / weights.sum(-1, keepdim=True)
-
-
-def cells(breakpoints: Tensor) -> list[tuple[float, float]]:
-    """(midpoint, width) of the pieces into which breakpoints cut [0, 1)."""
-    points = torch.cat((breakpoints.clamp(0, 1), torch.tensor([0.0, 1.0], dtype=torch.float64))).sort().values.tolist()
-    return [((low + high) / 2, high - low) for low, high in itertools.pairwise(points) if high > low]
 
 
 def output_distribution(

@@ -10,7 +10,7 @@ from torch import Tensor
 from specdistill.decoding.tree import ROOT, Tree, draw_distinct
 from specdistill.decoding.verify import rejection_from_uniforms
 from specdistill.decoding.verify_tree import follow, sampled_from_uniforms
-from tests.decoding.test_verify import cells
+from tests.enumeration import cells
 
 ROUNDING = 1e-15
 INSET = 1e-9  # of a cell's width: how near to its ends the rule is evaluated

@@ -9,11 +9,12 @@ from specdistill.comparison.schema import validate_comparison
 from specdistill.errors import ExitCode
 from specdistill.report.schema import validate
 from specdistill.targets.frozen import FrozenTarget
-from tests.eval.test_run_script import FILES, script
 from tests.heads import build_head, save_head
+from tests.scripts import REPORT_FILES as FILES
+from tests.scripts import load_script
 from tests.tiny import tiny_target_model, tiny_tokenizer
 
-eval_compare = script("compare")
+eval_compare = load_script("eval/compare.py")
 HISTORY = {
     "seconds": 7.5,
     "steps": 4,

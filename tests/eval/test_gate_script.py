@@ -8,10 +8,10 @@ import pytest
 from specdistill.command import run
 from specdistill.errors import ExitCode
 from specdistill.report.files import write_report
-from tests.eval.test_run_script import script
+from tests.scripts import load_script
 from tests.simulated import simulate, simulated_report
 
-eval_gate = script("gate")
+eval_gate = load_script("eval/gate.py")
 
 
 def command(*arguments):

@@ -1,7 +1,6 @@
 """eval/run.py, from the command line's arguments to the files it leaves."""
 
 import hashlib
-import importlib.util
 import json
 import os
 import shutil
@@ -17,25 +16,12 @@ from specdistill.errors import ExitCode
 from specdistill.methods.recipe import Recipe
 from specdistill.project import ROOT
 from specdistill.report.schema import validate
+from tests.scripts import REPORT_FILES as FILES
+from tests.scripts import evaluate as command
+from tests.scripts import load_script
 from tests.tiny import tiny_target_model, tiny_tokenizer
 
-FILES = ["junit.xml", "report.html", "report.json", "report.md", "samples.jsonl"]
-
-
-def script(name):
-    spec = importlib.util.spec_from_file_location(f"eval_{name}", ROOT / "eval" / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-eval_run = script("run")
-
-
-def command(*arguments):
-    return run(
-        eval_run.main, Recipe, list(arguments), shorthands=eval_run.SHORTHANDS, without_recipe=["train.output_dir=runs/eval"]
-    )
+eval_run = load_script("eval/run.py")
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.eval.test_run_script import command
+from tests.scripts import evaluate as command
 
 COUNTS = ("num_drafts", "num_draft_tokens", "num_accepted_tokens", "accepted_per_position", "num_new_tokens", "num_rounds")
 

@@ -1,20 +1,18 @@
 """eval/run.py against servers that write pico's own text: the numbers are those of the decoder inside them."""
 
-import importlib.util
 import json
 
 import pytest
 
-from specdistill.command import run
 from specdistill.errors import ExitCode
 from specdistill.measurement.measure import Settings, measure, records
 from specdistill.methods.ngram.proposer import NgramProposer
-from specdistill.methods.recipe import Recipe
-from specdistill.project import PICO, ROOT
+from specdistill.project import PICO
 from specdistill.report.files import read_report
 from specdistill.report.results import result_rows
 from specdistill.suites.suite import load_suite, tokenize
 from specdistill.targets.frozen import FrozenTarget
+from tests import scripts
 from tests.servers.peer import Behaviour, PeerServer
 
 K, NUM_PROMPTS, NEW_TOKENS = 3, 6, 24
@@ -66,11 +64,8 @@ def expected(pico):
 
 
 def evaluate(folder, *arguments, gate="- {metric: mean_acceptance_length, min: 1.0}\n"):
-    spec = importlib.util.spec_from_file_location("eval_run", ROOT / "eval" / "run.py")
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
     (folder.parent / "gate.yaml").write_text(gate)
-    given = [
+    return scripts.evaluate(
         "target=pico",
         "method=ngram",
         "suite=pico",
@@ -82,8 +77,7 @@ def evaluate(folder, *arguments, gate="- {metric: mean_acceptance_length, min: 1
         "eval.repeats=1",
         "eval.warmup=1",
         *arguments,
-    ]
-    return run(script.main, Recipe, given, shorthands=script.SHORTHANDS, without_recipe=["train.output_dir=runs/eval"])
+    )
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from accelerate import PartialState
 
-from tests.training.test_trainer import gradient_of_one_step
+from tests.training.small_runs import gradient_of_one_step
 
 if __name__ == "__main__":
     folder = Path(sys.argv[1])

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import MixtralConfig, MixtralForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+from transformers import MixtralConfig, MixtralForCausalLM, PreTrainedModel
 
 from specdistill.errors import UserError
 from specdistill.methods.draft_model.create import (
@@ -20,34 +20,9 @@ from specdistill.methods.draft_model.create import (
 )
 from specdistill.methods.draft_model.pruning import Shape, activation_norms, evenly_spaced, from_layers, from_width, shape_of
 from specdistill.targets.frozen import FrozenTarget
-from tests.tiny import tiny_target_model, tiny_tokenizer
+from tests.tiny import qwen, tiny_target_model, tiny_tokenizer
 
 IDS = torch.arange(4, 52).view(2, 24)
-
-
-def qwen() -> Qwen3ForCausalLM:
-    """Tied embeddings, norms on queries and keys, layers of two kinds, two groups of two heads."""
-    config = Qwen3Config(
-        vocab_size=260,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=5,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=256,
-        initializer_range=0.2,
-        tie_word_embeddings=True,
-        use_sliding_window=True,
-        sliding_window=8,
-        layer_types=["full_attention", "sliding_attention", "full_attention", "sliding_attention", "full_attention"],
-        bos_token_id=None,
-        eos_token_id=0,
-        pad_token_id=0,
-    )
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return Qwen3ForCausalLM(config).eval()
 
 
 @pytest.fixture(params=["llama", "qwen"], scope="module")

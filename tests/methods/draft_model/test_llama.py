@@ -6,8 +6,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from specdistill.decoding.kv_cache import FIRST_SIZE, DraftKVCache
 from specdistill.methods.draft_model.llama import LlamaStack, is_plain_llama
-from tests.methods.draft_model.test_create import qwen
-from tests.tiny import tiny_target_model
+from tests.tiny import qwen, tiny_target_model
 
 LLAMA3 = {
     "rope_type": "llama3",

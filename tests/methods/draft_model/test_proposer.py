@@ -1,6 +1,5 @@
 """A model that drafts for another: exact in distribution by enumeration, greedy text kept, a cache that is no different from none."""
 
-import itertools
 import statistics
 from collections.abc import Callable
 from pathlib import Path
@@ -8,22 +7,21 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, models
 from torch import Tensor
-from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from specdistill.decoding.decoder import Decoder
 from specdistill.decoding.proposer import DecodingState, Proposal
 from specdistill.decoding.sampling import Sampling
-from specdistill.decoding.verify import rejection_from_uniforms
 from specdistill.errors import UserError
 from specdistill.methods.draft_model.proposer import DraftModelProposer, LlamaLayers
 from specdistill.methods.draft_model.vocabulary import match_vocabularies
 from specdistill.methods.load import load_proposer
 from specdistill.targets.frozen import FrozenTarget
-from tests.decoding.test_verify import cells
-from tests.methods.draft_model.test_create import qwen
-from tests.tiny import tiny_target_model, tiny_tokenizer
+from tests.draft_models import half_right, other_tokenizer, tiny_draft_model, translated
+from tests.enumeration import SAMPLING, Propose, output_distribution, plain_distribution
+from tests.tiny import qwen, tiny_target_model, tiny_tokenizer
 
 PROMPT = [5, 9, 5, 9, 20, 31]
 GREEDY = Sampling()
@@ -36,25 +34,10 @@ def target() -> FrozenTarget:
     return FrozenTarget(model, tiny_tokenizer(), name="tiny")
 
 
-def half_right(target: FrozenTarget, context: int = 256) -> LlamaForCausalLM:
-    """The target with some noise on its weights: drafts that are accepted now and then."""
-    draft = tiny_target_model()
-    draft.load_state_dict(target.model.state_dict())
-    draft.config.max_position_embeddings = context
-    generator = torch.Generator().manual_seed(1)
-    for parameter in draft.parameters():
-        parameter.data += 0.005 * torch.randn(parameter.shape, generator=generator)
-    return draft
-
-
 def word_tokenizer(words: str) -> PreTrainedTokenizerFast:
     """One token a word, in the order given; the first is the unknown word."""
     vocabulary = {word: index for index, word in enumerate(words.split())}
     return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(vocabulary, unk_token=words.split()[0])))
-
-
-def tiny_draft_model(vocab_size: int, seed: int) -> LlamaForCausalLM:
-    return tiny_target_model(num_layers=1, hidden_size=32, vocab_size=vocab_size, seed=seed)
 
 
 class Watched:
@@ -140,10 +123,6 @@ def test_the_threshold_stops_where_the_best_token_is_less_probable(target: Froze
 
 # --- The distribution, exactly
 
-Propose = Callable[[list[int], Sampling, list[float]], Proposal]
-SAMPLING = Sampling(temperature=0.8)
-LENGTH = 2
-
 
 def fresh(proposer: DraftModelProposer, k: int) -> Propose:
     def propose(text: list[int], sampling: Sampling, uniforms: list[float]) -> Proposal:
@@ -152,65 +131,6 @@ def fresh(proposer: DraftModelProposer, k: int) -> Propose:
         return proposer.propose_from_uniforms(DecodingState(text), k, sampling, padded)
 
     return propose
-
-
-@torch.inference_mode()
-def output_distribution(target: LlamaForCausalLM, propose: Propose, prompt: list[int], sampling: Sampling) -> Tensor:
-    """The exact distribution of the next LENGTH tokens: every cell of the proposer's and of the rule's uniforms is visited."""
-    size = target.config.vocab_size
-    distribution = torch.zeros((size,) * LENGTH, dtype=torch.float64)
-
-    def target_distributions(text: list[int], proposed: list[int]) -> Tensor:
-        logits = target(input_ids=torch.tensor([text + proposed])).logits[:, len(text) - 1 :]
-        return sampling.probabilities(logits).double()
-
-    def proposals(text: list[int], uniforms: list[float], weight: float) -> None:
-        proposal = propose(text, sampling, uniforms)
-        if proposal.probabilities is not None and len(proposal.tokens) > len(uniforms):
-            # The distribution of the next drafted token is known: visit each of its tokens.
-            sums = proposal.probabilities[len(uniforms)].double().cumsum(-1)
-            for midpoint, width in cells(sums / sums[-1]):
-                proposals(text, [*uniforms, midpoint], weight * width)
-        else:
-            verify(text, proposal, weight)
-
-    def verify(text: list[int], proposal: Proposal, weight: float) -> None:
-        tokens, k = proposal.tokens, len(proposal.tokens)
-        p = target_distributions(text, tokens)
-        q = None if proposal.probabilities is None else proposal.probabilities.double()[None]
-        explicit = (
-            torch.zeros(1, 0, size) if not k else torch.nn.functional.one_hot(torch.tensor([tokens]), size) if q is None else q
-        )
-        tests = [cells((p[0, i, token] / explicit[0, i, token]).unsqueeze(0)) for i, token in enumerate(tokens)]
-        sums = torch.cat([(p[0, :k] - explicit[0]).clamp_min(0), p[0, k:]]).cumsum(-1)
-        draws = cells((sums / sums[:, -1:].clamp_min(1e-300)).flatten())
-        for cell in itertools.product(*tests, draws):
-            uniforms = torch.tensor([[midpoint for midpoint, _ in cell]], dtype=torch.float64)
-            volume = weight
-            for _, width in cell:
-                volume *= width
-            count, last = rejection_from_uniforms(torch.tensor([tokens], dtype=torch.long), p, q, uniforms)
-            finish([*text, *tokens[: int(count)], int(last)], volume)
-
-    def finish(text: list[int], weight: float) -> None:
-        written = tuple(text[len(prompt) : len(prompt) + LENGTH])
-        unfinished[written] = unfinished.get(written, 0.0) + weight
-
-    unfinished: dict[tuple[int, ...], float] = {(): 1.0}
-    for length in range(LENGTH):  # every round adds a token: all that leads to a text is known before its next round
-        for written in [written for written in unfinished if len(written) == length]:
-            proposals([*prompt, *written], [], unfinished.pop(written))
-    for written, weight in unfinished.items():
-        distribution[written] += weight
-    return distribution
-
-
-@torch.inference_mode()
-def plain_distribution(target: LlamaForCausalLM, prompt: list[int], sampling: Sampling) -> Tensor:
-    first = sampling.probabilities(target(input_ids=torch.tensor([prompt])).logits[0, -1:])[0]
-    rows = torch.tensor([[*prompt, token] for token in range(target.config.vocab_size)])
-    second = sampling.probabilities(target(input_ids=rows).logits[:, -1])
-    return (first.unsqueeze(1) * second).double()
 
 
 TARGET_WORDS, DRAFT_WORDS = "? a b c", "b ? d a"  # the draft knows no c, the target no d
@@ -271,32 +191,6 @@ def test_leaving_out_a_drawn_token_for_its_own_probability_is_caught():
 
 
 # --- Another vocabulary
-
-
-def other_tokenizer(missing: str) -> PreTrainedTokenizerFast:
-    """The bytes of the tiny tokenizer in another order, one of them missing, and none of its special tokens."""
-    kept = [byte for byte in sorted(pre_tokenizers.ByteLevel.alphabet(), reverse=True) if byte != missing]
-    tokenizer = Tokenizer(
-        models.BPE(vocab={token: index for index, token in enumerate(["<unk>", *kept])}, merges=[], unk_token="<unk>")
-    )
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>")
-
-
-def translated(target: FrozenTarget, missing: str = "a") -> DraftModelProposer:
-    """The target itself, its rows in the order of another vocabulary, which lacks one of its tokens."""
-    tokenizer = other_tokenizer(missing)
-    vocabulary = match_vocabularies(target.tokenizer, 260, tokenizer, len(tokenizer), heterogeneous=True)
-    assert vocabulary is not None
-    draft = tiny_target_model(vocab_size=len(tokenizer))
-    weights = {name: tensor.clone() for name, tensor in target.model.state_dict().items()}
-    for name in ("model.embed_tokens.weight", "lm_head.weight"):
-        rows = torch.zeros(len(tokenizer), 64)
-        rows[vocabulary.draft_ids_W] = weights[name][vocabulary.target_ids_W]
-        weights[name] = rows
-    draft.load_state_dict(weights)
-    return DraftModelProposer(draft, vocabulary=vocabulary)
 
 
 @pytest.mark.parametrize("k", [1, 4])

@@ -13,7 +13,8 @@ from specdistill.errors import UserError
 from specdistill.methods.load import load_proposer
 from specdistill.methods.ngram.proposer import NgramProposer
 from specdistill.targets.frozen import FrozenTarget
-from tests.methods.draft_model.test_proposer import SAMPLING, output_distribution, plain_distribution, tiny_draft_model
+from tests.draft_models import tiny_draft_model
+from tests.enumeration import SAMPLING, output_distribution, plain_distribution
 from tests.tiny import tiny_target_model, tiny_tokenizer
 
 GREEDY = Sampling()

@@ -1,0 +1,51 @@
+"""Draft models of tiny targets that need no training: some of their tokens are accepted, and some are not."""
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+from specdistill.methods.draft_model.proposer import DraftModelProposer
+from specdistill.methods.draft_model.vocabulary import match_vocabularies
+from specdistill.targets.frozen import FrozenTarget
+from tests.tiny import tiny_target_model
+
+
+def tiny_draft_model(vocab_size: int, seed: int) -> LlamaForCausalLM:
+    return tiny_target_model(num_layers=1, hidden_size=32, vocab_size=vocab_size, seed=seed)
+
+
+def half_right(target: FrozenTarget, context: int = 256) -> LlamaForCausalLM:
+    """The target with some noise on its weights: drafts that are accepted now and then."""
+    draft = tiny_target_model()
+    draft.load_state_dict(target.model.state_dict())
+    draft.config.max_position_embeddings = context
+    generator = torch.Generator().manual_seed(1)
+    for parameter in draft.parameters():
+        parameter.data += 0.005 * torch.randn(parameter.shape, generator=generator)
+    return draft
+
+
+def other_tokenizer(missing: str) -> PreTrainedTokenizerFast:
+    """The bytes of the tiny tokenizer in another order, one of them missing, and none of its special tokens."""
+    kept = [byte for byte in sorted(pre_tokenizers.ByteLevel.alphabet(), reverse=True) if byte != missing]
+    tokenizer = Tokenizer(
+        models.BPE(vocab={token: index for index, token in enumerate(["<unk>", *kept])}, merges=[], unk_token="<unk>")
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>")
+
+
+def translated(target: FrozenTarget, missing: str = "a") -> DraftModelProposer:
+    """The target itself, its rows in the order of another vocabulary, which lacks one of its tokens."""
+    tokenizer = other_tokenizer(missing)
+    vocabulary = match_vocabularies(target.tokenizer, 260, tokenizer, len(tokenizer), heterogeneous=True)
+    assert vocabulary is not None
+    draft = tiny_target_model(vocab_size=len(tokenizer))
+    weights = {name: tensor.clone() for name, tensor in target.model.state_dict().items()}
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        rows = torch.zeros(len(tokenizer), 64)
+        rows[vocabulary.draft_ids_W] = weights[name][vocabulary.target_ids_W]
+        weights[name] = rows
+    draft.load_state_dict(weights)
+    return DraftModelProposer(draft, vocabulary=vocabulary)

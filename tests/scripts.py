@@ -1,0 +1,28 @@
+"""The scripts of train/, eval/ and bench/, called in this process as a command line calls them."""
+
+import importlib.util
+from types import ModuleType
+from typing import Any
+
+from specdistill.command import run
+from specdistill.methods.recipe import Recipe
+from specdistill.project import ROOT
+
+REPORT_FILES = ["junit.xml", "report.html", "report.json", "report.md", "samples.jsonl"]  # that eval/run.py leaves
+
+
+def load_script(path: str) -> Any:
+    """The module of a script: load_script("eval/run.py")."""
+    spec = importlib.util.spec_from_file_location(path.removesuffix(".py").replace("/", "_"), ROOT / path)
+    assert spec and spec.loader
+    module: ModuleType = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def evaluate(*arguments: str) -> int:
+    """eval/run.py with these arguments; returns its exit code."""
+    script = load_script("eval/run.py")
+    return run(
+        script.main, Recipe, list(arguments), shorthands=script.SHORTHANDS, without_recipe=["train.output_dir=runs/eval"]
+    )

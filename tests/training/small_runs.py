@@ -1,0 +1,79 @@
+"""A trainer over a few rows and a tiny target, and the gradient of its first step."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+
+from specdistill.losses.divergence import forward_kl
+from specdistill.methods.draft_model.create import create_draft_model, save_draft_model
+from specdistill.methods.draft_model.objective import Distillation
+from specdistill.methods.heads.unroll import TrainingTimeTest
+from specdistill.targets.frozen import FrozenTarget
+from specdistill.training.arguments import training_arguments
+from specdistill.training.optimizer import muon_adamw
+from specdistill.training.trainer import DraftTrainer
+from tests.heads import build_head, save_head
+from tests.tiny import tiny_target_model, tiny_tokenizer
+
+
+def tiny_target() -> FrozenTarget:
+    model = tiny_target_model()
+    model.generation_config.eos_token_id = []
+    return FrozenTarget(model, tiny_tokenizer(), name="tiny")
+
+
+def rows(count: int, length: int) -> Dataset:
+    """Rows whose kept counts differ, so that a mean of means would show."""
+    generator = torch.Generator().manual_seed(0)
+    table = []
+    for index in range(count):
+        loss_mask = [0] * (index * 4) + [1] * (length - index * 4)
+        ids = torch.randint(3, 200, (length,), generator=generator).tolist()
+        table.append(
+            {"input_ids": ids, "loss_mask": loss_mask, "document_ids": [0] * length, "position_ids": list(range(length))}
+        )
+    return Dataset.from_list(table)
+
+
+def trainer(
+    output_dir: Path, data: Dataset, target: FrozenTarget | None = None, method: str = "eagle3", **train: Any
+) -> DraftTrainer:
+    target = target or tiny_target()
+    arguments = training_arguments(
+        {"output_dir": str(output_dir), "report_to": "none", "disable_tqdm": True, "save_strategy": "no", **train}
+    )
+    if method == "draft_model":
+        draft: Any = create_draft_model(target, init="layers", num_layers=2)
+        objective: torch.nn.Module = Distillation(draft, forward_kl)
+        save = partial(save_draft_model, draft, target.tokenizer)
+    else:
+        draft = build_head(method, target, **({"init": "scratch"} if method == "mtp" else {}))
+        objective = TrainingTimeTest(draft, forward_kl, 4, step_decay=0.8)
+        save = partial(save_head, method, draft)
+    optimizer = muon_adamw(draft, arguments.learning_rate)
+    return DraftTrainer(objective, target, arguments, data, data, save=save, optimizer=optimizer)
+
+
+def gradient_of_one_step(output_dir: Path, micro_batch: int, accumulation: int) -> dict[str, torch.Tensor]:
+    """What the optimizer is given in the first step over four rows, through the Trainer's own loop."""
+    fit = trainer(
+        output_dir,
+        rows(4, 24),
+        max_steps=1,
+        per_device_train_batch_size=micro_batch,
+        gradient_accumulation_steps=accumulation,
+        max_grad_norm=0.0,
+        learning_rate=0.0,
+    )
+    gradients: dict[str, torch.Tensor] = {}
+
+    def keep(*_: Any) -> None:
+        gradients.update({name: p.grad.clone() for name, p in fit.objective.draft.named_parameters() if p.grad is not None})
+
+    assert fit.optimizer is not None
+    fit.optimizer.register_step_pre_hook(keep)
+    fit.train()
+    return gradients
