@@ -21,7 +21,7 @@ import specdistill
 from specdistill.command import print_help, spell_out
 from specdistill.errors import ExitCode, ResourceError, UserError, explain, nearest
 from specdistill.methods import METHODS
-from specdistill.methods.recipe import Recipe, TrainedRecipe
+from specdistill.methods.recipe import DEFAULT_METHOD, Recipe, TrainedRecipe
 from specdistill.project import PICO, ROOT
 from specdistill.recipe import Section, TargetConfig, TargetRecipe, describe, like, load_recipe, merged, option, section
 
@@ -111,13 +111,13 @@ def train(arguments: list[str]) -> int:
     script = "train/target.py" if schema is TargetRecipe else "train/eagle.py"
     if HELP & set(arguments):
         return _script_help(script, schema)
-    recipe = load_recipe(schema, keys)
-    if isinstance(recipe, Recipe):
-        trained_by = METHODS[recipe.method].script
-        if trained_by is None:
-            trained = [name for name, method in METHODS.items() if method.script]
-            raise UserError("method", got=f"{recipe.method}, which needs no training", expected=" or ".join(trained))
-        script = trained_by
+    if schema is Recipe:
+        method = METHODS.get(str(merged(keys).get("method", DEFAULT_METHOD)))
+        if method is not None and method.script is None:
+            trained = [name for name, row in METHODS.items() if row.script]
+            raise UserError("method", got="one that needs no training", expected=" or ".join(trained))
+        script = method.script if method and method.script else script
+    load_recipe(schema, keys)
     return _run_script(script, arguments)
 
 

@@ -18,7 +18,7 @@ class Recipe(Section):
     """One method, one target, and how the draft is judged."""
 
     method: str = option(DEFAULT_METHOD, f"how the draft proposes tokens: {', '.join(METHODS)}")
-    target: TargetConfig
+    target: TargetConfig = section(TargetConfig)
     train: dict[str, Any] = option({}, "transformers.TrainingArguments, field by field; output_dir is required")
     eval: EvalConfig = section(EvalConfig)
     gate: str = option("default", "gate name, or a gate YAML")

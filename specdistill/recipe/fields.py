@@ -69,8 +69,9 @@ def option(default: Any, help: str, *, read_when: ReadWhen | None = None, **limi
 
 
 def section(of: type[Section]) -> Any:
-    """A section with its own defaults."""
-    return Field(default_factory=of)
+    """A section with its own defaults, or one that must be given because a key of it has none."""
+    required = any(field.is_required() for field in of.model_fields.values())
+    return Field() if required else Field(default_factory=of)
 
 
 def like(schema: type[Section], name: str) -> Any:
@@ -101,7 +102,7 @@ def describe(schema: type[Section]) -> list[tuple[str, str, str, str]]:
     rows: dict[str, tuple[str, str, str]] = {}
     readers: dict[str, list[str]] = {}
     for name, variant in variants.items():
-        for key, *row in _leaves(variant):
+        for key, *row in leaves(variant):
             rows.setdefault(key, (row[0], row[1], row[2]))
             readers.setdefault(key, []).append(name)
 
@@ -111,7 +112,8 @@ def describe(schema: type[Section]) -> list[tuple[str, str, str, str]]:
     return [(key, kind, default, marked(key, help)) for key, (kind, default, help) in rows.items()]
 
 
-def _leaves(schema: type[Section], prefix: str = "") -> Iterator[tuple[str, str, str, str]]:
+def leaves(schema: type[Section], prefix: str = "") -> Iterator[tuple[str, str, str, str]]:
+    """The rows of `describe` for one schema."""
     for name, field in schema.model_fields.items():
         key, inner = f"{prefix}{name}", section_of(field.annotation)
         if inner is not field.annotation:
@@ -119,7 +121,7 @@ def _leaves(schema: type[Section], prefix: str = "") -> Iterator[tuple[str, str,
             help = (field.description or "") + (f" (read only {condition.text})" if condition else "")
             yield key, kind_of(field), shown(default_of(field)), help
         if inner:
-            yield from _leaves(inner, f"{key}.")
+            yield from leaves(inner, f"{key}.")
 
 
 def kind_of(field: FieldInfo) -> str:

@@ -8,7 +8,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from specdistill.errors import UserError, nearest
-from specdistill.recipe.fields import Section, default_of, describe, kind_of, read_when_of, section_of, shown
+from specdistill.recipe.fields import Section, default_of, kind_of, leaves, read_when_of, section_of, shown
 
 S = TypeVar("S", bound=Section)
 
@@ -42,6 +42,9 @@ def _user_error(schema: type[Section], chosen: type[Section], detail: ErrorDetai
         return _unknown(schema, chosen, place, value, prefix)
     field = _field(chosen, place)
     if detail["type"] == "missing":
+        while inner := section_of(field.annotation):  # a section that has a required key
+            name, field = next((name, entry) for name, entry in inner.model_fields.items() if entry.is_required())
+            key = f"{key}.{name}"
         return UserError(key, got="nothing", expected=f"a value ({field.description})")
     if detail["type"] == "literal_error":
         choices = kind_of(field).split(", ")[0].replace(" or null", "").split("|")
@@ -63,7 +66,7 @@ def _unknown(schema: type[Section], chosen: type[Section], place: list[Any], val
     readers = [
         variant
         for variant, other in schema.variants().items()
-        if any(row[0] == plain or row[0].startswith(f"{plain}.") for row in describe(other))
+        if any(row[0] == plain or row[0].startswith(f"{plain}.") for row in leaves(other))
     ]
     if readers:
         mine = next((variant for variant, other in schema.variants().items() if other is chosen), "this one")
@@ -73,7 +76,7 @@ def _unknown(schema: type[Section], chosen: type[Section], place: list[Any], val
     parent = _schema_at(chosen, place[:-1])
     known = list(parent.model_fields)
     close = nearest(name, known)
-    anywhere = nearest(plain, [row[0] for row in describe(chosen)])
+    anywhere = nearest(plain, [row[0] for row in leaves(chosen)])
     near = f"{key.removesuffix(name)}{close}" if close else anywhere
     return UserError(key, got="an unknown key", expected=f"one of {', '.join(sorted(known))}", nearest=near)
 
