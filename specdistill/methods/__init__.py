@@ -2,11 +2,26 @@
 
 from dataclasses import dataclass
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from specdistill.methods.contract import Implementation
     from specdistill.methods.recipe import Recipe
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a method costs whatever the target.
+
+    Args:
+        passes: of the draft in a round of K draft tokens: "K" for one a token, "1" for one in all, "0" for none.
+        features: tensors as wide as the target's hidden state that training reads for each token.
+        unrolled: steps that training takes through each token.
+    """
+
+    passes: Literal["K", "1", "0"]
+    features: int = 0
+    unrolled: int = 0
 
 
 @dataclass(frozen=True)
@@ -18,6 +33,7 @@ class Method:
         artifact: what training leaves: a head, a model, a layer of the target's checkpoint; None where there is nothing to train.
         script: the script that trains it, from the project's root; None where there is nothing to train.
         layouts: engines that its drafts are exported to.
+        cost: of drafting and of training.
         package: where its code is: `config` (its recipe, no torch) and `method` (see specdistill.methods.contract).
     """
 
@@ -25,6 +41,7 @@ class Method:
     artifact: str | None
     script: str | None
     layouts: tuple[str, ...]
+    cost: Cost
     package: str
 
     def recipe(self) -> "type[Recipe]":
@@ -45,6 +62,7 @@ METHODS = {
         "head",
         "train/eagle.py",
         ("vllm", "sglang", "speculators", "safeailab", "gguf"),
+        Cost("K", features=4, unrolled=5),
         "specdistill.methods.eagle3",
     ),
     "eagle": Method(
@@ -52,6 +70,7 @@ METHODS = {
         "head",
         "train/eagle.py",
         ("vllm", "sglang", "safeailab"),
+        Cost("K", features=1, unrolled=1),
         "specdistill.methods.eagle",
     ),
     "mtp": Method(
@@ -59,6 +78,7 @@ METHODS = {
         "layer of the target's checkpoint",
         "train/mtp.py",
         ("vllm", "sglang"),
+        Cost("K", features=1, unrolled=3),
         "specdistill.methods.mtp",
     ),
     "draft_model": Method(
@@ -66,6 +86,7 @@ METHODS = {
         "model",
         "train/draft.py",
         ("vllm", "sglang", "gguf"),
+        Cost("K", unrolled=1),
         "specdistill.methods.draft_model",
     ),
     "ngram": Method(
@@ -73,6 +94,7 @@ METHODS = {
         None,
         None,
         (),
+        Cost("0"),
         "specdistill.methods.ngram",
     ),
 }

@@ -1,14 +1,13 @@
-"""What a draft is made of, what it costs to train, and the speedup to expect of it: formulas over shapes, nothing measured.
+"""What a draft costs to train, and the speedup to expect of it: formulas over sizes, nothing measured.
 
-Symbols: H hidden size, I MLP width, N query heads, G key/value heads, d head size, V target vocabulary, W draft vocabulary, A auxiliary
-layers, K drafted tokens a round, alpha the acceptance rate taken as equal at every position, c a draft step and v a verification of K
+Symbols: H hidden size, I MLP width, K draft tokens a round, alpha the acceptance rate taken as equal at every position, c a draft step and v a verification of K
 tokens, both in plain target steps at batch 1.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from specdistill.methods.draft_model.pruning import Shape
+from specdistill.methods.sizes import Parts, Shape
 from specdistill.statistics.theory import expected_acceptance_length, predicted_speedup
 
 MAX_K = 8
@@ -21,64 +20,12 @@ BYTES_PER_TRAINED, BYTES_PER_COPIED = 16, 4
 
 
 @dataclass(frozen=True)
-class Parts:
-    """A draft in parameters.
-
-    parameters: in its checkpoint. read: by a step of one token, with what it borrows of the target, without look-up tables.
-    copied: tables of the target that training holds beside it, frozen.
-    """
-
-    parameters: int
-    read: float
-    num_layers: int
-    copied: int = 0
-
-
-@dataclass(frozen=True)
 class Expected:
     """The best K at one alpha, and what it gives."""
 
     num_speculative_tokens: int
     acceptance_length: float
     speedup: float
-
-
-def layer_parameters(shape: Shape, input_size: int) -> int:
-    """One Llama layer whose q, k and v read `input_size`: (N + 2G) d inputs, N d H and 3 H I weights, two norms of H."""
-    heads = (shape.num_attention_heads + 2 * shape.num_key_value_heads) * shape.head_dim * input_size
-    output = shape.num_attention_heads * shape.head_dim * shape.hidden_size
-    return heads + output + 3 * shape.hidden_size * shape.intermediate_size + 2 * shape.hidden_size
-
-
-def eagle3_head(shape: Shape, vocab_size: int, draft_vocab_size: int, target_hidden_size: int, num_aux: int = 3) -> Parts:
-    """EAGLE-3 (arXiv 2503.01840): fc [H, A·D], a first layer that reads 2H, two more norms, its own head [W, H].
-
-    A step reads all but fc, which runs once a round. The embedding is the target's unless the widths differ.
-    """
-    hidden = shape.hidden_size
-    layers = layer_parameters(shape, 2 * hidden) + (shape.num_layers - 1) * layer_parameters(shape, hidden)
-    read = layers + 2 * hidden + draft_vocab_size * hidden
-    table = vocab_size * hidden
-    shared = hidden == target_hidden_size
-    parameters = num_aux * target_hidden_size * hidden + read + (0 if shared else table)
-    return Parts(parameters, read, shape.num_layers, copied=table if shared else 0)
-
-
-def eagle_head(shape: Shape, vocab_size: int) -> Parts:
-    """EAGLE-1 (arXiv 2401.15077): fc [H, 2H] and layers, the first without its input norm; embedding and head are the target's."""
-    hidden, table = shape.hidden_size, vocab_size * shape.hidden_size
-    parameters = 2 * hidden**2 + shape.num_layers * layer_parameters(shape, hidden) - hidden
-    return Parts(parameters, parameters + table, shape.num_layers, copied=2 * table)
-
-
-def mtp_head(hidden_size: int, vocab_size: int, layer: int, layer_read: float, num_layers: int = 1) -> Parts:
-    """Multi-token prediction (arXiv 2412.19437): each layer is fc [H, 2H], three norms and a decoder layer of the target's own kind.
-
-    layer, layer_read: the decoder layer's parameters, and those that one token reads. A step runs one of `num_layers`; embedding and head
-    are the target's.
-    """
-    fuse, table = 2 * hidden_size**2 + 3 * hidden_size, vocab_size * hidden_size
-    return Parts(num_layers * (fuse + layer), fuse + layer_read + table, 1, copied=2 * table)
 
 
 def step_shares(parts: Parts, target_read: float, target_layers: int) -> dict[str, float]:

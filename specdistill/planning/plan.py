@@ -2,27 +2,22 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import yaml
 
 from specdistill.errors import UserError
-from specdistill.methods.draft_model.create import on_meta, parameters_read, propose_shape, weights_read
-from specdistill.methods.draft_model.pruning import Shape, check_decoder, shape_of
+from specdistill.methods import METHODS
+from specdistill.methods.planned import TOKENS_PER_SAMPLE, GivenDraft, PlannedDraft, PlannedTarget
+from specdistill.methods.sizes import weights_read
 from specdistill.planning import costs
-from specdistill.planning.published import FRESH_MTP, PUBLISHED, TOKENS_PER_SAMPLE
-from specdistill.planning.reading import MTP_KEYS, Described, build, check_fit, method_of_config
+from specdistill.planning.reading import Described, build, check_fit, method_of_config
 from specdistill.project import RECIPES
 from specdistill.targets.frozen import is_recurrent
 
-DRAFT_VOCABULARY = 32_000
-# Of the target's parameters; published draft models have 2 % (arXiv 2403.00858) to 10 % (arXiv 2402.01528).
-SMALL_SHARE = 1 / 16
 MICRO_BATCH_TOKENS = 4 * 2048
-# Steps that training unrolls, and tensors of the target [H] that it reads for each token.
-UNROLLED = {"eagle3": 5, "eagle": 1, "mtp": 3, "draft_model": 1}
-TENSORS = {"eagle3": 4, "eagle": 1, "mtp": 1, "draft_model": 0}
 ASSUMPTIONS = (
     "Nothing here is measured. Parameters follow from configs, acceptance from the sources named, speedup S = AL / (v + c·K) from both.",
     "Batch 1, short contexts. c is the larger of a step's shares of weights read and of layers run; draft and target have one dtype.",
@@ -63,6 +58,7 @@ class Row:
     acceptance_source: str | None = None
     low: costs.Expected | None = None
     high: costs.Expected | None = None
+    recipe_keys: tuple[str, ...] = ()
 
     @property
     def middle(self) -> float:
@@ -82,7 +78,7 @@ class Plan:
 def make_plan(target: Described, draft: Described | None = None, *, trust_remote_code: bool = False) -> Plan:
     """Plan for a target, and for a draft of it where one is given. Raises UserError for what is no target, or no draft of it."""
     planner = _Planner(target, build(target, key="target.model", trust_remote_code=trust_remote_code))
-    rows = {method: planner.row(method) for method in PUBLISHED}
+    rows = {method: planner.row(method) for method in METHODS}
     warnings = planner.warnings()
     if draft is not None:
         method = method_of_config(draft, target)
@@ -124,24 +120,16 @@ def recommend(rows: Sequence[Row], target: Mapping[str, Any]) -> dict[str, str |
 
 def _command(row: Row, target: Mapping[str, Any]) -> str | None:
     """What measures a draft that is there, or trains the one that the row describes; None where no recipe of the method ships."""
-    if row.draft or row.method == "ngram":
+    if row.draft or METHODS[row.method].artifact is None:
         draft = f" draft={row.draft}" if row.draft else ""
         return f"specdistill eval target={target['model']}{draft} method={row.method} suite=… output_dir=…"
     if row.recipe is None:
         return None
     keys = [f"recipe={row.recipe}"]
     if row.recipe.split("/")[0] != target["model"]:
-        keys += [f"target.model={target['model']}", "data.source=…"]
-        if row.method == "eagle3" and target["vocab_size"] > DRAFT_VOCABULARY:
-            keys.append(f"draft.vocab_size={DRAFT_VOCABULARY}")
-        if row.method == "mtp" and target["native_mtp"]:
-            keys.append("draft.init=null")
+        keys += [f"target.model={target['model']}", "data.source=…", *row.recipe_keys]
         if target["recurrent"]:
             keys.append("data.packing=false")
-        if row.method == "eagle":
-            keys += [f"draft.{name}=null" for name in ("intermediate_size", "num_attention_heads", "num_key_value_heads")]
-        if row.method == "draft_model":
-            keys += ["draft.init=width", "draft.num_layers=null", f"draft.max_parameters={row.parameters}"]
     return f"specdistill train {' '.join(keys)}"
 
 
@@ -168,6 +156,7 @@ class _Planner:
         self.verify = [weights_read(model, k + 1) / self.read for k in range(1, costs.MAX_K + 1)]
         self.itemsize = target.dtype.itemsize
         self.bytes = self.parameters * self.itemsize
+        self.planned_target = PlannedTarget(target.name, self.text, model, self.parameters, target.native_mtp)
 
     def facts(self) -> dict[str, Any]:
         native = self.target.native_mtp
@@ -196,27 +185,31 @@ class _Planner:
 
     def row(self, method: str, given: Described | None = None) -> Row:
         """The method's row, for the draft that is given or else for the one a recipe would train."""
-        depth = self.text.num_hidden_layers
-        published = FRESH_MTP if method == "mtp" and not self.target.native_mtp else PUBLISHED[method]
+        depth, cost = self.text.num_hidden_layers, METHODS[method].cost
         recipe, settings = recipe_for(method, self.target.name)
+        existing = given and GivenDraft(given.raw, given.text, partial(build, given, key="draft"))
+        plan = METHODS[method].implementation().planned
+        if plan is None:
+            return Row(method, False, "nothing is known of its cost", recipe)
         try:
-            parts, shape, width, note = self._draft(method, given, settings.get("draft", {}))
+            planned: PlannedDraft = plan(self.planned_target, existing, settings.get("draft", {}))
         except UserError as error:
             if given is not None:
                 raise
             return Row(method, False, str(error), recipe)
-        written = settings.get("data", {}).get("regenerate", {}).get("num_tokens")
-        tokens = written or published.training_tokens
+        parts, shape, published = planned.parts, planned.shape, planned.published
+        generated = settings.get("data", {}).get("regenerate", {}).get("num_tokens")
+        tokens = generated or published.training_tokens
         shares = costs.step_shares(parts, self.read, depth)
         low, high = costs.speedup_range(published.alphas, self.verify, shares, depth) if published.alphas else (None, None)
         memory = disk = 0
         if shape is not None:
-            memory = costs.training_bytes(parts, self.bytes, shape, width, UNROLLED[method], MICRO_BATCH_TOKENS)
-            disk = TENSORS[method] * self.text.hidden_size * self.itemsize * (tokens or 0)
+            memory = costs.training_bytes(parts, self.bytes, shape, planned.vocabulary, cost.unrolled, MICRO_BATCH_TOKENS)
+            disk = cost.features * self.text.hidden_size * self.itemsize * (tokens or 0)
         return Row(
             method=method,
             available=True,
-            note=note,
+            note=planned.note,
             recipe=recipe,
             draft=given.name if given else None,
             num_layers=parts.num_layers,
@@ -224,7 +217,7 @@ class _Planner:
             parameters=parts.parameters,
             bytes=parts.parameters * self.itemsize,
             training_tokens=tokens,
-            training_source=f"recipe {recipe}" if written else published.training_source,
+            training_source=f"recipe {recipe}" if generated else published.training_source,
             disk_bytes=None if tokens is None else disk,
             training_memory_bytes=memory,
             step_ratio=max(shares.values()),
@@ -233,53 +226,5 @@ class _Planner:
             acceptance_source=published.acceptance_source,
             low=low,
             high=high,
+            recipe_keys=planned.recipe_keys,
         )
-
-    def _draft(
-        self, method: str, given: Described | None, settings: dict[str, Any]
-    ) -> tuple[costs.Parts, Shape | None, int, str]:
-        """Parts, shape, tokens that its logits span, and what it is in words. Raises UserError when the target cannot have one."""
-        sizes = {name: settings[name] for name in Shape.__annotations__ if name in settings}
-        vocabulary, hidden_size = self.text.vocab_size, self.text.hidden_size
-        if method == "ngram":
-            return costs.Parts(0, 0, 0), None, vocabulary, "looks the last tokens up in the text so far"
-        if method == "draft_model":
-            model = build(given, key="draft") if given else self._small(sizes)
-            shape = shape_of(model.config.get_text_config())
-            parts = costs.Parts(int(model.num_parameters()), weights_read(model), shape.num_layers)
-            return parts, shape, vocabulary, "a smaller language model with a head of its own"
-        decoder = self.model.get_decoder()
-        if not (hasattr(decoder, "layers") and hasattr(decoder, "norm")):
-            expected = "a decoder with layers and norm, as Llama's, for a head to read"
-            raise UserError("target.model", got=f"a {self.text.model_type} target", expected=expected)
-        if method == "mtp":
-            key, layers = self.target.native_mtp or (None, 1)
-            last = decoder.layers[-1]
-            own = sum(parameter.numel() for parameter in last.parameters())
-            parts = costs.mtp_head(hidden_size, vocabulary, own, parameters_read(last, self.text), layers)
-            note = (
-                f"the target's own ({key}: {layers})" if key else f"a fresh layer: the config has no {', no '.join(MTP_KEYS)}"
-            )
-            return parts, replace(shape_of(self.text), num_layers=1), vocabulary, note
-        shape = shape_of(given.text) if given else replace(shape_of(self.text), **{"num_layers": 1, **sizes})
-        if method == "eagle":
-            return (
-                costs.eagle_head(shape, vocabulary),
-                shape,
-                vocabulary,
-                "reads the last hidden state, borrows the target's head",
-            )
-        if given:
-            width, num_aux = given.raw.get("draft_vocab_size") or vocabulary, given.raw.get("num_aux_hidden_states") or 3
-        else:
-            width, num_aux = settings.get("vocab_size") or (vocabulary if settings else min(vocabulary, DRAFT_VOCABULARY)), 3
-        parts = costs.eagle3_head(shape, vocabulary, width, hidden_size, num_aux)
-        return parts, shape, width, f"reads {num_aux} of the target's layers, its own head of {width:,} tokens"
-
-    def _small(self, sizes: dict[str, int]) -> Any:
-        """A draft model without weights: in the sizes of the target's own recipe, or else in the shape proposed for SMALL_SHARE."""
-        check_decoder(self.model)
-        shape = (
-            replace(shape_of(self.text), **sizes) if sizes else propose_shape(self.model, int(self.parameters * SMALL_SHARE))
-        )
-        return on_meta(self.model.config, shape)

@@ -13,9 +13,9 @@ from specdistill.errors import UserError, one_line
 from specdistill.hub import fetch
 from specdistill.methods.checkpoint import read_config
 from specdistill.methods.mtp.checkpoint import ARCHITECTURE as MTP
+from specdistill.methods.mtp.plan import NATIVE_KEYS
 from specdistill.targets.frozen import resolve
 
-MTP_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
 CAUSAL_LM = "the config.json of a causal language model"
 
 
@@ -58,7 +58,7 @@ class Described:
     def native_mtp(self) -> tuple[str, int] | None:
         """The key that says how many layers predict further tokens, and how many; only what the file itself says counts."""
         parts = (self.raw, self.raw.get("text_config") or {})
-        return next(((key, part[key]) for part in parts for key in MTP_KEYS if part.get(key)), None)
+        return next(((key, part[key]) for part in parts for key in NATIVE_KEYS if part.get(key)), None)
 
     @property
     def kind(self) -> str:

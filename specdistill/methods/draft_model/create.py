@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from specdistill.errors import UserError, nearest
 from specdistill.methods.checkpoint import check_finite
-from specdistill.methods.draft_model.pruning import Shape, from_layers, from_width, reshaped, shape_of
+from specdistill.methods.draft_model.pruning import from_layers, from_width, reshaped
 from specdistill.methods.draft_model.vocabulary import match_vocabularies
+from specdistill.methods.sizes import Shape, shape_of, weights_read
 from specdistill.targets.frozen import FrozenTarget, is_recurrent, read_causal_lm, resolve
 
 logger = logging.getLogger(__name__)
@@ -112,27 +113,6 @@ def step_ratio(target: PreTrainedModel, draft: PreTrainedModel) -> float:
     weights = weights_read(draft) / weights_read(target)
     layers: float = draft.config.num_hidden_layers / target.config.num_hidden_layers
     return max(weights, layers)
-
-
-def weights_read(model: PreTrainedModel, num_tokens: int = 1) -> float:
-    """Parameters that one pass over `num_tokens` tokens reads: all but an embedding table that is not the head."""
-    embedding: Any = model.get_input_embeddings()
-    head: Any = model.get_output_embeddings()
-    looked_up = 0 if head.weight is embedding.weight else embedding.weight.numel()
-    return parameters_read(model, model.config.get_text_config(), num_tokens) - float(looked_up)
-
-
-def parameters_read(module: nn.Module, config: Any, num_tokens: int = 1) -> float:
-    """A module's parameters, of a mixture's E experts those that the tokens are sent to.
-
-    With k experts for each of n tokens, chosen independently, a share of 1 - (1 - k/E)^n of them; k/E for one token.
-    """
-    names = ("num_experts", "n_routed_experts", "num_local_experts")
-    num_experts = next((size for name in names if (size := getattr(config, name, None))), 1)
-    chosen = getattr(config, "num_experts_per_tok", None) or num_experts
-    share = 1 - (1 - chosen / num_experts) ** num_tokens
-    sizes = (("experts" in name.split("."), parameter.numel()) for name, parameter in module.named_parameters())
-    return sum(size * share if of_expert else size for of_expert, size in sizes)
 
 
 def on_meta(config: Any, shape: Shape) -> PreTrainedModel:

@@ -14,6 +14,7 @@ from specdistill.methods.draft_model.config import Recipe
 from specdistill.methods.draft_model.create import create_draft_model, load_alike, load_draft_model, save_draft_model
 from specdistill.methods.draft_model.lora import merged, with_lora
 from specdistill.methods.draft_model.objective import Distillation
+from specdistill.methods.draft_model.plan import planned
 from specdistill.methods.draft_model.proposer import DraftModelProposer
 from specdistill.methods.draft_model.vocabulary import match_vocabularies
 from specdistill.targets.files import TargetFiles
@@ -86,5 +87,6 @@ METHOD = Implementation(
     save=save,
     objective=objective,
     inspect=inspect,
+    planned=planned,
     likely_causes=("its tokenizer gives tokens other numbers",),
 )

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from specdistill.errors import UserError
+from specdistill.methods.sizes import Shape, shape_of
 
 # Which axis each dimension of a parameter runs along; None is left whole. `query` and `key` count single entries: heads times d.
 AXES: dict[str, tuple[str | None, ...]] = {
@@ -47,30 +48,6 @@ AXES: dict[str, tuple[str | None, ...]] = {
     "up_proj.bias": ("inner",),
     "down_proj.bias": ("hidden",),
 }
-
-
-@dataclass(frozen=True)
-class Shape:
-    """The sizes of a decoder. head_dim times num_attention_heads need not be hidden_size."""
-
-    num_layers: int
-    hidden_size: int
-    intermediate_size: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-
-
-def shape_of(config: Any) -> Shape:
-    """The sizes in a Hugging Face config of a Llama-like decoder."""
-    return Shape(
-        num_layers=config.num_hidden_layers,
-        hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
-        num_attention_heads=config.num_attention_heads,
-        num_key_value_heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
-    )
 
 
 def evenly_spaced(num_layers: int, keep: int) -> list[int]:

@@ -1,10 +1,10 @@
 """The recipe of EAGLE-1 heads."""
 
-from specdistill.methods.heads.config import HeadLoss, HeadRecipe, HeadShape
+from specdistill.methods.heads.config import HeadLoss, HeadRecipe, HeadSizes
 from specdistill.recipe import option, section
 
 
-class Draft(HeadShape):
+class Draft(HeadSizes):
     fc_bias: bool = option(False, "a bias in fc, as SafeAILab's first heads have; vLLM loads none")
 
 

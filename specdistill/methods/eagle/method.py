@@ -11,6 +11,7 @@ from specdistill.methods.eagle.config import Recipe
 from specdistill.methods.eagle.create import build_eagle
 from specdistill.methods.eagle.mistakes import mistakes
 from specdistill.methods.eagle.module import EagleDraft
+from specdistill.methods.eagle.plan import planned
 from specdistill.methods.heads.create import check_same_shape
 from specdistill.methods.heads.method import LIKELY_CAUSES, objective, proposer_loader, simulation
 from specdistill.methods.layers import check_window
@@ -50,5 +51,6 @@ METHOD = Implementation(
     inspect=inspect_eagle,
     simulation=simulation(mistakes),
     likely_causes=LIKELY_CAUSES,
+    planned=planned,
     num_layers=lambda config: config.get("model", config).get("num_hidden_layers"),
 )

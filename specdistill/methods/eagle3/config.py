@@ -1,10 +1,10 @@
 """The recipe of EAGLE-3 heads."""
 
-from specdistill.methods.heads.config import HeadRecipe, HeadShape
+from specdistill.methods.heads.config import HeadRecipe, HeadSizes
 from specdistill.recipe import option, section
 
 
-class Draft(HeadShape):
+class Draft(HeadSizes):
     aux_layers: list[int] | None = option(None, "target layers read, counted as 'after L layers'; null: [2, n//2, n-3]")
     vocab_size: int | None = option(None, "draft vocabulary, the target's most frequent tokens; null: all of them", ge=1)
     hidden_size: int | None = option(None, "null: the target's", ge=1)

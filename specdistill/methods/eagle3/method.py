@@ -12,6 +12,7 @@ from specdistill.methods.eagle3.config import Recipe
 from specdistill.methods.eagle3.create import build_eagle3
 from specdistill.methods.eagle3.mistakes import mistakes
 from specdistill.methods.eagle3.module import Eagle3Draft
+from specdistill.methods.eagle3.plan import planned
 from specdistill.methods.heads.create import check_same_shape
 from specdistill.methods.heads.method import LIKELY_CAUSES, objective, proposer_loader, simulation
 from specdistill.methods.layers import check_window
@@ -53,6 +54,7 @@ METHOD = Implementation(
     inspect=inspect_eagle3,
     simulation=simulation(mistakes),
     likely_causes=LIKELY_CAUSES,
+    planned=planned,
     num_layers=lambda config: (config.get("transformer_layer_config") or config.get("model") or config).get(
         "num_hidden_layers"
     ),

@@ -18,7 +18,7 @@ class HeadDraft(Section):
     init: str | None = option(None, "initialization: the folder of a trained head; null: fresh weights")
 
 
-class HeadShape(HeadDraft):
+class HeadSizes(HeadDraft):
     """Sizes of a fresh EAGLE head; null takes the target's."""
 
     num_layers: int = option(1, "decoder layers of the head", ge=1)

@@ -6,7 +6,7 @@ from torch import nn
 
 from specdistill.errors import UserError
 from specdistill.methods.checkpoint import ROPE_TYPES
-from specdistill.methods.heads.config import HeadShape
+from specdistill.methods.heads.config import HeadSizes
 from specdistill.recipe.fields import default_of
 from specdistill.targets.frozen import FrozenTarget
 
@@ -22,7 +22,7 @@ def head_shape(
     sliding_window: int | None,
     hidden_size: int | None = None,
 ) -> dict[str, Any]:
-    """The fields of `HeadShape`: what was asked for, and for the rest what the target has."""
+    """The fields of `HeadSizes`: what was asked for, and for the rest what the target has."""
     source = target.config
     rope = dict(getattr(source, "rope_parameters", None) or {})
     lacking = [name for name in ("num_key_value_heads", "rms_norm_eps") if getattr(source, name, None) is None]
@@ -62,7 +62,7 @@ def initialize(draft: nn.Module) -> None:
             nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5)
 
 
-def check_same_shape(asked: HeadShape, head: Any) -> None:
+def check_same_shape(asked: HeadSizes, head: Any) -> None:
     """Raises UserError for a shape asked of a trained head whose config says another."""
     for name in (*asked.shape(), *({"vocab_size"} & asked.model_fields_set)):
         value, has = getattr(asked, name), getattr(head, "draft_vocab_size" if name == "vocab_size" else name, None)

@@ -11,6 +11,7 @@ from specdistill.methods.mtp.checkpoint import ARCHITECTURE, build_mtp, check_fi
 from specdistill.methods.mtp.config import Recipe
 from specdistill.methods.mtp.mistakes import mistakes
 from specdistill.methods.mtp.module import MtpDraft
+from specdistill.methods.mtp.plan import planned
 from specdistill.targets.files import TargetFiles
 from specdistill.targets.frozen import FrozenTarget
 
@@ -37,5 +38,6 @@ METHOD = Implementation(
     inspect=inspect,
     simulation=simulation(mistakes),
     likely_causes=LIKELY_CAUSES,
+    planned=planned,
     num_layers=lambda config: 1,
 )

@@ -18,7 +18,8 @@ from specdistill.methods.draft_model.create import (
     step_ratio,
     weights_read,
 )
-from specdistill.methods.draft_model.pruning import Shape, activation_norms, evenly_spaced, from_layers, from_width, shape_of
+from specdistill.methods.draft_model.pruning import activation_norms, evenly_spaced, from_layers, from_width
+from specdistill.methods.sizes import Shape, shape_of
 from specdistill.targets.frozen import FrozenTarget
 from tests.tiny import qwen, tiny_target_model, tiny_tokenizer
 

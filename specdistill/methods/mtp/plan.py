@@ -1,0 +1,47 @@
+"""What a plan says of multi-token-prediction layers."""
+
+from dataclasses import replace
+from typing import Any
+
+from specdistill.methods.planned import TOKENS_PER_SAMPLE, GivenDraft, PlannedDraft, PlannedTarget, Published
+from specdistill.methods.sizes import Parts, parameters_read, shape_of
+from specdistill.statistics.theory import alpha_from_acceptance_length
+
+# Keys of config.json that say how many such layers a target has.
+NATIVE_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
+PUBLISHED = Published(
+    (alpha_from_acceptance_length(2.95, 3), alpha_from_acceptance_length(3.23, 3)),
+    "AL 2.95 (Qwen3.5-4B, the floor that vllm-project/speculators tests) to 3.23 (Qwen3.5-9B tuned on GSM8K, same source) at "
+    "K = 3; DeepSeek-V3's first guess is accepted at 0.85 to 0.90 (arXiv 2412.19437)",
+    5_000 * TOKENS_PER_SAMPLE,
+    "5k conversations tune it to a domain (vllm-project/speculators); it comes trained with the target",
+)
+FRESH = Published(None, "none is published for a fresh layer on a frozen target", None, "none is published")
+
+
+def planned(target: PlannedTarget, given: GivenDraft | None, settings: dict[str, Any]) -> PlannedDraft:
+    """The layers that come with the target, or a fresh one of their kind."""
+    last = target.decoder().layers[-1]
+    key, num_layers = target.native_mtp or (None, 1)
+    own = sum(parameter.numel() for parameter in last.parameters())
+    read = parameters_read(last, target.text)
+    parts = mtp_head(target.text.hidden_size, target.text.vocab_size, own, read, num_layers)
+    fresh = f"a fresh layer: the config has no {', no '.join(NATIVE_KEYS)}"
+    return PlannedDraft(
+        parts,
+        replace(shape_of(target.text), num_layers=1),
+        target.text.vocab_size,
+        f"the target's own ({key}: {num_layers})" if key else fresh,
+        PUBLISHED if key else FRESH,
+        ("draft.init=null",) if key else (),
+    )
+
+
+def mtp_head(hidden_size: int, vocab_size: int, layer: int, layer_read: float, num_layers: int = 1) -> Parts:
+    """Multi-token prediction (arXiv 2412.19437): each layer is fc [H, 2H], three norms and a decoder layer of the target's own kind.
+
+    layer, layer_read: the decoder layer's parameters, and those that one token reads. A step runs one of `num_layers`; embedding and head
+    are the target's.
+    """
+    fuse, table = 2 * hidden_size**2 + 3 * hidden_size, vocab_size * hidden_size
+    return Parts(num_layers * (fuse + layer), fuse + layer_read + table, 1, copied=2 * table)
