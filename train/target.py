@@ -60,7 +60,7 @@ def main(recipe: TargetRecipe) -> None:
         data_collator=_whole_batch,
         optimizers=(muon_adamw(model, arguments.learning_rate, arguments.weight_decay), None),
     )
-    trainer.train(resume_from_checkpoint=run.directory.last_checkpoint())
+    run.train(trainer)
 
     # Save, and measure what was saved
     folder = Path(arguments.output_dir) / "model"

@@ -1,26 +1,29 @@
-"""How far a draft's distribution q is from the target's p, per kept row. Plain versions, computed in float32.
+"""How far a draft's distribution q is from the target's p, summed over loss tokens. Plain versions, computed in float32.
 
-Shapes: R kept rows, W draft vocabulary. `target_probs_RW` is p restricted to the draft vocabulary and renormalised there; it takes no
+Shapes: R loss tokens, W draft vocabulary. `target_probs_RW` is p restricted to the draft vocabulary and renormalised there; it takes no
 gradient and may hold exact zeros. alpha = sum_w min(p_w, q_w) is the probability that a token drawn from q is accepted.
 
     forward_kl     KL(p || q)                                arXiv 2310.08461, covers all of p
     reverse_kl     KL(q || p)                                arXiv 2310.08461, seeks its mode
     jsd            beta KL(p || m) + (1 - beta) KL(q || m)   arXiv 2306.13649, m = beta p + (1 - beta) q
-    tvd            1 - alpha                                 arXiv 2310.08461, what decoding pays for; weak where the distributions hardly overlap
+    tvd            1 - alpha                                 arXiv 2310.08461, the rejection rate; weak where p and q hardly overlap
     tvd_plus_plus  1 - alpha, another gradient               arXiv 2403.00858, tvd with normalised rewards
     nla            -log alpha                                arXiv 2602.23881
-    lk             l KL(p || q) + (1 - l) (1 - alpha)        arXiv 2602.23881, l = exp(-3 alpha): from KL to tvd as the distributions meet
-    cross_entropy  -log q(argmax p)                          arXiv 2401.10774, the target's favourite token alone
+    lk             l KL(p || q) + (1 - l) (1 - alpha)        arXiv 2602.23881, l = exp(-3 alpha): from KL to tvd as p and q meet
+    cross_entropy  -log q(argmax p)                          arXiv 2401.10774, the target's top-1 alone
 
 A loss is a sum and a count. Exactly one place divides, by the count of the whole global batch (specdistill.training.trainer): a mean
-taken here would make the gradient depend on how the batch was cut. For the same reason nothing here is averaged over rows on the way.
+taken here would make the gradient depend on how the batch was cut. For the same reason nothing here is averaged over tokens on the way.
+
+A new divergence is a function of this file and its row in DIVERGENCES. Its keyword-only arguments, numbers, are its options in a recipe.
 """
 
-import functools
+import inspect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Annotated, Any, get_args
 
 import torch
 from torch import Tensor
@@ -33,13 +36,24 @@ LK_DECAY = 3.0
 
 @dataclass(frozen=True)
 class LossSum:
-    """total: scalar, nats summed over the rows. count: how many rows."""
+    """total: scalar, nats summed over the loss tokens. count: how many."""
 
     total: Tensor
     count: int
 
 
-Divergence = Callable[[Tensor, Tensor], LossSum]
+@dataclass(frozen=True)
+class Between:
+    """The range of an option, ends excluded."""
+
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"between {self.low} and {self.high}, ends excluded"
+
+
+Divergence = Callable[..., LossSum]  # (draft logits [R, W], target probabilities [R, W], its options)
 
 
 def forward_kl(draft_logits_RW: Tensor, target_probs_RW: Tensor) -> LossSum:
@@ -59,7 +73,7 @@ def reverse_kl(draft_logits_RW: Tensor, target_probs_RW: Tensor) -> LossSum:
     return LossSum((log_q.exp() * (log_q - _floored_log(target_probs_RW))).sum(), len(draft_logits_RW))
 
 
-def jsd(draft_logits_RW: Tensor, target_probs_RW: Tensor, *, beta: float = 0.5) -> LossSum:
+def jsd(draft_logits_RW: Tensor, target_probs_RW: Tensor, *, beta: Annotated[float, Between(0, 1)] = 0.5) -> LossSum:
     """beta KL(p || m) + (1 - beta) KL(q || m) with m = beta p + (1 - beta) q, 0 < beta < 1 (arXiv 2306.13649, equation 1).
 
     Divided by beta it tends to the forward KL as beta -> 0, and divided by 1 - beta to the reverse KL as beta -> 1. Never above log 2.
@@ -80,7 +94,7 @@ def tvd_plus_plus(draft_logits_RW: Tensor, target_probs_RW: Tensor) -> LossSum:
     """The value of `tvd`, with the gradient -E_q[A(w) grad log q_w], A = (r - mean r) / std r, r_w = [p_w > q_w] (arXiv 2403.00858).
 
     The paper draws w from q and takes the mean and deviation of the rewards over a batch. Here the expectation is exact, and both are
-    those of the row's own distribution: mean Q = sum_w q_w r_w, variance Q (1 - Q). So the gradient is that of `tvd` over sqrt(Q (1 - Q)), no
+    those of q itself: mean Q = sum_w q_w r_w, variance Q (1 - Q). So the gradient is that of `tvd` over sqrt(Q (1 - Q)), no
     longer than 1, and it stays strong where q puts little mass on what p prefers. No reward, no gradient.
     """
     log_q = draft_logits_RW.float().log_softmax(-1)
@@ -106,7 +120,7 @@ def nla(draft_logits_RW: Tensor, target_probs_RW: Tensor) -> LossSum:
 
 
 def lk(draft_logits_RW: Tensor, target_probs_RW: Tensor) -> LossSum:
-    """l KL(p || q) + (1 - l) (1 - alpha) per row, l = exp(-LK_DECAY alpha), which takes no gradient (arXiv 2602.23881)."""
+    """l KL(p || q) + (1 - l) (1 - alpha) per token, l = exp(-LK_DECAY alpha), which takes no gradient (arXiv 2602.23881)."""
     log_q = draft_logits_RW.float().log_softmax(-1)
     kl_R = (target_probs_RW * (_floored_log(target_probs_RW) - log_q)).sum(-1)
     distance_R = 0.5 * (target_probs_RW - log_q.exp()).abs().sum(-1)
@@ -115,7 +129,7 @@ def lk(draft_logits_RW: Tensor, target_probs_RW: Tensor) -> LossSum:
 
 
 def cross_entropy(draft_logits_RW: Tensor, target_probs_RW: Tensor) -> LossSum:
-    """-log q(argmax p), what greedy decoding asks for; zero iff q has all its mass there. Gradient q - onehot(argmax p)."""
+    """-log q(argmax p), the loss for greedy decoding; zero iff q has all its mass there. Gradient q - onehot(argmax p)."""
     log_q = draft_logits_RW.float().log_softmax(-1)
     return LossSum(-log_q.gather(-1, target_probs_RW.argmax(-1, keepdim=True)).sum(), len(draft_logits_RW))
 
@@ -132,38 +146,67 @@ DIVERGENCES: dict[str, Divergence] = {
 }
 
 
-def build_divergence(spec: str | Mapping[str, float], *, jsd_beta: float = 0.5) -> Divergence:
-    """The divergence a recipe names: one of DIVERGENCES, or a sum of several, {name: weight}.
+FORMS = "a name, {name: jsd, beta: 0.3}, or for a sum [{name: forward_kl, weight: 0.5}, {name: tvd, weight: 0.5}]"
 
-    Raises UserError for an unknown name, a weight that is no positive number, or a beta outside (0, 1).
+
+def build_divergence(spec: Any) -> Divergence:
+    """The divergence of a recipe: a name, a mapping of `name` and options, or a list of such mappings with a `weight` each for a sum.
+
+    Raises UserError for an unknown name or option, and for a weight or an option outside its range.
     """
-    if not 0 < jsd_beta < 1:
-        raise UserError("loss.jsd_beta", got=jsd_beta, expected="a number between 0 and 1, ends excluded")
-    if isinstance(spec, str):
-        return _named(spec, jsd_beta)
-    if not isinstance(spec, Mapping) or not spec:
-        raise UserError("loss.divergence", got=repr(spec), expected="a name, or {name: weight}")
-    parts = [(_named(name, jsd_beta), _weight(name, weight)) for name, weight in spec.items()]
+    key = "loss.divergence"
+    if not isinstance(spec, list):
+        return _named({"name": spec} if isinstance(spec, str) else spec, key)
+    if not spec:
+        raise UserError(key, got="[]", expected=FORMS)
+    terms = [_weighted(term, f"{key}[{index}]") for index, term in enumerate(spec)]
 
     def weighted_sum(draft_logits_RW: Tensor, target_probs_RW: Tensor) -> LossSum:
-        totals = [weight * part(draft_logits_RW, target_probs_RW).total for part, weight in parts]
+        totals = [weight * divergence(draft_logits_RW, target_probs_RW).total for weight, divergence in terms]
         return LossSum(torch.stack(totals).sum(), len(draft_logits_RW))
 
     return weighted_sum
 
 
-def _named(name: Any, jsd_beta: float) -> Divergence:
-    if name not in DIVERGENCES:
+def _weighted(term: Any, key: str) -> tuple[float, Divergence]:
+    if not isinstance(term, Mapping) or "weight" not in term:
+        raise UserError(key, got=repr(term), expected="{name: …, weight: …}, with the options of the divergence if any")
+    weight = _number(term["weight"], float, Between(0, math.inf), f"{key}.weight")
+    return weight, _named({name: value for name, value in term.items() if name != "weight"}, key)
+
+
+def _named(spec: Any, key: str) -> Divergence:
+    if not isinstance(spec, Mapping) or "name" not in spec:
+        raise UserError(key, got=repr(spec), expected=FORMS)
+    name = spec["name"]
+    if not isinstance(name, str) or name not in DIVERGENCES:
         close = nearest(str(name), DIVERGENCES)
-        raise UserError("loss.divergence", got=repr(name), expected=f"one of {', '.join(DIVERGENCES)}", nearest=close)
-    return functools.partial(jsd, beta=jsd_beta) if name == "jsd" else DIVERGENCES[name]
+        raise UserError(key, got=repr(name), expected=f"one of {', '.join(DIVERGENCES)}", nearest=close)
+    parameters = inspect.signature(DIVERGENCES[name]).parameters.values()
+    ranges = {option.name: _range(option.annotation) for option in parameters if option.kind is option.KEYWORD_ONLY}
+    options = {}
+    for option, value in spec.items():
+        if option == "name":
+            continue
+        if option not in ranges:
+            expected = f"options of {name}: {', '.join(ranges) or 'it has none'}"
+            close = nearest(str(option), ranges)
+            raise UserError(f"{key}.{option}", got="an unknown key", expected=expected, nearest=close and f"{key}.{close}")
+        options[option] = _number(value, *ranges[option], f"{key}.{option}")
+    return partial(DIVERGENCES[name], **options) if options else DIVERGENCES[name]
 
 
-def _weight(name: str, weight: Any) -> float:
-    number = isinstance(weight, int | float) and not isinstance(weight, bool)
-    if not number or not 0 < weight < math.inf:
-        raise UserError(f"loss.divergence.{name}", got=repr(weight), expected="a positive number")
-    return float(weight)
+def _range(annotation: Any) -> tuple[type, Between]:
+    """The kind of number that an option takes, and its limits if it has any."""
+    kind, *limits = get_args(annotation) or (annotation,)
+    return kind, limits[0] if limits else Between(-math.inf, math.inf)
+
+
+def _number(value: Any, kind: type, limits: Between, key: str) -> Any:
+    """A number of its kind and within its limits; an int stands for a float too."""
+    if not (type(value) is kind or (kind is float and type(value) is int)) or not limits.low < value < limits.high:
+        raise UserError(key, got=repr(value), expected=f"a number ({kind.__name__}) {limits}")
+    return kind(value)
 
 
 def _floored_log(probs_RW: Tensor) -> Tensor:
@@ -172,8 +215,8 @@ def _floored_log(probs_RW: Tensor) -> Tensor:
 
 
 def acceptance(draft_probs_RW: Tensor, target_probs_RW: Tensor) -> Tensor:
-    """alpha = sum_w min(p_w, q_w) per row: the probability that exact rejection sampling accepts (arXiv 2211.17192, theorem 3.5).
+    """alpha = sum_w min(p_w, q_w), [R]: the probability that exact rejection sampling accepts (arXiv 2211.17192, theorem 3.5).
 
-    Here p is *not* renormalised: what the target would say outside the draft vocabulary is lost, in decoding too.
+    Here p is *not* renormalised: the target's mass outside the draft vocabulary can never be accepted.
     """
     return torch.minimum(draft_probs_RW, target_probs_RW).sum(-1)

@@ -1,7 +1,7 @@
 """The `train:` section of a recipe as `transformers.TrainingArguments`, field by field, for the processes of one launch.
 
-`accelerate launch` says in the environment how many processes there are and how they share the model. On a machine without a
-GPU accelerate needs help to make them one group; without it each trains alone, writes the same checkpoint, and nothing says so.
+`accelerate launch` says in the environment how many processes there are and how they share the model. On a machine without a GPU
+accelerate needs help to make them one group: without it each would train alone and overwrite the others' checkpoint, silently.
 """
 
 import atexit
@@ -20,7 +20,7 @@ from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 from specdistill.errors import UserError, nearest, one_line
 
-GLOO_SECONDS = 0.5  # for gloo's threads to let go of the last tensors
+GLOO_SECONDS = 0.5  # for gloo's threads to free the last tensors
 
 
 def training_arguments(train: Mapping[str, Any], **defaults: Any) -> TrainingArguments:
@@ -56,7 +56,7 @@ def check_precision(arguments: TrainingArguments, target_dtype: str) -> None:
 
 
 def _cpu_processes() -> dict[str, Any]:
-    """What a machine without a GPU needs: no pinned memory, and a way for several processes to talk to each other."""
+    """For a machine without a GPU: no pinned memory, and a backend through which several processes communicate."""
     if torch.cuda.is_available():
         return {}
     unpinned = {"dataloader_pin_memory": False}
@@ -73,9 +73,8 @@ def _join_processes(arguments: TrainingArguments) -> None:
     atexit.register(_leave_processes)
     state = arguments.distributed_state
     if state.distributed_type == DistributedType.NO and _launched_with("FSDP") and not torch.cuda.is_available():
-        state.distributed_type = (
-            DistributedType.MULTI_GPU
-        )  # on a CPU accelerate leaves NO, and then neither shards nor synchronises
+        # On a CPU accelerate leaves NO, and then neither shards nor synchronises.
+        state.distributed_type = DistributedType.MULTI_GPU
     if state.num_processes != _num_processes() or state.distributed_type == DistributedType.NO:
         raise UserError(
             "accelerate launch",
@@ -87,8 +86,8 @@ def _join_processes(arguments: TrainingArguments) -> None:
 def _leave_processes() -> None:
     """Leave the group while the interpreter is whole.
 
-    gloo's threads may still hold tensors of the last collectives; one that lets go of them while the interpreter shuts down aborts
-    the process, its work done (pytorch/pytorch issue 190489). Nothing tells when they have let go, so this waits.
+    gloo's threads may still hold tensors of the last collectives; a thread that frees them while the interpreter shuts down aborts the
+    process after its work is done (pytorch/pytorch issue 190489). Nothing tells when they are freed, so this waits.
     """
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
@@ -105,7 +104,7 @@ def _launched_with(sharding: str) -> bool:
 
 
 def _checked(name: str, value: Any, hint: Any) -> Any:
-    """The value, if it has its field's simple type or is one of its names; other types are left to TrainingArguments."""
+    """The value, if it fits a field of a simple type or with a set of names; other fields are left to TrainingArguments."""
     accepted = set(get_args(hint)) or {hint}
     names = [member.value for kind in accepted if isinstance(kind, type) and issubclass(kind, Enum) for member in kind]
     if name == "report_to":

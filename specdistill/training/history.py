@@ -1,4 +1,4 @@
-"""A run's trajectory, from the Trainer's own log when training ends: `training_curve.png` to look at, `run/history.json` to read back."""
+"""A run's trajectory, from the Trainer's log when training ends: a drawing, `training_curve.png`, and `run/history.json` to read back."""
 
 import json
 import math
@@ -19,23 +19,23 @@ HISTORY = Path("run") / "history.json"  # in a run's folder
 
 @dataclass(frozen=True)
 class History:
-    """A finished training. seconds: its wall time, None when it was resumed, as then the whole is not known; log: the Trainer's."""
+    """A finished training. seconds: its wall time, None (unknown) when it was resumed; log: the Trainer's `log_history`."""
 
     seconds: float | None
     steps: int
     log: list[dict[str, Any]]
 
     def summary(self) -> dict[str, Any]:
-        """What a comparison shows of it: seconds, steps, and the curve of (step, simulated acceptance length)."""
+        """For a comparison: seconds, steps, and the curve of (step, simulated acceptance length)."""
         points = zip(*_series(self.log, "eval_acceptance_length"), strict=True)
         curve = [[step, length] for step, length in points if math.isfinite(length)]
         return {"seconds": self.seconds, "steps": self.steps, "curve": curve}
 
 
 def read_history(draft_folder: Path, *, key: str) -> History | None:
-    """How the draft at `<run>/draft` was trained; None for a draft that stands elsewhere or whose run left no history.
+    """The history of the run that trained `<run>/draft`; None for a draft elsewhere, or of a run without one.
 
-    Raises UserError, naming `key`, when there is one that cannot be read.
+    Raises UserError, naming `key`, for a history that cannot be read.
     """
     folder = draft_folder.resolve()
     path = folder.parent / HISTORY
@@ -48,7 +48,7 @@ def read_history(draft_folder: Path, *, key: str) -> History | None:
 
 
 class TrainingCurve(TrainerCallback):
-    """Leaves the drawing at `path`, which is in the run's folder, and the run's history beside its record."""
+    """When training ends, saves the drawing at `path`, in the run's folder, and the history beside the run's record."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -78,7 +78,7 @@ def draw(log: list[dict[str, float]], path: Path) -> None:
     for step in steps:
         shade = plt.get_cmap("viridis")(step / max(1, len(steps)))
         middle.plot(*_series(log, f"eval_accuracy_{step}"), color=shade, label=f"position {step + 1}")
-    middle.set(title="Held-out accuracy", ylabel="share of guesses that are right", ylim=(0, 1))
+    middle.set(title="Held-out accuracy", ylabel="share of draft tokens that are correct", ylim=(0, 1))
     if steps:
         middle.legend(frameon=False, fontsize="small")
     right.plot(*_series(log, "eval_acceptance_length"), color="tab:green", marker="o", markersize=3)

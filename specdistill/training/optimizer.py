@@ -54,12 +54,12 @@ class MuonAdamW(torch.optim.Optimizer):
         self.param_groups = self._groups()
 
     def _groups(self) -> list[dict[str, Any]]:
-        """The parts' own dictionaries: schedulers write into `param_groups`, and the parts must see it."""
+        """The parts' own dictionaries, not copies: schedulers change `param_groups`, and the parts must see it."""
         return [group for part in self.parts.values() for group in part.param_groups]
 
 
 def muon_adamw(model: nn.Module, lr: float, weight_decay: float = 0.0) -> MuonAdamW:
-    """Split a model's trainable parameters: matrices of linear layers to Muon, but not the head that writes logits."""
+    """Split a model's trainable parameters: matrices of linear layers to Muon, the language-model head and the rest to AdamW."""
     matrices = {
         id(module.weight)
         for name, module in model.named_modules()
@@ -78,13 +78,8 @@ def build_optimizer(name: str, model: nn.Module, arguments: TrainingArguments) -
     """The optimizer a recipe names; None leaves `train.optim` to the Trainer. Raises UserError where Muon cannot work."""
     if name != "muon_adamw":
         return None
-    if (
-        arguments.deepspeed
-        or arguments.fsdp
-        or os.environ.get("ACCELERATE_USE_DEEPSPEED")
-        or os.environ.get("ACCELERATE_USE_FSDP")
-    ):
-        raise UserError(
-            "optimizer", got="muon_adamw under DeepSpeed or FSDP", expected="adamw: Muon needs whole matrices, not shards"
-        )
+    launched_sharded = os.environ.get("ACCELERATE_USE_DEEPSPEED") or os.environ.get("ACCELERATE_USE_FSDP")
+    if arguments.deepspeed or arguments.fsdp or launched_sharded:
+        expected = "adamw: Muon needs whole matrices, not shards"
+        raise UserError("optimizer", got="muon_adamw under DeepSpeed or FSDP", expected=expected)
     return muon_adamw(model, arguments.learning_rate, arguments.weight_decay)

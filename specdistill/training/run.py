@@ -1,14 +1,17 @@
 """A training run from its recipe to its best draft: what every training script does around its draft and its objective."""
 
+import sys
 from dataclasses import dataclass
 from typing import Any
 
 from datasets import Dataset
-from transformers import TrainerCallback, TrainingArguments, set_seed
+from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments, set_seed
+from transformers.utils import logging
 
 from specdistill.targets.frozen import FrozenTarget
 from specdistill.training.arguments import check_precision, training_arguments
 from specdistill.training.history import TrainingCurve
+from specdistill.training.progress import ProgressLines
 from specdistill.training.run_directory import RunDirectory
 from specdistill.training.trainer import DraftTrainer
 
@@ -27,7 +30,10 @@ class TrainingRun:
         target_dtype: of the frozen target, if there is one. `defaults` fill what `train:` leaves out. Raises UserError for what the run
         could not be trained with.
         """
-        arguments = training_arguments(recipe.train, **defaults)
+        in_log_file = not sys.stderr.isatty()
+        if in_log_file:
+            logging.disable_progress_bar()
+        arguments = training_arguments(recipe.train, **{"disable_tqdm": in_log_file, **defaults})
         if target_dtype is not None:
             check_precision(arguments, target_dtype)
         directory = RunDirectory.open(str(arguments.output_dir), recipe)
@@ -40,7 +46,7 @@ class TrainingRun:
 
     @property
     def callbacks(self) -> list[TrainerCallback]:
-        """What the trainer is given besides its own: the training curve."""
+        """Callbacks of every draft's trainer."""
         return [TrainingCurve(self.directory.path / "training_curve.png")]
 
     def record(self, target: FrozenTarget, train_set: Dataset) -> None:
@@ -53,8 +59,11 @@ class TrainingRun:
                 rows=len(train_set),
             )
 
-    def train(self, trainer: DraftTrainer) -> None:
-        """Train, or resume where an interrupted run stopped, and save the best draft, which the Trainer has loaded back."""
+    def train(self, trainer: Trainer) -> None:
+        """Train, or resume where an interrupted run stopped; save the best draft, which a DraftTrainer has loaded back by then."""
+        if self.arguments.disable_tqdm:
+            trainer.remove_callback(PrinterCallback)  # it prints every log as a dictionary
+            trainer.add_callback(ProgressLines())
         trainer.train(resume_from_checkpoint=self.directory.last_checkpoint())
-        if trainer.is_world_process_zero():
+        if isinstance(trainer, DraftTrainer) and trainer.is_world_process_zero():
             trainer.save_draft(self.directory.draft)

@@ -28,23 +28,21 @@ class RunDirectory:
 
     @classmethod
     def open(cls, output_dir: str, recipe: Any) -> "RunDirectory":
-        """A run's folder, new or interrupted; nothing is written yet.
+        """A new run's folder, or an interrupted run's; writes nothing.
 
-        Raises UserError when it cannot be written, or holds other files, another run or a finished one.
+        Raises UserError for a folder that cannot be written, or that holds other files, another run or a finished one.
         """
         run = cls(Path(output_dir), recipe)
         place = next(path for path in (run.path, *run.path.absolute().parents) if path.exists())
         if not place.is_dir() or not os.access(place, os.W_OK):
             raise UserError("train.output_dir", got=output_dir, expected="a folder that can be written")
-        held = run._holds()
-        if held:
-            raise UserError(
-                "train.output_dir", got=f"{output_dir}, which holds {held}", expected="a new folder, or an interrupted run"
-            )
+        if obstacle := run._obstacle():
+            expected = "a new folder, or an interrupted run"
+            raise UserError("train.output_dir", got=f"{output_dir}, which holds {obstacle}", expected=expected)
         return run
 
     def record(self, **facts: Any) -> None:
-        """Write what the run is made of, before its first step: the resolved recipe; command, versions, git revision, the facts given."""
+        """Write the record: the resolved recipe, and a provenance of command, versions, git revision and the facts given."""
         provenance = {
             "created": datetime.now(UTC).isoformat(timespec="seconds"),
             "command": sys.argv,
@@ -57,8 +55,8 @@ class RunDirectory:
         save_recipe(self.recipe, self._recipe_file)
         (self.path / "run" / "provenance.json").write_text(json.dumps(provenance, indent=2) + "\n", encoding="utf-8")
 
-    def _holds(self) -> str | None:
-        """What stands in the way of a run in this folder, in words."""
+    def _obstacle(self) -> str | None:
+        """The files in this folder that keep a run out of it, in words; None: there are none."""
         if not self.path.exists() or not any(self.path.iterdir()):
             return None
         if not self._recipe_file.exists():

@@ -1,4 +1,4 @@
-"""What one batch adds to the training-time metrics: sums and counts, divided only after batches and processes are added up."""
+"""The training-time metrics of each drafted position, as sums and counts: divided after batches and processes are added up."""
 
 from dataclasses import dataclass, field
 
@@ -9,10 +9,10 @@ from transformers import EvalPrediction
 
 @dataclass
 class StepSums:
-    """Sums over the loss_tokens rows of each drafted position; divide by `loss_tokens` (or `chains`).
+    """Sums over the loss tokens of one batch, an entry for each drafted position; divide by `loss_tokens`, `chain_correct` by `chains`.
 
-    loss in nats; correct: the draft's favourite is the target's; accepted: expected acceptance (see losses.divergence.acceptance);
-    chain_correct: correct at this and every earlier position of the chain, out of `chains`.
+    loss: nats; correct: the draft's top-1 is the target's; accepted: expected acceptance (losses.divergence.acceptance);
+    chain_correct: correct at this and every earlier position of the chain.
     """
 
     loss: list[Tensor] = field(default_factory=list)
@@ -37,8 +37,8 @@ class StepSums:
 def step_metrics(prediction: EvalPrediction) -> dict[str, float]:
     """loss_k, accuracy_k, acceptance_k for every drafted position that was measured, and the simulated acceptance length.
 
-    acceptance_length = 1 + sum_k P(the first k + 1 guesses are all right): counted chain by chain, not a product of marginals, and the
-    bonus token counts, so that it compares with what decoding measures greedily.
+    acceptance_length = 1 + sum_k P(the first k + 1 draft tokens are all correct), counted chain by chain and not as a product of
+    marginals. The 1 is the bonus token, so that it compares with the acceptance length of greedy decoding.
     """
     table = torch.as_tensor(prediction.predictions).double().sum(0)
     loss, loss_tokens, correct, accepted, chain_correct, chains = table

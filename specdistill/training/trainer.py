@@ -1,7 +1,7 @@
-"""DraftTrainer: transformers' Trainer, plus the frozen target, what it teaches, and the one place where losses are divided.
+"""DraftTrainer: transformers' Trainer, plus the frozen target and the one place where losses are divided.
 
-The loop, accumulation, mixed precision, data parallelism, checkpoints, resuming and progress are the Trainer's. What a method learns is
-its objective's: `TrainingTimeTest` for heads, `Distillation` for draft models.
+The loop, accumulation, mixed precision, data parallelism, checkpoints and resuming are the Trainer's. The loss is the objective's:
+`TrainingTimeTest` for heads, `Distillation` for draft models.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,19 +15,23 @@ from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from specdistill.data import collate
-from specdistill.methods.draft_model.on_policy import OnPolicyGeneration
 from specdistill.targets.frozen import FrozenTarget
 from specdistill.training.step_sums import StepSums, step_metrics
 
+Batch = dict[str, Tensor]
+
 
 class Objective(Protocol):
-    """An nn.Module with the draft in it; `forward(**batch, **target_outputs, measure)` returns (loss summed over the kept rows, StepSums)."""
+    """An nn.Module that holds the draft.
 
-    def num_loss_tokens(self, batch: dict[str, Tensor]) -> Tensor:
+    Its `forward(**batch, **target_outputs, measure)` returns the loss, summed over the loss tokens, and StepSums.
+    """
+
+    def num_loss_tokens(self, batch: Batch) -> Tensor:
         """What the loss of a batch is divided by."""
         ...
 
-    def compute_soft_targets(self, target: FrozenTarget, inputs: dict[str, Tensor]) -> dict[str, Any]:
+    def read_target(self, target: FrozenTarget, inputs: Batch) -> dict[str, Any]:
         """What forward needs from the frozen target; called without gradients."""
         ...
 
@@ -37,8 +41,8 @@ class DraftTrainer(Trainer):
 
     Args:
         objective: the draft with its loss.
-        save: writes the draft into a folder in its public layout; checkpoints hold it beside the Trainer's own file.
-        on_policy: replaces a share of the training batches by what the draft writes.
+        save: saves the draft to a folder in its public layout; checkpoints hold it beside the Trainer's own file.
+        on_policy: (batch, its number in the run) -> that batch, or one that the draft generated in its place.
     """
 
     def __init__(
@@ -51,7 +55,7 @@ class DraftTrainer(Trainer):
         *,
         save: Callable[[Path], None],
         optimizer: torch.optim.Optimizer | None = None,
-        on_policy: OnPolicyGeneration | None = None,
+        on_policy: Callable[[Batch, int], Batch] | None = None,
         callbacks: list[TrainerCallback] | None = None,
     ) -> None:
         super().__init__(
@@ -72,21 +76,21 @@ class DraftTrainer(Trainer):
         self.model_accepts_loss_kwargs = True
 
     def get_batch_samples(
-        self, epoch_iterator: Iterator[dict[str, Tensor]], num_batches: int, device: torch.device
-    ) -> tuple[list[dict[str, Tensor]], Tensor]:
-        """The micro-batches of one optimizer step, and the rows they keep over all processes."""
+        self, epoch_iterator: Iterator[Batch], num_batches: int, device: torch.device
+    ) -> tuple[list[Batch], Tensor]:
+        """The micro-batches of one optimizer step, and their loss tokens over all processes."""
         batches = list(islice(epoch_iterator, num_batches))
         if self.on_policy is not None:
             first = (self.state.global_step * self.args.world_size + self.args.process_index) * num_batches
             batches = [self.on_policy(batch, first + index) for index, batch in enumerate(batches)]
-        kept = sum((self.objective.num_loss_tokens(batch) for batch in batches), torch.tensor(0))
-        count: Tensor = self.accelerator.reduce(kept.to(device), "sum")
+        loss_tokens = sum((self.objective.num_loss_tokens(batch) for batch in batches), torch.tensor(0))
+        count: Tensor = self.accelerator.reduce(loss_tokens.to(device), "sum")
         return batches, count.clamp_min(1)
 
     def compute_loss(
         self,
         model: nn.Module,
-        inputs: dict[str, Tensor],
+        inputs: Batch,
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
@@ -101,19 +105,18 @@ class DraftTrainer(Trainer):
         return (loss, sums) if return_outputs else loss
 
     def prediction_step(
-        self, model: nn.Module, inputs: dict[str, Tensor], prediction_loss_only: bool, ignore_keys: list[str] | None = None
+        self, model: nn.Module, inputs: Batch, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Evaluation: the per-step sums [1, 6, K] take the place of logits, so that compute_metrics can add them up."""
         inputs = self._prepare_inputs(inputs)
         with torch.no_grad(), self.compute_loss_context_manager():
             total, sums = self._loss_sum(model, inputs, measure=True)
         table = sums.table().unsqueeze(0)
-        kept = sums.loss_tokens[0].clamp_min(1)
-        return (total / kept).detach(), table, torch.zeros(1, device=table.device)
+        return (total / sums.loss_tokens[0].clamp_min(1)).detach(), table, torch.zeros(1, device=table.device)
 
-    def _loss_sum(self, model: nn.Module, inputs: dict[str, Tensor], measure: bool) -> tuple[Tensor, StepSums]:
+    def _loss_sum(self, model: nn.Module, inputs: Batch, measure: bool) -> tuple[Tensor, StepSums]:
         with torch.no_grad(), self.accelerator.autocast():
-            target_outputs = self.objective.compute_soft_targets(self.target, inputs)
+            target_outputs = self.objective.read_target(self.target, inputs)
         result: tuple[Tensor, StepSums] = model(**inputs, **target_outputs, measure=measure)
         return result
 

@@ -100,10 +100,10 @@ def test_zero_at_equality_and_nowhere_else(name: str) -> None:
         assert float(DIVERGENCES[name](logits(seed), x.softmax(-1)).total) > 0.05
 
 
-def test_cross_entropy_is_zero_when_q_has_all_its_mass_on_the_favourite() -> None:
+def test_cross_entropy_is_zero_when_q_has_all_its_mass_on_the_top_1() -> None:
     p = logits(0).softmax(-1)
-    favourite = torch.nn.functional.one_hot(p.argmax(-1), 6)
-    assert float(DIVERGENCES["cross_entropy"](200.0 * favourite, p).total) == 0
+    top1 = torch.nn.functional.one_hot(p.argmax(-1), 6)
+    assert float(DIVERGENCES["cross_entropy"](200.0 * top1, p).total) == 0
     assert float(DIVERGENCES["cross_entropy"](p.log(), p).total) == pytest.approx(-float(p.max(-1).values.log().sum()))
 
 
@@ -169,12 +169,12 @@ def test_tvd_plus_plus_survives_rewards_everywhere() -> None:
 
 
 @pytest.mark.parametrize(("name", "pulls"), [("forward_kl", True), ("nla", True), ("lk", True), ("tvd", False)])
-def test_which_losses_still_pull_when_the_laws_hardly_meet(name: str, pulls: bool) -> None:
+def test_which_losses_still_pull_where_p_and_q_hardly_meet(name: str, pulls: bool) -> None:
     p, x = torch.eye(6)[:1], 40.0 * torch.eye(6)[1:2]
     assert (float(gradient(name, x, p)[0, 0]) < -0.5) == pulls
 
 
-def test_tvd_plus_plus_is_stronger_than_tvd_where_the_laws_hardly_meet() -> None:
+def test_tvd_plus_plus_is_stronger_than_tvd_where_p_and_q_hardly_meet() -> None:
     p, x = torch.eye(6)[:1], 10.0 * torch.eye(6)[1:2]
     assert float(gradient("tvd_plus_plus", x, p)[0, 0]) < 50 * float(gradient("tvd", x, p)[0, 0]) < 0
 
@@ -190,7 +190,7 @@ def test_jsd_tends_to_both_kls_and_stays_below_log_2() -> None:
 
 def test_a_weighted_sum_adds_values_and_gradients() -> None:
     x, p = logits(1).requires_grad_(), logits(2).softmax(-1)
-    loss = build_divergence({"forward_kl": 0.25, "tvd": 3})(x, p)
+    loss = build_divergence([{"name": "forward_kl", "weight": 0.25}, {"name": "tvd", "weight": 3}])(x, p)
     assert torch.allclose(loss.total, 0.25 * forward_kl(x, p).total + 3 * tvd(x, p).total)
     assert loss.count == 4
     loss.total.backward()
@@ -198,34 +198,51 @@ def test_a_weighted_sum_adds_values_and_gradients() -> None:
     assert x.grad is not None and torch.allclose(x.grad, expected, atol=1e-6)
 
 
-def test_beta_reaches_jsd() -> None:
+def test_options_reach_their_divergence() -> None:
     x, p = logits(1), logits(2).softmax(-1)
-    assert float(build_divergence("jsd", jsd_beta=0.1)(x, p).total) == float(jsd(x, p, beta=0.1).total)
-    assert float(build_divergence("jsd", jsd_beta=0.1)(x, p).total) != float(build_divergence("jsd")(x, p).total)
+    expected = float(jsd(x, p, beta=0.1).total)
+    assert float(build_divergence({"name": "jsd", "beta": 0.1})(x, p).total) == expected
+    assert float(build_divergence({"name": "jsd"})(x, p).total) == float(build_divergence("jsd")(x, p).total) != expected
+    half = build_divergence([{"name": "jsd", "beta": 0.1, "weight": 0.5}])(x, p)
+    assert float(half.total) == pytest.approx(0.5 * expected)
+
+
+def one(**options: object) -> dict[str, object]:
+    return {"name": "jsd", **options}
 
 
 @pytest.mark.parametrize(
-    ("spec", "beta", "says"),
+    ("spec", "says"),
     [
-        ("foward_kl", 0.5, "loss.divergence: got 'foward_kl', expected one of forward_kl, .*; did you mean forward_kl?"),
-        ({"forward_kl": 1, "tvdd": 1}, 0.5, "loss.divergence: got 'tvdd', .*; did you mean tvd?"),
-        ({"tvd": 0}, 0.5, "loss.divergence.tvd: got 0, expected a positive number"),
-        ({"tvd": -1.0}, 0.5, "loss.divergence.tvd: got -1.0, expected a positive number"),
-        ({"tvd": math.nan}, 0.5, "loss.divergence.tvd: got nan, expected a positive number"),
-        ({"tvd": math.inf}, 0.5, "loss.divergence.tvd: got inf, expected a positive number"),
-        ({"tvd": True}, 0.5, "loss.divergence.tvd: got True, expected a positive number"),
-        ({"tvd": "half"}, 0.5, "loss.divergence.tvd: got 'half', expected a positive number"),
-        ({}, 0.5, "loss.divergence: got {}, expected a name, or {name: weight}"),
-        (["tvd"], 0.5, r"loss.divergence: got \['tvd'\], expected a name, or {name: weight}"),
-        (None, 0.5, "loss.divergence: got None, expected a name"),
-        ("jsd", 0.0, "loss.jsd_beta: got 0.0, expected a number between 0 and 1"),
-        ("jsd", 1.0, "loss.jsd_beta: got 1.0, expected a number between 0 and 1"),
-        ("jsd", math.nan, "loss.jsd_beta: got nan, expected a number between 0 and 1"),
+        ("foward_kl", "loss.divergence: got 'foward_kl', expected one of forward_kl, .*; did you mean forward_kl?"),
+        ([one(weight=1), {"name": "tvdd", "weight": 1}], r"loss.divergence\[1\]: got 'tvdd', .*; did you mean tvd?"),
+        (
+            {"forward_kl": 0.5, "jsd": 0.5},
+            r"loss.divergence: got {'forward_kl': .*, or for a sum \[{name: forward_kl, weight: 0.5}",
+        ),
+        ([], r"loss.divergence: got \[\], expected a name, {name: jsd, beta: 0.3}, or"),
+        (None, "loss.divergence: got None, expected a name"),
+        (["tvd"], r"loss.divergence\[0\]: got 'tvd', expected {name: …, weight: …}"),
+        ([one()], r"loss.divergence\[0\]: got {'name': 'jsd'}, expected {name: …, weight: …}"),
+        *(
+            (
+                [one(weight=weight)],
+                rf"loss.divergence\[0\].weight: got {weight!r}, expected a number \(float\) between 0 and inf",
+            )
+            for weight in (0, -1.0, math.nan, math.inf, True, "half")
+        ),
+        *(
+            (one(beta=beta), rf"loss.divergence.beta: got {beta!r}, expected a number \(float\) between 0 and 1, ends excluded")
+            for beta in (0.0, 1, math.nan, True, "half", None)
+        ),
+        (one(betta=0.3), "loss.divergence.betta: got an unknown key, .* jsd: beta; did you mean loss.divergence.beta?"),
+        ({"name": "tvd", "beta": 0.3}, "loss.divergence.beta: got an unknown key, expected options of tvd: it has none"),
+        (one(weight=0.5), "loss.divergence.weight: got an unknown key"),
     ],
 )
-def test_mistakes_are_named(spec: object, beta: float, says: str) -> None:
+def test_mistakes_are_named(spec: object, says: str) -> None:
     with pytest.raises(UserError, match=f"^{says}"):
-        build_divergence(spec, jsd_beta=beta)  # type: ignore[arg-type]
+        build_divergence(spec)
 
 
 def test_acceptance_is_one_minus_total_variation() -> None:

@@ -67,7 +67,7 @@ def launch(monkeypatch: pytest.MonkeyPatch, folder: Path, output_dir: Path, *ext
         ("draft.init=scratch", "draft.hidden_size=32", "draft.num_layers=1"),
         ("draft.init=width", "draft.intermediate_size=64"),
         ("loss.labels=hard",),
-        ("loss.divergence={forward_kl: 0.5, tvd: 0.5}", "loss.temperature=2.0"),
+        ("loss.divergence=[{name: forward_kl, weight: 0.5}, {name: tvd, weight: 0.5}]", "loss.temperature=2.0"),
         ("on_policy.fraction=1.0", "on_policy.prompt_tokens=8", "on_policy.num_tokens=8"),
         ("draft.lora.rank=4",),
     ],

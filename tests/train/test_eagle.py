@@ -127,7 +127,7 @@ def test_training_goes_on_from_an_earlier_draft(
         ("loss.step_decay=2", "loss.step_decay"),
         ("loss.temperature=0", "loss.temperature"),
         ("loss.divergence=tdv", "loss.divergence"),
-        ("loss.jsd_beta=1", "loss.jsd_beta"),
+        ("loss.divergence={name: jsd, beta: 1}", "loss.divergence.beta"),
         ("optimizer=adam", "optimizer"),
         ("method=draft_model", "method"),
         ("on_policy.fraction=0.5", "on_policy.fraction"),

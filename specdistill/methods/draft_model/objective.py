@@ -64,7 +64,7 @@ class Distillation(nn.Module):
         """How many rows the loss of a batch is summed over, up to the rounding of a selection."""
         return self.selected * has_loss(batch["document_ids"], batch["loss_mask"], ahead=1).sum()
 
-    def compute_soft_targets(self, target: FrozenTarget, inputs: dict[str, Tensor]) -> dict[str, Any]:
+    def read_target(self, target: FrozenTarget, inputs: dict[str, Tensor]) -> dict[str, Any]:
         """The target's distributions at temperature 1, and which rows the reference finds learnable; nothing where the text's tokens teach alone."""
         (reference,) = self._reference
         if self.training and self.labels == "hard" and reference is None:

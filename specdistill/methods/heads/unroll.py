@@ -102,7 +102,7 @@ class TrainingTimeTest(nn.Module):
         """How many rows step 0 keeps: what the loss of a batch is divided by."""
         return has_loss(batch["document_ids"], batch["loss_mask"], ahead=2).sum()
 
-    def compute_soft_targets(self, target: FrozenTarget, inputs: dict[str, Tensor]) -> dict[str, Any]:
+    def read_target(self, target: FrozenTarget, inputs: dict[str, Tensor]) -> dict[str, Any]:
         """What `forward` needs from the frozen target: its features [B, T, D] and the distributions that teach."""
         features = target.features(inputs["input_ids"], self.draft.aux_layers, position_ids_BT=inputs["position_ids"])
         has_loss_BT = has_loss(inputs["document_ids"], inputs["loss_mask"], ahead=1)
@@ -158,7 +158,7 @@ class TrainingTimeTest(nn.Module):
                     hit = self.draft.target_ids_W[logits_RW.argmax(-1)] == soft_targets.top1_R[rows]
                     sums.correct.append(hit.sum())
                     alpha = acceptance(
-                        logits_RW.float().softmax(-1), soft_targets.probs_RW[rows] * soft_targets.share_R[rows, None]
+                        logits_RW.float().softmax(-1), soft_targets.probs_RW[rows] * soft_targets.mass_R[rows, None]
                     )
                     sums.accepted.append(alpha.sum())
                     chain_BT = chain_BT & has_loss_BT

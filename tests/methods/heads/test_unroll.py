@@ -94,8 +94,8 @@ def test_a_pruned_teacher_is_renormalised_and_remembers_its_share(target: Frozen
     soft_targets = compute_soft_targets(target.lm_head, target.features(ids, []).last_hidden, teaches, kept, 1.0)
     distributions = target.model(ids).logits[0, :-1].softmax(-1)
     assert torch.allclose(soft_targets.probs_RW.sum(-1), torch.ones(11), atol=1e-5)
-    assert torch.allclose(soft_targets.share_R, distributions[:, kept].sum(-1), atol=1e-5)
-    assert torch.allclose(soft_targets.probs_RW * soft_targets.share_R[:, None], distributions[:, kept], atol=1e-5)
+    assert torch.allclose(soft_targets.mass_R, distributions[:, kept].sum(-1), atol=1e-5)
+    assert torch.allclose(soft_targets.probs_RW * soft_targets.mass_R[:, None], distributions[:, kept], atol=1e-5)
     assert torch.equal(soft_targets.top1_R, distributions.argmax(-1))
 
 
