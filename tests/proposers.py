@@ -1,12 +1,14 @@
 """A proposer with a distribution of its own, for tests that need drafts which are sometimes accepted and sometimes not."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from specdistill.decoding.batch_proposer import BatchProposer, RowByRow
 from specdistill.decoding.proposer import DecodingState, Proposal
 from specdistill.decoding.sampling import Sampling, draw
+from specdistill.decoding.tree import DynamicTree, StaticTree, candidates_are_drawn
 from specdistill.targets.frozen import FrozenTarget
 from tests.tiny import tiny_target_model, tiny_tokenizer
 
@@ -24,6 +26,17 @@ class ModelProposer:
     aux_layers: tuple[int, ...] = ()
     num_parameters: int = 7
     num_bytes: int = 28
+    vocabulary: None = None
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return {}
+
+    def draws(self, sampling: Sampling, tree: StaticTree | DynamicTree | None) -> bool:
+        return not self.one_hot and candidates_are_drawn(sampling, tree)
+
+    def passes(self, k: int) -> int:
+        return k
 
     def begin(self, max_length: int) -> None:
         pass

@@ -108,7 +108,7 @@ def _timing(num_tokens: int, num_rounds: int, draft: float, verify: float, noise
 
 def round_costs(k: int) -> list[RoundCost]:
     """Rounds that get cheaper by a tenth of a plain step with each token less."""
-    return [RoundCost(n, VERIFY_STEP - (k - n) * PLAIN_STEP / 10, n * DRAFT_STEP) for n in range(1, k + 1)]
+    return [RoundCost(n, 1000 * (VERIFY_STEP - (k - n) * PLAIN_STEP / 10), 1000 * n * DRAFT_STEP) for n in range(1, k + 1)]
 
 
 def simulated_report(
@@ -163,7 +163,7 @@ def simulated_report(
         "results": rows,
         "context": context_rows(records),
         "headline": headline(rows, records),
-        "theory": theory(rows[0], round_costs(k)),
+        "theory": theory(rows[0], round_costs(k), lambda k: k),
         "lossless": lossless,
         "not_measured": {},
         "git_revision": "0123456789abcdef",

@@ -3,8 +3,9 @@
 Shapes: D target hidden size, F freshly committed positions, K drafted tokens, V vocabulary.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -42,9 +43,32 @@ class Proposal:
 
 
 class Proposer(Protocol):
+    """
+    aux_layers: the target's layers it reads beside the last.
+    num_parameters, num_bytes: of its weights; those shared with the target do not count.
+    """
+
     aux_layers: tuple[int, ...]
     num_parameters: int
     num_bytes: int
+
+    @property
+    def vocabulary(self) -> frozenset[int] | None:
+        """The target's token ids that it can propose; None: any."""
+        ...
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """The method's own settings, as the report states them (JSON)."""
+        ...
+
+    def draws(self, sampling: Sampling, tree: StaticTree | DynamicTree | None) -> bool:
+        """Whether draft tokens are drawn from its distribution; otherwise each is certain (one-hot)."""
+        ...
+
+    def passes(self, k: int) -> int:
+        """Its forward passes in a round of k draft tokens; of a tree, of k levels."""
+        ...
 
     def begin(self, max_length: int) -> None:
         """Forget the last text; the next one has at most `max_length` tokens, drafted ones included."""

@@ -257,6 +257,11 @@ def tree_shape(
     return DynamicTree(budget, depth, top_k)
 
 
+def candidates_are_drawn(sampling: Sampling, tree: StaticTree | DynamicTree | None) -> bool:
+    """Whether a model drafts by drawing from its distribution, in a tree or (None) a chain; otherwise it takes its best tokens."""
+    return tree.candidates_are_drawn(sampling) if tree else not sampling.is_greedy
+
+
 def draw_distinct(probs_TW: Tensor, uniforms_TB: Tensor) -> tuple[Tensor, Tensor]:
     """B tokens of each row without replacement, by one uniform in [0, 1) each: tokens [T, B], and which of them exist [T, B].
 

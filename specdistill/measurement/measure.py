@@ -30,9 +30,6 @@ from specdistill.decoding.sampling import Sampling
 from specdistill.decoding.tree import DynamicTree, StaticTree, tree_shape
 from specdistill.errors import UserError
 from specdistill.measurement.batches import Batch, in_batches, some
-from specdistill.methods.draft_model.proposer import DraftModelProposer
-from specdistill.methods.heads.proposer import HeadProposer
-from specdistill.methods.ngram.proposer import NgramProposer
 from specdistill.statistics.configuration import ALL, Configuration
 from specdistill.statistics.records import HFGenerate, PromptRecord, RoundRecord, Timing
 from specdistill.statistics.theory import RoundCost
@@ -182,8 +179,8 @@ def round_costs(target: FrozenTarget, proposer: Proposer, prompts: Sequence[Prom
     return [
         RoundCost(
             k,
-            statistics.median(entry.verify_seconds for entry in done),
-            statistics.median(entry.draft_seconds for entry in done),
+            1000 * statistics.median(entry.verify_seconds for entry in done),
+            1000 * statistics.median(entry.draft_seconds for entry in done),
         )
         for k, done in rounds.items()
         if done
@@ -218,36 +215,8 @@ def records(
     suite: str, configuration: Configuration, target: FrozenTarget, proposer: Proposer, runs: Sequence[Runs]
 ) -> list[PromptRecord]:
     """The runs as plain data; texts are spelt out by the target's tokenizer."""
-    vocabulary = draft_vocabulary(proposer)
+    vocabulary = proposer.vocabulary
     return [_record(suite, configuration, target, run, vocabulary) for run in runs]
-
-
-def draft_vocabulary(proposer: Proposer) -> frozenset[int] | None:
-    """The target's token ids that the draft can propose; None when it can propose any token of the text."""
-    if isinstance(proposer, HeadProposer):
-        return frozenset(proposer.target_ids_W.tolist())
-    if isinstance(proposer, DraftModelProposer) and proposer.vocabulary:
-        return frozenset(proposer.vocabulary.target_ids_W.tolist())
-    return None
-
-
-def draft_sampling(proposer: Proposer, sampling: Sampling, tree: StaticTree | DynamicTree | None = None) -> str:
-    """`greedy` when each drafted token is a certain guess, as in every dynamic tree, `probabilistic` when it is drawn from the
-    draft's distribution.
-    """
-    if tree:
-        return "probabilistic" if tree.candidates_are_drawn(sampling) else "greedy"
-    return "greedy" if sampling.is_greedy or isinstance(proposer, NgramProposer) else "probabilistic"
-
-
-def draft_settings(proposer: Proposer) -> dict[str, Any]:
-    """What the report's settings say of the method's own; null where they are another method's."""
-    settings: dict[str, Any] = dict.fromkeys(("confidence_threshold", "draft_context", "ngram"))
-    if isinstance(proposer, DraftModelProposer):
-        settings |= {"confidence_threshold": proposer.confidence_threshold, "draft_context": proposer.context}
-    if isinstance(proposer, NgramProposer):
-        settings["ngram"] = {"min": proposer.min_ngram, "max": proposer.max_ngram, "lookup": proposer.lookup}
-    return settings
 
 
 @contextmanager

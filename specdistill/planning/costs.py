@@ -39,7 +39,7 @@ def best_k(alpha: float, verify: Sequence[float], c: float) -> Expected:
     verify: v for K = 1, 2, …
     """
     lengths = [expected_acceptance_length(alpha, k) for k in range(1, len(verify) + 1)]
-    speedups = [float(predicted_speedup(length, verify[k - 1], c, k)) for k, length in enumerate(lengths, 1)]
+    speedups = [float(predicted_speedup(length, verify[k - 1], c * k)) for k, length in enumerate(lengths, 1)]
     index = next(index for index, speedup in enumerate(speedups) if speedup >= 0.99 * max(speedups))
     return Expected(index + 1, lengths[index], speedups[index])
 

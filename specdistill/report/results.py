@@ -5,7 +5,7 @@ other number is a formula of specdistill.statistics.metrics. What was not measur
 `not_measured`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from types import MappingProxyType
 from typing import Any
@@ -81,28 +81,27 @@ def context_rows(records: Sequence[PromptRecord]) -> list[dict[str, Any]]:
     return rows
 
 
-def theory(row: dict[str, Any], costs: Sequence[RoundCost]) -> dict[str, Any] | None:
+def theory(row: dict[str, Any], costs: Sequence[RoundCost], passes: Callable[[int], int]) -> dict[str, Any] | None:
     """What the suite's row implies: alpha, v and c at K, and the speedup to expect at K' up to K; None without drafts.
 
-    costs: rounds timed at K' up to K; only what they cost relative to each other counts. Of a tree K is the depth and a draft step a
-    level, so that c·K is the cost of drafting it.
+    costs: rounds timed at K' up to K; only what they cost relative to each other counts. passes: K' -> forward passes of the draft
+    in such a round. Of a tree K is the depth, and c·K the cost of drafting all its nodes.
     """
     needed = ("acceptance_rate_per_position", "verify_ms", "draft_ms", "baseline_step_ms", "predicted_speedup")
     if any(name not in row for name in needed):
         return None
-    rates = row["acceptance_rate_per_position"]
-    v, c = row["verify_ms"] / row["baseline_step_ms"], row["draft_ms"] / row["baseline_step_ms"]
-    if row["tree"]:
-        c *= row["num_draft_tokens"] / row["num_drafts"] / len(rates)
-    curve = speedup_curve(rates, v, c, costs)
+    rates, step = row["acceptance_rate_per_position"], row["baseline_step_ms"]
+    num_drafted = row["num_draft_tokens"] / row["num_drafts"] if row["tree"] else len(rates)
+    cost = RoundCost(len(rates), row["verify_ms"], row["draft_ms"] * num_drafted)
+    curve = speedup_curve(rates, step, cost, costs)
     return {
         "alpha": alpha_from_acceptance_length(row["mean_acceptance_length"], len(rates)),
         "K": len(rates),
-        "v": v,
-        "c": c,
+        "v": cost.verify_ms / step,
+        "c": cost.draft_ms / cost.k / step,
         "predicted": row["predicted_speedup"],
         "best_k": best_point(curve)["k"],
-        "curve": curve,
+        "curve": [{**point, "draft_passes": passes(int(point["k"]))} for point in curve],
     }
 
 

@@ -304,13 +304,14 @@ def _draft_settings(settings: Mapping[str, Any]) -> Iterator[str]:
         yield tree(settings["tree"])
     if settings["batch_size"] > 1:
         yield f"batches of {settings['batch_size']}"
-    if settings.get("confidence_threshold") is not None:
-        yield f"drafting stops below probability {settings['confidence_threshold']:g}"
-    if settings.get("draft_context") == "window":
+    drafting = settings.get("drafting", {})
+    if drafting.get("confidence_threshold") is not None:
+        yield f"drafting stops below probability {drafting['confidence_threshold']:g}"
+    if drafting.get("draft_context") == "window":
         yield "the draft sees a window of the text"
-    if ngram := settings.get("ngram"):
-        lengths = f"{ngram['min']} to {ngram['max']}" if ngram["min"] < ngram["max"] else ngram["max"]
-        yield f"n = {lengths}, looked up in {'the prompt' if ngram['lookup'] == 'prompt' else 'prompt and output'}"
+    if "lookup" in drafting:
+        lengths = f"{drafting['min']} to {drafting['max']}" if drafting["min"] < drafting["max"] else drafting["max"]
+        yield f"n = {lengths}, looked up in {'the prompt' if drafting['lookup'] == 'prompt' else 'prompt and output'}"
 
 
 # Of `changes.SHOWN`: what they are called, and how they are written.

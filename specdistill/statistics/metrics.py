@@ -44,9 +44,10 @@ def _decode_speedup(tokens: Any, prompts: Any, seconds: Any, prefill: Any, *base
 def _predicted(
     accepted: Any, drafted: Any, rounds: Any, draft_s: Any, verify_s: Any, base_rounds: Any, base_verify_s: Any
 ) -> Any:
-    """`theory.predicted_speedup`, with AL, v and c·K as means over all rounds, also those in which nothing was drafted."""
+    """`theory.predicted_speedup`, with AL, v and d as means over all rounds, also those in which nothing was drafted."""
     step = base_verify_s / base_rounds
-    return predicted_speedup(1 + accepted / rounds, verify_s / rounds / step, draft_s / drafted / step, drafted / rounds)
+    a_token = draft_s / drafted / step  # undefined where nothing was drafted, and with it the prediction
+    return predicted_speedup(1 + accepted / rounds, verify_s / rounds / step, a_token * (drafted / rounds))
 
 
 _SPEEDUP = ("num_tokens", "seconds", "baseline_num_tokens", "baseline_seconds")

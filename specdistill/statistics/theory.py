@@ -1,8 +1,9 @@
-"""What speculation should gain, from acceptance and the cost of a step (arXiv 2211.17192, section 3).
+"""What speculation should gain, from acceptance and the cost of a round (arXiv 2211.17192, section 3).
 
-Symbols: K drafted tokens a round, AL mean acceptance length (the target's own token counts), alpha the acceptance rate that,
-if it were the same at every position, would give AL. Costs are in plain decoding steps: v one verification of K drafted
-tokens, c one draft step.
+Symbols: K draft tokens a round, AL mean acceptance length (the target's own token counts), alpha the acceptance rate that,
+if it were the same at every position, would give AL. Costs are in steps of plain decoding: v to verify K draft tokens, d to
+draft all of them. d is a measured function of K. A draft that takes a pass for each token has d = c·K, with c the cost of a pass;
+one that drafts a block in one pass has a d that hardly depends on K.
 """
 
 from collections.abc import Sequence
@@ -12,9 +13,9 @@ from typing import Any
 from scipy.optimize import brentq
 
 
-def predicted_speedup(acceptance_length: Any, v: Any, c: Any, k: Any) -> Any:
-    """S = AL / (v + c·K); plain decoding (AL = 1, v = 1, K = 0) gives 1. Elementwise over arrays."""
-    return acceptance_length / (v + c * k)
+def predicted_speedup(acceptance_length: Any, v: Any, d: Any) -> Any:
+    """S = AL / (v + d); plain decoding (AL = 1, v = 1, d = 0) gives 1. Elementwise over arrays."""
+    return acceptance_length / (v + d)
 
 
 def expected_acceptance_length(alpha: float, k: int) -> float:
@@ -39,34 +40,34 @@ def conditional_rates(rates: Sequence[float]) -> list[float | None]:
 
 @dataclass(frozen=True)
 class RoundCost:
-    """Seconds of a round with K' = k drafted tokens: to verify them, and to draft all of them."""
+    """Milliseconds of a round with k draft tokens: to verify them, and to draft all of them."""
 
     k: int
-    verify_seconds: float
-    draft_seconds: float
+    verify_ms: float
+    draft_ms: float
 
 
-def speedup_curve(rates: Sequence[float], v: float, c: float, costs: Sequence[RoundCost]) -> list[dict[str, float]]:
-    """AL and predicted speedup at K' = 0, at K, and at every K' between whose cost was timed beside that of K.
+def speedup_curve(
+    rates: Sequence[float], step_ms: float, cost: RoundCost, timed: Sequence[RoundCost]
+) -> list[dict[str, float]]:
+    """AL, cost and predicted speedup of rounds with K' draft tokens: 0, K, and every K' between that was timed beside K.
 
     A chain's position k is reached and accepted no matter how many positions follow it, so AL(K') is 1 plus the first K' rates.
-    `costs` give v and c at K' relative to those at K: v(K') = v · verify(K') / verify(K), K'·c(K') = K·c · draft(K') /
-    draft(K).
+    step_ms: a step of plain decoding. cost: of a round at K. timed: rounds at K' <= K; only their ratios to the one at K count.
     """
-    longest = len(rates)
-    timed = {cost.k: cost for cost in costs}
-    curve = [_point(0, rates, 1.0, 0.0)]
-    for k in range(1, longest):
-        if k in timed and longest in timed:
-            verify = v * timed[k].verify_seconds / timed[longest].verify_seconds
-            draft = c * longest * timed[k].draft_seconds / timed[longest].draft_seconds
-            curve.append(_point(k, rates, verify, draft / k))
-    return [*curve, _point(longest, rates, v, c)]
+    at = {entry.k: entry for entry in timed}
+    costs = [RoundCost(0, step_ms, 0.0)]
+    for k in range(1, cost.k):
+        if k in at and cost.k in at:
+            verify, draft = at[k].verify_ms / at[cost.k].verify_ms, at[k].draft_ms / at[cost.k].draft_ms
+            costs.append(RoundCost(k, cost.verify_ms * verify, cost.draft_ms * draft))
+    return [_point(entry, rates, step_ms) for entry in (*costs, cost)]
 
 
-def _point(k: int, rates: Sequence[float], v: float, c: float) -> dict[str, float]:
-    length = 1 + sum(rates[:k])
-    return {"k": k, "mean_acceptance_length": length, "predicted_speedup": predicted_speedup(length, v, c, k)}
+def _point(cost: RoundCost, rates: Sequence[float], step_ms: float) -> dict[str, float]:
+    length = 1 + sum(rates[: cost.k])
+    speedup = predicted_speedup(length, cost.verify_ms / step_ms, cost.draft_ms / step_ms)
+    return {"mean_acceptance_length": length, **vars(cost), "predicted_speedup": speedup}
 
 
 def best_point(curve: Sequence[dict[str, float]]) -> dict[str, float]:

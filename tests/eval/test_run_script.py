@@ -77,7 +77,7 @@ def test_a_measurement_leaves_a_whole_report(target, suite, gate, tmp_path, caps
     assert report["not_measured"]["lossless.sampling_test"] == "eval.sampling_draws is 0"
     assert (report["draft"]["method"], report["draft"]["model"], report["draft"]["parameters"]) == ("ngram", None, 0)
     assert report["settings"]["draft_sampling"] == "greedy"
-    assert report["settings"]["ngram"] == {"min": 1, "max": 4, "lookup": "text"}
+    assert report["settings"]["drafting"] == {"min": 1, "max": 4, "lookup": "text"}
     assert "n = 1 to 4, looked up in prompt and output" in (folder / "report.md").read_text()
     assert report["gate"]["passed"]
     assert report["hardware"]["cpu_threads"] >= 1

@@ -196,7 +196,7 @@ def test_a_macro_average_of_times_that_categories_share_has_no_interval():
 
 
 def test_a_run_that_stops_early_looks_after_whole_batches(target, monkeypatch, tmp_path):
-    monkeypatch.setattr(sweep, "looks", lambda number: [3, number])
+    monkeypatch.setattr(sweep, "interim_sizes", lambda number: [3, number])
     monkeypatch.setattr(sweep, "reached_precision", lambda records, target_precision, seed: False)
     plan = Plan(replace(TOGETHER, repeats=1, warmup=0), PROMPTS, target_precision=0.01)
     (configuration,) = measure_configurations(target, NgramProposer(), SUITE, [plan], identity={}, folder=tmp_path)

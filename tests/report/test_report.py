@@ -82,15 +82,15 @@ def test_what_does_not_fit_the_schema_is_not_written(tmp_path, report, records, 
     ("settings", "said"),
     [
         ({}, ""),
-        ({"confidence_threshold": None, "draft_context": "refuse", "ngram": None}, ""),
+        ({"confidence_threshold": None, "draft_context": "refuse"}, ""),
         ({"confidence_threshold": 0.25, "draft_context": "refuse"}, " · drafting stops below probability 0.25"),
         ({"confidence_threshold": None, "draft_context": "window"}, " · the draft sees a window of the text"),
-        ({"ngram": {"min": 1, "max": 3, "lookup": "text"}}, " · n = 1 to 3, looked up in prompt and output"),
-        ({"ngram": {"min": 2, "max": 2, "lookup": "prompt"}}, " · n = 2, looked up in the prompt"),
+        ({"min": 1, "max": 3, "lookup": "text"}, " · n = 1 to 3, looked up in prompt and output"),
+        ({"min": 2, "max": 2, "lookup": "prompt"}, " · n = 2, looked up in the prompt"),
     ],
 )
 def test_what_a_method_was_told_is_said_with_the_settings(report, records, settings, said):
-    report["settings"] |= settings
+    report["settings"]["drafting"] = settings
     validate(report)
     assert settings_line(report) == shared_settings(report) + said
     assert said in to_markdown(report)

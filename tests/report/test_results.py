@@ -114,7 +114,7 @@ def test_what_was_not_measured_is_absent_with_a_reason():
         assert row["not_measured"][name]
     assert row["num_drafts"] == 0
     assert "fewer than two prompts" in row["not_measured"]["speedup_ci95"]
-    assert theory(row, []) is None
+    assert theory(row, [], lambda k: k) is None
     sampled = [PromptRecord(**{**vars(record), "hf_generate": None}) for record in simulate(4)]
     assert "greedy text only" in rows_of(sampled, temperature=1.0)[0]["not_measured"]["baseline_over_hf_generate"]
 
@@ -166,7 +166,7 @@ def test_a_slow_baseline_also_gives_the_speedup_over_the_faster_loop():
 
 def test_theory_scales_the_costs_of_shorter_drafts_to_the_row():
     row = rows_of(simulate(8))[0]
-    found = theory(row, round_costs(4))
+    found = theory(row, round_costs(4), lambda k: k)
     assert (found["K"], [point["k"] for point in found["curve"]]) == (4, [0, 1, 2, 3, 4])
     assert found["predicted"] == pytest.approx(found["curve"][4]["predicted_speedup"])
     cost = found["v"] * (VERIFY_STEP - 3 * PLAIN_STEP / 10) / VERIFY_STEP + found["c"]
@@ -185,9 +185,9 @@ def test_a_tree_s_row_counts_nodes_by_depth_and_its_draft_step_is_a_level():
         assert row[same] == chain[same]
     assert row["acceptance_rate"] == pytest.approx(chain["acceptance_rate"] / 4)
     assert row["draft_ms"] == pytest.approx(chain["draft_ms"] / 4)
-    found = theory(row, [])
+    found = theory(row, [], lambda k: k)
     assert (found["K"], [point["k"] for point in found["curve"]]) == (4, [0, 4])
-    assert found["c"] == pytest.approx(theory(chain, [])["c"])
+    assert found["c"] == pytest.approx(theory(chain, [], lambda k: k)["c"])
     assert found["predicted"] == pytest.approx(row["mean_acceptance_length"] / (found["v"] + found["c"] * found["K"]))
     assert found["predicted"] == pytest.approx(found["curve"][1]["predicted_speedup"])
 

@@ -41,7 +41,7 @@ def test_the_metric_is_a_ratio_of_sums_not_a_mean_of_ratios():
 def test_the_prediction_is_the_formula_for_a_chain():
     table = prompt_sums(simulate(6, noise=0))
     length = value(METRICS["mean_acceptance_length"], table)
-    expected = predicted_speedup(length, VERIFY_STEP / PLAIN_STEP, DRAFT_STEP / PLAIN_STEP, 4)
+    expected = predicted_speedup(length, VERIFY_STEP / PLAIN_STEP, 4 * DRAFT_STEP / PLAIN_STEP)
     assert value(METRICS["predicted_speedup"], table) == pytest.approx(expected)
     assert value(METRICS["draft_ms"], table) == pytest.approx(1000 * DRAFT_STEP)
     assert value(METRICS["verify_ms"], table) == pytest.approx(1000 * VERIFY_STEP)

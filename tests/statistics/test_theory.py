@@ -12,8 +12,8 @@ from specdistill.statistics.theory import (
 
 
 def test_predicted_speedup_by_hand():
-    assert predicted_speedup(1, 1, 0.3, 0) == 1
-    assert predicted_speedup(3.0, 1.2, 0.1, 4) == pytest.approx(3 / 1.6)
+    assert predicted_speedup(1, 1, 0) == 1
+    assert predicted_speedup(3.0, 1.2, 4 * 0.1) == pytest.approx(3 / 1.6)
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.3, 0.8, 1.0])
@@ -28,20 +28,34 @@ def test_conditional_rates_are_ratios_of_neighbours():
     assert conditional_rates([0.8, 0.4, 0.0, 0.0]) == [0.8, 0.5, 0.0, None]
 
 
+STEP = 10.0  # ms of a plain step
+
+
 def test_the_curve_cuts_the_same_rates_shorter():
-    costs = [RoundCost(2, 2.4, 0.6), RoundCost(1, 2.2, 0.3)]
-    curve = speedup_curve([0.5, 0.25], 1.2, 0.1, costs)
+    timed = [RoundCost(2, 2.4, 0.6), RoundCost(1, 2.2, 0.3)]
+    curve = speedup_curve([0.5, 0.25], STEP, RoundCost(2, 12, 2), timed)
     assert [point["k"] for point in curve] == [0, 1, 2]
     assert [point["mean_acceptance_length"] for point in curve] == [1.0, 1.5, 1.75]
+    assert [point["verify_ms"] for point in curve] == pytest.approx([10, 11, 12])
+    assert [point["draft_ms"] for point in curve] == pytest.approx([0, 1, 2])
     assert [point["predicted_speedup"] for point in curve] == pytest.approx([1.0, 1.5 / (1.1 + 0.1), 1.75 / (1.2 + 2 * 0.1)])
 
 
+def test_a_block_that_is_drafted_in_one_pass_costs_the_same_at_every_length():
+    timed = [RoundCost(k, 12, 3) for k in (1, 2, 3, 4)]
+    curve = speedup_curve([0.8, 0.7, 0.6, 0.5], STEP, RoundCost(4, 12, 3), timed)
+    assert [point["draft_ms"] for point in curve] == [0, 3, 3, 3, 3]
+    assert [point["predicted_speedup"] for point in curve[1:]] == pytest.approx([AL / 1.5 for AL in (1.8, 2.5, 3.1, 3.6)])
+    assert best_point(curve)["k"] == 4  # at 4 · 3 ms it would be 1
+
+
 def test_lengths_that_were_not_timed_are_left_out():
-    assert [point["k"] for point in speedup_curve([0.5, 0.3, 0.1], 1.2, 0.1, [])] == [0, 3]
-    assert [point["k"] for point in speedup_curve([0.5, 0.3, 0.1], 1.2, 0.1, [RoundCost(1, 1, 1)])] == [0, 3]
-    timed = [RoundCost(1, 1, 1), RoundCost(3, 2, 2)]
-    assert [point["k"] for point in speedup_curve([0.5, 0.3, 0.1], 1.2, 0.1, timed)] == [0, 1, 3]
+    def lengths(*timed):
+        return [point["k"] for point in speedup_curve([0.5, 0.3, 0.1], STEP, RoundCost(3, 12, 3), timed)]
+
+    assert lengths() == lengths(RoundCost(1, 1, 1)) == [0, 3]
+    assert lengths(RoundCost(1, 1, 1), RoundCost(3, 2, 2)) == [0, 1, 3]
 
 
 def test_a_useless_draft_is_best_left_out():
-    assert best_point(speedup_curve([0.05], 1.2, 0.2, []))["k"] == 0
+    assert best_point(speedup_curve([0.05], STEP, RoundCost(1, 12, 2), []))["k"] == 0

@@ -91,7 +91,7 @@ class BatchDraftModel:
                     counts[row] = int(sure and step + 1 < steps[row])
             if not any(counts):
                 break
-            next_ids = (index_B if draft.vocabulary is None else draft._draft_ids_W[index_B]).unsqueeze(1)
+            next_ids = (index_B if draft.shared_vocabulary is None else draft._draft_ids_W[index_B]).unsqueeze(1)
         return [
             row._proposal(
                 [index[b : b + 1] for index in chosen[:drafted]],
@@ -118,4 +118,4 @@ class BatchDraftModel:
     def _logits(self, hidden_BH: Tensor) -> Tensor:
         """[B, W]"""
         logits_BV: Tensor = self.proposer.head(hidden_BH)
-        return logits_BV if self.proposer.vocabulary is None else logits_BV[:, self.proposer._draft_ids_W]
+        return logits_BV if self.proposer.shared_vocabulary is None else logits_BV[:, self.proposer._draft_ids_W]

@@ -18,7 +18,7 @@ from specdistill.decoding.batch_proposer import BatchProposer
 from specdistill.decoding.kv_cache import DraftKVCache
 from specdistill.decoding.proposer import DecodingState, Proposal
 from specdistill.decoding.sampling import Sampling, draw
-from specdistill.decoding.tree import DynamicTree, StaticTree, Step
+from specdistill.decoding.tree import DynamicTree, StaticTree, Step, candidates_are_drawn
 from specdistill.decoding.tree_attention import attention_masks
 from specdistill.errors import UserError
 from specdistill.methods.draft_model.llama import LlamaStack, is_plain_llama
@@ -117,7 +117,7 @@ class DraftModelProposer:
         self.head = draft.get_output_embeddings()
         self.layers = LlamaLayers(draft) if is_plain_llama(draft) else TransformersLayers(draft)
         self.config = draft.config.get_text_config()
-        self.vocabulary = vocabulary
+        self.shared_vocabulary = vocabulary
         self.confidence_threshold = confidence_threshold
         self.context = context
         self.max_positions: int | None = getattr(self.config, "max_position_embeddings", None)
@@ -128,6 +128,20 @@ class DraftModelProposer:
             self._target_ids_W = vocabulary.target_ids_W.to(draft.device)
             self._draft_ids_W = vocabulary.draft_ids_W.to(draft.device)
             self._draft_id_of = vocabulary.draft_id_of()
+
+    @property
+    def vocabulary(self) -> frozenset[int] | None:
+        return frozenset(self.shared_vocabulary.target_ids_W.tolist()) if self.shared_vocabulary else None
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return {"confidence_threshold": self.confidence_threshold, "draft_context": self.context}
+
+    def draws(self, sampling: Sampling, tree: StaticTree | DynamicTree | None) -> bool:
+        return candidates_are_drawn(sampling, tree)
+
+    def passes(self, k: int) -> int:
+        return k
 
     def begin(self, max_length: int) -> None:
         """Forget the last text. Raises UserError when the draft's context is too short for the next one and is not to be a window."""
@@ -167,7 +181,7 @@ class DraftModelProposer:
                 index = draw(probs_1W, uniforms_K[step : step + 1])
                 distributions.append(probs_1W)
             chosen.append(index)
-            next_ids = (index if self.vocabulary is None else self._draft_ids_W[index]).unsqueeze(0)
+            next_ids = (index if self.shared_vocabulary is None else self._draft_ids_W[index]).unsqueeze(0)
         return self._proposal(chosen, distributions, num_fed)
 
     def propose_tree(
@@ -187,14 +201,14 @@ class DraftModelProposer:
         def expand(index_T: Tensor, rows_T: Tensor) -> Tensor:
             nonlocal step
             step = step.descend(rows_T)
-            ids_T = index_T if self.vocabulary is None else self._draft_ids_W[index_T]
+            ids_T = index_T if self.shared_vocabulary is None else self._draft_ids_W[index_T]
             logits_TV: Tensor = self.head(self.layers.level(ids_T.unsqueeze(0), step)[0])
-            return logits_TV if self.vocabulary is None else logits_TV[:, self._draft_ids_W]
+            return logits_TV if self.shared_vocabulary is None else logits_TV[:, self._draft_ids_W]
 
         grown = shape.grow(logits_1W, expand, sampling, generator)
         if step.positions:
             self.layers.crop(len(step.positions))
-        if self.vocabulary is None:
+        if self.shared_vocabulary is None:
             return Proposal(grown.index_N.tolist(), grown.probs_NW, grown.tree)
         probs_NV = None if grown.probs_NW is None else self._over_target_vocabulary(grown.probs_NW)
         return Proposal(self._target_ids_W[grown.index_N].tolist(), probs_NV, grown.tree)
@@ -207,7 +221,7 @@ class DraftModelProposer:
     def _forward(self, ids_1T: Tensor) -> Tensor:
         """Logits [1, W] of the token after the last of the new ones."""
         logits_1V: Tensor = self.head(self.layers(ids_1T)[:, -1])
-        return logits_1V if self.vocabulary is None else logits_1V[:, self._draft_ids_W]
+        return logits_1V if self.shared_vocabulary is None else logits_1V[:, self._draft_ids_W]
 
     def _is_unsure(self, logits_1W: Tensor, sampling: Sampling) -> bool:
         if self.confidence_threshold is None:
@@ -221,7 +235,7 @@ class DraftModelProposer:
             return Proposal([])
         index_K = torch.cat(chosen)
         probs_KW = torch.cat(distributions) if distributions else None
-        if self.vocabulary is None:
+        if self.shared_vocabulary is None:
             tokens = fed = index_K.tolist()
         else:
             tokens, fed = self._target_ids_W[index_K].tolist(), self._draft_ids_W[index_K].tolist()
@@ -230,8 +244,8 @@ class DraftModelProposer:
         return Proposal(tokens, probs_KW)
 
     def _over_target_vocabulary(self, probs_TW: Tensor) -> Tensor:
-        assert self.vocabulary is not None
-        probs_TV = probs_TW.new_zeros(len(probs_TW), self.vocabulary.target_vocab_size)
+        assert self.shared_vocabulary is not None
+        probs_TV = probs_TW.new_zeros(len(probs_TW), self.shared_vocabulary.target_vocab_size)
         return probs_TV.index_copy_(1, self._target_ids_W, probs_TW)
 
     def _read(self, token_ids: Sequence[int]) -> int:
@@ -242,7 +256,7 @@ class DraftModelProposer:
         fresh = token_ids[self._num_read :]
         self._num_read = len(token_ids)
         unchanged = self._num_final
-        if self.vocabulary is None:
+        if self.shared_vocabulary is None:
             self._context += fresh
             self._num_final = len(self._context)
             return unchanged
@@ -258,8 +272,8 @@ class DraftModelProposer:
         return unchanged
 
     def _write_lacking(self) -> None:
-        assert self.vocabulary is not None
-        self._context[self._num_final :] = self.vocabulary.reencode(self._lacking) if self._lacking else []
+        assert self.shared_vocabulary is not None
+        self._context[self._num_final :] = self.shared_vocabulary.reencode(self._lacking) if self._lacking else []
 
     def _make_room(self, k: int) -> int:
         """How many tokens can be drafted within the draft's context, after moving the window if there is one."""

@@ -13,7 +13,7 @@ from specdistill.decoding.batch_proposer import BatchProposer
 from specdistill.decoding.kv_cache import DraftKVCache
 from specdistill.decoding.proposer import DecodingState, Proposal
 from specdistill.decoding.sampling import Sampling, draw
-from specdistill.decoding.tree import DynamicTree, StaticTree, Step
+from specdistill.decoding.tree import DynamicTree, StaticTree, Step, candidates_are_drawn
 from specdistill.methods.heads.head import Head
 from specdistill.methods.layers import check_window
 
@@ -32,6 +32,20 @@ class HeadProposer:
         self.target_ids_W = head.target_ids_W
         self._like = shipped[0]  # for dtype and device
         self.cache: DraftKVCache
+
+    @property
+    def vocabulary(self) -> frozenset[int]:
+        return frozenset(self.target_ids_W.tolist())
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return {}
+
+    def draws(self, sampling: Sampling, tree: StaticTree | DynamicTree | None) -> bool:
+        return candidates_are_drawn(sampling, tree)
+
+    def passes(self, k: int) -> int:
+        return k
 
     def begin(self, max_length: int) -> None:
         config, rotary = self.head.config, partial(self.head.rotary, self._like)

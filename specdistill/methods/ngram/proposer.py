@@ -12,12 +12,14 @@ has to be kept for the sake of its longer continuation.
 """
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from specdistill.decoding.batch_proposer import BatchProposer, RowByRow
 from specdistill.decoding.proposer import DecodingState, Proposal
 from specdistill.decoding.sampling import Sampling
+from specdistill.decoding.tree import DynamicTree, StaticTree
 from specdistill.errors import UserError, nearest
 
 LOOKUPS = ("text", "prompt")
@@ -35,6 +37,7 @@ class NgramProposer:
     min_ngram: int = 1
     max_ngram: int = 3
     lookup: str = "text"
+    vocabulary: None = None
     aux_layers: tuple[int, ...] = ()
     num_parameters: int = 0
     num_bytes: int = 0
@@ -49,6 +52,16 @@ class NgramProposer:
         if self.lookup not in LOOKUPS:
             close = nearest(self.lookup, LOOKUPS)
             raise UserError("eval.ngram.lookup", got=self.lookup, expected=" or ".join(LOOKUPS), nearest=close)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return {"min": self.min_ngram, "max": self.max_ngram, "lookup": self.lookup}
+
+    def draws(self, sampling: Sampling, tree: StaticTree | DynamicTree | None) -> bool:
+        return False
+
+    def passes(self, k: int) -> int:
+        return 0
 
     def begin(self, max_length: int) -> None:
         self._after = {}

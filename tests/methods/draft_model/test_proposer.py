@@ -226,9 +226,9 @@ def test_context_tokens_the_draft_lacks_are_read_anew_as_their_row_grows():
 
 def test_a_text_of_which_the_draft_can_say_nothing_gets_no_proposal(target: FrozenTarget):
     proposer = translated(target)
-    assert proposer.vocabulary is not None
+    assert proposer.shared_vocabulary is not None
     proposer.begin(20)
-    beyond = len(proposer.vocabulary.target_tokenizer)  # a row that no token names
+    beyond = len(proposer.shared_vocabulary.target_tokenizer)  # a row that no token names
     with torch.inference_mode():
         assert proposer.propose(DecodingState([beyond]), 3, GREEDY, None) == Proposal([])
 
@@ -294,7 +294,7 @@ def draft_folder(target: FrozenTarget, tmp_path: Path) -> Path:
 def test_a_folder_loads_with_its_options_and_counts_its_parameters(target: FrozenTarget, draft_folder: Path):
     proposer = load_proposer("draft_model", draft_folder, target, confidence_threshold=0.2, draft_context="window")
     assert isinstance(proposer, DraftModelProposer)
-    assert (proposer.confidence_threshold, proposer.context, proposer.vocabulary) == (0.2, "window", None)
+    assert (proposer.confidence_threshold, proposer.context, proposer.shared_vocabulary) == (0.2, "window", None)
     assert proposer.num_parameters == target.num_parameters
     assert proposer.num_bytes == 4 * target.num_parameters
 
@@ -307,7 +307,7 @@ def test_a_folder_with_another_tokenizer_is_refused_unless_told(target: FrozenTa
     ):
         load_proposer("draft_model", draft_folder, target)
     proposer = load_proposer("draft_model", draft_folder, target, heterogeneous_vocab=True)
-    assert isinstance(proposer, DraftModelProposer) and proposer.vocabulary is not None
+    assert isinstance(proposer, DraftModelProposer) and proposer.shared_vocabulary is not None
 
 
 @pytest.mark.parametrize(

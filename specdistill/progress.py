@@ -1,0 +1,61 @@
+"""How far a long task has come: a bar on a terminal; anywhere else a plain line now and then, which a log file can bear."""
+
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Protocol
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+SECONDS = 30.0  # between two plain lines
+
+
+class Advance(Protocol):
+    def __call__(self, count: int = 1) -> None: ...
+
+
+@contextmanager
+def progress(description: str, total: int, unit: str) -> Iterator[Advance]:
+    """Show on stderr how many of `total` units are done; yields the function that adds to them.
+
+    Without a terminal: a line every SECONDS at most, and one at the end. Of several processes only the first shows anything.
+    """
+    if os.environ.get("RANK", "0") != "0":
+        yield lambda count=1: None
+    elif sys.stderr.isatty():
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn(unit), TimeRemainingColumn())
+        with Progress(*columns, console=Console(stderr=True)) as bar:
+            task = bar.add_task(description, total=total)
+            yield lambda count=1: bar.advance(task, count)
+    else:
+        lines = _Lines(description, total, unit)
+        yield lines.advance
+        lines.end()
+
+
+class _Lines:
+    def __init__(self, description: str, total: int, unit: str) -> None:
+        self.description, self.total, self.unit = description, total, unit
+        self.done = 0
+        self.start = self.shown = time.monotonic()
+
+    def advance(self, count: int = 1) -> None:
+        self.done += count
+        now = time.monotonic()
+        if now - self.shown >= SECONDS and 0 < self.done < self.total:
+            self.shown = now
+            self._print(f"{_clock((now - self.start) * (self.total / self.done - 1))} left")
+
+    def end(self) -> None:
+        self._print(f"took {_clock(time.monotonic() - self.start)}")
+
+    def _print(self, times: str) -> None:
+        print(f"{self.description}: {self.done} of {self.total} {self.unit}, {times}", file=sys.stderr, flush=True)
+
+
+def _clock(seconds: float) -> str:
+    return str(timedelta(seconds=round(seconds)))

@@ -1,0 +1,86 @@
+"""Progress on a terminal is a bar; in a log file it is few lines."""
+
+import os
+import pty
+import subprocess
+import sys
+
+import pytest
+
+from specdistill import progress as module
+from specdistill.progress import progress
+
+COUNTED = """
+from specdistill.progress import progress
+with progress("measuring", 50, "prompts") as advance:
+    for _ in range(50):
+        advance()
+"""
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Time that passes only when a test says so."""
+    now = [1000.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    return now
+
+
+def test_a_log_has_a_line_every_thirty_seconds_and_a_last_one(clock, capsys):
+    with progress("measuring", 600, "prompts") as advance:
+        for _ in range(600):
+            clock[0] += 0.5
+            advance()
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 300 / 30  # at 300 s the last line stands for the tenth
+    assert lines[0] == "measuring: 60 of 600 prompts, 0:04:30 left"
+    assert lines[-1] == "measuring: 600 of 600 prompts, took 0:05:00"
+
+
+def test_a_short_task_leaves_one_line(capsys):
+    with progress("tokenizing", 1000, "rows") as advance:
+        for _ in range(10):
+            advance(100)
+    assert capsys.readouterr().err.splitlines() == ["tokenizing: 1000 of 1000 rows, took 0:00:00"]
+
+
+def test_a_task_that_fails_leaves_the_word_to_its_error(capsys):
+    def fail():
+        with progress("measuring", 2, "prompts"):
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert capsys.readouterr().err == ""
+
+
+def test_of_several_processes_one_speaks(monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "1")
+    with progress("tokenizing", 1, "rows") as advance:
+        advance()
+    assert capsys.readouterr().err == ""
+
+
+def test_a_terminal_shows_a_bar():
+    ours, theirs = pty.openpty()
+    environment = {**os.environ, "TERM": "xterm", "PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run([sys.executable, "-c", COUNTED], stderr=theirs, env=environment, check=True)
+    os.close(theirs)
+    shown = b""
+    while True:
+        try:
+            chunk = os.read(ours, 65536)
+        except OSError:  # all is read, and the other end is closed
+            break
+        if not chunk:
+            break
+        shown += chunk
+    os.close(ours)
+    text = shown.decode()
+    assert "━" in text and "50/50" in text and "\x1b[" in text
+    assert "took" not in text
+
+
+def test_a_pipe_gets_no_control_characters():
+    result = subprocess.run([sys.executable, "-c", COUNTED], capture_output=True, text=True, check=True)
+    assert result.stderr.splitlines() == ["measuring: 50 of 50 prompts, took 0:00:00"]
