@@ -11,8 +11,9 @@ from transformers import TrainerControl, TrainerState, TrainingArguments
 from transformers.utils import logging
 
 from specdistill.losses.divergence import DIVERGENCES, LossSum, forward_kl
+from specdistill.methods.recipe import Recipe
 from specdistill.project import ROOT
-from specdistill.recipe import Recipe, load_recipe
+from specdistill.recipe import load_recipe
 from specdistill.training.progress import ProgressLines
 from tests.tiny import tiny_target_model, tiny_tokenizer
 

@@ -12,14 +12,12 @@ from specdistill.methods.draft_model.create import (
     create_draft_model,
     from_scratch,
     load_draft_model,
-    parameters_read,
     propose_shape,
     save_draft_model,
     step_ratio,
-    weights_read,
 )
 from specdistill.methods.draft_model.pruning import activation_norms, evenly_spaced, from_layers, from_width
-from specdistill.methods.sizes import Shape, shape_of
+from specdistill.methods.sizes import Shape, parameters_read, shape_of, weights_read
 from specdistill.targets.frozen import FrozenTarget
 from tests.tiny import qwen, tiny_target_model, tiny_tokenizer
 

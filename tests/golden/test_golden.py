@@ -1,0 +1,49 @@
+"""The commands compute what they did when record.json was made; record.py says how, and renews it."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+FOLDER = Path(__file__).parent
+RECORDED: dict[str, dict[str, Any]] = json.loads((FOLDER / "record.json").read_text(encoding="utf-8"))
+# Machines differ in the last bits of a sum, and twenty steps carry that on. record.py compares exactly, for one machine.
+TOLERANCE = 2e-4
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """A fresh record, in a process of its own: it takes one thread, and this one may have begun with more."""
+    output = tmp_path_factory.mktemp("golden") / "record.json"
+    command = [sys.executable, str(FOLDER / "record.py"), str(output)]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=1200)
+    assert output.is_file(), result.stderr
+    made: dict[str, dict[str, Any]] = json.loads(output.read_text(encoding="utf-8"))
+    return made
+
+
+@pytest.mark.parametrize("name", RECORDED["curves"])
+def test_training_takes_the_same_course(name: str, made: dict[str, dict[str, Any]]) -> None:
+    recorded, now = RECORDED["curves"][name], made["curves"][name]
+    assert now.keys() == recorded.keys()
+    for what, values in recorded.items():
+        assert now[what] == pytest.approx(values, rel=TOLERANCE), what
+
+
+@pytest.mark.parametrize("name", RECORDED["reports"])
+def test_the_same_tokens_are_drafted_and_accepted(name: str, made: dict[str, dict[str, Any]]) -> None:
+    assert made["reports"][name] == RECORDED["reports"][name]
+
+
+@pytest.mark.parametrize("name", RECORDED["exports"])
+def test_an_export_holds_the_same_tensors(name: str, made: dict[str, dict[str, Any]]) -> None:
+    assert made["exports"][name] == RECORDED["exports"][name]
+
+
+def test_everything_is_recorded(made: dict[str, dict[str, Any]]) -> None:
+    assert {part: [*entries] for part, entries in made.items()} == {part: [*entries] for part, entries in RECORDED.items()}
