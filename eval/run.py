@@ -87,7 +87,7 @@ def measure_here(
         max_length=target.max_length,
         num_prompts=config.num_prompts,
     )
-    axes = replace(suite.sweep, **{name: values for name, values in vars(config.sweep).items() if values})
+    axes = suite.sweep.model_copy(update={name: values for name, values in vars(config.sweep).items() if values})
     contexts = cut_prompts(
         suite,
         target.tokenizer,

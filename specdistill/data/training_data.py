@@ -142,7 +142,7 @@ def _regenerated(
 
         origin = [[fingerprint_of(source.rows), source.weight] for source in sources]
         ways = [config.max_length, config.validation_fraction, config.loss_mask, config.seed, str(dtype)]
-        inputs = ["written", index, num_tokens, fingerprint, tokenizer_fingerprint(tokenizer), origin, asdict(settings), ways]
+        inputs = ["written", index, num_tokens, fingerprint, tokenizer_fingerprint(tokenizer), origin, settings.model_dump(), ways]
         documents = cached(rows, DOCUMENT_COLUMNS, inputs, config.cache_dir)
         kept = usable(list(documents["length"]), [False] * len(documents), config.max_length)
         return documents.select(kept)

@@ -1,0 +1,103 @@
+"""A new method is a folder, a row of the table and a recipe: a toy one, in a test folder, through every command that takes a draft."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from specdistill import cli
+from specdistill.methods import METHODS, Cost, Method
+from tests.tiny import tiny_target_model, tiny_tokenizer
+
+RECIPE = Path(__file__).parent / "repeat" / "recipe.yaml"
+TEXTS = ["the cat sat on the mat and so on", "aaaa bbbb cccc dddd eeee", "one two two three three three", "a b c d e f g", "zz zz zz zz"]
+
+
+def specdistill(*arguments: str) -> int:
+    """The command in this process, where the table has the new row; scripts end with SystemExit."""
+    try:
+        return cli.main(arguments)
+    except SystemExit as end:
+        return int(end.code or 0)
+
+
+@pytest.fixture(scope="module")
+def table():
+    """The one line that a new method adds to the library."""
+    row = Method("repeats the last token", "model", "train/eagle.py", (), Cost("1"), "tests.methods.repeat")
+    METHODS["repeat"] = row
+    yield METHODS
+    del METHODS["repeat"]
+
+
+@pytest.fixture(scope="module")
+def work(table, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target, texts, prompts, a gate that passes, and a run of the toy method."""
+    folder = tmp_path_factory.mktemp("repeat")
+    tiny_target_model().save_pretrained(folder / "target")
+    tiny_tokenizer().save_pretrained(folder / "target")
+    (folder / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS), encoding="utf-8")
+    (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in TEXTS), encoding="utf-8")
+    (folder / "gate.yaml").write_text("- {metric: lossless.greedy_identical, equals: true}\n", encoding="utf-8")
+    keys = [
+        f"recipe={RECIPE}",
+        f"target.model={folder / 'target'}",
+        f"data.source={folder / 'texts.jsonl'}",
+        f"data.cache_dir={folder / 'cache'}",
+        f"train.output_dir={folder / 'run'}",
+        f"eval.suite={folder / 'prompts.jsonl'}",
+        f"gate={folder / 'gate.yaml'}",
+    ]
+    assert specdistill("train", *keys) == 0
+    return folder
+
+
+def test_it_trains_and_leaves_a_draft(work: Path):
+    assert json.loads((work / "run" / "draft" / "config.json").read_text(encoding="utf-8"))["architectures"] == ["RepeatLast"]
+    log = json.loads((work / "run" / "run" / "history.json").read_text(encoding="utf-8"))["log"]
+    losses = [entry["loss"] for entry in log if "loss" in entry]
+    assert len(losses) == 4 and losses[-1] != losses[0]
+
+
+def test_it_decodes_losslessly_and_passes_a_gate(work: Path):
+    assert specdistill("eval", f"recipe={work / 'run' / 'run' / 'recipe.yaml'}") == 0
+    report = json.loads((work / "run" / "report" / "report.json").read_text(encoding="utf-8"))
+    assert (report["draft"]["method"], report["lossless"]["greedy_identical"]) == ("repeat", True)
+    row = report["results"][0]
+    assert row["num_drafts"] > 0 and row["num_draft_tokens"] == 3 * row["num_drafts"]
+
+
+def test_the_doctor_knows_it(work: Path, capsys: pytest.CaptureFixture[str]):
+    suite = f"suite={work / 'prompts.jsonl'}"
+    specdistill("doctor", f"draft={work / 'run' / 'draft'}", f"target={work / 'target'}", suite)
+    printed = capsys.readouterr().out
+    assert "method repeat" in printed and "acceptance length" in printed
+
+
+def test_a_plan_has_a_row_for_it(work: Path):
+    output = work / "plan.json"
+    assert specdistill("plan", f"target={work / 'target'}", "hub=false", f"output={output}") == 0
+    rows = {row["method"]: row for row in json.loads(output.read_text(encoding="utf-8"))["methods"]}
+    assert rows["repeat"]["available"] and rows["repeat"]["parameters"] == 1
+
+
+def test_an_export_is_refused_by_name(work: Path, capsys: pytest.CaptureFixture[str]):
+    code = specdistill("export", f"draft={work / 'run' / 'draft'}", "engine=vllm", f"output_dir={work / 'served'}")
+    assert code == 2
+    assert "repeat" in capsys.readouterr().err and not (work / "served").exists()
+
+
+def test_it_is_compared_with_others(work: Path):
+    keys = [f"drafts=[{work / 'run' / 'draft'},ngram]", f"target={work / 'target'}", f"suite={work / 'prompts.jsonl'}"]
+    options = ["max_new_tokens=16", "repeats=1", "warmup=0", "sampling_draws=0", "num_speculative_tokens=3"]
+    assert specdistill("compare", *keys, *options, f"output_dir={work / 'comparison'}") == 0
+    comparison = json.loads((work / "comparison" / "comparison.json").read_text(encoding="utf-8"))
+    assert {candidate["report"]["draft"]["method"] for candidate in comparison["candidates"]} == {"repeat", "ngram"}
+
+
+def test_its_keys_are_its_own(work: Path, capsys: pytest.CaptureFixture[str]):
+    common = [f"recipe={RECIPE}", f"target.model={work / 'target'}", "data.source=pico", f"train.output_dir={work / 'x'}"]
+    assert specdistill("train", *common, "draft.ttt_steps=3") == 2
+    assert "draft.ttt_steps" in capsys.readouterr().err
+    assert specdistill("train", *common, "method=eagle") == 2
+    assert "repeat" in capsys.readouterr().err
