@@ -17,6 +17,7 @@ from specdistill.errors import ExitCode
 from specdistill.gate.baseline import read_baseline
 from specdistill.gate.changes import judge
 from specdistill.gate.gate import Evidence, load_gate
+from specdistill.hub import resolve
 from specdistill.measurement.evaluate import evaluate_draft
 from specdistill.measurement.measure import Settings
 from specdistill.measurement.quality import add_quality
@@ -30,7 +31,8 @@ from specdistill.servers.run import connect, evaluate_server
 from specdistill.statistics.power import PriorRun, power_analysis
 from specdistill.statistics.records import PromptRecord
 from specdistill.suites.suite import Suite, cut_prompts, load_suite, tokenize
-from specdistill.targets.frozen import FrozenTarget, read_tokenizer, resolve
+from specdistill.targets.frozen import FrozenTarget
+from specdistill.targets.loading import read_tokenizer
 
 SHORTHANDS = {
     "target": "target.model",

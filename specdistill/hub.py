@@ -1,4 +1,4 @@
-"""Files from the Hugging Face Hub, and what can go wrong with it in the project's own errors."""
+"""Names of models, and files from the Hugging Face Hub, whose failures become the project's errors."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -7,7 +7,19 @@ from pathlib import Path
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
 
-from specdistill.errors import ResourceError, UserError
+from specdistill.errors import ResourceError, UserError, nearest
+from specdistill.project import PICO
+
+
+def resolve(model: str, key: str = "target.model") -> str:
+    """The folder of `pico`, which ships with the package; any other name unchanged. Raises UserError for a missing folder."""
+    if model == "pico":
+        return str(PICO)
+    if not Path(model).is_dir() and (model.startswith((".", "/", "~")) or (model.count("/") != 1 and "/" in model)):
+        raise UserError(key, got=f"{model}, which is no folder", expected="pico, a folder or a Hub id")
+    if "/" not in model and not Path(model).is_dir():
+        raise UserError(key, got=model, expected="pico, a folder or a Hub id", nearest=nearest(model, ["pico"]))
+    return model
 
 
 @contextmanager
@@ -25,7 +37,7 @@ def hub_errors(key: str, name: str, *, expected: str) -> Iterator[None]:
 
 
 def split_revision(entry: str) -> tuple[str, str | None]:
-    """`org/name@v1.2` -> (org/name, v1.2); what names a folder or file here is one name, also with an @ in it."""
+    """`org/name@v1.2` -> (org/name, v1.2); the name of an existing folder or file may hold an @ and has no revision."""
     name, separator, revision = entry.rpartition("@")
     if not separator or Path(entry).exists():
         return entry, None
@@ -33,7 +45,7 @@ def split_revision(entry: str) -> tuple[str, str | None]:
 
 
 def fetch(name: str, *, key: str, expected: str, revision: str | None = None, patterns: Sequence[str] | None = None) -> Path:
-    """The folder `name`, or the Hub repository's files in the local cache: those that match `patterns`, or all."""
+    """The folder `name`, or the local copy of the Hub repository's files, all or those that match `patterns`."""
     if Path(name).is_dir():
         return Path(name)
     with hub_errors(key, f"{name}@{revision}" if revision else name, expected=expected):

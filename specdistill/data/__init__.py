@@ -1,4 +1,4 @@
-"""Training data: sources, chat templates and loss masks, packing, the draft vocabulary, and rows that the target writes itself."""
+"""Training data: sources, chat templates and loss masks, packing, the draft vocabulary, and generation by the target."""
 
 from specdistill.data.draft_vocabulary import draft_vocabulary
 from specdistill.data.packing import collate

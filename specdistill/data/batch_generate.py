@@ -1,15 +1,15 @@
-"""The target writes: a batch of prompts continued token by token, each row at its own temperature.
+"""Batched generation: prompts continued token by token, each row of the batch at its own temperature.
 
-Where the time goes on a CPU (16 layers of 128, batches of 256 rows) is reading the keys and values, so that is what this module makes
-cheap, inside the model's own forward pass:
+On a CPU (16 layers of 128, batches of 256 rows) most of the time is spent reading keys and values. Three things make that cheap, inside
+the model's own forward pass:
 
-* `GrowingLayer` keeps keys and values dense. The library's dynamic cache copies all of them at every token; a view into a larger buffer
-  is copied by oneDNN's bfloat16 product instead.
+* `GrowingLayer` keeps keys and values dense. transformers' dynamic cache copies all of them at every token, and oneDNN's bfloat16
+  product copies a view into a larger buffer.
 * `grouped_attention` reads every key and value once for all the query heads that share it.
-* rows that have ended leave the batch, and on a CPU the batch is cut into one part per core: threads that never wait for one another
+* Rows that have ended leave the batch, and on a CPU each core generates a part of the batch: threads that never wait for one another
   beat threads inside each of hundreds of small operations.
 
-Letters: B rows, P prompt tokens (with padding), D head width, V vocabulary.
+Shapes: B rows, P prompt tokens (with padding), D head width, V vocabulary.
 """
 
 import copy
@@ -29,15 +29,15 @@ from transformers.masking_utils import sdpa_mask
 from specdistill.targets.frozen import is_recurrent
 
 BLOCK = 32  # tokens by which a cache grows: copying it then costs about as much as reading its unused tail
-CHECK_EVERY = 8  # steps between two looks at which rows have ended
-KEEP_SHARE = 0.75  # rows that have ended leave the batch once no more than this share is alive
-STOP_SHARE = 1 / 8  # when no more than this share of the rows has not ended, they are cut: a few rows cost a step like many
-MIN_PART_ROWS = 32  # rows that are worth a thread of their own
+CHECK_EVERY = 8  # steps between two checks of which rows have ended
+KEEP_SHARE = 0.75  # rows that have ended leave the batch once at most this share of it is unfinished
+STOP_SHARE = 1 / 8  # the last rows are cut short once at most this share of all is unfinished: a step costs the same for a few
+MIN_PART_ROWS = 32  # fewest rows worth a thread
 GROUPED_ATTENTION = "specdistill_grouped"
 
 
 class GrowingLayer(DynamicLayer):
-    """Keys and values of one layer in a dense [B, heads, room, head_dim] block; what lies beyond `length` is zero and masked."""
+    """Keys and values of one layer in a dense [B, heads, room, head_dim] block; beyond `length` it is zero and masked."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -76,7 +76,7 @@ def _with_room(block: Tensor, length: int, tokens: int) -> Tensor:
 
 
 def growing_cache(model: PreTrainedModel) -> DynamicCache:
-    """The library's cache for this model, its plain full-attention layers replaced by growing ones."""
+    """transformers' cache for this model, its plain full-attention layers replaced by growing ones."""
     cache = DynamicCache(config=model.config)
     cache.layers = [GrowingLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
     return cache
@@ -93,7 +93,7 @@ def grouped_attention(
 ) -> tuple[Tensor, None]:
     """Attention of one new token: query [B, heads, 1, D], key and value [B, shared heads, room, D] -> [B, 1, heads, D].
 
-    softmax(scaling · Q Kᵀ) V, as `sdpa` computes it, which serves prompts.
+    softmax(scaling · Q Kᵀ) V. Prompts, of more than one token, go to `sdpa`.
     """
     batch, heads, num_queries, width = query.shape
     if num_queries > 1 or kwargs.get("position_bias") is not None:
@@ -113,7 +113,7 @@ AttentionMaskInterface.register(GROUPED_ATTENTION, sdpa_mask)
 
 @contextmanager
 def generation_mode(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[PreTrainedModel]:
-    """The model made ready to write fast: weights in `dtype` (a copy where they are not), attention that suits its device."""
+    """The model prepared for fast generation: weights in `dtype` (a copy if they are not), the attention that suits its device."""
     attention, training = model.config._attn_implementation, model.training
     if model.dtype != dtype:
         model = copy.deepcopy(model)
@@ -137,8 +137,8 @@ def fast_dtype(device: torch.device) -> torch.dtype:
 
 
 @dataclass(frozen=True)
-class Sampling:
-    """How a batch is written: `end_ids` stop a row, which never writes more than `max_new_tokens`."""
+class GenerationOptions:
+    """A row ends with a token of `end_ids`, or after `max_new_tokens`; `seed` is of its options."""
 
     max_new_tokens: int
     end_ids: Sequence[int]
@@ -149,39 +149,39 @@ def generate(
     model: PreTrainedModel,
     prompts: Sequence[Sequence[int]],
     temperatures: Sequence[float],
-    sampling: Sampling,
+    options: GenerationOptions,
     on_tokens: Callable[[int], object] = lambda count: None,
     num_parts: int | None = None,
 ) -> list[list[int]]:
-    """Continue every prompt; returns the written tokens of each row, its end token included. Temperature 0 is greedy.
+    """Continue every prompt; returns the new tokens of each row, its end token included. Temperature 0 is greedy.
 
-    A row may stop short of its end, after `max_new_tokens` or when nearly all the others have ended: what it has is still the target's.
-    `on_tokens` hears how many tokens were written since it last did. `num_parts` batches are written side by side, by default as many
-    as suit the device; the same seed, prompts and parts give the same tokens.
+    A row may be cut before its end token: after `max_new_tokens`, or once nearly all others have ended. `on_tokens` is called with the
+    number of tokens generated since its last call. The batch is split into `num_parts`, by default as many as suit the device, that are
+    generated in parallel; the same seed, prompts and parts give the same tokens.
     """
     threads = torch.get_num_threads()
     if num_parts is None:
         num_parts = max(1, min(threads, len(prompts) // MIN_PART_ROWS)) if model.device.type == "cpu" else 1
     if num_parts == 1:
-        return _generate_part(model, prompts, temperatures, sampling, on_tokens, part=0)
+        return _generate_part(model, prompts, temperatures, options, on_tokens, part=0)
 
     def one_part(part: int) -> list[list[int]]:
         torch.set_num_threads(max(1, threads // num_parts))
-        return _generate_part(model, prompts[part::num_parts], temperatures[part::num_parts], sampling, on_tokens, part)
+        return _generate_part(model, prompts[part::num_parts], temperatures[part::num_parts], options, on_tokens, part)
 
     try:
         with ThreadPoolExecutor(num_parts) as pool:
-            written = list(pool.map(one_part, range(num_parts)))
+            generated = list(pool.map(one_part, range(num_parts)))
     finally:
         torch.set_num_threads(threads)
-    return [written[row % num_parts][row // num_parts] for row in range(len(prompts))]
+    return [generated[row % num_parts][row // num_parts] for row in range(len(prompts))]
 
 
 @dataclass
 class _Rows:
-    """The rows of a batch that are still being written, and what is known of each."""
+    """The unfinished rows of a batch."""
 
-    number: Tensor  # [B], the row's place among the prompts
+    number: Tensor  # [B], the row's index among the prompts
     seen: Tensor  # [B, cache slots] bool, slots that hold a token of the row
     num_seen: Tensor  # [B, 1], prompt tokens
     temperature: Tensor  # [B]
@@ -196,18 +196,18 @@ def _generate_part(
     model: PreTrainedModel,
     prompts: Sequence[Sequence[int]],
     temperatures: Sequence[float],
-    sampling: Sampling,
+    options: GenerationOptions,
     on_tokens: Callable[[int], object],
     part: int,
 ) -> list[list[int]]:
-    generator = torch.Generator(model.device).manual_seed(sampling.seed * 1_009 + part)
-    end_ids = torch.tensor(list(sampling.end_ids), dtype=torch.long, device=model.device)
-    written = torch.full((len(prompts), sampling.max_new_tokens), -1, device=model.device)
-    ids, rows = _left_padded(prompts, temperatures, sampling.max_new_tokens, model.device)
+    generator = torch.Generator(model.device).manual_seed(options.seed * 1_009 + part)
+    end_ids = torch.tensor(list(options.end_ids), dtype=torch.long, device=model.device)
+    generated = torch.full((len(prompts), options.max_new_tokens), -1, device=model.device)
+    ids, rows = _left_padded(prompts, temperatures, options.max_new_tokens, model.device)
     cache, length = growing_cache(model), ids.shape[1]
     positions = (rows.seen[:, :length].cumsum(1) - 1).clamp(min=0)
 
-    for step in range(sampling.max_new_tokens):
+    for step in range(options.max_new_tokens):
         logits_BV = model(
             input_ids=ids,
             attention_mask=rows.seen[:, : room(length - ids.shape[1], length)],
@@ -217,26 +217,26 @@ def _generate_part(
             logits_to_keep=1,
         ).logits[:, -1]
         tokens_B = sample(logits_BV, rows.temperature, generator)
-        written[rows.number, step] = tokens_B
+        generated[rows.number, step] = tokens_B
         rows.ended |= torch.isin(tokens_B, end_ids)
         if step % CHECK_EVERY == CHECK_EVERY - 1:
-            alive = (~rows.ended).nonzero().flatten()
-            on_tokens(CHECK_EVERY * len(alive))
-            if len(alive) <= STOP_SHARE * len(prompts):
+            unfinished = (~rows.ended).nonzero().flatten()
+            on_tokens(CHECK_EVERY * len(unfinished))
+            if len(unfinished) <= STOP_SHARE * len(prompts):
                 break
-            if len(alive) <= KEEP_SHARE * len(tokens_B) and not is_recurrent(model.config.get_text_config()):
-                rows, tokens_B = rows[alive], tokens_B[alive]
-                cache.batch_select_indices(alive)
+            if len(unfinished) <= KEEP_SHARE * len(tokens_B) and not is_recurrent(model.config.get_text_config()):
+                rows, tokens_B = rows[unfinished], tokens_B[unfinished]
+                cache.batch_select_indices(unfinished)
         rows.seen[:, length] = True
         ids, positions = tokens_B[:, None], rows.num_seen + step
         length += 1
-    return [_until_end(row, sampling.end_ids) for row in written.tolist()]
+    return [_until_end(row, options.end_ids) for row in generated.tolist()]
 
 
 def sample(logits_BV: Tensor, temperatures_B: Tensor, generator: torch.Generator) -> Tensor:
     """One token a row: the argmax at temperature 0, else a draw from softmax(logits / temperature) by inverting its cumulative sum.
 
-    One uniform number a row instead of the V that `torch.multinomial` draws, which on a CPU cost more than the head. float32.
+    It takes one uniform number a row instead of the V of `torch.multinomial`, which on a CPU cost more than the head. float32.
     """
     tokens_B = logits_BV.argmax(-1)
     sampled = (temperatures_B > 0).nonzero().flatten()
@@ -252,7 +252,7 @@ def sample(logits_BV: Tensor, temperatures_B: Tensor, generator: torch.Generator
 def _left_padded(
     prompts: Sequence[Sequence[int]], temperatures: Sequence[float], max_new_tokens: int, device: torch.device
 ) -> tuple[Tensor, _Rows]:
-    """Token ids [B, P], prompts flush right, and their rows."""
+    """Token ids [B, P], padded on the left, and their rows."""
     width = max(len(prompt) for prompt in prompts)
     ids = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt in prompts], device=device)
     seen = torch.zeros(len(prompts), room(1, width + max_new_tokens), dtype=torch.bool, device=device)
@@ -264,7 +264,7 @@ def _left_padded(
 
 
 def _until_end(row: list[int], end_ids: Sequence[int]) -> list[int]:
-    """The written tokens up to and with the first end token; -1 fills what was never written."""
+    """The tokens up to the first end token, included; -1 stands where none was generated."""
     for position, token in enumerate(row):
         if token in end_ids:
             return row[: position + 1]

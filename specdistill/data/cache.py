@@ -1,4 +1,4 @@
-"""Rows that are made once: the datasets library keeps them on disk under a fingerprint of everything they were made from."""
+"""Rows that are prepared once: the datasets library keeps them on disk under a fingerprint of all their inputs."""
 
 import json
 from collections.abc import Callable, Iterable, Iterator
@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from specdistill.errors import ResourceError
 
-VERSION = 1  # of the code that makes rows: raise it when equal inputs come to give other rows
+VERSION = 1  # of the code that makes rows: raise it when equal inputs give other rows
 Row = dict[str, Any]
 
 
@@ -23,7 +23,7 @@ def cached(
 ) -> Dataset:
     """The rows of `make_rows()`, which runs only if no process has made them from equal `inputs` (plain values) before.
 
-    They appear whole or not at all, and processes that ask for the same rows at once wait for the first. No rows is a valid answer.
+    They appear whole or not at all; of processes that ask for the same rows at once one makes them and the others wait. There may be none.
     """
     fingerprint = Hasher.hash([VERSION, sorted(columns), inputs])
     marked = Features({**columns, "_is_row": datasets.Value("bool")})
@@ -36,7 +36,7 @@ def cached(
     with quiet():
         try:
             dataset = Dataset.from_generator(rows_and_mark, features=marked, cache_dir=cache_dir, fingerprint=fingerprint)
-        except DatasetGenerationError as error:  # the library's wrapping of whatever went wrong in `make_rows`
+        except DatasetGenerationError as error:  # wraps the error in `make_rows`
             raise (error.__cause__ or error) from None
         except OSError as error:
             next_step = "free disk space, or set data.cache_dir to a folder that can be written"
@@ -45,12 +45,12 @@ def cached(
 
 
 def fingerprint_of(dataset: Dataset) -> str:
-    """What the datasets library knows a dataset by: equal inputs give equal names."""
+    """The datasets library's fingerprint: equal inputs give equal ones."""
     return str(dataset._fingerprint)
 
 
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Of everything that turns text and conversations into token ids."""
+    """A hash of everything that turns text and conversations into token ids."""
     backend = json.loads(tokenizer.backend_tokenizer.to_str())
     # A call with truncation or padding leaves its settings behind in the tokenizer.
     rules = {key: value for key, value in backend.items() if key not in ("truncation", "padding")}
@@ -59,7 +59,7 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """The library's own progress bars count rows that mean nothing to the user."""
+    """Without the progress bars of the datasets library: they count rows that mean nothing to the user."""
     were_disabled = are_progress_bars_disabled()
     disable_progress_bars()
     try:

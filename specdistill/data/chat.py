@@ -1,9 +1,9 @@
-"""Texts and conversations as token ids, with the mask of the tokens that carry loss: the assistant's, or all of them.
+"""Texts and conversations as token ids, with a loss mask: the assistant's tokens, or all of them.
 
-A conversation is rendered by the target's own chat template. Where the template marks what the assistant writes (`{% generation %}`),
-its marks are the mask. Elsewhere the assistant's spans are found by rendering: a turn starts where the conversation before it, with the
-generation prompt, ends; its content ends where a marker put there comes out; what the template closes the turn with belongs to it too,
-since the target has to write that. Without the markers, what was rendered must be the conversation, character for character.
+A conversation is rendered by the target's own chat template. If the template marks the assistant's turns (`{% generation %}`), its marks
+are the mask. Otherwise the assistant's spans are found by rendering. A turn starts where the conversation before it, with the generation
+prompt, ends. Its content ends where a marker put there comes out. The closing text of the turn belongs to it, since the target has to
+generate that too. Without the markers, the rendered text must be the conversation, character for character.
 """
 
 import re
@@ -58,13 +58,15 @@ def encode_chat(
         spans = assistant_spans(lambda turns, prompt: render(tokenizer, turns, prompt, where), messages, where)
         mask = [int(any(left < end and start < right for start, end in spans)) for left, right in encoding["offset_mapping"]]
     if sum(mask) in (0, len(mask)):
-        got = f"{sum(mask)} of {len(mask)} tokens written by the assistant in {shortened(rendered)!r}"
-        raise UserError(where, got=got, expected="a conversation of which the assistant writes a part (or data.loss_mask=all)")
+        got = f"{sum(mask)} of {len(mask)} tokens from the assistant in {shortened(rendered)!r}"
+        raise UserError(
+            where, got=got, expected="a conversation with turns of the assistant and of others (or data.loss_mask=all)"
+        )
     return Encoded(ids, mask)
 
 
 def prompt_ids(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], where: str = "data.source") -> list[int]:
-    """The conversation up to its first assistant turn, as the target reads it just before it answers."""
+    """The conversation up to its first assistant turn, with the generation prompt."""
     roles = [message["role"] for message in messages]
     end = roles.index("assistant") if "assistant" in roles else len(roles)
     return list(tokenizer(render(tokenizer, messages[:end], True, where), add_special_tokens=False)["input_ids"])
@@ -93,17 +95,17 @@ def has_generation_tags(tokenizer: PreTrainedTokenizerBase) -> bool:
 
 
 def assistant_spans(render: Render, messages: Sequence[Message], where: str = "data.source") -> list[tuple[int, int]]:
-    """Character spans [start, end) of what the assistant writes in `render(messages, False)`, each turn's closing text included."""
+    """Character spans [start, end) of the assistant's turns in `render(messages, False)`, their closing text included."""
     whole = render(messages, False)
     turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     marked = [_marked(message, at_end=True) if message["role"] == "assistant" else message for message in messages]
     ends = _marker_positions(render(marked, False), whole)
     starts = [_prefix_start(render, messages[:turn], whole) for turn in turns]
-    if None in starts:  # the template renders a conversation's last turns otherwise than the same turns before others
+    if None in starts:  # the template renders the last turns of a conversation in another way than those before them
         opened = [_marked(message, at_end=False) if message["role"] == "assistant" else message for message in messages]
         starts = list(_marker_positions(render(opened, False), whole))
     if not len(starts) == len(ends) == len(turns):
-        got = f"a chat template that changes what the assistant wrote in {shortened(whole)!r}"
+        got = f"a chat template that changes the assistant's content in {shortened(whole)!r}"
         raise UserError(where, got=got, expected="a template with {% generation %} tags, or data.loss_mask=all")
     spans = []
     for turn, start, content_end in zip(turns, starts, ends, strict=True):
@@ -114,10 +116,10 @@ def assistant_spans(render: Render, messages: Sequence[Message], where: str = "d
 
 
 def _prefix_start(render: Render, before: Sequence[Message], whole: str) -> int | None:
-    """Where the next turn starts: after `before` and the generation prompt, as far as the whole conversation has that prompt.
+    """Where the next turn starts: after `before` and as much of the generation prompt as `whole` has.
 
-    Some templates prompt with more (an empty thought) than they render once the turn is written. None where `whole` does not even
-    start with `before`.
+    Some templates put more into the prompt (an empty thought) than they render in a finished turn. None if `whole` does not start with
+    `before`.
     """
     if not before:
         return 0
@@ -129,7 +131,7 @@ def _prefix_start(render: Render, before: Sequence[Message], whole: str) -> int 
 
 
 def _marked(message: Message, at_end: bool) -> Message:
-    """A message with the marker at its end or start, inside the white space around it, which a template may strip."""
+    """A message with the marker at its end or start, inside surrounding white space, which a template may strip."""
     content = message["content"]
     body = content.strip()
     position = len(content.rstrip()) if at_end else content.find(body)
@@ -137,7 +139,7 @@ def _marked(message: Message, at_end: bool) -> Message:
 
 
 def _marker_positions(rendered: str, whole: str) -> list[int]:
-    """Where in `whole` the markers of `rendered` came out; none unless `rendered` is `whole` but for them."""
+    """Positions in `whole` of the markers in `rendered`; none if the two differ in anything else."""
     pieces = rendered.split(MARKER)
     if "".join(pieces) != whole:
         return []

@@ -1,4 +1,4 @@
-"""The draft vocabulary: the target tokens that its own text uses most."""
+"""The draft vocabulary: the most frequent tokens of the training data."""
 
 import torch
 from datasets import Dataset
@@ -8,7 +8,7 @@ from specdistill.errors import UserError
 
 
 def draft_vocabulary(rows: Dataset, vocab_size: int, draft_vocab_size: int | None) -> Tensor | None:
-    """Sorted target ids [W] of the tokens most frequent among the supervised ones of `rows`; None keeps the whole vocabulary.
+    """Sorted target ids [W] of the most frequent loss tokens of `rows`; None keeps the whole vocabulary.
 
     Ties go to the lower id. Raises UserError when the draft vocabulary is empty or larger than the target's.
     """

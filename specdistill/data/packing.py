@@ -1,6 +1,6 @@
 """Documents into rows of equal length: several to a row, each with its own id and its own positions, the rest padding.
 
-PromptSums of a row, all `max_length` long: `input_ids`; `loss_mask` (1 where the token carries loss); `document_ids` (0, 1, 2, … in the
+Columns of a row, all `max_length` long: `input_ids`; `loss_mask` (1 where the token carries loss); `document_ids` (0, 1, 2, … in the
 row, -1 for padding): tokens see only their own document; `position_ids`, which restart at 0 with each document.
 """
 
@@ -26,7 +26,7 @@ COLUMNS = {
     "document_ids": List(Value("int32")),
     "position_ids": List(Value("int32")),
 }
-MIN_TOKENS = 3  # a draft reads two tokens before there is a third to be right about
+MIN_TOKENS = 3  # a draft reads two tokens before it predicts a third
 PADDING_DOCUMENT = -1
 CHUNK = 4096  # pieces packed at a time: rows then mix lengths, and the search stays quick
 
@@ -40,22 +40,19 @@ class Piece(NamedTuple):
 
 
 def usable(lengths: Sequence[int], may_cut: Sequence[bool], max_length: int) -> list[int]:
-    """Documents worth packing: of at least MIN_TOKENS, and no longer than a row unless they may be cut.
-
-    Raises UserError when there are none because all are too long.
-    """
+    """Indices of documents of at least MIN_TOKENS, and no longer than a row unless they may be cut. Raises UserError for none."""
     too_short = [length < MIN_TOKENS for length in lengths]
     too_long = [length > max_length and not cut for length, cut in zip(lengths, may_cut, strict=True)]
-    kept = [index for index, flags in enumerate(zip(too_short, too_long, strict=True)) if not any(flags)]
-    if not kept and any(too_long):
+    indices = [index for index, flags in enumerate(zip(too_short, too_long, strict=True)) if not any(flags)]
+    if not indices and any(too_long):
         shortest = min(length for length, long in zip(lengths, too_long, strict=True) if long)
         raise UserError("data.max_length", got=max_length, expected=f"{shortest} or more: every row of data.source is longer")
-    if not kept:
+    if not indices:
         raise UserError("data.source", got=f"{len(lengths)} rows of fewer than {MIN_TOKENS} tokens", expected="longer rows")
     for count, what in ((sum(too_long), f"longer than data.max_length={max_length}"), (sum(too_short), "too short to use")):
         if count:
             logger.warning("%d of %d documents are %s tokens and are left out", count, len(lengths), what)
-    return kept
+    return indices
 
 
 def cut(lengths: Sequence[int], max_length: int) -> list[Piece]:
@@ -70,7 +67,7 @@ def cut(lengths: Sequence[int], max_length: int) -> list[Piece]:
 
 
 def fill_rows(pieces: Sequence[Piece], max_length: int, packing: bool, seed: int) -> list[list[Piece]]:
-    """Which pieces share a row: in each shuffled chunk, longest first, every piece goes where it leaves the least room."""
+    """Rows of pieces. Best fit: in each shuffled chunk, longest first, every piece goes into the row where it leaves the least space."""
     shuffled = list(pieces)
     random.Random(seed).shuffle(shuffled)
     if not packing:
@@ -99,7 +96,7 @@ def pack(
     lengths = list(documents["length"])
     rows = fill_rows(cut(lengths, max_length), max_length, packing, seed)
     share = 100 * sum(lengths) / max(1, len(rows) * max_length)
-    logger.info("%d documents in %d rows of %d tokens, %.1f%% of them used", len(lengths), len(rows), max_length, share)
+    logger.info("%d documents in %d rows of %d tokens, %.1f%% filled", len(lengths), len(rows), max_length, share)
     inputs = ["packed", fingerprint_of(documents), max_length, packing, pad_token_id, seed]
     arrays = documents.with_format("numpy")  # pieces of a long document are then views, not lists of all its tokens
     return cached(lambda: (_row(arrays, row, max_length, pad_token_id) for row in rows), COLUMNS, inputs, cache_dir)

@@ -1,7 +1,7 @@
 """Prompts for the target to continue, taken from the rows of a source.
 
-Of a conversation: everything up to the first assistant turn, which the target then writes. Of a text: a fixed number of tokens from
-its beginning and, where more prompts are wanted than there are texts, from the beginnings of its paragraphs, lines or words.
+A conversation gives everything up to its first assistant turn. A text gives a fixed number of tokens from its beginning and, if more
+prompts are wanted than there are texts, from the beginnings of its paragraphs, lines or words.
 """
 
 import itertools
@@ -16,15 +16,15 @@ from transformers import PreTrainedTokenizerBase
 
 from specdistill.data.chat import prompt_ids
 
-CHARACTERS_PER_TOKEN = 16  # more than a token has on average, so that a snippet of text surely holds enough of them
+CHARACTERS_PER_TOKEN = 16  # more than a token has on average, so that a snippet surely has enough tokens
 TEXTS_AT_ONCE = 64
-# Where a text can be entered, the most natural places first: paragraphs, lines, words.
-ENTRIES = (re.compile(r"(?<=\n\n)(?=[^\n]*\S)"), re.compile(r"(?<=\n)(?=[^\n]*\S)"), re.compile(r"(?<=\s)(?=\S)"))
+# Where a prompt may start within a text, the most natural places first: paragraphs, lines, words.
+STARTS = (re.compile(r"(?<=\n\n)(?=[^\n]*\S)"), re.compile(r"(?<=\n)(?=[^\n]*\S)"), re.compile(r"(?<=\s)(?=\S)"))
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """Token ids to continue, the row they come from, and whether they ask for an assistant's answer."""
+    """Token ids to continue, their row, and whether they ask for an assistant's answer."""
 
     ids: list[int]
     row: int
@@ -34,15 +34,15 @@ class Prompt:
 
 def chat_prompts(rows: Dataset, tokenizer: PreTrainedTokenizerBase, max_tokens: int, limit: int, seed: int) -> list[Prompt]:
     """Up to `limit` prompts of at most `max_tokens`, one for each conversation, in shuffled order."""
-    found: list[Prompt] = []
+    prompts: list[Prompt] = []
     for row, record in _shuffled(rows, seed):
-        if len(found) == limit:
+        if len(prompts) == limit:
             break
         if record["messages"] is not None:
             ids = prompt_ids(tokenizer, record["messages"], f"data.source row {row}")
             if len(ids) <= max_tokens:
-                found.append(Prompt(ids, row, is_chat=True))
-    return found
+                prompts.append(Prompt(ids, row, is_chat=True))
+    return prompts
 
 
 def text_prompts(rows: Dataset, tokenizer: PreTrainedTokenizerBase, num_tokens: int, limit: int, seed: int) -> list[Prompt]:
@@ -52,20 +52,20 @@ def text_prompts(rows: Dataset, tokenizer: PreTrainedTokenizerBase, num_tokens: 
         return []
     per_text = -(-2 * limit // num_texts)  # twice the need: some texts are short
     generator = random.Random(seed)
-    found: list[Prompt] = []
+    prompts: list[Prompt] = []
     texts = ((row, record["text"]) for row, record in _shuffled(rows, seed) if record["text"] is not None)
-    while len(found) < 2 * limit and (batch := list(itertools.islice(texts, TEXTS_AT_ONCE))):
+    while len(prompts) < 2 * limit and (batch := list(itertools.islice(texts, TEXTS_AT_ONCE))):
         starts = [(row, text, start) for row, text in batch for start in _starts(text, per_text, generator)]
         snippets = [text[start : start + num_tokens * CHARACTERS_PER_TOKEN] for _, text, start in starts]
         for (row, _, start), ids in zip(starts, tokenizer(snippets, verbose=False)["input_ids"], strict=True):
             if len(ids) >= num_tokens:
-                found.append(Prompt(list(ids[:num_tokens]), row, is_chat=False, is_beginning=start == 0))
-    generator.shuffle(found)
-    return sorted(found, key=lambda prompt: not prompt.is_beginning)
+                prompts.append(Prompt(list(ids[:num_tokens]), row, is_chat=False, is_beginning=start == 0))
+    generator.shuffle(prompts)
+    return sorted(prompts, key=lambda prompt: not prompt.is_beginning)
 
 
 def repeated(prompts: Sequence[Prompt], temperatures: Sequence[float]) -> Iterator[tuple[Prompt, float]]:
-    """Every prompt at every temperature, then again and again at those that write something new."""
+    """Every prompt at every temperature, then again and again at those above 0, which generate something new."""
     count = len(temperatures)
     for turn in range(count):
         for index, prompt in enumerate(prompts):
@@ -77,13 +77,13 @@ def repeated(prompts: Sequence[Prompt], temperatures: Sequence[float]) -> Iterat
 
 
 def _starts(text: str, count: int, generator: random.Random) -> list[int]:
-    """The beginning of a text and `count` - 1 other places to start from, or as many as it has."""
+    """The beginning of a text and up to `count` - 1 other places to start from."""
     chosen: list[int] = []
-    for entries in ENTRIES:
+    for pattern in STARTS:
         missing = count - 1 - len(chosen)
         if missing <= 0:
             break
-        places = sorted({match.start() for match in entries.finditer(text)} - set(chosen))
+        places = sorted({match.start() for match in pattern.finditer(text)} - set(chosen))
         chosen += generator.sample(places, min(missing, len(places)))
     return [0, *chosen]
 

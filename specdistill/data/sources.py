@@ -1,26 +1,28 @@
-"""Where training rows come from, and the forms they come in, all brought to two: a text, or a conversation.
+"""Sources of training rows, and their many forms brought to two: a text, or a conversation.
 
-A source is `pico` (the standard library's source, as modules and as chats), a jsonl, json or parquet file, a folder or Hub id that the
-datasets library can load, or a list of `{source, weight, split, name}`. Every row becomes `{"text": str, "messages": None}` or
+A source is a built-in one, a jsonl, json or parquet file, a folder or Hub id that the datasets library can load, or a list of
+`{source, weight, split, name}`. Every row becomes `{"text": str, "messages": None}` or
 `{"text": None, "messages": [{"role", "content"}, …]}` with the roles system, user, assistant and tool.
 """
 
-import hashlib
 import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from pkgutil import resolve_name
+from typing import Any
 
 from datasets import Dataset, List, Value, load_dataset
 from datasets.exceptions import DatasetsError
 
 from specdistill.data.cache import Row, cached, fingerprint_of, quiet
 from specdistill.errors import ResourceError, UserError, nearest, one_line
-from specdistill.pico.corpus import Split, chats, standard_library
 
 logger = logging.getLogger(__name__)
+
+# Functions of a split that return a fingerprint of its rows, and a function that yields them.
+BUILT_IN = {"pico": "specdistill.pico.corpus:rows"}
 
 COLUMNS = {"text": Value("string"), "messages": List({"role": Value("string"), "content": Value("string")})}
 LOADERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
@@ -44,7 +46,7 @@ ROLES = {
 
 @dataclass(frozen=True)
 class Source:
-    """Rows of one source, and how many times they are used: 1 once, 0.5 half of them, 2 twice. `key` names it in error messages."""
+    """Rows of one source. weight: 1 uses every row once, 0.5 half of them, 2 each twice. key: names the source in error messages."""
 
     rows: Dataset
     weight: float
@@ -56,9 +58,8 @@ def load_sources(source: Any, split: str, cache_dir: str | None = None) -> list[
     if isinstance(source, str):
         return [Source(load_rows(source, split, cache_dir=cache_dir), 1.0, "data.source")]
     if not isinstance(source, Sequence) or not source:
-        raise UserError(
-            "data.source", got=repr(source), expected="pico, a file, a Hub id, or a list of {source, weight, split}"
-        )
+        expected = "pico, a file, a Hub id, or a list of {source, weight, split}"
+        raise UserError("data.source", got=repr(source), expected=expected)
     return [_load_entry(entry, f"data.source[{index}]", split, cache_dir) for index, entry in enumerate(source)]
 
 
@@ -82,8 +83,9 @@ def load_rows(
     source: str, split: str, *, name: str | None = None, key: str = "data.source", cache_dir: str | None = None
 ) -> Dataset:
     """One source's rows in the two common forms; `name` picks a configuration of a Hub id."""
-    if source == "pico":
-        return _pico(split, cache_dir)
+    if source in BUILT_IN:
+        fingerprint, rows_of_split = resolve_name(BUILT_IN[source])(split)
+        return cached(rows_of_split, COLUMNS, [source, fingerprint], cache_dir)
     raw = _load(source, split, name, key, cache_dir)
     if len(raw) == 0:
         raise UserError(key, got=f"{source}, which holds no rows", expected="a dataset with rows")
@@ -94,9 +96,9 @@ def load_rows(
     def normalised() -> Iterator[Row]:
         dropped = 0
         for index, row in enumerate(raw):
-            made = list(normalise(row, f"{key} row {index}"))
-            dropped += not made
-            yield from made
+            rows_of_it = list(normalise(row, f"{key} row {index}"))
+            dropped += not rows_of_it
+            yield from rows_of_it
         if dropped:
             logger.warning("%s: %d of %d rows of %s hold no text and are left out", key, dropped, len(raw), source)
 
@@ -118,30 +120,12 @@ def normalise(row: Mapping[str, Any], where: str) -> Iterator[Row]:
         yield {"text": None, "messages": messages}
     elif "text" in present:
         yield {"text": _string(present["text"], where, "text"), "messages": None}
-    elif (
-        "instances" in present and "instruction" in present
-    ):  # the self-instruct form: one instruction, several worked instances
+    elif "instances" in present and "instruction" in present:  # self-instruct: one instruction, several worked instances
         for instance in present["instances"]:
             yield _exchange(present["instruction"], instance.get("input"), instance.get("output"), where)
     elif exchange is not None:
         context = present.get("input") or present.get("context")
         yield _exchange(present[exchange[0]], context, present[exchange[1]], where)
-
-
-def _pico(split: str, cache_dir: str | None) -> Dataset:
-    splits = get_args(Split)
-    if split not in splits:
-        raise UserError("data.split", got=split, expected=" or ".join(splits), nearest=nearest(split, splits))
-    modules = standard_library(split)  # type: ignore[arg-type]
-
-    def rows() -> Iterator[Row]:
-        for module in modules:
-            yield {"text": module.text, "messages": None}
-        for messages in chats(modules):
-            yield {"text": None, "messages": messages}
-
-    content = hashlib.sha256("\0".join(module.text for module in modules).encode()).hexdigest()
-    return cached(rows, COLUMNS, ["pico", content], cache_dir)
 
 
 def _load(source: str, split: str, name: str | None, key: str, cache_dir: str | None) -> Dataset:
@@ -150,7 +134,7 @@ def _load(source: str, split: str, name: str | None, key: str, cache_dir: str | 
         return _load_file(path, split, key, cache_dir)
     if not path.is_dir() and source.count("/") != 1:
         expected = "pico, a jsonl, json or parquet file, a folder, or a Hub id as owner/name"
-        raise UserError(key, got=source, expected=expected, nearest=nearest(source, ["pico"]))
+        raise UserError(key, got=source, expected=expected, nearest=nearest(source, BUILT_IN))
     try:
         return load_dataset(source, name, split=split, cache_dir=cache_dir)
     except ValueError as error:  # an unknown split or configuration: the message lists the valid ones
@@ -165,9 +149,8 @@ def _load_file(path: Path, split: str, key: str, cache_dir: str | None) -> Datas
     if not path.is_file():
         siblings = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
         close = nearest(path.name, siblings)
-        raise UserError(
-            key, got=f"{path}, which does not exist", expected="a file", nearest=str(path.parent / close) if close else None
-        )
+        near = str(path.parent / close) if close else None
+        raise UserError(key, got=f"{path}, which does not exist", expected="a file", nearest=near)
     if path.stat().st_size == 0:
         raise UserError(key, got=f"{path}, which is empty", expected="a file with rows")
     base, _, _ = split.partition("[")  # `train[:100]` is a slice of the only split a file has
@@ -180,9 +163,8 @@ def _load_file(path: Path, split: str, key: str, cache_dir: str | None) -> Datas
         if "corresponds to no data" in str(error):
             raise UserError(key, got=f"{path}, which holds no rows", expected="a dataset with rows") from error
         reason = one_line(str(error.__cause__ or error))[:300]
-        raise UserError(
-            key, got=f"{path}, which does not read as {LOADERS[path.suffix]} ({reason})", expected="rows"
-        ) from error
+        got = f"{path}, which does not read as {LOADERS[path.suffix]} ({reason})"
+        raise UserError(key, got=got, expected="rows") from error
 
 
 def _is_known(columns: Sequence[str]) -> bool:

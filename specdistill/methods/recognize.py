@@ -12,10 +12,9 @@ import torch
 from safetensors import SafetensorError
 
 from specdistill.errors import UserError, one_line
-from specdistill.hub import fetch, split_revision
+from specdistill.hub import fetch, resolve, split_revision
 from specdistill.methods import METHODS
 from specdistill.methods.checkpoint import PICKLED, read_config
-from specdistill.targets.frozen import resolve
 from specdistill.targets.shards import INDEX, SINGLE, Shards
 
 EXPECTED = "a draft: an EAGLE or MTP head or a causal language model, config.json and weights"

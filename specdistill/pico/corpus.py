@@ -8,10 +8,12 @@ Every Python installation carries it, so pico can be trained, distilled for and 
 import ast
 import hashlib
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, get_args
+
+from specdistill.errors import UserError, nearest
 
 Split = Literal["train", "validation"]
 
@@ -29,6 +31,21 @@ class Module:
 
     name: str
     text: str
+
+
+def rows(split: str) -> tuple[str, Callable[[], Iterator[dict[str, Any]]]]:
+    """The source `pico` of `specdistill.data.sources`: a fingerprint of a split's text, and what yields its rows."""
+    if split not in get_args(Split):
+        raise UserError("data.split", got=split, expected=" or ".join(get_args(Split)), nearest=nearest(split, get_args(Split)))
+    modules = standard_library(split)  # type: ignore[arg-type]
+
+    def texts_and_chats() -> Iterator[dict[str, Any]]:
+        for module in modules:
+            yield {"text": module.text, "messages": None}
+        for messages in chats(modules):
+            yield {"text": None, "messages": messages}
+
+    return hashlib.sha256("\0".join(module.text for module in modules).encode()).hexdigest(), texts_and_chats
 
 
 def split_of(name: str) -> Split:

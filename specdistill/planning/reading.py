@@ -10,11 +10,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from specdistill.errors import UserError, one_line
-from specdistill.hub import fetch
+from specdistill.hub import fetch, resolve
 from specdistill.methods.checkpoint import read_config
 from specdistill.methods.mtp.checkpoint import ARCHITECTURE as MTP
 from specdistill.methods.mtp.plan import NATIVE_KEYS
-from specdistill.targets.frozen import resolve
 
 CAUSAL_LM = "the config.json of a causal language model"
 

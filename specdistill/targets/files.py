@@ -1,4 +1,4 @@
-"""What an export needs to know of a target: sizes from its config.json, and single tensors, without loading the model."""
+"""A target's sizes, from its config.json, and single tensors, without loading the model."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -8,10 +8,8 @@ from typing import Any
 from torch import Tensor
 
 from specdistill.errors import UserError
-from specdistill.hub import fetch
-from specdistill.methods.checkpoint import read_config
-from specdistill.targets.frozen import resolve
-from specdistill.targets.shards import INDEX, SINGLE, Shards
+from specdistill.hub import fetch, resolve
+from specdistill.targets.shards import INDEX, SINGLE, Shards, read_json
 
 KEY = "target.model"
 EXPECTED = "pico, a folder or a Hub id"
@@ -20,9 +18,9 @@ EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
 
 @dataclass(frozen=True)
 class TargetFiles:
-    """A target's files, in a folder or on the Hub; of the Hub's only those that are asked for are fetched.
+    """A target's files, in a folder or on the Hub, from where they are fetched one by one when they are read.
 
-    name: what an engine would be given: the folder or the Hub id. Raises UserError and ResourceError where it is used.
+    name: the folder or the Hub id, as engines take it. Methods raise UserError and ResourceError.
     """
 
     name: str
@@ -35,7 +33,7 @@ class TargetFiles:
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        return read_config(self.fetch("config.json", INDEX), KEY)
+        return read_json(self.fetch("config.json", INDEX) / "config.json", KEY)
 
     @property
     def text_config(self) -> dict[str, Any]:
@@ -56,19 +54,19 @@ class TargetFiles:
         return self._size("num_hidden_layers")
 
     def tensor(self, name: str) -> Tensor:
-        """The embedding, or the head (of a tied one there is the embedding alone)."""
+        """The embedding, or the head, which is the embedding if they are tied."""
         folder = self.fetch("config.json", INDEX)
         shards = Shards.open(folder if (folder / INDEX).is_file() else self.fetch(SINGLE), KEY, complete=False)
         for end in (name, EMBEDDING):
             # The shortest: a multi-token-prediction layer may repeat both under longer names.
-            found = min((full for full in shards.file_of if f".{full}".endswith(f".{end}")), key=len, default=None)
-            if found:
-                self.fetch(shards.file_of[found])
-                return shards.load([found])[found]
+            full_name = min((full for full in shards.file_of if f".{full}".endswith(f".{end}")), key=len, default=None)
+            if full_name:
+                self.fetch(shards.file_of[full_name])
+                return shards.load([full_name])[full_name]
         raise UserError(KEY, got=f"{self.name} without {name}", expected="a language model with an embedding")
 
     def fetch(self, *patterns: str) -> Path:
-        """The folder that holds the files of these names, those that there are."""
+        """The folder that holds the files of these names, as far as they exist."""
         return fetch(self.name, key=KEY, expected=EXPECTED, revision=self.revision, patterns=patterns)
 
     def _size(self, name: str) -> int:

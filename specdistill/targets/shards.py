@@ -1,4 +1,4 @@
-"""The safetensors files of a checkpoint: which tensor stands in which file, and whether the index tells the truth."""
+"""The safetensors files of a checkpoint: the file of each tensor, and whether the index is right about it."""
 
 import json
 from collections.abc import Iterable
@@ -25,14 +25,11 @@ class Shards:
 
     @classmethod
     def open(cls, folder: Path, key: str, *, complete: bool = True) -> "Shards":
-        """Raises UserError when a file is missing or broken, or when the index names one that is not in the folder (not yet, unless
-        `complete`).
-        """
+        """Raises UserError for a missing or broken file. Files that the index names may be missing if not `complete`."""
         if not (folder / INDEX).is_file():
             if not (folder / SINGLE).is_file():
-                raise UserError(
-                    key, got=f"{folder}, which has no {SINGLE} and no index", expected="a checkpoint in safetensors"
-                )
+                got = f"{folder}, which has no {SINGLE} and no index"
+                raise UserError(key, got=got, expected="a checkpoint in safetensors")
             return cls(folder, dict.fromkeys(_names(folder / SINGLE, key), SINGLE), key)
         try:
             file_of: dict[str, str] = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
@@ -52,7 +49,7 @@ class Shards:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all tensors: each file's, without its header and the eight bytes that say how long it is."""
+        """Bytes of all tensors: of each file without its header and the header's length in eight bytes."""
         total = 0
         for file in self.files:
             with (self.folder / file).open("rb") as stream:
@@ -61,12 +58,7 @@ class Shards:
 
     def config(self) -> dict[str, Any]:
         """The checkpoint's config.json. Raises UserError when there is none."""
-        path = self.folder / "config.json"
-        try:
-            config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise UserError(self.key, got=f"{path}: {error}", expected="a checkpoint with its config.json") from error
-        return config
+        return read_json(self.folder / "config.json", self.key)
 
     def describe(self, name: str) -> tuple[torch.dtype, torch.Size]:
         """Dtype and shape of a tensor, which is not read."""
@@ -75,7 +67,7 @@ class Shards:
             return part[:0].dtype, torch.Size(part.get_shape())
 
     def load(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Tensors by name, from the files they stand in. Raises UserError when one is not there."""
+        """Tensors by name. Raises UserError for a broken file."""
         tensors = {}
         by_file: dict[str, list[str]] = {}
         for name in names:
@@ -85,18 +77,28 @@ class Shards:
                 with safe_open(self.folder / file, framework="pt") as weights:
                     tensors.update({name: weights.get_tensor(name) for name in inside})
             except SafetensorError as error:
-                raise UserError(
-                    self.key, got=f"{self.folder / file}: {one_line(str(error))}", expected="a whole file"
-                ) from error
+                got = f"{self.folder / file}: {one_line(str(error))}"
+                raise UserError(self.key, got=got, expected="a whole file") from error
         return tensors
 
     def check(self) -> None:
-        """Raises UserError unless every tensor stands in just the file that the index says."""
+        """Raises UserError unless every tensor is in the file that the index names, and in no other."""
         inside = [(name, file) for file in self.files for name in _names(self.folder / file, self.key)]
         wrong = sorted({name for name, _ in set(inside) ^ set(self.file_of.items())})
         if wrong:
             got = f"{self.folder}, whose files and index differ about {', '.join(wrong[:3])}"
             raise UserError(self.key, got=got, expected="every tensor in the one file that the index names")
+
+
+def read_json(path: Path, key: str) -> dict[str, Any]:
+    """The keys of a checkpoint's config.json. Raises UserError when it is missing or broken."""
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(key, got=f"{path}: {error}", expected="a checkpoint with its config.json") from error
+    if not isinstance(config, dict):
+        raise UserError(key, got=f"{path}, which holds no keys", expected="the config.json of a checkpoint")
+    return config
 
 
 def _names(path: Path, key: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""The fast generation_mode against the library's own `generate`, and the distribution of its sampling."""
+"""Batched generation against transformers' `generate`, and the distribution of its sampling."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,7 +8,7 @@ import torch
 from scipy.stats import chisquare
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig, MistralConfig, MistralForCausalLM, PreTrainedModel
 
-from specdistill.data.batch_generate import BLOCK, GROUPED_ATTENTION, Sampling, generate, generation_mode, sample
+from specdistill.data.batch_generate import BLOCK, GROUPED_ATTENTION, GenerationOptions, generate, generation_mode, sample
 from tests.mtp_targets import tiny_model
 from tests.tiny import tiny_target_model
 
@@ -20,7 +20,7 @@ def greedy(
     model: PreTrainedModel, prompts: Sequence[Sequence[int]], count: int, ends: Sequence[int] = (), num_parts: int = 1
 ) -> list[list[int]]:
     with generation_mode(model, torch.float32) as fast:
-        return generate(fast, prompts, [0.0] * len(prompts), Sampling(count, ends, seed=0), num_parts=num_parts)
+        return generate(fast, prompts, [0.0] * len(prompts), GenerationOptions(count, ends, seed=0), num_parts=num_parts)
 
 
 def reference(model: PreTrainedModel, prompt: Sequence[int], count: int, ends: Sequence[int] = ()) -> list[int]:
@@ -46,9 +46,9 @@ def test_rows_stop_at_their_end_tokens_and_the_others_go_on() -> None:
     model, count = tiny_target_model(num_layers=2), 48
     free = greedy(model, PROMPTS, count)
     ends = [free[0][3], free[1][17], free[3][30]]
-    written = greedy(model, PROMPTS, count, ends)
-    assert written == [reference(model, prompt, count, ends) for prompt in PROMPTS]
-    assert len({len(row) for row in written}) > 2 and all(not set(ends) & set(row[:-1]) for row in written)
+    generated = greedy(model, PROMPTS, count, ends)
+    assert generated == [reference(model, prompt, count, ends) for prompt in PROMPTS]
+    assert len({len(row) for row in generated}) > 2 and all(not set(ends) & set(row[:-1]) for row in generated)
 
 
 def test_recurrent_layers_keep_the_state_of_each_row() -> None:
@@ -89,7 +89,7 @@ def test_temperatures_mix_in_one_batch(num_parts: int) -> None:
     prompts, temperatures = PROMPTS[:1] * 6, [0.0, 0.8, 0.8, 0.0, 0.0, 0.8]
     with generation_mode(model, torch.float32) as fast:
         first, again, other = (
-            generate(fast, prompts, temperatures, Sampling(20, [], seed), num_parts=num_parts) for seed in (1, 1, 2)
+            generate(fast, prompts, temperatures, GenerationOptions(20, [], seed), num_parts=num_parts) for seed in (1, 1, 2)
         )
     assert first == again != other
     assert first[0] == first[3] == first[4] == reference(model, prompts[0], 20)
@@ -109,8 +109,8 @@ def test_the_target_is_left_as_it_was() -> None:
     assert model.config._attn_implementation == "sdpa" and model.training
 
 
-def test_progress_counts_the_rows_that_are_still_written() -> None:
+def test_progress_counts_the_unfinished_rows() -> None:
     counted: list[int] = []
     with generation_mode(tiny_target_model(num_layers=1), torch.float32) as fast:
-        generate(fast, PROMPTS, [0.0] * 5, Sampling(16, [], seed=0), counted.append)
+        generate(fast, PROMPTS, [0.0] * 5, GenerationOptions(16, [], seed=0), counted.append)
     assert sum(counted) == 5 * 16

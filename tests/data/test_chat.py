@@ -84,17 +84,17 @@ def test_a_template_that_rewrites_the_beginning_when_the_conversation_grows() ->
     assert spans_of(moving, TWO_TURNS) == ["Hello — you?</s>", "Bye, assistant!\n</s>"]
 
 
-def test_a_template_that_drops_what_the_assistant_wrote_is_refused() -> None:
+def test_a_template_that_drops_the_assistants_content_is_refused() -> None:
     silent = "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}|{% else %}…|{% endif %}{% endfor %}"
-    with pytest.raises(UserError, match="changes what the assistant wrote in 'Hi…"):
+    with pytest.raises(UserError, match="changes the assistant's content in 'Hi…"):
         encode_chat(tiny_tokenizer(silent.replace("|", "")), TWO_TURNS[1:3], "assistant")
 
 
 def test_masks_of_none_or_all_show_the_rendered_text() -> None:
     tokenizer = tiny_tokenizer("{% for m in messages %}{{ m.content }}{% endfor %}")
-    with pytest.raises(UserError, match=r"0 of 2 tokens written by the assistant in 'Hi', expected"):
+    with pytest.raises(UserError, match=r"0 of 2 tokens from the assistant in 'Hi', expected"):
         encode_chat(tokenizer, [{"role": "user", "content": "Hi"}], "assistant")
-    with pytest.raises(UserError, match=r"2 of 2 tokens written by the assistant in 'Hi'"):
+    with pytest.raises(UserError, match=r"2 of 2 tokens from the assistant in 'Hi'"):
         encode_chat(tokenizer, [{"role": "assistant", "content": "Hi"}], "assistant")
     with pytest.raises(UserError, match=r"'x{120} … x{120}'"):
         encode_chat(tokenizer, [{"role": "user", "content": "x" * 1000}], "assistant")

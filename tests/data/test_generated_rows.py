@@ -1,4 +1,4 @@
-"""Regeneration: prompts from the source, continued by the target, as documents with the right tokens supervised."""
+"""Regeneration: prompts from the source, continued by the target, as documents with the right loss mask."""
 
 from collections.abc import Sequence
 from itertools import islice
@@ -53,7 +53,7 @@ def test_chat_prompts_end_before_the_answer_and_leave_room_for_it() -> None:
     assert len(chat_prompts(rows_of([], ["one", "two"]), tokenizer, max_tokens=40, limit=1, seed=0)) == 1
 
 
-def test_every_prompt_is_written_at_every_temperature_and_then_sampled_again() -> None:
+def test_every_prompt_is_continued_at_every_temperature_and_then_sampled_again() -> None:
     prompts = [Prompt([index], index, False) for index in range(3)]
     pairs = [(prompt.row, temperature) for prompt, temperature in islice(repeated(prompts, [0.0, 0.5, 1.0]), 15)]
     assert sorted(pairs[:9]) == sorted((row, temperature) for row in range(3) for temperature in (0.0, 0.5, 1.0))
@@ -62,20 +62,20 @@ def test_every_prompt_is_written_at_every_temperature_and_then_sampled_again() -
     assert len(list(repeated(prompts, [0.0]))) == 3  # greedy text would only repeat itself
 
 
-def test_three_batches_in_four_are_written_half_way_but_never_less_than_is_worth_it() -> None:
+def test_three_batches_in_four_stop_half_way_but_not_before_a_short_row() -> None:
     assert row_lengths(2048, 32) == [1024, 1024, 1024, 2048]
     assert row_lengths(512, 32) == [256, 256, 256, 512]
     assert set(row_lengths(200, 32)) == {200}
     assert row_lengths(512, 200) == [512]
 
 
-def test_written_rows_hold_the_prompt_and_what_greedy_generation_writes() -> None:
+def test_generated_rows_hold_the_prompt_and_its_greedy_continuation() -> None:
     model, tokenizer = tiny_target_model(num_layers=2), tiny_tokenizer(CHAT_TEMPLATE)
     source = rows_of(TEXTS, [f"question {number}" for number in range(8)])
     prompts = text_prompts(source, tokenizer, 8, 12, seed=0) + chat_prompts(source, tokenizer, 32, 8, seed=0)
     rows = list(generated_rows(model, tokenizer, prompts, 400, [0.0], 64, batch_size=4, seed=0, dtype=torch.float32))
     known = {tuple(prompt.ids): prompt for prompt in prompts}
-    written = {False: 0, True: 0}
+    generated = {False: 0, True: 0}
     for row in rows:
         assert len(row["input_ids"]) == len(row["loss_mask"]) == row["length"] <= 64
         length = next(length for length in range(1, row["length"]) if tuple(row["input_ids"][:length]) in known)
@@ -92,12 +92,12 @@ def test_written_rows_hold_the_prompt_and_what_greedy_generation_writes() -> Non
         )
         assert row["input_ids"] == expected[0].tolist()
         assert row["length"] == 64 or row["input_ids"][-1] == 0 or prompt.is_chat
-        written[prompt.is_chat] += row["length"] - length
-    assert 398 <= sum(written.values()) < 400 + 64
-    assert abs(written[True] / sum(written.values()) - CHAT_SHARE) < 0.25
+        generated[prompt.is_chat] += row["length"] - length
+    assert 398 <= sum(generated.values()) < 400 + 64
+    assert abs(generated[True] / sum(generated.values()) - CHAT_SHARE) < 0.25
 
 
-def test_used_up_greedy_prompts_end_the_writing_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_used_up_greedy_prompts_end_generation_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     model, tokenizer = tiny_target_model(num_layers=1), tiny_tokenizer()
     prompts = [Prompt([5, 6, 7], 0, False), Prompt([8, 9, 10], 0, False)]
     rows = list(generated_rows(model, tokenizer, prompts, 10_000, [0.0], 16, batch_size=8, seed=0))
@@ -106,18 +106,18 @@ def test_used_up_greedy_prompts_end_the_writing_with_a_warning(caplog: pytest.Lo
     assert f"the prompts of data.source were used up after {count} of 10000 tokens" in caplog.text
 
 
-def test_temperature_and_seed_change_what_is_written() -> None:
+def test_temperature_and_seed_change_what_is_generated() -> None:
     model, tokenizer = tiny_target_model(num_layers=1), tiny_tokenizer()
     prompts = [Prompt([5, 6, 7], 0, False)] * 4
 
-    def write_all(temperature: float, seed: int) -> list[list[int]]:
+    def generate_all(temperature: float, seed: int) -> list[list[int]]:
         rows = generated_rows(model, tokenizer, prompts, 100, [temperature], 32, batch_size=4, seed=seed)
         return [row["input_ids"] for row in rows]
 
-    greedy = write_all(0.0, 0)
-    assert all(row == greedy[0] for row in greedy) and greedy == write_all(0.0, 1)
-    warm = write_all(1.0, 0)
-    assert len({tuple(row) for row in warm}) == len(warm) == 4 and warm == write_all(1.0, 0) != write_all(1.0, 1)
+    greedy = generate_all(0.0, 0)
+    assert all(row == greedy[0] for row in greedy) and greedy == generate_all(0.0, 1)
+    warm = generate_all(1.0, 0)
+    assert len({tuple(row) for row in warm}) == len(warm) == 4 and warm == generate_all(1.0, 0) != generate_all(1.0, 1)
 
 
 def test_everything_that_ends_a_text_is_an_end_token() -> None:

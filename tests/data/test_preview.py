@@ -15,7 +15,7 @@ ROW = {
 }
 
 
-def test_document_is_the_first_one_with_its_supervised_tokens_marked():
+def test_document_is_the_first_one_with_its_loss_tokens_marked():
     text = document(ROW, tiny_tokenizer())
     assert text.plain == "hello"
     assert [(text.plain[span.start : span.end], span.style) for span in text.spans] == [("he", "dim"), ("llo", "bold green")]

@@ -2,7 +2,6 @@
 
 import json
 import logging
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from specdistill.pico.model import CHAT_TEMPLATE
 from specdistill.recipe import DataConfig, RegenerateConfig
 from tests.tiny import tiny_target_model, tiny_tokenizer
 
-WRITTEN = RegenerateConfig(num_tokens=300, prompt_tokens=4, batch_size=8)
+GENERATED = RegenerateConfig(num_tokens=300, prompt_tokens=4, batch_size=8)
 
 
 def config_for(folder: Path, rows: list[dict[str, Any]], **settings: Any) -> DataConfig:
@@ -25,6 +24,10 @@ def config_for(folder: Path, rows: list[dict[str, Any]], **settings: Any) -> Dat
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     defaults = {"source": str(path), "max_length": 32, "validation_fraction": 0.2, "cache_dir": str(folder / "cache")}
     return DataConfig(**{**defaults, **settings})
+
+
+def replace(config: Any, **changes: Any) -> Any:
+    return config.model_copy(update=changes)
 
 
 def numbered(count: int) -> list[dict[str, str]]:
@@ -80,10 +83,10 @@ def test_one_document_a_row_without_packing(tmp_path: Path) -> None:
     assert (len(train), len(validation)) == (16, 4)
 
 
-def test_the_target_writes_once_for_equal_inputs(tmp_path: Path) -> None:
+def test_the_target_generates_once_for_equal_inputs(tmp_path: Path) -> None:
     model, tokenizer, calls = tiny_target_model(num_layers=1), tiny_tokenizer(CHAT_TEMPLATE), []
     model.register_forward_hook(lambda *_: calls.append(1))
-    config = config_for(tmp_path, numbered(20), regenerate=WRITTEN)
+    config = config_for(tmp_path, numbered(20), regenerate=GENERATED)
     train, validation = training_data(config, tokenizer, model, fingerprint="weights")
     assert calls and len(train) >= 1 and len(validation) >= 1
     written = sum(len(text) for text in texts_in(train))
@@ -104,18 +107,18 @@ def test_the_target_writes_once_for_equal_inputs(tmp_path: Path) -> None:
 
 def test_no_prompt_of_the_validation_rows_is_trained_on(tmp_path: Path) -> None:
     rows = [{"text": f"{letter}" * 40} for letter in "abcdefghij"]
-    config = config_for(tmp_path, rows, regenerate=WRITTEN)
+    config = config_for(tmp_path, rows, regenerate=GENERATED)
     train, validation = training_data(config, tiny_tokenizer(), tiny_target_model(num_layers=1), fingerprint="")
     first = [{text[0] for text in texts_in(half)} for half in (train, validation)]
     assert first[0] and first[1] and not first[0] & first[1]
 
 
-def test_regenerated_answers_are_supervised_without_their_questions(tmp_path: Path) -> None:
+def test_regenerated_answers_carry_loss_without_their_questions(tmp_path: Path) -> None:
     rows = [
         {"messages": [{"role": "user", "content": f"q{number}"}, {"role": "assistant", "content": "?"}]} for number in range(6)
     ]
     for loss_mask in ("assistant", "all"):
-        config = config_for(tmp_path, rows, max_length=64, regenerate=replace(WRITTEN, num_tokens=120), loss_mask=loss_mask)
+        config = config_for(tmp_path, rows, max_length=64, regenerate=replace(GENERATED, num_tokens=120), loss_mask=loss_mask)
         train, _ = training_data(config, tiny_tokenizer(CHAT_TEMPLATE), tiny_target_model(num_layers=1), fingerprint="")
         batch = collate(list(train))
         user = batch["input_ids"] == tiny_tokenizer().convert_tokens_to_ids("<|user|>")
@@ -126,21 +129,15 @@ def test_regenerated_answers_are_supervised_without_their_questions(tmp_path: Pa
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"max_length": 4}, "data.max_length: got 4, expected 8 tokens or more"),
-        ({"validation_fraction": 1.0}, "data.validation_fraction: got 1.0"),
         ({"max_length": 8, "source": "chats"}, "data.max_length: got 8, expected 20 or more"),
         ({"source": "single"}, "data.source: got a single usable row"),
         ({"source": "short"}, "data.source: got 3 rows of fewer than 3 tokens"),
-        ({"regenerate": replace(WRITTEN, num_tokens=-1)}, "data.regenerate.num_tokens: got -1"),
-        ({"regenerate": replace(WRITTEN, prompt_tokens=32)}, "data.regenerate.prompt_tokens: got 32, expected 1 to 31"),
-        ({"regenerate": replace(WRITTEN, temperatures=[0.0, -0.5])}, r"data.regenerate.temperatures: got \[0.0, -0.5\]"),
-        ({"regenerate": replace(WRITTEN, temperatures=[])}, r"data.regenerate.temperatures: got \[\]"),
-        ({"regenerate": replace(WRITTEN, batch_size=0)}, "data.regenerate.batch_size: got 0"),
+        ({"regenerate": replace(GENERATED, prompt_tokens=32)}, "data.regenerate.prompt_tokens: got 32, expected 1 to 31"),
         (
-            {"regenerate": WRITTEN, "max_length": 300},
+            {"regenerate": GENERATED, "max_length": 300},
             "data.max_length: got 300, expected at most 256, the target's context length",
         ),
-        ({"regenerate": replace(WRITTEN, prompt_tokens=30)}, "data.max_length: got 32, and no row that gives a prompt"),
+        ({"regenerate": replace(GENERATED, prompt_tokens=30)}, "data.max_length: got 32, and no row that gives a prompt"),
     ],
 )
 def test_settings_and_rows_that_cannot_be_used(tmp_path: Path, settings: dict[str, Any], message: str) -> None:
@@ -155,7 +152,7 @@ def test_settings_and_rows_that_cannot_be_used(tmp_path: Path, settings: dict[st
 
 
 @pytest.mark.slow
-def test_a_trained_target_writes_stories(shared_data: Path, tmp_path: Path) -> None:
+def test_a_trained_target_generates_stories(shared_data: Path, tmp_path: Path) -> None:
     folder = shared_data / "models" / "stories260K-hf"
     model: LlamaForCausalLM = AutoModelForCausalLM.from_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)

@@ -8,7 +8,8 @@ from safetensors.torch import load_file, save_file
 from transformers import DynamicCache
 
 from specdistill.errors import UserError
-from specdistill.targets.frozen import FrozenTarget, check_aux_layers, default_aux_layers, resolve
+from specdistill.hub import resolve
+from specdistill.targets.frozen import FrozenTarget, check_aux_layers, default_aux_layers
 from tests.tiny import tiny_target_model, tiny_tokenizer
 
 
