@@ -20,6 +20,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Cache, PreTrainedModel
 
+from specdistill.engines.layout import engine_aux_layers
 from specdistill.errors import UserError, nearest, one_line
 from specdistill.hub import hub_errors
 from specdistill.project import PICO
@@ -271,11 +272,6 @@ def resolve(model: str, key: str = "target.model") -> str:
     if "/" not in model and not Path(model).is_dir():
         raise UserError(key, got=model, expected="pico, a folder or a Hub id", nearest=nearest(model, ["pico"]))
     return model
-
-
-def engine_aux_layers(num_layers: int) -> list[int]:
-    """Low, middle and high: [2, n//2, n-3] after-L-layers, which every engine assumes when a checkpoint does not say."""
-    return [2, num_layers // 2, num_layers - 3]
 
 
 def default_aux_layers(num_layers: int) -> list[int]:
