@@ -15,15 +15,17 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import specdistill
 from specdistill.command import print_help, spell_out
+from specdistill.engines import checked_engines, exporting_engines
 from specdistill.errors import ExitCode, ResourceError, UserError, explain, nearest
 from specdistill.methods import METHODS
 from specdistill.methods.recipe import DEFAULT_METHOD, Recipe, TrainedRecipe
 from specdistill.project import PICO, ROOT
 from specdistill.recipe import Section, TargetConfig, TargetRecipe, describe, like, load_recipe, merged, option, section
+from specdistill.recipe.fields import one_of
 
 PATHS = {"pico": PICO}
 DEMO_RECIPE, DEMO_FOLDER = "pico/eagle3", "runs/demo"
@@ -51,7 +53,7 @@ class ExportedTarget(Section):
 
 
 class ExportOptions(Section):
-    engine: Literal["vllm", "sglang", "speculators", "safeailab", "gguf"] = option(..., "what shall load it")
+    engine: Annotated[str, one_of(exporting_engines)] = option(..., "what shall load it")
     draft: str | None = option(None, "folder or Hub id of a trained draft, in any layout that is read")
     output_dir: str = option(..., "new folder for the checkpoint and SERVE.md, the command that serves it")
     target: ExportedTarget = section(ExportedTarget)
@@ -80,7 +82,7 @@ class DoctorPrompts(Section):
 class DoctorOptions(Section):
     draft: str = option(..., "folder or Hub id of a trained draft, in any layout that is read")
     target: ExaminedTarget = section(ExaminedTarget)
-    engine: Literal["vllm", "sglang", "trtllm"] | None = option(None, "whose loader to check it against; null: none")
+    engine: Annotated[str, one_of(checked_engines)] | None = option(None, "whose loader to check it against; null: none")
     decode: bool = option(
         True, "with a target: decode a few prompts, and look for what undone would bring the draft closer to it"
     )

@@ -14,18 +14,16 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from specdistill.command import run
+from specdistill.engines import ENGINES, callable_engines
 from specdistill.errors import ExitCode, UserError
 from specdistill.export.export import export
 from specdistill.measurement.engine_counts import (
-    ENGINES,
     Counts,
     Job,
-    draft_options,
     generate_here,
     generate_in_engine,
     ignore_stop_tokens,
     num_same,
-    plain_options,
     total,
 )
 from specdistill.methods.load import load_proposer
@@ -41,7 +39,7 @@ from specdistill.targets.frozen import FrozenTarget
 class CheckOptions(Section):
     target: str = option(..., "pico, a folder or a Hub id")
     draft: str = option(..., "draft, a folder or a Hub id")
-    engine: Annotated[str, one_of(lambda: ENGINES)] = option("vllm", "what serves it")
+    engine: Annotated[str, one_of(callable_engines)] = option("vllm", "what serves it")
     python: str = option(..., "Python of the environment in which the engine is installed")
     output_dir: str = option(..., "a new folder for the served draft, the engine's log and engine.json")
     suite: str = like(EvalConfig, "suite")
@@ -75,8 +73,10 @@ def main(options: CheckOptions) -> ExitCode:
     # There
     files = TargetFiles.of(options.target)
     export(draft, options.engine, folder / "served", files, num_speculative_tokens=k)
-    without = plain_options(options.engine, files.name, dtype=options.dtype, max_length=target.max_length)
-    with_draft = without | draft_options(options.engine, method, str(folder / "served"), k)
+    arguments = ENGINES[options.engine].python
+    assert arguments is not None
+    without = arguments.plain(files.name, dtype=options.dtype, max_length=target.max_length)
+    with_draft = without | arguments.draft(method, str(folder / "served"), k)
     jobs = [Job(without, prompts, length), Job(with_draft, prompts, length, k)]
     version, (plain_there, there) = generate_in_engine(options.engine, Path(options.python), jobs, folder)
 

@@ -1,7 +1,7 @@
 """What a draft's files tell: whether they are whole, fit the target, and would be loaded by an engine as they are meant.
 
 Readers refuse what is broken; their words are findings here. Beyond them: values that no training leaves, a vocabulary whose two maps
-do not agree, settings that differ from the target's, and engines' loaders, replayed.
+do not agree, settings that differ from the target's, and what an engine's loader makes of it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from specdistill.doctor.findings import Finding, note, problem, refusal, warning
+from specdistill.engines import ENGINES
+from specdistill.engines.engine import Engine
 from specdistill.engines.loader_check import check_loader, loader_of
 from specdistill.errors import UserError
 from specdistill.methods.checkpoint import FLOATS, read_config, read_tensors, stored_dtype
@@ -28,7 +30,6 @@ from specdistill.targets.files import EMBEDDING, TargetFiles
 
 KEY = "draft"
 LARGE = 1000.0  # weights of trained drafts stay far below
-ENGINE_NAMES = {"vllm": "vLLM", "sglang": "SGLang", "trtllm": "TensorRT-LLM"}
 
 
 @dataclass
@@ -53,7 +54,7 @@ class Examination:
 
 
 def examine(folder: Path, target: TargetFiles | None = None, engine: str | None = None) -> Examination:
-    """Examine a folder that holds a draft. `target`: what it drafts for; `engine`: vllm, sglang or trtllm, to replay its loader.
+    """Examine a folder that holds a draft. `target`: what it drafts for; `engine`: one of `checked_engines()`.
 
     Raises UserError for a target that is none, ResourceError when the Hub fails.
     """
@@ -83,7 +84,7 @@ def examine(folder: Path, target: TargetFiles | None = None, engine: str | None 
         if target is not None:
             seen.findings += _against(target, seen.config)
     if engine is not None:
-        seen.findings += _engine(engine, seen, config, tensors, target)
+        seen.findings += _engine(ENGINES[engine], seen, config, tensors, target)
     return seen
 
 
@@ -175,38 +176,35 @@ def _against(target: TargetFiles, config: HeadShape) -> list[Finding]:
 
 
 def _engine(
-    engine: str,
+    engine: Engine,
     seen: Examination,
     config: Mapping[str, Any],
     tensors: Mapping[str, Tensor],
     target: TargetFiles | None,
 ) -> list[Finding]:
-    """An engine's loader, replayed."""
-    name = ENGINE_NAMES[engine]
+    """What an engine would make of the folder."""
+    exported = f"specdistill export engine={engine.name} writes a draft as it loads it" if seen.method in engine.layouts else ""
     if seen.method == "mtp":
-        return [problem(f"{name} loads such a layer from its target's checkpoint alone", _export(engine))]
+        return [problem(f"{engine.title} loads such a layer from its target's checkpoint alone", exported)]
     if seen.method == "draft_model":
-        return _small(name, config, target)
+        return _vocabulary_size(engine, config, target)
     assert seen.method is not None and seen.config is not None
     loader = loader_of(engine, seen.method, config)
     if loader is None:
-        return [problem(f"{name} is not known to load method {seen.method} in this layout", _export(engine))]
-    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    result = check_loader(loader, config, shapes, vars(seen.config), target)
-    found = [problem(f"{result.name} stops: {what}", _export(engine)) for what in result.refused]
-    found += [problem(f"{result.name} does not say so, but {what}", _export(engine)) for what in result.silent]
-    return found + [note(f"{result.name}: {what}") for what in result.notes]
+        return [problem(f"{engine.title} is not known to load method {seen.method} in this layout", exported)]
+    result = check_loader(loader, config, {name: tuple(tensor.shape) for name, tensor in tensors.items()}, seen.config, target)
+    name = engine.loader_title
+    found = [problem(f"{name} stops: {what}", exported) for what in result.refused]
+    found += [problem(f"{name} does not say so, but {what}", exported) for what in result.silent]
+    return found + [note(f"{name}: {what}") for what in result.notes]
 
 
-def _export(engine: str) -> str:
-    return f"specdistill export engine={engine} writes a draft as it loads it" if engine != "trtllm" else ""
-
-
-def _small(name: str, config: Mapping[str, Any], target: TargetFiles | None) -> list[Finding]:
-    """A draft model is a model of its own: engines load it as they load any, and compare its tokens with the target's."""
-    if target is None or config.get("vocab_size") == target.vocab_size:
+def _vocabulary_size(engine: Engine, config: Mapping[str, Any], target: TargetFiles | None) -> list[Finding]:
+    """An engine loads a draft model as it loads any model, and compares its tokens with the target's."""
+    size = config.get("vocab_size")
+    if target is None or size == target.vocab_size:
         return []
-    return [problem(f"{name} drafts for a vocabulary of {target.vocab_size} with one of {config.get('vocab_size')} alone")]
+    return [problem(f"{engine.title} needs a vocabulary of {target.vocab_size}, as the target has, and the draft's is {size}")]
 
 
 def describe(seen: Examination) -> str:

@@ -1,26 +1,35 @@
-"""An engine's loader replayed on a draft's folder: what it would refuse, and what it would serve otherwise than it was trained.
+"""The loader check: what an engine would refuse of a draft's folder, and what it would load otherwise than the draft was trained.
 
-The engines need a GPU, and most of what goes wrong raises no error in them: tensors stay as memory held them, settings go unread. The rules
-are data (`specdistill.engines.loader_table`); this applies them to config.json and the tensors' names and shapes.
+The engines need a GPU, and most of what goes wrong raises no error in them: tensors stay uninitialized, settings go unread. The rules are
+data (`specdistill.engines.loader`); the check applies them to config.json and to the names and shapes of the tensors.
 """
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
-from specdistill.engines.loader_table import LOADERS, AuxLayers, Loader, Outcome, Slot, Source
-from specdistill.methods.checkpoint import TargetSizes
-from specdistill.targets.frozen import engine_aux_layers
+from specdistill.engines.engine import Engine
+from specdistill.engines.layout import engine_aux_layers
+from specdistill.engines.loader import AuxLayers, Loader, Outcome, Slot, Source
 
 Shape = tuple[int, ...]
-# What heads have here without saying so.
-MADE_AS = {"tie_word_embeddings": False, "attention_bias": False, "bias": False, "use_aux_hidden_state": True}
+# Settings that every head has here, and its config does not hold.
+COMMON_TO_HEADS = {"tie_word_embeddings": False, "attention_bias": False, "bias": False, "use_aux_hidden_state": True}
+
+
+class TargetSizes(Protocol):
+    """What must fit a draft's target."""
+
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def num_layers(self) -> int: ...
 
 
 @dataclass
 class LoaderCheck:
-    """refused: why the engine stops. silent: what it does otherwise than the draft expects, without an error. notes: what to know.
+    """refused: why the engine stops. silent: what it loads otherwise than the draft expects, without an error. notes: what to know.
 
     settings: what it makes of config.json.
     """
@@ -31,51 +40,43 @@ class LoaderCheck:
     notes: list[str] = field(default_factory=list)
     settings: dict[str, Any] = field(default_factory=dict)
 
-    @property
-    def name(self) -> str:
-        return f"{self.loader.engine} {self.loader.version}"
-
     def problem(self, outcome: Outcome, what: str) -> None:
-        (self.refused if outcome == Outcome.REFUSED else self.silent).append(what)
+        (self.refused if outcome is Outcome.REFUSED else self.silent).append(what)
 
 
-def loader_of(engine: str, method: str, config: Mapping[str, Any]) -> Loader | None:
+def loader_of(engine: Engine, method: str, config: Mapping[str, Any]) -> Loader | None:
     """How an engine would load a draft with this config.json; None where it loads no such draft."""
-    loaders = LOADERS[engine].get(method, ())
+    loaders = engine.loaders.get(method, ())
     if "speculators_model_type" in config:
         loaders = tuple(loader for loader in loaders if loader.inner == "transformer_layer_config")
     return next((loader for loader in loaders if loader.inner is None or loader.inner in config), None)
 
 
 def check_loader(
-    loader: Loader,
-    config: Mapping[str, Any],
-    shapes: Mapping[str, Shape],
-    head: Mapping[str, Any],
-    target: TargetSizes | None = None,
+    loader: Loader, config: Mapping[str, Any], shapes: Mapping[str, Shape], head: object, target: TargetSizes | None = None
 ) -> LoaderCheck:
     """What a loader makes of a folder.
 
-    config: its config.json. shapes: of its tensors, by name. head: the fields of the config of the head that it holds (`HeadShape` and
-    those of its method), which say how it was trained; empty when they are not known. target: what it drafts for, where that is known.
+    config: its config.json. shapes: of its tensors, by name. head: the config of the head in it, which says how it was trained. target:
+    what it drafts for, where that is known.
     """
     result = LoaderCheck(loader)
     _check_architectures(result, config)
-    for key in loader.required:
-        if not _is_there(config, key):
-            result.refused.append(f"config.json has no {key}")
+    result.refused += [f"config.json has no {key}" for key in loader.required if not _is_there(config, key)]
     flat = _flat(loader, config)
     for key in loader.never_null:
         if key in flat and flat[key] is None:
             result.refused.append(f"config.json says {key} null, which is taken for a number: leave the key out")
     result.settings = {name: _read(flat, setting.keys, setting.default) for name, setting in loader.settings.items()}
-    if head.get("aux_layers"):
-        _check_aux_layers(result, flat, head, target)
-    sizes, switches = _sizes(result, config, flat, target)
-    _check_settings(result, {**MADE_AS, **head})
+    for limit in loader.limits:
+        if limit.has(head):
+            result.silent.append(f"it does not support {limit.setting}; expected {limit.instead}")
+    trained = {**COMMON_TO_HEADS, **vars(head)}
+    if "aux_layers" in trained:
+        _check_aux_layers(result, flat, trained, target)
+    sizes, switches = _sizes(result, flat, target)
+    _check_settings(result, trained)
     _check_tensors(result, shapes, sizes, switches)
-    if loader.skips_equal_fc and sizes.get("A", 0) * sizes.get("D", 0) == sizes["H"]:
-        result.silent.append(f"it leaves fc out, because what fc reads is as wide as what it writes ({sizes['H']})")
     return result
 
 
@@ -117,10 +118,10 @@ def _read(config: Mapping[str, Any], keys: tuple[str, ...], default: Any) -> Any
 
 
 def _check_aux_layers(
-    result: LoaderCheck, config: Mapping[str, Any], head: Mapping[str, Any], target: TargetSizes | None
+    result: LoaderCheck, config: Mapping[str, Any], trained: Mapping[str, Any], target: TargetSizes | None
 ) -> None:
-    depth = target.num_layers if target else head["target_num_layers"]
-    wanted, default = list(head["aux_layers"]), engine_aux_layers(depth)
+    wanted = list(trained["aux_layers"])
+    default = engine_aux_layers(target.num_layers if target else trained["target_num_layers"])
     argument = result.loader.arguments.get("aux_layers")
     if argument:
         result.settings["num_aux_hidden_states"] = len(wanted)
@@ -130,13 +131,7 @@ def _check_aux_layers(
         read = sorted(set(_aux_layers(version, config) or default))
         if read != wanted:
             where = f" ({version.version})" if version.version else ""
-            result.silent.append(f"it reads the target after layers {read}{where}, and the draft was made to read {wanted}")
-    if not result.loader.reads_last_state and depth in wanted:
-        result.silent.append(
-            f"it cannot read the state after the target's last layer, {depth}, which the draft was made to read"
-        )
-    if wanted != sorted(set(wanted)) and argument:
-        result.silent.append(f"it reads layers in ascending order, and the draft was made to read {wanted}")
+            result.silent.append(f"it reads the target after layers {read}{where}, and the draft was trained to read {wanted}")
 
 
 def _aux_layers(version: AuxLayers, config: Mapping[str, Any]) -> list[int] | None:
@@ -147,9 +142,7 @@ def _aux_layers(version: AuxLayers, config: Mapping[str, Any]) -> list[int] | No
     return None
 
 
-def _sizes(
-    result: LoaderCheck, config: Mapping[str, Any], flat: Mapping[str, Any], target: TargetSizes | None
-) -> tuple[dict[str, int], dict[str, bool]]:
+def _sizes(result: LoaderCheck, flat: Mapping[str, Any], target: TargetSizes | None) -> tuple[dict[str, int], dict[str, bool]]:
     """The sizes that shapes are made of, and the switches that slots ask for."""
     read = result.settings
     read["head_dim"] = read["head_dim"] or read["hidden_size"] // read["num_attention_heads"]
@@ -173,41 +166,38 @@ def _sizes(
     return sizes, switches
 
 
-def _check_settings(result: LoaderCheck, head: Mapping[str, Any]) -> None:
+def _check_settings(result: LoaderCheck, trained: Mapping[str, Any]) -> None:
     for name, value in result.settings.items():
-        if name not in head or value == head[name]:
+        if name not in trained or value == trained[name]:
             continue
         argument = result.loader.arguments.get(name)
         if argument:
-            result.notes.append(f"start it with {argument} {head[name]}: it does not read {name} from the file")
+            result.notes.append(f"start it with {argument} {trained[name]}: it does not read {name} from the file")
         else:
-            result.silent.append(f"it takes {name} for {value}, and the draft was made with {head[name]}")
+            result.silent.append(f"it reads {name} as {value}, and the draft was trained with {trained[name]}")
 
 
 def _check_tensors(result: LoaderCheck, shapes: Mapping[str, Shape], sizes: dict[str, int], switches: dict[str, bool]) -> None:
-    loader, given = result.loader, {}
-    for name, shape in shapes.items():
-        given[_rename(loader, name, switches)] = (name, shape)
+    loader = result.loader
+    stored = {_rename(loader, name, switches): (name, shape) for name, shape in shapes.items()}
     slots = {name: slot for slot in loader.slots if _applies(slot, switches) for name in _names(slot, result, sizes)}
+    without = "it must be" if loader.unset is Outcome.REFUSED else "it stays uninitialized"
     for name, slot in slots.items():
         shape = _shape(slot, sizes)
-        if name in given:
-            there, got = given[name]
-            if got != shape:
-                result.refused.append(f"{there} is {list(got)}, and its config.json makes this parameter {list(shape)}")
-            elif slot.source == Source.TARGET:
-                result.notes.append(f"it takes the target's {name} and leaves the file's")
-        elif slot.source == Source.SHARED and shape != (sizes["V"], sizes.get("D", sizes["H"])):
+        if name in stored:
+            name_in_file, shape_in_file = stored[name]
+            if shape_in_file != shape:
+                what = f"{name_in_file} is {list(shape_in_file)}, and its config.json makes this parameter {list(shape)}"
+                result.refused.append(what)
+            elif slot.source is Source.TARGET:
+                result.notes.append(f"it takes the target's {name} and ignores the file's")
+        elif slot.source is Source.SHARED and shape != (sizes["V"], sizes.get("D", sizes["H"])):
             result.problem(loader.unset, f"{name} {list(shape)} is not in the file, and the target's has another shape")
-        elif slot.source == Source.FILE:
-            result.problem(loader.unset, f"{name} {list(shape)} is not in the file: it {_left(loader.unset)}")
-    for name, (there, _) in given.items():
+        elif slot.source is Source.FILE:
+            result.problem(loader.unset, f"{name} {list(shape)} is not in the file: {without}")
+    for name, (name_in_file, _) in stored.items():
         if name not in slots and not any(part in name for part in loader.ignored):
-            result.problem(loader.unknown, f"it has no parameter for {there}")
-
-
-def _left(outcome: Outcome) -> str:
-    return "must be" if outcome == Outcome.REFUSED else "stays as memory held it"
+            result.problem(loader.unknown, f"it has no parameter for {name_in_file}")
 
 
 def _rename(loader: Loader, name: str, switches: dict[str, bool]) -> str:

@@ -1,10 +1,10 @@
-"""What an inference engine writes with a draft and accepts of it, beside what this package's decoder does: the same prompts, greedy.
+"""What an inference engine generates with a draft and accepts of it, beside this package's decoder: the same prompts, greedy.
 
-Both sides are asked to ignore stop tokens, so that texts end at their limit alone. Engines count what the target accepted of a draft
-before they cut the text at the limit; rounds here count after the cut. So here decoding goes on until the last round is whole.
+Both sides ignore stop tokens, so that completions end at their limit alone. Engines count what the target accepted of a draft before
+they cut the completion at the limit; rounds here count after the cut. So decoding here goes on until the last round is whole.
 
-An engine is started by its own Python, which needs nothing of this package: `eval/engines/run_<engine>.py` reads what to do from one JSON
-file and writes what happened to another, prompt by prompt.
+An engine runs in its own Python, which needs nothing of this package: `eval/engines/run_<engine>.py` reads jobs from one JSON file and
+writes their results to another, prompt by prompt.
 """
 
 import json
@@ -18,17 +18,14 @@ from typing import Any
 
 from specdistill.decoding.decoder import Decoder
 from specdistill.decoding.proposer import Proposer
-from specdistill.engines.serve import SGLANG_ALGORITHMS
 from specdistill.errors import ResourceError
 from specdistill.project import ROOT
 from specdistill.targets.frozen import FrozenTarget
 
-ENGINES = ("vllm", "sglang")
-
 
 @dataclass(frozen=True)
 class Counts:
-    """Of the drafts of one text or of several, as vLLM counts them. accepted_per_position [K]: drafts whose token there was accepted."""
+    """Of one completion or of several, as vLLM counts. accepted_per_position [K]: drafts whose token there was accepted."""
 
     num_drafts: int
     num_draft_tokens: int
@@ -36,21 +33,21 @@ class Counts:
 
     @property
     def mean_acceptance_length(self) -> float:
-        """Tokens a round, the target's own included; not a number when nothing was drafted."""
+        """Tokens a round, the target's own included; NaN when nothing was drafted."""
         return 1 + sum(self.accepted_per_position) / self.num_drafts if self.num_drafts else math.nan
 
 
 @dataclass(frozen=True)
 class Completion:
-    """A continuation of a prompt, and what was accepted on the way: all zeros without a draft."""
+    """A completion, and what was accepted on the way: all zeros without a draft."""
 
     token_ids: tuple[int, ...]
     counts: Counts
 
 
-def total(texts: Sequence[Completion]) -> Counts:
-    """The counts of all texts together."""
-    counts = [text.counts for text in texts]
+def total(completions: Sequence[Completion]) -> Counts:
+    """The counts of all completions together."""
+    counts = [completion.counts for completion in completions]
     positions = zip(*(count.accepted_per_position for count in counts), strict=True)
     return Counts(
         sum(count.num_drafts for count in counts),
@@ -60,7 +57,7 @@ def total(texts: Sequence[Completion]) -> Counts:
 
 
 def ignore_stop_tokens(target: FrozenTarget) -> None:
-    """From now on this target's texts end at their limit alone."""
+    """From now on this target's completions end at their limit alone."""
     target.model.generation_config.eos_token_id = []
 
 
@@ -76,7 +73,7 @@ def generate_here(
 
     There must be room for K more tokens in the target's context; raises UserError where there is not.
     """
-    decoder, texts = Decoder(target, proposer), []
+    decoder, completions = Decoder(target, proposer), []
     for prompt_ids in prompts:
         generation = decoder.generate(
             prompt_ids,
@@ -91,8 +88,8 @@ def generate_here(
             drafts += [entry] if entry.drafted else []
         accepted = [sum(entry.num_accepted > k for entry in drafts) for k in range(num_speculative_tokens)]
         counts = Counts(len(drafts), sum(len(entry.drafted) for entry in drafts), tuple(accepted))
-        texts.append(Completion(generation.token_ids[:max_new_tokens], counts))
-    return texts
+        completions.append(Completion(generation.token_ids[:max_new_tokens], counts))
+    return completions
 
 
 @dataclass(frozen=True)
@@ -105,47 +102,29 @@ class Job:
     num_speculative_tokens: int = 0
 
 
-def plain_options(engine: str, target: str, *, dtype: str, max_length: int) -> dict[str, Any]:
-    """An engine's arguments for a target, a folder or a Hub id, without a draft."""
-    if engine == "vllm":
-        return {"model": target, "dtype": dtype, "max_model_len": max_length}
-    return {"model_path": target, "dtype": dtype, "context_length": max_length}
-
-
-def draft_options(engine: str, method: str, folder: str, num_speculative_tokens: int) -> dict[str, Any]:
-    """What a draft adds to the arguments, or replaces in them; `folder` is what `specdistill export` wrote for the engine."""
-    k, in_target = num_speculative_tokens, method == "mtp"
-    if engine == "vllm":
-        draft = {"method": method, "num_speculative_tokens": k} | ({} if in_target else {"model": folder})
-        return {"speculative_config": draft} | ({"model": folder} if in_target else {})
-    algorithm = {"speculative_algorithm": SGLANG_ALGORITHMS[method]}
-    chain = {"speculative_num_steps": k, "speculative_eagle_topk": 1, "speculative_num_draft_tokens": k + 1}
-    return algorithm | chain | {"model_path" if in_target else "speculative_draft_model_path": folder}
-
-
 def generate_in_engine(engine: str, python: Path, jobs: Sequence[Job], folder: Path) -> tuple[str, list[list[Completion]]]:
-    """The engine's version, and the texts of each job, done one after the other in one process.
+    """The engine's version, and the completions of each job, done one after the other in one process.
 
-    What the engine says goes to `<folder>/<engine>.log`. Raises ResourceError, which names that, when the process fails.
+    Its output goes to `<folder>/<engine>.log`. Raises ResourceError, which names that, when the process fails.
     """
-    orders, results, log = folder / "jobs.json", folder / "results.json", folder / f"{engine}.log"
-    orders.write_text(json.dumps([asdict(job) for job in jobs]), encoding="utf-8")
-    command = [python, ROOT / "eval" / "engines" / f"run_{engine}.py", orders, results]
-    surroundings = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    to_do, results, log = folder / "jobs.json", folder / "results.json", folder / f"{engine}.log"
+    to_do.write_text(json.dumps([asdict(job) for job in jobs]), encoding="utf-8")
+    command = [python, ROOT / "eval" / "engines" / f"run_{engine}.py", to_do, results]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     try:
         with log.open("w", encoding="utf-8") as output:
-            subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, check=True, env=surroundings)
+            subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, check=True, env=environment)
     except OSError as error:
         raise ResourceError(f"python: {python} did not start ({error})", next_step="name an interpreter") from error
     except subprocess.CalledProcessError as error:
-        said = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
-        what = f"python: {engine} failed under {python}: {' / '.join(said[-3:])}"
+        lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+        what = f"python: {engine} failed under {python}: {' / '.join(lines[-3:])}"
         raise ResourceError(what, next_step=f"see {log}") from error
     done = json.loads(results.read_text(encoding="utf-8"))
-    return done["version"], [[_written(row) for row in rows] for rows in done["jobs"]]
+    return done["version"], [[_completion(row) for row in rows] for rows in done["jobs"]]
 
 
-def _written(row: dict[str, Any]) -> Completion:
+def _completion(row: dict[str, Any]) -> Completion:
     accepted = tuple(row["accepted_per_position"])
     return Completion(tuple(row["token_ids"]), Counts(row["num_drafts"], row["num_draft_tokens"], accepted))
 

@@ -32,7 +32,6 @@ class Method:
         summary: what drafts, in a line.
         artifact: what training leaves: a head, a model, a layer of the target's checkpoint; None where there is nothing to train.
         script: the script that trains it, from the project's root; None where there is nothing to train.
-        layouts: engines that its drafts are exported to.
         cost: of drafting and of training.
         package: where its code is: `config` (its recipe, no torch) and `method` (see specdistill.methods.contract).
     """
@@ -40,7 +39,6 @@ class Method:
     summary: str
     artifact: str | None
     script: str | None
-    layouts: tuple[str, ...]
     cost: Cost
     package: str
 
@@ -61,7 +59,6 @@ METHODS = {
         "a head that reads three of the target's layers (arXiv 2503.01840)",
         "head",
         "train/eagle.py",
-        ("vllm", "sglang", "speculators", "safeailab", "gguf"),
         Cost("K", features=4, unrolled=5),
         "specdistill.methods.eagle3",
     ),
@@ -69,7 +66,6 @@ METHODS = {
         "a head that continues the target's last hidden states (arXiv 2401.15077)",
         "head",
         "train/eagle.py",
-        ("vllm", "sglang", "safeailab"),
         Cost("K", features=1, unrolled=1),
         "specdistill.methods.eagle",
     ),
@@ -77,7 +73,6 @@ METHODS = {
         "a layer of the target's own kind that predicts on from its last hidden state (arXiv 2412.19437)",
         "layer of the target's checkpoint",
         "train/mtp.py",
-        ("vllm", "sglang"),
         Cost("K", features=1, unrolled=3),
         "specdistill.methods.mtp",
     ),
@@ -85,7 +80,6 @@ METHODS = {
         "a smaller language model that drafts for the target (arXiv 2211.17192)",
         "model",
         "train/draft.py",
-        ("vllm", "sglang", "gguf"),
         Cost("K", unrolled=1),
         "specdistill.methods.draft_model",
     ),
@@ -93,7 +87,6 @@ METHODS = {
         "proposes what followed the last tokens when they occurred before (arXiv 2304.04487)",
         None,
         None,
-        (),
         Cost("0"),
         "specdistill.methods.ngram",
     ),

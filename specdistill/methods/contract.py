@@ -59,7 +59,8 @@ class Implementation:
             `draft`, for a draft that is broken or does not fit the target.
         simulation: None where drafting cannot be simulated on text of the target.
         likely_causes: why a draft of this method may accept little, where no mistake explains it.
-        export: (folder, engine, output, target, ...): write the draft for an engine.
+        export: (folder, engine, output, target or None, K): write the draft for an engine (see specdistill.engines); `dtype=` where its
+            layout has several.
         planned: (planner, given draft or None, recipe's keys) -> what `specdistill plan` counts (see specdistill.planning.plan).
         num_layers: config.json -> decoder layers of a draft.
     """

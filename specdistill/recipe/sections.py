@@ -4,7 +4,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
-from specdistill.recipe.fields import AtLeastOne, NonNegative, ReadWhen, Section, option, section
+from specdistill.engines import serving_engines
+from specdistill.recipe.fields import AtLeastOne, NonNegative, ReadWhen, Section, one_of, option, section
 
 # Commands that measure have some of the keys of `eval:` and not others: without an engine they decode in this process.
 BY_SERVER = ReadWhen("with eval.engine=vllm or sglang", lambda it: it.engine != "specdistill")
@@ -75,7 +76,7 @@ class SweepConfig(Section):
 class EvalConfig(Section):
     """How a draft is measured; methods add the keys that only they read."""
 
-    engine: Literal["specdistill", "vllm", "sglang"] = option(
+    engine: Annotated[str, one_of(lambda: ["specdistill", *serving_engines()])] = option(
         "specdistill", "what decodes: this package, or a running server (eval.server)"
     )
     server: str | None = option(None, "address of the server that drafts, as http://127.0.0.1:8000", read_when=BY_SERVER)

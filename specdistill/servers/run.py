@@ -12,9 +12,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from specdistill.engines import ENGINES
 from specdistill.engines.client import Server
-from specdistill.engines.counters import gauges
-from specdistill.engines.protocols import ENGINES, Completion, Engine, Identity
+from specdistill.engines.engine import Client, Completion, Identity
 from specdistill.errors import ResourceError, UserError
 from specdistill.measurement.measure import Settings, progress
 from specdistill.project import git_revision
@@ -30,13 +30,19 @@ from specdistill.suites.suite import Prompt, Suite, evenly
 class Peer:
     """A server that has been found to serve what it should."""
 
+    engine: str
+    client: Client
     server: Server
-    engine: Engine
     identity: Identity
 
     def complete(self, prompt: Prompt, settings: Settings, seed: int) -> Completion:
-        return self.engine.complete(
-            self.server, self.identity.models[0], prompt.token_ids, settings.max_new_tokens, settings.sampling, seed
+        return self.client.complete(
+            self.server,
+            self.identity.models[0],
+            prompt.token_ids,
+            max_new_tokens=settings.max_new_tokens,
+            **vars(settings.sampling),
+            seed=seed,
         )
 
 
@@ -99,11 +105,11 @@ def evaluate_server(
         raise broke_off
     configuration = settings.configuration
     records = [_record(suite.name, configuration, tokenizer, entry) for entry in whole]
-    identity, engine = speculative.identity, speculative.engine.name
+    identity, engine = speculative.identity, speculative.engine
     reasons = {**ROW_REASONS, **(NO_BASELINE_ROW if baseline is None else {})}
     rows = result_rows(records, suite, configuration, seed=settings.seed, reasons=reasons)
     lossless, not_compared = _compare(whole, baseline is not None, settings)
-    page = speculative.server.text("/metrics") if engine == "sglang" and broke_off is None else ""
+    gauges = speculative.client.gauges(speculative.server) if broke_off is None else {}
     report = build_report(
         target=target,
         draft=draft,
@@ -136,7 +142,7 @@ def evaluate_server(
             "version": identity.version,
             "server": speculative.server.address,
             "baseline_server": baseline.server.address if baseline else None,
-            **({"gauges": said} if (said := gauges(page)) else {}),
+            **({"gauges": gauges} if gauges else {}),
         },
         incomplete=None if broke_off is None else f"{broke_off} ({len(whole)} of {len(prompts)} prompts were measured)",
     )
@@ -144,12 +150,13 @@ def evaluate_server(
 
 
 def _connect(engine: str, address: str, key: str, target: Sequence[str], timeout: float) -> Peer:
-    server = Server(address, key=key, timeout=timeout)
-    identity = ENGINES[engine].identify(server)
+    server, client = Server(address, key=key, timeout=timeout), ENGINES[engine].client
+    assert client is not None, engine
+    identity = client.identify(server)
     if not any(_same_model(name, wanted) for name in identity.models for wanted in target):
         got = f"{address}, which serves {identity.models[0]}"
         raise UserError(key, got=got, expected=f"a server of {target[-1]} (or --served-model-name {target[0]})")
-    return Peer(server, ENGINES[engine], identity)
+    return Peer(engine, client, server, identity)
 
 
 def _same_model(name: str, wanted: str) -> bool:

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from specdistill.engines.counters import ServerCounts
 from specdistill.errors import UserError
 from specdistill.statistics.configuration import ALL, Configuration, configuration_of
 
@@ -56,20 +57,6 @@ class HFGenerate:
 
     num_tokens: int
     seconds: float
-
-
-@dataclass(frozen=True)
-class ServerCounts:
-    """What a server counted while it wrote a text: it shows no rounds. `token_ids`: of the text, empty where it does not say.
-
-    accepted_per_position [K]: drafts whose position k was accepted.
-    """
-
-    token_ids: tuple[int, ...]
-    num_drafts: int
-    num_draft_tokens: int
-    num_accepted_tokens: int
-    accepted_per_position: tuple[int, ...]
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 
+from specdistill.engines.layout import engine_aux_layers
 from specdistill.errors import UserError
 from specdistill.hub import resolve
 from specdistill.targets.loading import read_causal_lm, with_adapter
@@ -171,9 +172,6 @@ def is_recurrent(text_config: Any) -> bool:
     return bool(RECURRENT & set(getattr(text_config, "layer_types", None) or ()))
 
 
-def engine_aux_layers(num_layers: int) -> list[int]:
-    """Low, middle and high: [2, n//2, n-3] after-L-layers, which every engine assumes when a checkpoint does not say."""
-    return [2, num_layers // 2, num_layers - 3]
 
 
 def default_aux_layers(num_layers: int) -> list[int]:

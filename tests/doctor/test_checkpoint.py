@@ -262,7 +262,7 @@ def test_a_missing_tensor_is_told_as_the_engine_sees_it(folder: Path, tmp_path: 
     save_file(tensors, tmp_path / "draft" / "model.safetensors")
     problems = whats(examined(folder, tmp_path / "draft", "vllm"))
     assert len(problems) == 2 and problems[0].endswith("without norm.weight, expected norm.weight of shape (64,)")
-    assert problems[1] == "vLLM 0.33 does not say so, but norm.weight [64] is not in the file: it stays as memory held it"
+    assert problems[1] == "vLLM 0.33 does not say so, but norm.weight [64] is not in the file: it stays uninitialized"
 
 
 def test_a_small_draft_of_another_vocabulary(folder: Path, tmp_path: Path) -> None:

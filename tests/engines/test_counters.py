@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from specdistill.engines.client import Server
-from specdistill.engines.counters import Counters, gauges, parse, read
-from specdistill.engines.protocols import sglang_counts
+from specdistill.engines.counters import Counters, ServerCounts
+from specdistill.engines.sglang import SglangClient, answer_counts, page_gauges
+from specdistill.engines.vllm import VllmClient
 from specdistill.errors import ResourceError
-from specdistill.statistics.records import ServerCounts
 
 HERE = Path(__file__).parent
 
@@ -34,29 +34,29 @@ def test_what_an_engine_counts_is_summed_over_its_ranks_and_differences_are_take
             ("spec_decode_num_accepted_tokens_per_pos", ',position="0"', 25.0),
         )
     )
-    counters = parse(page, "vllm")
+    counters = VllmClient.page.parse(page)
     assert counters == Counters(200, 60, 120, 90, (50, 40))
     assert counters.since(Counters(150, 40, 80, 60, (30, 30))) == Counters(50, 20, 40, 30, (20, 10))
-    assert parse(page, "sglang") == Counters(None)
+    assert SglangClient.page.parse(page) == Counters(None)
 
 
 def test_vllm_counts_what_it_wrote_and_drafted():
-    counters = parse((HERE / "vllm.txt").read_text(), "vllm")
+    counters = VllmClient.page.parse((HERE / "vllm.txt").read_text())
     assert counters == Counters(1586, 601, 2404, 994, (377, 258, 200, 159))
     assert sum(counters.accepted_per_position) == counters.num_accepted_tokens
     assert counters.num_draft_tokens == 4 * counters.num_drafts
 
 
 def test_sglang_says_tokens_and_gauges(sglang_page):
-    assert parse(sglang_page, "sglang") == Counters(7557)
-    assert gauges(sglang_page) == {"mean_acceptance_length": 2.9, "acceptance_rate": 0.27}
-    assert gauges(sglang_page.replace(" 2.9\n", " 0.0\n").replace(" 0.27\n", " 0.0\n")) == {}
+    assert SglangClient.page.parse(sglang_page) == Counters(7557)
+    assert page_gauges(sglang_page) == {"mean_acceptance_length": 2.9, "acceptance_rate": 0.27}
+    assert page_gauges(sglang_page.replace(" 2.9\n", " 0.0\n").replace(" 0.27\n", " 0.0\n")) == {}
 
 
 def test_a_page_of_another_kind_is_no_page_of_counters(monkeypatch):
     monkeypatch.setattr(Server, "text", lambda *_, **__: "<html>\nfoo bar</html>")
     with pytest.raises(ResourceError, match=r"is no Prometheus page .*--enable-metrics"):
-        read(Server("http://nowhere", key="eval.server", timeout=1), "sglang")
+        SglangClient.page.read(Server("http://nowhere", key="eval.server", timeout=1))
 
 
 @pytest.mark.parametrize(
@@ -69,8 +69,8 @@ def test_a_page_of_another_kind_is_no_page_of_counters(monkeypatch):
 def test_sglang_counts_drafts_in_its_answers_under_two_sets_of_names(names):
     drafted, accepted, histogram = names
     meta = {"completion_tokens": 12, "spec_verify_ct": 5, drafted: 15, accepted: 6, histogram: [1, 3, 0, 1]}
-    assert sglang_counts(meta, [1, 2]) == ServerCounts((1, 2), 5, 15, 6, (4, 1, 1))
+    assert answer_counts(meta, [1, 2]) == ServerCounts((1, 2), 5, 15, 6, (4, 1, 1))
     del meta[histogram]
     with pytest.raises(ResourceError, match=f"has no .*{histogram}"):
-        sglang_counts(meta, [])
-    assert sglang_counts({"completion_tokens": 12}, []) == ServerCounts((), 0, 0, 0, ())
+        answer_counts(meta, [])
+    assert answer_counts({"completion_tokens": 12}, []) == ServerCounts((), 0, 0, 0, ())

@@ -1,4 +1,4 @@
-"""Engines' loaders replayed: what export writes passes, and what it refuses would not have; the traps of each engine by hand."""
+"""The loader check: exports pass, and what is refused would not have; the traps of each engine by hand."""
 
 import json
 import random
@@ -10,10 +10,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig
 
+from specdistill.engines import ENGINES
+from specdistill.engines.layout import Layout
+from specdistill.engines.loader import LLAMA_SETTINGS
 from specdistill.engines.loader_check import LoaderCheck, check_loader, loader_of
-from specdistill.engines.loader_table import LLAMA
 from specdistill.errors import UserError
-from specdistill.export import heads
 from specdistill.export.export import export
 from specdistill.targets.files import TargetFiles
 from specdistill.targets.frozen import FrozenTarget
@@ -32,13 +33,13 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> FrozenTarget:
     return FrozenTarget.load(str(folder))
 
 
-def replayed(engine: str, method: str, folder: Path, head: Any, target: FrozenTarget, **keys: Any) -> LoaderCheck:
+def check(engine: str, method: str, folder: Path, head: Any, target: FrozenTarget, **keys: Any) -> LoaderCheck:
     """A folder, with some keys of its config.json changed, as the engine would load it."""
     config = json.loads((folder / "config.json").read_text()) | keys
     shapes = {name: tuple(tensor.shape) for name, tensor in load_file(folder / "model.safetensors").items()}
-    loader = loader_of(engine, method, config)
+    loader = loader_of(ENGINES[engine], method, config)
     assert loader is not None
-    return check_loader(loader, config, shapes, vars(head.config), target)
+    return check_loader(loader, config, shapes, head.config, target)
 
 
 def random_shape(draw: random.Random, method: str) -> dict[str, Any]:
@@ -85,9 +86,9 @@ def test_what_is_exported_loads_and_what_is_refused_would_not_have(
         except UserError as error:
             refusal = str(error)
             with monkeypatch.context() as without:
-                without.setattr(heads, "LIMITS", {method: ()})
+                without.setattr(Layout, "check", lambda *_: None)
                 export(ours, layout, output, files)
-        result = replayed(engine, method, output, head, target)
+        result = check(engine, method, output, head, target)
         if refusal:
             assert refusal.startswith(f"engine: got {layout} for ") and ", a head with " in refusal
         else:
@@ -100,8 +101,8 @@ def test_what_is_exported_loads_and_what_is_refused_would_not_have(
 
 def test_defaults_are_those_of_transformers() -> None:
     config = LlamaConfig()
-    there = {name: "num_hidden_layers" if name == "num_layers" else name for name in LLAMA}
-    for name, setting in LLAMA.items():
+    there = {name: "num_hidden_layers" if name == "num_layers" else name for name in LLAMA_SETTINGS}
+    for name, setting in LLAMA_SETTINGS.items():
         if name not in ("bias", "head_dim"):
             assert setting.default == getattr(config, there[name]), name
 
@@ -127,10 +128,10 @@ MISSING, EXTRA = "midlayer.mlp.up_proj.weight", "midlayer.self_attn.q_norm.weigh
 @pytest.mark.parametrize(
     ("engine", "says", "extra"),
     [
-        ("vllm", ("silent", "layers.0.mlp.up_proj.weight [128, 64] is not in the file: it stays as memory held it"), "refused"),
+        ("vllm", ("silent", "layers.0.mlp.up_proj.weight [128, 64] is not in the file: it stays uninitialized"), "refused"),
         (
             "sglang",
-            ("silent", "layers.0.mlp.up_proj.weight [128, 64] is not in the file: it stays as memory held it"),
+            ("silent", "layers.0.mlp.up_proj.weight [128, 64] is not in the file: it stays uninitialized"),
             "silent",
         ),
         ("trtllm", ("refused", "layers.0.mlp.up_proj.weight [128, 64] is not in the file: it must be"), "silent"),
@@ -141,7 +142,7 @@ def test_missing_and_unknown_tensors(
 ) -> None:
     head = one_head(target, tmp_path)
     rewrite(tmp_path / "vllm", without=MISSING, **{EXTRA: torch.ones(32)})
-    result = replayed(engine, "eagle3", tmp_path / "vllm", head, target)
+    result = check(engine, "eagle3", tmp_path / "vllm", head, target)
     assert says[1] in getattr(result, says[0])
     assert f"it has no parameter for {EXTRA}" in getattr(result, extra)
 
@@ -149,10 +150,10 @@ def test_missing_and_unknown_tensors(
 @pytest.mark.parametrize(
     ("engine", "layout", "says"),
     [
-        ("vllm", "ours", "it reads the target after layers [0, 5] (V1 runner), and the draft was made to read [1, 6]"),
-        ("vllm", "ours", "it reads the target after layers [2, 4, 5] (V2 runner), and the draft was made to read [1, 6]"),
-        ("vllm", "sglang", "it reads the target after layers [0, 5] (V1 runner), and the draft was made to read [1, 6]"),
-        ("sglang", "vllm", "it reads the target after layers [2, 4, 5], and the draft was made to read [1, 6]"),
+        ("vllm", "ours", "it reads the target after layers [0, 5] (V1 runner), and the draft was trained to read [1, 6]"),
+        ("vllm", "ours", "it reads the target after layers [2, 4, 5] (V2 runner), and the draft was trained to read [1, 6]"),
+        ("vllm", "sglang", "it reads the target after layers [0, 5] (V1 runner), and the draft was trained to read [1, 6]"),
+        ("sglang", "vllm", "it reads the target after layers [2, 4, 5], and the draft was trained to read [1, 6]"),
         ("sglang", "ours", None),
         ("vllm", "vllm", None),
         ("vllm", "speculators", None),
@@ -162,13 +163,13 @@ def test_layers_are_read_where_each_engine_looks(
     engine: str, layout: str, says: str | None, target: FrozenTarget, tmp_path: Path
 ) -> None:
     head = one_head(target, tmp_path, layout, aux_layers=[1, 6])
-    result = replayed(engine, "eagle3", tmp_path / layout, head, target)
+    result = check(engine, "eagle3", tmp_path / layout, head, target)
     assert (says in result.silent) if says else (not result.silent and not result.refused)
 
 
 def test_tensorrt_is_told_the_layers_when_it_starts(target: FrozenTarget, tmp_path: Path) -> None:
     head = one_head(target, tmp_path, aux_layers=[1, 6])
-    result = replayed("trtllm", "eagle3", tmp_path / "vllm", head, target)
+    result = check("trtllm", "eagle3", tmp_path / "vllm", head, target)
     assert result.notes == ["start it with eagle3_layers_to_capture=[0, 5]: it reads no layers from the file"]
     assert not result.refused and not result.silent
 
@@ -176,7 +177,7 @@ def test_tensorrt_is_told_the_layers_when_it_starts(target: FrozenTarget, tmp_pa
 def test_a_whole_vocabulary_with_a_map_is_refused_by_vllm_alone(target: FrozenTarget, tmp_path: Path) -> None:
     head = one_head(target, tmp_path, draft_vocabulary=None)
     rewrite(tmp_path / "vllm", d2t=torch.zeros(260, dtype=torch.long))
-    results = {engine: replayed(engine, "eagle3", tmp_path / "vllm", head, target) for engine in ("vllm", "sglang")}
+    results = {engine: check(engine, "eagle3", tmp_path / "vllm", head, target) for engine in ("vllm", "sglang")}
     assert results["vllm"].refused == ["it has no parameter for d2t"]
     assert not results["sglang"].refused and not results["sglang"].silent
 
@@ -192,17 +193,17 @@ def test_a_whole_vocabulary_with_a_map_is_refused_by_vllm_alone(target: FrozenTa
         ("vllm", {"num_attention_heads": 4}, "refused", "q_proj.weight is [64, 128], and its config.json makes this parameter"),
         ("vllm", {"draft_vocab_size": 24}, "refused", "lm_head.weight is [25, 64]"),
         ("vllm", {"draft_vocab_size": None}, "refused", "lm_head.weight is [25, 64]"),
-        ("vllm", {"norm_before_residual": True}, "silent", "takes norm_before_residual for True"),
-        ("sglang", {"norm_output": True}, "silent", "takes norm_output for True, and the draft was made with False"),
-        ("trtllm", {"tie_word_embeddings": True}, "silent", "takes tie_word_embeddings for True"),
-        ("vllm", {"eagle_config": {"use_aux_hidden_state": False}}, "silent", "use_aux_hidden_state for False"),
+        ("vllm", {"norm_before_residual": True}, "silent", "reads norm_before_residual as True"),
+        ("sglang", {"norm_output": True}, "silent", "reads norm_output as True, and the draft was trained with False"),
+        ("trtllm", {"tie_word_embeddings": True}, "silent", "reads tie_word_embeddings as True"),
+        ("vllm", {"eagle_config": {"use_aux_hidden_state": False}}, "silent", "use_aux_hidden_state as False"),
     ],
 )
 def test_what_a_config_says(
     engine: str, keys: dict[str, Any], outcome: str, says: str, target: FrozenTarget, tmp_path: Path
 ) -> None:
     head = one_head(target, tmp_path)
-    result = replayed(engine, "eagle3", tmp_path / "vllm", head, target, **keys)
+    result = check(engine, "eagle3", tmp_path / "vllm", head, target, **keys)
     assert any(says in what for what in getattr(result, outcome)), result
 
 
@@ -213,9 +214,9 @@ def test_keys_that_are_not_there(target: FrozenTarget, tmp_path: Path) -> None:
     config = json.loads(path.read_text())
     del config["draft_vocab_size"], config["num_hidden_layers"]
     path.write_text(json.dumps(config))
-    result = replayed("sglang", "eagle3", tmp_path / "vllm", head, target)
+    result = check("sglang", "eagle3", tmp_path / "vllm", head, target)
     assert "config.json has no draft_vocab_size" in result.refused
-    assert "it takes num_layers for 32, and the draft was made with 1" in result.silent
+    assert "it reads num_layers as 32, and the draft was trained with 1" in result.silent
 
 
 def test_speculators_residual_is_before_its_norm_unless_it_says_so(target: FrozenTarget, tmp_path: Path) -> None:
@@ -224,17 +225,17 @@ def test_speculators_residual_is_before_its_norm_unless_it_says_so(target: Froze
     config = json.loads(path.read_text())
     del config["norm_before_residual"], config["speculators_config"]["verifier"]
     path.write_text(json.dumps(config))
-    result = replayed("vllm", "eagle3", tmp_path / "speculators", head, target)
-    assert result.silent == ["it takes norm_before_residual for True, and the draft was made with False"]
+    result = check("vllm", "eagle3", tmp_path / "speculators", head, target)
+    assert result.silent == ["it reads norm_before_residual as True, and the draft was trained with False"]
     assert result.refused == ["config.json has no speculators_config.verifier.name_or_path"]
-    assert loader_of("sglang", "eagle3", config) is None
+    assert loader_of(ENGINES["sglang"], "eagle3", config) is None
 
 
 def test_another_width_needs_its_own_embedding(target: FrozenTarget, tmp_path: Path) -> None:
     head = one_head(target, tmp_path, hidden_size=32, num_attention_heads=2, num_key_value_heads=1)
     rewrite(tmp_path / "vllm", without="embed_tokens.weight")
     for engine, outcome in (("vllm", "silent"), ("sglang", "silent"), ("trtllm", "refused")):
-        result = replayed(engine, "eagle3", tmp_path / "vllm", head, target)
+        result = check(engine, "eagle3", tmp_path / "vllm", head, target)
         assert any("embed_tokens.weight [260, 32] is not in the file" in what for what in getattr(result, outcome)), engine
 
 
@@ -242,16 +243,16 @@ def test_the_targets_head_is_taken_only_where_it_fits(target: FrozenTarget, tmp_
     for vocabulary, problems in ((None, 0), (PRUNED["draft_vocabulary"], 1)):
         head = one_head(target, tmp_path / str(problems), draft_vocabulary=vocabulary)
         rewrite(tmp_path / str(problems) / "vllm", without="lm_head.weight")
-        result = replayed("vllm", "eagle3", tmp_path / str(problems) / "vllm", head, target)
+        result = check("vllm", "eagle3", tmp_path / str(problems) / "vllm", head, target)
         assert len(result.silent) == problems and not result.refused
 
 
 def test_eagle_is_left_a_random_bias_by_sglang(target: FrozenTarget, tmp_path: Path) -> None:
     head = head_of("eagle", target, {})
     save_head("eagle", head, tmp_path / "ours")
-    ours = replayed("sglang", "eagle", tmp_path / "ours", head, target)
-    assert ours.silent == ["fc.bias [64] is not in the file: it stays as memory held it"]
+    ours = check("sglang", "eagle", tmp_path / "ours", head, target)
+    assert ours.silent == ["fc.bias [64] is not in the file: it stays uninitialized"]
     assert ours.refused == [
         "config.json has architectures LlamaForCausalLM; this engine loads such a draft as LlamaForCausalLMEagle"
     ]
-    assert loader_of("trtllm", "eagle", {}) is None
+    assert loader_of(ENGINES["trtllm"], "eagle", {}) is None

@@ -75,7 +75,7 @@ def test_sglang_is_told_steps_and_drafted_tokens(folder: Path, tmp_path: Path) -
         "--speculative-eagle-topk": "1",
         "--speculative-num-draft-tokens": "6",
     }
-    assert "TARGET stands for the model" in text
+    assert "TARGET stands for the draft's target" in text
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Counts as engines make them: the last round whole, stop tokens ignored; and what a draft adds to an engine's arguments."""
+"""Counts as engines make them: the last round whole, stop tokens ignored."""
 
 from dataclasses import replace
 
@@ -9,11 +9,9 @@ from specdistill.decoding.proposer import Proposal
 from specdistill.measurement.engine_counts import (
     Completion,
     Counts,
-    draft_options,
     generate_here,
     ignore_stop_tokens,
     num_same,
-    plain_options,
     total,
 )
 from tests.proposers import ModelProposer, tiny_target
@@ -65,19 +63,6 @@ def test_texts_go_on_past_stop_tokens():
 def test_texts_are_compared_token_by_token():
     one = [Completion((1, 2, 3), Counts(0, 0, ())), Completion((4, 5), Counts(0, 0, ()))]
     assert num_same(one, [one[0], replace(one[1], token_ids=(4, 6))]) == 1
-
-
-def test_what_a_draft_adds_to_an_engine_s_arguments():
-    plain = plain_options("vllm", "target", dtype="float32", max_length=64)
-    assert plain == {"model": "target", "dtype": "float32", "max_model_len": 64}
-    eagle3 = {"method": "eagle3", "num_speculative_tokens": 3, "model": "draft"}
-    assert plain | draft_options("vllm", "eagle3", "draft", 3) == plain | {"speculative_config": eagle3}
-    inside = {"model": "served", "speculative_config": {"method": "mtp", "num_speculative_tokens": 3}}
-    assert plain | draft_options("vllm", "mtp", "served", 3) == plain | inside
-    chain = {"speculative_num_steps": 3, "speculative_eagle_topk": 1, "speculative_num_draft_tokens": 4}
-    standalone = {"speculative_algorithm": "STANDALONE", **chain, "speculative_draft_model_path": "draft"}
-    assert draft_options("sglang", "draft_model", "draft", 3) == standalone
-    assert draft_options("sglang", "mtp", "served", 3)["model_path"] == "served"
 
 
 def test_nothing_drafted_has_no_acceptance_length():

@@ -2,6 +2,7 @@ from dataclasses import replace
 
 import pytest
 
+from specdistill.engines.counters import ServerCounts
 from specdistill.errors import UserError
 from specdistill.report.results import result_rows
 from specdistill.statistics.configuration import Configuration
@@ -15,7 +16,6 @@ from specdistill.statistics.prompt_sums import (
 from specdistill.statistics.records import (
     PromptRecord,
     RoundRecord,
-    ServerCounts,
     Timing,
     read_records,
     records_of,

@@ -13,17 +13,16 @@ from torch import Tensor
 from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
 
 from specdistill.decoding.proposer import DecodingState, Proposal
+from specdistill.engines.vllm import draft_options, plain_options
 from specdistill.export.export import export
 from specdistill.losses.divergence import forward_kl
 from specdistill.measurement.engine_counts import (
     Completion,
     Job,
-    draft_options,
     generate_here,
     generate_in_engine,
     ignore_stop_tokens,
     num_same,
-    plain_options,
     total,
 )
 from specdistill.methods.heads.unroll import TrainingTimeTest
@@ -85,7 +84,7 @@ def cases(
     python = environment("vllm") / "bin" / "python"
     folder = tmp_path_factory.mktemp("vllm")
     files = TargetFiles.of("pico")
-    options = partial(plain_options, "vllm", dtype="float32", max_length=MAX_LENGTH)
+    options = partial(plain_options, dtype="float32", max_length=MAX_LENGTH)
     written_here = partial(generate_here, max_new_tokens=NUM_TOKENS)
     plain = Job(options(files.name), prompts, NUM_TOKENS)
     jobs, here = {"plain": plain}, {"plain": written_here(pico, None, prompts)}
@@ -99,15 +98,15 @@ def cases(
             served = folder / name.replace(" ", "-")
             export(trained(draft), engine, served, files, num_speculative_tokens=K)
         # speculators' folder names target and K itself.
-        add(name, {"model": str(served)} if engine == "speculators" else draft_options("vllm", method, str(served), K))
+        add(name, {"model": str(served)} if engine == "speculators" else draft_options(method, str(served), K))
         here[name] = written_here(pico, load_proposer(method, trained(draft), pico), prompts, num_speculative_tokens=K)
     here[ONE_OFF] = here["EAGLE-3, engine=vllm"]
-    add(ONE_OFF, draft_options("vllm", "eagle3", str(one_off(jobs["EAGLE-3, engine=vllm"], folder)), K))
+    add(ONE_OFF, draft_options("eagle3", str(one_off(jobs["EAGLE-3, engine=vllm"], folder)), K))
 
     target, served, draft = mixture_of_experts(folder)
     texts = [list(range(5 + start, 25 + start)) for start in range(3)]
     jobs["experts"] = Job(options(target.name), texts, NUM_TOKENS)
-    jobs[PREDICTED] = Job(options(target.name) | draft_options("vllm", "mtp", str(served), K), texts, NUM_TOKENS, K)
+    jobs[PREDICTED] = Job(options(target.name) | draft_options("mtp", str(served), K), texts, NUM_TOKENS, K)
     here["experts"] = written_here(target, None, texts)
     here[PREDICTED] = written_here(target, load_proposer("mtp", draft, target), texts, num_speculative_tokens=K)
 

@@ -1,7 +1,7 @@
 """A draft model as one GGUF file for llama.cpp: sizes, tokenizer and weights of a Llama with a byte-level BPE tokenizer.
 
-llama.cpp rotates neighbouring pairs where transformers rotates halves, so rows of q and k change places. Norms stay in float32. How text
-is cut into words before BPE is code in llama.cpp, chosen by a name; only cuts that it is known to make alike are written.
+llama.cpp rotates neighbouring pairs where transformers rotates halves, so rows of q and k are permuted. Norms stay in float32. How text
+is split before BPE is code in llama.cpp, chosen by a name; only splits that it is known to share are exported.
 """
 
 import json
@@ -17,10 +17,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from specdistill.errors import UserError, one_line
-from specdistill.export.folder import new_folder
 from specdistill.methods.checkpoint import check_tensors, read_tensors
 from specdistill.methods.draft_model.llama import is_plain_llama
-from specdistill.targets.files import TargetFiles
+from specdistill.methods.folder import new_folder
 
 FILE_TYPES = {
     "f32": gguf.LlamaFileType.ALL_F32,
@@ -33,7 +32,7 @@ WORDS_OF_LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 WORDS_OF_QWEN2 = WORDS_OF_LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
-# How text is cut, and whether a word that is a token is taken without merging -> llama.cpp's name for it.
+# Steps of the split, and whether a word that is a token is taken without merging -> llama.cpp's name.
 PRE_TOKENIZERS = {
     (("words",), False): "gpt-2",
     (("digits", "words"), False): "smollm",
@@ -43,7 +42,7 @@ PRE_TOKENIZERS = {
 }
 
 
-def export_gguf(folder: Path, output: Path, target: TargetFiles | None, dtype: str) -> None:
+def write_gguf(folder: Path, output: Path, dtype: str) -> None:
     """Write `draft-<dtype>.gguf` into a new folder. Raises UserError, before that, for a model or a tokenizer of another kind."""
     try:
         config: Any = AutoConfig.from_pretrained(folder)
@@ -56,9 +55,6 @@ def export_gguf(folder: Path, output: Path, target: TargetFiles | None, dtype: s
     if not is_plain_llama(model) or config.rope_parameters.get("rope_type", "default") not in ROPES:
         got = f"gguf for {folder}, a {config.model_type} with rotary frequencies {config.rope_parameters}"
         raise UserError("engine", got=got, expected="a Llama without biases, with plain, linear or Llama-3 frequencies")
-    if target is not None and config.vocab_size != target.vocab_size:
-        got = f"gguf for {folder} with a vocabulary of {config.vocab_size}"
-        raise UserError("engine", got=got, expected=f"{target.vocab_size}, as {target.name} has")
     pre_tokenizer = _pre_tokenizer(folder)
     tensors = read_tensors(folder, "draft")
     tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
@@ -137,27 +133,27 @@ def _add_weights(writer: gguf.GGUFWriter, config: Any, tensors: dict[str, Tensor
 
 
 def _pre_tokenizer(folder: Path) -> str:
-    """llama.cpp's name for how the tokenizer cuts text; raises UserError when it has none that is known to be the same."""
+    """llama.cpp's name for the tokenizer's split; raises UserError when none is known to be the same."""
     path = folder / "tokenizer.json"
     try:
         tokenizer = json.loads(path.read_text(encoding="utf-8"))
         model, normalizer = tokenizer["model"], tokenizer.get("normalizer") or {}
         # llama.cpp normalises nothing; that Qwen composes accents first is left out by its own converter, too.
-        cut = _cut(tokenizer.get("pre_tokenizer") or {}) if normalizer.get("type", "NFC") == "NFC" else ()
-        name = PRE_TOKENIZERS.get((cut, bool(model.get("ignore_merges")))) if model.get("type") == "BPE" else None
+        steps = _steps(tokenizer.get("pre_tokenizer") or {}) if normalizer.get("type", "NFC") == "NFC" else ()
+        name = PRE_TOKENIZERS.get((steps, bool(model.get("ignore_merges")))) if model.get("type") == "BPE" else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError("draft", got=f"{path} ({error})", expected="the tokenizer.json of a fast tokenizer") from error
     if name is None:
-        got = f"gguf for {folder}, whose tokenizer is a {model.get('type')} over {' then '.join(cut) or 'unknown parts'}"
-        raise UserError("engine", got=got, expected="byte-level BPE that cuts text as GPT-2, SmolLM, Llama 3 or Qwen 2 do")
+        got = f"gguf for {folder}, whose tokenizer is a {model.get('type')} over {' then '.join(steps) or 'unknown parts'}"
+        raise UserError("engine", got=got, expected="byte-level BPE that splits text as GPT-2, SmolLM, Llama 3 or Qwen 2 do")
     return name
 
 
-def _cut(pre_tokenizer: dict[str, Any]) -> tuple[str, ...]:
-    """A pre-tokenizer's steps in the words of the table above; what the table does not know by its own type."""
+def _steps(pre_tokenizer: dict[str, Any]) -> tuple[str, ...]:
+    """A pre-tokenizer's steps as `PRE_TOKENIZERS` names them; an unknown one by its own type."""
     kind = pre_tokenizer.get("type", "nothing")
     if kind == "Sequence":
-        return tuple(step for part in pre_tokenizer["pretokenizers"] for step in _cut(part))
+        return tuple(step for part in pre_tokenizer["pretokenizers"] for step in _steps(part))
     if kind == "ByteLevel" and not pre_tokenizer.get("add_prefix_space"):
         return ("words" if pre_tokenizer.get("use_regex", True) else "bytes",)
     if kind == "Digits" and pre_tokenizer.get("individual_digits"):

@@ -12,6 +12,7 @@ from specdistill.losses.divergence import build_divergence
 from specdistill.methods.contract import Implementation
 from specdistill.methods.draft_model.config import Recipe
 from specdistill.methods.draft_model.create import create_draft_model, load_alike, load_draft_model, save_draft_model
+from specdistill.methods.draft_model.export import export
 from specdistill.methods.draft_model.lora import merged, with_lora
 from specdistill.methods.draft_model.objective import Distillation
 from specdistill.methods.draft_model.plan import planned
@@ -89,4 +90,5 @@ METHOD = Implementation(
     inspect=inspect,
     planned=planned,
     likely_causes=("its tokenizer gives tokens other numbers",),
+    export=export,
 )

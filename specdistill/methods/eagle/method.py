@@ -9,6 +9,7 @@ from specdistill.methods.contract import Implementation
 from specdistill.methods.eagle.checkpoint import inspect_eagle, load_eagle, save_eagle
 from specdistill.methods.eagle.config import Recipe
 from specdistill.methods.eagle.create import build_eagle
+from specdistill.methods.eagle.export import export
 from specdistill.methods.eagle.mistakes import mistakes
 from specdistill.methods.eagle.module import EagleDraft
 from specdistill.methods.eagle.plan import planned
@@ -53,4 +54,5 @@ METHOD = Implementation(
     likely_causes=LIKELY_CAUSES,
     planned=planned,
     num_layers=lambda config: config.get("model", config).get("num_hidden_layers"),
+    export=export,
 )

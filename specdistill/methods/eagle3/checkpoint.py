@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specdistill.engines.layout import AUX_LAYERS, engine_aux_layers
 from specdistill.errors import UserError
 from specdistill.methods.checkpoint import (
     TargetSizes,
@@ -34,10 +35,9 @@ from specdistill.methods.checkpoint import (
 )
 from specdistill.methods.eagle3.module import Eagle3Config, Eagle3Draft
 from specdistill.targets.files import EMBEDDING, TargetFiles
-from specdistill.targets.frozen import FrozenTarget, engine_aux_layers
+from specdistill.targets.frozen import FrozenTarget
 
 WHAT = "an EAGLE-3 head"
-IDS = "eagle_aux_hidden_state_layer_ids"
 # Parts of tensors' names in files -> here.
 RENAMED = {
     "midlayer.": "layers.0.",
@@ -155,7 +155,7 @@ def config_to_json(config: Eagle3Config, dtype: torch.dtype) -> dict[str, Any]:
     """The config.json of `LlamaForCausalLMEagle3`, and how many layers the target has."""
     eagle: dict[str, Any] = {"use_aux_hidden_state": True}
     if list(config.aux_layers) != engine_aux_layers(config.target_num_layers):
-        eagle[IDS] = [layer - 1 for layer in config.aux_layers]
+        eagle[AUX_LAYERS] = [layer - 1 for layer in config.aux_layers]
     return {
         "architectures": ["LlamaForCausalLMEagle3"],
         **shape_to_json(config, dtype),
@@ -216,9 +216,9 @@ def _flat(raw: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 
 def _aux_layers(raw: Mapping[str, Any], nested: Mapping[str, Any], num_layers: int, key: str) -> tuple[int, ...]:
     """After how many layers the head reads. Raises UserError when two places of the config do not agree."""
-    stated = {tuple(raw.get(IDS) or ()), tuple(layer + 1 for layer in nested.get(IDS) or ())} - {()}
+    stated = {tuple(raw.get(AUX_LAYERS) or ()), tuple(layer + 1 for layer in nested.get(AUX_LAYERS) or ())} - {()}
     if len(stated) > 1:
-        got = f"{IDS} {raw[IDS]}, and {nested[IDS]} in eagle_config"
+        got = f"{AUX_LAYERS} {raw[AUX_LAYERS]}, and {nested[AUX_LAYERS]} in eagle_config"
         raise UserError(key, got=got, expected="the same layers: the nested list counts one less")
     (layers,) = stated or {tuple(engine_aux_layers(num_layers))}
     count = raw.get("num_aux_hidden_states")

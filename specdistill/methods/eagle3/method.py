@@ -10,6 +10,7 @@ from specdistill.methods.contract import Implementation
 from specdistill.methods.eagle3.checkpoint import inspect_eagle3, load_eagle3, save_eagle3
 from specdistill.methods.eagle3.config import Recipe
 from specdistill.methods.eagle3.create import build_eagle3
+from specdistill.methods.eagle3.export import export
 from specdistill.methods.eagle3.mistakes import mistakes
 from specdistill.methods.eagle3.module import Eagle3Draft
 from specdistill.methods.eagle3.plan import planned
@@ -58,4 +59,5 @@ METHOD = Implementation(
     num_layers=lambda config: (config.get("transformer_layer_config") or config.get("model") or config).get(
         "num_hidden_layers"
     ),
+    export=export,
 )

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specdistill.engines.layout import engine_aux_layers
 from specdistill.methods.contract import Mistake
 from specdistill.methods.eagle3.module import Eagle3Draft
 from specdistill.methods.heads.mistakes import (
@@ -19,7 +20,7 @@ from specdistill.methods.heads.mistakes import (
     swap_halves_of,
     undoing,
 )
-from specdistill.targets.frozen import FrozenTarget, engine_aux_layers
+from specdistill.targets.frozen import FrozenTarget
 
 
 def mistakes(head: Eagle3Draft, target: FrozenTarget) -> Iterator[Mistake]:

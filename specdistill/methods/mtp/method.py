@@ -9,6 +9,7 @@ from specdistill.methods.contract import Implementation
 from specdistill.methods.heads.method import LIKELY_CAUSES, objective, proposer_loader, simulation
 from specdistill.methods.mtp.checkpoint import ARCHITECTURE, build_mtp, check_fit, load_mtp, save_mtp
 from specdistill.methods.mtp.config import Recipe
+from specdistill.methods.mtp.export import export
 from specdistill.methods.mtp.mistakes import mistakes
 from specdistill.methods.mtp.module import MtpDraft
 from specdistill.methods.mtp.plan import planned
@@ -40,4 +41,5 @@ METHOD = Implementation(
     likely_causes=LIKELY_CAUSES,
     planned=planned,
     num_layers=lambda config: 1,
+    export=export,
 )

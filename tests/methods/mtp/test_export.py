@@ -1,4 +1,4 @@
-"""Stitching: a full checkpoint with the layer where engines look, and nothing else changed."""
+"""Merging: a full checkpoint with the layer where engines look, and nothing else changed."""
 
 import json
 from pathlib import Path
@@ -8,9 +8,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from specdistill.errors import ResourceError, UserError
-from specdistill.methods.mtp import merge as stitching
+from specdistill.methods.mtp import export as merging
 from specdistill.methods.mtp.checkpoint import build_mtp, load_mtp, save_mtp
-from specdistill.methods.mtp.merge import merge_mtp_weights
+from specdistill.methods.mtp.export import merge_mtp_weights
 from specdistill.methods.mtp.tensor_names import merge_experts
 from specdistill.targets.frozen import FrozenTarget
 from tests.mtp_targets import KINDS, add_tensors, all_tensors, mtp_shapes, mtp_tensors, tiny_model, write_checkpoint
@@ -43,7 +43,7 @@ def check_index(folder: Path) -> None:
 @pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_untrained_layer_comes_out_bit_for_bit(kind: str, sharded: bool, tmp_path: Path) -> None:
-    source, output = tmp_path / "target", tmp_path / "stitched"
+    source, output = tmp_path / "target", tmp_path / "merged"
     target = write_checkpoint(kind, source, sharded=sharded, dtype=torch.bfloat16)
     save_draft(target, tmp_path / "draft")
     merge_mtp_weights(tmp_path / "draft", source, output)
@@ -65,7 +65,7 @@ def test_an_untrained_layer_comes_out_bit_for_bit(kind: str, sharded: bool, tmp_
 @pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_trained_layer_is_what_the_target_then_has(kind: str, sharded: bool, tmp_path: Path) -> None:
-    source, output = tmp_path / "target", tmp_path / "stitched"
+    source, output = tmp_path / "target", tmp_path / "merged"
     target = write_checkpoint(kind, source, sharded=sharded)
     save_draft(target, tmp_path / "draft", add=0.5)
     merge_mtp_weights(tmp_path / "draft", source, output)
@@ -80,7 +80,7 @@ def test_a_trained_layer_is_what_the_target_then_has(kind: str, sharded: bool, t
 @pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_target_gets_its_first_such_layer(kind: str, sharded: bool, tmp_path: Path) -> None:
-    source, output = tmp_path / "target", tmp_path / "stitched"
+    source, output = tmp_path / "target", tmp_path / "merged"
     target = write_checkpoint(kind, source, sharded=sharded, with_mtp=False, dtype=torch.bfloat16)
     save_draft(target, tmp_path / "draft", init="scratch")
     merge_mtp_weights(tmp_path / "draft", source, output)
@@ -101,7 +101,7 @@ def test_a_target_gets_its_first_such_layer(kind: str, sharded: bool, tmp_path: 
 
 
 def test_experts_keep_the_form_of_the_checkpoint(tmp_path: Path) -> None:
-    source, output = tmp_path / "target", tmp_path / "stitched"
+    source, output = tmp_path / "target", tmp_path / "merged"
     target = write_checkpoint("qwen3_next", source, with_mtp=False)
     add_tensors(source, merge_experts(mtp_tensors("qwen3_next", target.model)))
     save_draft(target, tmp_path / "draft")
@@ -112,7 +112,7 @@ def test_experts_keep_the_form_of_the_checkpoint(tmp_path: Path) -> None:
 
 
 def test_the_text_config_of_a_model_with_vision_is_told(tmp_path: Path) -> None:
-    source, output = tmp_path / "target", tmp_path / "stitched"
+    source, output = tmp_path / "target", tmp_path / "merged"
     target = write_checkpoint("qwen3_5", source, with_mtp=False)
     save_draft(target, tmp_path / "draft", init="scratch")
     text = json.loads((source / "config.json").read_text())
@@ -123,7 +123,7 @@ def test_the_text_config_of_a_model_with_vision_is_told(tmp_path: Path) -> None:
 
 
 def test_the_hubs_symbolic_links_become_files_and_hidden_folders_stay(tmp_path: Path) -> None:
-    blobs, source, output = tmp_path / "blobs", tmp_path / "snapshot", tmp_path / "stitched"
+    blobs, source, output = tmp_path / "blobs", tmp_path / "snapshot", tmp_path / "merged"
     target = write_checkpoint("qwen3_5", blobs, sharded=True)
     source.mkdir()
     for path in blobs.iterdir():
@@ -177,15 +177,15 @@ def spoil(change: str, source: Path, draft: Path, output: Path) -> None:
         ("incomplete draft", "model.layers.2.eh_proj.weight"),
     ],
 )
-def test_what_cannot_be_stitched_is_refused_and_leaves_nothing(change: str, names: str, tmp_path: Path) -> None:
-    source, output = tmp_path / "target", tmp_path / "stitched"
+def test_what_cannot_be_merged_is_refused_and_leaves_nothing(change: str, names: str, tmp_path: Path) -> None:
+    source, output = tmp_path / "target", tmp_path / "merged"
     target = write_checkpoint("deepseek_v3", source, sharded=True)
     save_draft(target, tmp_path / "draft")
     spoil(change, source, tmp_path / "draft", output)
     with pytest.raises(UserError, match="expected") as caught:
         merge_mtp_weights(tmp_path / "draft", source, output)
     assert names in str(caught.value)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["draft", *(["stitched"] if output.exists() else []), "target"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["draft", *(["merged"] if output.exists() else []), "target"]
 
 
 def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,14 +195,14 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(stitching, "save_file", full)
+    monkeypatch.setattr(merging, "save_file", full)
     with pytest.raises(ResourceError, match="No space left"):
-        merge_mtp_weights(tmp_path / "draft", source, tmp_path / "stitched")
+        merge_mtp_weights(tmp_path / "draft", source, tmp_path / "merged")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["draft", "target"]
 
 
 def test_a_tied_head_is_the_copy_of_the_embedding(tmp_path: Path) -> None:
-    source, output = tmp_path / "target", tmp_path / "stitched"
+    source, output = tmp_path / "target", tmp_path / "merged"
     model = tiny_model("deepseek_v3")
     target = write_checkpoint("deepseek_v3", source, with_mtp=False)
     save_draft(target, tmp_path / "draft", init="scratch")

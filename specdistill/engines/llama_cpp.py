@@ -1,0 +1,60 @@
+"""llama.cpp, as in llama-cpp-python 0.3.36.
+
+It has a converter of its own for EAGLE-3, which reads vLLM's folder and does not know the norms of EAGLE-3.1; a draft model is written as
+one GGUF file here.
+"""
+
+import shlex
+
+from specdistill.engines.engine import Engine, Served
+from specdistill.engines.layout import (
+    FC_NORM,
+    LAST_STATE_READ,
+    LAYERS_OUT_OF_ORDER,
+    NORM_OUTPUT,
+    NOT_THREE_LAYERS_READ,
+    SEVERAL_LAYERS,
+    SLIDING_WINDOW,
+    Layout,
+    eagle3_config,
+)
+
+EAGLE3_KEYS = ("target_hidden_size", "num_aux_hidden_states", "norm_before_fc", "norm_before_residual")
+
+
+def serve_command(served: Served) -> str:
+    target, num = served.quoted_target, served.num_tokens
+    commands = [f"python convert_hf_to_gguf.py {target} --outtype f16 --outfile target.gguf"]
+    if served.method == "eagle3":
+        draft, kind = "draft.gguf", "draft-eagle3"
+        source = f"{served.quoted_output} --target-model-dir {target}"
+        commands += [f"python convert_hf_to_gguf.py {source} --outtype f16 --outfile {draft}"]
+    else:
+        (file,) = served.output.glob("*.gguf")
+        draft, kind = shlex.quote(str(file)), "draft-simple"
+    return "\n".join([*commands, f"llama-server -m target.gguf -md {draft} --spec-type {kind} --spec-draft-n-max {num}"])
+
+
+LLAMA_CPP = Engine(
+    name="gguf",
+    title="llama.cpp",
+    versions="as in llama-cpp-python 0.3.36",
+    layouts={
+        "eagle3": Layout(
+            lambda export: eagle3_config(export, *EAGLE3_KEYS),
+            limits=(
+                FC_NORM,
+                NORM_OUTPUT,
+                SEVERAL_LAYERS,
+                SLIDING_WINDOW,
+                NOT_THREE_LAYERS_READ,
+                LAST_STATE_READ,
+                LAYERS_OUT_OF_ORDER,
+            ),
+            first_layer="midlayer.",
+        ),
+        "draft_model": Layout(gguf_types=("f32", "f16", "q8_0")),
+    },
+    serve_command=serve_command,
+    counters="`llama-server` logs drafted and accepted tokens.",
+)

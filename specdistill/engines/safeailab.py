@@ -1,0 +1,67 @@
+"""SafeAILab/EAGLE, read in the sources of the release with EAGLE-3.
+
+It reads the target's embedding itself, but not for an EAGLE-1 head, nor for an EAGLE-3 head whose config has a `target_hidden_size`. `fc`
+of EAGLE-1 always has a bias.
+"""
+
+import shlex
+
+from specdistill.engines.engine import Engine, Served
+from specdistill.engines.layout import (
+    CHOSEN_LAYERS_READ,
+    FC_NORM,
+    LAYERS_OUT_OF_ORDER,
+    NORM_BEFORE_FC,
+    NORM_BEFORE_RESIDUAL,
+    NORM_OUTPUT,
+    NOT_THREE_LAYERS_READ,
+    OWN_EMBEDDING,
+    SCALED_ROPE,
+    SEVERAL_LAYERS,
+    SLIDING_WINDOW,
+    WIDTH_OF_FC_INPUT,
+    WIDTH_OF_HEADS,
+    Layout,
+    eagle3_config,
+)
+
+
+def serve_command(served: Served) -> str:
+    names = f"base_model_path={served.target or 'TARGET'!r}, ea_model_path={str(served.output)!r}"
+    code = f"EaModel.from_pretrained(use_eagle3={served.method == 'eagle3'}, {names}, depth={served.num_tokens})"
+    return f"python -c {shlex.quote(f'from eagle.model.ea_model import EaModel; model = {code}')}"
+
+
+SAFEAILAB = Engine(
+    name="safeailab",
+    title="SafeAILab/EAGLE",
+    versions="the release with EAGLE-3",
+    layouts={
+        "eagle3": Layout(
+            lambda export: eagle3_config(export, architecture="LlamaForCausalLM"),
+            limits=(
+                NORM_BEFORE_RESIDUAL,
+                FC_NORM,
+                NORM_OUTPUT,
+                NORM_BEFORE_FC,
+                SEVERAL_LAYERS,
+                SLIDING_WINDOW,
+                OWN_EMBEDDING,
+                NOT_THREE_LAYERS_READ,
+                CHOSEN_LAYERS_READ,
+                LAYERS_OUT_OF_ORDER,
+                WIDTH_OF_FC_INPUT,
+                SCALED_ROPE,
+            ),
+            first_layer="midlayer.",
+        ),
+        "eagle": Layout(
+            lambda export: {"architectures": ["LlamaForCausalLM"], **export.llama},
+            limits=(SLIDING_WINDOW, WIDTH_OF_HEADS, SCALED_ROPE),
+            needs_target="SafeAILab's heads repeat its embedding",
+            fc_bias=True,
+        ),
+    },
+    serve_command=serve_command,
+    counters="`eagenerate(…, log=True)` gives new tokens and rounds of drafted trees.",
+)

@@ -1,0 +1,220 @@
+"""SGLang, read in the sources of 0.5.23: llama_eagle3.py, llama_eagle.py, llama.py, spec_aux_hidden_state.py, eagle_worker_v2.py.
+
+- Auxiliary layers count one less than here, in `eagle_config`.
+- `fc` of EAGLE-1 always has a bias. A true `bias` in config.json is taken for one of the attention, too, so it is left out.
+- Nothing is said about tensors that are unknown or missing.
+- Drafts are counted in each answer's `meta_info`, under names that changed between versions.
+"""
+
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from specdistill.engines.counters import MetricsPage, ServerCounts, samples
+from specdistill.engines.engine import Completion, Engine, Identity, PythonOptions, Served
+from specdistill.engines.layout import (
+    AUX_LAYERS,
+    LAST_STATE_READ,
+    LAYERS_OUT_OF_ORDER,
+    NORM_BEFORE_RESIDUAL,
+    OWN_EMBEDDING,
+    SEVERAL_LAYERS,
+    SLIDING_WINDOW,
+    WIDTH_OF_FC_INPUT,
+    HeadExport,
+    Layout,
+    eagle3_config,
+)
+from specdistill.engines.loader import (
+    EAGLE3_SLOTS,
+    EAGLE_SETTINGS,
+    EAGLE_SLOTS,
+    PLAIN_EAGLE3_SETTINGS,
+    AuxLayers,
+    Loader,
+    Outcome,
+    Setting,
+    Slot,
+    Source,
+    layer_slots,
+)
+from specdistill.engines.vllm import sampling_parameters
+from specdistill.errors import ResourceError
+
+if TYPE_CHECKING:
+    from specdistill.engines.client import Server
+
+EAGLE3_KEYS = ("target_hidden_size", "num_aux_hidden_states", "fc_norm", "norm_output", "norm_before_fc")
+EAGLE3 = Loader(
+    unknown=Outcome.SILENT,
+    unset=Outcome.SILENT,
+    architectures=frozenset({"LlamaForCausalLMEagle3"}),
+    slots=(
+        *EAGLE3_SLOTS,
+        Slot("fc.bias", "H", "bias"),
+        *layer_slots("layers.{i}", "H", "hidden_norm"),
+        Slot("layers.{i}.input_layernorm.weight", "H", source=Source.UNUSED),
+        Slot("lm_head.weight", "W H", "states_vocabulary"),
+        Slot("lm_head.weight", "V H", "!states_vocabulary", Source.TARGET),
+        Slot("embed_tokens.weight", "V H", "own_width"),
+        Slot("embed_tokens.weight", "V H", "!own_width", Source.TARGET),
+        Slot("d2t", "W", "pruned"),
+    ),
+    settings={**PLAIN_EAGLE3_SETTINGS, "fc_norm": Setting(("fc_norm", "use_aux_norm"), False)},
+    aux_layers=(AuxLayers(((f"eagle_config.{AUX_LAYERS}", 1),)),),
+    required=("draft_vocab_size",),  # may be null
+    never_null=("target_hidden_size",),
+    renamed=(
+        ("midlayer", "layers.0", ""),
+        ("aux_norm_low", "fc_norm.0", ""),
+        ("aux_norm_mid", "fc_norm.1", ""),
+        ("aux_norm_high", "fc_norm.2", ""),
+    ),
+    ignored=("t2d", "d2t"),  # d2t is taken whatever the vocabulary
+    arguments={"sliding_window": "--speculative-draft-window-size"},
+    limits=(LAST_STATE_READ, WIDTH_OF_FC_INPUT),
+)
+EAGLE = Loader(
+    unknown=Outcome.SILENT,
+    unset=Outcome.SILENT,
+    architectures=frozenset({"LlamaForCausalLMEagle"}),
+    slots=(*EAGLE_SLOTS, Slot("fc.bias", "H"), Slot("embed_tokens.weight", "V H", source=Source.TARGET)),
+    settings=EAGLE_SETTINGS,
+    ignored=("lm_head", "rotary_emb.", "projector"),
+)
+ALGORITHMS = {"eagle": "EAGLE", "eagle3": "EAGLE3", "draft_model": "STANDALONE", "mtp": "NEXTN"}
+# Counts of an answer, the newest name first. The histogram's entry j counts the rounds in which j draft tokens were accepted.
+ACCEPTED = ("spec_num_correct_drafts", "spec_accept_token_num")
+DRAFTED = ("spec_num_proposed_drafts", "spec_draft_token_num")
+HISTOGRAM = ("spec_correct_drafts_histogram", "spec_accept_histogram")
+GAUGES = {"sglang:spec_accept_length": "mean_acceptance_length", "sglang:spec_accept_rate": "acceptance_rate"}
+
+
+def serve_command(served: Served) -> str:
+    """A layer for multi-token prediction is in the target's folder."""
+    in_target, num = served.method == "mtp", served.num_tokens
+    parts = [f"python -m sglang.launch_server --model-path {served.quoted_output if in_target else served.quoted_target}"]
+    parts += [f"--speculative-algorithm {ALGORITHMS[served.method]}"]
+    parts += [] if in_target else [f"--speculative-draft-model-path {served.quoted_output}"]
+    parts += [f"--speculative-num-steps {num} --speculative-eagle-topk 1 --speculative-num-draft-tokens {num + 1}"]
+    if served.method == "eagle3" and served.config.get("layer_types"):
+        parts += [f"--speculative-draft-window-size {served.config['sliding_window']}"]
+    return " \\\n    ".join(parts)
+
+
+def plain_options(target: str, *, dtype: str, max_length: int) -> dict[str, Any]:
+    return {"model_path": target, "dtype": dtype, "context_length": max_length}
+
+
+def draft_options(method: str, folder: str, num_tokens: int) -> dict[str, Any]:
+    return {
+        "speculative_algorithm": ALGORITHMS[method],
+        "speculative_num_steps": num_tokens,
+        "speculative_eagle_topk": 1,
+        "speculative_num_draft_tokens": num_tokens + 1,
+        "model_path" if method == "mtp" else "speculative_draft_model_path": folder,
+    }
+
+
+class SglangClient:
+    """/generate with a prompt of token ids."""
+
+    page = MetricsPage("sglang", hint="start SGLang with --enable-metrics")
+
+    def identify(self, server: "Server") -> Identity:
+        self.page.read_first(server)
+        info, served = server.json("/get_server_info"), server.json("/v1/models")["data"][0]
+        drafts = info.get("speculative_algorithm") is not None
+        return Identity(
+            version=str(info["version"]),
+            models=tuple(filter(None, (served["id"], info.get("model_path")))),
+            max_length=served.get("max_model_len"),
+            num_speculative_tokens=int(info["speculative_num_steps"]) if drafts else None,
+        )
+
+    def complete(
+        self,
+        server: "Server",
+        model: str,
+        prompt_ids: Sequence[int],
+        *,
+        max_new_tokens: int,
+        temperature: float,
+        top_p: float,
+        top_k: int,
+        seed: int,
+    ) -> Completion:
+        """`model` and `seed` play no part: a server has one model, and SGLang seeds its sampling when it starts."""
+        before = self.page.read(server)
+        parameters = {"max_new_tokens": max_new_tokens, **sampling_parameters(temperature, top_p, top_k)}
+        start = time.perf_counter()
+        answer = server.json("/generate", {"input_ids": list(prompt_ids), "sampling_params": parameters})
+        seconds = time.perf_counter() - start
+        meta = answer["meta_info"]
+        num_tokens = meta["completion_tokens"]
+        self.page.read_after(server, before, num_tokens)
+        return Completion(answer["text"], num_tokens, seconds, answer_counts(meta, answer.get("output_ids") or ()))
+
+    def gauges(self, server: "Server") -> dict[str, float]:
+        """Averages over the server's last interval, not over a suite; empty before it drafted any."""
+        return page_gauges(server.text("/metrics"))
+
+
+def page_gauges(page: str) -> dict[str, float]:
+    return {GAUGES[name]: value for name, _, value in samples(page) if name in GAUGES and value > 0}
+
+
+def answer_counts(meta: dict[str, Any], token_ids: Sequence[int]) -> ServerCounts:
+    """Drafts of one answer; zeros where nothing was drafted. Raises ResourceError when a server does not count what it accepts."""
+    rounds = meta.get("spec_verify_ct") or 0
+    if not rounds:
+        return ServerCounts(tuple(token_ids), 0, 0, 0, ())
+    drafted, accepted, histogram = (_first(meta, names) for names in (DRAFTED, ACCEPTED, HISTOGRAM))
+    accepted_per_position = tuple(sum(histogram[position:]) for position in range(1, len(histogram)))
+    return ServerCounts(tuple(token_ids), rounds, drafted, accepted, accepted_per_position)
+
+
+def _first(meta: dict[str, Any], names: Sequence[str]) -> Any:
+    for name in names:
+        if name in meta:
+            return meta[name]
+    lacks = f"SGLang counts the rounds of its answer and has no {' or '.join(names)} beside them"
+    raise ResourceError(lacks, next_step="use a version of SGLang that does")
+
+
+def eagle3(export: HeadExport) -> dict[str, Any]:
+    def chosen(layers: list[int]) -> dict[str, Any]:
+        return {"eagle_config": {"use_aux_hidden_state": True, AUX_LAYERS: [layer - 1 for layer in layers]}}
+
+    return eagle3_config(export, *EAGLE3_KEYS, aux_layers=chosen)
+
+
+SGLANG = Engine(
+    name="sglang",
+    title="SGLang",
+    versions="0.5.23",
+    layouts={
+        "eagle3": Layout(
+            eagle3,
+            limits=(
+                NORM_BEFORE_RESIDUAL,
+                SEVERAL_LAYERS,
+                OWN_EMBEDDING,
+                LAST_STATE_READ,
+                LAYERS_OUT_OF_ORDER,
+                WIDTH_OF_FC_INPUT,
+            ),
+            first_layer="midlayer.",
+        ),
+        "eagle": Layout(
+            lambda export: {"architectures": ["LlamaForCausalLMEagle"], **export.llama}, limits=(SLIDING_WINDOW,), fc_bias=True
+        ),
+        "draft_model": Layout(),
+        "mtp": Layout(),
+    },
+    serve_command=serve_command,
+    counters="Its log says `accept len`, `/server_info` says `avg_spec_accept_length`.",
+    loaders={"eagle3": (EAGLE3,), "eagle": (EAGLE,)},
+    client=SglangClient(),
+    python=PythonOptions(plain_options, draft_options),
+)

@@ -1,0 +1,223 @@
+"""vLLM, read in the sources of 0.32 and 0.33: llama_eagle3.py, llama_eagle.py, models/utils.py, configs/speculators, gpu_model_runner.py.
+
+- Auxiliary layers count as here, in a top-level list that the older runner also looks for in `eagle_config`, where SGLang counts one
+  less; so no file has both lists, and neither where the layers are the default ones.
+- A true `bias` is taken for one of the attention, too; `fc` of EAGLE-1 has none.
+- A layer has a window by `layer_types` alone.
+- Names of tensors that are not known are an error; a tensor that is missing is not.
+- Drafts are counted on the Prometheus page, before the completion is cut at its limit or at a stop token.
+"""
+
+import json
+import shlex
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from specdistill.engines.counters import MetricsPage, ServerCounts
+from specdistill.engines.engine import Completion, Engine, Identity, PythonOptions, Served
+from specdistill.engines.layout import (
+    AUX_LAYERS,
+    FC_BIAS,
+    LAYERS_OUT_OF_ORDER,
+    SLIDING_WINDOW,
+    HeadExport,
+    Layout,
+    eagle3_config,
+)
+from specdistill.engines.loader import (
+    EAGLE3_SETTINGS,
+    EAGLE3_SLOTS,
+    EAGLE_SETTINGS,
+    EAGLE_SLOTS,
+    AuxLayers,
+    Loader,
+    Outcome,
+    Setting,
+    Slot,
+    Source,
+    layer_slots,
+)
+
+if TYPE_CHECKING:
+    from specdistill.engines.client import Server
+
+EAGLE3_KEYS = (
+    "target_hidden_size",
+    "num_aux_hidden_states",
+    "fc_norm",
+    "norm_output",
+    "norm_before_fc",
+    "norm_before_residual",
+)
+EAGLE3 = Loader(
+    unknown=Outcome.REFUSED,
+    unset=Outcome.SILENT,
+    # A name that is none of its classes gets `Eagle3` in front.
+    architectures=frozenset(
+        {"LlamaForCausalLM", "LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Qwen2_5vlForCausalLM"}
+        | {"Eagle3Qwen3vlForCausalLM", "Eagle3MiniMaxM2ForCausalLM"}
+    ),
+    slots=(
+        *EAGLE3_SLOTS,
+        *layer_slots("layers.{i}", "H", "input_layernorm"),
+        Slot("layers.{i}.hidden_norm.weight", "H", source=Source.UNUSED),
+        Slot("lm_head.weight", "W H", source=Source.SHARED),
+        Slot("embed_tokens.weight", "V H", source=Source.SHARED),
+        Slot("d2t", "W", "pruned"),
+    ),
+    settings={**EAGLE3_SETTINGS, "norm_before_residual": Setting(("norm_before_residual",), False)},
+    aux_layers=(
+        AuxLayers(((AUX_LAYERS, 0), (f"eagle_config.{AUX_LAYERS}", 0)), "V1 runner"),
+        AuxLayers(((AUX_LAYERS, 0), ("eagle_config.layer_ids", 0)), "V2 runner"),
+    ),
+    never_null=("target_hidden_size",),
+    renamed=(("midlayer.", "layers.0.", ""),),
+    ignored=("t2d", "mask_hidden", ".bias", "rotary_emb."),
+)
+SPECULATORS_EAGLE3 = replace(
+    EAGLE3,
+    architectures=frozenset(),
+    settings={**EAGLE3.settings, "norm_before_residual": Setting(("norm_before_residual",), True)},
+    inner="transformer_layer_config",
+    taken=(
+        *("draft_vocab_size", "target_hidden_size", "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"),
+        AUX_LAYERS,
+    ),
+    required=(
+        "speculators_config.proposal_methods.0.speculative_tokens",
+        "speculators_config.verifier.name_or_path",
+        "transformer_layer_config",
+    ),
+)
+EAGLE = Loader(
+    unknown=Outcome.REFUSED,
+    unset=Outcome.SILENT,
+    architectures=frozenset({"LlamaForCausalLM", "EagleLlamaForCausalLM"}),
+    slots=(*EAGLE_SLOTS, Slot("embed_tokens.weight", "V H", source=Source.SHARED)),
+    settings={**EAGLE_SETTINGS, "fc_bias": Setting(default=False)},
+    ignored=(".bias", "rotary_emb."),
+)
+WRAPPED_EAGLE = replace(EAGLE, inner="model", required=("model",))
+
+
+def wrapped_config(export: HeadExport) -> dict[str, Any]:
+    return {
+        "model_type": "eagle",
+        "model": {"architectures": ["LlamaForCausalLM"], **export.llama, "bias": False},
+        "truncated_vocab_size": None,
+        "method": "eagle",
+    }
+
+
+def speculative_config(method: str, folder: str, num_tokens: int) -> dict[str, Any]:
+    """A layer for multi-token prediction is in the target's folder."""
+    return {"method": method, **({} if method == "mtp" else {"model": folder}), "num_speculative_tokens": num_tokens}
+
+
+def serve_command(served: Served) -> str:
+    settings = speculative_config(served.method, str(served.output), served.num_tokens)
+    if served.samples:
+        settings["draft_sample_method"] = "probabilistic"
+    model = served.quoted_output if served.method == "mtp" else served.quoted_target
+    return f"vllm serve {model} --speculative-config {shlex.quote(json.dumps(settings))}"
+
+
+def plain_options(target: str, *, dtype: str, max_length: int) -> dict[str, Any]:
+    return {"model": target, "dtype": dtype, "max_model_len": max_length}
+
+
+def draft_options(method: str, folder: str, num_tokens: int) -> dict[str, Any]:
+    options = {"speculative_config": speculative_config(method, folder, num_tokens)}
+    return options | ({"model": folder} if method == "mtp" else {})
+
+
+class VllmClient:
+    """OpenAI's /v1/completions with a prompt of token ids; the Prometheus page is read before and after each completion."""
+
+    page = MetricsPage("vllm", hint="start vLLM without --disable-log-stats")
+
+    def identify(self, server: "Server") -> Identity:
+        counters = self.page.read_first(server)
+        served = server.json("/v1/models")["data"][0]
+        return Identity(
+            version=str(server.json("/version")["version"]),
+            models=tuple(filter(None, (served["id"], served.get("root")))),
+            max_length=served.get("max_model_len"),
+            num_speculative_tokens=len(counters.accepted_per_position) or None,
+        )
+
+    def complete(
+        self,
+        server: "Server",
+        model: str,
+        prompt_ids: Sequence[int],
+        *,
+        max_new_tokens: int,
+        temperature: float,
+        top_p: float,
+        top_k: int,
+        seed: int,
+    ) -> Completion:
+        before = self.page.read(server)
+        body = {
+            "model": model,
+            "prompt": list(prompt_ids),
+            "max_tokens": max_new_tokens,
+            **sampling_parameters(temperature, top_p, top_k),
+            "seed": seed,
+            "return_token_ids": True,
+        }
+        start = time.perf_counter()
+        answer = server.json("/v1/completions", body)
+        seconds = time.perf_counter() - start
+        num_tokens, choice = answer["usage"]["completion_tokens"], answer["choices"][0]
+        counted = self.page.read_after(server, before, num_tokens)
+        counts = ServerCounts(
+            tuple(choice.get("token_ids") or ()),
+            counted.num_drafts,
+            counted.num_draft_tokens,
+            counted.num_accepted_tokens,
+            counted.accepted_per_position,
+        )
+        return Completion(choice["text"], num_tokens, seconds, counts)
+
+    def gauges(self, server: "Server") -> dict[str, float]:
+        return {}
+
+
+def sampling_parameters(temperature: float, top_p: float, top_k: int) -> dict[str, Any]:
+    """In the words of vLLM, which SGLang shares; -1 keeps all tokens. Every value is given, or a model's own defaults would step in."""
+    return {
+        "temperature": temperature,
+        "top_p": top_p,
+        "top_k": top_k or -1,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "skip_special_tokens": False,
+    }
+
+
+VLLM = Engine(
+    name="vllm",
+    title="vLLM",
+    versions="0.32 and 0.33",
+    layouts={
+        "eagle3": Layout(
+            lambda export: eagle3_config(export, *EAGLE3_KEYS), limits=(LAYERS_OUT_OF_ORDER,), first_layer="midlayer."
+        ),
+        "eagle": Layout(wrapped_config, limits=(FC_BIAS, SLIDING_WINDOW)),
+        "draft_model": Layout(),
+        "mtp": Layout(),
+    },
+    serve_command=serve_command,
+    counters=(
+        "At `/metrics`, acceptance length is 1 + `vllm:spec_decode_num_accepted_tokens_total` / "
+        "`vllm:spec_decode_num_drafts_total`."
+    ),
+    loaders={"eagle3": (SPECULATORS_EAGLE3, EAGLE3), "eagle": (WRAPPED_EAGLE, EAGLE)},
+    loader_version="0.33",
+    client=VllmClient(),
+    python=PythonOptions(plain_options, draft_options),
+)

@@ -1,0 +1,41 @@
+"""The table of engines: what each is asked for, and that asking for names loads nothing heavy."""
+
+import subprocess
+import sys
+
+from specdistill.engines import ENGINES, callable_engines, checked_engines, exporting_engines, serving_engines
+
+
+def test_engines_are_offered_where_they_can_serve() -> None:
+    assert exporting_engines() == ["vllm", "sglang", "speculators", "safeailab", "gguf"]
+    assert checked_engines() == ["vllm", "sglang", "trtllm"]
+    assert serving_engines() == callable_engines() == ["vllm", "sglang"]
+
+
+def test_the_table_is_read_without_torch_or_http() -> None:
+    heavy = "{'torch', 'transformers', 'requests', 'prometheus_client'}"
+    code = f"import sys, specdistill.engines; print(sorted({heavy} & sys.modules.keys()))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+def test_python_options_of_vllm() -> None:
+    options = ENGINES["vllm"].python
+    assert options is not None
+    assert options.plain("target", dtype="float32", max_length=64) == {
+        "model": "target",
+        "dtype": "float32",
+        "max_model_len": 64,
+    }
+    eagle3 = {"method": "eagle3", "num_speculative_tokens": 3, "model": "draft"}
+    assert options.draft("eagle3", "draft", 3) == {"speculative_config": eagle3}
+    in_target = {"model": "served", "speculative_config": {"method": "mtp", "num_speculative_tokens": 3}}
+    assert options.draft("mtp", "served", 3) == in_target
+
+
+def test_python_options_of_sglang() -> None:
+    options = ENGINES["sglang"].python
+    assert options is not None
+    chain = {"speculative_num_steps": 3, "speculative_eagle_topk": 1, "speculative_num_draft_tokens": 4}
+    standalone = {"speculative_algorithm": "STANDALONE", **chain, "speculative_draft_model_path": "draft"}
+    assert options.draft("draft_model", "draft", 3) == standalone
+    assert options.draft("mtp", "served", 3)["model_path"] == "served"

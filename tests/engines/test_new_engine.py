@@ -1,0 +1,87 @@
+"""A new engine is a file that makes an `Engine`, as this one makes TOY, and a row of `ENGINES`: then it exports, serves and is checked."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specdistill.cli import main
+from specdistill.engines import ENGINES
+from specdistill.engines.engine import Engine, Served
+from specdistill.engines.layout import AUX_LAYERS, SEVERAL_LAYERS, Layout, eagle3_config
+from specdistill.engines.loader import EAGLE3_SETTINGS, EAGLE3_SLOTS, AuxLayers, Loader, Outcome, Slot, Source
+from specdistill.errors import UserError
+from specdistill.recipe import EvalConfig, load_recipe
+from specdistill.targets.frozen import FrozenTarget
+from tests.heads import head_of, save_head
+from tests.tiny import tiny_target_model, tiny_tokenizer
+
+
+def serve_command(served: Served) -> str:
+    return f"toy serve {served.quoted_target} --draft {served.quoted_output} --tokens {served.num_tokens}"
+
+
+TOY = Engine(
+    name="toy",
+    title="Toy",
+    versions="1.0",
+    layouts={"eagle3": Layout(lambda export: eagle3_config(export, architecture="Toy"), (SEVERAL_LAYERS,), "midlayer.")},
+    serve_command=serve_command,
+    counters="Its log says what it accepts.",
+    loaders={
+        "eagle3": (
+            Loader(
+                architectures=frozenset({"Toy"}),
+                slots=(
+                    *EAGLE3_SLOTS,
+                    Slot("lm_head.weight", "W H"),
+                    Slot("embed_tokens.weight", "V H", source=Source.SHARED),
+                ),
+                unknown=Outcome.SILENT,
+                unset=Outcome.REFUSED,
+                settings=EAGLE3_SETTINGS,
+                aux_layers=(AuxLayers(((AUX_LAYERS, 0),)),),
+                renamed=(("midlayer.", "layers.0.", ""),),
+            ),
+        )
+    },
+)
+
+
+def test_a_new_engine_is_one_file_and_a_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(ENGINES, "toy", TOY)
+    tiny_target_model(num_layers=8).save_pretrained(tmp_path / "target")
+    tiny_tokenizer().save_pretrained(tmp_path / "target")
+    target = FrozenTarget.load(str(tmp_path / "target"))
+    for num_layers in (1, 2):
+        save_head("eagle3", head_of("eagle3", target, {"num_layers": num_layers}), tmp_path / str(num_layers))
+    given = ["engine=toy", f"target={tmp_path / 'target'}"]
+
+    assert main(["export", *given, f"draft={tmp_path / '1'}", f"output_dir={tmp_path / 'out'}"]) == 0
+    config: dict[str, Any] = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["architectures"] == ["Toy"] and "midlayer." not in config
+    served = (tmp_path / "out" / "SERVE.md").read_text()
+    assert f"toy serve {tmp_path / 'target'} --draft {tmp_path / 'out'} --tokens 3" in served
+    assert "for Toy (1.0)" in served and "Its log says what it accepts." in served
+
+    assert main(["doctor", *given, f"draft={tmp_path / 'out'}", "decode=false"]) == 0
+    capsys.readouterr()
+    assert main(["doctor", *given, f"draft={tmp_path / '1'}", "decode=false"]) == 1
+    assert "Toy 1.0 stops: config.json has architectures LlamaForCausalLMEagle3" in capsys.readouterr().out
+    assert main(["export", *given, f"draft={tmp_path / '2'}", f"output_dir={tmp_path / 'refused'}"]) == 2
+    assert "engine: got toy for" in capsys.readouterr().err
+
+
+def test_its_server_is_measured_where_it_has_a_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    def evaluated() -> str:
+        return load_recipe(EvalConfig, ["engine=toy"]).engine
+
+    monkeypatch.setitem(ENGINES, "toy", TOY)
+    with pytest.raises(UserError, match="engine: got 'toy', expected one of specdistill, vllm, sglang"):
+        evaluated()
+    monkeypatch.setitem(ENGINES, "toy", replace(TOY, client=ENGINES["vllm"].client))
+    assert evaluated() == "toy"
