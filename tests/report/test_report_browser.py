@@ -82,7 +82,7 @@ def test_the_page_works_in_a_browser(tmp_path, width, dark):
     assert found["later"] == sum(len(entry.emitted) for entry in sample.rounds[2:])
     assert (found["chips"], found["rejected"]) == (len(entry.drafted) + 1, len(entry.drafted) - accepted)
     assert found["explanation"].startswith("Round 2 of 40: 4 drafted, ")
-    assert (f"ran {accepted} ahead" in found["explanation"]) is (accepted > 0)
+    assert f"{accepted or 'none'} accepted" in found["explanation"]
 
 
 def test_a_round_of_a_tree_says_what_else_was_drafted(tmp_path):
