@@ -1,15 +1,15 @@
-"""How often a regression rule decides rightly: the chance to pass, against how much a draft truly changed and the number of prompts.
+"""How often a regression rule decides correctly: its chance to pass, against the true change of a draft and the number of prompts.
 
     python bench/gate.py        # writes docs/images/gate.svg and the tables of docs/gate.md from what bench/gate.json holds
 
-What bench/gate.json holds was measured; other measurements take its place with
+bench/gate.json holds measurements; to replace them:
 
     specdistill compare target=… drafts=[…,…] suite=… output_dir=runs/compared
     python bench/gate.py comparisons=[runs/compared] before=NAME after=[NAME,…] again=[runs/report-1,runs/report-2]
 
 `before` and each of `after` are two drafts on the same prompts; `again` is one draft, measured twice. A simulated release draws prompts
-from those with replacement, keeps what each draft did on each of them, and changes the later one so that over all measured prompts its
-true change is the one asked for. The rule is the one of eval/gates/release.yaml, decided by the gate's own code.
+with replacement, keeps the measurements of both drafts, and changes the later one so that its true change over all measured prompts is
+the one on the axis. The rule is that of eval/gates/release.yaml, decided by the gate's own code.
 """
 
 import itertools
@@ -29,7 +29,8 @@ from numpy.typing import NDArray
 
 from specdistill.command import run
 from specdistill.errors import ExitCode, UserError
-from specdistill.gate.gate import Finding, Rule, holds, load_gate
+from specdistill.gate.decide import Estimate, holds
+from specdistill.gate.rules import Rule, load_gate
 from specdistill.project import ROOT
 from specdistill.recipe import Section, option
 from specdistill.report.files import read_report
@@ -45,7 +46,7 @@ MARKS = re.compile(r"(<!-- chances -->\n).*(<!-- /chances -->)", re.DOTALL)
 GATE = "release"
 NUM_PROMPTS = {"mean_acceptance_length": (48, 96, 192, 384), "speedup": (48, 96, 192, 384)}
 CHANGES = (-0.06, -0.05, -0.04, -0.03, -0.02, -0.01, 0.0, 0.01)
-NUM_TRIALS, NUM_TRIALS_STATED = 20, 150  # simulated releases for a point of a curve, and for one that the table states
+NUM_TRIALS, NUM_TRIALS_IN_TABLE = 20, 150  # simulated releases for a point of a curve, and for a number of the table
 TIMED = ("num_tokens", "seconds", "baseline_num_tokens", "baseline_seconds")
 
 Counts = NDArray[np.int64]
@@ -74,7 +75,7 @@ class Drafts:
         return len(self.before_PA)
 
     def release(self, change: float, num_prompts: int, generator: np.random.Generator) -> tuple[PromptSums, PromptSums]:
-        """PromptSums of (after, before) on prompts drawn with replacement, the later draft's true acceptance length changed by `change`."""
+        """Prompt sums of (after, before) on prompts drawn with replacement; the true acceptance length changes by `change`."""
         wanted = (1 + change) * (1 + _mean(self.before_PA)) - (1 + _mean(self.after_PA))
         drawn = generator.integers(self.num_prompts, size=num_prompts)
         return _accepted(shifted(self.after_PA, wanted, drawn, generator)), _accepted(self.before_PA[drawn])
@@ -94,7 +95,7 @@ class Timings:
         return len(self.first_PT)
 
     def release(self, change: float, num_prompts: int, generator: np.random.Generator) -> tuple[PromptSums, PromptSums]:
-        """PromptSums of (again, first) on prompts drawn with replacement; the second time is scaled to a true change of `change`."""
+        """Prompt sums of (again, first) on prompts drawn with replacement; the second times are scaled to a true change of `change`."""
         drift = _speedup(self.again_PT) / _speedup(self.first_PT)
         drawn = generator.integers(self.num_prompts, size=num_prompts)
         again = dict(zip(TIMED, self.again_PT[drawn].T, strict=True))
@@ -111,7 +112,7 @@ def main(options: Options) -> ExitCode:
         curves = [curve(population, rules[population.metric], pool) for population in populations]
     draw(populations, curves, rules)
     each = zip(populations, curves, strict=True)
-    shown = "\n\n".join(chances(population, found, rules[population.metric]) for population, found in each)
+    shown = "\n\n".join(chances(population, passed, rules[population.metric]) for population, passed in each)
     PAGE.write_text(
         MARKS.sub(lambda marks: f"{marks[1]}{shown}\n{marks[2]}", PAGE.read_text(encoding="utf-8")), encoding="utf-8"
     )
@@ -134,23 +135,22 @@ def chance_to_pass(
     passed = 0
     for trial in range(trials):
         after, before = population.release(change, num_prompts, generator)
-        found = relative_change(METRICS[rule.metric], after, before, confidence=rule.confidence, seed=trial)
-        passed += holds(rule, Finding(*found))[0]
+        estimate = Estimate(*relative_change(METRICS[rule.metric], after, before, confidence=rule.confidence, seed=trial))
+        passed += holds(rule, estimate)[0]
     return passed / trials
 
 
 def curve(population: Drafts | Timings, rule: Rule, pool: Executor) -> Curve:
     """The chance to pass for each number of prompts and each true change."""
-    configurations = list(itertools.product(NUM_PROMPTS[population.metric], CHANGES))
-    trials = {change: NUM_TRIALS_STATED if change in (0.0, -float(rule.threshold)) else NUM_TRIALS for change in CHANGES}
-    asked = [
-        pool.submit(chance_to_pass, population, rule, change, number, trials=trials[change])
-        for number, change in configurations
+    points = list(itertools.product(NUM_PROMPTS[population.metric], CHANGES))
+    trials = {change: NUM_TRIALS_IN_TABLE if change in (0.0, -float(rule.threshold)) else NUM_TRIALS for change in CHANGES}
+    futures = [
+        pool.submit(chance_to_pass, population, rule, change, number, trials=trials[change]) for number, change in points
     ]
-    found: Curve = {}
-    for (number, change), chance in zip(configurations, asked, strict=True):
-        found.setdefault(number, {})[change] = chance.result()
-    return found
+    passed: Curve = {}
+    for (number, change), chance in zip(points, futures, strict=True):
+        passed.setdefault(number, {})[change] = chance.result()
+    return passed
 
 
 def shifted(rounds_PA: Counts, wanted: float, drawn: NDArray[np.int64], generator: np.random.Generator) -> Counts:
@@ -172,8 +172,8 @@ def draw(populations: Sequence[Drafts | Timings], curves: Sequence[Curve], rules
     matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "gate", "font.family": "sans-serif", "font.size": 9})
     figure = Figure(figsize=(3.6 * len(populations), 3.2), layout="constrained")
     panels = figure.subplots(1, len(populations), sharey=True, squeeze=False)[0]
-    for panel, population, found in zip(panels, populations, curves, strict=True):
-        for shade, (num_prompts, passed) in zip((0.25, 0.5, 0.75, 1.0), found.items(), strict=True):
+    for panel, population, curve in zip(panels, populations, curves, strict=True):
+        for shade, (num_prompts, passed) in zip((0.25, 0.5, 0.75, 1.0), curve.items(), strict=True):
             percents = [100 * change for change in passed]
             panel.plot(percents, list(passed.values()), color=(0.1, 0.35, 0.6, shade), label=f"{num_prompts} prompts")
         for stated in (0.0, -100 * float(rules[population.metric].threshold)):
@@ -186,16 +186,16 @@ def draw(populations: Sequence[Drafts | Timings], curves: Sequence[Curve], rules
     figure.savefig(PICTURE, metadata={"Date": None}, facecolor="white")
 
 
-def chances(population: Drafts | Timings, found: Curve, rule: Rule) -> str:
-    """A line for each number of prompts, below what the population and the rule are."""
+def chances(population: Drafts | Timings, curve: Curve, rule: Rule) -> str:
+    """The rule and the population, and a table with a line for each number of prompts."""
     threshold = float(rule.threshold)
-    rows = [(str(number), f"{passed[0.0]:.1%}", f"{1 - passed[-threshold]:.1%}") for number, passed in found.items()]
+    rows = [(str(number), f"{passed[0.0]:.1%}", f"{1 - passed[-threshold]:.1%}") for number, passed in curve.items()]
     head = ("prompts", "no change passes", f"a true drop of {threshold:.0%} fails")
     return f"`{rule.metric}`, `max_regression: {threshold:g}`, {population.name}:\n\n{table(head, rows)}"
 
 
 def read(options: Options) -> dict[str, Any]:
-    """What bench/gate.json holds, from the folders of comparisons and reports."""
+    """The content of bench/gate.json, from the folders of comparisons and reports."""
     if not options.before or not options.after or len(options.again) != 2:
         raise UserError("comparisons", got="folders alone", expected="before, after and two folders in again beside them")
     before = _rounds(options.comparisons, options.before)

@@ -2,8 +2,8 @@
 
     make methods
 
-trains what has not been trained yet, each method by its recipe (runs/methods/<method>), compares them (runs/methods/comparison.json, with
-each one's own report beside it), and writes the README's table between its two marks. About twenty minutes on two CPU cores.
+trains each method by its recipe where that is not done yet (runs/methods/<method>), compares them (runs/methods/comparison.json, with each
+one's report beside it), and writes the README's table. About twenty minutes on two CPU cores.
 """
 
 import json
@@ -22,7 +22,8 @@ from specdistill.methods.recipe import Recipe
 from specdistill.project import ROOT
 from specdistill.recipe import load_recipe, recipe_yaml
 from specdistill.report.markdown import table
-from specdistill.report.wording import a_round, between, duration, number, percent, settings_line, size, times
+from specdistill.report.numbers import between, duration, number, percent, size, times
+from specdistill.report.phrases import a_round, settings_line
 
 FOLDER = Path("runs/methods")
 RECIPES = {"eagle": "pico/eagle", "eagle3": "pico/eagle3", "mtp": "pico/mtp", "draft_model": "pico/draft"}
@@ -61,7 +62,7 @@ def caption(report: Mapping[str, Any]) -> str:
     settings, row, threads = report["settings"], report["results"][0], report["hardware"]["cpu_threads"]
     return (
         f"Measured for pico by `make methods`: {settings_line(report)}, {threads} threads; {row['num_prompts']} prompts, one paired run "
-        f"of {settings['repeats']} repetitions. Training is the time of its steps, without the text that pico wrote for them."
+        f"of {settings['repeats']} repetitions. Training is the time of its steps, without the generation of its data."
     )
 
 

@@ -10,8 +10,9 @@ from pathlib import Path
 from specdistill.command import run
 from specdistill.errors import ExitCode
 from specdistill.gate.baseline import read_baseline
-from specdistill.gate.changes import judge
-from specdistill.gate.gate import Evidence, load_gate
+from specdistill.gate.decide import Evidence
+from specdistill.gate.judge import judge
+from specdistill.gate.rules import load_gate
 from specdistill.recipe import EvalConfig, Section, like, option
 from specdistill.report.console import print_gate
 from specdistill.report.files import check_writable, read_report, write_report

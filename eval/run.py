@@ -15,8 +15,9 @@ from specdistill.command import run
 from specdistill.decoding.tree import tree_shape
 from specdistill.errors import ExitCode
 from specdistill.gate.baseline import read_baseline
-from specdistill.gate.changes import judge
-from specdistill.gate.gate import Evidence, load_gate
+from specdistill.gate.decide import Evidence
+from specdistill.gate.judge import judge
+from specdistill.gate.rules import load_gate
 from specdistill.hub import resolve
 from specdistill.measurement.evaluate import evaluate_draft
 from specdistill.measurement.measure import Settings

@@ -12,7 +12,7 @@ import yaml
 
 from specdistill.cli import VERBS
 from specdistill.command import spell_out
-from specdistill.gate.gate import load_gate
+from specdistill.gate.rules import load_gate
 from specdistill.methods.recipe import Recipe
 from specdistill.project import ROOT, SUITES
 from specdistill.recipe import load_recipe

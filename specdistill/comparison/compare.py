@@ -1,8 +1,8 @@
-"""Several drafts for one target, measured together on the same prompts: who is faster, and what the difference comes from.
+"""Several drafts for one target, measured together on the same prompts: which is fastest, and where the differences come from.
 
-A round of a draft yields tokens and costs time: S = AL / (v + c·K) (see specdistill.statistics.theory). Every difference to the
-fastest candidate is therefore taken apart into the tokens of a round and the cost of a round, those into acceptance rates and step
-costs, each with a paired interval over prompts. No torch here.
+A round yields tokens and costs time: S = AL / (v + c·K) (see specdistill.statistics.theory). So every difference to the fastest
+candidate is split into tokens a round and cost of a round, and these into acceptance rates and step costs, each with a paired interval
+over prompts.
 """
 
 from collections.abc import Sequence
@@ -13,16 +13,16 @@ from typing import Any
 import numpy as np
 
 from specdistill import __version__
-from specdistill.comparison.explanation import reasons
+from specdistill.comparison.explanation import is_separable, reasons
 from specdistill.statistics.intervals import relative_change
 from specdistill.statistics.metrics import METRICS, Metric, value
 from specdistill.statistics.prompt_sums import PromptSums, prompt_sums
 from specdistill.statistics.records import PromptRecord
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 _PLAIN_STEP = ("baseline_verify_seconds", "baseline_num_rounds")
 
-# What a difference in speed is taken apart into. Costs are in plain decoding steps; rounds include those that drafted nothing.
+# The parts of a difference in speed. Costs are in plain decoding steps; rounds without a draft count.
 PARTS: dict[str, Metric] = {
     "tokens_per_round": METRICS["tokens_per_round"],
     "round_cost": Metric(
@@ -52,7 +52,7 @@ PARTS: dict[str, Metric] = {
 class Measured:
     """One candidate's measurement.
 
-    num_layers: decoder layers of the draft, None where it has none; training: its `History.summary()`, None where that is not known.
+    num_layers: decoder layers of the draft, None without weights; training: its `History.summary()`, None where it is unknown.
     """
 
     name: str
@@ -65,32 +65,31 @@ class Measured:
 def compare(candidates: Sequence[Measured], *, seed: int = 0) -> dict[str, Any]:
     """The document comparison.json: the candidates with their reports, their ranking, and why they differ.
 
-    The records of all candidates are of the same prompts in the same order. Ranked by speedup, those whose text is not the target's
-    own last; every difference is relative to the first of the ranking, and separable from it when its interval leaves out 0.
+    The records of all candidates are of the same prompts in the same order. Ranked by speedup, candidates that are not lossless last;
+    every difference is relative to the first of the ranking, and separable from it when its interval excludes 0.
     """
     prompts = [[record.id for record in candidate.records] for candidate in candidates]
     assert all(ids == prompts[0] for ids in prompts), "candidates were measured on different prompts"
     ordered = sorted(candidates, key=lambda candidate: (not is_lossless(candidate.report), -_speedup(candidate.report)))
-    best, tables = ordered[0], {candidate.name: _columns(candidate.records) for candidate in candidates}
+    sums = [_sums(candidate.records) for candidate in ordered]
     frontier = pareto_frontier([candidate.report for candidate in ordered])
     ranking = []
-    for place, (candidate, on_frontier) in enumerate(zip(ordered, frontier, strict=True)):
-        differences = _differences(tables[candidate.name], tables[best.name], seed) if place else None
+    for rank, (candidate, own, on_frontier) in enumerate(zip(ordered, sums, frontier, strict=True), start=1):
+        differences = _differences(own, sums[0], seed) if rank > 1 else None
         ranking.append(
             {
-                "rank": place + 1,
+                "rank": rank,
                 "name": candidate.name,
                 "speedup": _speedup(candidate.report),
                 "lossless": is_lossless(candidate.report),
                 "separable_from_best": is_separable(differences["speedup"]) if differences else None,
                 "on_pareto_frontier": on_frontier,
-                "parts": _parts(tables[candidate.name]),
+                "parts": {name: value(metric, own) for name, metric in PARTS.items()},
                 "difference_to_best": differences,
             }
         )
     listed = [
-        {"name": entry.name, "num_layers": entry.num_layers, "training": entry.training, "report": entry.report}
-        for entry in candidates
+        {name: getattr(candidate, name) for name in ("name", "num_layers", "training", "report")} for candidate in candidates
     ]
     return {
         "schema_version": SCHEMA_VERSION,
@@ -103,16 +102,8 @@ def compare(candidates: Sequence[Measured], *, seed: int = 0) -> dict[str, Any]:
 
 
 def is_lossless(report: dict[str, Any]) -> bool:
-    """Whether greedy text with the draft is the target's own, but for near-ties that rounding explains."""
+    """Whether greedy completions are those of plain decoding, but for near-ties that rounding explains."""
     return not report["lossless"]["unexplained_divergences"]
-
-
-def is_separable(difference: dict[str, Any] | None) -> bool:
-    """Whether a difference's interval leaves out 0; without an interval nothing is."""
-    if not difference or not difference["ci95"]:
-        return False
-    low, high = difference["ci95"]
-    return bool(low > 0 or high < 0)
 
 
 def pareto_frontier(reports: Sequence[dict[str, Any]]) -> list[bool]:
@@ -135,28 +126,24 @@ def _speedup(report: dict[str, Any]) -> float:
     return float(report["results"][0]["speedup"])
 
 
-def _columns(records: Sequence[PromptRecord]) -> PromptSums:
-    """The columns of every metric, and those that tell the first drafted position from the later ones."""
-    drafts = [[(len(entry.accepted), len(entry.drafted)) for entry in record.rounds if entry.drafted] for record in records]
-    own = {
+def _sums(records: Sequence[PromptRecord]) -> PromptSums:
+    """`prompt_sums`, and those that separate the first drafted position from the later ones."""
+    drafts = [[(len(round.accepted), len(round.drafted)) for round in record.rounds if round.drafted] for record in records]
+    by_position = {
         "num_accepted_first": [sum(accepted > 0 for accepted, _ in prompt) for prompt in drafts],
         "num_accepted_later": [sum(max(accepted - 1, 0) for accepted, _ in prompt) for prompt in drafts],
         # A position is reached when the one before it was accepted; the first rejection ends a draft.
         "num_reached_later": [sum(min(accepted + 1, drafted) - 1 for accepted, drafted in prompt) for prompt in drafts],
     }
-    return prompt_sums(records) | {name: np.array(column, dtype=np.float64) for name, column in own.items()}
+    return prompt_sums(records) | {name: np.array(counts, dtype=np.float64) for name, counts in by_position.items()}
 
 
-def _parts(table: PromptSums) -> dict[str, float | None]:
-    return {name: value(metric, table) for name, metric in PARTS.items()}
-
-
-def _differences(table: PromptSums, best: PromptSums, seed: int) -> dict[str, Any]:
+def _differences(sums: PromptSums, best: PromptSums, seed: int) -> dict[str, Any]:
     """Each part's relative change from the best candidate's, with its paired interval; None where one of them has no value."""
-    found: dict[str, Any] = {}
+    differences: dict[str, Any] = {}
     for name, metric in {"speedup": METRICS["speedup"], **PARTS}.items():
-        found[name] = None
-        if value(metric, table) is not None and value(metric, best):  # a change from 0 has no size
-            change, ends = relative_change(metric, table, best, seed=seed)
-            found[name] = {"change": change, "ci95": list(ends) if ends else None}
-    return found
+        differences[name] = None
+        if value(metric, sums) is not None and value(metric, best):  # a change from 0 has no size
+            change, bounds = relative_change(metric, sums, best, seed=seed)
+            differences[name] = {"change": change, "ci95": list(bounds) if bounds else None}
+    return differences

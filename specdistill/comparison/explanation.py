@@ -1,16 +1,16 @@
-"""Why candidates differ, in sentences: plain rules over measured numbers. What an interval does not show is not said.
+"""Why candidates differ, in sentences made by fixed rules from measured numbers.
 
-A difference counts as shown when its paired 95 % interval leaves out 0. No torch here.
+Only differences whose paired 95 % interval excludes 0 are given as reasons.
 """
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from specdistill.report.wording import between, number, percent, times
+from specdistill.report.numbers import between, number, percent, times
 
-MOSTLY = 2 / 3  # of the gap's logarithm: from here on one part is said to be most of it
-WORTH_A_WORD = 0.005  # a smaller relative difference is not named as a reason, however sure it is
+MOSTLY = 2 / 3  # of the gap's logarithm: from this share on, the gap comes mostly from one part
+MIN_REASON = 0.005  # a smaller relative difference is not given as a reason, however certain it is
 FULL_COVERAGE = 0.9995  # rounds to 100 %
 
 Entry = Mapping[str, Any]
@@ -31,11 +31,18 @@ def reasons(candidates: Sequence[Entry], ranking: Sequence[Entry]) -> Iterator[t
 
 
 def shown(difference: Mapping[str, Any] | None) -> float:
-    """A difference that its interval shows and that is worth a word, or 0."""
-    if difference is None or difference["ci95"] is None or abs(difference["change"]) < WORTH_A_WORD:
+    """The relative difference, or 0 where its interval includes 0 or it is too small to be a reason."""
+    if difference is None or not is_separable(difference) or abs(difference["change"]) < MIN_REASON:
         return 0.0
+    return float(difference["change"])
+
+
+def is_separable(difference: Mapping[str, Any] | None) -> bool:
+    """Whether a difference's interval excludes 0; without an interval nothing is separable."""
+    if not difference or not difference["ci95"]:
+        return False
     low, high = difference["ci95"]
-    return float(difference["change"]) if low > 0 or high < 0 else 0.0
+    return bool(low > 0 or high < 0)
 
 
 def _fastest(best: Entry, others: Sequence[Entry], report: Mapping[str, Any]) -> str:
@@ -50,7 +57,7 @@ def _fastest(best: Entry, others: Sequence[Entry], report: Mapping[str, Any]) ->
 
 
 def _gap(other: Entry, best: Entry) -> Iterator[str]:
-    """How much slower, and whether by fewer tokens a round or by dearer rounds."""
+    """How much slower, and whether by fewer tokens a round or by costlier rounds."""
     differences = other["difference_to_best"]
     name, first, speed = other["name"], best["name"], differences["speedup"]
     tokens, cost = shown(differences["tokens_per_round"]), shown(differences["round_cost"])
@@ -59,7 +66,7 @@ def _gap(other: Entry, best: Entry) -> Iterator[str]:
     if not other["separable_from_best"]:
         yield f"{name} is not separable from {first}: {_direction(speed['change'])}{_range(speed)}."
         if tokens and cost and (tokens > 0) == (cost > 0):
-            yield f"It trades one for the other: {yields}, and {costs}."
+            yield f"The two offset each other: {yields}, and {costs}."
         elif tokens or cost:
             yield f"It differs in that {yields if tokens else costs}, but that does not show in the speed."
         return
@@ -77,11 +84,11 @@ def _gap(other: Entry, best: Entry) -> Iterator[str]:
     elif from_cost:
         yield f"That comes from cost: {costs}{f', although {yields}' if tokens else ''}."
     else:
-        yield "Neither the tokens of a round nor its cost show where that comes from."
+        yield "Neither the tokens of a round nor its cost explain that."
 
 
 def _acceptance(other: Entry, best: Entry) -> Iterator[str]:
-    """At which positions the tokens of a round are lost or won; nothing when those are not shown to differ."""
+    """At which positions tokens of a round are lost or gained; nothing unless the tokens of a round differ."""
     differences = other["difference_to_best"]
     if not shown(differences["tokens_per_round"]):
         return
@@ -104,7 +111,7 @@ def _acceptance(other: Entry, best: Entry) -> Iterator[str]:
 
 
 def _cost(other: Entry, best: Entry, by_name: Mapping[str, Entry]) -> Iterator[str]:
-    """Which step makes the rounds dearer or cheaper, and how the drafts' sizes compare; nothing when costs are not shown to differ."""
+    """Which step makes rounds costlier or cheaper, and how the drafts' sizes compare; nothing unless the costs of a round differ."""
     differences = other["difference_to_best"]
     if not shown(differences["round_cost"]):
         return
@@ -141,8 +148,8 @@ def _not_lossless(ranking: Sequence[Entry], by_name: Mapping[str, Entry]) -> Ite
     for entry in ranking:
         if not entry["lossless"]:
             lossless = by_name[entry["name"]]["report"]["lossless"]
-            texts = f"{lossless['unexplained_divergences']} of {lossless['prompts_checked']} greedy texts"
-            yield f"{entry['name']} is ranked behind the lossless ones whatever its speed: {texts} are not the target's own."
+            completions = f"{lossless['unexplained_divergences']} of {lossless['prompts_checked']} greedy completions"
+            yield f"{entry['name']} is ranked below the lossless drafts whatever its speed: {completions} are not the target's."
 
 
 def _coverage(candidates: Sequence[Entry]) -> Iterator[str]:
@@ -150,29 +157,28 @@ def _coverage(candidates: Sequence[Entry]) -> Iterator[str]:
         covered = candidate["report"]["results"][0].get("vocabulary_coverage", 1.0)
         if covered < FULL_COVERAGE:
             yield (
-                f"The draft vocabulary of {candidate['name']} holds {covered:.1%} of the target's own tokens; "
-                "it can never get the others right."
+                f"The draft vocabulary of {candidate['name']} covers {covered:.1%} of the target's tokens; it cannot propose the others."
             )
 
 
 def _context(candidates: Sequence[Entry]) -> Iterator[str]:
     rows = {candidate["name"]: candidate["report"]["results"][0] for candidate in candidates}
-    steady, unknown = [], []
+    unchanged, unknown = [], []
     for name, row in rows.items():
         ends = row.get("context_ratio_ci95")
         if ends is None:
             unknown.append(name)
         elif ends[0] <= 1 <= ends[1]:
-            steady.append(name)
+            unchanged.append(name)
         else:
             yield (
                 f"In long contexts the acceptance length of {name} is {percent(row['context_ratio'])} of that in short ones "
                 f"({percent(ends[0])} to {percent(ends[1])})."
             )
-    if steady:
-        yield f"Acceptance is not shown to change with the context for {_listed(steady)}."
+    if unchanged:
+        yield f"No change of acceptance with the context is shown for {_listed(unchanged)}."
     if unknown:
-        yield f"Too few drafts at a long or a short context to tell for {_listed(unknown)}."
+        yield f"Too few drafts at long or short contexts for {_listed(unknown)}."
 
 
 def _direction(change: float) -> str:
@@ -180,7 +186,7 @@ def _direction(change: float) -> str:
 
 
 def _range(difference: Mapping[str, Any]) -> str:
-    """The interval in words: its ends with their direction, or that there is none."""
+    """The interval in words, or that there is none."""
     if difference["ci95"] is None:
         return ", with too few prompts for an interval"
     low, high = difference["ci95"]

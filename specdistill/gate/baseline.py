@@ -1,9 +1,9 @@
-"""Where the report that a draft must not fall behind comes from: a file, a folder, or a revision on the Hub."""
+"""The baseline report that a draft is compared with: from a file, a folder, or a revision on the Hub."""
 
 from pathlib import Path
 
 from specdistill.errors import UserError
-from specdistill.gate.gate import Evidence
+from specdistill.gate.decide import Evidence
 from specdistill.hub import fetch, split_revision
 from specdistill.report.files import REPORT, SAMPLES, read_report
 

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from specdistill.planning.hub import KnownDraft
 from specdistill.planning.plan import Plan, Row
-from specdistill.report.wording import times
+from specdistill.report.numbers import times
 
 SHOWN_DRAFTS = 8
 

@@ -1,4 +1,4 @@
-"""From measured parts to the document report.json, with the findings that a reader should know before quoting a number."""
+"""report.json from its measured parts, with the findings that a reader should know before quoting a number."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,8 +10,8 @@ from specdistill.statistics.interim import PRECISION_METRICS
 from specdistill.statistics.theory import best_point
 from specdistill.suites.suite import Suite
 
-SCHEMA_VERSION = 1
-MAX_PREDICTION_GAP = {"cpu": 0.10, "cuda": 0.03}  # by device: a processor's clock and its other work move more
+SCHEMA_VERSION = 2
+MAX_PREDICTION_GAP = {"cpu": 0.10, "cuda": 0.03}  # by device: times on a CPU vary more
 SLOW_BASELINE = 0.95
 LOOPING_SHARE = 0.1
 WIDE_INTERVAL = 0.05  # half its width, as a share of the speedup
@@ -38,14 +38,13 @@ def build_report(
     engine: Mapping[str, Any] | None = None,
     incomplete: str | None = None,
 ) -> dict[str, Any]:
-    """The document, to the schema in report.schema.json, before any gate has judged it (its gate has no rules and does not
-    pass).
+    """The report, to report.schema.json, not yet judged: its gate has no rules and does not pass.
 
-    engine: what decoded, if it was not this package. incomplete: why the measurement broke off, if it did.
+    engine: what decoded, if not this package. incomplete: why the measurement was cut short, if it was.
     """
     absent = dict(not_measured)
     if git_revision is None:
-        absent["git_revision"] = "the code does not stand in a git checkout"
+        absent["git_revision"] = "the code is not in a git checkout"
     if theory is None:
         absent.setdefault("theory", "nothing was drafted")
     if incomplete is not None:
@@ -77,43 +76,49 @@ def build_report(
 
 
 def findings(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """(name, one sentence) for everything about the measurement that its numbers alone do not show."""
+    """(name, one sentence) for what the numbers alone do not show."""
     row, settings, lossless = report["results"][0], report["settings"], report["lossless"]
     if report.get("incomplete"):
         yield (
             "incomplete",
-            f"The measurement broke off: {report['not_measured']['incomplete']}. Its numbers are those of a part.",
+            f"The measurement was cut short: {report['not_measured']['incomplete']}. Its numbers are those of a part.",
         )
     yield from _speed_findings(row, report["hardware"]["device"], settings.get("target_precision"))
     if report.get("engine", {}).get("name") == "vllm" and row["num_drafts"]:
         most = row["num_prompts"] * settings["num_speculative_tokens"] / row["num_drafts"]
         yield (
             "past_the_end",
-            f"vLLM also counts tokens that it accepts past the end of a text: the acceptance length is up to {most:.2f} high.",
+            f"vLLM also counts tokens that it accepts past the end of a completion: the acceptance length is up to {most:.2f} too high.",
         )
     if lossless.get("unexplained_divergences"):
         count, checked = lossless["unexplained_divergences"], lossless["prompts_checked"]
-        yield "divergence", f"{count} of {checked} greedy texts differ from plain decoding where rounding does not explain it."
+        yield (
+            "divergence",
+            f"{count} of {checked} greedy completions differ from plain decoding where rounding does not explain it.",
+        )
     if lossless.get("near_ties"):
-        yield "near_ties", f"{lossless['near_ties']} greedy texts part from plain decoding at a near-tie of the top two logits."
+        yield (
+            "near_ties",
+            f"{lossless['near_ties']} greedy completions diverge from plain decoding at a near-tie of the top two logits.",
+        )
     test = lossless.get("sampling_test")
     if test and test["negative_control_p_value"] > CONTROL_P_VALUE:
-        yield "blind_sampling_test", "The sampling test did not notice a rule that is wrong on purpose: it proves little here."
+        yield "blind_sampling_test", "The sampling test did not detect a rule that is wrong on purpose: it shows little here."
     without = 1 - row["num_drafts"] / row["num_rounds"] if row["num_drafts"] and "num_rounds" in row else 0.0
     if without > ROUNDS_WITHOUT_DRAFT:
         yield (
             "rounds_without_draft",
-            f"In {without:.0%} of the rounds nothing was drafted; the acceptance length ({row['mean_acceptance_length']:.2f}) leaves those "
+            f"In {without:.0%} of the rounds nothing was drafted; the acceptance length ({row['mean_acceptance_length']:.2f}) leaves these "
             f"out, and a round yields {row['tokens_per_round']:.2f} tokens.",
         )
     if row["num_empty"]:
         yield (
             "empty_texts",
-            f"{row['num_empty']} of {row['num_prompts']} texts ended with their first token: no draft helps there.",
+            f"{row['num_empty']} of {row['num_prompts']} completions ended with their first token: no draft helps there.",
         )
     if row.get("num_looping", 0) > LOOPING_SHARE * row["num_prompts"]:
         share = f"{row['num_looping']} of {row['num_prompts']}"
-        yield "loops", f"{share} texts end in a cycle, which is easy to draft: acceptance is flattered."
+        yield "loops", f"{share} completions end in a loop, which is easy to draft and inflates acceptance."
     if settings["temperature"] and settings["top_k"] == 1:
         yield "top_k", "top_k=1 makes this sampled run greedy."
     theory = report.get("theory")
@@ -133,18 +138,18 @@ def _speed_findings(row: Mapping[str, Any], device: str, target_precision: float
     if row.get("baseline_over_hf_generate", 1) < SLOW_BASELINE:
         yield (
             "slow_baseline",
-            f"The baseline runs at {row['baseline_over_hf_generate']:.0%} of the library's own greedy loop; "
-            f"over that loop the speedup is {row['speedup_over_hf_generate']:.2f}×.",
+            f"The baseline has {row['baseline_over_hf_generate']:.0%} of the speed of transformers' generate(); "
+            f"over that the speedup is {row['speedup_over_hf_generate']:.2f}×.",
         )
     if "speedup_ci95" in row:
         low, high = row["speedup_ci95"]
         half = (high - low) / 2 / row["speedup"]
         if half > WIDE_INTERVAL:
-            yield "wide_interval", f"{row['num_prompts']} prompts tell the speedup to ±{half:.0%} only."
+            yield "wide_interval", f"With {row['num_prompts']} prompts the speedup is known to ±{half:.0%} only."
     if target_precision and not all(_half_width(row, name) <= target_precision for name in PRECISION_METRICS):
         yield (
             "precision_not_reached",
-            f"All {row['num_prompts']} prompts were measured and the numbers are not known to ±{target_precision:.1%}, as was asked.",
+            f"All {row['num_prompts']} prompts were measured and the target precision of ±{target_precision:.1%} was not reached.",
         )
 
 

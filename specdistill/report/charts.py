@@ -1,6 +1,6 @@
-"""Where everything in the report's plots stands, in the units of an SVG's viewBox; the template draws it.
+"""The coordinates of the report's plots, in units of an SVG's viewBox; the template draws them.
 
-Every plot is 420 units wide, so that four of them fit a desktop in pairs and a phone one by one, with readable labels on both.
+Every plot is 420 units wide: two fit side by side on a desktop and one on a phone, with readable labels on both.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -9,7 +9,7 @@ from itertools import takewhile
 from typing import Any
 
 from specdistill.report.latency import KINDS
-from specdistill.report.wording import between, duration, number, percent, times
+from specdistill.report.numbers import between, duration, number, percent, times
 from specdistill.statistics.theory import best_point
 
 WIDTH = 420
@@ -18,7 +18,7 @@ TOP, BOTTOM = 22, 30
 AXIS = 16  # the height of an axis's name
 BESIDE = 108  # the width of names beside what they name
 LETTER = 7.6  # the width that a character of a label takes, generously
-ABOVE, LONGEST = 14, int(WIDTH / LETTER)  # the height of a name over what it names, and the characters that go there
+ABOVE, LONGEST = 14, int(WIDTH / LETTER)  # the height of a name above what it names, and the characters that fit there
 
 
 @dataclass(frozen=True)
@@ -74,12 +74,12 @@ def acceptance_by(names: Iterable[str], rows: Iterable[Mapping[str, Any]], k: in
 
 
 def speedup_by(names: Iterable[str], rows: Iterable[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """One line a row: the speedup and its interval; `one` is where plain decoding stands."""
+    """One line a row: the speedup and its interval; `one` is the x of plain decoding."""
     return _speedup_lines([(name, row) for name, row in zip(names, rows, strict=True) if "speedup" in row])
 
 
 def speedup_by_candidate(reports: Sequence[tuple[str, Mapping[str, Any]]]) -> dict[str, Any] | None:
-    """`speedup_by` of several candidates, whose names stand above their lines."""
+    """`speedup_by` of several candidates, with their names above their lines."""
     return _speedup_lines([(name, report["results"][0]) for name, report in reports], left=16, above=ABOVE)
 
 
@@ -111,7 +111,7 @@ def _lines(
 ) -> dict[str, Any]:
     """A line for each (name, row, metric): the metric's value and its interval, on one horizontal axis.
 
-    The names have `left` units beside the lines, or, where that is too little, `above` units over each.
+    Names have `left` units beside the lines, or `above` units above each.
     """
     x, step, top = _line_scale(low, high, left), 30 + above, 12
     lines = []
@@ -131,15 +131,15 @@ def _lines(
         )
     bottom = top + step * len(lines)
     marks = [{"x": x(value), "label": text} for value, text in ticks]
-    return {"height": bottom + 26, "lines": lines, "ticks": marks, "top": top, "bottom": bottom}
+    return {"height": bottom + 26, "lines": lines, "ticks": marks, "top": top, "bottom": bottom, "names_above": bool(above)}
 
 
 def acceptance_against_cost(
     ranking: Sequence[Mapping[str, Any]], reports: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, Any] | None:
-    """A point a candidate: c to the right, the acceptance length and its interval upward; the frontier's points joined by a line.
+    """A point a candidate: c to the right, the acceptance length and its interval upward; a line joins the points of the frontier.
 
-    Left and up is better. None when nothing was drafted by any of them.
+    Left and up is better. None when no candidate drafted anything.
     """
     shown = [(entry, reports[entry["name"]]) for entry in ranking if "theory" in reports[entry["name"]]]
     if not shown:
@@ -208,7 +208,7 @@ def acceptance_while_training(candidates: Sequence[Mapping[str, Any]]) -> dict[s
 
 
 def _spread_labels(points: Sequence[dict[str, Any]], line: float, lowest: float) -> None:
-    """Gives each point a `label_y`: its own height, or lower where a label is in the way, or higher than `lowest` allows that."""
+    """Gives each point a `label_y`: its own height, moved down from other labels and up from `lowest` where they would overlap."""
     ordered = sorted(points, key=lambda point: (point["y"], point["x"]))
 
     def nearby(point: dict[str, Any], others: Sequence[dict[str, Any]]) -> list[float]:
@@ -221,7 +221,7 @@ def _spread_labels(points: Sequence[dict[str, Any]], line: float, lowest: float)
 
 
 def _short(names: Sequence[str], length: int) -> list[str]:
-    """Names of at most `length` characters. Long ones lose the words that all of those begin or end with, then their middle."""
+    """Names of at most `length` characters: long ones lose the words that all long ones begin or end with, then their middle."""
     long = [name.split("-") for name in names if len(name) > length]
     if len(long) < 2:
         long = []
@@ -239,15 +239,13 @@ def _short(names: Sequence[str], length: int) -> list[str]:
 
 
 def _num_shared(lists: Iterable[Sequence[str]]) -> int:
-    """With how many equal items all of them begin."""
+    """The number of equal items that all lists begin with."""
     return len(list(takewhile(lambda items: len(set(items)) == 1, zip(*lists, strict=False))))
 
 
 def speedup_by_k(theory: Mapping[str, Any] | None, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """Over K': the predicted speedup, its ceiling (what a draft that costs nothing would gain: the acceptance length), and the
-    measured speedup of each row with its interval, the first row being the report's own.
-
-    None where there is neither a prediction nor more than one K measured.
+    """Over K': the predicted speedup, its ceiling (the speedup of a draft without cost: the acceptance length), and the measured
+    speedup of each row with its interval. None with neither a prediction nor a second K measured.
     """
     measured = [row for row in rows if "speedup" in row]
     if theory is None and len(measured) < 2:
@@ -303,14 +301,14 @@ def _path(points: Iterable[tuple[float, float]]) -> str:
 
 
 def time_per_token(latency: Mapping[str, Mapping[str, float]]) -> dict[str, Any] | None:
-    """A bar each for plain decoding and decoding with the draft: milliseconds that one token costs, and what they go into."""
+    """A bar each for plain decoding and decoding with the draft: milliseconds a token, by what they go into."""
     sides = [(name, latency[side]) for side, name in (("baseline", "plain"), ("speculative", "with draft")) if side in latency]
     bars = [(name, tuple((kind, parts[kind]) for kind in KINDS if kind in parts)) for name, parts in sides]
     return _stacked(bars) if bars else None
 
 
 def time_per_token_by_candidate(reports: Sequence[tuple[str, Mapping[str, Any]]]) -> dict[str, Any] | None:
-    """`time_per_token` of several candidates, in their order, below the plain decoding that they share."""
+    """`time_per_token` of several candidates, below the plain decoding that they share."""
     rows = [(name, report["results"][0]) for name, report in reports]
     if any("verify_ms" not in row or "baseline_step_ms" not in row for _, row in rows):
         return None
@@ -336,7 +334,7 @@ def _draft_parts(row: Mapping[str, Any]) -> Parts:
 
 
 def _stacked(rows: Sequence[tuple[str, Parts]], *, left: float = 88, above: float = 0) -> dict[str, Any]:
-    """A bar for each name, of its parts one after the other; names as in `_lines`."""
+    """A bar for each name, its parts one after the other; names as in `_lines`."""
     step_height, top = 52 + above, 8
     x = Scale(0, max(sum(milliseconds for _, milliseconds in parts) for _, parts in rows), left, WIDTH - 72)
     bars = []
@@ -357,7 +355,7 @@ def _stacked(rows: Sequence[tuple[str, Parts]], *, left: float = 88, above: floa
                 "label": f"{number(total, max(0, 3 - len(str(int(total)))))} ms",  # three digits
             }
         )
-    return {"height": top + len(rows) * step_height, "bars": bars, "left": left}
+    return {"height": top + len(rows) * step_height, "bars": bars, "left": left, "names_above": bool(above)}
 
 
 def _round_bounds(low: float, high: float) -> tuple[float, float]:

@@ -1,4 +1,4 @@
-"""What the commands print: a report in a few lines, and a gate's rules. Text goes to stdout."""
+"""What the commands print to stdout: a report in a few lines, and a gate's rules."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,25 +9,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from specdistill.report.wording import (
-    between,
-    measured,
-    number,
-    outcome,
-    percent,
-    requirement,
-    scope,
-    summary,
-    times,
-    title,
-    verdict,
-)
+from specdistill.report.numbers import between, number, percent, times
+from specdistill.report.phrases import measured, outcome, requirement, scope, summary, title, verdict
 
-COLOURS = {"Passed": "green", "Failed": "red", "Not judged": "yellow", "passed": "green", "failed": "red", "alarm": "yellow"}
+COLOURS = {"Passed": "green", "Failed": "red", "Not judged": "yellow", "passed": "green", "failed": "red", "warning": "yellow"}
 
 
 def print_report(report: Mapping[str, Any], folder: Path) -> None:
-    """A short table of the suite's row, the findings, the rules that did not pass, and where the report is."""
+    """The main numbers, the findings, the rules that did not pass, and where the report is."""
     row, console = report["results"][0], Console(highlight=False)
     table = Table(box=box.SIMPLE, show_header=False, title=Text(title(report)), title_justify="left")
     lines = {
@@ -49,7 +38,7 @@ def print_report(report: Mapping[str, Any], folder: Path) -> None:
 
 
 def print_power_analysis(sentence: str) -> None:
-    """What the run will be able to tell, before it runs."""
+    """The change that a run can detect, before it runs."""
     Console(highlight=False).print(Text(sentence, style="dim"), soft_wrap=True)
 
 

@@ -1,4 +1,4 @@
-"""The report's folder: written whole or not at all, read back, and rendered again from its JSON files."""
+"""The report's folder: written whole or not at all, read, and rendered again from its JSON files."""
 
 import json
 import os
@@ -19,9 +19,7 @@ REPORT, SAMPLES = "report.json", "samples.jsonl"
 
 
 def write_report(folder: Path, report: Mapping[str, Any], records: Sequence[PromptRecord]) -> None:
-    """Write report.json, samples.jsonl and what is rendered from them. Nothing appears in `folder` before everything is
-    ready.
-    """
+    """Write report.json, samples.jsonl and what is rendered from them; nothing appears in `folder` before everything is ready."""
     validate(report)
     with staged(folder) as staging:
         (staging / REPORT).write_text(
@@ -33,7 +31,7 @@ def write_report(folder: Path, report: Mapping[str, Any], records: Sequence[Prom
 
 @contextmanager
 def staged(folder: Path) -> Iterator[Path]:
-    """A folder to write files into; they move to `folder` once all of them are there. Raises ResourceError when the disk fails."""
+    """A folder to write files into; they move to `folder` at the end. Raises ResourceError when the disk fails."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder, prefix=".report-") as name:
@@ -45,7 +43,7 @@ def staged(folder: Path) -> Iterator[Path]:
 
 
 def previous_report(folder: Path) -> tuple[dict[str, Any], list[PromptRecord]] | None:
-    """The report that a new one in this folder will replace; None without one that this version can read."""
+    """The report that a new one in this folder will replace; None without one of this schema version."""
     try:
         return read_report(folder) if (folder / REPORT).is_file() else None
     except UserError:
@@ -53,9 +51,7 @@ def previous_report(folder: Path) -> tuple[dict[str, Any], list[PromptRecord]] |
 
 
 def read_report(path: Path, key: str = "report") -> tuple[dict[str, Any], list[PromptRecord]]:
-    """report.json (or the folder it stands in) and the records beside it. Raises UserError when either is not what it should
-    be.
-    """
+    """report.json (or its folder) and the records beside it. Raises UserError when either is missing or invalid."""
     path = path / REPORT if path.is_dir() else path
     try:
         report = json.loads(path.read_text(encoding="utf-8"), parse_constant=refuse_constant)

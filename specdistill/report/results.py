@@ -1,8 +1,7 @@
-"""The result rows of a report, from the records of its prompts: one for the whole suite, one a category.
+"""The result rows of a report, made from the records of its prompts (one row for the whole suite, one for each category), and found again.
 
-Acceptance and speed come from the two metric modules under `eval/metrics`, loaded by path with the `evaluate` library; every
-other number is a formula of specdistill.statistics.metrics. What was not measured is absent, with the reason under
-`not_measured`.
+Acceptance and speed come from the two metric modules under `eval/metrics`; every other number is a formula of
+specdistill.statistics.metrics. What was not measured is absent, with the reason under `not_measured`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -10,21 +9,29 @@ from dataclasses import asdict
 from types import MappingProxyType
 from typing import Any
 
-import evaluate
 import numpy as np
 from numpy.typing import NDArray
 
 from specdistill.project import METRICS as METRIC_MODULES
-from specdistill.statistics.configuration import ALL, Configuration
+from specdistill.statistics.configuration import ALL, CONFIGURATION_KEYS, Configuration
 from specdistill.statistics.intervals import estimates, macro_interval
 from specdistill.statistics.metrics import METRICS, measured, value
-from specdistill.statistics.prompt_sums import PromptSums, drafts_per_bucket, in_bucket, long_context_start, prompt_sums
+from specdistill.statistics.prompt_sums import (
+    MIN_BUCKET_DRAFTS,
+    PromptSums,
+    accepted_in_bucket,
+    drafts_per_bucket,
+    long_context_start,
+    prompt_sums,
+)
 from specdistill.statistics.records import PromptRecord
 from specdistill.statistics.theory import RoundCost, alpha_from_acceptance_length, best_point, speedup_curve
 from specdistill.suites.suite import Suite
 
+Row = Mapping[str, Any]
+
 NO_REASONS: Mapping[str, str] = MappingProxyType({})
-PLAIN = (
+WITHOUT_INTERVAL = (
     "draft_ms",
     "verify_ms",
     "baseline_step_ms",
@@ -44,7 +51,7 @@ NEED_DRAFTS = (
     "overhead_factor",
 )
 QUOTED = ("mean_acceptance_length", "speedup")
-SLOW_BASELINE = 0.95  # below this share of the library's own speed the baseline flatters the draft
+SLOW_BASELINE = 0.95  # below this share of the speed of transformers' `generate()` the baseline flatters the draft
 
 
 def result_rows(
@@ -58,8 +65,7 @@ def result_rows(
 ) -> list[dict[str, Any]]:
     """A configuration's rows, from its records: the suite's (`category: all`) and one for each category, in the suite's order.
 
-    confidence: of each interval (see `estimates`).
-    reasons: why numbers are absent that this way of measuring cannot give, where it is not the reason to expect.
+    confidence: of each interval (see `estimates`). reasons: why this way of measuring cannot give some numbers.
     """
     groups = {ALL: list(records)}
     for record in records:
@@ -72,10 +78,10 @@ def result_rows(
 
 
 def context_rows(records: Sequence[PromptRecord]) -> list[dict[str, Any]]:
-    """Acceptance by the number of tokens that stand before a round, in powers of two."""
+    """Acceptance by the number of tokens before a round, in powers of two."""
     rows = []
     for bucket, num_drafts in sorted(drafts_per_bucket(records).items()):
-        accepted = sum(in_bucket(record, bucket)[1] for record in records)
+        accepted = sum(accepted_in_bucket(record, bucket) for record in records)
         length = 1 + accepted / num_drafts
         rows.append({"bucket": f"{bucket}-{2 * bucket - 1}", "num_drafts": num_drafts, "mean_acceptance_length": length})
     return rows
@@ -106,22 +112,22 @@ def theory(row: dict[str, Any], costs: Sequence[RoundCost], passes: Callable[[in
 
 
 def headline(rows: Sequence[dict[str, Any]], records: Sequence[PromptRecord], *, confidence: float = 0.95) -> dict[str, Any]:
-    """The numbers to quote, from a configuration's rows and records: acceptance length and speedup, as macro-averages over the categories,
-    and beside them the micro-averages of the suite's row, in which a category counts by its drafts or its time.
+    """The numbers to quote of a configuration, from its rows and records: acceptance length and speedup, as macro-averages over the
+    categories, and as the micro-averages of the whole suite, in which a category counts by its drafts or its time.
     """
-    own = [row for row in rows if row["category"] != ALL]
-    quoted = [name for name in QUOTED if own and all(name in row for row in own)]
+    by_category = [row for row in rows if row["category"] != ALL]
+    quoted = [name for name in QUOTED if by_category and all(name in row for row in by_category)]
     if not quoted:
         return {}
-    table, categories = prompt_sums(records), [record.category for record in records]
+    sums, categories = prompt_sums(records), [record.category for record in records]
     macro: dict[str, Any] = {}
     for name in quoted:
-        macro[name] = sum(row[name] for row in own) / len(own)
-        if ends := macro_interval(METRICS[name], table, categories, confidence=confidence):
-            macro[f"{name}_ci95"] = list(ends)
+        macro[name] = sum(row[name] for row in by_category) / len(by_category)
+        if bounds := macro_interval(METRICS[name], sums, categories, confidence=confidence):
+            macro[f"{name}_ci95"] = list(bounds)
     return {
         **macro,
-        "average": f"macro over {len(own)} categories, each a micro-average over its drafts",
+        "average": f"macro over {len(by_category)} categories, each a micro-average over its drafts",
         "micro": {
             **{key: rows[0][key] for name in quoted for key in (name, f"{name}_ci95") if key in rows[0]},
             "average": f"micro over {rows[0]['num_drafts']} drafts and {rows[0]['num_new_tokens']} tokens of {len(records)} prompts",
@@ -129,22 +135,49 @@ def headline(rows: Sequence[dict[str, Any]], records: Sequence[PromptRecord], *,
     }
 
 
+def main_rows(report: Row) -> list[Row]:
+    """The rows of the main configuration: the whole suite and its categories."""
+    return [row for row in report["results"] if _equal(row, report["results"][0], CONFIGURATION_KEYS)]
+
+
+def whole_rows(report: Row) -> list[Row]:
+    """The whole suite's row of every configuration."""
+    return [row for row in report["results"] if row["category"] == ALL]
+
+
+def sweep(report: Row, setting: str) -> list[Row]:
+    """The first row and those that differ from it in `setting` alone, by its value; empty where it was not swept."""
+    others = [name for name in ("suite", "category", *CONFIGURATION_KEYS) if name != setting]
+    rows = [row for row in report["results"] if _equal(row, report["results"][0], others)]
+    # A context bucket is a number of tokens as text, or `all`, which comes last.
+    return sorted(rows, key=lambda row: np.inf if row[setting] == ALL else float(row[setting])) if len(rows) > 1 else []
+
+
+def by_context(report: Row) -> list[Row]:
+    """The context buckets with enough drafts to tell their acceptance length."""
+    return [bucket for bucket in report["context"] if bucket["num_drafts"] >= MIN_BUCKET_DRAFTS]
+
+
+def _equal(row: Row, other: Row, names: Sequence[str]) -> bool:
+    return all(row[name] == other[name] for name in names)
+
+
 def _numbers(
     records: Sequence[PromptRecord], configuration: Configuration, seed: int, confidence: float, reasons: Mapping[str, str]
 ) -> dict[str, Any]:
-    table = prompt_sums(records)
+    sums = prompt_sums(records)
     row: dict[str, Any] = {
         "num_prompts": len(records),
-        "num_batches": len(np.unique(table["batch"])) if "batch" in table else len(records),
-        "num_new_tokens": int(table["num_tokens"].sum()),
-        **_total(table, "num_rounds"),
+        "num_batches": len(np.unique(sums["batch"])) if "batch" in sums else len(records),
+        "num_new_tokens": int(sums["num_tokens"].sum()),
+        **_total(sums, "num_rounds"),
         **({"num_looping": sum(map(is_looping, records))} if all(record.token_ids for record in records) else {}),
-        "num_empty": int((table["num_tokens"] <= 1).sum()),
+        "num_empty": int((sums["num_tokens"] <= 1).sum()),
         **_acceptance(records, configuration.num_speculative_tokens, seed, confidence),
-        **_speed(table, seed, confidence),
-        **{name: number for name in PLAIN if (number := value(METRICS[name], table)) is not None},
-        **_against_hf(records, table, seed, confidence),
-        **estimates(("tokens_per_round", "context_ratio", "vocabulary_coverage"), table, seed, confidence),
+        **_speed(sums, seed, confidence),
+        **{name: number for name in WITHOUT_INTERVAL if (number := value(METRICS[name], sums)) is not None},
+        **_against_hf(records, sums, seed, confidence),
+        **estimates(("tokens_per_round", "context_ratio", "vocabulary_coverage"), sums, seed, confidence),
     }
     absent = {name: reason for name, reason in reasons.items() if name not in row}
     row["not_measured"] = _reasons(row, records, configuration.temperature) | absent
@@ -153,53 +186,61 @@ def _numbers(
 
 def _acceptance(records: Sequence[PromptRecord], k: int, seed: int, confidence: float) -> dict[str, Any]:
     drafts = [record.drafts() for record in records]
-    numbers: dict[str, Any] = evaluate.load(str(METRIC_MODULES / "acceptance"), keep_in_memory=True).compute(
+    return _compute(
+        "acceptance",
         predictions=[[accepted for _, accepted in prompt] for prompt in drafts],
         references=[[drafted for drafted, _ in prompt] for prompt in drafts],
         num_positions=k,
         seed=seed,
         confidence=confidence,
     )
-    return numbers
 
 
-def _total(table: PromptSums, name: str) -> dict[str, int]:
-    total = table[name].sum()
+def _total(sums: PromptSums, name: str) -> dict[str, int]:
+    total = sums[name].sum()
     return {} if np.isnan(total) else {name: int(total)}
 
 
-def _speed(table: PromptSums, seed: int, confidence: float) -> dict[str, Any]:
-    if np.isnan(table["baseline_seconds"]).any():
-        return estimates(("tokens_per_second",), table, seed, confidence)
+def _speed(sums: PromptSums, seed: int, confidence: float) -> dict[str, Any]:
+    if np.isnan(sums["baseline_seconds"]).any():
+        return estimates(("tokens_per_second",), sums, seed, confidence)
 
     def timings(tokens: NDArray[np.float64], seconds: NDArray[np.float64]) -> list[dict[str, float]]:
         return [{"num_tokens": int(count), "seconds": time} for count, time in zip(tokens, seconds, strict=True)]
 
-    own_tokens, own_seconds, baseline_tokens, baseline_seconds = measured(METRICS["speedup"], table)
-    numbers: dict[str, Any] = evaluate.load(str(METRIC_MODULES / "speedup"), keep_in_memory=True).compute(
-        predictions=timings(own_tokens, own_seconds),
+    tokens, seconds, baseline_tokens, baseline_seconds = measured(METRICS["speedup"], sums)
+    return _compute(
+        "speedup",
+        predictions=timings(tokens, seconds),
         references=timings(baseline_tokens, baseline_seconds),
         seed=seed,
         confidence=confidence,
     )
+
+
+def _compute(module: str, **inputs: Any) -> dict[str, Any]:
+    """What a metric module under `eval/metrics` computes."""
+    import evaluate  # imports torch, which reading and judging reports does not need
+
+    numbers: dict[str, Any] = evaluate.load(str(METRIC_MODULES / module), keep_in_memory=True).compute(**inputs)
     return numbers
 
 
-def _against_hf(records: Sequence[PromptRecord], table: PromptSums, seed: int, confidence: float) -> dict[str, Any]:
-    """Speed beside the library's own loop, over the prompts on which that was timed; the speedup over it when it is the
-    faster one.
+def _against_hf(records: Sequence[PromptRecord], sums: PromptSums, seed: int, confidence: float) -> dict[str, Any]:
+    """Speed compared with transformers' `generate()`, over the prompts on which that was timed; the speedup over it when the
+    baseline is clearly slower.
     """
     timed = sum(record.hf_generate is not None for record in records)
     if not timed:
         return {}
-    numbers = estimates(("hf_generate_tokens_per_second", "baseline_over_hf_generate"), table, seed, confidence)
+    numbers = estimates(("hf_generate_tokens_per_second", "baseline_over_hf_generate"), sums, seed, confidence)
     if numbers["baseline_over_hf_generate"] < SLOW_BASELINE:
-        numbers |= estimates(("speedup_over_hf_generate",), table, seed, confidence)
+        numbers |= estimates(("speedup_over_hf_generate",), sums, seed, confidence)
     return {**numbers, "hf_generate_num_prompts": timed}
 
 
 def is_looping(record: PromptRecord) -> bool:
-    """Whether the text ends in a cycle: its last 48 tokens repeat with a period of at most 16. Loops inflate acceptance."""
+    """Whether the completion ends in a loop: its last 48 tokens repeat with a period of at most 16. Loops inflate acceptance."""
     tail = record.token_ids[-48:]
     if len(tail) < 48:
         return False
@@ -211,16 +252,20 @@ def _reasons(row: dict[str, Any], records: Sequence[PromptRecord], temperature: 
     reasons = dict.fromkeys(("tokens_per_second", "baseline_tokens_per_second", "speedup"), "no time was measured")
     reasons |= dict.fromkeys(NEED_DRAFTS, "nothing was drafted")
     reasons |= dict.fromkeys(
-        ("tokens_per_round", "verify_ms", "baseline_step_ms", "decode_speedup"), "every text ended with its first token"
+        ("tokens_per_round", "verify_ms", "baseline_step_ms", "decode_speedup"), "every completion ended with its first token"
     )
-    hf = "the library's loop is timed on greedy text only" if temperature else "none of these prompts was among those timed"
+    hf = (
+        "transformers' generate() is timed on greedy decoding only"
+        if temperature
+        else "none of these prompts was among those timed"
+    )
     reasons |= dict.fromkeys(("hf_generate_tokens_per_second", "baseline_over_hf_generate"), hf)
     reasons["speedup_over_hf_generate"] = (
-        "the baseline is as fast as the library's loop" if "baseline_over_hf_generate" in row else hf
+        "the baseline is as fast as transformers' generate()" if "baseline_over_hf_generate" in row else hf
     )
     start = long_context_start(records)
     reasons["context_ratio"] = "too few drafts at a long or a short context" if start is None else "nothing was drafted"
-    reasons["vocabulary_coverage"] = "this method proposes tokens of the text, not of a vocabulary"
+    reasons["vocabulary_coverage"] = "this method can propose any token"
     missing = {name: reason for name, reason in reasons.items() if name not in row}
     with_interval = (
         "mean_acceptance_length",

@@ -1,4 +1,4 @@
-"""The JSON Schema of report.json, which ships with the package: what a report may hold, so what a gate may ask for."""
+"""The JSON Schema of report.json: what a report may hold, and so what a gate's rules may name."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -12,7 +12,7 @@ from specdistill.errors import UserError
 
 PATH = Path(__file__).parent / "report.schema.json"
 SCALARS = ("number", "integer", "boolean")
-ROW_IDENTITY = ("num_speculative_tokens", "temperature", "batch_size")  # numbers of a row that say what it is about
+ROW_IDENTITY = ("num_speculative_tokens", "temperature", "batch_size")  # numbers of a row that are its configuration
 
 
 @cache
@@ -23,21 +23,20 @@ def schema() -> dict[str, Any]:
 
 def validate(report: Mapping[str, Any], name: str = "report.json", key: str = "report") -> None:
     """Raises UserError for another schema version, and else names the first field that does not fit the schema."""
-    version, own = (
-        report.get("schema_version") if isinstance(report, Mapping) else None,
-        schema()["properties"]["schema_version"]["const"],
-    )
-    if version not in (None, own):
-        raise UserError(
-            key, got=f"{name} of schema version {version}", expected=f"version {own}: measure again with this specdistill"
-        )
-    check_instance(schema(), report, name, key, "a report of schema version 1")
+    check_instance(schema(), report, name, key)
 
 
-def check_instance(document: Mapping[str, Any], instance: Mapping[str, Any], name: str, key: str, expected: str) -> None:
+def check_instance(document: Mapping[str, Any], instance: Any, name: str, key: str) -> None:
+    """`validate` by any schema that has a `schema_version`."""
+    supported = document["properties"]["schema_version"]["const"]
+    version = instance.get("schema_version", supported) if isinstance(instance, Mapping) else supported
+    if version != supported:
+        expected = f"version {supported}: measure again with this specdistill"
+        raise UserError(key, got=f"{name} of schema version {version}", expected=expected)
     error = jsonschema.exceptions.best_match(jsonschema.Draft202012Validator(document).iter_errors(instance))
     if error is not None:
         place = ".".join(str(part) for part in error.absolute_path) or "the whole document"
+        expected = f"a {document['title'].removeprefix('specdistill ')} of schema version {supported}"
         raise UserError(key, got=f"{name} with {place}: {error.message[:200]}", expected=expected)
 
 
@@ -50,7 +49,7 @@ def row_metrics() -> tuple[str, ...]:
 
 @cache
 def document_metrics() -> tuple[str, ...]:
-    """Dotted paths of the numbers and truths outside the result rows, as `lossless.greedy_identical`."""
+    """Dotted paths of the numbers and booleans outside the result rows, as `lossless.greedy_identical`."""
     return tuple(_scalars(schema()))
 
 

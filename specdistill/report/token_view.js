@@ -1,5 +1,5 @@
 "use strict";
-// A round is [emitted texts, how many of them were drafted, texts of the drafted tokens that were refused, of a tree how many others].
+// A round is [emitted tokens, how many of them were drafted, rejected draft tokens, for a tree the number of its other nodes].
 const samples = JSON.parse(document.getElementById("samples").textContent);
 const at = id => document.getElementById(id);
 const visible = text => text.replaceAll(" ", "·").replaceAll("\n", "↵").replaceAll("\t", "→") || "∅";
@@ -14,15 +14,15 @@ function add(parent, tag, kind, text) {
   return node;
 }
 
-// What the last token of a round is: the target's correction of a draft, its addition to a full one, or a plain step.
-const closing = ([, accepted, refused]) => refused.length ? "corrected" : accepted ? "bonus" : "plain";
+// The kind of a round's last token: the target's correction of a draft, the bonus token of one accepted whole, or a plain step.
+const closing = ([, accepted, rejected]) => rejected.length ? "corrected" : accepted ? "bonus" : "plain";
 
-function says([emitted, accepted, refused, others = 0]) {
-  const drafted = accepted + refused.length, ended = emitted.length === accepted;
+function explain([emitted, accepted, rejected, others = 0]) {
+  const drafted = accepted + rejected.length, ended = emitted.length === accepted;
   if (!drafted) return "nothing drafted, one plain step of the target.";
-  const ahead = !accepted ? "none accepted" : `${refused.length || others ? accepted : "all"} accepted, so the draft ran ${accepted} ahead`;
-  const then = ended ? "the text ends there" : refused.length ? "the target then chose its own" : "the target added one";
-  return `${drafted + others} drafted${others ? " in a tree" : ""}, ${ahead}; ${then}.`;
+  const kept = !accepted ? "none accepted" : `${rejected.length || others ? "" : "all "}${accepted} accepted`;
+  const then = ended ? "the completion ends there" : rejected.length ? "the target then corrected one" : "the target added the bonus token";
+  return `${drafted + others} drafted${others ? " in a tree" : ""}, ${kept}; ${then}.`;
 }
 
 function show(index) {
@@ -40,12 +40,12 @@ function show(index) {
     span.onclick = () => go(number + 1);
     return span;
   }));
-  const most = Math.max(1, ...rounds.map(([, accepted, refused]) => accepted + refused.length));
-  at("strip").replaceChildren(...rounds.map(([, accepted, refused], number) => {
+  const most = Math.max(1, ...rounds.map(([, accepted, rejected]) => accepted + rejected.length));
+  at("strip").replaceChildren(...rounds.map(([, accepted, rejected], number) => {
     const bar = document.createElement("button");
     bar.tabIndex = -1;
-    bar.title = `round ${number + 1}: ${accepted} of ${accepted + refused.length} accepted`;
-    add(bar, "i", "refused", "").style.height = `${100 * refused.length / most}%`;
+    bar.title = `round ${number + 1}: ${accepted} of ${accepted + rejected.length} accepted`;
+    add(bar, "i", "rejected", "").style.height = `${100 * rejected.length / most}%`;
     add(bar, "i", "accepted", "").style.height = `${100 * accepted / most}%`;
     bar.onclick = () => go(number + 1);
     return bar;
@@ -58,22 +58,22 @@ function show(index) {
 function go(number) {
   const entry = sample.rounds[number - 1];
   at("chips").replaceChildren();
-  if (!entry) { at("says").textContent = "The text ended with its first token."; return; }
+  if (!entry) { at("explanation").textContent = "The completion ended with its first token."; return; }
   round = at("slider").value = number;
-  at("says").textContent = "";
-  add(at("says"), "b", "", `Round ${number} of ${sample.rounds.length}: `);
-  at("says").append(says(entry));
+  at("explanation").textContent = "";
+  add(at("explanation"), "b", "", `Round ${number} of ${sample.rounds.length}: `);
+  at("explanation").append(explain(entry));
   spans.forEach((tokens, index) => tokens.forEach(span => {
     span.classList.toggle("now", index === number - 1);
     span.classList.toggle("later", index > number - 1);
   }));
   [...at("strip").children].forEach((bar, index) => bar.classList.toggle("now", index === number - 1));
-  const [emitted, accepted, refused, others] = entry;
+  const [emitted, accepted, rejected, others] = entry;
   const chips = (texts, kind) => texts.forEach(text => add(at("chips"), "span", `chip ${kind}`, visible(text)));
   chips(emitted.slice(0, accepted), "accepted");
-  chips(refused, "refused");
+  chips(rejected, "rejected");
   if (others) add(at("chips"), "span", "muted small", `and ${others} in other branches`);
-  if (emitted.length > accepted && accepted + refused.length) add(at("chips"), "span", "muted", "→");
+  if (emitted.length > accepted && accepted + rejected.length) add(at("chips"), "span", "muted", "→");
   chips(emitted.slice(accepted), closing(entry));
 }
 

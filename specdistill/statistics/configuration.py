@@ -1,6 +1,6 @@
-"""Configurations: what a row of the report is about beside its suite and category, that is how texts were decoded and prompts cut.
+"""The configuration of a measurement: how completions were generated and how prompts were cut.
 
-The first row of a report is the main configuration's; a sweep adds others, each apart from it in one setting. No torch here.
+A report's first row is the main configuration's; a sweep adds configurations that differ from it in one setting.
 """
 
 from collections.abc import Mapping
@@ -14,8 +14,8 @@ ALL = "all"
 class Configuration:
     """One combination of settings.
 
-    num_speculative_tokens: K, of a tree its depth. tree: its budget, depth and top_k, or its branching; None drafts a chain.
-    context_bucket: tokens that prompts were cut to; `all` for prompts as the suite has them.
+    num_speculative_tokens: K; of a tree its depth. tree: its budget, depth and top_k, or its branching; None drafts a chain.
+    context_bucket: tokens that prompts were cut to; `all`: prompts as the suite has them.
     """
 
     num_speculative_tokens: int
@@ -25,7 +25,7 @@ class Configuration:
     context_bucket: str = ALL
 
 
-CONFIGURATION_KEYS = tuple(entry.name for entry in fields(Configuration))
+CONFIGURATION_KEYS = tuple(field.name for field in fields(Configuration))
 
 
 def configuration_of(row: Mapping[str, Any]) -> Configuration:

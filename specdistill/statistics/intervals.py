@@ -1,7 +1,7 @@
-"""Intervals by bootstrap over prompts, and the two-sample test of sampled tokens. All of it is scipy's; here are our shapes.
+"""Intervals by bootstrap over prompts, and the two-sample test of sampled tokens, both by scipy.
 
-A prompt's rounds succeed and fail together, so prompts are what is resampled, and a prompt's columns stay together (paired). Prompts
-that were decoded in one batch also share their times; intervals of times resample batches (see `metrics.measured`).
+A prompt's rounds succeed and fail together, so prompts are resampled, all sums of a prompt together (paired). Prompts that were decoded
+in one batch also share their times; intervals of times resample batches (see `metrics.measured`).
 """
 
 import warnings
@@ -23,33 +23,30 @@ MIN_EXPECTED = 5.0  # the usual bound below which chi-square's approximation is 
 Interval = tuple[float, float]
 
 
-def interval(metric: Metric, columns: PromptSums, *, confidence: float = 0.95, seed: int = 0) -> Interval | None:
-    """The metric's bias-corrected (BCa) interval over prompts; None with fewer than two prompts or when resamples are
-    undefined.
-    """
-    return _bootstrap(metric, measured(metric, columns), confidence, seed)
+def interval(metric: Metric, sums: PromptSums, *, confidence: float = 0.95, seed: int = 0) -> Interval | None:
+    """The metric's bias-corrected (BCa) interval; None with fewer than two prompts or when resamples are undefined."""
+    return _bootstrap(metric, measured(metric, sums), confidence, seed)
 
 
-def estimates(names: Sequence[str], columns: PromptSums, seed: int = 0, confidence: float = 0.95) -> dict[str, Any]:
+def estimates(names: Sequence[str], sums: PromptSums, seed: int = 0, confidence: float = 0.95) -> dict[str, Any]:
     """`name` and `name_ci95` of each metric that was measured; the interval is left out where there is none.
 
-    `confidence` above 0.95 makes each interval stricter than its name says, for a run that looks at them more than once.
+    `confidence` above 0.95 is for a run with interim analyses: each of its intervals is stricter than `ci95` says.
     """
-    found: dict[str, Any] = {}
+    numbers: dict[str, Any] = {}
     for name in names:
-        point = value(METRICS[name], columns)
+        point = value(METRICS[name], sums)
         if point is None:
             continue
-        found[name] = point
-        ends = interval(METRICS[name], columns, confidence=confidence, seed=seed)
-        if ends is not None:
-            found[f"{name}_ci95"] = list(ends)
-    return found
+        numbers[name] = point
+        if bounds := interval(METRICS[name], sums, confidence=confidence, seed=seed):
+            numbers[f"{name}_ci95"] = list(bounds)
+    return numbers
 
 
-def standard_error(metric: Metric, columns: PromptSums) -> float | None:
-    """Of the metric over prompts, by the jackknife: √((n - 1) / n · Σ (metric without prompt p - their mean)²); None below two prompts."""
-    data = measured(metric, columns)
+def standard_error(metric: Metric, sums: PromptSums) -> float | None:
+    """The metric's jackknife standard error, √((n - 1) / n · Σ_p (metric without prompt p - their mean)²); None below two prompts."""
+    data = measured(metric, sums)
     if data[0].size < 2:
         return None
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -58,47 +55,42 @@ def standard_error(metric: Metric, columns: PromptSums) -> float | None:
     return error if np.isfinite(error) else None
 
 
-def macro_interval(
-    metric: Metric, columns: PromptSums, categories: Sequence[str], *, confidence: float = 0.95
-) -> Interval | None:
-    """Interval of the mean over categories of the metric in each; categories [P] says which one a prompt is of.
+def macro_interval(metric: Metric, sums: PromptSums, categories: Sequence[str], *, confidence: float = 0.95) -> Interval | None:
+    """Interval of the mean over categories of the metric in each; categories [P] are the prompts'.
 
     Categories are fixed and their prompts are drawn within them, so their jackknife variances add up; Student's t, with Welch's and
-    Satterthwaite's degrees of freedom. None where a category has fewer than two prompts or no number, or of times that prompts of several
-    categories share.
+    Satterthwaite's degrees of freedom. None where a category has fewer than two prompts or no number, and for times in batches that
+    hold prompts of several categories.
     """
-    of = np.array(categories)
-    if (
-        metric.is_timed
-        and "batch" in columns
-        and len(set(zip(columns["batch"], categories, strict=True))) > len(set(columns["batch"]))
-    ):
-        return None
-    groups = [{name: column[of == group] for name, column in columns.items()} for group in dict.fromkeys(categories)]
+    if metric.is_timed and "batch" in sums:
+        num_parts = len(set(zip(sums["batch"], categories, strict=True)))
+        if num_parts > len(set(sums["batch"])):
+            return None
+    category_P = np.array(categories)
+    groups = [{name: column[category_P == group] for name, column in sums.items()} for group in dict.fromkeys(categories)]
     values = [point for group in groups if (point := value(metric, group)) is not None]
     variances = [error**2 for group in groups if (error := standard_error(metric, group)) is not None]
     if not groups or not len(values) == len(variances) == len(groups):
         return None
-    total, sizes = sum(variances), [measured(metric, group)[0].size for group in groups]
-    parts = sum(variance**2 / (size - 1) for variance, size in zip(variances, sizes, strict=True))
-    half = float(stats.t.ppf((1 + confidence) / 2, total**2 / parts)) * float(np.sqrt(total)) / len(groups) if parts else 0.0
-    mean = sum(values) / len(groups)
+    variance, sizes = sum(variances), [measured(metric, group)[0].size for group in groups]
+    parts = sum(part**2 / (size - 1) for part, size in zip(variances, sizes, strict=True))
+    quantile = float(stats.t.ppf((1 + confidence) / 2, variance**2 / parts)) if parts else 0.0
+    mean, half = sum(values) / len(groups), quantile * float(np.sqrt(variance)) / len(groups)
     return mean - half, mean + half
 
 
 def relative_change(
-    metric: Metric, columns: PromptSums, baseline: PromptSums, *, confidence: float = 0.95, seed: int = 0
+    metric: Metric, sums: PromptSums, baseline: PromptSums, *, confidence: float = 0.95, seed: int = 0
 ) -> tuple[float, Interval | None]:
-    """metric / baseline's metric - 1, and its interval, paired: row p of both is the same prompt."""
-    width = len(metric.columns)
-    both = Metric(
-        tuple(f"{name}_{side}" for side in ("new", "old") for name in metric.columns),
-        lambda *sums: metric.formula(*sums[:width]) / metric.formula(*sums[width:]) - 1,
+    """metric / baseline's metric - 1, and its interval, paired: entry p of both is the same prompt."""
+    width = len(metric.sums)
+    ratio = Metric(
+        tuple(f"{name}_{side}" for side in ("new", "old") for name in metric.sums),
+        lambda *both: metric.formula(*both[:width]) / metric.formula(*both[width:]) - 1,
     )
-    sides = {"new": columns, "old": baseline}
-    paired = {f"{name}_{side}": sides[side][name] for side in sides for name in metric.columns}
-    data = measured(both, paired | {name: columns[name] for name in ("batch",) if name in columns})
-    return float(both.formula(*(column.sum() for column in data))), _bootstrap(both, data, confidence, seed)
+    paired = {f"{name}_{side}": part[name] for side, part in (("new", sums), ("old", baseline)) for name in metric.sums}
+    data = measured(ratio, paired | {name: sums[name] for name in ("batch",) if name in sums})
+    return float(ratio.formula(*(column.sum() for column in data))), _bootstrap(ratio, data, confidence, seed)
 
 
 def _bootstrap(metric: Metric, data: list[NDArray[np.float64]], confidence: float, seed: int) -> Interval | None:
@@ -110,7 +102,7 @@ def _bootstrap(metric: Metric, data: list[NDArray[np.float64]], confidence: floa
         return result
 
     with warnings.catch_warnings(), np.errstate(divide="ignore", invalid="ignore"):
-        warnings.simplefilter("ignore", stats.DegenerateDataWarning)  # answered below
+        warnings.simplefilter("ignore", stats.DegenerateDataWarning)  # handled below
         result = stats.bootstrap(
             data,
             statistic,
@@ -138,9 +130,9 @@ class ChiSquare:
 
 
 def two_sample_chi_square(first: Sequence[Hashable], second: Sequence[Hashable]) -> ChiSquare | None:
-    """Whether two samples of outcomes follow one distribution. Outcomes too rare to be expected five times in each are pooled.
+    """Whether two samples of outcomes follow one distribution. Outcomes expected fewer than five times in a sample are pooled.
 
-    None when fewer than two cells remain: then the samples cannot tell.
+    None when fewer than two cells of the contingency table remain: then the samples cannot tell.
     """
     counts = [Counter(first), Counter(second)]
     totals = [len(first), len(second)]
@@ -153,7 +145,7 @@ def two_sample_chi_square(first: Sequence[Hashable], second: Sequence[Hashable])
             rare = [total + count for total, count in zip(rare, row, strict=True)]
     if sum(rare) * min(totals) / sum(totals) >= MIN_EXPECTED:
         common.append(rare)
-    elif common and sum(rare):  # the leftover is too rare as well: it joins the smallest cell
+    elif common and sum(rare):  # the pool is too rare as well: it joins the smallest cell
         smallest = min(common, key=sum)
         smallest[:] = [count + left for count, left in zip(smallest, rare, strict=True)]
     if len(common) < 2:

@@ -1,8 +1,8 @@
-"""The metrics of a report, each one formula over sums of per-prompt columns (see specdistill.statistics.prompt_sums).
+"""The metrics of a report, each one formula over sums of per-prompt sums (see specdistill.statistics.prompt_sums).
 
-Definitions are vLLM's, so that numbers compare: the acceptance length counts the bonus token, rates per position are
-unconditional, and every ratio is a micro-average, the ratio of sums over all drafts of a row. Written as formulas of sums,
-the same code gives the value and, on resampled prompts, its interval.
+Definitions are vLLM's, so that numbers compare: the acceptance length counts the bonus token, rates per position are unconditional, and
+every ratio is a micro-average, a ratio of sums over all drafts of a row. The same formula gives the value and, on resampled prompts, its
+interval.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,16 +18,16 @@ from specdistill.statistics.theory import conditional_rates, predicted_speedup
 
 @dataclass(frozen=True)
 class Metric:
-    """formula: sums of `columns`, in that order -> value; elementwise, so that sums of many resamples pass through at once."""
+    """formula: the totals of `sums`, in that order -> value; elementwise, so that totals of many resamples pass through at once."""
 
-    columns: tuple[str, ...]
+    sums: tuple[str, ...]
     formula: Callable[..., Any]
     better: Literal["higher", "lower"] = "higher"
 
     @property
     def is_timed(self) -> bool:
-        """Whether it depends on the machine, not on the draft and the text alone."""
-        return any("seconds" in name for name in self.columns)
+        """Whether it depends on the machine, not only on draft and completions."""
+        return any("seconds" in name for name in self.sums)
 
 
 def _speedup(tokens: Any, seconds: Any, baseline_tokens: Any, baseline_seconds: Any) -> Any:
@@ -108,34 +108,32 @@ METRICS: dict[str, Metric] = {
 }
 
 
-def measured(metric: Metric, columns: PromptSums) -> list[NDArray[np.float64]]:
-    """The metric's columns [P], of those prompts for which all of them were measured.
+def measured(metric: Metric, sums: PromptSums) -> list[NDArray[np.float64]]:
+    """The metric's sums [P], of the prompts for which all of them were measured.
 
-    Prompts decoded together share their times, so that for a metric of times the prompts of a batch are summed: [number of batches].
+    Prompts decoded together share their times, so for a metric of times the prompts of a batch are added up: [number of batches].
     """
-    chosen = np.stack([columns[name] for name in metric.columns])
+    chosen = np.stack([sums[name] for name in metric.sums])
     complete = ~np.isnan(chosen).any(axis=0)
     chosen = chosen[:, complete]
-    if metric.is_timed and "batch" in columns:
-        batches, batch_of = np.unique(columns["batch"][complete], return_inverse=True)
+    if metric.is_timed and "batch" in sums:
+        batches, batch_of = np.unique(sums["batch"][complete], return_inverse=True)
         chosen = np.stack([np.bincount(batch_of, column, len(batches)) for column in chosen])
     return list(chosen)
 
 
-def value(metric: Metric, columns: PromptSums) -> float | None:
-    """The metric over the prompts of `columns`, or None when nothing it needs was measured."""
+def value(metric: Metric, sums: PromptSums) -> float | None:
+    """The metric over all prompts, or None when nothing it needs was measured."""
     with np.errstate(divide="ignore", invalid="ignore"):
-        result = float(metric.formula(*(column.sum() for column in measured(metric, columns))))
+        result = float(metric.formula(*(column.sum() for column in measured(metric, sums))))
     return result if np.isfinite(result) else None
 
 
 def acceptance(accepted: Sequence[Sequence[int]], drafted: Sequence[Sequence[int]], num_positions: int) -> dict[str, Any]:
-    """Counts and rates of drafts. For each prompt, the accepted and the drafted number of tokens of each round that drafted
-    any.
+    """Counts and rates of drafts, from the accepted and drafted number of tokens of each round, prompt by prompt.
 
-    accepted_per_position [K]: drafts whose position k was accepted. Rates per position are over all drafts (unconditional),
-    so that mean_acceptance_length = 1 + their sum; conditional rate k = rate k / rate k-1, null where position k was never
-    reached.
+    accepted_per_position [K]: drafts whose position k was accepted. Rates per position are over all drafts (unconditional), so that
+    mean_acceptance_length = 1 + their sum; conditional rate k = rate k / rate k-1, None where position k was never reached.
     """
     per_draft: NDArray[np.int64] = np.array([count for prompt in accepted for count in prompt], dtype=np.int64)
     num_drafts, num_drafted, num_accepted = len(per_draft), sum(map(sum, drafted)), int(per_draft.sum())

@@ -1,8 +1,4 @@
-"""What was measured for each prompt, as plain data: the rows of `samples.jsonl`, from which every number of a report can be
-recomputed.
-
-No torch here: reports and gates work from these records on any machine.
-"""
+"""What was measured for each prompt: the rows of `samples.jsonl`, from which every number of a report can be computed again."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,11 +13,10 @@ from specdistill.statistics.configuration import ALL, Configuration, configurati
 
 @dataclass(frozen=True)
 class RoundRecord:
-    """One draft-verify round: token ids, and each token's text as it continues what stands before it.
+    """One draft-verify round: token ids, and each token's text as it continues the tokens before it.
 
-    `accepted` is the emitted prefix of `drafted`; `emitted` is that prefix and, unless a stop cut it off, the target's own
-    next token. Of a tree, `drafted` is the accepted path and where its first guesses led on, and `num_off_path` counts its other
-    nodes.
+    `accepted` is the emitted prefix of `drafted`; `emitted` is that prefix and, unless a stop token cut it off, the target's next token.
+    Of a tree, `drafted` is the accepted path continued by first children, and `num_off_path` counts the other nodes.
     """
 
     drafted: tuple[int, ...]
@@ -39,8 +34,9 @@ class RoundRecord:
 
 @dataclass(frozen=True)
 class Timing:
-    """One way of decoding a prompt: medians over the repeats, in seconds. Draft and verify seconds are summed over the
-    rounds. None where it cannot be seen: a server answers with the whole text.
+    """Decoding of a prompt with or without a draft: medians over repetitions, in seconds; draft and verify seconds summed over rounds.
+
+    None for what a server does not show.
     """
 
     num_tokens: int
@@ -53,7 +49,7 @@ class Timing:
 
 @dataclass(frozen=True)
 class HFGenerate:
-    """The library's own greedy loop on the same prompt."""
+    """Greedy decoding of the same prompt by transformers' `generate()`."""
 
     num_tokens: int
     seconds: float
@@ -61,13 +57,12 @@ class HFGenerate:
 
 @dataclass(frozen=True)
 class PromptRecord:
-    """A prompt, the text written with the draft, how it came about, and what it cost with and without the draft.
+    """A prompt, its completion with the draft, round by round, and the times with and without the draft.
 
-    configuration: the settings under which both were written.
-    num_in_draft_vocabulary: tokens of the target's own text that the draft could have proposed; None when it can propose any.
-    baseline, baseline_text: what was written without the draft; None when nothing was.
-    counts: in place of the rounds and the first token, when a server wrote the text.
-    batch: the same number for prompts of a configuration that were decoded together, each with its share of the time; None: alone.
+    num_in_draft_vocabulary: tokens of the baseline completion that the draft could have proposed; None when it can propose any.
+    baseline, baseline_text: the completion without the draft; None when there is none.
+    counts: in place of rounds and first token, for a completion by a server.
+    batch: number of the batch that the prompt was decoded in, whose times are shared out among its prompts; None: alone.
     """
 
     suite: str
@@ -90,16 +85,16 @@ class PromptRecord:
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """Of the text written with the draft; empty where a server does not say them."""
+        """The completion's with the draft; empty where a server does not return them."""
         if self.counts:
             return self.counts.token_ids
         first = () if self.first_token is None else (self.first_token,)
-        return (*first, *(token for entry in self.rounds for token in entry.emitted))
+        return (*first, *(token for round in self.rounds for token in round.emitted))
 
     def drafts(self) -> list[tuple[int, int]]:
-        """(drafted, accepted) tokens of each draft. A server tells sums alone: its drafted tokens are shared out evenly."""
+        """(drafted, accepted) tokens of each draft. A server returns totals only: its drafted tokens are shared out evenly."""
         if self.counts is None:
-            return [(entry.num_drafted, len(entry.accepted)) for entry in self.rounds if entry.drafted]
+            return [(round.num_drafted, len(round.accepted)) for round in self.rounds if round.drafted]
         number, total, reached = self.counts.num_drafts, self.counts.num_draft_tokens, self.counts.accepted_per_position
         # Positions are accepted in order, so the drafts can be put in an order in which the first reached[k] have position k.
         accepted = [sum(draft < count for count in reached) for draft in range(number)]
@@ -107,7 +102,7 @@ class PromptRecord:
 
 
 def records_of(row: Mapping[str, Any], records: Sequence[PromptRecord]) -> list[PromptRecord]:
-    """Those that a report's row is made of."""
+    """The records that a report's row is made of."""
     suite, configuration, category = row["suite"], configuration_of(row), row["category"]
     return [
         record
@@ -117,45 +112,37 @@ def records_of(row: Mapping[str, Any], records: Sequence[PromptRecord]) -> list[
 
 
 def write_records(records: Iterable[PromptRecord], path: Path) -> None:
-    path.write_text(
-        "".join(json.dumps(asdict(record), ensure_ascii=False, allow_nan=False) + "\n" for record in records), encoding="utf-8"
-    )
+    lines = [json.dumps(asdict(record), ensure_ascii=False, allow_nan=False) + "\n" for record in records]
+    path.write_text("".join(lines), encoding="utf-8")
 
 
 def read_records(path: Path, key: str) -> list[PromptRecord]:
     """Raises UserError when the file is missing or was not written by `write_records`."""
     try:
-        # Not splitlines(): model output may hold other line separators than "\n".
-        return [
-            read_record(json.loads(line, parse_constant=refuse_constant))
-            for line in path.read_text(encoding="utf-8").split("\n")
-            if line
-        ]
+        lines = path.read_text(encoding="utf-8").split("\n")  # not splitlines(): model output may hold other line separators
+        return [read_record(json.loads(line, parse_constant=refuse_constant)) for line in lines if line]
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise UserError(key, got=f"{path} ({error!r})", expected="the samples.jsonl that stands beside a report") from error
+        raise UserError(key, got=f"{path} ({error!r})", expected="the samples.jsonl beside a report") from error
 
 
 def refuse_constant(name: str) -> None:
-    """For `json.loads`, which reads NaN and Infinity though JSON has neither: what could not be measured is absent."""
-    raise ValueError(f"{name}, which is no number")
+    """For `json.loads`, which would read NaN and Infinity: in a report, what could not be measured is absent."""
+    raise ValueError(f"{name}, which is not a number")
 
 
 def read_record(row: dict[str, Any]) -> PromptRecord:
-    """A record from its JSON object, which is taken apart."""
-    configuration, rounds = (
-        Configuration(**row.pop("configuration")),
-        tuple(RoundRecord(**_tuples(entry)) for entry in row.pop("rounds")),
-    )
-    speculative, baseline, hf, counts = (row.pop(name, None) for name in ("speculative", "baseline", "hf_generate", "counts"))
-    return PromptRecord(
-        **row,
-        configuration=configuration,
-        rounds=rounds,
-        speculative=Timing(**speculative),
-        baseline=Timing(**baseline) if baseline else None,
-        hf_generate=HFGenerate(**hf) if hf else None,
-        counts=ServerCounts(**_tuples(counts)) if counts else None,
-    )
+    """A record from its JSON object."""
+    configuration = Configuration(**row["configuration"])
+    baseline, hf, counts = (row.get(name) for name in ("baseline", "hf_generate", "counts"))
+    parts = {
+        "configuration": configuration,
+        "rounds": tuple(RoundRecord(**_tuples(round)) for round in row["rounds"]),
+        "speculative": Timing(**row["speculative"]),
+        "baseline": Timing(**baseline) if baseline else None,
+        "hf_generate": HFGenerate(**hf) if hf else None,
+        "counts": ServerCounts(**_tuples(counts)) if counts else None,
+    }
+    return PromptRecord(**(row | parts))
 
 
 def _tuples(row: dict[str, Any]) -> dict[str, Any]:

@@ -172,8 +172,6 @@ def is_recurrent(text_config: Any) -> bool:
     return bool(RECURRENT & set(getattr(text_config, "layer_types", None) or ()))
 
 
-
-
 def default_aux_layers(num_layers: int) -> list[int]:
     """The engines' default; for targets too shallow for it, three different layers spread over the depth."""
     layers = engine_aux_layers(num_layers)

@@ -6,7 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from specdistill.gate.gate import Evidence, decide, load_gate
+from specdistill.gate.decide import Evidence, decide
+from specdistill.gate.rules import load_gate
 from specdistill.statistics.metrics import METRICS, value
 from specdistill.statistics.prompt_sums import prompt_sums
 from specdistill.statistics.records import PromptRecord, RoundRecord
@@ -58,7 +59,7 @@ def test_the_gate_itself_says_the_same() -> None:
         (result,) = decide([rule], *sides)["rules"]
         change, ends = bench.relative_change(METRICS[rule.metric], after, before, confidence=rule.confidence, seed=0)
         assert (result["value"], *result["ci95"]) == pytest.approx((change, *ends))
-        assert result["passed"] == bench.holds(rule, bench.Finding(change, ends))[0]
+        assert result["passed"] == bench.holds(rule, bench.Estimate(change, ends))[0]
 
 
 def record_of(table: dict[str, np.ndarray], index: int) -> PromptRecord:

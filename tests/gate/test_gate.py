@@ -7,7 +7,8 @@ import pytest
 import yaml
 
 from specdistill.errors import UserError
-from specdistill.gate.gate import Evidence, Rule, decide, load_gate
+from specdistill.gate.decide import Evidence, decide
+from specdistill.gate.rules import Rule, load_gate
 from specdistill.project import GATES
 from specdistill.report.results import result_rows
 from specdistill.statistics.configuration import Configuration
@@ -52,7 +53,7 @@ def changed(evidence, path, value):
     return Evidence(report, evidence.records)
 
 
-def test_a_measured_number_is_tested_at_its_unfavourable_end(evidence):
+def test_a_number_with_an_interval_is_tested_at_its_confidence_bound(evidence):
     row = evidence.report["results"][0]
     low, high = row["speedup_ci95"]
     between = (low + row["speedup"]) / 2
@@ -60,9 +61,11 @@ def test_a_measured_number_is_tested_at_its_unfavourable_end(evidence):
     result = judged(evidence, Rule("speedup", "min", between))
     assert not result["passed"]
     assert result["ci95"] == [low, high]
-    assert "unfavourable end at 95%" in result["reason"]
+    assert "lower 95% bound" in result["reason"] and f"{low:.4g}" in result["reason"]
     assert judged(evidence, Rule("speedup", "min", low - 1e-6))["passed"]
-    assert not judged(evidence, Rule("speedup", "max", (high + row["speedup"]) / 2))["passed"]
+    result = judged(evidence, Rule("speedup", "max", (high + row["speedup"]) / 2))
+    assert not result["passed"]
+    assert "upper 95% bound" in result["reason"] and f"{high:.4g}" in result["reason"]
     assert judged(evidence, Rule("speedup", "max", high + 1e-6))["passed"]
 
 
@@ -77,8 +80,8 @@ def test_another_confidence_is_another_interval(evidence):
     assert not judged(evidence, Rule("speedup", "min", value + 1e-6, confidence=0))["passed"]
 
 
-def test_a_run_that_looked_several_times_is_judged_by_stricter_intervals(evidence):
-    """What one look shows at 90 %, a run that could have stopped at any of five does not."""
+def test_a_run_with_interim_analyses_is_judged_by_stricter_intervals(evidence):
+    """What one analysis shows at 90 %, a run that could have stopped at any of five does not."""
     low, _ = interval(METRICS["speedup"], prompt_sums(evidence.records), confidence=0.9, seed=0)
     rule = Rule("speedup", "min", low, confidence=0.9)
     assert judged(evidence, rule)["passed"]
@@ -132,7 +135,7 @@ def test_a_run_that_was_cut_short_fails_whatever_it_shows(evidence):
     decision = decide([Rule("speedup", "min", 1.0)], cut)
     assert not decision["passed"]
     assert [(rule["metric"], rule["passed"]) for rule in decision["rules"]] == [("incomplete", False), ("speedup", True)]
-    assert decision["rules"][0]["reason"] == "the run was cut short: the server went away"
+    assert "cut short" in decision["rules"][0]["reason"] and "the server went away" in decision["rules"][0]["reason"]
     assert decide([Rule("speedup", "min", 1.0)], changed(evidence, ("incomplete",), False))["passed"]
     result = judged(evidence, NO_WORSE, cut)
     assert (result["passed"], result["reason"]) == (False, "no evidence: the baseline's run was cut short")
@@ -164,11 +167,11 @@ def test_budgets_are_rules(evidence, tmp_path, metric):
         assert "no evidence" in judged(evidence, Rule(metric, "max", 2_000_000))["reason"]
 
 
-def test_an_alarm_does_not_decide(evidence):
-    alarm, rule = Rule("acceptance_rate", "min", 0.99, severity="warn"), Rule("speedup", "min", 1.0)
-    assert decide([alarm, rule], evidence)["passed"]
-    assert not decide([alarm, Rule("speedup", "min", 9.0)], evidence)["passed"]
-    assert not judged(evidence, alarm)["passed"]
+def test_a_warning_does_not_decide(evidence):
+    warning, rule = Rule("acceptance_rate", "min", 0.99, severity="warn"), Rule("speedup", "min", 1.0)
+    assert decide([warning, rule], evidence)["passed"]
+    assert not decide([warning, Rule("speedup", "min", 9.0)], evidence)["passed"]
+    assert not judged(evidence, warning)["passed"]
 
 
 @pytest.mark.parametrize(
@@ -296,7 +299,7 @@ def test_what_one_side_did_not_measure_is_no_evidence(evidence):
     assert judged(evidence, rule, free)["reason"] == "no evidence: not measured in the baseline: it is 0.0"
 
 
-def test_a_cell_of_a_sweep_is_compared_with_its_own_prompts_alone():
+def test_a_configuration_of_a_sweep_is_compared_with_its_own_prompts_alone():
     """The same prompt ids are in every configuration; only the records of the rule's configuration may count."""
     cold = simulate()
     warm = [replace(record, configuration=Configuration(4, 1.0)) for record in simulate(conditional=(0.6, 0.6, 0.6, 0.6))]
@@ -331,11 +334,11 @@ def test_an_interval_that_is_too_wide_says_how_many_prompts_would_do(evidence):
     (value, (low, _)) = result["value"], result["ci95"]
     assert low < -0.004 < value  # allowed itself
     needed = math.ceil(48 * ((value - low) / (value + 0.004)) ** 2)
-    assert needed > 48 and result["reason"].endswith(
-        f"allowed 0.4% for the worse; 48 prompts cannot tell the measured {value:+.1%} from that, about {needed:,} could"
-    )
+    assert needed > 48
+    for fact in ("lower 95% bound", f"{low:+.1%}", "allowed -0.4%", "48 prompts", f"{value:+.1%}", f"about {needed:,}"):
+        assert fact in result["reason"]
     worse = judged(Evidence(evidence.report, churned(records, 0.2, seed=1)), NO_WORSE, Evidence(evidence.report, records))
-    assert worse["value"] < -0.03 and worse["reason"].endswith("allowed 3.0% for the worse")
+    assert worse["value"] < -0.03 and "prompts" not in worse["reason"]
 
 
 def test_lower_is_better_for_costs():
@@ -343,7 +346,8 @@ def test_lower_is_better_for_costs():
     for record in slow.records:
         object.__setattr__(record.speculative, "verify_seconds", record.speculative.verify_seconds * 1.2)
     rule = Rule("verify_ms", "max_regression", 0.1)
-    assert not judged(slow, rule, report_of(simulate(24)))["passed"]
+    result = judged(slow, rule, report_of(simulate(24)))
+    assert not result["passed"] and "upper 95% bound" in result["reason"] and "allowed +10.0%" in result["reason"]
     assert judged(report_of(simulate(24)), rule, slow)["passed"]
 
 

@@ -11,7 +11,8 @@ import yaml
 from scipy import stats
 
 from specdistill.errors import UserError
-from specdistill.gate.gate import Evidence, Rule, decide
+from specdistill.gate.decide import Evidence, decide
+from specdistill.gate.rules import Rule
 from specdistill.measurement.answers import is_match, is_python_so_far, program
 from specdistill.measurement.programs import passes
 from specdistill.measurement.quality import add_quality, paired

@@ -10,7 +10,13 @@ from specdistill.methods import METHODS, Cost, Method
 from tests.tiny import tiny_target_model, tiny_tokenizer
 
 RECIPE = Path(__file__).parent / "repeat" / "recipe.yaml"
-TEXTS = ["the cat sat on the mat and so on", "aaaa bbbb cccc dddd eeee", "one two two three three three", "a b c d e f g", "zz zz zz zz"]
+TEXTS = [
+    "the cat sat on the mat and so on",
+    "aaaa bbbb cccc dddd eeee",
+    "one two two three three three",
+    "a b c d e f g",
+    "zz zz zz zz",
+]
 
 
 def specdistill(*arguments: str) -> int:

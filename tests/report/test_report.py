@@ -12,23 +12,24 @@ import jsonschema
 import pytest
 
 from specdistill.errors import ResourceError, UserError
-from specdistill.gate.changes import judge
-from specdistill.gate.gate import Evidence, Rule, decide, load_gate
+from specdistill.gate.decide import Evidence, decide
+from specdistill.gate.judge import judge
+from specdistill.gate.rules import Rule, load_gate
 from specdistill.report import charts, latency, token_view
 from specdistill.report.build import findings
 from specdistill.report.console import print_gate, print_report
-from specdistill.report.files import check_writable, read_report, render, write_report
+from specdistill.report.files import check_writable, previous_report, read_report, render, write_report
 from specdistill.report.html import to_html
 from specdistill.report.markdown import to_markdown
-from specdistill.report.results import result_rows
-from specdistill.report.rows import sweep
+from specdistill.report.phrases import procedure, settings_line, shared_settings
+from specdistill.report.results import result_rows, sweep
 from specdistill.report.schema import schema, validate
-from specdistill.report.wording import procedure, settings_line, shared_settings
 from specdistill.servers.not_measured import DOCUMENT_REASONS, NO_BASELINE, NO_BASELINE_ROW, ROW_REASONS
 from specdistill.statistics.configuration import Configuration
 from tests.simulated import SUITE, as_from_server, simulate, simulated_report, simulated_sweep
 
 FILES = ["junit.xml", "report.html", "report.json", "report.md", "samples.jsonl"]
+VERSION_1 = Path(__file__).parent / "version_1"  # a report as it was before schema version 2
 HOSTILE = '</script><script>alert(1)</script><img src=x onerror="alert(2)">|`'
 
 
@@ -64,7 +65,7 @@ def test_the_report_fits_its_schema(report):
         (("results", 0, "speedup"), "fast", "results.0.speedup"),
         (("results", 0, "speed"), 1.0, "results.0.*speed"),
         (("results",), [], "results"),
-        (("schema_version",), 2, "schema version 2, expected version 1"),
+        (("schema_version",), 1, "schema version 1, expected version 2"),
         (("lossless", "greedy_identical"), None, "lossless.greedy_identical"),
     ],
 )
@@ -79,22 +80,28 @@ def test_what_does_not_fit_the_schema_is_not_written(tmp_path, report, records, 
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("drafting", "shown"),
     [
-        ({}, ""),
-        ({"confidence_threshold": None, "draft_context": "refuse"}, ""),
-        ({"confidence_threshold": 0.25, "draft_context": "refuse"}, " · drafting stops below probability 0.25"),
-        ({"confidence_threshold": None, "draft_context": "window"}, " · the draft sees a window of the text"),
-        ({"min": 1, "max": 3, "lookup": "text"}, " · n = 1 to 3, looked up in prompt and output"),
-        ({"min": 2, "max": 2, "lookup": "prompt"}, " · n = 2, looked up in the prompt"),
+        ({"confidence_threshold": 0.25, "draft_context": "refuse"}, ("confidence threshold 0.25", "draft context refuse")),
+        ({"min": 2, "max": 3, "lookup": "prompt"}, ("min 2", "max 3", "lookup prompt")),
     ],
 )
-def test_what_a_method_was_told_is_said_with_the_settings(report, records, settings, said):
-    report["settings"]["drafting"] = settings
+def test_the_proposers_own_settings_are_shown(report, records, drafting, shown):
+    report["settings"]["drafting"] = drafting
     validate(report)
-    assert settings_line(report) == shared_settings(report) + said
-    assert said in to_markdown(report)
-    assert said in to_html(report, records)
+    for fact in shown:
+        assert fact in settings_line(report)
+        assert fact in to_markdown(report)
+        assert fact in to_html(report, records)
+
+
+def test_a_head_has_no_settings_of_its_own(report):
+    report["settings"]["drafting"] = {}
+    validate(report)
+    assert settings_line(report) == shared_settings(report)
+    report["settings"]["drafting"] = {"confidence_threshold": None}
+    with pytest.raises(UserError, match=r"settings\.drafting"):
+        validate(report)
 
 
 def test_a_written_report_is_read_back_equal(tmp_path, report, records):
@@ -117,7 +124,7 @@ def test_reports_that_are_not_there(tmp_path, report, records):
     with pytest.raises(UserError, match="baseline: got"):
         read_report(tmp_path / "report.json", key="baseline")
     (tmp_path / "report.json").write_text("{}")
-    with pytest.raises(UserError, match="schema version 1"):
+    with pytest.raises(UserError, match="a report of schema version 2"):
         read_report(tmp_path)
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match=r"eval\.output_dir"):
@@ -126,6 +133,14 @@ def test_reports_that_are_not_there(tmp_path, report, records):
         write_report(tmp_path / "file" / "report", report, records)
     check_writable(tmp_path / "new" / "deep", "eval.output_dir")
     assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("place", [VERSION_1, VERSION_1 / "report.json"])
+def test_a_report_of_schema_version_1_is_refused_in_one_line(place):
+    with pytest.raises(UserError, match=r"schema version 1, expected version 2: measure again") as error:
+        read_report(place, key="eval.baseline")
+    assert str(error.value).startswith("eval.baseline: ") and "\n" not in str(error.value)
+    assert previous_report(VERSION_1) is None  # a new measurement replaces it
 
 
 def test_the_page_stands_alone(report, records):
@@ -216,8 +231,8 @@ def test_a_report_of_a_server_without_a_baseline_renders(tmp_path, records):
     assert "incomplete" in failed
     page, text = (tmp_path / "report.html").read_text(), (tmp_path / "report.md").read_text()
     for rendered in (page, text):
-        assert f"Speed not measured ({NO_BASELINE}), no text compared with plain decoding" in rendered
-        assert "The measurement broke off: the server died" in rendered
+        assert f"Speed not measured ({NO_BASELINE}), no completion compared" in rendered
+        assert "cut short: the server died" in rendered
         assert f"not compared ({NO_BASELINE})" in rendered
     assert 'id="samples"' not in page
     assert read_report(tmp_path) == (report, served)
@@ -244,7 +259,7 @@ def test_the_token_view_counts_the_nodes_beside_a_tree_s_path(records):
     ("tree", "words"),
     [
         ({"budget": 16, "depth": 4, "top_k": 3}, "tree of 16 tokens, 4 deep, top 3"),
-        ({"branching": [4, 2]}, "tree that branches 4, 2"),
+        ({"branching": [4, 2]}, "tree with branching 4, 2"),
     ],
 )
 def test_trees_are_named_where_the_measurement_is(report, records, tree, words):
@@ -264,7 +279,7 @@ def test_what_does_not_fit_the_page_is_left_out_evenly(report, records):
     assert token_view.samples(records, max_bytes=10) == []
 
 
-def test_a_page_of_huge_texts_stays_below_five_megabytes(report, records):
+def test_a_page_of_huge_completions_stays_below_five_megabytes(report, records):
     def swell(record):
         rounds = [replace(entry, emitted_text=("x" * 1_000,) * len(entry.emitted)) for entry in record.rounds]
         return replace(record, rounds=tuple(rounds))
@@ -274,10 +289,10 @@ def test_a_page_of_huge_texts_stays_below_five_megabytes(report, records):
     shown = json.loads(re.search(r'id="samples">(.*?)</script>', page, re.DOTALL)[1])
     assert len(shown) < len(records)
     assert {sample["category"] for sample in shown} == {"function", "docstring", "chat", "long context"}
-    assert f"{len(shown)} of {len(records)} texts, spread over the categories," in page
+    assert f"{len(shown)} of {len(records)} completions" in page
 
 
-def test_without_scripts_the_first_texts_are_there(report, records):
+def test_without_scripts_the_first_completions_are_there(report, records):
     shown = re.search(r"<noscript>(.*?)</noscript>", to_html(report, records), re.DOTALL)[1]
     for record in records[:3]:
         text = html_library.unescape(re.sub(r"<[^>]+>", "", shown[shown.index(f"<h3>{record.id}") :]))
@@ -294,7 +309,7 @@ def test_junit_has_one_case_a_rule(tmp_path, report, records):
     assert len(suite) == 8
     assert "<markup>" in suite[0].find("failure").get("message")
     assert suite[1].find("failure") is None
-    assert suite[1].find("skipped").get("message").startswith("alarm: ")
+    assert suite[1].find("skipped").get("message").startswith("warning: ")
     assert [child.tag for child in suite[2]] == ["system-out"]
 
 
@@ -316,17 +331,16 @@ def test_what_changed_is_told_beside_the_verdict(tmp_path, report, records):
     markdown = (tmp_path / "report.md").read_text()
     assert page.index("Passed") < page.index("Since the last release") < page.index("The gate")
     for rendered in (page, markdown.replace("\\", "")):
-        assert "Beside runs/before/<draft>, measured 20" in rendered
-        assert (
-            "10 numbers compared prompt by prompt: 8 better, 0 worse, 2 within their 95 % intervals of no change." in rendered
-        )
+        assert "runs/before/<draft>, measured 20" in rendered
+        for fact in ("10 numbers", "8 better", "0 worse", "2 open"):
+            assert fact in rendered
     length = next(entry for entry in report["baseline"]["changes"] if entry["metric"] == "mean_acceptance_length")
     assert f"{length['change']:+.1%}" in page
     assert "| acceptance length, long context |" in markdown
     worse = judge([Rule("speedup", "max_regression", 0.01)], Evidence(old, before), Evidence(report, records))
     assert "Regressions that the gate does not allow: speedup." in to_html(worse, before)
     slack = judge([Rule("speedup", "max_regression", 0.01, severity="warn")], Evidence(old, before), Evidence(report, records))
-    assert "does not allow" not in to_html(slack, before)  # an alarm
+    assert "does not allow" not in to_html(slack, before)  # a warning
     quiet = judge(load_gate("pico"), Evidence(report, records))
     assert "baseline" not in quiet
     assert "Since the last release" not in to_html(quiet, records)
@@ -354,7 +368,8 @@ def test_a_sweep_is_drawn_and_listed_whole(report, records):
     measured = {row["num_speculative_tokens"]: row["speedup"] for row in sweep(swept, "num_speculative_tokens")}
     assert sorted(measured) == [1, 2, 4, 6, 8]
     assert all(f"K = {k}: {speedup:.2f}×" in page for k, speedup in measured.items())
-    assert f"every category counting the same: acceptance length {report['headline']['mean_acceptance_length']:.2f} (" in page
+    for average in (report["headline"], report["headline"]["micro"]):
+        assert f"{average['average']}: acceptance length {average['mean_acceptance_length']:.2f} (" in page
     assert "64 tokens</text>" in page
     assert "whole prompts" not in page
     for figure in ("By temperature", "By prompt length", "Speedup against the batch"):
@@ -376,12 +391,14 @@ def test_task_quality_stands_beside_losslessness(report, records):
         assert "Task quality" in rendered
         assert rendered.count("equal within the interval") == 1
         assert "−9.0 to +5.0" in rendered
-    assert "| pass rate | 48 | 77.1% | 75.0% | −2.1 | −20.0 to −1.0 | different |" in markdown
-    assert "1 with it alone, 2 without it alone" in page
+    assert (
+        "| pass rate | 48 | 77.1% | 75.0% | −2.1 (−20.0 to −1.0) | different (1 only with it, 2 only without it) |" in markdown
+    )
+    assert "1 only with it, 2 only without it" in page
     assert "Task quality" not in to_html({**report, "quality": {}}, records)
     del entry["difference_ci95"]
     report["quality"] = {"exact_match": entry}
-    assert "| too few texts | open |" in to_markdown(report)
+    assert "(too few completions) | open (" in to_markdown(report)
 
 
 def test_batches_trees_and_engines_are_told_with_the_settings(report, records):
@@ -399,7 +416,7 @@ def test_batches_trees_and_engines_are_told_with_the_settings(report, records):
     assert "{'budget'" not in html_library.unescape(page)
 
 
-def test_a_text_of_a_batch_has_no_speedup_of_its_own(records):
+def test_a_prompt_of_a_batch_has_no_speedup_of_its_own(records):
     alone, together = token_view.samples(
         [records[0], replace(records[1], configuration=replace(records[1].configuration, batch_size=4))]
     )
@@ -418,7 +435,7 @@ def test_a_bar_says_its_milliseconds_in_three_digits(ms, label):
 
 def test_the_parts_of_a_token_s_time_add_up(records):
     noisy = [replace(record, baseline=replace(record.baseline, draft_seconds=0.001)) for record in records]
-    shares = latency.a_token(noisy)
+    shares = latency.per_token(noisy)
     for side in ("baseline", "speculative"):
         timings = [getattr(record, side) for record in noisy]
         whole = 1000 * sum(timing.seconds for timing in timings) / sum(timing.num_tokens for timing in timings)
@@ -485,18 +502,34 @@ def test_a_gpus_prediction_is_held_to_more(report):
     assert "prediction_gap" in dict(findings(report))
 
 
-def test_reports_and_gates_need_no_torch(tmp_path, report, records):
+def test_reading_rendering_and_judging_need_no_torch(tmp_path, report, records):
     write_report(tmp_path, report, records)
     code = (
         "import sys\n"
         "from pathlib import Path\n"
-        "from specdistill.gate.gate import Evidence, decide, load_gate\n"
-        "from specdistill.report.files import read_report, render\n"
-        "from specdistill.report.build import build_report\n"
+        "from specdistill.gate.decide import Evidence, decide\n"
+        "from specdistill.gate.rules import load_gate\n"
         "from specdistill.report.console import print_report\n"
+        "from specdistill.report.files import read_report, render\n"
         "folder = Path(sys.argv[1])\n"
         "render(folder)\n"
-        "decide(load_gate('pico'), Evidence(*read_report(folder)))\n"
+        "evidence = Evidence(*read_report(folder))\n"
+        "decide(load_gate('pico'), evidence)\n"
+        "print_report(evidence.report, folder)\n"
         "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)\n"
     )
-    assert subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False, capture_output=True).returncode == 0
+
+
+@pytest.mark.parametrize("package", ["statistics", "suites", "report", "gate"])
+def test_no_module_of_a_package_imports_torch(package):
+    code = (
+        "import importlib, pkgutil, sys\n"
+        f"import specdistill.{package} as package\n"
+        "names = [module.name for module in pkgutil.iter_modules(package.__path__)]\n"
+        "for name in names:\n"
+        "    importlib.import_module(f'{package.__name__}.{name}')\n"
+        "assert names and 'torch' not in sys.modules, 'torch' in sys.modules\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr

@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from specdistill.gate.changes import judge
-from specdistill.gate.gate import Evidence, load_gate
+from specdistill.gate.decide import Evidence
+from specdistill.gate.judge import judge
+from specdistill.gate.rules import load_gate
 from specdistill.report.html import to_html
 from tests.browser import look, opening
 from tests.simulated import simulate, simulated_report, simulated_sweep
@@ -24,8 +25,8 @@ found({
   now: count("#text .now"),
   later: count("#text .later"),
   chips: count("#chips .chip"),
-  refused: count("#chips .refused"),
-  says: at("says").textContent,
+  rejected: count("#chips .rejected"),
+  explanation: at("explanation").textContent,
   chip_row: at("chips").textContent,
   clipped: [...document.querySelectorAll("svg text")].filter(text => {
     const box = text.getBBox(), view = text.ownerSVGElement.viewBox.baseVal;
@@ -79,9 +80,9 @@ def test_the_page_works_in_a_browser(tmp_path, width, dark):
     assert found["tokens"] == 1 + sum(len(entry.emitted) for entry in sample.rounds)
     assert found["now"] == len(entry.emitted)
     assert found["later"] == sum(len(entry.emitted) for entry in sample.rounds[2:])
-    assert (found["chips"], found["refused"]) == (len(entry.drafted) + 1, len(entry.drafted) - accepted)
-    assert found["says"].startswith("Round 2 of 40: 4 drafted, ")
-    assert (f"ran {accepted} ahead" in found["says"]) is (accepted > 0)
+    assert (found["chips"], found["rejected"]) == (len(entry.drafted) + 1, len(entry.drafted) - accepted)
+    assert found["explanation"].startswith("Round 2 of 40: 4 drafted, ")
+    assert f"{accepted or 'none'} accepted" in found["explanation"]
 
 
 def test_a_round_of_a_tree_says_what_else_was_drafted(tmp_path):
@@ -90,7 +91,7 @@ def test_a_round_of_a_tree_says_what_else_was_drafted(tmp_path):
     records = [replace(record, rounds=(entry,)) for record in records]
     found = look(judged_page(records), WALK, tmp_path)
     assert found["problems"] == []
-    assert found["says"].startswith(f"Round 1 of 1: {len(entry.drafted) + 12} drafted in a tree, ")
+    assert found["explanation"].startswith(f"Round 1 of 1: {len(entry.drafted) + 12} drafted in a tree, ")
     assert found["chip_row"].count("and 12 in other branches") == 1
 
 

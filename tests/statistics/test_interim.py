@@ -20,7 +20,7 @@ LENGTH = METRICS["mean_acceptance_length"]
 TRUE_LENGTH = 1 + 4 * 6 / 9
 
 
-def test_looks_are_few_and_end_with_every_prompt():
+def test_interim_analyses_are_few_and_end_with_every_prompt():
     assert interim_sizes(480) == [24, 51, 107, 227, 480]
     assert interim_sizes(24) == [24]
     assert interim_sizes(5) == [5]
@@ -31,7 +31,7 @@ def test_looks_are_few_and_end_with_every_prompt():
         assert len(found) <= NUM_INTERIM_ANALYSES
 
 
-def test_any_beginning_of_the_order_is_even_over_the_categories():
+def test_every_prefix_of_the_order_is_even_over_the_categories():
     categories = ["a"] * 12 + ["b"] * 12 + ["c"] * 3
     order = spread_out(categories, seed=0)
     assert sorted(order) == list(range(27))
@@ -43,7 +43,7 @@ def test_any_beginning_of_the_order_is_even_over_the_categories():
     assert order == spread_out(categories, seed=0) != spread_out(categories, seed=1)
 
 
-def test_the_confidence_of_all_looks_together():
+def test_the_confidence_of_all_interim_analyses_together():
     assert 1 - NUM_INTERIM_ANALYSES * (1 - corrected_confidence(0.95)) == pytest.approx(0.95)
     records = simulate(48)
     widths = half_width("mean_acceptance_length", records, 0), half_width("speedup", records, 0)
@@ -52,7 +52,7 @@ def test_the_confidence_of_all_looks_together():
     assert not reached_precision(simulate(1), 1.0, 0)
 
 
-def test_nothing_drafted_is_never_sharp():
+def test_nothing_drafted_never_reaches_a_precision():
     silent = [replace(record, rounds=()) for record in simulate(24)]
     assert not reached_precision(silent, 1.0, 0)
 
@@ -77,7 +77,10 @@ def covered(seed, target_precision, at, confidence):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("target_precision", [0.08, 0.05])
-def test_the_interval_at_which_a_run_stops_holds_the_truth_as_often_as_it_says(until):
-    """Simulated runs. Without the correction, and looking after every fourth prompt, the same intervals do not."""
-    assert np.mean([covered(seed, until, interim_sizes(200), corrected_confidence(0.95)) for seed in range(400)]) >= 0.95
-    assert np.mean([covered(seed, until, range(4, 201, 4), 0.95) for seed in range(150)]) < 0.92
+def test_the_interval_at_which_a_run_stops_holds_the_truth_as_often_as_it_says(target_precision):
+    """Simulated runs. Without the correction, and with an analysis after every fourth prompt, the same intervals do not."""
+    assert (
+        np.mean([covered(seed, target_precision, interim_sizes(200), corrected_confidence(0.95)) for seed in range(400)])
+        >= 0.95
+    )
+    assert np.mean([covered(seed, target_precision, range(4, 201, 4), 0.95) for seed in range(150)]) < 0.92

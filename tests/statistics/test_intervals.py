@@ -81,7 +81,7 @@ def test_samples_that_cannot_tell_are_not_called_equal():
     assert two_sample_chi_square(list(range(4)), list(range(4, 8))) is None
 
 
-def test_equal_laws_pass_and_different_ones_do_not():
+def test_equal_distributions_pass_and_different_ones_do_not():
     generator = np.random.default_rng(0)
     distribution, other = [0.5, 0.3, 0.2], [0.7, 0.2, 0.1]
     draws = [generator.choice(3, 400, p=p).tolist() for p in (distribution, distribution, other)]

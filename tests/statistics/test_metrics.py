@@ -63,7 +63,7 @@ def test_speed_by_hand():
 
 
 def test_prompts_that_were_not_measured_are_left_out():
-    table = prompt_sums(simulate(24))  # the library's loop was timed on the first twelve
+    table = prompt_sums(simulate(24))  # generate() was timed on the first twelve
     measured_only = prompt_sums(simulate(12))
     name = "baseline_over_hf_generate"
     assert value(METRICS[name], table) == pytest.approx(value(METRICS[name], measured_only))

@@ -42,7 +42,7 @@ def test_records_survive_the_file(tmp_path):
     assert read_records(path, "report") == [odd, *simulate(3), *served]
 
 
-def test_a_servers_sums_say_of_its_drafts_what_rounds_say():
+def test_a_servers_counts_give_the_drafts_that_its_rounds_give():
     measured = record([(4, 2), (0, 0), (4, 4), (3, 0), (4, 2)])
     assert measured.drafts() == [(4, 2), (4, 4), (3, 0), (4, 2)]
     assert measured.token_ids == (7,) * 14

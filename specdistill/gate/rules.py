@@ -1,0 +1,105 @@
+"""A gate's rules, as data: a YAML list that names what a report must show.
+
+Each rule has a `metric` (a field of a result row, or a dotted path into report.json), optionally a `scope` (keys of SCOPES; without
+it the first row, the whole suite), and exactly one requirement: `min`, `max`, `equals`, or `max_regression` (a share, against a
+baseline report). `confidence` is that of the interval whose bound is compared (default 0.95; 0 compares the number itself). A rule with
+`severity: warn` is a warning: it is reported and does not decide.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from specdistill.errors import UserError, nearest, one_line
+from specdistill.project import GATES, ROOT
+from specdistill.report.schema import document_metrics, row_metrics
+from specdistill.statistics.metrics import METRICS
+
+REQUIREMENTS = ("min", "max", "equals", "max_regression")
+SCOPES = ("suite", "category", "temperature", "context_bucket", "num_speculative_tokens", "batch_size", "tree")
+SEVERITIES = ("fail", "warn")
+KEYS = ("metric", "scope", *REQUIREMENTS, "confidence", "severity")
+DEFAULT_CONFIDENCE = 0.95
+
+
+@dataclass(frozen=True)
+class Rule:
+    metric: str
+    requirement: str
+    threshold: float | bool | str
+    scope: Mapping[str, Any] = field(default_factory=dict)
+    confidence: float = DEFAULT_CONFIDENCE
+    severity: str = "fail"
+
+
+def load_gate(name: str) -> list[Rule]:
+    """The rules of a gate, by name or path. Raises UserError for an unknown gate, key or metric, and for a rule without exactly one
+    requirement.
+    """
+    path = _locate(name)
+    try:
+        entries = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, OSError, UnicodeDecodeError) as error:
+        raise UserError("gate", got=f"{path}: {one_line(str(error))}", expected="a readable YAML file") from error
+    if not isinstance(entries, list) or not entries:
+        raise UserError("gate", got=f"{path}, which holds no list", expected="a YAML list of rules")
+    return [_rule(f"{path.name} rule {number}", entry) for number, entry in enumerate(entries, start=1)]
+
+
+def _locate(name: str) -> Path:
+    for path in (Path(name), GATES / f"{name}.yaml", ROOT / name):
+        if path.is_file():
+            return path
+    known = sorted(path.stem for path in GATES.glob("*.yaml"))
+    raise UserError("gate", got=name, expected=f"one of {', '.join(known)}, or a gate YAML", nearest=nearest(name, known))
+
+
+def _rule(place: str, entry: Any) -> Rule:
+    _check_keys(place, entry, KEYS)
+    requirements = [name for name in REQUIREMENTS if name in entry]
+    if len(requirements) != 1:
+        got = " and ".join(requirements) or "no requirement"
+        raise UserError(place, got=got, expected=f"exactly one of {', '.join(REQUIREMENTS)}")
+    (requirement,) = requirements
+    metric, threshold = entry.get("metric"), entry[requirement]
+    _check_choice(f"{place}: metric", metric, (*row_metrics(), *document_metrics()), "a metric of the report")
+    if requirement == "max_regression":
+        if metric not in METRICS:
+            expected = f"one of {', '.join(METRICS)}, which can be compared prompt by prompt"
+            raise UserError(f"{place}: max_regression", got=f"metric {metric}", expected=expected)
+        _check_share(f"{place}: max_regression", threshold)
+    elif requirement != "equals" and not _is_number(threshold):
+        raise UserError(f"{place}: {requirement}", got=repr(threshold), expected="a number")
+    scope = entry.get("scope") or {}
+    _check_keys(f"{place}: scope", scope, SCOPES)
+    confidence, severity = entry.get("confidence", DEFAULT_CONFIDENCE), entry.get("severity", "fail")
+    _check_share(f"{place}: confidence", confidence)
+    _check_choice(f"{place}: severity", severity, SEVERITIES, "fail or warn")
+    return Rule(metric, requirement, threshold, scope, confidence, severity)
+
+
+def _check_keys(place: str, entry: Any, known: Sequence[str]) -> None:
+    if not isinstance(entry, dict):
+        raise UserError(place, got=repr(entry), expected=f"keys of {', '.join(known)}")
+    for key in entry:
+        if key not in known:
+            expected = f"one of {', '.join(known)}"
+            raise UserError(f"{place}: {key}", got="an unknown key", expected=expected, nearest=nearest(str(key), known))
+
+
+def _check_choice(place: str, value: Any, known: Sequence[str], expected: str) -> None:
+    if value not in known:
+        raise UserError(place, got=value, expected=expected, nearest=nearest(str(value), known))
+
+
+def _check_share(place: str, value: Any) -> None:
+    if not _is_number(value) or not 0 <= value < 1:
+        raise UserError(place, got=repr(value), expected="a share from 0 to below 1")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
