@@ -4,10 +4,11 @@ import json
 
 import pytest
 
-from specdistill.report.results import result_rows
-from specdistill.statistics.configuration import Configuration
+from specdistill.statistics.intervals import interval
+from specdistill.statistics.metrics import METRICS, value
+from specdistill.statistics.prompt_sums import prompt_sums
 from tests.scripts import evaluate
-from tests.simulated import SUITE, VERIFY_STEP, simulate
+from tests.simulated import VERIFY_STEP, simulate
 
 COUNTS = ("num_drafts", "num_draft_tokens", "num_accepted_tokens", "accepted_per_position", "num_new_tokens", "num_rounds")
 
@@ -37,20 +38,25 @@ def test_counts_are_the_same(tmp_path):
     assert first[0]["num_accepted_tokens"] > 50
 
 
-def measured(timing_seed: int, verify_step: float = VERIFY_STEP) -> dict:
-    """The row of one simulated run: times of its prompts spread by 5 %, everything else is the same in every run."""
-    records = simulate(48, noise=0.05, timing_seed=timing_seed, verify_step=verify_step)
-    return result_rows(records, SUITE, Configuration(4), seed=0)[0]
+Speedup = tuple[float, tuple[float, float]]  # and its interval
 
 
-def is_within(one: dict, other: dict) -> bool:
-    low, high = other["speedup_ci95"]
-    return low <= one["speedup"] <= high
+def measured(timing_seed: int, verify_step: float = VERIFY_STEP) -> Speedup:
+    """A simulated run: the times of its prompts spread by 5 %, everything else is the same in every run."""
+    sums = prompt_sums(simulate(48, noise=0.05, timing_seed=timing_seed, verify_step=verify_step))
+    found = interval(METRICS["speedup"], sums)
+    assert found is not None
+    return value(METRICS["speedup"], sums), found
+
+
+def is_within(one: Speedup, other: Speedup) -> bool:
+    low, high = other[1]
+    return low <= one[0] <= high
 
 
 def test_speedups_are_within_each_others_intervals():
     runs = [measured(timing_seed) for timing_seed in range(6)]
-    assert len({run["speedup"] for run in runs}) == 6
+    assert len({speedup for speedup, _ in runs}) == 6
     assert all(is_within(one, other) for one in runs for other in runs)
     slower = measured(6, verify_step=1.1 * VERIFY_STEP)
     assert not any(is_within(slower, run) or is_within(run, slower) for run in runs)

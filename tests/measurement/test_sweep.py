@@ -10,7 +10,6 @@ from specdistill.measurement import sweep
 from specdistill.measurement.losslessness import together
 from specdistill.measurement.measure import Settings, measure
 from specdistill.measurement.sweep import Plan, fingerprint, folder_fingerprint, measure_configurations, plan_configurations
-from specdistill.methods.ngram.proposer import NgramProposer
 from specdistill.statistics.configuration import Configuration
 from specdistill.suites.suite import Prompt
 from tests.proposers import ModelProposer, tiny_target
@@ -62,7 +61,7 @@ def test_batches_that_stop_early_stay_the_batches_that_they_were(target, propose
     """Prompts that were decoded together share their times: what is kept says who they were."""
     prompts = [Prompt(f"p{number}", "ab"[number % 2], "x", (20 + number, 30, 40)) for number in range(40)]
     plan = Plan(replace(MAIN.settings, batch_size=5, max_new_tokens=3), prompts, 0.9)
-    (configuration,) = measure_configurations(target, NgramProposer(), SUITE, [plan], identity=IDENTITY, folder=tmp_path)
+    (configuration,) = measure_configurations(target, proposer, SUITE, [plan], identity=IDENTITY, folder=tmp_path)
     assert len(configuration.records) < len(prompts)
     for batch in {record.batch for record in configuration.records}:
         together = [
