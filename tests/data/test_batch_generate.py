@@ -36,10 +36,18 @@ def reference(model: PreTrainedModel, prompt: Sequence[int], count: int, ends: S
 def test_greedy_rows_equal_generate_token_for_token(prompts: Sequence[Sequence[int]]) -> None:
     model, count = tiny_target_model(num_layers=2), BLOCK + 5  # the cache grows twice
     expected = [reference(model, prompt, count) for prompt in prompts]
-    threads = torch.get_num_threads()
     assert greedy(model, prompts, count) == expected
     assert greedy(model, prompts, count, num_parts=3) == expected
-    assert torch.get_num_threads() == threads
+
+
+def test_parts_share_the_threads_and_give_them_back() -> None:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(4)
+    try:
+        greedy(tiny_target_model(num_layers=1), PROMPTS, 4, num_parts=2)
+        assert torch.get_num_threads() == 4
+    finally:
+        torch.set_num_threads(threads)
 
 
 def test_rows_stop_at_their_end_tokens_and_the_others_go_on() -> None:

@@ -4,9 +4,9 @@ import hashlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -141,6 +141,7 @@ def test_batches_that_cannot_be_are_refused(target, suite, gate, tmp_path, capsy
     assert says in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("simulated_clock")
 def test_a_failed_gate_is_exit_code_one_and_still_a_report(target, suite, gate, tmp_path):
     gate.write_text("- {metric: speedup, min: 1000}\n")
     sampled = ("eval.temperature=1.0", "eval.num_speculative_tokens=1", "eval.num_prompts=2", "eval.sampling_draws=2")
@@ -152,6 +153,7 @@ def test_a_failed_gate_is_exit_code_one_and_still_a_report(target, suite, gate, 
     assert report["lossless"]["greedy_identical"]
 
 
+@pytest.mark.usefixtures("simulated_clock")
 def test_a_run_is_judged_against_a_baseline_and_its_own_budget(target, suite, gate, tmp_path, capsys):
     gate.write_text("- {metric: speedup, max_regression: 0.95}\n- {metric: measurement.seconds, max: 3600}\n")
     quick = arguments(target, suite, gate, tmp_path / "before", "eval.num_speculative_tokens=2")
@@ -240,24 +242,37 @@ def test_the_scripts_are_where_the_readme_says():
     assert all((Path(ROOT) / "eval" / name).is_file() for name in ("run.py", "gate.py"))
 
 
+# A script that is killed when the second configuration has been kept.
+KILLED = """
+import os, runpy, signal, sys
+replace, kept = os.replace, []
+def replace_or_die(source, destination):
+    replace(source, destination)
+    if os.path.basename(os.path.dirname(destination)) == "configurations":
+        kept.append(destination)
+    if len(kept) == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+os.replace = replace_or_die
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
 SWEEP = ("eval.sweep.num_speculative_tokens=[1,2,3,4]", "eval.sweep.temperature=[1.0]", "eval.max_new_tokens=24")
 
 
 def test_a_sweep_goes_on_after_a_kill(target, suite, gate, tmp_path):
     """Killed for good in the middle; the second run measures what is left, and what it finds is what one run would have found."""
     folder, whole = tmp_path / "killed", tmp_path / "whole"
-    process = subprocess.Popen(
-        [sys.executable, str(ROOT / "eval" / "run.py"), *arguments(target, suite, gate, folder, *SWEEP)],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stderr=subprocess.DEVNULL,
-    )
-    while len(list(folder.glob("configurations/*.json"))) < 2:
-        assert process.poll() is None, "the sweep ended before it could be killed"
-        time.sleep(0.005)
-    process.kill()
-    process.wait()
+    command_line = [
+        sys.executable,
+        "-c",
+        KILLED,
+        str(ROOT / "eval" / "run.py"),
+        *arguments(target, suite, gate, folder, *SWEEP),
+    ]
+    process = subprocess.run(command_line, env={**os.environ, "PYTHONPATH": str(ROOT)}, stderr=subprocess.DEVNULL, check=False)
+    assert process.returncode == -signal.SIGKILL
     finished = [json.loads(path.read_text()) for path in folder.glob("configurations/*.json")]
-    assert 2 <= len(finished) < 5
+    assert len(finished) == 2
     assert not (folder / "report.json").exists()
 
     assert command(*arguments(target, suite, gate, folder, *SWEEP)) == ExitCode.DONE
@@ -320,6 +335,7 @@ def counts(row):
     return [row[name] for name in names]
 
 
+@pytest.mark.usefixtures("simulated_clock")
 def test_what_a_run_can_tell_is_said_before_it_runs(target, suite, gate, tmp_path, capsys):
     """By what is assumed, then by the report that the run replaces; and it may stop when the numbers are sharp."""
     folder = tmp_path / "report"

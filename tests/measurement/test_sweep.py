@@ -10,7 +10,6 @@ from specdistill.measurement import sweep
 from specdistill.measurement.losslessness import together
 from specdistill.measurement.measure import Settings, measure
 from specdistill.measurement.sweep import Plan, fingerprint, folder_fingerprint, measure_configurations, plan_configurations
-from specdistill.methods.ngram.proposer import NgramProposer
 from specdistill.statistics.configuration import Configuration
 from specdistill.suites.suite import Prompt
 from tests.proposers import ModelProposer, tiny_target
@@ -57,11 +56,13 @@ def test_trees_are_swept_with_their_own_depth_and_other_k_are_chains():
         plan_configurations(main, batch_sizes=[2])
 
 
+@pytest.mark.usefixtures("simulated_clock")
 def test_batches_that_stop_early_stay_the_batches_that_they_were(target, proposer, tmp_path):
     """Prompts that were decoded together share their times: what is kept says who they were."""
     prompts = [Prompt(f"p{number}", "ab"[number % 2], "x", (20 + number, 30, 40)) for number in range(40)]
     plan = Plan(replace(MAIN.settings, batch_size=5, max_new_tokens=3), prompts, 0.9)
-    (configuration,) = measure_configurations(target, NgramProposer(), SUITE, [plan], identity=IDENTITY, folder=tmp_path)
+    (configuration,) = measure_configurations(target, proposer, SUITE, [plan], identity=IDENTITY, folder=tmp_path)
+    assert len(configuration.records) < len(prompts)
     for batch in {record.batch for record in configuration.records}:
         together = [
             record.baseline.seconds / record.baseline.num_tokens for record in configuration.records if record.batch == batch
@@ -160,6 +161,7 @@ def test_losslessness_of_several_cells_is_that_of_all_their_texts():
     assert json.dumps(asdict(Configuration(1, tree={"budget": 3, "depth": 2, "top_k": 2})))
 
 
+@pytest.mark.usefixtures("simulated_clock")
 def test_a_cell_stops_when_it_is_sharp_and_keeps_the_suites_order(target, proposer, tmp_path, monkeypatch):
     prompts = [Prompt(f"p{number}", "ab"[number % 2], "x", (20 + number, 30, 40)) for number in range(60)]
     measured = []

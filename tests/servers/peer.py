@@ -5,7 +5,6 @@ It writes what the model writes and counts what was drafted, so that a client ca
 
 import json
 import threading
-import time
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -37,7 +36,7 @@ class PeerServer:
     def __init__(self, engine, target, proposer=None, k=0, *, model=None, behaviour=None):
         self.engine, self.k, self.model = engine, k, model or target.name
         self.decoder, self.target, self.behaviour = Decoder(target, proposer), target, behaviour or Behaviour()
-        self.registry, self.num_answers, self.lock = CollectorRegistry(), 0, threading.Lock()
+        self.registry, self.num_answers, self.lock, self.closed = CollectorRegistry(), 0, threading.Lock(), threading.Event()
         self.generated = self._counter("generation_tokens")
         if engine == "vllm" and proposer:
             self.drafts, self.drafted, self.accepted = (
@@ -77,6 +76,7 @@ class PeerServer:
         self.close()
 
     def close(self):
+        self.closed.set()
         self.server.shutdown()
         self.server.server_close()
 
@@ -102,7 +102,7 @@ class PeerServer:
                 threading.Thread(target=self.close, daemon=True).start()
                 return handler.connection.close()
             if behaviour.silent_after == number:
-                return time.sleep(10)
+                return self.closed.wait()
             self.num_answers += 1
             parameters = body if self.engine == "vllm" else body["sampling_params"]
             written = self.decoder.generate(

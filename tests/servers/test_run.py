@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import requests
 
 from specdistill.errors import ExitCode
 from specdistill.measurement.measure import Settings, measure, records
@@ -80,6 +81,7 @@ def evaluate(folder, *arguments, gate="- {metric: mean_acceptance_length, min: 1
     )
 
 
+@pytest.mark.usefixtures("simulated_clock")
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 def test_a_servers_report_holds_the_decoders_own_numbers(engine, speculative, plain, expected, tmp_path):
     with_draft, without = speculative(engine), plain(engine)
@@ -174,11 +176,23 @@ def test_a_text_that_differs_is_shown_and_fails(pico, plain, tmp_path):
 
 @pytest.mark.parametrize(
     ("behaviour", "reason"),
-    [({"dies_after": 4}, "does not answer"), ({"silent_after": 4}, "did not answer in 5 s")],
+    [({"dies_after": 4}, "does not answer"), ({"silent_after": 4}, "did not answer in 500 s")],
 )
-def test_a_server_that_dies_leaves_what_it_answered_and_a_failed_gate(speculative, plain, tmp_path, capsys, behaviour, reason):
+def test_a_server_that_dies_leaves_what_it_answered_and_a_failed_gate(
+    speculative, plain, tmp_path, capsys, monkeypatch, behaviour, reason
+):
     peer, baseline = speculative(**behaviour), plain()
-    servers = (f"eval.server={peer.address}", f"eval.baseline_server={baseline.address}", "eval.server_timeout=5")
+    request = requests.Session.request
+
+    def impatient(session, method, url, *, timeout, **options):
+        """Waits for a tenth of a second, not for `server_timeout`, when there will be no answer."""
+        if method == "POST" and url.startswith(peer.address) and peer.num_answers == peer.behaviour.silent_after:
+            assert timeout[1] == 500
+            timeout = 0.1
+        return request(session, method, url, timeout=timeout, **options)
+
+    monkeypatch.setattr(requests.Session, "request", impatient)
+    servers = (f"eval.server={peer.address}", f"eval.baseline_server={baseline.address}", "eval.server_timeout=500")
     assert evaluate(tmp_path / "report", "eval.engine=vllm", *servers) == ExitCode.RESOURCE_ERROR
     report, samples = read_report(tmp_path / "report")
     assert report["incomplete"] is True
