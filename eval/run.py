@@ -7,7 +7,6 @@ python eval/run.py target=pico draft=runs/demo/draft method=eagle3 suite=pico ou
 
 import shutil
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 

@@ -17,16 +17,12 @@ from specdistill.engines import ENGINES
 from specdistill.engines.engine import Engine
 from specdistill.engines.loader_check import check_loader, loader_of
 from specdistill.errors import UserError
+from specdistill.methods import METHODS
 from specdistill.methods.checkpoint import FLOATS, read_config, read_tensors, stored_dtype
-from specdistill.methods.draft_model.create import load_draft_model
-from specdistill.methods.eagle import checkpoint as eagle_checkpoint
-from specdistill.methods.eagle.checkpoint import read_eagle
-from specdistill.methods.eagle3 import checkpoint as eagle3_checkpoint
-from specdistill.methods.eagle3.checkpoint import read_eagle3, resolve_embedding
 from specdistill.methods.layers import HeadShape
-from specdistill.methods.mtp.checkpoint import check_fit
+from specdistill.methods.load import implementation
 from specdistill.methods.recognize import method_of
-from specdistill.targets.files import EMBEDDING, TargetFiles
+from specdistill.targets.files import TargetFiles
 
 KEY = "draft"
 LARGE = 1000.0  # weights of trained drafts stay far below
@@ -61,8 +57,8 @@ def examine(folder: Path, target: TargetFiles | None = None, engine: str | None 
     seen = Examination(folder)
     try:
         config, seen.method = read_config(folder, KEY), method_of(folder, key=KEY)
-        tensors = read_tensors(folder, KEY)
-        seen.config = _head_config(seen.method, config, target)
+        tensors, method = read_tensors(folder, KEY), implementation(seen.method)
+        seen.config = method.head_shape(config, target.num_layers if target else None)
     except UserError as error:
         if error.key != KEY:
             raise
@@ -73,7 +69,7 @@ def examine(folder: Path, target: TargetFiles | None = None, engine: str | None 
     seen.num_tensors, seen.dtype = len(tensors), stored_dtype(floats) if floats else None
     seen.findings += [*_values(tensors), *_config(config, seen)]
     try:
-        _read(seen, target)
+        seen.config = method.inspect(folder, target)
     except UserError as error:
         if error.key != KEY:
             raise
@@ -86,29 +82,6 @@ def examine(folder: Path, target: TargetFiles | None = None, engine: str | None 
     if engine is not None:
         seen.findings += _engine(ENGINES[engine], seen, config, tensors, target)
     return seen
-
-
-def _head_config(method: str, config: Mapping[str, Any], target: TargetFiles | None) -> HeadShape | None:
-    if method == "eagle3":
-        return eagle3_checkpoint.config_from_json(config, target.num_layers if target else None, KEY)
-    if method == "eagle":
-        return eagle_checkpoint.config_from_json(config.get("model", config), KEY)
-    return None
-
-
-def _read(seen: Examination, target: TargetFiles | None) -> None:
-    """Read the draft as decoding would. Raises UserError where that does."""
-    if seen.method == "eagle3":
-        config, tensors = read_eagle3(seen.folder, target, key=KEY)
-        if target is not None and EMBEDDING in tensors and config.hidden_size == config.target_hidden_size:
-            config = resolve_embedding(config, tensors, target.tensor(EMBEDDING))
-        seen.config = config
-    elif seen.method == "eagle":
-        seen.config, _ = read_eagle(seen.folder, target, key=KEY)
-    elif seen.method == "mtp" and target is not None:
-        check_fit(read_config(seen.folder, KEY), target.text_config, seen.folder, KEY, target.name)
-    elif seen.method == "draft_model":
-        load_draft_model(seen.folder, key=KEY)
 
 
 def _values(tensors: Mapping[str, Tensor]) -> list[Finding]:
@@ -184,11 +157,13 @@ def _engine(
 ) -> list[Finding]:
     """What an engine would make of the folder."""
     exported = f"specdistill export engine={engine.name} writes a draft as it loads it" if seen.method in engine.layouts else ""
-    if seen.method == "mtp":
+    assert seen.method is not None
+    artifact = METHODS[seen.method].artifact
+    if artifact == "layer":
         return [problem(f"{engine.title} loads such a layer from its target's checkpoint alone", exported)]
-    if seen.method == "draft_model":
+    if artifact == "model":
         return _vocabulary_size(engine, config, target)
-    assert seen.method is not None and seen.config is not None
+    assert seen.config is not None
     loader = loader_of(engine, seen.method, config)
     if loader is None:
         return [problem(f"{engine.title} is not known to load method {seen.method} in this layout", exported)]

@@ -2,10 +2,11 @@
 
 from pathlib import Path
 
-from specdistill.engines import ENGINES, exporting_engines
+from specdistill.engines import ENGINES
 from specdistill.engines.engine import Served
 from specdistill.engines.serving import DEFAULT_NUM_TOKENS, find_report, serve_md
 from specdistill.errors import UserError, nearest
+from specdistill.methods import layouts_of
 from specdistill.methods.checkpoint import read_config
 from specdistill.methods.folder import check_new
 from specdistill.methods.load import implementation
@@ -38,9 +39,8 @@ def export(
     check_new(output_dir)
     method, to = method_of(draft, key="draft"), ENGINES[engine]
     if method not in to.layouts:
-        able = [name for name in exporting_engines() if method in ENGINES[name].layouts]
         got = f"{engine} for {draft}, which holds a draft of method {method}"
-        raise UserError("engine", got=got, expected=f"{', '.join(able[:-1])} or {able[-1]}")
+        raise UserError("engine", got=got, expected=" or ".join(layouts_of(method)) or "a draft that some engine loads")
     types = to.layouts[method].gguf_types
     if dtype is not None and not types:
         got = f"{dtype} with engine {engine} and method {method}"

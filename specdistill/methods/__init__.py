@@ -4,6 +4,8 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Literal
 
+from specdistill.engines import ENGINES, exporting_engines
+
 if TYPE_CHECKING:
     from specdistill.methods.contract import Implementation
     from specdistill.methods.recipe import Recipe
@@ -30,14 +32,15 @@ class Method:
 
     Args:
         summary: what drafts, in a line.
-        artifact: what training leaves: a head, a model, a layer of the target's checkpoint; None where there is nothing to train.
+        artifact: what training leaves: a `head`, a `model`, or a `layer` that engines load from the target's checkpoint; None where there
+            is nothing to train.
         script: the script that trains it, from the project's root; None where there is nothing to train.
         cost: of drafting and of training.
         package: where its code is: `config` (its recipe, no torch) and `method` (see specdistill.methods.contract).
     """
 
     summary: str
-    artifact: str | None
+    artifact: Literal["head", "model", "layer"] | None
     script: str | None
     cost: Cost
     package: str
@@ -71,7 +74,7 @@ METHODS = {
     ),
     "mtp": Method(
         "a layer of the target's own kind that predicts on from its last hidden state (arXiv 2412.19437)",
-        "layer of the target's checkpoint",
+        "layer",
         "train/mtp.py",
         Cost("K", features=1, unrolled=3),
         "specdistill.methods.mtp",
@@ -91,3 +94,8 @@ METHODS = {
         "specdistill.methods.ngram",
     ),
 }
+
+
+def layouts_of(method: str) -> list[str]:
+    """Engines that a method's drafts are exported for: each engine's file lists the methods whose layouts it has."""
+    return [engine for engine in exporting_engines() if method in ENGINES[engine].layouts]

@@ -55,7 +55,8 @@ class Implementation:
             UserError where the target cannot have one.
         save: (draft, target, folder): write the draft in its public layout.
         objective: (draft, recipe, target) -> the draft with its loss (see specdistill.training.trainer.Objective).
-        inspect: (folder, target or None) -> the shape of a head as it was trained, None for other drafts. Raises UserError, under the key
+        head_shape: (config.json, layers of the target or None) -> the shape of a head as it was trained; None for other drafts.
+        inspect: (folder, target or None) -> `head_shape` as decoding would read it. Raises UserError, under the key
             `draft`, for a draft that is broken or does not fit the target.
         simulation: None where drafting cannot be simulated on text of the target.
         likely_causes: why a draft of this method may accept little, where no mistake explains it.
@@ -71,6 +72,7 @@ class Implementation:
     create: Callable[[Any, FrozenTarget, Dataset], Draft] | None = None
     save: Callable[[Draft, FrozenTarget, Path], None] | None = None
     objective: Callable[[Draft, Any, FrozenTarget], nn.Module] | None = None
+    head_shape: Callable[[Mapping[str, Any], int | None], Any] = lambda config, num_layers: None
     inspect: Callable[[Path, TargetFiles | None], Any] = lambda folder, target: None
     simulation: Simulation | None = None
     likely_causes: Sequence[str] = ()

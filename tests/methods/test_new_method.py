@@ -30,7 +30,7 @@ def specdistill(*arguments: str) -> int:
 @pytest.fixture(scope="module")
 def table():
     """The one line that a new method adds to the library."""
-    row = Method("repeats the last token", "model", "train/eagle.py", (), Cost("1"), "tests.methods.repeat")
+    row = Method("repeats the last token", "model", "train/eagle.py", Cost("1"), "tests.methods.repeat")
     METHODS["repeat"] = row
     yield METHODS
     del METHODS["repeat"]

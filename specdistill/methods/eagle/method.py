@@ -6,7 +6,7 @@ from typing import Any
 from datasets import Dataset
 
 from specdistill.methods.contract import Implementation
-from specdistill.methods.eagle.checkpoint import inspect_eagle, load_eagle, save_eagle
+from specdistill.methods.eagle.checkpoint import config_from_json, inspect_eagle, load_eagle, save_eagle
 from specdistill.methods.eagle.config import Recipe
 from specdistill.methods.eagle.create import build_eagle
 from specdistill.methods.eagle.export import export
@@ -49,6 +49,7 @@ METHOD = Implementation(
     create=create,
     save=save,
     objective=objective,
+    head_shape=lambda config, num_layers: config_from_json(config.get("model", config), "draft"),
     inspect=inspect_eagle,
     simulation=simulation(mistakes),
     likely_causes=LIKELY_CAUSES,

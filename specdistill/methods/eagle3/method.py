@@ -7,7 +7,7 @@ from datasets import Dataset
 
 from specdistill.data import draft_vocabulary
 from specdistill.methods.contract import Implementation
-from specdistill.methods.eagle3.checkpoint import inspect_eagle3, load_eagle3, save_eagle3
+from specdistill.methods.eagle3.checkpoint import config_from_json, inspect_eagle3, load_eagle3, save_eagle3
 from specdistill.methods.eagle3.config import Recipe
 from specdistill.methods.eagle3.create import build_eagle3
 from specdistill.methods.eagle3.export import export
@@ -52,6 +52,7 @@ METHOD = Implementation(
     create=create,
     save=save,
     objective=objective,
+    head_shape=lambda config, num_layers: config_from_json(config, num_layers, "draft"),
     inspect=inspect_eagle3,
     simulation=simulation(mistakes),
     likely_causes=LIKELY_CAUSES,
