@@ -4,6 +4,7 @@ accelerate launch --config_file accelerate_configs/cpu.yaml train/draft.py recip
 """
 
 import sys
+from functools import partial
 
 from specdistill import command
 from specdistill.data import training_data
@@ -12,9 +13,7 @@ from specdistill.methods.draft_model.on_policy import OnPolicyGeneration
 from specdistill.methods.load import create_draft, implementation
 from specdistill.methods.recipe import Recipe, check_trainable
 from specdistill.targets.frozen import FrozenTarget
-from specdistill.training.optimizer import build_optimizer
 from specdistill.training.run import TrainingRun
-from specdistill.training.trainer import DraftTrainer
 
 
 def main(recipe: DraftModelRecipe) -> None:
@@ -22,30 +21,22 @@ def main(recipe: DraftModelRecipe) -> None:
     run = TrainingRun.open(recipe, target_dtype=recipe.target.dtype)
     method = implementation(recipe.method)
 
-    # Target
+    # Target and data
     target = FrozenTarget.load(**vars(recipe.target))
-
-    # Data
     train_set, eval_set = training_data(recipe.data, target.tokenizer, target.model, fingerprint=target.fingerprint())
 
-    # Draft, and the run's record before its first step
+    # Draft, what it learns, and the run's record before its first step
     draft = create_draft(recipe, target, train_set)
+    objective = method.objective(draft, recipe, target)
     run.record(target, train_set)
 
-    # Train and save the best
-    run.train(
-        DraftTrainer(
-            method.objective(draft, recipe, target),
-            target,
-            run.arguments,
-            train_set,
-            eval_set,
-            save=lambda folder: method.save(draft, target, folder),
-            optimizer=build_optimizer(recipe.optimizer, draft, run.arguments),
-            on_policy=OnPolicyGeneration(draft, **vars(recipe.on_policy), end_ids=tuple(target.eos_token_ids), seed=run.seed),
-            callbacks=run.callbacks,
-        )
+    # Train, some of it on what the draft generates, and save the best
+    own_data = OnPolicyGeneration(draft, **vars(recipe.on_policy), end_ids=tuple(target.eos_token_ids), seed=run.seed)
+    save = partial(method.save, draft, target)
+    trainer = run.trainer(
+        draft, objective, target, train_set, eval_set, optimizer=recipe.optimizer, save=save, on_policy=own_data
     )
+    run.train(trainer)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ accelerate launch --config_file accelerate_configs/cpu.yaml train/mtp.py recipe=
 """
 
 import sys
+from functools import partial
 
 from specdistill import command
 from specdistill.data import training_data
@@ -11,9 +12,7 @@ from specdistill.methods.heads.config import HeadRecipe
 from specdistill.methods.load import create_draft, implementation
 from specdistill.methods.recipe import Recipe, check_trainable
 from specdistill.targets.frozen import FrozenTarget
-from specdistill.training.optimizer import build_optimizer
 from specdistill.training.run import TrainingRun
-from specdistill.training.trainer import DraftTrainer
 
 
 def main(recipe: HeadRecipe) -> None:
@@ -21,29 +20,19 @@ def main(recipe: HeadRecipe) -> None:
     run = TrainingRun.open(recipe, target_dtype=recipe.target.dtype)
     method = implementation(recipe.method)
 
-    # Target
+    # Target and data
     target = FrozenTarget.load(**vars(recipe.target))
-
-    # Data
     train_set, eval_set = training_data(recipe.data, target.tokenizer, target.model, fingerprint=target.fingerprint())
 
-    # Draft, and the run's record before its first step
+    # Draft, what it learns, and the run's record before its first step
     draft = create_draft(recipe, target, train_set)
+    objective = method.objective(draft, recipe, target)
     run.record(target, train_set)
 
-    # Train and save the best
-    run.train(
-        DraftTrainer(
-            method.objective(draft, recipe, target),
-            target,
-            run.arguments,
-            train_set,
-            eval_set,
-            save=lambda folder: method.save(draft, target, folder),
-            optimizer=build_optimizer(recipe.optimizer, draft, run.arguments),
-            callbacks=run.callbacks,
-        )
-    )
+    # Train, and save the best
+    save = partial(method.save, draft, target)
+    trainer = run.trainer(draft, objective, target, train_set, eval_set, optimizer=recipe.optimizer, save=save)
+    run.train(trainer)
 
 
 if __name__ == "__main__":

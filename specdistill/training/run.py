@@ -1,19 +1,23 @@
 """A training run from its recipe to its best draft: what every training script does around its draft and its objective."""
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
-from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments, set_seed
+from torch import nn
+from transformers import PrinterCallback, Trainer, TrainingArguments, set_seed
 from transformers.utils import logging
 
 from specdistill.targets.frozen import FrozenTarget
 from specdistill.training.arguments import check_precision, training_arguments
 from specdistill.training.history import TrainingCurve
+from specdistill.training.optimizer import build_optimizer
 from specdistill.training.progress import ProgressLines
 from specdistill.training.run_directory import RunDirectory
-from specdistill.training.trainer import DraftTrainer
+from specdistill.training.trainer import Batch, DraftTrainer
 
 
 @dataclass(frozen=True)
@@ -44,11 +48,6 @@ class TrainingRun:
     def seed(self) -> int:
         return int(self.arguments.seed)
 
-    @property
-    def callbacks(self) -> list[TrainerCallback]:
-        """Callbacks of every draft's trainer."""
-        return [TrainingCurve(self.directory.path / "training_curve.png")]
-
     def record(self, target: FrozenTarget, train_set: Dataset) -> None:
         """Write what the run is made of, once, before its first step."""
         if self.arguments.process_index == 0:
@@ -58,6 +57,31 @@ class TrainingRun:
                 data_fingerprint=train_set._fingerprint,
                 rows=len(train_set),
             )
+
+    def trainer(
+        self,
+        draft: nn.Module,
+        objective: nn.Module,
+        target: FrozenTarget,
+        train_set: Dataset,
+        eval_set: Dataset,
+        *,
+        optimizer: str,
+        save: Callable[[Path], None],
+        on_policy: Callable[[Batch, int], Batch] | None = None,
+    ) -> DraftTrainer:
+        """The trainer of a draft; `optimizer` is its name in the recipe, the rest is as `DraftTrainer` takes it."""
+        return DraftTrainer(
+            objective,
+            target,
+            self.arguments,
+            train_set,
+            eval_set,
+            save=save,
+            optimizer=build_optimizer(optimizer, draft, self.arguments),
+            on_policy=on_policy,
+            callbacks=[TrainingCurve(self.directory.path / "training_curve.png")],
+        )
 
     def train(self, trainer: Trainer) -> None:
         """Train, or resume where an interrupted run stopped; save the best draft, which a DraftTrainer has loaded back by then."""

@@ -14,7 +14,8 @@ from specdistill.methods.eagle.mistakes import mistakes
 from specdistill.methods.eagle.module import EagleDraft
 from specdistill.methods.eagle.plan import planned
 from specdistill.methods.heads.create import check_same_shape
-from specdistill.methods.heads.method import LIKELY_CAUSES, objective, proposer_loader, simulation
+from specdistill.methods.heads.method import LIKELY_CAUSES, proposer_loader, simulation
+from specdistill.methods.heads.unroll import objective
 from specdistill.methods.layers import check_window
 from specdistill.targets.frozen import FrozenTarget
 

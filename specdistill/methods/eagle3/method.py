@@ -15,7 +15,8 @@ from specdistill.methods.eagle3.mistakes import mistakes
 from specdistill.methods.eagle3.module import Eagle3Draft
 from specdistill.methods.eagle3.plan import planned
 from specdistill.methods.heads.create import check_same_shape
-from specdistill.methods.heads.method import LIKELY_CAUSES, objective, proposer_loader, simulation
+from specdistill.methods.heads.method import LIKELY_CAUSES, proposer_loader, simulation
+from specdistill.methods.heads.unroll import objective
 from specdistill.methods.layers import check_window
 from specdistill.targets.frozen import FrozenTarget, check_aux_layers
 

@@ -1,13 +1,12 @@
-"""What the methods of the heads have in common: how a head is loaded for decoding, what it learns, and how drafting is simulated."""
+"""What the methods of the heads have in common: how a head is loaded for decoding, and how drafting is simulated."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from specdistill.decoding.proposer import Proposer
-from specdistill.losses.divergence import build_divergence, forward_kl
-from specdistill.methods.contract import Draft, Mistake, Simulation
-from specdistill.methods.heads.config import HeadRecipe
+from specdistill.losses.divergence import forward_kl
+from specdistill.methods.contract import Mistake, Simulation
 from specdistill.methods.heads.proposer import HeadProposer
 from specdistill.methods.heads.unroll import TrainingTimeTest
 from specdistill.targets.frozen import FrozenTarget
@@ -22,20 +21,6 @@ def proposer_loader(load: Callable[..., Any]) -> Callable[..., Proposer]:
         return HeadProposer(load(folder, target, key=key).to(device=target.device, dtype=target.model.dtype))
 
     return load_proposer
-
-
-def objective(draft: Draft, recipe: HeadRecipe, target: FrozenTarget) -> TrainingTimeTest:
-    """The training-time test that a recipe describes. EAGLE-1 recipes also hold the head to the target's features."""
-    loss = recipe.loss
-    return TrainingTimeTest(
-        draft,
-        build_divergence(loss.divergence),
-        recipe.draft.ttt_steps,
-        loss.step_decay,
-        loss.temperature,
-        feature_weight=getattr(loss, "feature_weight", 0.0),
-        noise=getattr(loss, "noise", 0.0),
-    )
 
 
 def simulation(mistakes: Callable[[Any, FrozenTarget], Iterator[Mistake]]) -> Simulation:

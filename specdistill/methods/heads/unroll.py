@@ -21,7 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from specdistill.losses.divergence import Divergence, acceptance
+from specdistill.losses.divergence import Divergence, acceptance, build_divergence
+from specdistill.methods.heads.config import HeadRecipe
 from specdistill.methods.heads.head import Head
 from specdistill.targets.frozen import Features, FrozenTarget
 from specdistill.training.soft_targets import SoftTargets, compute_soft_targets, has_loss, shift_left
@@ -173,3 +174,17 @@ class TrainingTimeTest(nn.Module):
         wanted_BTH = F.pad(last_hidden_BTH[:, ahead:], (0, 0, 0, min(ahead, last_hidden_BTH.shape[1])))
         error_RH = F.smooth_l1_loss(hidden_BTH[has_loss_BT].float(), wanted_BTH[has_loss_BT].float(), reduction="none")
         return error_RH.mean(-1).sum()
+
+
+def objective(draft: Head, recipe: HeadRecipe, target: FrozenTarget) -> TrainingTimeTest:
+    """The training-time test that a recipe describes. EAGLE-1 recipes also hold the head to the target's features."""
+    loss = recipe.loss
+    return TrainingTimeTest(
+        draft,
+        build_divergence(loss.divergence),
+        recipe.draft.ttt_steps,
+        loss.step_decay,
+        loss.temperature,
+        feature_weight=getattr(loss, "feature_weight", 0.0),
+        noise=getattr(loss, "noise", 0.0),
+    )

@@ -6,7 +6,8 @@ from datasets import Dataset
 
 from specdistill.methods.checkpoint import read_config
 from specdistill.methods.contract import Implementation
-from specdistill.methods.heads.method import LIKELY_CAUSES, objective, proposer_loader, simulation
+from specdistill.methods.heads.method import LIKELY_CAUSES, proposer_loader, simulation
+from specdistill.methods.heads.unroll import objective
 from specdistill.methods.mtp.checkpoint import ARCHITECTURE, build_mtp, check_fit, load_mtp, save_mtp
 from specdistill.methods.mtp.config import Recipe
 from specdistill.methods.mtp.export import export
