@@ -127,6 +127,7 @@ def test_records_of_trees_count_every_node_and_show_one_path(target, tree):
     assert all(entry.num_off_path for _, with_draft, _ in pairs for entry in with_draft.rounds)
 
 
+@pytest.mark.usefixtures("simulated_clock")
 def test_a_run_stops_when_it_is_precise_and_keeps_the_suites_order(target, proposer, monkeypatch):
     prompts = [Prompt(f"p{number}", "ab"[number % 2], "x", (20 + number, 30, 40)) for number in range(60)]
     parts = []
