@@ -15,7 +15,7 @@ from typing import Any
 from torch.profiler import ProfilerActivity, profile
 
 from specdistill.decoding.decoder import Decoder, now
-from specdistill.measurement.environment import hardware, software
+from specdistill.measurement.hardware import hardware, software
 from specdistill.methods.load import load_proposer
 from specdistill.project import ROOT
 from specdistill.report.markdown import table

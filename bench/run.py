@@ -24,7 +24,7 @@ from datasets import Dataset
 from specdistill.data.batch_generate import GenerationOptions, fast_dtype, generate, generation_mode
 from specdistill.decoding.decoder import Decoder
 from specdistill.losses.divergence import forward_kl
-from specdistill.measurement.environment import hardware, software
+from specdistill.measurement.hardware import hardware, software
 from specdistill.methods.draft_model.proposer import DraftModelProposer
 from specdistill.methods.draft_model.pruning import from_layers
 from specdistill.methods.eagle3.checkpoint import save_eagle3

@@ -15,8 +15,13 @@ from specdistill.comparison.candidates import find_candidates
 from specdistill.comparison.compare import Measured, compare
 from specdistill.comparison.pages import print_comparison, write_comparison
 from specdistill.errors import ExitCode
-from specdistill.measurement.evaluate import NamedDraft, evaluate_drafts
-from specdistill.measurement.measure import Settings
+from specdistill.measurement.configurations import Plan, Settings
+from specdistill.measurement.draft_report import NamedDraft, draft_report
+from specdistill.measurement.finished import MeasuredConfiguration
+from specdistill.measurement.hardware import resources_used
+from specdistill.measurement.losslessness import greedy_check, sampling_test
+from specdistill.measurement.measure import measure_together, round_costs
+from specdistill.measurement.runs import prompt_records
 from specdistill.methods.load import load_proposer
 from specdistill.methods.recipe import eval_keys_of_methods, options_by_method
 from specdistill.recipe import EvalConfig, Section, TargetConfig, TreeConfig, like, option, section
@@ -76,14 +81,31 @@ def main(options: CommonOptions) -> ExitCode:
         num_prompts=options.num_prompts,
     )
 
-    # Measure
-    settings = Settings.of(options)
-    results = evaluate_drafts(target, drafts, suite, prompts, settings, sampling_draws=options.sampling_draws)
+    # Measure: every prompt is decoded with all the drafts and once without, so that their times are paired over one baseline
+    plan = Plan(Settings.of(options), prompts)
+    with resources_used(target.device) as took:
+        runs = measure_together(target, proposers, prompts, plan.settings)
+        results = [
+            MeasuredConfiguration(
+                prompt_records(suite.name, plan.settings.configuration, target, proposer, own),
+                greedy_check(target, proposer, own, plan.settings),
+                took,
+            )
+            for proposer, own in zip(proposers, runs, strict=True)
+        ]
+        tests = [
+            sampling_test(target, proposer, prompts, plan.settings, num_draws=options.sampling_draws) for proposer in proposers
+        ]
+        costs = [round_costs(target, proposer, prompts, plan.settings) for proposer in proposers]
+    reports = [
+        draft_report(target, draft, suite, [plan], [result], sampling_test=test, costs=cost, took=took)
+        for draft, result, test, cost in zip(drafts, results, tests, costs, strict=True)
+    ]
 
     # Compare and write
     measured = [
-        Measured(entry.name, entry.num_layers, history.summary() if history else None, report, records)
-        for entry, history, (report, records) in zip(candidates, histories, results, strict=True)
+        Measured(entry.name, entry.num_layers, history.summary() if history else None, report, result.records)
+        for entry, history, report, result in zip(candidates, histories, reports, results, strict=True)
     ]
     comparison = compare(measured, seed=options.seed)
     write_comparison(folder, comparison, {entry.name: entry.records for entry in measured})

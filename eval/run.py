@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from specdistill.command import run
+from specdistill.decoding.batch_decoder import BatchDecoder
 from specdistill.decoding.tree import tree_shape
 from specdistill.errors import ExitCode
 from specdistill.gate.baseline import read_baseline
@@ -18,10 +19,14 @@ from specdistill.gate.decide import Evidence
 from specdistill.gate.judge import judge
 from specdistill.gate.rules import load_gate
 from specdistill.hub import resolve
-from specdistill.measurement.evaluate import evaluate_draft
-from specdistill.measurement.measure import Settings
+from specdistill.measurement.configurations import Plan, Settings, plan_configurations
+from specdistill.measurement.draft_report import NamedDraft, draft_report
+from specdistill.measurement.finished import FinishedConfigurations, MeasuredConfiguration, measurement_identity
+from specdistill.measurement.hardware import resources_used, total_used
+from specdistill.measurement.losslessness import greedy_check, sampling_test
+from specdistill.measurement.measure import measure, round_costs
 from specdistill.measurement.quality import add_quality
-from specdistill.measurement.sweep import Plan, plan_configurations
+from specdistill.measurement.runs import prompt_records
 from specdistill.methods import METHODS
 from specdistill.methods.load import load_proposer
 from specdistill.methods.recipe import Recipe
@@ -44,15 +49,16 @@ SHORTHANDS = {
 
 def main(recipe: Recipe) -> ExitCode:
     config = recipe.eval
-    run_folder = Path(recipe.train["output_dir"])
-    folder = Path(config.output_dir or run_folder / "report")
+    folder = Path(config.output_dir or Path(recipe.train["output_dir"]) / "report")
     check_writable(folder, "eval.output_dir")
     rules, suite = load_gate(recipe.gate), load_suite(config.suite)
     baseline = read_baseline(config.baseline, "eval.baseline") if config.baseline else None
     prior = prior_run(folder, baseline, config.baseline)
-    measured_configurations = folder / "configurations"
+
+    # Measure: in this process, or running servers
+    finished = folder / "configurations"
     if config.engine == "specdistill":
-        report, records = measure_here(recipe, suite, prior, measured_configurations)
+        report, records = measure_here(recipe, suite, prior, finished)
     else:
         report, records = measure_server(recipe, suite, prior)
 
@@ -60,7 +66,7 @@ def main(recipe: Recipe) -> ExitCode:
     report = judge(rules, Evidence(report, records), baseline)
     write_report(folder, report, records)
     if config.engine == "specdistill":
-        shutil.rmtree(measured_configurations)
+        shutil.rmtree(finished)
     print_report(report, folder)
     if report.get("incomplete"):
         print(f"error: {report['not_measured']['incomplete']}", file=sys.stderr)
@@ -69,36 +75,23 @@ def main(recipe: Recipe) -> ExitCode:
 
 
 def measure_here(
-    recipe: Recipe, suite: Suite, prior: PriorRun | None, measured_configurations: Path
+    recipe: Recipe, suite: Suite, prior: PriorRun | None, folder: Path
 ) -> tuple[dict[str, Any], list[PromptRecord]]:
-    """Decode in this process. measured_configurations: the folder of what is measured already, for a run that goes on."""
+    """Decode in this process. folder: where finished configurations are kept, so that an interrupted run resumes."""
     config = recipe.eval
+
+    # Target, proposer and prompts
     trained = METHODS[recipe.method].artifact is not None
     draft = config.draft or str(Path(recipe.train["output_dir"]) / "draft") if trained else None
     target = FrozenTarget.load(**vars(recipe.target))
-    proposer = load_proposer(
-        recipe.method,
-        draft,
-        target,
-        **recipe.proposer_options(),
-    )
-    prompts = tokenize(
-        suite,
-        target.tokenizer,
-        max_new_tokens=config.max_new_tokens,
-        max_length=target.max_length,
-        num_prompts=config.num_prompts,
-    )
+    proposer = load_proposer(recipe.method, draft, target, **recipe.proposer_options())
     axes = suite.sweep.model_copy(update={name: values for name, values in vars(config.sweep).items() if values})
-    contexts = cut_prompts(
-        suite,
-        target.tokenizer,
-        axes.context,
-        max_new_tokens=config.max_new_tokens,
-        max_length=target.max_length,
-        num_prompts=config.num_prompts,
-    )
+    limits: dict[str, Any] = {"max_new_tokens": config.max_new_tokens, "num_prompts": config.num_prompts}
+    prompts = tokenize(suite, target.tokenizer, max_length=target.max_length, **limits)
+    contexts = cut_prompts(suite, target.tokenizer, axes.context, max_length=target.max_length, **limits)
     print_power_analysis(power_analysis(len(prompts), suite.name, prior))
+
+    # The configurations to measure, the one that the report is about first
     plans = plan_configurations(
         Plan(Settings.of(config), prompts, config.target_precision),
         num_speculative_tokens=axes.num_speculative_tokens,
@@ -107,22 +100,47 @@ def measure_here(
         trees=[tree_shape(**vars(tree)) for tree in axes.tree],
         contexts=contexts,
     )
-    report, records = evaluate_draft(
+    if any(plan.settings.batch_size > 1 for plan in plans):
+        BatchDecoder(target, proposer)  # refuses what cannot be batched, before anything is measured
+
+    # Measure each, and check that greedy decoding is lossless
+    finished = FinishedConfigurations(folder, measurement_identity(target, proposer, suite, method=recipe.method, draft=draft))
+    measured = []
+    for number, plan in enumerate(plans, start=1):
+        if (known := finished.read(plan)) is None:
+            if len(plans) > 1:
+                print(f"configuration {number} of {len(plans)}", file=sys.stderr)
+            with resources_used(target.device) as took:
+                runs = measure(target, proposer, suite.name, plan)
+                check = number == 1 or plan.settings.sampling.is_greedy
+                lossless = greedy_check(target, proposer, runs, plan.settings) if check else None
+                records = prompt_records(suite.name, plan.settings.configuration, target, proposer, runs)
+            known = finished.write(plan, MeasuredConfiguration(records, lossless, took))
+        measured.append(known)
+
+    # The other measurements of the main configuration: losslessness under sampling, and what rounds of fewer tokens cost
+    with resources_used(target.device) as took:
+        tested = sampling_test(target, proposer, prompts, plans[0].settings, num_draws=config.sampling_draws)
+        costs = round_costs(target, proposer, prompts, plans[0].settings)
+
+    # Report
+    report = draft_report(
         target,
-        proposer,
+        NamedDraft(proposer, recipe.method, draft),
         suite,
         plans,
-        method=recipe.method,
-        draft=draft,
-        sampling_draws=config.sampling_draws,
-        folder=measured_configurations,
+        measured,
+        sampling_test=tested,
+        costs=costs,
+        took=total_used([*(entry.took for entry in measured), took]),
     )
+    records = [record for entry in measured for record in entry.records]
     add_quality(report, records, suite, special_tokens=target.tokenizer.all_special_tokens, run_code=config.run_code)
     return report, records
 
 
 def measure_server(recipe: Recipe, suite: Suite, prior: PriorRun | None) -> tuple[dict[str, Any], list[PromptRecord]]:
-    """Send the suite to running servers. Which draft they loaded they do not say: eval.draft is written down as it is given."""
+    """Send the suite to running servers. They do not say which draft they loaded: the report repeats eval.draft."""
     config, target = recipe.eval, recipe.target
     tokenizer, longest = read_tokenizer(target.model, revision=target.revision, trust_remote_code=target.trust_remote_code)
     speculative, plain = connect(
@@ -133,12 +151,9 @@ def measure_server(recipe: Recipe, suite: Suite, prior: PriorRun | None) -> tupl
         k=config.num_speculative_tokens,
         timeout=config.server_timeout,
     )
+    max_length = min(longest, speculative.identity.max_length or longest)
     prompts = tokenize(
-        suite,
-        tokenizer,
-        max_new_tokens=config.max_new_tokens,
-        max_length=min(longest, speculative.identity.max_length or longest),
-        num_prompts=config.num_prompts,
+        suite, tokenizer, max_new_tokens=config.max_new_tokens, max_length=max_length, num_prompts=config.num_prompts
     )
     print_power_analysis(power_analysis(len(prompts), suite.name, prior))
     report, records = evaluate_server(

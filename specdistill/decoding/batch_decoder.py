@@ -1,13 +1,13 @@
-"""The draft-verify round for several texts at once. Each row's text is the one `Decoder` writes; they only share the passes.
+"""The draft-verify round for several sequences at once. Each row's output is that of `Decoder`; rows only share the forward passes.
 
-Rows accept different numbers of tokens, and move on by as many: nobody waits for the slowest. What a row rejects stays in the target's
-cache as a hole (specdistill.decoding.batch_kv_cache). A row that is done leaves the batch, which goes on with those that are left.
+Rows accept different numbers of tokens and advance independently. What a row rejects stays in the target's cache as a hole
+(specdistill.decoding.batch_kv_cache). A finished row leaves the batch, which continues with the others.
 
-Greedy text of a float32 target is that of `Decoder` token for token, near-ties included (specdistill.decoding.ties). Sampled text follows
-the target's distribution in each row, whatever stands in the others. Row b draws from its own generator, as many numbers in the same order as
-`Decoder` does, so its text is the one `Decoder` writes with that generator, unless a number falls within float rounding of a boundary.
+Greedy output of a float32 target equals `Decoder`'s token for token, near-ties included (specdistill.decoding.ties). Sampled output
+follows the target's distribution in each row, whatever the other rows hold. Row b draws from its own generator, as many numbers in the
+same order as `Decoder`, so its output is the same unless a number falls within float rounding of a boundary.
 
-Shapes: B rows, T positions of one pass, K drafted tokens, R rows that drafted equally many, V vocabulary.
+Shapes: B rows, T positions of one pass, K draft tokens, R rows with equally many draft tokens, V vocabulary.
 """
 
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ MAX_BATCH_SIZE = 64
 
 @dataclass
 class _Row:
-    """A text under way; `limit` is its longest length, in tokens."""
+    """A sequence under way, of at most `limit` tokens."""
 
     prompt_ids: tuple[int, ...]
     token_ids: list[int]
@@ -57,9 +57,9 @@ class _Row:
 
 
 class BatchDecoder:
-    """Decodes up to MAX_BATCH_SIZE texts at once with a target and, optionally, a proposer.
+    """Decodes up to MAX_BATCH_SIZE sequences at once with a target and, optionally, a proposer.
 
-    Raises UserError for targets and drafts that cannot hold several texts: recurrent layers, and others that `check_batchable` names.
+    Raises UserError for targets and drafts that cannot be batched (see `check_batchable`).
     """
 
     def __init__(self, target: FrozenTarget, proposer: Proposer | None = None) -> None:
@@ -80,10 +80,10 @@ class BatchDecoder:
     ) -> list[Generation]:
         """Continue each prompt by up to `max_new_tokens` tokens, or to a stop token of the target; see `Decoder.generate`.
 
-        generators: one for each prompt; None is torch's own for all of them.
+        generators: one for each prompt; None: torch's default generator for all.
 
-        Times are shares: a round's seconds are divided equally among the rows that took part in it, the prefill's among all. The seconds
-        of all generations add up to those of the batch. Raises UserError for too many prompts, and as `Decoder.generate` does.
+        Times are shares: a round's seconds are divided equally among the rows that took part in it, the prefill's among all, so that they
+        add up to those of the batch. Raises UserError for too many prompts, and as `Decoder.generate` does.
         """
         if not 1 <= len(prompts) <= MAX_BATCH_SIZE:
             raise UserError("eval.batch_size", got=len(prompts), expected=f"1 to {MAX_BATCH_SIZE}")
@@ -91,32 +91,32 @@ class BatchDecoder:
             raise UserError("eval.num_speculative_tokens", got=num_speculative_tokens, expected="1 or more")
         for prompt_ids in prompts:
             check_length(self.target, prompt_ids, max_new_tokens)
-        started = [
+        all_rows = [
             _Row(tuple(prompt_ids), list(prompt_ids), len(prompt_ids) + max_new_tokens, generator, self.target.eos_token_ids)
             for prompt_ids, generator in zip(prompts, generators or [None] * len(prompts), strict=True)
         ]
         if self.proposer:
-            self.proposer.begin([row.limit + num_speculative_tokens for row in started])
+            self.proposer.begin([row.limit + num_speculative_tokens for row in all_rows])
 
         start = now(self.target.device)
-        rows, dtype = started, self.target.lm_head.weight.dtype
+        rows, dtype = all_rows, self.target.lm_head.weight.dtype
         cache = MaskedKVCache(self.target.config, len(rows), dtype, self.target.device)
         logits_B1V, features = self._forward([row.token_ids for row in rows], cache, only_last=True)
         firsts = self._verify(rows, [Proposal([])] * len(rows), logits_B1V, sampling)
         for row, (_, first) in zip(rows, firsts, strict=True):
             row.token_ids.append(first)
         state = BatchState([row.token_ids for row in rows], features, [len(row.prompt_ids) for row in rows])
-        rows, lap = self._leave(rows, state, cache), now(self.target.device)
-        for row in started:
-            row.prefill_seconds = row.seconds = (lap - start) / len(started)
+        rows, lap = self._drop_done(rows, state, cache), now(self.target.device)
+        for row in all_rows:
+            row.prefill_seconds = row.seconds = (lap - start) / len(all_rows)
 
         while rows:
             taking_part, start = rows, lap
             self._round(rows, state, cache, num_speculative_tokens, sampling)
-            rows, lap = self._leave(rows, state, cache), now(self.target.device)
+            rows, lap = self._drop_done(rows, state, cache), now(self.target.device)
             for row in taking_part:
                 row.seconds += (lap - start) / len(taking_part)
-        return [row.generation() for row in started]
+        return [row.generation() for row in all_rows]
 
     def _round(self, rows: Sequence[_Row], state: BatchState, cache: MaskedKVCache, k: int, sampling: Sampling) -> None:
         """Propose, verify, commit."""
@@ -140,22 +140,22 @@ class BatchDecoder:
             kept = min(num_accepted, len(emitted))
             row.rounds.append(Round(tuple(proposal.tokens), kept, tuple(emitted), draft_seconds, verify_seconds))
 
-    def _leave(self, rows: list[_Row], state: BatchState, cache: MaskedKVCache) -> list[_Row]:
-        """The rows that are not done; the others are forgotten everywhere."""
-        going = [index for index, row in enumerate(rows) if not row.is_done]
-        if going and len(going) < len(rows):
-            cache.keep(going)
+    def _drop_done(self, rows: list[_Row], state: BatchState, cache: MaskedKVCache) -> list[_Row]:
+        """The rows that are not done; the others leave the caches and the state."""
+        remaining = [index for index, row in enumerate(rows) if not row.is_done]
+        if remaining and len(remaining) < len(rows):
+            cache.keep(remaining)
             if self.proposer:
-                self.proposer.keep(going)
-            state.token_ids = [state.token_ids[index] for index in going]
-            state.fresh = state.fresh.rows(going)
-            state.num_fresh = [state.num_fresh[index] for index in going]
-        return [rows[index] for index in going]
+                self.proposer.keep(remaining)
+            state.token_ids = [state.token_ids[index] for index in remaining]
+            state.fresh = state.fresh.rows(remaining)
+            state.num_fresh = [state.num_fresh[index] for index in remaining]
+        return [rows[index] for index in remaining]
 
     def _forward(
         self, token_ids: Sequence[Sequence[int]], cache: MaskedKVCache, only_last: bool = False
     ) -> tuple[Tensor, Features]:
-        """The target over each row's new tokens: logits [B, T, V] (of each row's last alone if `only_last`) and features [B, T, D]."""
+        """The target over each row's new tokens: logits [B, T, V], or [B, 1, V] after each last if `only_last`, and features [B, T, D]."""
         counts = [len(row) for row in token_ids]
         position_BT, mask = cache.extend(counts)
         features = self.target.features(
@@ -173,15 +173,15 @@ class BatchDecoder:
     def _verify(
         self, rows: Sequence[_Row], proposals: Sequence[Proposal], logits_BTV: Tensor, sampling: Sampling
     ) -> list[tuple[int, int]]:
-        """(number of accepted tokens, the token after them) of each row. Rows that drafted equally many are verified together."""
+        """(number of accepted tokens, the token after them) of each row. Rows with equally many draft tokens are verified together."""
         verdicts = [(0, 0)] * len(rows)
         for width in {len(proposal.tokens) for proposal in proposals}:
             chosen = [index for index, proposal in enumerate(proposals) if len(proposal.tokens) == width]
             tokens_RK = torch.tensor([proposals[index].tokens for index in chosen], dtype=torch.long, device=logits_BTV.device)
             logits_RKV = logits_BTV[chosen, : width + 1]
             if sampling.is_greedy:
-                texts = [[*rows[index].token_ids, *proposals[index].tokens] for index in chosen]
-                num_accepted, next_token = verify.greedy(tokens_RK, break_ties_in_rows(self.target, texts, logits_RKV))
+                sequences = [[*rows[index].token_ids, *proposals[index].tokens] for index in chosen]
+                num_accepted, next_token = verify.greedy(tokens_RK, break_ties_in_rows(self.target, sequences, logits_RKV))
             else:
                 distributions = [
                     distribution for index in chosen if (distribution := proposals[index].probabilities) is not None

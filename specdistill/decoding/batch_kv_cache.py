@@ -1,11 +1,11 @@
-"""What a batch keeps of its texts between rounds. Rows move on by different lengths, so a slot number is no position.
+"""The KV caches of a batch. Rows advance by different lengths, so slots are not positions.
 
-`MaskedKVCache` is for models of transformers, whose layers only append: what a row does not keep stays behind as a hole that the mask hides.
-`RaggedKVCache` is for draft heads and plain Llamas, whose layers ask a `KVCache`: each row has its own length, and the next tokens overwrite
-what it does not keep.
+`MaskedKVCache` is for models of transformers, whose layers only append: what a row rejects stays as a hole that the mask hides.
+`RaggedKVCache` is for draft heads and plain Llamas, whose layers use a `KVCache`: each row has its own length, and the next tokens
+overwrite what it rejected.
 
-Both are used alike: `extend` by the number of tokens each row takes in, run the layers, `truncate` to what each row keeps, and `keep` the
-rows that go on. Rows shorter than the longest in a step are padded on the right.
+Both are used alike: `extend` by each row's number of new tokens, run the layers, `truncate` each row to the tokens it keeps, and `keep`
+the rows that continue. Rows shorter than the longest of a step are padded on the right.
 
 Shapes: B rows, S slots, T positions of one step, N query heads, G key/value heads, d head size.
 """
@@ -20,18 +20,18 @@ from transformers import DynamicCache
 
 from specdistill.decoding.kv_cache import FIRST_SIZE
 
-HOLE = torch.iinfo(torch.int64).max  # the position of what stands in a hole: after every token, so that causality hides it
-MOST_SPARE = 0.25  # share of the slots that compacting would free, above which it is done
+HOLE = torch.iinfo(torch.int64).max  # the position of a hole: after every token, so that causality hides it
+MOST_SPARE = 0.25  # the cache is compacted when that frees more than this share of its slots
 
 
 class MaskedKVCache:
-    """Keys and values of B texts in transformers' own layers, some of whose slots are holes.
+    """Keys and values of B sequences in transformers' own layers, with holes.
 
-    lengths: tokens held of each row. position_BS: the position in its text of the token in each slot, or HOLE.
+    lengths: tokens held of each row. position_BS: the position of the token in each slot, or HOLE.
     """
 
     def __init__(self, config: Any, num_rows: int, dtype: torch.dtype, device: torch.device) -> None:
-        # Plain layers even for sliding windows, whose own would not give back what they dropped; the mask does the rest.
+        # Full layers even for sliding windows: a windowed layer could not restore what it dropped. The mask applies the window.
         self.layers = DynamicCache()
         self.lengths = [0] * num_rows
         self.position_BS = torch.empty(num_rows, 0, dtype=torch.long, device=device)
@@ -40,18 +40,18 @@ class MaskedKVCache:
         self._dtype = dtype
 
     def extend(self, counts: Sequence[int]) -> tuple[Tensor, Tensor | dict[str, Tensor]]:
-        """Slots for the next counts[b] tokens of each row: position ids [B, T] and the mask of the pass that is to fill them."""
+        """Slots for the next counts[b] tokens of each row: position ids [B, T] and attention mask of the pass that fills them."""
         device = self.position_BS.device
         step_T = torch.arange(max(counts), device=device)
         position_BT = torch.tensor(self.lengths, device=device).unsqueeze(1) + step_T
         is_token_BT = step_T < torch.tensor(counts, device=device).unsqueeze(1)
         self.position_BS = torch.cat((self.position_BS, position_BT.where(is_token_BT, HOLE)), dim=1)
         self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
-        position_BT = position_BT.where(is_token_BT, 0)  # padding must stand somewhere
+        position_BT = position_BT.where(is_token_BT, 0)  # padding needs some valid position
         return position_BT, self._mask(position_BT)
 
     def truncate(self, lengths: Sequence[int]) -> None:
-        """Forget all but the first lengths[b] tokens of each row."""
+        """Drop all but the first lengths[b] tokens of each row."""
         self.lengths = list(lengths)
         kept_B1 = torch.tensor(self.lengths, device=self.position_BS.device).unsqueeze(1)
         self.position_BS = self.position_BS.where(self.position_BS < kept_B1, HOLE)
@@ -60,17 +60,17 @@ class MaskedKVCache:
             self._compact(needed)
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Forget all rows but these."""
+        """Drop all rows but these."""
         index = torch.tensor(rows, device=self.position_BS.device)
         self.lengths = [self.lengths[row] for row in rows]
         self.position_BS = self.position_BS[index]
         self._replace(lambda x_BGSd: x_BGSd[index])
 
     def _mask(self, query_BT: Tensor) -> Tensor | dict[str, Tensor]:
-        """[B, 1, T, S], added to the scores; by kind of layer where there are several kinds.
+        """[B, 1, T, S], added to the scores; a dict by kind of layer where there are several.
 
-        A query sees what stands at its position and before it in its row. The least finite number hides as well as minus infinity
-        and, in a row that holds nothing yet, makes no NaN.
+        A query attends to its own and earlier positions of its row. The least finite number hides as well as minus infinity, and gives no
+        NaN in a row that is all hidden.
         """
         key, query = self.position_BS[:, None, None, :], query_BT[:, None, :, None]
         hidden = torch.finfo(self._dtype).min
@@ -82,7 +82,7 @@ class MaskedKVCache:
         return {"full_attention": full, "sliding_attention": windowed} if self._kinds else windowed
 
     def _compact(self, needed: int) -> None:
-        """Move each row's tokens together, in their order; what is left of the holes stands at the end of the shorter rows."""
+        """Move each row's tokens together, in order; the remaining holes are at the end of the shorter rows."""
         order_BS = self.position_BS.argsort(dim=1)[:, :needed]
         self.position_BS = self.position_BS.gather(1, order_BS)
         self._replace(
@@ -97,9 +97,9 @@ class MaskedKVCache:
 
 
 class RaggedKVCache:
-    """A `KVCache` (see specdistill.methods.layers) for B texts: slot s of a row holds its position s, in buffers that double.
+    """A `KVCache` (see specdistill.methods.layers) for B sequences: slot s of a row holds position s, in buffers that double.
 
-    lengths: tokens held of each row. `rotary`: position ids [1, S] -> (cos, sin) [1, S, d], asked once for many positions.
+    lengths: tokens held of each row. rotary: position ids [1, S] -> (cos, sin) [1, S, d], computed for many positions at once.
     """
 
     def __init__(
@@ -117,12 +117,12 @@ class RaggedKVCache:
         self._size = 0
         self._tables: tuple[Tensor, Tensor]
         self._buffers: list[tuple[Tensor, Tensor] | None] = [None] * num_layers  # keys and values [B, G, S, d] of each layer
-        self._position_BT: Tensor  # of the step under way
+        self._position_BT: Tensor  # of the current step
         self._mask_B1TS: Tensor
         self._grow(FIRST_SIZE)
 
     def extend(self, counts: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """(cos, sin) [B, T, d] of the next step, in which each row takes in counts[b] tokens; its layers then ask `attend`."""
+        """(cos, sin) [B, T, d] of the next step, in which row b gets counts[b] new tokens; its layers then call `attend`."""
         width = max(counts)
         end = max(self.lengths) + width
         if end > self._size:
@@ -140,7 +140,7 @@ class RaggedKVCache:
 
     def attend(self, layer: int, query_BNTd: Tensor, key_BGTd: Tensor, value_BGTd: Tensor) -> Tensor:
         buffers = self._buffers[layer]
-        if buffers is None:  # the first step says what shape and dtype they have
+        if buffers is None:  # the first step determines shape and dtype
             buffers = self._buffers[layer] = (self._like(key_BGTd), self._like(value_BGTd))
         end = self._mask_B1TS.shape[-1]
         row_B1 = torch.arange(len(self.lengths), device=self._device).unsqueeze(1)
@@ -150,17 +150,17 @@ class RaggedKVCache:
         return F.scaled_dot_product_attention(query_BNTd, keys, values, attn_mask=self._mask_B1TS, enable_gqa=True)
 
     def truncate(self, lengths: Sequence[int]) -> None:
-        """Forget all but the first lengths[b] tokens of each row."""
+        """Drop all but the first lengths[b] tokens of each row."""
         self.lengths = list(lengths)
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Forget all rows but these."""
+        """Drop all rows but these."""
         index = torch.tensor(rows, device=self._device)
         self.lengths = [self.lengths[row] for row in rows]
         self._buffers = [buffers and (buffers[0][index], buffers[1][index]) for buffers in self._buffers]
 
     def _like(self, x_BGTd: Tensor) -> Tensor:
-        # Zeros, since the mask multiplies what is there by zero, and kv_cache as it comes may hold NaN.
+        # Zeros: masked slots are multiplied by zero, and uninitialized memory may hold NaN.
         return x_BGTd.new_zeros(*x_BGTd.shape[:2], self._size, x_BGTd.shape[3])
 
     def _grow(self, least: int) -> None:

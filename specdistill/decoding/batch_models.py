@@ -1,4 +1,4 @@
-"""The layers of a model over several texts at once, each row taking in as many tokens as it has; and which models allow it.
+"""The layers of a model over several sequences at once, with different numbers of new tokens; and which models allow it.
 
 Shapes: B rows, T positions of one step, H hidden size.
 """
@@ -22,13 +22,13 @@ def padded(rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:
 
 
 def last_of(x_BTH: Tensor, counts: Sequence[int]) -> Tensor:
-    """[B, H]: of row b, what stands at its last position, counts[b] - 1; at its first where nothing counts."""
+    """[B, H]: row b at its last position, counts[b] - 1; at its first where counts[b] is 0."""
     last_B = (torch.tensor(counts, device=x_BTH.device) - 1).clamp_min(0)
     return x_BTH[torch.arange(len(counts), device=x_BTH.device), last_B]
 
 
 class TransformersBatch:
-    """Any causal language model's layers for B texts: new ids [B, T], of which counts[b] count -> hidden states [B, T, H]."""
+    """Any causal language model's layers for B sequences: new ids [B, T], counts[b] of them valid -> hidden states [B, T, H]."""
 
     def __init__(self, draft: Any, num_rows: int) -> None:
         self.backbone = draft.get_decoder()
@@ -45,9 +45,9 @@ class TransformersBatch:
 
 @torch.inference_mode()
 def check_batchable(model: Any, name: str) -> None:
-    """Raises UserError when a `MaskedKVCache` cannot hold several texts of a model, which is called `name`, or the model reads them wrongly.
+    """Raises UserError when a `MaskedKVCache` cannot hold several sequences of the model called `name`, or the model mixes its rows.
 
-    That is tried out: there are models that do not go by the mask and the positions they are given.
+    The latter is tested by a forward pass: some models ignore the mask or the positions that they are given.
     """
     config = model.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or ())
@@ -60,23 +60,23 @@ def check_batchable(model: Any, name: str) -> None:
     elif config._attn_implementation not in MASKED:
         reason = f"attn {config._attn_implementation}, which takes no masks with holes"
     elif any(entry.get("rope_type") in ("dynamic", "longrope") for entry in ropes):
-        reason = "rotary angles that depend on the longest text of a batch"
+        reason = "rotary angles that depend on the longest sequence of a batch"
     elif not _reads_rows_apart(model):
-        reason = "layers that read a row of a batch otherwise than the same text alone"
+        reason = "layers that read a row of a batch differently from the same sequence alone"
     else:
         return
     raise UserError("eval.batch_size", got=f"more than 1 for {name}, a model with {reason}", expected="1")
 
 
 def _reads_rows_apart(model: Any) -> bool:
-    """Two texts of different lengths, with a rejected token and padding between theirs, against each of them alone."""
-    layers, texts = TransformersBatch(model, 2), [[1, 2, 3, 1], [2, 3]]
+    """Two sequences of different lengths, with a rejected token and padding in between, against each of them alone."""
+    layers, sequences = TransformersBatch(model, 2), [[1, 2, 3, 1], [2, 3]]
     layers(padded([[1, 2, 0], [2]], model.device), [3, 1])
     layers.cache.truncate([2, 1])
     together_BTH = layers(padded([[3, 1], [3]], model.device), [2, 1])
-    for row_TH, text in zip(together_BTH, texts, strict=True):
-        ids = torch.tensor([text], device=model.device)
-        alone_TH = model.get_decoder()(input_ids=ids).last_hidden_state[0, len(text) // 2 :]
+    for row_TH, token_ids in zip(together_BTH, sequences, strict=True):
+        ids = torch.tensor([token_ids], device=model.device)
+        alone_TH = model.get_decoder()(input_ids=ids).last_hidden_state[0, len(token_ids) // 2 :]
         distance = (row_TH[: len(alone_TH)] - alone_TH).norm() / alone_TH.norm()
         if not distance < torch.finfo(alone_TH.dtype).eps ** 0.5:
             return False

@@ -1,6 +1,6 @@
-"""The contract of a proposer for several texts at once, and the form that any proposer without its own takes: a copy for each row.
+"""The contract of a proposer for several sequences at once, and one for any proposer without features: a copy for each row.
 
-Each is made of the proposer that drafts for one text, and drafts what that one would: only rounding may differ.
+A batched proposer is made from the one for a single sequence and drafts the same tokens, up to rounding.
 
 Shapes: B rows, F freshly committed positions of the row that has most.
 """
@@ -22,7 +22,7 @@ Generators = Sequence[torch.Generator | None]
 
 @dataclass
 class BatchState:
-    """The texts so far, as a proposer sees them: `DecodingState` of B rows.
+    """The sequences so far, as a proposer sees them: `DecodingState` of B rows.
 
     token_ids: of each row. fresh: features [B, F, D], of which the first num_fresh[b] of row b count.
     """
@@ -36,15 +36,15 @@ class BatchProposer(Protocol):
     aux_layers: tuple[int, ...]
 
     def begin(self, max_lengths: Sequence[int]) -> None:
-        """Forget the last texts; row b of the next ones has at most max_lengths[b] tokens, drafted ones included."""
+        """Start new sequences; row b has at most max_lengths[b] tokens, draft tokens included."""
         ...
 
     def propose(self, state: BatchState, k: int, sampling: Sampling, generators: Generators) -> list[Proposal]:
-        """Guess up to k tokens that follow each row; row b draws from generators[b] alone, as much as it would on its own."""
+        """Draft up to k tokens that follow each row; row b draws from generators[b] alone, as many numbers as on its own."""
         ...
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Forget all rows but these."""
+        """Drop all rows but these."""
         ...
 
 
@@ -54,10 +54,10 @@ def uniforms(count: int, generators: Generators) -> Tensor:
 
 
 class RowByRow:
-    """Any other proposer: a copy of it for each row."""
+    """A copy of a proposer for each row."""
 
     def __init__(self, proposer: Proposer) -> None:
-        assert not proposer.aux_layers, "a proposer that reads features drafts for one text"
+        assert not proposer.aux_layers, "a proposer that reads features drafts for one sequence"
         self.proposer = proposer
         self.aux_layers = proposer.aux_layers
         self.rows: list[Proposer] = []
@@ -69,8 +69,8 @@ class RowByRow:
 
     def propose(self, state: BatchState, k: int, sampling: Sampling, generators: Generators) -> list[Proposal]:
         return [
-            row.propose(DecodingState(text), k, sampling, generator)
-            for row, text, generator in zip(self.rows, state.token_ids, generators, strict=True)
+            row.propose(DecodingState(token_ids), k, sampling, generator)
+            for row, token_ids, generator in zip(self.rows, state.token_ids, generators, strict=True)
         ]
 
     def keep(self, rows: Sequence[int]) -> None:

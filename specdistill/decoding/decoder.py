@@ -1,6 +1,6 @@
-"""The draft-verify round: propose, one target forward over the proposal, verify, trim the cache, hand the features back.
+"""The draft-verify round: propose, one target forward over the proposal, verify, trim the cache, pass the features to the draft.
 
-Plain decoding is the same loop with nothing proposed, so that speed with and without a draft compares like with like.
+Plain decoding is the same loop without a proposal, so that its speed compares with that of speculative decoding.
 """
 
 import copy
@@ -30,10 +30,10 @@ TreeRule = Callable[[Sequence[int], Tree, Tensor, Tensor | None, torch.Generator
 class Round:
     """One draft-verify round.
 
-    drafted: proposed token ids; empty in plain decoding. Of a tree, those of the accepted path and of where its first guesses lead on.
-    num_accepted: accepted and emitted; what lay past a stop token or the length limit does not count.
-    emitted: the accepted tokens, then the target's own next token, after that cut.
-    num_off_path: proposed tokens that are not in `drafted`: the other nodes of a tree.
+    drafted: draft token ids; empty in plain decoding. Of a tree, the accepted path and its continuation by first children.
+    num_accepted: accepted and emitted tokens; those past a stop token or the length limit do not count.
+    emitted: the accepted tokens, then the target's own next token, cut at a stop token or the limit.
+    num_off_path: draft tokens that are not in `drafted`: the other nodes of a tree.
     """
 
     drafted: tuple[int, ...]
@@ -57,7 +57,7 @@ class Generation:
 
 
 class Decoder:
-    """Decodes one text at a time with a target and, optionally, a proposer.
+    """Decodes one sequence at a time with a target and, optionally, a proposer.
 
     Above temperature 0 `sampled_rule` verifies chains and `tree_rule` trees.
     """
@@ -90,8 +90,8 @@ class Decoder:
     ) -> Generation:
         """Continue a prompt by up to `max_new_tokens` tokens, or to a stop token of the target (which is emitted).
 
-        `num_speculative_tokens` is K, at least 1 with a proposer; with a `tree` that one is drafted instead. Raises UserError when prompt
-        and continuation pass the target's context, or when target or proposer are not for trees.
+        `num_speculative_tokens` is K, at least 1 with a proposer; a `tree` is drafted in place of a chain. Raises UserError when prompt
+        and continuation exceed the target's context, or when target or proposer cannot handle trees.
         """
         if tree:
             self._check_tree()
@@ -103,7 +103,7 @@ class Decoder:
             self.proposer.begin(length + num_speculative_tokens)
 
         start = self._now()
-        # Plain layers even for sliding windows, whose own would not give back what they dropped; the mask does the rest.
+        # Full layers even for sliding windows: a windowed layer could not restore what it dropped. The mask applies the window.
         cache = DynamicCache(config=self.target.config) if self.target.is_recurrent else DynamicCache()
         logits, features = self._forward(list(prompt_ids), cache, only_last=True)
         _, first = self._verify(list(prompt_ids), Proposal([]), logits, sampling, generator)
@@ -128,7 +128,7 @@ class Decoder:
         sampling: Sampling,
         generator: torch.Generator | None,
     ) -> Round:
-        """Propose a chain of so many tokens or a tree, verify, commit. At most `budget` tokens are emitted."""
+        """Propose `ahead` (a chain of so many tokens, or a tree), verify, commit. At most `budget` tokens are emitted."""
         start = self._now()
         proposal = self._propose(state, ahead, sampling, generator)
         drafted = self._now()
@@ -141,7 +141,7 @@ class Decoder:
             keep_path(cache, len(tokens), path)
             state.fresh = features.at([0, *(node + 1 for node in path)])
         else:
-            if rejected and before is not None:  # a recurrent state cannot go back: it goes forward again from where it was
+            if rejected and before is not None:  # a recurrent state cannot be cropped: restore it and run the accepted tokens
                 cache.layers = before.layers
                 self._forward([last, *accepted], cache)
             elif rejected:
@@ -172,10 +172,7 @@ class Decoder:
     def _forward(
         self, token_ids: list[int], cache: DynamicCache, only_last: bool = False, tree: Tree | None = None
     ) -> tuple[Tensor, Features]:
-        """The target over new tokens: logits [1, T, V] (of the last position alone if `only_last`) and features [1, T, D].
-
-        With a tree the tokens are its root and its nodes.
-        """
+        """The target over new tokens (a tree's root and nodes): logits [1, T, V], [1, 1, V] if `only_last`, and features [1, T, D]."""
         step = Step.whole(tree, cache.get_seq_length(), self.target.device) if tree else None
         features = read(self.target, token_ids, cache, self.aux_layers, step)
         hidden = features.last_hidden[:, -1:] if only_last else features.last_hidden
@@ -183,44 +180,46 @@ class Decoder:
 
     def _verify(
         self,
-        text: list[int],
+        token_ids: list[int],
         proposal: Proposal,
         logits_1KV: Tensor,
         sampling: Sampling,
         generator: torch.Generator | None,
     ) -> tuple[Sequence[int], int]:
-        """(accepted places in the proposal, the token after them); the logits are those after `text` and after each proposed token."""
+        """(indices of the accepted draft tokens, the token after them). The logits follow the sequence and each draft token."""
         if proposal.tree and sampling.is_greedy:
-            return self._follow_best(text, proposal.tokens, proposal.tree, logits_1KV)
+            return self._follow_best(token_ids, proposal.tokens, proposal.tree, logits_1KV)
         if proposal.tree:
             probs_NV = sampling.probabilities(logits_1KV)[0]
             return self.tree_rule(proposal.tokens, proposal.tree, probs_NV, proposal.probabilities, generator)
         tokens = torch.tensor([proposal.tokens], dtype=torch.long, device=logits_1KV.device)
         if sampling.is_greedy:
-            num_accepted, next_token = verify.greedy(tokens, break_ties(self.target, [*text, *proposal.tokens], logits_1KV))
+            num_accepted, next_token = verify.greedy(
+                tokens, break_ties(self.target, [*token_ids, *proposal.tokens], logits_1KV)
+            )
         else:
             distribution = sampling.probabilities(logits_1KV)
             draft_probs = None if proposal.probabilities is None else proposal.probabilities.unsqueeze(0)
             num_accepted, next_token = self.sampled_rule(tokens, distribution, draft_probs, generator)
         return range(int(num_accepted)), int(next_token)
 
-    def _follow_best(self, text: list[int], tokens: list[int], tree: Tree, logits_1NV: Tensor) -> tuple[list[int], int]:
-        """Follow the target's best tokens. Near-ties on the way are settled, which may lead to another branch, with its own."""
+    def _follow_best(self, token_ids: list[int], tokens: list[int], tree: Tree, logits_1NV: Tensor) -> tuple[list[int], int]:
+        """Follow the target's best tokens. Breaking a near-tie may lead to another branch, which has near-ties of its own."""
         choices = logits_1NV.argmax(-1)[0].tolist()
-        settled: set[int] = set()
+        exact: set[int] = set()  # rows whose ties are broken
         while True:
             path, next_token = verify_tree.follow(tokens, tree, choices)
             rows = [0, *(node + 1 for node in path)]
-            if settled.issuperset(rows):
+            if exact.issuperset(rows):
                 return path, next_token
-            certain = break_ties(self.target, [*text, *(tokens[node] for node in path)], logits_1NV[:, rows])
-            for row, choice in zip(rows, certain.argmax(-1)[0].tolist(), strict=True):
+            logits_1RV = break_ties(self.target, [*token_ids, *(tokens[node] for node in path)], logits_1NV[:, rows])
+            for row, choice in zip(rows, logits_1RV.argmax(-1)[0].tolist(), strict=True):
                 choices[row] = choice
-            settled.update(rows)
+            exact.update(rows)
 
     def _check_tree(self) -> None:
         if not isinstance(self.proposer, TreeProposer):
-            got = f"a tree for {type(self.proposer).__name__}, whose guesses are one chain"
+            got = f"a tree for {type(self.proposer).__name__}, which drafts chains only"
             raise UserError(
                 "eval.tree", got=got, expected="null, or a method with distributions: eagle, eagle3, mtp or draft_model"
             )
@@ -233,7 +232,7 @@ class Decoder:
 
 
 def check_length(target: FrozenTarget, prompt_ids: Sequence[int], max_new_tokens: int) -> int:
-    """The length of prompt and continuation together. Raises UserError when one is empty or both pass the target's context."""
+    """Tokens of prompt and continuation. Raises UserError when one is empty, or together they exceed the target's context."""
     length = len(prompt_ids) + max_new_tokens
     if not prompt_ids or max_new_tokens < 1 or length > target.max_length:
         got = f"a prompt of {len(prompt_ids)} tokens and {max_new_tokens} new ones"
@@ -242,7 +241,7 @@ def check_length(target: FrozenTarget, prompt_ids: Sequence[int], max_new_tokens
 
 
 def cut(tokens: list[int], budget: int, stop_ids: Container[int]) -> list[int]:
-    """Drop what lies past the budget or after the first stop token."""
+    """Drop tokens past the budget or after the first stop token."""
     for index, token in enumerate(tokens[:budget]):
         if token in stop_ids:
             return tokens[: index + 1]
@@ -250,7 +249,7 @@ def cut(tokens: list[int], budget: int, stop_ids: Container[int]) -> list[int]:
 
 
 def now(device: torch.device) -> float:
-    """Seconds, once the device has done what it was asked."""
+    """Seconds on the clock, once the device is idle."""
     if device.type == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter()

@@ -1,4 +1,4 @@
-"""What a draft keeps of the text between rounds: keys, values and rotary tables, in buffers that double. Trimming is setting a number.
+"""A draft's KV cache for one sequence: keys, values and rotary tables, in buffers that double. Trimming sets a number.
 
 Shapes: N query heads, G key/value heads, S allocated positions, d head size, T positions of one step.
 """
@@ -16,11 +16,11 @@ FIRST_SIZE = 512  # positions allocated at first
 
 
 class DraftKVCache:
-    """A `KVCache` (see specdistill.methods.layers) for one text: causal attention over what is cached, or the last `window` of it.
+    """A `KVCache` (see specdistill.methods.layers) for one sequence: causal attention over what is cached, or the last `window` of it.
 
     `length` counts the positions held. The first layer of a step advances it, so that all layers of the step see one position.
-    `rotary`: position ids [1, S] -> (cos, sin) [1, S, d]; asked once for many positions, where computing a step's own would cost a
-    fifth of the step.
+    `rotary`: position ids [1, S] -> (cos, sin) [1, S, d], computed for many positions at once: doing it in each step would cost a fifth
+    of the step.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class DraftKVCache:
         return cos[:, self.length : end], sin[:, self.length : end]
 
     def level(self, step: Step) -> "tuple[tuple[Tensor, Tensor], TreeLevel]":
-        """(cos, sin) [1, T, d] of a level of a tree, which all stands at one position, and the kv_cache that keeps its branches apart."""
+        """(cos, sin) [1, T, d] of a level of a tree, all at one position, and the kv_cache that keeps its branches apart."""
         position, count = step.positions_T[0], len(step.positions_T)
         assert position == step.positions_T[-1] and self.length == step.num_text + len(step.positions) - count, step.positions
         if self.length + count > self._size:
@@ -59,21 +59,20 @@ class DraftKVCache:
     def attend(
         self, layer: int, query_BNTd: Tensor, key_BGTd: Tensor, value_BGTd: Tensor, mask_TS: Tensor | None = None
     ) -> Tensor:
-        """As a `KVCache` does; `mask_TS` says what each position sees of all that is cached, where that is not what came before it."""
+        """As in `KVCache`. mask_TS: what each position attends to among all that is cached; None: what comes before it."""
         steps = query_BNTd.shape[2]
         if layer == 0:
             self.length += steps
         start, end = self.length - steps, self.length
         buffers = self._buffers[layer]
-        if buffers is None:  # the first step says what shape and dtype they have
+        if buffers is None:  # the first step determines shape and dtype
             buffers = self._buffers[layer] = (self._like(key_BGTd), self._like(value_BGTd))
         keys, values = buffers
         keys[:, :, start:end], values[:, :, start:end] = key_BGTd, value_BGTd
-        first = (
-            0 if self.window is None or mask_TS is not None else max(0, start - self.window + 1)
-        )  # what the first query still sees
+        # The first position that the first query attends to
+        first = max(0, start - self.window + 1) if self.window is not None and mask_TS is None else 0
         mask = mask_TS
-        if mask is None and steps > 1:  # query i stands at position start + i and sees itself and what came before
+        if mask is None and steps > 1:  # query i is at position start + i: causal attention
             mask = torch.ones(steps, end - first, dtype=torch.bool, device=keys.device).tril(start - first)
             if self.window is not None:
                 mask = mask.triu(start - first - self.window + 1)

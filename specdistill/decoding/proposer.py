@@ -1,4 +1,4 @@
-"""The contract of a proposer: what decoding asks of a draft. It keeps what it needs between rounds and is told what was committed.
+"""The contract of a proposer: what decoding asks of a draft. A proposer keeps its own state between rounds.
 
 Shapes: D target hidden size, F freshly committed positions, K drafted tokens, V vocabulary.
 """
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class DecodingState:
-    """The text so far, as a proposer sees it.
+    """The sequence so far, as a proposer sees it.
 
     token_ids: prompt and emitted tokens. The target has processed all but the last.
     fresh: the target's features [1, F, D] of the F positions processed since the last proposal.
@@ -32,9 +32,9 @@ class DecodingState:
 
 @dataclass(frozen=True)
 class Proposal:
-    """Drafted tokens [K] and the distributions [K, V] they were drawn from; None where each is a certain guess (one-hot).
+    """Draft tokens [K] and the distributions [K, V] they were drawn from; None where each is certain (one-hot).
 
-    tree: whose nodes the tokens are, siblings drawn from one distribution without replacement; None for a chain.
+    tree: the tokens are its nodes, siblings drawn from one distribution without replacement; None for a chain.
     """
 
     tokens: list[int]
@@ -71,24 +71,24 @@ class Proposer(Protocol):
         ...
 
     def begin(self, max_length: int) -> None:
-        """Forget the last text; the next one has at most `max_length` tokens, drafted ones included."""
+        """Start a new sequence, of at most `max_length` tokens, draft tokens included."""
         ...
 
     def propose(self, state: DecodingState, k: int, sampling: Sampling, generator: torch.Generator | None) -> Proposal:
-        """Guess up to k tokens that follow `state.token_ids`."""
+        """Draft up to k tokens that follow `state.token_ids`."""
         ...
 
     def batched(self) -> "BatchProposer":
-        """The same draft for several texts at once. Raises UserError for a draft that cannot hold several."""
+        """The same draft for several sequences at once. Raises UserError for a draft that cannot be batched."""
         ...
 
 
 @runtime_checkable
 class TreeProposer(Protocol):
-    """A proposer that can also guess several ways at once."""
+    """A proposer that can also draft trees."""
 
     def propose_tree(
         self, state: DecodingState, shape: StaticTree | DynamicTree, sampling: Sampling, generator: torch.Generator | None
     ) -> Proposal:
-        """Guess a tree of tokens that follow `state.token_ids`; each of its levels is one draft step."""
+        """Draft a tree of tokens that follow `state.token_ids`; each of its levels is one draft step."""
         ...

@@ -1,12 +1,12 @@
-"""Near-ties of a float32 target, decided in float64: greedy text must not depend on how many tokens one pass held.
+"""Near-ties of a float32 target, broken in float64: greedy output must not depend on how many tokens one pass held.
 
-A pass over five tokens adds up in another order than five passes over one. Where the two best logits lie within that rounding, either of
-them may come out on top, and two texts that should be one part for good. This happens about once in a hundred thousand tokens; then the
-whole text goes through the target once more in float64, with and without a draft alike.
+A pass over five tokens sums in a different order than five passes over one. Where the two best logits lie within that rounding, either
+of them may win, and outputs that should be equal diverge. This happens about once in a hundred thousand tokens; the whole sequence then
+goes through the target once more in float64, with and without a draft alike.
 
-Targets in 16 bits are left alone: there near-ties are frequent, and are counted instead (specdistill.measurement.losslessness).
+16-bit targets are left alone: there near-ties are frequent, and are counted instead (specdistill.measurement.losslessness).
 
-Shapes: B texts, T positions, V vocabulary.
+Shapes: B sequences, T positions, V vocabulary.
 """
 
 from collections.abc import Sequence
@@ -24,23 +24,23 @@ def break_ties(target: FrozenTarget, token_ids: Sequence[int], logits_1TV: Tenso
     return break_ties_in_rows(target, [token_ids], logits_1TV)
 
 
-def break_ties_in_rows(target: FrozenTarget, texts: Sequence[Sequence[int]], logits_BTV: Tensor) -> Tensor:
-    """`break_ties` of several texts: the logits [B, T, V] after the last T of texts[b]."""
+def break_ties_in_rows(target: FrozenTarget, token_ids: Sequence[Sequence[int]], logits_BTV: Tensor) -> Tensor:
+    """`break_ties` of several sequences: the logits [B, T, V] after the last T tokens of row b."""
     if logits_BTV.dtype != torch.float32:
         return logits_BTV
     best_BT, second_BT = logits_BTV.topk(2).values.unbind(-1)
     tied_BT = best_BT - second_BT <= NEAR_TIE * best_BT.abs()
     if not tied_BT.any():
         return logits_BTV
-    settled_BTV = logits_BTV.double()
+    exact_BTV = logits_BTV.double()
     for row in tied_BT.any(1).nonzero().flatten().tolist():
-        exact_TV = in_float64(target, texts[row])[0, -logits_BTV.shape[1] :]
-        settled_BTV[row] = torch.where(tied_BT[row].unsqueeze(-1), exact_TV, settled_BTV[row])
-    return settled_BTV
+        exact_TV = in_float64(target, token_ids[row])[0, -logits_BTV.shape[1] :]
+        exact_BTV[row] = torch.where(tied_BT[row].unsqueeze(-1), exact_TV, exact_BTV[row])
+    return exact_BTV
 
 
 def in_float64(target: FrozenTarget, token_ids: Sequence[int]) -> Tensor:
-    """Logits [1, T, V] after each token. The float32 weights are widened in place and narrowed again, which loses nothing."""
+    """Logits [1, T, V] after each token. The float32 weights are converted in place and back, which loses nothing."""
     experts = target.config._experts_implementation
     with torch.inference_mode(False), torch.no_grad():
         target.model.double()

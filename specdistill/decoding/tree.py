@@ -1,21 +1,21 @@
-"""Trees of guesses: their form, how a draft grows them, and what each node sees. One pass of the target reads all branches at once.
+"""Trees of draft tokens: their shape, how a draft grows them, and what each node attends to. One target pass verifies all branches.
 
-    … x_t ─┬─ a ─┬─ c      The root is the last token of the text. A node stands one position after its parent, whatever its place in
-           │     └─ d      kv_cache, and sees the text, its ancestors and itself: c sees … x_t a c, and b is no part of its past.
+    … x_t ─┬─ a ─┬─ c      The root is the last token of the sequence. A node's position is one after its parent's, whatever its slot in
+           │     └─ d      the KV cache, and it attends to the sequence, its ancestors and itself: c attends to … x_t a c, not to b.
            └─ b ─── e
 
-Two kinds. A static tree has the same form in every round (SpecInfer, arXiv 2305.09781). A dynamic one (EAGLE-2, arXiv 2406.16858)
-goes where the draft is confident: of each level its `top_k` best nodes are expanded by their `top_k` best tokens, and of all nodes seen
-the `budget` best are proposed. Best means the highest product of the draft's probabilities from the root on: for a draft whose
+Two kinds. A static tree has the same shape in every round (SpecInfer, arXiv 2305.09781). A dynamic one (EAGLE-2, arXiv 2406.16858)
+grows where the draft is confident: the `top_k` best nodes of each level are expanded by their `top_k` best tokens, and the `budget` best
+of all nodes are proposed. Best means the highest product of the draft's probabilities from the root on: for a draft whose
 probabilities are the target's, that is the chance of being accepted.
 
-What is drawn and what is certain, at a temperature above 0. In a static tree the children of a node are drawn from the draft's distribution q
-without replacement, which `specdistill.decoding.verify_tree` corrects exactly. In a dynamic tree they are the draft's best tokens, and
-their probabilities decide which of them are proposed. Had they been drawn, choosing among them would change their distribution, and no rule that
-knows only q could make up for it. They are not: the whole tree is a function of the text, each candidate a certain guess (one-hot), and
-such guesses leave the output's distribution alone however they were chosen.
+What is drawn and what is certain, at a temperature above 0. In a static tree the children of a node are drawn from the draft's
+distribution q without replacement, which `specdistill.decoding.verify_tree` corrects exactly. In a dynamic tree they are the draft's best
+tokens, and their probabilities decide which are proposed. If they were drawn, choosing among them would change their distribution, and no
+rule that knows only q could correct that. So they are not drawn: the whole tree is a function of the sequence, each candidate is certain
+(one-hot), and certain candidates leave the output's distribution unchanged however they were chosen.
 
-Shapes: T nodes of one level, B children of a node, N nodes of a tree, F nodes in kv_cache, S positions in kv_cache, W draft vocabulary.
+Shapes: T nodes of one level, B children of a node, N nodes of a tree, F nodes in the KV cache, S positions in it, W draft vocabulary.
 """
 
 import math
@@ -33,13 +33,13 @@ from specdistill.errors import UserError
 ROOT = -1
 MOST_NODES = 1024
 
-# (draft tokens [T] of a level's nodes, the places [T] of their parents in the level before) -> logits [T, W] after each of them
+# (draft tokens [T] of a level's nodes, indices [T] of their parents in the level before) -> logits [T, W] after each node
 Expand = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
 class Tree:
-    """parents: of each node, an earlier one or ROOT. A chain is (-1, 0, 1, …). Siblings stand in the order of preference."""
+    """parents: of each node, an earlier one or ROOT. A chain is (-1, 0, 1, …). Siblings are in order of preference."""
 
     parents: tuple[int, ...]
 
@@ -53,14 +53,14 @@ class Tree:
 
     @cached_property
     def children(self) -> dict[int, list[int]]:
-        """Those of the root and of every node."""
+        """Of the root and of every node."""
         children: dict[int, list[int]] = {node: [] for node in range(ROOT, len(self.parents))}
         for node, parent in enumerate(self.parents):
             children[parent].append(node)
         return children
 
     def prolonged(self, path: Sequence[int]) -> list[int]:
-        """A path from the root, continued by the first child of its last node, that one's first child, and so on."""
+        """A path from the root, continued by first children down to a leaf."""
         path = list(path)
         while below := self.children[path[-1] if path else ROOT]:
             path.append(below[0])
@@ -69,10 +69,10 @@ class Tree:
 
 @dataclass(frozen=True)
 class Step:
-    """A pass over T nodes: what stands in kv_cache before and with them. All tensors on the model's device.
+    """A pass over T nodes: what the KV cache holds before and with them. All tensors on the model's device.
 
-    num_text: positions of text in kv_cache. seen_TF: of the F nodes in kv_cache, the T new ones at the end, who is a node's ancestor or itself.
-    positions: of the F nodes.
+    num_text: cached positions of the sequence. seen_TF: which of the F cached nodes, the T new ones last, are a node's ancestors or the
+    node itself. positions: of the F nodes.
     """
 
     num_text: int
@@ -81,12 +81,12 @@ class Step:
 
     @classmethod
     def before(cls, num_text: int, device: torch.device) -> "Step":
-        """Nothing but the text, the root at its end: `descend` from here to the first level."""
+        """The sequence alone, the root at its end: `descend` leads to the first level."""
         return cls(num_text, torch.zeros(1, 0, dtype=torch.bool, device=device))
 
     @classmethod
     def whole(cls, tree: Tree, num_text: int, device: torch.device) -> "Step":
-        """The root and all nodes of a tree in one pass: the root is not in kv_cache yet."""
+        """The root and all nodes of a tree in one pass; the root is not cached yet."""
         seen = np.eye(len(tree.parents) + 1, dtype=bool)
         for node, parent in enumerate(tree.parents):
             seen[node + 1] |= seen[parent + 1]
@@ -94,7 +94,7 @@ class Step:
         return cls(num_text, torch.from_numpy(seen).to(device), positions)
 
     def descend(self, rows_T: Tensor) -> "Step":
-        """A level below the last one; rows_T [T]: where in that one the parents of the new nodes stand."""
+        """A level below the last one; rows_T [T]: indices of the new nodes' parents in the last level."""
         position = self.positions[-1] + 1 if self.positions else self.num_text
         own = torch.eye(len(rows_T), dtype=torch.bool, device=rows_T.device)
         return Step(self.num_text, torch.cat((self.seen_TF[rows_T], own), 1), (*self.positions, *[position] * len(rows_T)))
@@ -104,7 +104,7 @@ class Step:
         return self.positions[len(self.positions) - len(self.seen_TF) :]
 
     def visible(self, window: int | None) -> Tensor:
-        """[T, S] bool: what each node attends to; with a window, of that only the last so many positions, its own included."""
+        """[T, S] bool: what each node attends to, within the last `window` positions, its own included."""
         seen_TS = torch.nn.functional.pad(self.seen_TF, (self.num_text, 0), value=True)
         if window is None:
             return seen_TS
@@ -115,7 +115,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Grown:
-    """A tree with its draft tokens [N] and, where they were drawn, the distributions [N, W]; siblings share the distribution they were drawn from."""
+    """A tree with its draft tokens [N] and, where they were drawn, their distributions [N, W], the same for siblings."""
 
     index_N: Tensor
     tree: Tree
@@ -151,11 +151,11 @@ class StaticTree:
         return not sampling.is_greedy
 
     def cut(self, depth: int) -> "StaticTree":
-        """Its first levels, at most `depth` of them."""
+        """Its first levels, at most `depth`."""
         return StaticTree(self.branching[:depth])
 
     def grow(self, logits_1W: Tensor, expand: Expand, sampling: Sampling, generator: torch.Generator | None) -> Grown:
-        """From the logits after the root. Under sampling a node has fewer children where q has not as many tokens."""
+        """From the logits after the root. Under sampling a node has fewer children where q has too few tokens."""
         logits_TW, nodes = logits_1W, [ROOT]
         index: list[Tensor] = []
         parents: list[int] = []
@@ -181,7 +181,7 @@ class StaticTree:
 
 @dataclass(frozen=True)
 class DynamicTree:
-    """budget: nodes proposed. depth: levels. top_k: nodes expanded of each level, and children of each of those."""
+    """budget: nodes proposed. depth: levels. top_k: nodes expanded in each level, and children of each of them."""
 
     budget: int
     depth: int
@@ -208,7 +208,7 @@ class DynamicTree:
         return False
 
     def cut(self, depth: int) -> "DynamicTree":
-        """One of at most `depth` levels, and of at most as many nodes."""
+        """A tree of at most `depth` levels and as many nodes, where that many exist."""
         shallower = min(depth, self.depth)
         return replace(self, depth=shallower, budget=min(self.budget, self.top_k + (shallower - 1) * self.top_k**2))
 
@@ -230,7 +230,7 @@ class DynamicTree:
                 nodes_T = count + best_T
                 logits_TW = expand(index[-1][best_T], best_T // width)
             count += len(index[-1])
-        # A child's score is at most its parent's, which stands before it, so in a stable order no node comes without its parent.
+        # A child's score is at most its parent's, and the parent comes first: in a stable order no node is kept without its parent.
         kept_N = torch.cat(scores).sort(descending=True, stable=True).indices[: self.budget].sort().values
         place = {ROOT: ROOT} | {node: place for place, node in enumerate(kept_N.tolist())}
         return Grown(torch.cat(index)[kept_N], Tree(tuple(place[node] for node in torch.cat(parents)[kept_N].tolist())))
@@ -265,7 +265,7 @@ def candidates_are_drawn(sampling: Sampling, tree: StaticTree | DynamicTree | No
 def draw_distinct(probs_TW: Tensor, uniforms_TB: Tensor) -> tuple[Tensor, Tensor]:
     """B tokens of each row without replacement, by one uniform in [0, 1) each: tokens [T, B], and which of them exist [T, B].
 
-    Each is drawn from the distribution without those before it; a distribution with fewer than B tokens runs out of them.
+    Each is drawn from the distribution without the earlier ones; a distribution with fewer than B tokens runs out.
     """
     left_TW, tokens, exist = probs_TW.clone(), [], []
     for uniform_T in uniforms_TB.unbind(1):

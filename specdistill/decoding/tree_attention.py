@@ -1,4 +1,4 @@
-"""Trees in models of transformers: attention masks, the cache of an accepted path, and a proof that a target reads branches apart.
+"""Trees in models of transformers: attention masks, the KV cache of an accepted path, and a test that a target reads branches apart.
 
 Shapes: T nodes of a pass, S positions in kv_cache, N nodes of a tree.
 """
@@ -14,27 +14,27 @@ from specdistill.decoding.tree import ROOT, Step, Tree
 from specdistill.errors import UserError
 from specdistill.targets.frozen import Features, FrozenTarget
 
-MASKED = ("sdpa", "eager")  # the implementations of transformers that add any mask they are given
+MASKED = ("sdpa", "eager")  # attention implementations of transformers that take any mask
 PROBE = Tree((ROOT, ROOT, 0, 1))  # two branches of two tokens
 
 
 def attention_masks(step: Step, text_config: Any, dtype: torch.dtype) -> Tensor | dict[str, Tensor]:
-    """What a model takes as `attention_mask`: 0 or the least number [1, 1, T, S], one for each kind of layer where they differ.
+    """A model's `attention_mask`: 0 or the least finite number [1, 1, T, S], one for each kind of layer where they differ.
 
     Raises UserError for attention that is neither full nor over a window.
     """
     window = getattr(text_config, "sliding_window", None)
     windows = {"full_attention": None, "sliding_attention": window}
-    # A config that names no kinds has one: with a window where it has a number for it, else without.
+    # A config without kinds has one: windowed if it has a window's size.
     kinds = set(getattr(text_config, "layer_types", None) or ["sliding_attention"])
     if not kinds <= windows.keys():
         got = f"layers with {', '.join(sorted(kinds - windows.keys()))}"
-        raise UserError("eval.tree", got=got, expected="null: a tree needs layers that attend to all of a text or to its end")
+        raise UserError("eval.tree", got=got, expected="null: a tree needs full attention or a sliding window")
     masks = {}
     for kind in kinds:
         hidden_TS = ~step.visible(windows[kind])
         masks[kind] = (hidden_TS.to(dtype) * torch.finfo(dtype).min)[None, None]
-    # Models with one kind of layer take its mask; those with several a mapping.
+    # Models with one kind of layer take its mask, models with several a mapping.
     return next(iter(masks.values())) if len(masks) == 1 else masks
 
 
@@ -45,7 +45,7 @@ def read(
     aux_layers: Sequence[int] = (),
     step: Step | None = None,
 ) -> Features:
-    """The target over tokens that continue the cached ones: one after the other, or as the nodes of a tree."""
+    """The target over tokens that continue the cached ones, as a chain or as the nodes of a tree."""
     ids = torch.tensor([token_ids], device=target.device)
     if step is None:
         return target.features(ids, aux_layers, past_key_values=cache)
@@ -55,7 +55,7 @@ def read(
 
 
 def keep_path(cache: DynamicCache, num_nodes: int, path: Sequence[int]) -> None:
-    """Of a tree's nodes, which stand at the end of a cache, keep the path's, one after the other."""
+    """Keep the path's nodes of a tree at the end of a cache, and move them together."""
     first = cache.get_seq_length() - num_nodes
     slots = [first + node for node in path]
     if slots != list(range(first, first + len(path))):
@@ -69,7 +69,7 @@ def keep_path(cache: DynamicCache, num_nodes: int, path: Sequence[int]) -> None:
 
 @torch.inference_mode()
 def check_reads_trees(target: FrozenTarget) -> None:
-    """Raises UserError when a target cannot verify a tree in one pass, or does not read its branches as it would read them alone."""
+    """Raises UserError when a target cannot verify a tree in one pass, or reads its branches differently from each alone."""
     key, name = "eval.tree", target.name
     if target.is_recurrent:
         got = f"{name}, whose recurrent layers have one state for all branches"
@@ -86,5 +86,5 @@ def check_reads_trees(target: FrozenTarget) -> None:
         alone = read(target, [*text, *(nodes[node] for node in path)], DynamicCache()).last_hidden[0, -2:]
         distance = (together[[node + 1 for node in path]] - alone).norm() / alone.norm()
         if not distance < torch.finfo(alone.dtype).eps ** 0.5:
-            got = f"{name}, which reads a branch of a tree otherwise than the same text alone"
-            raise UserError(key, got=got, expected="null, or a target that goes by the mask and the positions it is given")
+            got = f"{name}, which reads a branch of a tree differently from the same tokens alone"
+            raise UserError(key, got=got, expected="null, or a target that respects mask and position ids")

@@ -1,10 +1,10 @@
-"""Verification: which drafted tokens stand, and which token follows them. Pure functions over tensors.
+"""Verification: which draft tokens are accepted, and which token follows them. Pure functions over tensors.
 
-Shapes: B rows, K drafted tokens, V vocabulary. Target distribution k is the one at the position of drafted token k; distribution K follows all of them.
+Shapes: B rows, K draft tokens, V vocabulary. The target's p_k is at the position of draft token k; p_K follows all of them.
 
-A drafted token x_k ~ q_k is accepted with probability min(1, p_k(x_k) / q_k(x_k)). At the first rejection the next token is drawn from
-the residual max(p_k - q_k, 0), rescaled; when all stand, from p_K. The output then follows the target's distribution exactly, for any q
-(arXiv 2211.17192, 2302.01318). With q one-hot (greedy drafting) this is: accept with probability p_k(x_k), else draw from p_k without x_k.
+A draft token x_k ~ q_k is accepted with probability min(1, p_k(x_k) / q_k(x_k)). At the first rejection the next token is drawn from
+the residual max(p_k - q_k, 0), rescaled; when all are accepted, from p_K. The output then follows the target's distribution exactly, for
+any q (arXiv 2211.17192, 2302.01318). With q one-hot (greedy drafting) this is: accept with probability p_k(x_k), else draw from p_k without x_k.
 """
 
 import torch
@@ -15,10 +15,10 @@ from specdistill.decoding.sampling import draw
 
 
 def greedy(tokens_BK: Tensor, target_logits_BKV: Tensor) -> tuple[Tensor, Tensor]:
-    """Accept while the drafted token is the target's argmax.
+    """Accept while the draft token is the target's argmax.
 
     Args:
-        tokens_BK: drafted ids, int64.
+        tokens_BK: draft token ids, int64.
         target_logits_BKV: [B, K + 1, V].
 
     Returns:
@@ -32,7 +32,7 @@ def greedy(tokens_BK: Tensor, target_logits_BKV: Tensor) -> tuple[Tensor, Tensor
 def rejection(
     tokens_BK: Tensor, target_probs_BKV: Tensor, draft_probs_BKV: Tensor | None, generator: torch.Generator | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Exact speculative sampling. `draft_probs_BKV` [B, K, V] is the distribution each drafted token was drawn from; None means one-hot.
+    """Exact speculative sampling. `draft_probs_BKV` [B, K, V] is the distribution each draft token was drawn from; None means one-hot.
 
     Returns num_accepted_B and next_token_B, as `greedy` does.
     """
@@ -54,7 +54,7 @@ def rejection_from_uniforms(
 
     row = torch.arange(len(tokens_BK), device=tokens_BK.device)
     distribution = target_probs_BKV[row, num_accepted]
-    # Past the last drafted token nothing was proposed, so nothing is taken away from the distribution.
+    # Nothing was proposed after the last draft token, so nothing is subtracted there.
     proposed = F.pad(draft_probs_BKV, (0, 0, 0, 1))[row, num_accepted]
     residual = (distribution - proposed).clamp_min(0)
     # p = q up to rounding leaves no residual; a rejection there has probability zero up to rounding too.
@@ -62,5 +62,5 @@ def rejection_from_uniforms(
     return num_accepted, draw(residual, uniforms_BK[:, width])
 
 
-def _prefix_length(stands_BK: Tensor) -> Tensor:
-    return stands_BK.long().cumprod(-1).sum(-1)
+def _prefix_length(accepted_BK: Tensor) -> Tensor:
+    return accepted_BK.long().cumprod(-1).sum(-1)

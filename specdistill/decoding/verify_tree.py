@@ -1,19 +1,19 @@
-"""Verification of trees: which path stands, and which token follows it. Pure functions over tensors, as in `verify`.
+"""Verification of trees: which path is accepted, and which token follows it. Pure functions over tensors, as in `verify`.
 
 Shapes: N nodes, V vocabulary. Row 0 of the target's distributions follows the root, row 1 + i follows node i.
 
-Certain candidates (greedy drafting, q one-hot). The target's own choice after every node is made at once, its best token or a draw from
-p; the path follows these choices from the root for as long as the tree holds them, and the first it does not hold is the next token. What
-comes out is what the target chose, so its distribution is the target's by construction. For siblings x_1, x_2, … this is the rule below with one-hot
-q: x_1 stands with probability p(x_1), x_2 with p(x_2) / (1 - p(x_1)), and else a token is drawn from p without them.
+Certain candidates (greedy drafting, q one-hot). The target's own choice after every node is made first, its best token or a draw from p.
+The path follows these choices from the root while the tree holds them; the first that it does not hold is the next token. The output
+consists of the target's choices, so its distribution is the target's by construction. For siblings x_1, x_2, … this is the rule below with
+one-hot q: x_1 is accepted with probability p(x_1), x_2 with p(x_2) / (1 - p(x_1)), and otherwise a token is drawn from p without them.
 
 Candidates drawn from q without replacement (recursive rejection: SpecInfer arXiv 2305.09781, multi-candidate sampling arXiv 2401.06706).
-With r_1 = p and q_1 = q, sibling x_i ~ q_i stands with probability min(1, r_i(x_i) / q_i(x_i)); if it falls,
+With r_1 = p and q_1 = q, sibling x_i ~ q_i is accepted with probability min(1, r_i(x_i) / q_i(x_i)); if it is rejected,
 
     r_{i+1} = max(r_i - q_i, 0), rescaled          q_{i+1} = q_i without x_i, rescaled
 
-and when all siblings have fallen the next token is drawn from the last r. Each test is the one of `verify.rejection` with target r_i:
-whatever happened before, its outcome follows r_i; by induction from the last sibling to the first, that of them all follows p.
+and when all siblings are rejected the next token is drawn from the last r. Each test is that of `verify.rejection` with target r_i:
+whatever happened before, its outcome follows r_i; by induction from the last sibling to the first, the outcome of all follows p.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ from specdistill.decoding.tree import ROOT, Tree
 
 
 def follow(tokens: Sequence[int], tree: Tree, choices: Sequence[int]) -> tuple[list[int], int]:
-    """The path of nodes that the target's choices [N + 1] take, and the choice that leads out of the tree."""
+    """The path that the target's choices [N + 1] take, and the choice that leads out of the tree."""
     path: list[int] = []
     while True:
         node = path[-1] if path else ROOT
@@ -60,7 +60,7 @@ def sampled_from_uniforms(
 ) -> tuple[list[int], int]:
     """`sampled` as a function of its randomness, uniforms [N + 1] in [0, 1).
 
-    Of certain candidates, a draw after the root and after each node; of drawn ones, a test of each node, then one draw.
+    For certain candidates a draw after the root and after each node; for drawn ones a test of each node, then one draw.
     """
     if draft_probs_NV is None:
         return follow(tokens, tree, draw(target_probs_NV, uniforms_N).tolist())

@@ -16,7 +16,8 @@ from specdistill.engines import ENGINES
 from specdistill.engines.client import Server
 from specdistill.engines.engine import Client, Completion, Identity
 from specdistill.errors import ResourceError, UserError
-from specdistill.measurement.measure import Settings, progress
+from specdistill.measurement.configurations import Settings
+from specdistill.progress import progress
 from specdistill.project import git_revision
 from specdistill.report.build import build_report
 from specdistill.report.results import headline, result_rows
@@ -169,7 +170,7 @@ def _measure(
     """Every prompt `repeats` times on both servers; with the error that ended it early, if one did."""
     answers = [Answers(prompt) for prompt in prompts]
     try:
-        with progress("measuring", settings.warmup + settings.repeats * len(prompts)) as advance:
+        with progress("measuring", settings.warmup + settings.repeats * len(prompts), "prompts") as advance:
             for index, prompt in enumerate(evenly(prompts, [prompt.category for prompt in prompts], settings.warmup)):
                 for peer in (speculative, baseline):
                     if peer is not None:

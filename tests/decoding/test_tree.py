@@ -504,7 +504,7 @@ def test_forms_are_what_a_recipe_says() -> None:
 @pytest.mark.parametrize(
     ("proposer", "message"),
     [
-        (lambda target: NgramProposer(), r"eval\.tree: got a tree for NgramProposer, whose guesses are one chain"),
+        (lambda target: NgramProposer(), r"eval\.tree: got a tree for NgramProposer, which drafts chains only"),
         (lambda target: HeadProposer(build_eagle3(target, sliding_window=3)), r"eval\.tree\.depth: got 4 steps.*at most 3"),
         (
             lambda target: DraftModelProposer(target.model, confidence_threshold=0.5),

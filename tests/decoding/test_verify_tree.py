@@ -1,4 +1,4 @@
-"""The distribution of tree decoding's output, exactly: every set of candidates and every outcome of the real rule is enumerated, none is sampled."""
+"""The distribution of tree decoding's output, exactly: every set of candidates and every outcome of the rule is enumerated."""
 
 import itertools
 from collections.abc import Callable, Iterator

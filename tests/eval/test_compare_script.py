@@ -7,6 +7,7 @@ import pytest
 from specdistill.command import run
 from specdistill.comparison.schema import validate_comparison
 from specdistill.errors import ExitCode
+from specdistill.methods.ngram.proposer import NgramProposer
 from specdistill.report.schema import validate
 from specdistill.targets.frozen import FrozenTarget
 from tests.heads import build_head, save_head
@@ -90,34 +91,24 @@ def test_options_of_one_method_go_to_its_candidates(arguments, tmp_path):
         name: json.loads((tmp_path / "out" / name / "report.json").read_text())["settings"]
         for name in ("draft", "small", "ngram")
     }
-    own = ("confidence_threshold", "draft_context", "ngram")
-    assert [settings["draft"][name] for name in own] == [None, None, None]
-    assert [settings["small"][name] for name in own] == [0.5, "window", None]
-    assert [settings["ngram"][name] for name in own] == [None, None, {"min": 2, "max": 5, "lookup": "prompt"}]
+    drafting = {name: entry["drafting"] for name, entry in settings.items()}
+    assert drafting == {
+        "draft": {},
+        "small": {"confidence_threshold": 0.5, "draft_context": "window"},
+        "ngram": {"min": 2, "max": 5, "lookup": "prompt"},
+    }
 
 
 def test_a_draft_that_changes_the_text_is_exit_code_one(arguments, tmp_path, monkeypatch):
-    measure = eval_compare.evaluate_drafts
+    check = eval_compare.greedy_check
 
-    def one_changes_the_text(*args, **options):
-        results = measure(*args, **options)
-        where = {
-            "prompt_id": "a0",
-            "position": 3,
-            "speculative_token": 5,
-            "baseline_token": 6,
-            "top2_gap": 1.0,
-            "near_tie": False,
-        }
-        results[0][0]["lossless"] |= {
-            "greedy_identical": False,
-            "first_divergence": where,
-            "divergences": 1,
-            "unexplained_divergences": 1,
-        }
-        return results
+    def only_ngram_is_lossless(target, proposer, *others):
+        found = check(target, proposer, *others)
+        if isinstance(proposer, NgramProposer):
+            return found
+        return {**found, "greedy_identical": False, "divergences": 1, "unexplained_divergences": 1}
 
-    monkeypatch.setattr(eval_compare, "evaluate_drafts", one_changes_the_text)
+    monkeypatch.setattr(eval_compare, "greedy_check", only_ngram_is_lossless)
     assert command(*arguments, "drafts=[small,ngram]", "num_prompts=2") == ExitCode.CHECK_FAILED
     ranking = json.loads((tmp_path / "out" / "comparison.json").read_text())["ranking"]
     assert [(entry["name"], entry["lossless"]) for entry in ranking] == [("ngram", True), ("small", False)]
@@ -149,7 +140,7 @@ def test_bad_input_is_one_line_and_leaves_nothing(arguments, tmp_path, capsys, m
 
 
 def test_a_history_that_cannot_be_read_is_said_before_anything_is_measured(arguments, work, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(eval_compare, "evaluate_drafts", None)
+    monkeypatch.setattr(eval_compare, "measure_together", None)
     path = work / "run" / "run" / "history.json"
     path.write_text("{")
     try:

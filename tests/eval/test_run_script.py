@@ -177,7 +177,7 @@ def test_a_run_is_judged_against_a_baseline_and_its_own_budget(target, suite, ga
         (["eval.baseline=nowhere"], "eval.baseline: got nowhere, which does not exist"),
         (["eval.num_speculative_tokens=0"], "eval.num_speculative_tokens: got 0"),
         (["eval.temperature=-1"], "eval.temperature: got -1"),
-        (["eval.tree={branching: [2, 2]}"], "eval.tree: got a tree for NgramProposer, whose guesses are one chain"),
+        (["eval.tree={branching: [2, 2]}"], "eval.tree: got a tree for NgramProposer, which drafts chains only"),
         (["eval.tree={budget: 2, depth: 3, top_k: 2}"], "eval.tree.budget: got 2, expected from 3, the depth, to 10"),
         (["eval.top_p=0"], "eval.top_p: got 0"),
         (["eval.top_p=1.5"], "eval.top_p: got 1.5"),

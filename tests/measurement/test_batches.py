@@ -8,12 +8,11 @@ import pytest
 from specdistill.decoding.batch_decoder import BatchDecoder
 from specdistill.decoding.decoder import Decoder
 from specdistill.decoding.sampling import Sampling
-from specdistill.errors import UserError
-from specdistill.measurement import sweep
-from specdistill.measurement.batches import in_batches, some
-from specdistill.measurement.losslessness import compare_greedy
-from specdistill.measurement.measure import Settings, greedy_pairs, measure, measure_together, records, round_costs
-from specdistill.measurement.sweep import Plan, measure_configurations
+from specdistill.measurement import measure as measuring
+from specdistill.measurement.configurations import Plan, Settings
+from specdistill.measurement.losslessness import compare_greedy, greedy_pairs
+from specdistill.measurement.measure import in_batches, measure_together, round_costs, some
+from specdistill.measurement.runs import prompt_records
 from specdistill.methods.ngram.proposer import NgramProposer
 from specdistill.report.results import result_rows
 from specdistill.statistics.intervals import interval, macro_interval, relative_change
@@ -21,7 +20,7 @@ from specdistill.statistics.metrics import METRICS, measured, value
 from specdistill.statistics.power import spread_of
 from specdistill.statistics.prompt_sums import prompt_sums
 from specdistill.suites.suite import Prompt
-from tests import mtp_targets
+from tests.measuring import measure
 from tests.proposers import ModelProposer, tiny_target
 from tests.simulated import SUITE, simulate
 
@@ -50,8 +49,6 @@ def test_prompts_keep_their_order_and_the_last_batch_holds_the_rest():
     assert [[prompt.id for prompt in batch.prompts] for batch in batches] == [["p0", "p1"], ["p2", "p3"], ["p4"]]
     assert [(batch.start, batch.end) for batch in batches] == [(0, 2), (2, 4), (4, 5)]
     assert [batch.start for batch in some(in_batches(PROMPTS, 1), 2)] == [0, 1]  # one of each category
-    with pytest.raises(UserError, match=r"eval\.batch_size: got 6 for 5 prompts, expected at most"):
-        Plan(replace(ALONE, batch_size=6), PROMPTS)
 
 
 def test_every_prompt_runs_both_ways_in_its_batch(target, runs, monkeypatch):
@@ -137,7 +134,7 @@ def test_costs_of_shorter_drafts_are_those_of_batches(target, proposer, monkeypa
 
 
 def test_rows_say_how_many_batches_their_times_come_from(target, proposer, runs):
-    found = records("suite", TOGETHER.configuration, target, proposer, runs)
+    found = prompt_records("suite", TOGETHER.configuration, target, proposer, runs)
     assert [record.batch for record in found] == [0, 0, 2, 2, 4]
     whole, a, _ = result_rows(found, SUITE, TOGETHER.configuration, seed=0)
     assert (whole["batch_size"], whole["num_prompts"], whole["num_batches"]) == (2, 5, 3)
@@ -147,7 +144,7 @@ def test_rows_say_how_many_batches_their_times_come_from(target, proposer, runs)
     one = result_rows(found[:2], SUITE, TOGETHER.configuration, seed=0)[0]
     assert one["not_measured"]["speedup_ci95"] == "its prompts share the times of one batch"
     alone = measure(target, proposer, PROMPTS[:1], ALONE)
-    assert "batch" not in prompt_sums(records("suite", ALONE.configuration, target, proposer, alone))
+    assert "batch" not in prompt_sums(prompt_records("suite", ALONE.configuration, target, proposer, alone))
 
 
 def shared(records, size):
@@ -195,22 +192,25 @@ def test_a_macro_average_of_times_that_categories_share_has_no_interval():
         assert macro_interval(METRICS["mean_acceptance_length"], table, categories) is not None
 
 
-def test_a_run_that_stops_early_looks_after_whole_batches(target, monkeypatch, tmp_path):
-    monkeypatch.setattr(sweep, "interim_sizes", lambda number: [3, number])
-    monkeypatch.setattr(sweep, "reached_precision", lambda records, target_precision, seed: False)
+def test_a_run_that_stops_early_does_so_after_whole_batches(target, monkeypatch):
+    monkeypatch.setattr(measuring, "interim_sizes", lambda number: [3, number])
+    monkeypatch.setattr(measuring, "reached_precision", lambda records, target_precision, seed: False)
     plan = Plan(replace(TOGETHER, repeats=1, warmup=0), PROMPTS, target_precision=0.01)
-    (configuration,) = measure_configurations(target, NgramProposer(), SUITE, [plan], identity={}, folder=tmp_path)
-    assert sorted(record.id for record in configuration.records) == ["p0", "p1", "p2", "p3", "p4"]
-    assert [record.batch for record in configuration.records] == [0, 0, 2, 2, 4]  # batches stay as they were decoded
+    runs = measuring.measure(target, NgramProposer(), "suite", plan)
+    assert sorted(run.prompt.id for run in runs) == ["p0", "p1", "p2", "p3", "p4"]
+    assert [run.batch for run in runs] == [0, 0, 2, 2, 4]  # batches stay as they were decoded
 
 
-def test_targets_that_cannot_be_batched_are_refused_before_anything_is_measured(monkeypatch, tmp_path):
-    monkeypatch.setattr(sweep, "measure", lambda *arguments: pytest.fail("measured"))
-    plans = [Plan(ALONE, PROMPTS), Plan(TOGETHER, PROMPTS)]
-    with pytest.raises(UserError, match=r"eval\.batch_size: .*recurrent"):
-        measure_configurations(
-            mtp_targets.tiny_target("qwen3_next"), NgramProposer(), SUITE, plans, identity={}, folder=tmp_path
-        )
+@pytest.mark.usefixtures("simulated_clock")
+def test_batches_that_stop_early_stay_the_batches_that_they_were(target, proposer):
+    """Prompts that were decoded together share their times, and their records say who they were."""
+    prompts = [Prompt(f"p{number}", "ab"[number % 2], "x", (20 + number, 30, 40)) for number in range(40)]
+    settings = replace(TOGETHER, batch_size=5, max_new_tokens=3, repeats=1, warmup=0)
+    runs = measuring.measure(target, proposer, "suite", Plan(settings, prompts, 0.9))
+    assert len(runs) < len(prompts)
+    for batch in {run.batch for run in runs}:
+        shares = [run.baseline[0].seconds / len(run.baseline[0].token_ids) for run in runs if run.batch == batch]
+        assert shares == pytest.approx([shares[0]] * 5)
 
 
 def test_a_change_between_reports_is_resampled_by_batch_too():

@@ -4,7 +4,8 @@ import torch
 from specdistill.decoding.decoder import Decoder, Generation, Round
 from specdistill.decoding.tree import DynamicTree, StaticTree
 from specdistill.decoding.verify import rejection
-from specdistill.measurement.losslessness import compare_greedy, most_telling_prompt, sampling_test, wrong_residual
+from specdistill.measurement.configurations import Settings
+from specdistill.measurement.losslessness import compare_greedy, most_telling_prompt, sampling_test, together, wrong_residual
 from specdistill.methods.draft_model.proposer import DraftModelProposer
 from specdistill.methods.ngram.proposer import NgramProposer
 from specdistill.suites.suite import Prompt
@@ -82,10 +83,7 @@ def peaked(seed: int) -> FrozenTarget:
 def test_sampling_is_lossless_and_the_wrong_rule_is_caught(one_hot, draft_seed):
     prompts = [Prompt("p", "c", "text", (1, 2, 3, 4)), Prompt("q", "c", "text", (5, 5, 5))]
     draft = ModelProposer(peaked(draft_seed).model, one_hot=one_hot)
-    calls: list[None] = []
-    options = {"num_draws": 250, "num_speculative_tokens": 1, "seed": 1, "advance": lambda: calls.append(None)}
-    found = sampling_test(peaked(0), draft, prompts, **options)
-    assert len(calls) == 3 * 250
+    found = sampling_test(peaked(0), draft, prompts, Settings(1, 8, seed=1), num_draws=250)
     assert found["p_value"] > 0.01
     assert found["negative_control_p_value"] < 0.01
 
@@ -93,23 +91,36 @@ def test_sampling_is_lossless_and_the_wrong_rule_is_caught(one_hot, draft_seed):
 @pytest.mark.parametrize("tree", [StaticTree((2, 1)), DynamicTree(budget=3, depth=2, top_k=2)])
 def test_sampling_with_trees_is_lossless_and_their_wrong_rule_is_caught(tree):
     prompts = [Prompt("p", "c", "text", (1, 2, 3, 4)), Prompt("q", "c", "text", (5, 5, 5))]
-    options = {"num_draws": 250, "num_speculative_tokens": 2, "seed": 1, "advance": lambda: None, "tree": tree}
-    found = sampling_test(peaked(0), DraftModelProposer(peaked(3).model), prompts, **options)
+    settings = Settings(2, 8, seed=1, tree=tree)
+    found = sampling_test(peaked(0), DraftModelProposer(peaked(3).model), prompts, settings, num_draws=250)
     assert found["p_value"] > 0.01
     assert found["negative_control_p_value"] < 0.01
 
 
 def test_too_few_draws_are_said_to_be_too_few():
-    found = sampling_test(
-        peaked(0), NgramProposer(), [PROMPT], num_draws=2, num_speculative_tokens=1, seed=0, advance=lambda: None
-    )
-    assert "2 draws" in found
+    assert "2 draws" in sampling_test(peaked(0), NgramProposer(), [PROMPT], Settings(1, 8), num_draws=2)
+    assert sampling_test(peaked(0), NgramProposer(), [PROMPT], Settings(1, 8), num_draws=0) == "eval.sampling_draws is 0"
 
 
 def test_the_most_telling_prompt_is_a_beginning_of_a_continuation():
     target, draft = tiny_target(), ModelProposer(tiny_target(seed=3).model, one_hot=True)
-    ids, name = most_telling_prompt(target, draft, [PROMPT, OTHER], 2, seed=0)
+    ids, name = most_telling_prompt(target, draft, [PROMPT, OTHER], Settings(2, 8))
     prompt = {"p": PROMPT, "q": OTHER}[name]
     assert ids[: len(prompt.token_ids)] == prompt.token_ids
     assert ids != Decoder(target).generate(prompt.token_ids, max_new_tokens=1).token_ids
-    assert most_telling_prompt(target, NgramProposer(), [PROMPT], 2, seed=0)[1] == "p"
+    assert most_telling_prompt(target, NgramProposer(), [PROMPT], Settings(2, 8))[1] == "p"
+
+
+def test_losslessness_of_several_configurations_is_that_of_all_their_prompts():
+    divergence = {"prompt_id": "p", "position": 1}
+    clean = dict.fromkeys(("prompts_checked", "divergences", "near_ties", "unexplained_divergences"), 0)
+    clean |= {"greedy_identical": True, "first_divergence": None, "prompts_checked": 4}
+    broken = {
+        **clean,
+        "greedy_identical": False,
+        "first_divergence": divergence,
+        "divergences": 1,
+        "unexplained_divergences": 1,
+    }
+    assert together([clean, clean]) == {**clean, "prompts_checked": 8}
+    assert together([clean, broken]) == {**broken, "prompts_checked": 8}

@@ -1,22 +1,20 @@
+from dataclasses import replace
+
 import pytest
 import torch
 
 from specdistill.decoding.decoder import Decoder
 from specdistill.decoding.sampling import Sampling
 from specdistill.decoding.tree import DynamicTree, StaticTree
-from specdistill.errors import UserError
 from specdistill.measurement import measure as measuring
-from specdistill.measurement.measure import (
-    Settings,
-    greedy_pairs,
-    measure,
-    records,
-    round_costs,
-    spell,
-)
+from specdistill.measurement.configurations import Plan, Settings
+from specdistill.measurement.losslessness import greedy_pairs
+from specdistill.measurement.measure import round_costs
+from specdistill.measurement.runs import prompt_records, spell
 from specdistill.methods.draft_model.proposer import DraftModelProposer
 from specdistill.methods.ngram.proposer import NgramProposer
 from specdistill.suites.suite import Prompt
+from tests.measuring import measure
 from tests.proposers import ModelProposer, tiny_target
 from tests.tiny import tiny_tokenizer
 
@@ -60,7 +58,7 @@ def test_the_order_alternates_over_prompts_and_repetitions(target, proposer, mon
 
 
 def test_records_say_what_was_decoded(target, proposer, runs):
-    for run, record in zip(runs, records("suite", SETTINGS.configuration, target, proposer, runs), strict=True):
+    for run, record in zip(runs, prompt_records("suite", SETTINGS.configuration, target, proposer, runs), strict=True):
         tokens = [record.first_token, *(token for entry in record.rounds for token in entry.emitted)]
         assert tuple(tokens) == run.speculative[0].token_ids
         assert all(entry.accepted == entry.drafted[: len(entry.accepted)] for entry in record.rounds)
@@ -74,7 +72,7 @@ def test_records_say_what_was_decoded(target, proposer, runs):
 
 def test_times_are_medians_over_the_repetitions(target, proposer):
     runs = measure(target, proposer, PROMPTS[:1], Settings(num_speculative_tokens=2, max_new_tokens=6, repeats=3, warmup=0))
-    (record,) = records("suite", SETTINGS.configuration, target, proposer, runs)
+    (record,) = prompt_records("suite", SETTINGS.configuration, target, proposer, runs)
     assert record.baseline.seconds == sorted(generation.seconds for generation in runs[0].baseline)[1]
 
 
@@ -115,7 +113,7 @@ def test_records_of_trees_count_every_node_and_show_one_path(target, tree):
     settings = Settings(num_speculative_tokens=2, max_new_tokens=12, repeats=1, warmup=1, tree=tree)
     runs = measure(target, draft, PROMPTS, settings)
     assert all(run.speculative[0].token_ids == run.baseline[0].token_ids for run in runs)
-    found = records("suite", settings.configuration, target, draft, runs)
+    found = prompt_records("suite", settings.configuration, target, draft, runs)
     for record in found:
         assert record.configuration.tree == tree.settings
         for entry in record.rounds:
@@ -129,10 +127,24 @@ def test_records_of_trees_count_every_node_and_show_one_path(target, tree):
     assert all(entry.num_off_path for _, with_draft, _ in pairs for entry in with_draft.rounds)
 
 
-def test_a_tree_s_depth_is_its_number_of_speculative_tokens():
-    tree = StaticTree((2, 2))
-    with pytest.raises(UserError, match=r"eval\.num_speculative_tokens: got 3, expected 2, the depth of the tree"):
-        Settings(num_speculative_tokens=3, max_new_tokens=8, tree=tree)
+@pytest.mark.usefixtures("simulated_clock")
+def test_a_run_stops_when_it_is_precise_and_keeps_the_suites_order(target, proposer, monkeypatch):
+    prompts = [Prompt(f"p{number}", "ab"[number % 2], "x", (20 + number, 30, 40)) for number in range(60)]
+    parts = []
+    together = measuring.measure_together
+    monkeypatch.setattr(measuring, "measure_together", lambda *arguments: parts.append(arguments[2:]) or together(*arguments))
+    settings = replace(SETTINGS, sampling=Sampling(1.0), repeats=1, max_new_tokens=3)
+    ids = [run.prompt.id for run in measuring.measure(target, proposer, "suite", Plan(settings, prompts, 0.9))]
+    assert [len(part) for part, _ in parts] == [24] == [len(ids)]
+    assert ids == sorted(ids, key=lambda id: int(id[1:]))
+    assert sum(int(id[1:]) % 2 for id in ids) == 12
+
+    parts.clear()
+    whole = measuring.measure(target, proposer, "suite", Plan(settings, prompts, 0.001))
+    assert [run.prompt for run in whole] == prompts
+    assert [(len(part), options.seed, options.warmup) for part, options in parts] == [
+        (24, 0, 1), (6, 24, 0), (8, 30, 0), (10, 38, 0), (12, 48, 0),
+    ]  # fmt: skip
 
 
 def test_spelling_adds_up_to_the_text():

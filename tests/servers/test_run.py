@@ -6,7 +6,8 @@ import pytest
 import requests
 
 from specdistill.errors import ExitCode
-from specdistill.measurement.measure import Settings, measure, records
+from specdistill.measurement.configurations import Settings
+from specdistill.measurement.runs import prompt_records
 from specdistill.methods.ngram.proposer import NgramProposer
 from specdistill.project import PICO
 from specdistill.report.files import read_report
@@ -14,6 +15,7 @@ from specdistill.report.results import result_rows
 from specdistill.suites.suite import load_suite, tokenize
 from specdistill.targets.frozen import FrozenTarget
 from tests import scripts
+from tests.measuring import measure
 from tests.servers.peer import Behaviour, PeerServer
 
 K, NUM_PROMPTS, NEW_TOKENS = 3, 6, 24
@@ -60,7 +62,8 @@ def expected(pico):
     prompts = tokenize(suite, pico.tokenizer, max_new_tokens=NEW_TOKENS, max_length=pico.max_length, num_prompts=NUM_PROMPTS)
     settings = Settings(K, NEW_TOKENS, repeats=1, warmup=0)
     proposer = NgramProposer()
-    measured = records(suite.name, settings.configuration, pico, proposer, measure(pico, proposer, prompts, settings))
+    runs = measure(pico, proposer, prompts, settings)
+    measured = prompt_records(suite.name, settings.configuration, pico, proposer, runs)
     return measured, result_rows(measured, suite, settings.configuration, seed=0)
 
 

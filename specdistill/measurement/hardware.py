@@ -1,10 +1,13 @@
-"""What a measurement ran on: device, processor and library versions, for the report's header."""
+"""What a measurement runs on and uses: device, processor, library versions, seconds and memory."""
 
+import gc
 import importlib.metadata
 import platform
 import resource
 import sys
 import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -38,20 +41,41 @@ def cpu_name() -> str:
     return names[0] if names else platform.processor() or platform.machine()
 
 
-def begin(device: torch.device) -> float:
-    """The clock's seconds at the beginning of a measurement; an accelerator's peak memory counts from here."""
+@contextmanager
+def resources_used(device: torch.device) -> Iterator[dict[str, Any]]:
+    """Yields a dict that holds, afterwards, `seconds` and `peak_memory_bytes`: the accelerator's, or without one this process's so far."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    return time.perf_counter()
-
-
-def measurement(device: torch.device, begun: float) -> dict[str, Any]:
-    """seconds since `begin`, and peak_memory_bytes of the accelerator since then, or of this process where there is none."""
-    seconds = time.perf_counter() - begun
+    used: dict[str, Any] = {}
+    start = time.perf_counter()
+    yield used
+    used["seconds"] = time.perf_counter() - start
     if device.type == "cuda":
-        return {"seconds": seconds, "peak_memory_bytes": torch.cuda.max_memory_allocated(device)}
-    unit = 1 if sys.platform == "darwin" else 1024  # what getrusage counts in
-    return {"seconds": seconds, "peak_memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}
+        used["peak_memory_bytes"] = torch.cuda.max_memory_allocated(device)
+    else:
+        unit = 1 if sys.platform == "darwin" else 1024  # what getrusage counts in
+        used["peak_memory_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def total_used(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """`resources_used` of parts that ran one after the other."""
+    return {
+        "seconds": sum(part["seconds"] for part in parts),
+        "peak_memory_bytes": max(part["peak_memory_bytes"] for part in parts),
+    }
+
+
+@contextmanager
+def frozen_garbage_collector() -> Iterator[None]:
+    """Spare what exists already from garbage collection: a pass over torch and transformers takes tens of milliseconds, and would
+    be timed with whichever side it strikes.
+    """
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def software() -> dict[str, str]:

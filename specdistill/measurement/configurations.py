@@ -1,0 +1,109 @@
+"""What is measured: a main configuration, and around it every other value of one setting at a time.
+
+One axis at a time, not the grid: a reader asks what K, the temperature, the batch or the context change about the configuration they
+serve, and a grid of the same values costs their product.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from specdistill.decoding.sampling import Sampling
+from specdistill.decoding.tree import DynamicTree, StaticTree, tree_shape
+from specdistill.errors import UserError
+from specdistill.statistics.configuration import ALL, Configuration
+from specdistill.suites.suite import Prompt
+
+GREEDY = Sampling()
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How to measure; every number in tokens, prompts or repetitions. The seed is for sampling, warmup counts batches.
+
+    tree: drafted in place of a chain; num_speculative_tokens is then its depth.
+    context_bucket: how the prompts were cut (see `Configuration`).
+    """
+
+    num_speculative_tokens: int
+    max_new_tokens: int
+    sampling: Sampling = GREEDY
+    repeats: int = 3
+    warmup: int = 2
+    seed: int = 0
+    batch_size: int = 1
+    tree: StaticTree | DynamicTree | None = None
+    context_bucket: str = ALL
+
+    def __post_init__(self) -> None:
+        if self.tree and self.tree.depth != self.num_speculative_tokens:
+            expected = f"{self.tree.depth}, the depth of the tree, or eval.tree=null"
+            raise UserError("eval.num_speculative_tokens", got=self.num_speculative_tokens, expected=expected)
+        if self.tree and self.batch_size > 1:
+            raise UserError("eval.batch_size", got=f"{self.batch_size} with a tree", expected="1, or eval.tree=null")
+
+    @property
+    def configuration(self) -> Configuration:
+        tree = self.tree.settings if self.tree else None
+        return Configuration(self.num_speculative_tokens, self.sampling.temperature, self.batch_size, tree, self.context_bucket)
+
+    @classmethod
+    def of(cls, section: Any) -> "Settings":
+        """From a recipe's eval section, or from another command's options of the same names."""
+        tree = tree_shape(**vars(section.tree)) if section.tree else None
+        return cls(
+            num_speculative_tokens=tree.depth if tree else section.num_speculative_tokens,
+            max_new_tokens=section.max_new_tokens,
+            sampling=Sampling(section.temperature, section.top_p, section.top_k),
+            repeats=section.repeats,
+            warmup=section.warmup,
+            seed=section.seed,
+            batch_size=section.batch_size,
+            tree=tree,
+        )
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A configuration to measure: its settings, and its prompts.
+
+    target_precision: stop once the acceptance length and the speedup are known to this share, either way; None measures every
+    prompt. Raises UserError when there are fewer prompts than a batch holds.
+    """
+
+    settings: Settings
+    prompts: Sequence[Prompt]
+    target_precision: float | None = None
+
+    def __post_init__(self) -> None:
+        if len(self.prompts) < self.settings.batch_size:
+            got = f"{self.settings.batch_size} for {len(self.prompts)} prompts"
+            raise UserError("eval.batch_size", got=got, expected="at most as many as there are prompts")
+
+
+def plan_configurations(
+    main: Plan,
+    *,
+    num_speculative_tokens: Sequence[int] = (),
+    temperatures: Sequence[float] = (),
+    batch_sizes: Sequence[int] = (),
+    trees: Sequence[StaticTree | DynamicTree] = (),
+    contexts: Mapping[int, Sequence[Prompt]] | None = None,
+) -> list[Plan]:
+    """The main configuration, then those of each axis in the order of its values, none of them twice.
+
+    Other K are chains, also where the main configuration drafts trees. contexts: prompt length in tokens -> prompts cut to it.
+    """
+    settings = main.settings
+    others = [
+        *((replace(settings, num_speculative_tokens=k, tree=None), main.prompts) for k in num_speculative_tokens),
+        *((replace(settings, sampling=replace(settings.sampling, temperature=t)), main.prompts) for t in temperatures),
+        *((replace(settings, batch_size=size), main.prompts) for size in batch_sizes),
+        *((replace(settings, num_speculative_tokens=tree.depth, tree=tree), main.prompts) for tree in trees),
+        *((replace(settings, context_bucket=str(bucket)), cut) for bucket, cut in (contexts or {}).items()),
+    ]
+    plans = [main]
+    for other, prompts in others:
+        if other.configuration not in [plan.settings.configuration for plan in plans]:
+            plans.append(Plan(other, prompts, main.target_precision))
+    return plans

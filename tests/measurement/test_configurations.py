@@ -1,0 +1,58 @@
+"""Which configurations are measured."""
+
+from dataclasses import replace
+
+import pytest
+
+from specdistill.decoding.sampling import Sampling
+from specdistill.decoding.tree import DynamicTree, StaticTree
+from specdistill.errors import UserError
+from specdistill.measurement.configurations import Plan, Settings, plan_configurations
+from specdistill.statistics.configuration import Configuration
+from specdistill.suites.suite import Prompt
+
+PROMPTS = [Prompt(f"p{number}", "ab"[number % 2], "x", (20 + number, 30, 40)) for number in range(2)]
+MAIN = Plan(Settings(num_speculative_tokens=2, max_new_tokens=6, repeats=1, warmup=0), PROMPTS)
+
+
+def configurations(plans):
+    return [plan.settings.configuration for plan in plans]
+
+
+def test_one_axis_at_a_time_around_the_main_configuration():
+    cut = [PROMPTS[0]]
+    plans = plan_configurations(
+        MAIN, num_speculative_tokens=[1, 2, 3], temperatures=[0, 1], batch_sizes=[1, 2], contexts={64: cut, 32: cut}
+    )
+    assert configurations(plans) == [
+        Configuration(2), Configuration(1), Configuration(3), Configuration(2, 1.0), Configuration(2, batch_size=2),
+        Configuration(2, context_bucket="64"), Configuration(2, context_bucket="32"),
+    ]  # fmt: skip
+    assert [len(plan.prompts) for plan in plans] == [2, 2, 2, 2, 2, 1, 1]
+    assert plans[3].settings == replace(MAIN.settings, sampling=Sampling(1.0))
+    assert plan_configurations(MAIN) == [MAIN]
+
+
+def test_trees_are_swept_with_their_own_depth_and_other_k_are_chains():
+    tree, other = DynamicTree(8, 3, 2), StaticTree((2, 1))
+    main = Plan(replace(MAIN.settings, num_speculative_tokens=3, tree=tree), PROMPTS)
+    found = [plan.settings.configuration for plan in plan_configurations(main, num_speculative_tokens=[3], trees=[tree, other])]
+    assert found == [Configuration(3, tree=tree.settings), Configuration(3), Configuration(2, tree=other.settings)]
+    with pytest.raises(UserError, match=r"eval\.batch_size: got 2 with a tree"):
+        plan_configurations(main, batch_sizes=[2])
+
+
+def test_the_settings_beside_the_axis_stay():
+    main = Plan(replace(MAIN.settings, sampling=Sampling(0.7, 0.9, 5)), PROMPTS)
+    assert plan_configurations(main, temperatures=[1.0])[1].settings.sampling == Sampling(1.0, 0.9, 5)
+
+
+def test_a_tree_s_depth_is_its_number_of_speculative_tokens():
+    tree = StaticTree((2, 2))
+    with pytest.raises(UserError, match=r"eval\.num_speculative_tokens: got 3, expected 2, the depth of the tree"):
+        Settings(num_speculative_tokens=3, max_new_tokens=8, tree=tree)
+
+
+def test_a_batch_is_at_most_all_prompts():
+    with pytest.raises(UserError, match=r"eval\.batch_size: got 3 for 2 prompts, expected at most"):
+        Plan(replace(MAIN.settings, batch_size=3), PROMPTS)

@@ -1,0 +1,92 @@
+"""Finished configurations are found again, by all that they depend on."""
+
+from dataclasses import replace
+
+import pytest
+
+from specdistill.decoding.sampling import Sampling
+from specdistill.decoding.tree import StaticTree
+from specdistill.errors import ResourceError
+from specdistill.measurement import finished
+from specdistill.measurement.configurations import Plan, Settings
+from specdistill.measurement.finished import (
+    FinishedConfigurations,
+    MeasuredConfiguration,
+    fingerprint,
+    folder_fingerprint,
+    measurement_identity,
+)
+from specdistill.methods.ngram.proposer import NgramProposer
+from specdistill.statistics.configuration import Configuration
+from specdistill.suites.suite import Prompt
+from tests.proposers import tiny_target
+from tests.simulated import SUITE, simulate
+
+PROMPTS = [Prompt(f"p{number}", "ab"[number % 2], "x", (20 + number, 30, 40)) for number in range(2)]
+MAIN = Plan(Settings(num_speculative_tokens=2, max_new_tokens=6, repeats=1, warmup=0), PROMPTS)
+IDENTITY = {"draft": "one"}
+MEASURED = MeasuredConfiguration(simulate(2), {"greedy_identical": True}, {"seconds": 1.5, "peak_memory_bytes": 7})
+
+
+def test_a_finished_configuration_is_read_back_equal(tmp_path):
+    store = FinishedConfigurations(tmp_path / "configurations", IDENTITY)
+    assert store.read(MAIN) is None
+    assert store.write(MAIN, MEASURED) == store.read(MAIN) == MEASURED
+    assert store.read(replace(MAIN, prompts=PROMPTS[:1])) is None
+    assert FinishedConfigurations(tmp_path / "configurations", {"draft": "two"}).read(MAIN) is None
+
+
+def test_a_tree_is_read_back_too(tmp_path):
+    tree = StaticTree((2, 1))
+    records = [replace(record, configuration=Configuration(2, tree=tree.settings)) for record in MEASURED.records]
+    plan, measured = Plan(replace(MAIN.settings, tree=tree), PROMPTS), replace(MEASURED, records=records)
+    assert FinishedConfigurations(tmp_path, IDENTITY).write(plan, measured) == measured
+
+
+def test_the_identity_names_target_draft_suite_and_machine():
+    target = tiny_target()
+    one, other = (
+        measurement_identity(target, NgramProposer(max_ngram=longest), SUITE, method="ngram", draft=None) for longest in (3, 4)
+    )
+    assert one != other
+    assert fingerprint(MAIN, one) != fingerprint(MAIN, other)
+    assert one == measurement_identity(target, NgramProposer(), SUITE, method="ngram", draft=None)
+
+
+def test_the_fingerprint_changes_with_all_that_a_configuration_depends_on():
+    settings = MAIN.settings
+    others = [
+        Plan(replace(settings, **{name: value}), PROMPTS)
+        for name, value in {
+            "num_speculative_tokens": 3,
+            "max_new_tokens": 7,
+            "sampling": Sampling(0.0, 0.9),
+            "repeats": 2,
+            "warmup": 1,
+            "seed": 1,
+            "context_bucket": "64",
+        }.items()
+    ]
+    others += [Plan(settings, PROMPTS[:1]), Plan(settings, [replace(PROMPTS[0], token_ids=(1,)), PROMPTS[1]])]
+    found = [fingerprint(plan, IDENTITY) for plan in [MAIN, *others]] + [fingerprint(MAIN, {"draft": "two"})]
+    assert len(set(found)) == len(found)
+    assert fingerprint(Plan(settings, tuple(PROMPTS)), dict(IDENTITY)) == found[0]
+
+
+def test_a_draft_trained_anew_is_another_draft(tmp_path):
+    (tmp_path / "inner").mkdir()
+    (tmp_path / "inner" / "weights").write_bytes(b"one")
+    before = folder_fingerprint(tmp_path)
+    assert folder_fingerprint(tmp_path) == before
+    (tmp_path / "inner" / "weights").write_bytes(b"two")
+    assert folder_fingerprint(tmp_path) != before
+
+
+def test_a_configuration_is_stored_whole_or_not_at_all(tmp_path, monkeypatch):
+    def full_disk(source, destination):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(finished.os, "replace", full_disk)
+    with pytest.raises(ResourceError, match=r"No space left on device\); free the disk"):
+        FinishedConfigurations(tmp_path, IDENTITY).write(MAIN, MEASURED)
+    assert list(tmp_path.glob("*.json")) == []
