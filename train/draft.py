@@ -42,7 +42,7 @@ def main(recipe: DraftModelRecipe) -> None:
             eval_set,
             save=lambda folder: method.save(draft, target, folder),
             optimizer=build_optimizer(recipe.optimizer, draft, run.arguments),
-            on_policy=OnPolicyGeneration(draft, **vars(recipe.on_policy), end_ids=tuple(target.eos_token_ids), seed=run.seed),
+            on_policy=OnPolicyGeneration(draft, **vars(recipe.on_policy), end_ids=tuple(target.eos_token_ids), seed=recipe.seed),
             callbacks=run.callbacks,
         )
     )
