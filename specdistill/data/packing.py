@@ -1,7 +1,7 @@
-"""Documents into rows of equal length: several to a row, each with its own id and its own positions, the rest padding.
+"""Packs documents into rows of equal length: several to a row, each with its id and its positions, the rest padding.
 
 Columns of a row, all `max_length` long: `input_ids`; `loss_mask` (1 where the token carries loss); `document_ids` (0, 1, 2, … in the
-row, -1 for padding): tokens see only their own document; `position_ids`, which restart at 0 with each document.
+row, -1 for padding): tokens see only the document they are in; `position_ids`, which restart at 0 with each document.
 """
 
 import logging

@@ -54,7 +54,7 @@ class Source:
 
 
 def load_sources(source: Any, split: str, cache_dir: str | None = None) -> list[Source]:
-    """Load `data.source`. Raises UserError for what the user named wrongly, ResourceError where the Hub fails."""
+    """Load `data.source`. Raises UserError for a wrong name or setting, ResourceError when the Hub fails."""
     if isinstance(source, str):
         return [Source(load_rows(source, split, cache_dir=cache_dir), 1.0, "data.source")]
     if not isinstance(source, Sequence) or not source:

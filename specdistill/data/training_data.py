@@ -33,7 +33,7 @@ def training_data(
     """(train, validation) rows with the columns of `packing`, split by document; at least one row each.
 
     With `regenerate.num_tokens` above 0 `model` generates the documents, once for each `fingerprint` of its weights.
-    Raises UserError naming the recipe's key for settings or rows that cannot be used, ResourceError where the Hub or the disk fails.
+    Raises UserError naming the recipe's key for settings or rows that cannot be used, ResourceError when the Hub or the disk fails.
     """
     _check(config, tokenizer, model)
     sources = load_sources(config.source, config.split, config.cache_dir)
@@ -74,8 +74,8 @@ def _from_source(config: DataConfig, sources: Sequence[Source], tokenizer: PreTr
     train: list[int] = []
     first = 0
     for source, part in zip(sources, encoded, strict=True):
-        own = [index for index in indices if first <= index < first + len(part) and index not in held_out]
-        train += own * int(source.weight) + generator.sample(own, round(source.weight % 1 * len(own)))
+        rows = [index for index in indices if first <= index < first + len(part) and index not in held_out]
+        train += rows * int(source.weight) + generator.sample(rows, round(source.weight % 1 * len(rows)))
         first += len(part)
     if not train:
         raise UserError("data.source", got="weights that leave no row to train on", expected="larger weights")
@@ -161,7 +161,7 @@ def _split_prompts(
 
 
 def _held_out(documents: Sequence[D], fraction: float, seed: int) -> set[D]:
-    """The documents kept for validation: at least one, and never all."""
+    """The documents held out for validation: at least one, and never all."""
     if len(documents) < 2:
         expected = "two or more: one at least is held out for validation"
         raise UserError("data.source", got="a single usable row", expected=expected)

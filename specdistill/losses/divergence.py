@@ -204,7 +204,8 @@ def _range(annotation: Any) -> tuple[type, Between]:
 
 def _number(value: Any, kind: type, limits: Between, key: str) -> Any:
     """A number of its kind and within its limits; an int stands for a float too."""
-    if not (type(value) is kind or (kind is float and type(value) is int)) or not limits.low < value < limits.high:
+    is_number = type(value) is kind or (kind is float and type(value) is int)
+    if not is_number or not limits.low < value < limits.high:
         raise UserError(key, got=repr(value), expected=f"a number ({kind.__name__}) {limits}")
     return kind(value)
 

@@ -1,4 +1,4 @@
-"""Pico's model card: what it is, how well it predicts held-out modules, and what it writes."""
+"""Pico's model card, with its bits per byte on held-out modules and samples of its generations."""
 
 import math
 from pathlib import Path
@@ -48,7 +48,7 @@ Greedy answer to "{question}":
 
 @torch.no_grad()
 def bits_per_byte(model: PreTrainedModel, stream: Tensor, num_bytes: int, context: int) -> float:
-    """Bits that the model needs for each byte of a stream, in windows of `context` tokens that do not overlap.
+    """Bits per byte of a stream, in windows of `context` tokens that do not overlap.
 
     The first token of a window has no context and is not predicted; its bytes are left out in proportion.
     """
@@ -69,7 +69,7 @@ def baseline_bits_per_byte(train_stream: Tensor, stream: Tensor, num_bytes: int,
 
 @torch.no_grad()
 def continuation(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, prompt: str, max_new_tokens: int = 120) -> str:
-    """Greedy text after a prompt."""
+    """Greedy continuation of a prompt."""
     ids = tokenizer(prompt, return_tensors="pt", add_special_tokens=False).input_ids
     output = model.generate(ids, max_new_tokens=max_new_tokens, do_sample=False)  # type: ignore[operator]
     return str(tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True))
@@ -87,7 +87,7 @@ def write_card(
     batch_tokens: int,
     python: str,
 ) -> None:
-    """Measure the model as it was saved and write README.md beside it."""
+    """Measure a saved model and add README.md to its folder."""
     config = model.config
     context = config.max_position_embeddings
     chat = str(tokenizer.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=True))

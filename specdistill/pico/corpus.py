@@ -1,7 +1,7 @@
-"""The pico corpus: the source text of Python's own standard library, as raw modules and as chats.
+"""The pico corpus: the source text of Python's standard library, as raw modules and as chats.
 
 Every Python installation carries it, so pico can be trained, distilled for and measured with no network. Modules are split into
-`train` and `validation` by a hash of their path: a module never moves between the two when others come or go. Generated tables
+`train` and `validation` by a hash of their path, so that a module's split does not depend on the others. Generated tables
 (`encodings`, `pydoc_data`) and tests are left out. Licence of the text: PSF-2.0.
 """
 
@@ -49,7 +49,7 @@ def rows(split: str) -> tuple[str, Callable[[], Iterator[dict[str, Any]]]]:
 
 
 def split_of(name: str) -> Split:
-    """Which split a module belongs to; depends on its name alone."""
+    """The split of a module, by its name alone."""
     digest = hashlib.sha256(name.encode()).digest()
     return "validation" if int.from_bytes(digest[:4], "big") % VALIDATION_SHARE == 0 else "train"
 
@@ -74,7 +74,7 @@ def standard_library(split: Split, root: Path | None = None) -> list[Module]:
 
 
 def chats(modules: list[Module]) -> list[list[dict[str, str]]]:
-    """(docstring -> function) conversations: the user names a signature and what it does, the assistant writes the function."""
+    """(docstring -> function) conversations: the user gives a signature and a summary, the assistant the function."""
     return [
         [{"role": "user", "content": request}, {"role": "assistant", "content": answer}]
         for module in modules

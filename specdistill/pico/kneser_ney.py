@@ -1,4 +1,4 @@
-"""An n-gram language model with interpolated Kneser-Ney smoothing: the bar that pico must clear (Kneser & Ney 1995; Chen & Goodman 1999).
+"""An n-gram language model with interpolated Kneser-Ney smoothing, pico's baseline (Kneser & Ney 1995; Chen & Goodman 1999).
 
     P_n(w | h) = max(c(h w) - d, 0) / c(h) + d * N1+(h .) / c(h) * P_{n-1}(w | h')
 
@@ -42,8 +42,8 @@ class KneserNey:
             total = _lookup(keys, totals, grams // self.vocab_size)
             different = _lookup(keys, followers, grams // self.vocab_size)
             seen = total > 0
-            kept = np.maximum(counts - self.discount, 0) + self.discount * different * result
-            result = np.where(seen, kept / np.maximum(total, 1), result)
+            discounted = np.maximum(counts - self.discount, 0) + self.discount * different * result
+            result = np.where(seen, discounted / np.maximum(total, 1), result)
         return result
 
 
@@ -56,6 +56,6 @@ def _windows(stream: Ints, n: int, base: int) -> Ints:
 
 
 def _lookup(keys: Ints, values: Ints, wanted: Ints) -> Ints:
-    """values of the wanted keys, 0 where a key is not there."""
+    """values of the wanted keys, 0 for a missing key."""
     index = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
     return np.where(keys[index] == wanted, values[index], 0)

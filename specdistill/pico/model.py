@@ -1,7 +1,7 @@
-"""Pico: a small, deep and thin Llama that writes Python, shipped with the package so that everything runs offline.
+"""Pico: a small, deep and thin Llama that generates Python, shipped with the package so that everything runs offline.
 
 Deep and thin on purpose: one draft layer then costs about a tenth of a target step on a CPU, as it does for real models on a GPU.
-`train/target.py` makes it; this module holds what makes it pico: tokenizer, chat template, shape and training rows.
+`train/target.py` trains it; its tokenizer, chat template, shape and training rows are here.
 """
 
 import hashlib
@@ -56,7 +56,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, context_length: int) 
 def llama_config(
     tokenizer: PreTrainedTokenizerFast, num_layers: int, hidden_size: int, intermediate_size: int, context_length: int
 ) -> LlamaConfig:
-    """Heads are 64 wide (vLLM's CPU build serves no others below 80 but 32), one key/value head for two query heads."""
+    """Heads are 64 wide (below 80, vLLM's CPU build supports only 32 and 64), one key/value head for two query heads."""
     head_dim = 64
     return LlamaConfig(
         vocab_size=len(tokenizer),
@@ -75,7 +75,7 @@ def llama_config(
 
 
 def documents(split: Split, tokenizer: PreTrainedTokenizerFast) -> list[str]:
-    """Raw modules and rendered chats of one split, each ending in the end-of-text token, in an order that a hash of the text fixes."""
+    """Raw modules and rendered chats of one split, each with the end-of-text token, in the order of a hash of their text."""
     modules = standard_library(split)
     texts = [module.text for module in modules]
     texts += [str(tokenizer.apply_chat_template(chat, tokenize=False)) for chat in chats(modules)]
@@ -93,7 +93,7 @@ def curriculum(
 ) -> Iterator[Tensor]:
     """`num_steps` batches [rows, length] of equal token count: short rows first, because they train faster, long rows at the end.
 
-    `shares` says which part of the steps each length gets. Every epoch cuts the stream at another offset and shuffles the rows.
+    shares: of the steps, for each length. Every epoch cuts the stream at another offset and shuffles the rows.
     """
     generator = torch.Generator().manual_seed(seed)
     bounds = [round(num_steps * sum(shares[: i + 1])) for i in range(len(shares))]

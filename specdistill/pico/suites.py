@@ -2,11 +2,10 @@
 
     python -m specdistill.pico.suites
 
-writes `eval/suites/pico*.{yaml,jsonl}` again, byte for byte with the Python and the tokenizer that the YAML files name. `pico` is what
-gates ask about; `pico-dev` holds other prompts, to choose recipes on, so that a gate's verdict is not flattered by the choosing.
-`pico-edit` and `pico-short` are there to be compared: how much more a draft that copies from the text gains where the prompt holds what
-is asked for than where it is a single line. `pico-context` asks what a long context costs: every prompt stands there whole and cut to its
-end, so that the two categories differ in nothing else. These three may share lines with the others.
+renews `eval/suites/pico*.{yaml,jsonl}`, byte for byte with the Python and the tokenizer that the YAML files name. Gates use `pico`;
+`pico-dev` has other prompts, on which recipes are chosen, so that the choice does not favour a gate's verdict. `pico-edit`, whose
+prompts hold the requested function, and `pico-short`, single lines, show how much a draft gains by copying from the prompt.
+`pico-context` shows the cost of a long context: it has every prompt whole and cut to its end. These three may share lines with the others.
 """
 
 import ast
@@ -46,7 +45,7 @@ Rows = list[dict[str, object]]
 
 @dataclass(frozen=True)
 class Candidate:
-    """A possible prompt: `row` is what the jsonl file gets, `place` says where it is from; `lines` of the module are in it."""
+    """A possible prompt. row: of the jsonl file; place: where in the module it is from; lines: of the module in the prompt."""
 
     module: str
     place: str
@@ -54,7 +53,7 @@ class Candidate:
     lines: range = field(default=range(0))
 
     def order(self) -> bytes:
-        """A fixed shuffle, so that the choice follows neither the alphabet nor the order inside a module."""
+        """A key for a fixed shuffle, so that prompts are chosen from anywhere in the alphabet and in a module."""
         return hashlib.sha256(f"{self.module} {self.place}".encode()).digest()
 
     def overlaps(self, other: "Candidate") -> bool:
@@ -73,29 +72,29 @@ def pico_suites(modules: Sequence[Module], count_tokens: CountTokens) -> list[Ro
 
     def pools(categories: dict[str, FindPrompts]) -> Pools:
         return {
-            category: sorted((found for module in modules for found in candidates(module, count_tokens)), key=Candidate.order)
-            for category, candidates in categories.items()
+            category: sorted((prompt for module in modules for prompt in find(module, count_tokens)), key=Candidate.order)
+            for category, find in categories.items()
         }
 
     plain = pools(
         {"function": function_prompts, "docstring": docstring_prompts, "chat": chat_prompts, "long_context": long_prompts}
     )
     pico, taken = _choose(plain)
-    plain = {category: [left for left in pool if not any(map(left.overlaps, taken))] for category, pool in plain.items()}
+    plain = {category: [prompt for prompt in pool if not any(map(prompt.overlaps, taken))] for category, pool in plain.items()}
     edit = pools({"revision": revision_prompts, "rename": rename_prompts})
     short = pools({"class": class_prompts, "signature": signature_prompts})
-    # Each category chosen by itself: from pools in the same order that takes the same places.
+    # Each category by itself: their pools have the same order, so that the same places are chosen.
     context = [row for category, find in CONTEXT.items() for row in _choose(pools({category: find}))[0]]
     return [pico, *(_choose(pool)[0] for pool in (plain, edit, short)), context]
 
 
 def _choose(pools: Pools) -> tuple[Rows, list[Candidate]]:
-    """A suite's rows and the candidates they are, which leave their pools."""
+    """A suite's rows and their candidates, which leave their pools."""
     rows, taken = [], []
     used: Counter[str] = Counter()
     for category, pool in pools.items():
         for number in range(PROMPTS_PER_CATEGORY):
-            # The module least drawn from so far, over all categories; ties go by the fixed shuffle.
+            # The module used least so far, over all categories; ties go by the fixed shuffle.
             chosen = min(pool, key=lambda candidate: used[candidate.module])
             pool.remove(chosen)
             used[chosen.module] += 1
@@ -135,7 +134,7 @@ def chat_prompts(module: Module, count_tokens: CountTokens) -> Iterator[Candidat
 
 
 def long_prompts(module: Module, count_tokens: CountTokens) -> Iterator[Candidate]:
-    """One long stretch of a module, from a paragraph's start to a line's end, with as much of the module left to write."""
+    """One long stretch of a module, from a paragraph's start to a line's end, with at least as much of the module after it."""
     lines = module.text.splitlines()
     upto = [0, *accumulate(count_tokens(line + "\n") for line in lines)]  # tokens before each line, to within a few
     for start, line in enumerate(lines):
@@ -150,7 +149,7 @@ def long_prompts(module: Module, count_tokens: CountTokens) -> Iterator[Candidat
 
 
 def cut_prompts(module: Module, count_tokens: CountTokens) -> Iterator[Candidate]:
-    """The last lines of each of `long_prompts`, as many as fit a short prompt."""
+    """The last lines of each of `long_prompts`, as many as a short prompt may have."""
     for whole in long_prompts(module, count_tokens):
         lines = str(whole.row["prompt"]).splitlines()
         texts = ("\n".join(lines[start:]) for start in range(len(lines)))
@@ -166,7 +165,7 @@ def revision_prompts(module: Module, count_tokens: CountTokens) -> Iterator[Cand
 
 
 def rename_prompts(module: Module, count_tokens: CountTokens) -> Iterator[Candidate]:
-    """A (docstring -> function) chat, then a request for the same under another name."""
+    """A (docstring -> function) chat, then a request for the same function with another name."""
     for request, answer in _functions_to_edit(module, count_tokens):
         turns = [("user", request), ("assistant", answer), ("user", request.replace("(", "_2(", 1))]
         messages = [{"role": role, "content": content} for role, content in turns]
@@ -206,7 +205,7 @@ def write_pico_suites(modules: Sequence[Module], count_tokens: CountTokens, fold
 
 
 def _functions(module: Module) -> Iterator[tuple[ast.FunctionDef, list[str]]]:
-    """Functions whose body starts on a line of its own right after the signature, with the module's lines."""
+    """Functions whose body starts on the line after the signature, with the module's lines."""
     lines = module.text.splitlines()
     for node in ast.walk(ast.parse(module.text)):
         if isinstance(node, ast.FunctionDef) and lines[node.body[0].lineno - 2].rstrip().endswith(":"):
@@ -214,7 +213,7 @@ def _functions(module: Module) -> Iterator[tuple[ast.FunctionDef, list[str]]]:
 
 
 def _functions_to_edit(module: Module, count_tokens: CountTokens) -> Iterator[tuple[str, str]]:
-    """(request, function) of the chats short enough to hold the function in the prompt."""
+    """(request, function) of the chats short enough for a prompt with both."""
     for user, assistant in chats([module]):
         if count_tokens(user["content"]) + count_tokens(assistant["content"]) in EDIT_TOKENS:
             yield user["content"], assistant["content"]
@@ -234,7 +233,7 @@ def _lines_up_to(end: int, text: str) -> range:
 
 
 def _paragraphs_up_to(lines: Sequence[str], end: int, count_tokens: CountTokens) -> str | None:
-    """The lines before `end`, from the nearest paragraph's start that makes them long enough; None if none does in time."""
+    """The lines before `end`, from the nearest paragraph's start that makes them long enough; None if they get too long."""
     for start in range(end - 1, -1, -1):
         text = "\n".join(lines[start:end])
         length = count_tokens(text)

@@ -17,8 +17,6 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 
-from specdistill.engines.layout import engine_aux_layers
-from specdistill.errors import UserError
 from specdistill.hub import resolve
 from specdistill.targets.loading import read_causal_lm, with_adapter
 
@@ -75,8 +73,9 @@ class FrozenTarget:
 
         Raises UserError if it is no target or no adapter of it, ResourceError when the Hub fails.
         """
-        path, options = resolve(model), {"revision": revision, "trust_remote_code": trust_remote_code}
-        loaded, tokenizer = read_causal_lm(path, dtype=dtype, attn=attn, **options)
+        loaded, tokenizer = read_causal_lm(
+            resolve(model), revision=revision, dtype=dtype, attn=attn, trust_remote_code=trust_remote_code
+        )
         if adapter is not None:
             loaded = with_adapter(loaded, adapter, base=model)
         name = model if adapter is None else f"{model} + {adapter}"
@@ -170,20 +169,6 @@ RECURRENT = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}  # transfor
 def is_recurrent(text_config: Any) -> bool:
     """Whether a text config names a layer with a recurrent state."""
     return bool(RECURRENT & set(getattr(text_config, "layer_types", None) or ()))
-
-
-def default_aux_layers(num_layers: int) -> list[int]:
-    """The engines' default; for targets too shallow for it, three different layers spread over the depth."""
-    layers = engine_aux_layers(num_layers)
-    return layers if layers == sorted(set(layers)) else sorted({min(1, num_layers), num_layers // 2, max(num_layers - 1, 0)})
-
-
-def check_aux_layers(aux_layers: Sequence[int] | None, num_layers: int) -> list[int]:
-    """The layers asked for, or the default. Raises UserError for repeated ones and for one outside 0..n."""
-    layers = default_aux_layers(num_layers) if aux_layers is None else list(aux_layers)
-    if not layers or not all(0 <= layer <= num_layers for layer in layers) or len(set(layers)) != len(layers):
-        raise UserError("draft.aux_layers", got=layers, expected=f"different layers in 0..{num_layers} (the target's depth)")
-    return layers
 
 
 @contextmanager

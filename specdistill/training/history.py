@@ -44,7 +44,7 @@ def read_history(draft_folder: Path, *, key: str) -> History | None:
     try:
         return History(**json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError) as error:
-        raise UserError(key, got=f"{path} ({error})", expected="seconds, steps and log, as training wrote them") from error
+        raise UserError(key, got=f"{path} ({error})", expected="seconds, steps and log, as training saves them") from error
 
 
 class TrainingCurve(TrainerCallback):

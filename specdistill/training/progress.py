@@ -6,33 +6,28 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-SECONDS = 30.0  # between two lines
+from specdistill.progress import SECONDS
+
+SHOWN = {"loss": "loss", "eval_loss": "held-out loss", "eval_acceptance_length": "acceptance length"}
 
 
 class ProgressLines(TrainerCallback):
     """Prints to stderr the step, the last loss, the last evaluation and the time left: every `SECONDS`, and at the end."""
 
-    def __init__(self) -> None:
-        self.begin = self.last = time.monotonic()
-        self.first_step = 0
-        self.figures: dict[str, float] = {}
-
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self.begin = self.last = time.monotonic()
         self.first_step = state.global_step
+        self.figures: dict[str, float] = {}
 
-    def on_log(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: dict[str, Any], **kwargs: Any
-    ) -> None:
-        shown = {"loss": "loss", "eval_loss": "held-out loss", "eval_acceptance_length": "acceptance length"}
-        self.figures |= {shown[key]: value for key, value in logs.items() if key in shown}
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self.figures |= {SHOWN[key]: value for key, value in kwargs["logs"].items() if key in SHOWN}
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        if state.is_local_process_zero and time.monotonic() - self.last >= SECONDS:
+        if state.is_world_process_zero and time.monotonic() - self.last >= SECONDS:
             self._print(state)
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        if state.is_local_process_zero:
+        if state.is_world_process_zero:
             self._print(state)
 
     def _print(self, state: TrainerState) -> None:

@@ -1,4 +1,4 @@
-"""A training run from its recipe to its best draft: what every training script does around its draft and its objective."""
+"""A training run from its recipe to its best draft: the steps that all training scripts share."""
 
 import sys
 from collections.abc import Callable
@@ -22,7 +22,7 @@ from specdistill.training.trainer import Batch, DraftTrainer
 
 @dataclass(frozen=True)
 class TrainingRun:
-    """arguments: those of transformers' Trainer; directory: where the run leaves its record, checkpoints, curve and draft."""
+    """arguments: of transformers' Trainer; directory: of the run's record, checkpoints, curve and draft."""
 
     arguments: TrainingArguments
     directory: RunDirectory
@@ -31,8 +31,8 @@ class TrainingRun:
     def open(cls, recipe: Any, *, target_dtype: str | None = None, **defaults: Any) -> "TrainingRun":
         """Check the recipe's `train:` section and its folder, join the processes of the launch and seed the run; writes nothing.
 
-        target_dtype: of the frozen target, if there is one. `defaults` fill what `train:` leaves out. Raises UserError for what the run
-        could not be trained with.
+        target_dtype: of the frozen target, if there is one. defaults: for fields that `train:` leaves out. Raises UserError for a
+        section, a folder or a dtype that cannot be used.
         """
         in_log_file = not sys.stderr.isatty()
         if in_log_file:
@@ -49,7 +49,7 @@ class TrainingRun:
         return int(self.arguments.seed)
 
     def record(self, target: FrozenTarget, train_set: Dataset) -> None:
-        """Write what the run is made of, once, before its first step."""
+        """Record the run's inputs, before its first step."""
         if self.arguments.process_index == 0:
             self.directory.record(
                 target=target.name,

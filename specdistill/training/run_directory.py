@@ -1,4 +1,4 @@
-"""The folder a run leaves: `draft/`, `report/`, trainer checkpoints, and `run/`, the record of how it was made.
+"""A run's folder: `draft/`, `report/`, the trainer's checkpoints, and `run/`, the record of its inputs.
 
 The record (resolved recipe, command, versions, revision, data fingerprint) is written before the first step.
 """

@@ -9,7 +9,7 @@ from transformers import DynamicCache
 
 from specdistill.errors import UserError
 from specdistill.hub import resolve
-from specdistill.targets.frozen import FrozenTarget, check_aux_layers, default_aux_layers
+from specdistill.targets.frozen import FrozenTarget
 from tests.tiny import tiny_target_model, tiny_tokenizer
 
 
@@ -70,18 +70,6 @@ def test_a_mask_decides_what_each_token_sees(target: FrozenTarget) -> None:
     for index, last in enumerate(ids[0, 3:]):
         alone = target.features(torch.cat((ids[0, :3], last[None]))[None], []).last_hidden[:, -1]
         assert torch.allclose(both[:, index], alone, atol=1e-5)
-
-
-def test_default_layers_are_low_middle_high() -> None:
-    assert default_aux_layers(36) == [2, 18, 33]
-    assert [default_aux_layers(n) for n in (7, 5, 4, 2)] == [[2, 3, 4], [1, 2, 4], [1, 2, 3], [1]]
-    assert check_aux_layers(None, 16) == [2, 8, 13]
-
-
-@pytest.mark.parametrize("layers", [[17], [-1], [2, 2], []])
-def test_layers_out_of_range_are_refused(layers: list[int]) -> None:
-    with pytest.raises(UserError, match=r"draft\.aux_layers: got .* 0\.\.16"):
-        check_aux_layers(layers, 16)
 
 
 def test_a_misspelt_name_and_a_missing_folder_are_refused(tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ def test_progress_is_a_line_now_and_then(
     clock = [0.0]
     monkeypatch.setattr("specdistill.training.progress.time.monotonic", lambda: clock[0])
     arguments, control = TrainingArguments(str(tmp_path), use_cpu=True), TrainerControl()
-    state = TrainerState(max_steps=100, is_local_process_zero=True)
+    state = TrainerState(max_steps=100, is_world_process_zero=True)
     lines = ProgressLines()
     lines.on_train_begin(arguments, state, control)
     for step in range(1, 101):

@@ -1,11 +1,15 @@
-"""A fresh EAGLE-3 head for a target."""
+"""A fresh EAGLE-3 head for a target, and the layers that it reads."""
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from specdistill.engines.layout import engine_aux_layers
+from specdistill.errors import UserError
 from specdistill.methods.eagle3.module import Eagle3Config, Eagle3Draft
 from specdistill.methods.heads.create import head_shape, initialize
-from specdistill.targets.frozen import FrozenTarget, check_aux_layers
+from specdistill.targets.frozen import FrozenTarget
 
 
 def build_eagle3(
@@ -57,6 +61,20 @@ def build_eagle3(
         draft.set_vocabulary(draft_vocabulary)
     _copy_from_target(draft, target)
     return draft.to(target.device)
+
+
+def default_aux_layers(num_layers: int) -> list[int]:
+    """The engines' default; for targets too shallow for it, three different layers spread over the depth."""
+    layers = engine_aux_layers(num_layers)
+    return layers if layers == sorted(set(layers)) else sorted({min(1, num_layers), num_layers // 2, max(num_layers - 1, 0)})
+
+
+def check_aux_layers(aux_layers: Sequence[int] | None, num_layers: int) -> list[int]:
+    """The layers asked for, or the default. Raises UserError for repeated ones and for one outside 0..n."""
+    layers = default_aux_layers(num_layers) if aux_layers is None else list(aux_layers)
+    if not layers or not all(0 <= layer <= num_layers for layer in layers) or len(set(layers)) != len(layers):
+        raise UserError("draft.aux_layers", got=layers, expected=f"different layers in 0..{num_layers} (the target's depth)")
+    return layers
 
 
 @torch.no_grad()

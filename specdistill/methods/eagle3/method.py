@@ -9,7 +9,7 @@ from specdistill.data import draft_vocabulary
 from specdistill.methods.contract import Implementation
 from specdistill.methods.eagle3.checkpoint import config_from_json, inspect_eagle3, load_eagle3, save_eagle3
 from specdistill.methods.eagle3.config import Recipe
-from specdistill.methods.eagle3.create import build_eagle3
+from specdistill.methods.eagle3.create import build_eagle3, check_aux_layers
 from specdistill.methods.eagle3.export import export
 from specdistill.methods.eagle3.mistakes import mistakes
 from specdistill.methods.eagle3.module import Eagle3Draft
@@ -18,7 +18,7 @@ from specdistill.methods.heads.create import check_same_shape
 from specdistill.methods.heads.method import LIKELY_CAUSES, proposer_loader, simulation
 from specdistill.methods.heads.unroll import objective
 from specdistill.methods.layers import check_window
-from specdistill.targets.frozen import FrozenTarget, check_aux_layers
+from specdistill.targets.frozen import FrozenTarget
 
 TENSORS = ({"fc.weight", "midlayer.hidden_norm.weight"}, {"fc.weight", "layers.0.hidden_norm.weight"})
 ARCHITECTURES = {"LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator"}

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from specdistill.errors import UserError
 from specdistill.methods.eagle3.checkpoint import config_to_json, load_eagle3, save_eagle3
-from specdistill.methods.eagle3.create import build_eagle3
+from specdistill.methods.eagle3.create import build_eagle3, check_aux_layers, default_aux_layers
 from specdistill.methods.heads.unroll import UnrollKVCache
 from specdistill.targets.frozen import FrozenTarget
 from tests.tiny import tiny_target_model, tiny_tokenizer
@@ -189,3 +189,15 @@ def test_pickles_load_as_plain_tensors_only(target: FrozenTarget, tmp_path: Path
     torch.save({"fc.weight": Path("/")}, tmp_path / "pytorch_model.bin")
     with pytest.raises(UserError, match="weights_only"):
         load_eagle3(tmp_path, target)
+
+
+def test_default_layers_are_low_middle_high() -> None:
+    assert default_aux_layers(36) == [2, 18, 33]
+    assert [default_aux_layers(n) for n in (7, 5, 4, 2)] == [[2, 3, 4], [1, 2, 4], [1, 2, 3], [1]]
+    assert check_aux_layers(None, 16) == [2, 8, 13]
+
+
+@pytest.mark.parametrize("layers", [[17], [-1], [2, 2], []])
+def test_layers_out_of_range_are_refused(layers: list[int]) -> None:
+    with pytest.raises(UserError, match=r"draft\.aux_layers: got .* 0\.\.16"):
+        check_aux_layers(layers, 16)
