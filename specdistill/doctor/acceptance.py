@@ -1,6 +1,6 @@
 """A few prompts decoded for real: does the draft accept what its training saw, and if not, why.
 
-No measurement (`specdistill eval` is): a handful of short texts, greedy, just enough to tell a draft that works from one that does not.
+No measurement (`specdistill eval` is): a handful of short completions, greedy, just enough to tell a draft that works from one that does not.
 """
 
 from collections.abc import Sequence
@@ -20,8 +20,8 @@ from specdistill.suites.suite import load_suite, tokenize
 from specdistill.targets.frozen import FrozenTarget
 from specdistill.training.history import read_history
 
-NUM_TOKENS = 96  # written for each prompt: texts repeat themselves later on, so short ones accept less than long ones
-NO_BETTER_THAN_CHANCE = 0.05  # share of first guesses that are right
+NUM_TOKENS = 96  # generated for each prompt: completions repeat themselves later on, so short ones accept less than long ones
+NO_BETTER_THAN_CHANCE = 0.05  # share of first draft tokens that are accepted
 FAR_BELOW = 0.6  # of the drafted tokens accepted in training
 LEAST, CLEAR = 0.02, 0.1  # a repair counts when the divergence falls by so much and in every text, or by so much
 WORTH = 1.05  # a cause is a problem when, undone, so many times as many drafted tokens would be accepted
@@ -31,7 +31,7 @@ DEFAULT_SUITE = "pico-short"  # plain text, which asks for no chat template
 
 @dataclass(frozen=True)
 class Acceptance:
-    """num_tokens: drafted a round. length: tokens a round, the target's own included. first: share of first guesses that are right."""
+    """num_tokens: drafted a round. length: tokens a round, the target's own included. first: share of first draft tokens that are accepted."""
 
     num_tokens: int
     num_rounds: int
@@ -83,17 +83,17 @@ def check_acceptance(
     proposer, expected = load_proposer(method, draft, target, key="draft"), recorded(draft)
     num_tokens = expected.num_tokens if expected else DEFAULT_STEPS
     decoder = Decoder(target, proposer)
-    texts = [decoder.generate(prompt, max_new_tokens=NUM_TOKENS, num_speculative_tokens=num_tokens) for prompt in prompts]
-    seen = _tally(texts, num_tokens)
+    completions = [decoder.generate(prompt, max_new_tokens=NUM_TOKENS, num_speculative_tokens=num_tokens) for prompt in prompts]
+    seen = _tally(completions, num_tokens)
     found: list[Finding] = []
     if seen.first < NO_BETTER_THAN_CHANCE:
-        found.append(problem(f"{seen.first:.0%} of its first guesses are right"))
+        found.append(problem(f"{seen.first:.0%} of its first draft tokens are accepted"))
     elif expected is not None and seen.accepted < FAR_BELOW * (expected.length - 1):
         what = f"acceptance length {seen.length:.2f} on {len(prompts)} prompts, far below the {expected.length:.2f} that"
         found.append(problem(f"{what} its training saw with as many drafted tokens"))
     method_of_draft = implementation(method)
     simulation = method_of_draft.simulation
-    cause = _cause(simulation, simulation.draft_of(proposer), target, texts, num_tokens) if simulation else None
+    cause = _cause(simulation, simulation.draft_of(proposer), target, completions, num_tokens) if simulation else None
     if cause:
         found.append(cause)
     elif found:
@@ -103,23 +103,23 @@ def check_acceptance(
     return seen, found
 
 
-def _tally(texts: Sequence[Generation], num_tokens: int) -> Acceptance:
-    accepted = [entry.num_accepted for text in texts for entry in text.rounds]
+def _tally(completions: Sequence[Generation], num_tokens: int) -> Acceptance:
+    accepted = [entry.num_accepted for completion in completions for entry in completion.rounds]
     rounds = max(1, len(accepted))
     return Acceptance(num_tokens, len(accepted), 1 + sum(accepted) / rounds, sum(number > 0 for number in accepted) / rounds)
 
 
 def _cause(
-    simulation: Simulation, draft: Any, target: FrozenTarget, texts: Sequence[Generation], num_tokens: int
+    simulation: Simulation, draft: Any, target: FrozenTarget, completions: Sequence[Generation], num_tokens: int
 ) -> Finding | None:
-    """The mistake that, undone, brings the draft closest to the target's distributions on the texts, if one does beyond doubt."""
-    texts = [text for text in texts if len(text.token_ids) > 2 * num_tokens] or []
-    if not texts:
+    """The mistake that, undone, brings the draft closest to the target's distributions on the completions, if one does beyond doubt."""
+    completions = [completion for completion in completions if len(completion.token_ids) > 2 * num_tokens] or []
+    if not completions:
         return None
-    before = [_fit(simulation.objective(draft, num_tokens), target, text) for text in texts]
+    before = [_fit(simulation.objective(draft, num_tokens), target, completion) for completion in completions]
     best, best_fall, cause = before, 0.0, ""
     for mistake in simulation.mistakes(draft, target):
-        after = [_fit(simulation.objective(mistake.draft, num_tokens), target, text) for text in texts]
+        after = [_fit(simulation.objective(mistake.draft, num_tokens), target, completion) for completion in completions]
         falls = [
             1 - there.divergence / here.divergence if here.divergence else 0.0
             for here, there in zip(before, after, strict=True)
@@ -139,20 +139,20 @@ def _cause(
 
 @dataclass(frozen=True)
 class Fit:
-    """How close a head is to the target on a text: mean forward KL of its drafted positions, and the simulated acceptance length."""
+    """How close a head is to the target on a completion: mean forward KL of its drafted positions, and the simulated acceptance length."""
 
     divergence: float
     length: float
 
 
 @torch.inference_mode()
-def _fit(objective: Any, target: FrozenTarget, text: Generation) -> Fit:
+def _fit(objective: Any, target: FrozenTarget, completion: Generation) -> Fit:
     """Drafting simulated on a completion of the target: steadier than counting accepted tokens, and one pass of the draft."""
-    ids = torch.tensor([[*text.prompt_ids, *text.token_ids]], device=target.device)
+    ids = torch.tensor([[*completion.prompt_ids, *completion.token_ids]], device=target.device)
     positions = torch.arange(ids.shape[1], device=target.device).unsqueeze(0)
     inputs = {
         "input_ids": ids,
-        "loss_mask": (positions >= len(text.prompt_ids)).long(),
+        "loss_mask": (positions >= len(completion.prompt_ids)).long(),
         "document_ids": torch.zeros_like(ids),
         "position_ids": positions,
     }

@@ -128,7 +128,7 @@ def _vocabulary(tensors: Mapping[str, Tensor], config: HeadShape) -> list[Findin
         named = t2d.nonzero().flatten()
         if named.shape != ids.shape or not torch.equal(named, ids.to(named)):
             found.append(
-                problem("d2t and t2d name different tokens", "write d2t anew: the ids that t2d marks, less 0, 1, 2, …")
+                problem("d2t and t2d name different tokens", "make d2t again: the ids that t2d marks, less 0, 1, 2, …")
             )
     return found
 
@@ -144,7 +144,7 @@ def _against(target: TargetFiles, config: HeadShape) -> list[Finding]:
     length = text.get("max_position_embeddings")
     if isinstance(length, int) and config.max_position_embeddings < length:
         what = f"the draft's max_position_embeddings is {config.max_position_embeddings}, the target's {length}"
-        found.append(warning(what, "beyond it engines cap the text, or guess from positions that were never trained"))
+        found.append(warning(what, "beyond it engines cap the sequence, or draft at positions that were never trained"))
     return found
 
 

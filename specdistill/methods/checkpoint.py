@@ -18,7 +18,7 @@ from specdistill.errors import UserError, one_line
 from specdistill.methods.layers import HeadShape, Rotary
 from specdistill.targets.shards import INDEX, SINGLE, Shards
 
-# Whose angles do not depend on the text's length, so that cached keys stay right as it grows.
+# Whose angles do not depend on the sequence's length, so that cached keys stay right as it grows.
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 EXPECTED = "the folder of a trained draft: config.json and weights"
 PICKLED = "pytorch_model.bin"

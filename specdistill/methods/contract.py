@@ -29,7 +29,7 @@ class Mistake:
 
 @dataclass(frozen=True)
 class Simulation:
-    """How the doctor asks why a draft accepts little: drafting simulated on text of the target, with each likely mistake undone.
+    """How the doctor asks why a draft accepts little: drafting simulated on completions of the target, with each likely mistake undone.
 
     Args:
         draft_of: the module in a proposer.
@@ -58,7 +58,7 @@ class Implementation:
         head_shape: (config.json, layers of the target or None) -> the shape of a head as it was trained; None for other drafts.
         inspect: (folder, target or None) -> `head_shape` as decoding would read it. Raises UserError, under the key
             `draft`, for a draft that is broken or does not fit the target.
-        simulation: None where drafting cannot be simulated on text of the target.
+        simulation: None where drafting cannot be simulated on completions of the target.
         likely_causes: why a draft of this method may accept little, where no mistake explains it.
         export: (folder, engine, output, target or None, K): write the draft for an engine (see specdistill.engines); `dtype=` where its
             layout has several.

@@ -1,4 +1,4 @@
-"""What a method says to `specdistill plan`, before anything is trained: what the draft of a target is made of, and what is known of its kind.
+"""What a method tells `specdistill plan` before anything is trained: the size of a draft, and what is known of its kind.
 
 Acceptance and training data are as others published them: greedy decoding, targets of 2 to 70 billion parameters; this project measured
 none of it. A chain's acceptance length AL at K is turned into alpha, the rate that gives it when it is the same at every position

@@ -29,7 +29,7 @@ def print_plan(plan: Plan, drafts: Sequence[KnownDraft], not_asked: str | None, 
     for name in ("method", "the draft", "to train it", "step, c", "accepted, AL", "speedup"):
         grid.add_column(name, no_wrap=True)
     for row in plan.methods:
-        grid.add_row(*_cells(row), style="bold green" if row.method == advice["method"] else "" if row.available else "dim")
+        grid.add_row(*_columns(row), style="bold green" if row.method == advice["method"] else "" if row.available else "dim")
     console.print(grid)
     sections = {
         "What each is": [f"{row.method}: {row.draft + ', ' if row.draft else ''}{row.note}" for row in plan.methods],
@@ -44,7 +44,7 @@ def print_plan(plan: Plan, drafts: Sequence[KnownDraft], not_asked: str | None, 
         for draft in drafts[:SHOWN_DRAFTS]
     ]
     more = [f"{len(drafts) - SHOWN_DRAFTS} more"] if len(drafts) > SHOWN_DRAFTS else []
-    known = "Drafts on the Hub, methods guessed from names and tags; measure one before you train"
+    known = "Drafts on the Hub, methods inferred from names and tags; measure one before you train"
     _print_list(console, known if drafts else "Drafts on the Hub", [*shown, *more] or [not_asked or "none found"])
     for warning in plan.warnings:
         console.print(Text(f"note: {warning}", style="yellow"))
@@ -65,8 +65,8 @@ def short(number: float, unit: str = "") -> str:
     return f"{digits} {prefixes[power]}{unit}" if unit else f"{digits}{prefixes[power]}"
 
 
-def _cells(row: Row) -> list[Text | str]:
-    """A method's cells, up to three lines each."""
+def _columns(row: Row) -> list[Text | str]:
+    """A method's columns, up to three lines each."""
     if not row.available:
         return [row.method, "none, see below", "", "", "", "–"]
     size = "no weights"

@@ -33,7 +33,7 @@ class KnownDraft:
 
 
 def known_drafts(name: str, hub_id: str | None) -> tuple[list[KnownDraft], str | None]:
-    """Drafts for a target, the most downloaded first, methods guessed from names and tags; and why the Hub was not asked, if it was not.
+    """Drafts for a target, the most downloaded first, methods inferred from names and tags; and why the Hub was not asked, if it was not.
 
     Cards are searched for `hub_id`; names are compared here, since the Hub looks for one word: every word and number of the target's name
     must be in the draft's.

@@ -77,7 +77,7 @@ def test_a_measurement_leaves_a_whole_report(target, suite, gate, tmp_path, caps
     assert report["not_measured"]["lossless.sampling_test"] == "eval.sampling_draws is 0"
     assert (report["draft"]["method"], report["draft"]["model"], report["draft"]["parameters"]) == ("ngram", None, 0)
     assert report["settings"]["draft_sampling"] == "greedy"
-    assert report["settings"]["drafting"] == {"min": 1, "max": 4, "lookup": "text"}
+    assert report["settings"]["drafting"] == {"min": 1, "max": 4, "lookup": "sequence"}
     assert "n = 1 to 4, looked up in prompt and output" in (folder / "report.md").read_text()
     assert report["gate"]["passed"]
     assert report["hardware"]["cpu_threads"] >= 1
@@ -196,7 +196,7 @@ def test_a_run_is_judged_against_a_baseline_and_its_own_budget(target, suite, ga
         (["method=eagle3", "eval.ngram.lookup=prompt"], "eval.ngram.lookup: got prompt with method eagle3"),
         (["eval.ngram.min=0"], "eval.ngram.min: got 0, expected int, at least 1"),
         (["eval.ngram.min=4"], "eval.ngram.min: got 4, expected at most eval.ngram.max, which is 3"),
-        (["eval.ngram.lookup=promt"], "eval.ngram.lookup: got 'promt', expected one of text, prompt; did you mean prompt?"),
+        (["eval.ngram.lookup=promt"], "eval.ngram.lookup: got 'promt', expected one of sequence, prompt; did you mean prompt?"),
         (["method=egle"], "method: got 'egle'"),
         (["target=./nowhere"], "target.model: got"),
         (["sweet=pico"], "sweet: got an unknown key"),

@@ -1,4 +1,4 @@
-"""A draft model drafts for several texts at once: one forward a step for all rows.
+"""A draft model drafts for several sequences at once: one forward a step for all rows.
 
 Shapes: B rows, T positions of one step, H hidden size, K drafted tokens, W tokens both vocabularies hold.
 """
@@ -40,7 +40,7 @@ class NoLayers:
 
 
 class BatchDraftModel:
-    """`DraftModelProposer` for B texts: each row has one, which reads its text and says what to feed; the passes are shared.
+    """`DraftModelProposer` for B sequences: each row has one, which reads its sequence and says what to feed; the passes are shared.
 
     Rows that stop early, or have no more room in the draft's context, are padded until the others are done.
     """
@@ -105,12 +105,12 @@ class BatchDraftModel:
         self.rows = [self.rows[row] for row in rows]
         self.layers.cache.keep(rows)
 
-    def _read(self, texts: Sequence[Sequence[int]], k: int) -> tuple[list[list[int]], list[int]]:
-        """What each row feeds first, and how many tokens it can draft; nothing and 0 where none of its text is in the draft's tokens."""
+    def _read(self, sequences: Sequence[Sequence[int]], k: int) -> tuple[list[list[int]], list[int]]:
+        """What each row feeds first, and how many tokens it can draft; nothing and 0 where none of its sequence is in the draft's tokens."""
         feeds: list[list[int]] = []
         steps: list[int] = []
-        for row, text in zip(self.rows, texts, strict=True):
-            unchanged = row._read(text)
+        for row, sequence in zip(self.rows, sequences, strict=True):
+            unchanged = row._read(sequence)
             steps.append(row._make_room(k) if row._context else 0)
             feeds.append(row._uncached(unchanged) if row._context else [])
         return feeds, steps

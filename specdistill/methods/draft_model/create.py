@@ -35,39 +35,24 @@ def create_draft_model(
     target: FrozenTarget,
     *,
     init: str | None = None,
-    num_layers: int | None = None,
-    hidden_size: int | None = None,
-    intermediate_size: int | None = None,
-    num_attention_heads: int | None = None,
-    num_key_value_heads: int | None = None,
-    head_dim: int | None = None,
     max_parameters: int | None = None,
     calibration: Tensor | None = None,
     seed: int = 0,
     allow_larger: bool = False,
+    **sizes: int | None,
 ) -> PreTrainedModel:
     """A draft model in float32 on the target's device.
 
     Args:
         init: `layers` (also None), `width`, `scratch`, or a folder or Hub id.
-        num_layers: None takes a quarter of the target's, unless `max_parameters` decides.
-        hidden_size, intermediate_size, num_attention_heads, num_key_value_heads, head_dim: None takes the target's, unless
-            `max_parameters` decides.
         max_parameters: with no size given, the shape is proposed to fit; the draft is refused when it has more.
         calibration: token ids [R, T] that `width` measures activations on.
         allow_larger: warn of a draft with more parameters than the target instead of refusing it.
+        sizes: the fields of `Shape`. None takes the target's (a quarter of its layers), unless `max_parameters` decides.
 
     Raises UserError for settings that do not fit each other or the target.
     """
     init = init or "layers"
-    sizes = {
-        "num_layers": num_layers,
-        "hidden_size": hidden_size,
-        "intermediate_size": intermediate_size,
-        "num_attention_heads": num_attention_heads,
-        "num_key_value_heads": num_key_value_heads,
-        "head_dim": head_dim,
-    }
     given = {name: size for name, size in sizes.items() if size is not None}
     if init not in INITIALIZATIONS:
         draft = load_alike(init, target, key="draft.init")
@@ -82,7 +67,7 @@ def create_draft_model(
 
 
 def from_scratch(target: PreTrainedModel, shape: Shape, seed: int = 0) -> PreTrainedModel:
-    """Fresh weights in the target's architecture and vocabulary, as transformers initialises them. float32."""
+    """Fresh weights in the target's architecture and vocabulary, as transformers initializes them. float32."""
     if shape.num_attention_heads % shape.num_key_value_heads:
         got = f"{shape.num_key_value_heads} for {shape.num_attention_heads} attention heads"
         raise UserError("draft.num_key_value_heads", got=got, expected="a divisor of the attention heads")

@@ -56,7 +56,7 @@ class LlamaStack(nn.Module):
 
 
 def is_plain_llama(model: PreTrainedModel) -> bool:
-    """Whether `LlamaStack` computes what the model does: no biases, SiLU, and rotary angles that do not depend on the text's length."""
+    """Whether `LlamaStack` computes what the model does: no biases, SiLU, and rotary angles that do not depend on the sequence's length."""
     config: Any = model.config
     return (
         config.model_type == "llama"

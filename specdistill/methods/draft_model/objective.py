@@ -1,13 +1,13 @@
 """A draft model learns the target's distribution, position by position (DistillSpec, arXiv 2310.08461).
 
-Shapes: B rows, T positions, R kept rows, V vocabulary, K drafted positions.
+Shapes: B rows, T positions, R loss tokens, V vocabulary, K drafted positions.
 
-Every position t whose next token is supervised teaches: the draft's distribution after x_t is compared with the target's. With `labels="hard"`
-the target is not asked: the loss is the cross-entropy of the text's own next token, which on text that the target wrote is sequence-level
-distillation, and on other text plain language modelling.
+At every position t whose next token has a loss, the draft's distribution after x_t is compared with the target's. With `labels="hard"`
+the target does not run: the loss is the cross-entropy of the sequence's own next token, which is sequence-level distillation on the
+target's completions and plain language modelling on other sequences.
 
-Token selection (AdaSPEC, arXiv 2510.19779): given a frozen reference draft, only the share of the rows is learnt from where the draft
-is furthest behind the reference, KL(p || q) - KL(p || q_ref): those it can learn. The choice is made in each micro-batch.
+Token selection (AdaSPEC, arXiv 2510.19779): given a frozen reference draft, the loss counts only the share of the tokens where the draft
+is furthest behind the reference, KL(p || q) - KL(p || q_ref). They are selected in each micro-batch.
 """
 
 import math
@@ -29,9 +29,9 @@ class Distillation(nn.Module):
 
     Args:
         temperature: divides both sets of logits in the loss.
-        labels: `soft` of the target, or the text's own `hard`.
+        labels: `soft` of the target, or the sequence's own `hard`.
         num_positions: K of the simulated acceptance length.
-        reference, selected: a frozen draft of the same vocabulary, and the share of the rows that is kept.
+        reference, selected: a frozen draft of the same vocabulary, and the share of the loss tokens that is kept.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Distillation(nn.Module):
         self.num_positions = num_positions
         self.selected = selected if reference is not None else 1.0
         self._reference = (reference,)  # in a tuple, so that it is neither trained nor saved
-        # transformers' Trainer reads this name: what is the same tensor under another name is written once.
+        # transformers' Trainer reads this name: what is the same tensor under another name is saved once.
         self._keys_to_ignore_on_save = repeated_names(self)
 
     def tie_weights(self) -> None:
@@ -61,11 +61,11 @@ class Distillation(nn.Module):
         self.draft.tie_weights()
 
     def num_loss_tokens(self, batch: dict[str, Tensor]) -> Tensor:
-        """How many rows the loss of a batch is summed over, up to the rounding of a selection."""
+        """How many tokens the loss of a batch is summed over, up to the rounding of a selection."""
         return self.selected * has_loss(batch["document_ids"], batch["loss_mask"], ahead=1).sum()
 
     def read_target(self, target: FrozenTarget, inputs: dict[str, Tensor]) -> dict[str, Any]:
-        """The target's distributions at temperature 1, and which rows the reference finds learnable; nothing where the text's tokens teach alone."""
+        """Soft targets at temperature 1 and the reference's loss; neither when hard labels are all that the loss needs."""
         (reference,) = self._reference
         if self.training and self.labels == "hard" and reference is None:
             return {"soft_targets": None}
@@ -88,7 +88,7 @@ class Distillation(nn.Module):
         reference_loss_R: Tensor | None = None,
         measure: bool = False,
     ) -> tuple[Tensor, StepSums]:
-        """The loss summed over the kept rows of packed rows [B, T] (see specdistill.data.packing), and the sums of the metrics."""
+        """The loss summed over the loss tokens of packed rows [B, T] (see specdistill.data.packing), and the sums of the metrics."""
         has_loss_BT = has_loss(document_ids, loss_mask, ahead=1)
         logits_RV = logits_of_rows(self.draft, input_ids, position_ids, has_loss_BT)
         next_R = shift_left(input_ids, 1, 0)[has_loss_BT]
@@ -119,14 +119,14 @@ class Distillation(nn.Module):
         return gap_R.topk(math.ceil(self.selected * len(gap_R))).indices
 
     def _measure(self, sums: StepSums, logits_RV: Tensor, soft_targets: SoftTargets, has_loss_BT: Tensor) -> None:
-        """Accuracy, acceptance at temperature 1, and chains of K right guesses in a row."""
+        """Accuracy, acceptance at temperature 1, and chains of K correct draft tokens in a row."""
         hit_R = logits_RV.argmax(-1) == soft_targets.top1_R
         sums.correct.append(hit_R.sum())
         sums.accepted.append(acceptance(logits_RV.float().softmax(-1), soft_targets.probs_RW).sum())
         hit_BT = torch.zeros_like(has_loss_BT).masked_scatter_(has_loss_BT, hit_R)
         chain_BT, correct_BT = torch.ones_like(has_loss_BT), torch.ones_like(has_loss_BT)
         for k in range(self.num_positions):
-            # Positions in a row that all teach are in one document: its last token never teaches.
+            # Consecutive positions with a loss are in one document: its last token has none.
             chain_BT = chain_BT & shift_left(has_loss_BT.long(), k, 0).bool()
             correct_BT = correct_BT & shift_left(hit_BT.long(), k, 0).bool()
             sums.chains.append(chain_BT.sum())

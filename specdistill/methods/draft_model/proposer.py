@@ -28,7 +28,7 @@ WINDOW_SHARE = 0.75  # of the context a window restarts with: rebuilding then co
 
 
 class TransformersLayers:
-    """Any causal language model's layers, and the keys and values of the text so far: new ids [1, T] -> hidden states [1, T, H]."""
+    """Any causal language model's layers, and the keys and values of the sequence so far: new ids [1, T] -> hidden states [1, T, H]."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.backbone: Any = model.get_decoder()
@@ -48,7 +48,7 @@ class TransformersLayers:
         return hidden
 
     def level(self, ids_1T: Tensor, step: Step) -> Tensor:
-        """A level of a tree; `step` says what is in memory with it."""
+        """A level of a tree; `step` says what the cache holds with it."""
         hidden: Tensor = self.backbone(
             input_ids=ids_1T,
             position_ids=torch.tensor([step.positions_T], device=ids_1T.device),
@@ -89,12 +89,11 @@ class DraftModelProposer:
 
     confidence_threshold: drafting stops as soon as the most probable next token has less than this probability (the softmax at the
     sampling temperature, at 1 when greedy, before top-k and top-p), and that token is not drafted; None never stops.
-    This leaves the output's distribution what it was. Given the text and the tokens drafted so far, whether there is a next drafted token is
-    decided by the draft's distribution before anything is drawn from it. So a proposed token always has the distribution q it is verified with, and
-    where the proposal ends the next token is drawn from p alone: either way the emitted token follows p. Deciding after the draw, by
-    the probability of the token drawn, and leaving that token out would not be exact: kept tokens would no longer follow q.
+    The output stays exact, because the draft's distribution alone decides whether there is a next draft token, before one is drawn. A
+    draft token therefore follows the distribution q that it is verified with, and where drafting stops the next token is drawn from p.
+    Deciding by the probability of the token drawn would not be exact: the tokens that are kept would no longer follow q.
 
-    context: what happens to a text longer than the draft's own context of N positions. `refuse` raises UserError; `window` shows the
+    context: what happens to a sequence longer than the draft's own context of N positions. `refuse` raises UserError; `window` shows the
     draft between 3N/4 and N of the last tokens, at positions that start again at 0 each time the window moves.
     """
 
@@ -144,14 +143,14 @@ class DraftModelProposer:
         return k
 
     def begin(self, max_length: int) -> None:
-        """Forget the last text. Raises UserError when the draft's context is too short for the next one and is not to be a window."""
-        self._context: list[int] = []  # the text so far, in the draft's ids
+        """Forget the last sequence. Raises UserError when the draft's context is too short for the next one and is not to be a window."""
+        self._context: list[int] = []  # the sequence so far, in the draft's ids
         self._num_final = 0  # how many of them nothing that follows can change
-        self._num_read = 0  # tokens of the target's text that are in it
+        self._num_read = 0  # tokens of the target's sequence that are in it
         self._lacking: list[int] = []  # target tokens at its end that the draft's vocabulary lacks
         self._restart(0)
         if self.target_max_length is not None:
-            max_length = min(max_length, self.target_max_length)  # tokens drafted past the target's own end are never text
+            max_length = min(max_length, self.target_max_length)  # tokens drafted past the target's own end are never accepted
         if self.context == "refuse" and self.max_positions is not None and max_length > self.max_positions:
             self._refuse(max_length)
 
@@ -162,7 +161,7 @@ class DraftModelProposer:
     def propose_from_uniforms(self, state: DecodingState, k: int, sampling: Sampling, uniforms_K: Tensor) -> Proposal:
         """`propose` as a function of its randomness: one uniform in [0, 1) for each drafted token, unused when greedy."""
         unchanged = self._read(state.token_ids)
-        if not self._context:  # nothing of the text can be said in the draft's tokens
+        if not self._context:  # none of it can be said in the draft's tokens
             return Proposal([])
         steps = self._make_room(k)
         next_ids = torch.tensor([self._uncached(unchanged)], device=self.draft.device)
@@ -249,9 +248,9 @@ class DraftModelProposer:
         return probs_TV.index_copy_(1, self._target_ids_W, probs_TW)
 
     def _read(self, token_ids: Sequence[int]) -> int:
-        """Continue the draft's text by the target's new tokens; returns how many of the draft's tokens stand as they did.
+        """Extend the draft's sequence by the target's new tokens; returns how many of the draft's tokens are unchanged.
 
-        Tokens that the draft lacks are written in its own, those in a row together, so what such a row becomes may change as it grows.
+        Tokens that the draft lacks are encoded in its own, a run of them together, so a run's encoding may change as it grows.
         """
         fresh = token_ids[self._num_read :]
         self._num_read = len(token_ids)
@@ -265,13 +264,13 @@ class DraftModelProposer:
             if same is None:
                 self._lacking.append(token)
             else:
-                self._write_lacking()
+                self._encode_lacking()
                 self._context.append(same)
                 self._num_final, self._lacking = len(self._context), []
-        self._write_lacking()
+        self._encode_lacking()
         return unchanged
 
-    def _write_lacking(self) -> None:
+    def _encode_lacking(self) -> None:
         assert self.shared_vocabulary is not None
         self._context[self._num_final :] = self.shared_vocabulary.reencode(self._lacking) if self._lacking else []
 
@@ -281,7 +280,7 @@ class DraftModelProposer:
         if limit is None or length + k - 1 <= limit:  # the last drafted token is never fed
             return k
         if self.context == "refuse":
-            if length > limit:  # the target's text fits, but takes more of the draft's tokens
+            if length > limit:  # the target's sequence fits, but takes more of the draft's tokens
                 self._refuse(length)
             return limit - length + 1
         steps = min(k, limit)
@@ -289,7 +288,7 @@ class DraftModelProposer:
         return steps
 
     def _restart(self, start: int) -> None:
-        """Show the draft the text from token `start` on, with nothing cached."""
+        """Show the draft the sequence from token `start` on, with nothing cached."""
         self._start = start
         self._cached: list[int] = []  # tokens whose keys and values the cache holds, from `start` on
         self.layers.restart()
@@ -310,5 +309,5 @@ class DraftModelProposer:
         return fresh
 
     def _refuse(self, length: int) -> NoReturn:
-        got = f"a draft whose context is {self.max_positions} tokens for a text of {length}"
-        raise UserError("eval.draft_context", got=got, expected="window, a draft with a longer context, or shorter texts")
+        got = f"a draft whose context is {self.max_positions} tokens for a sequence of {length}"
+        raise UserError("eval.draft_context", got=got, expected="window, a draft with a longer context, or shorter sequences")

@@ -38,7 +38,7 @@ class SharedVocabulary:
         return dict(zip(self.target_ids_W.tolist(), self.draft_ids_W.tolist(), strict=True))
 
     def reencode(self, target_ids: Sequence[int]) -> list[int]:
-        """Target tokens that the draft lacks, as the draft's tokenizer would write their text; possibly none.
+        """Target tokens that the draft lacks, in the draft's own tokens; possibly none.
 
         Tokens that follow one another are given together: one alone may hold half a character.
         """

@@ -16,33 +16,18 @@ def build_eagle3(
     target: FrozenTarget,
     *,
     aux_layers: list[int] | None = None,
-    num_layers: int = 1,
     draft_vocabulary: Tensor | None = None,
-    hidden_size: int | None = None,
-    intermediate_size: int | None = None,
-    num_attention_heads: int | None = None,
-    num_key_value_heads: int | None = None,
-    head_dim: int | None = None,
     fc_norm: bool = False,
     norm_output: bool = False,
     norm_before_residual: bool = False,
-    sliding_window: int | None = None,
     seed: int = 0,
+    **sizes: int | None,
 ) -> Eagle3Draft:
-    """Build and initialise a head. `draft_vocabulary`: sorted target ids [W], None for the whole vocabulary.
+    """A head before training. `draft_vocabulary`: sorted target ids [W], None for the whole vocabulary; the others are keys of a recipe.
 
-    Raises UserError when a layer to read does not exist or the heads do not divide.
+    Raises UserError when a layer to read does not exist or the attention heads cannot be shared out evenly.
     """
-    shape = head_shape(
-        target,
-        num_layers=num_layers,
-        hidden_size=hidden_size,
-        intermediate_size=intermediate_size,
-        num_attention_heads=num_attention_heads,
-        num_key_value_heads=num_key_value_heads,
-        head_dim=head_dim,
-        sliding_window=sliding_window,
-    )
+    shape = head_shape(target, **sizes)
     config = Eagle3Config(
         **shape,
         draft_vocab_size=target.vocab_size if draft_vocabulary is None else len(draft_vocabulary),

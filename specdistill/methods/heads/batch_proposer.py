@@ -1,4 +1,4 @@
-"""A head drafts for several texts at once: one forward a step for all rows.
+"""A head drafts for several sequences at once: one forward a step for all rows.
 
 Shapes: B rows, H draft hidden size, K drafted tokens, V target vocabulary, W draft vocabulary.
 """
@@ -20,7 +20,7 @@ from specdistill.methods.layers import check_window
 
 
 class BatchHead:
-    """`HeadProposer` for B texts."""
+    """`HeadProposer` for B sequences."""
 
     def __init__(self, proposer: HeadProposer) -> None:
         module: Any = proposer.head
@@ -57,7 +57,7 @@ class BatchHead:
             tokens.append(token_B)
             next_ids, hidden = token_B.unsqueeze(1), last_of(next_hidden, counts).unsqueeze(1)
             counts = [1] * len(counts)
-        self.cache.truncate(committed)  # drafted positions used guessed features: forget them
+        self.cache.truncate(committed)  # drafted positions used the head's own states: forget them
         probs_BKV = torch.stack(distributions, dim=1) if distributions else [None] * len(counts)
         return [
             Proposal(row, distribution)

@@ -71,7 +71,7 @@ class HeadProposer:
             next_ids, hidden = token.view(1, 1), next_hidden[:, -1:]
             if step == 0:
                 assert self.cache.length == committed
-        self.cache.length = committed  # drafted positions used guessed features: forget them
+        self.cache.length = committed  # drafted positions used the head's own states: forget them
         return Proposal(torch.stack(tokens).tolist(), torch.stack(distributions) if distributions else None)
 
     def propose_tree(

@@ -1,15 +1,15 @@
-"""The training-time test (EAGLE-3, arXiv 2503.01840, section 3.2; HASS, arXiv 2408.15766): a head learns from its own states, K steps deep.
+"""The training-time test (EAGLE-3, arXiv 2503.01840, section 3.2; HASS, arXiv 2408.15766): a head is trained on its own states, K steps deep.
 
-Shapes: B rows, T positions, H draft hidden, R kept rows, V target vocabulary, W draft vocabulary, N query heads, G key/value heads.
+Shapes: B rows, T positions, H draft hidden, R loss tokens, V target vocabulary, W draft vocabulary, N query heads, G key/value heads.
 
 Every position t of a packed row is the root of a chain. With g_t the target's features, y_t its distribution after x_t:
 
-    step 0   pair (x_{t+1}, g_t)      predicts x_{t+2}      taught by y_{t+1}
-    step k   pair (x_{t+1+k}, h_t)    predicts x_{t+2+k}    taught by y_{t+1+k},   h_t = the draft's own output at step k - 1
+    step 0   pair (x_{t+1}, g_t)      predicts x_{t+2}      target y_{t+1}
+    step k   pair (x_{t+1+k}, h_t)    predicts x_{t+2+k}    target y_{t+1+k},   h_t = the draft's own output at step k - 1
 
-which is what happens in decoding when the first k guesses stand. So step k stands at position t + k and sees what it will see there:
-the pairs of step 0 at positions <= t of its document, and its own chain's steps 1..k. A prediction of x_s counts when x_s is supervised
-and stands in the document of the root.
+which is what happens in decoding when the first k draft tokens are accepted. So step k stands at position t + k and sees what it will see there:
+the pairs of step 0 at positions <= t of its document, and its own chain's steps 1..k. The loss counts a prediction of x_s when the
+loss mask is 1 at x_s and x_s is in the document of the root.
 
 A head whose output is meant to be the target's own next feature, as EAGLE's is (arXiv 2401.15077), is also held to it: step k's h_{t+1+k}
 to the target's last hidden state at t + 1 + k, by SmoothL1.
@@ -100,11 +100,11 @@ class TrainingTimeTest(nn.Module):
         self.register_buffer("step_weights", weights / weights.sum(), persistent=False)
 
     def num_loss_tokens(self, batch: dict[str, Tensor]) -> Tensor:
-        """How many rows step 0 keeps: what the loss of a batch is divided by."""
+        """Loss tokens of step 0: what the loss of a batch is divided by."""
         return has_loss(batch["document_ids"], batch["loss_mask"], ahead=2).sum()
 
     def read_target(self, target: FrozenTarget, inputs: dict[str, Tensor]) -> dict[str, Any]:
-        """What `forward` needs from the frozen target: its features [B, T, D] and the distributions that teach."""
+        """What `forward` needs from the frozen target: its features [B, T, D] and soft targets."""
         features = target.features(inputs["input_ids"], self.draft.aux_layers, position_ids_BT=inputs["position_ids"])
         has_loss_BT = has_loss(inputs["document_ids"], inputs["loss_mask"], ahead=1)
         soft_targets = compute_soft_targets(
@@ -125,13 +125,13 @@ class TrainingTimeTest(nn.Module):
         """Unroll `num_steps` steps over packed rows [B, T].
 
         Args:
-            loss_mask: 1 where a token is worth predicting.
+            loss_mask: 1 where predicting a token counts.
             document_ids: which document of the row a token belongs to, -1 for padding.
             position_ids: start again at 0 in each document.
             measure: also fill the metrics that cost time (what is correct, acceptance and chains).
 
         Returns:
-            the weighted sum of the steps' losses over all kept rows (not yet divided), and the per-step sums.
+            the weighted sum of the steps' losses over all loss tokens (not yet divided), and the per-step sums.
         """
         sums = StepSums()
         kv_cache = UnrollKVCache(document_ids, self.draft.config.num_layers, self.draft.config.sliding_window)
@@ -170,7 +170,7 @@ class TrainingTimeTest(nn.Module):
 
     @staticmethod
     def _feature_error(hidden_BTH: Tensor, last_hidden_BTH: Tensor, has_loss_BT: Tensor, *, ahead: int) -> Tensor:
-        """SmoothL1 of what the head gave back to the target's feature `ahead` positions on: mean over H, summed over the kept rows."""
+        """SmoothL1 of what the head gave back to the target's feature `ahead` positions on: mean over H, summed over the loss tokens."""
         wanted_BTH = F.pad(last_hidden_BTH[:, ahead:], (0, 0, 0, min(ahead, last_hidden_BTH.shape[1])))
         error_RH = F.smooth_l1_loss(hidden_BTH[has_loss_BT].float(), wanted_BTH[has_loss_BT].float(), reduction="none")
         return error_RH.mean(-1).sum()

@@ -51,9 +51,9 @@ def build_mtp(target: FrozenTarget, *, init: str | None = None, seed: int = 0) -
 
 @torch.no_grad()
 def _initialize(draft: MtpDraft, target: FrozenTarget, seed: int) -> None:
-    """The target's last hidden state, through a layer as its architecture initialises them, into the target's own final norm.
+    """The target's last hidden state, through a layer as its architecture initializes them, into the target's own final norm.
 
-    A copy of the target's layer starts lower but learns slower: it was made for a residual stream that all layers before it wrote.
+    A copy of the target's layer starts lower but learns slower: it was made for a residual stream that all layers before it add to.
     """
     size = draft.fc.out_features
     draft.fc.weight.copy_(torch.cat((torch.zeros(size, size), torch.eye(size)), dim=1))

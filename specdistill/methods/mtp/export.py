@@ -41,7 +41,7 @@ def merge_mtp_weights(draft: Path, target: Path, output: Path) -> None:
     """Write `output`: the checkpoint in the folder `target` with the layer in the folder `draft` (see `save_mtp`).
 
     Raises UserError when the output exists, the draft is for another target, its tensors are not those that the checkpoint already has,
-    or the checkpoint is quantised or disagrees with its index; ResourceError when writing fails. Nothing is left behind then.
+    or the checkpoint is quantized or disagrees with its index; ResourceError when writing fails. Nothing is left behind then.
     """
     check_new(output)
     checkpoint = Shards.open(target, "target.model")
@@ -58,7 +58,7 @@ def _tensors(draft: Path, draft_config: dict[str, Any], checkpoint: Shards, conf
     """The draft's tensors by the names, and in the dtypes, that the checkpoint has or would have them in."""
     target, text = checkpoint.folder, config.get("text_config") or config
     if config.get("quantization_config") or text.get("quantization_config"):
-        raise UserError("target.model", got=f"{target}, which is quantised", expected="a checkpoint in floating point")
+        raise UserError("target.model", got=f"{target}, which is quantized", expected="a checkpoint in floating point")
     # A config.json may leave out what is its model's default.
     check_fit(draft_config, (draft_config.get("text_config") or {}) | text, draft, "draft", str(target))
     naming, num_layers = naming_of(draft_config["text_config"]["model_type"]), draft_config["text_config"]["num_hidden_layers"]

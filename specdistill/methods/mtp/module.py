@@ -73,7 +73,7 @@ class MtpDraft(nn.Module):
         self.fc = nn.Linear(2 * size, size, bias=False)
         self.layers = nn.ModuleList([layer_class(source, index)])
         # No submodules, hence in a dict and a method: checkpoints leave them out, and `.to(bfloat16)` of the draft rounds neither the
-        # target's weights nor rotary frequencies. The rotary embedding is a copy, for some kinds remember the longest text.
+        # target's weights nor rotary frequencies. The rotary embedding is a copy, for some kinds remember the longest sequence.
         self._shared: dict[str, nn.Module] = {"embed_tokens": target.model.get_input_embeddings(), "lm_head": target.lm_head}
         self._rotary: Callable[..., Any] = copy.deepcopy(rotary).forward
         by_kind = "layer_type" in inspect.signature(rotary.forward).parameters

@@ -12,7 +12,7 @@ NATIVE_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_lay
 PUBLISHED = Published(
     (alpha_from_acceptance_length(2.95, 3), alpha_from_acceptance_length(3.23, 3)),
     "AL 2.95 (Qwen3.5-4B, the floor that vllm-project/speculators tests) to 3.23 (Qwen3.5-9B tuned on GSM8K, same source) at "
-    "K = 3; DeepSeek-V3's first guess is accepted at 0.85 to 0.90 (arXiv 2412.19437)",
+    "K = 3; DeepSeek-V3's first draft token is accepted at 0.85 to 0.90 (arXiv 2412.19437)",
     5_000 * TOKENS_PER_SAMPLE,
     "5k conversations tune it to a domain (vllm-project/speculators); it comes trained with the target",
 )

@@ -27,7 +27,7 @@ EXPERT = re.compile(r"(?P<experts>.*\.experts)\.(?P<index>\d+)\.(?P<part>gate|up
 
 @dataclass(frozen=True)
 class Naming:
-    """A column of the table above.
+    """One naming of the table above.
 
     template: the prefix, with {n} for the number of the target's layers.
     layer: what follows it where the draft says `layers.0.`.

@@ -12,7 +12,7 @@ from specdistill.recipe import EvalConfig, Section, option, section
 class Ngram(Section):
     min: int = option(1, "fewest tokens that must agree", ge=1)
     max: int = option(3, "most tokens compared; the longest agreement counts", ge=1)
-    lookup: Literal["text", "prompt"] = option("text", "where they are looked up: prompt and output, or the prompt")
+    lookup: Literal["sequence", "prompt"] = option("sequence", "where they are looked up: prompt and output, or the prompt")
 
 
 class Eval(EvalConfig):

@@ -1,13 +1,13 @@
-"""N-gram look-up (prompt lookup; LLMA, arXiv 2304.04487): the guess is what followed when the last tokens stood in the text before.
+"""N-gram look-up (prompt lookup; LLMA, arXiv 2304.04487): the draft is what followed the last tokens where they occurred before.
 
-A dictionary leads from every n-gram of the text, `min_ngram` to `max_ngram` tokens long, to the place after its last occurrence. Each
+A dictionary leads from every n-gram of the sequence, `min_ngram` to `max_ngram` tokens long, to the place after its last occurrence. Each
 token is indexed once, by at most max_ngram - min_ngram + 1 entries, and a proposal asks for as many at most: a round costs what its own
-tokens cost, however long the text is. KVCache grows with the text, by about 270 bytes a token at the default lengths.
+tokens cost, however long the sequence is. The index grows by about 270 bytes a token at the default lengths.
 
 The longest n-gram that is found decides, since more agreement says more about what comes next; of its occurrences the latest, whose
-surroundings are most like the present ones. With the text x_0 .. x_{T-1} and x_s the token after that occurrence, guess i is x_{s + i}.
-An occurrence near the end runs out of text after p = T - s tokens. It says that the last tokens stood there p tokens before, and the
-guess is that the text goes on so: x_{s + i mod p}. Every match then gives all the tokens that were asked for, and no older occurrence
+surroundings are most like the present ones. With x_0 .. x_{T-1} the sequence and x_s the token after that occurrence, draft token i is x_{s + i}.
+An occurrence near the end has only p = T - s tokens after it. The sequence then repeats with period p, and the draft goes on
+repeating it: x_{s + i mod p}. Every match then gives all the tokens that were asked for, and no older occurrence
 has to be kept for the sake of its longer continuation.
 """
 
@@ -22,27 +22,27 @@ from specdistill.decoding.sampling import Sampling
 from specdistill.decoding.tree import DynamicTree, StaticTree
 from specdistill.errors import UserError, nearest
 
-LOOKUPS = ("text", "prompt")
+LOOKUPS = ("sequence", "prompt")
 
 
 @dataclass
 class NgramProposer:
-    """Guesses are certain (one-hot) at any temperature, so verification needs no distribution of theirs.
+    """Draft tokens are certain (one-hot) at any temperature, so verification needs no distribution of theirs.
 
     min_ngram, max_ngram: tokens of the n-grams that are looked up.
-    lookup: `text` finds n-grams of prompt and output, `prompt` those of the prompt alone; what followed them may reach into the output.
+    lookup: `sequence` finds n-grams of prompt and output, `prompt` those of the prompt alone; what followed them may reach into the output.
         The prompt is what stands before the last token at the first proposal after `begin`.
     """
 
     min_ngram: int = 1
     max_ngram: int = 3
-    lookup: str = "text"
+    lookup: str = "sequence"
     vocabulary: None = None
     aux_layers: tuple[int, ...] = ()
     num_parameters: int = 0
     num_bytes: int = 0
     _after: dict[tuple[int, ...], int] = field(default_factory=dict)  # n-gram -> index of the token after its last occurrence
-    _indexed: int = 0  # tokens at the beginning of the text whose n-grams are in it
+    _indexed: int = 0  # tokens at the beginning of the sequence whose n-grams are in it
 
     def __post_init__(self) -> None:
         if self.min_ngram < 1:
@@ -69,7 +69,7 @@ class NgramProposer:
 
     def propose(self, state: DecodingState, k: int, sampling: Sampling, generator: torch.Generator | None) -> Proposal:
         text = state.token_ids
-        if self.lookup == "text" or not self._indexed:
+        if self.lookup == "sequence" or not self._indexed:
             self._index(text)
         for n in range(min(self.max_ngram, len(text)), self.min_ngram - 1, -1):
             start = self._after.get(tuple(text[-n:]))

@@ -68,7 +68,7 @@ def test_the_output_can_be_left_out() -> None:
     assert propose(proposer, [5, 1, 5]) == [1, 5, 1]
 
 
-@pytest.mark.parametrize("lookup", ["text", "prompt"])
+@pytest.mark.parametrize("lookup", ["sequence", "prompt"])
 @pytest.mark.parametrize(("least", "most"), [(1, 1), (1, 3), (2, 4), (3, 3)])
 def test_the_index_guesses_what_a_scan_finds(lookup: str, least: int, most: int) -> None:
     rng = random.Random(0)
@@ -115,7 +115,7 @@ class CountedDict(dict[tuple[int, ...], int]):
         super().__setitem__(key, value)
 
 
-@pytest.mark.parametrize("lookup", ["text", "prompt"])
+@pytest.mark.parametrize("lookup", ["sequence", "prompt"])
 def test_a_round_costs_the_same_however_long_the_text_is(lookup: str) -> None:
     rng = random.Random(0)
     most: list[tuple[int, int]] = []
@@ -135,7 +135,7 @@ def test_a_round_costs_the_same_however_long_the_text_is(lookup: str) -> None:
             read.append(text.num_read)
         most.append((max(used), max(read)))
     fresh = (
-        3 if lookup == "text" else 0
+        3 if lookup == "sequence" else 0
     )  # tokens of a round that are indexed, by the n-grams of 1, 2 and 3 tokens that they end
     assert all(used <= fresh * 3 + 3 and read <= fresh * 6 + 6 + 4 for used, read in most)
 
@@ -150,7 +150,7 @@ def target() -> FrozenTarget:
     return FrozenTarget(model, tiny_tokenizer(), name="tiny")
 
 
-@pytest.mark.parametrize("lookup", ["text", "prompt"])
+@pytest.mark.parametrize("lookup", ["sequence", "prompt"])
 @pytest.mark.parametrize("k", [1, 4])
 def test_greedy_output_is_the_plain_output(target: FrozenTarget, k: int, lookup: str) -> None:
     begun = [5, 1, 5, 1, 2, 3]
@@ -165,7 +165,7 @@ def test_greedy_output_is_the_plain_output(target: FrozenTarget, k: int, lookup:
     assert any(entry.num_accepted < len(entry.drafted) for entry in fast.rounds)
 
 
-@pytest.mark.parametrize("lookup", ["text", "prompt"])
+@pytest.mark.parametrize("lookup", ["sequence", "prompt"])
 @pytest.mark.parametrize("prompt", [[1, 3, 2, 1], [2, 2, 3]])
 def test_sampled_text_has_the_targets_law_exactly(prompt: list[int], lookup: str) -> None:
     model = tiny_draft_model(4, seed=1)
@@ -201,7 +201,7 @@ def test_its_settings_come_through_the_loader(target: FrozenTarget) -> None:
         ({"min_ngram": 0}, r"eval\.ngram\.min: got 0, expected 1 or more"),
         ({"min_ngram": 4, "max_ngram": 3}, r"eval\.ngram\.min: got 4, expected at most eval\.ngram\.max, which is 3"),
         ({"max_ngram": 0}, r"eval\.ngram\.min: got 1, expected at most eval\.ngram\.max, which is 0"),
-        ({"lookup": "promt"}, r"eval\.ngram\.lookup: got promt, expected text or prompt; did you mean prompt"),
+        ({"lookup": "promt"}, r"eval\.ngram\.lookup: got promt, expected sequence or prompt; did you mean prompt"),
     ],
 )
 def test_settings_that_cannot_work_name_their_key(options: dict[str, Any], message: str) -> None:
