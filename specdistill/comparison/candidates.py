@@ -34,7 +34,8 @@ class Candidate:
 
 
 def find_candidates(entries: Sequence[str]) -> list[Candidate]:
-    """Folders, Hub ids (`org/name@revision` for one of several) or the name of a method without a draft (`ngram`), in their order, with names that are all different.
+    """Candidates in the order given, under names that are all different. An entry is a folder, a Hub id (`org/name@revision` for one of
+    several) or the name of a method without a draft (`ngram`).
 
     Raises UserError for fewer than two, for one that holds no draft, and for two that are the same (also as copies of each other);
     ResourceError when the Hub fails.

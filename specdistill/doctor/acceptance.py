@@ -1,6 +1,6 @@
 """A few prompts decoded for real: does the draft accept what its training saw, and if not, why.
 
-No measurement (`specdistill eval` is): a handful of short completions, greedy, just enough to tell a draft that works from one that does not.
+No measurement (`specdistill eval` is): a handful of short greedy completions, enough to tell a draft that works from one that does not.
 """
 
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ DEFAULT_SUITE = "pico-short"  # plain text, which asks for no chat template
 
 @dataclass(frozen=True)
 class Acceptance:
-    """num_tokens: drafted a round. length: tokens a round, the target's own included. first: share of first draft tokens that are accepted."""
+    """num_tokens: drafted a round. length: tokens a round, the target's own included. first: share of first draft tokens accepted."""
 
     num_tokens: int
     num_rounds: int

@@ -88,7 +88,7 @@ def eval_keys_of_methods() -> dict[str, tuple[Any, Any]]:
 
 
 def options_by_method(options: Section, methods: Sequence[str]) -> list[dict[str, Any]]:
-    """Of a command's options, those that each method's proposer takes. Raises UserError for one that was set and that none of them reads."""
+    """The options of a command that each method's proposer takes. Raises UserError for one that is set and that none of them reads."""
     by_method = [{name: getattr(options, name) for name in own_eval_keys(METHODS[method].recipe())} for method in methods]
     for name in eval_keys_of_methods():
         value, default = getattr(options, name), default_of(type(options).model_fields[name])

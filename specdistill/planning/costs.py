@@ -1,7 +1,7 @@
 """What a draft costs to train, and the speedup to expect of it: formulas over sizes, nothing measured.
 
-Symbols: H hidden size, I MLP width, K draft tokens a round, alpha the acceptance rate taken as equal at every position, c a draft step and v a verification of K
-tokens, both in plain target steps at batch 1.
+Symbols: H hidden size, I MLP width, K draft tokens a round, alpha the acceptance rate, taken as equal at every position; c a draft step
+and v a verification of K tokens, both in plain target steps at batch 1.
 """
 
 from collections.abc import Mapping, Sequence

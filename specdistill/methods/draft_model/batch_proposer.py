@@ -106,7 +106,7 @@ class BatchDraftModel:
         self.layers.cache.keep(rows)
 
     def _read(self, sequences: Sequence[Sequence[int]], k: int) -> tuple[list[list[int]], list[int]]:
-        """What each row feeds first, and how many tokens it can draft; nothing and 0 where none of its sequence is in the draft's tokens."""
+        """What each row feeds first, and how many tokens it can draft; nothing and 0 where its sequence has none of the draft's tokens."""
         feeds: list[list[int]] = []
         steps: list[int] = []
         for row, sequence in zip(self.rows, sequences, strict=True):

@@ -29,7 +29,7 @@ class OnPolicyGeneration:
     def __call__(self, batch: dict[str, Tensor], number: int) -> dict[str, Tensor]:
         """The batch with this `number` in the run, or what the draft generates after the first tokens of its rows.
 
-        Rows whose first document is no longer than `prompt_tokens` have nothing to continue; a batch of such rows alone is returned as it is.
+        Rows whose first document has at most `prompt_tokens` have nothing to continue; a batch of such rows alone is returned as it is.
         """
         if random.Random(self.seed * 1_000_003 + number).random() >= self.fraction:
             return batch

@@ -1,4 +1,4 @@
-"""The training-time test (EAGLE-3, arXiv 2503.01840, section 3.2; HASS, arXiv 2408.15766): a head is trained on its own states, K steps deep.
+"""The training-time test (EAGLE-3, arXiv 2503.01840, section 3.2; HASS, arXiv 2408.15766): training on its own states, K steps deep.
 
 Shapes: B rows, T positions, H draft hidden, R loss tokens, V target vocabulary, W draft vocabulary, N query heads, G key/value heads.
 
@@ -7,8 +7,8 @@ Every position t of a packed row is the root of a chain. With g_t the target's f
     step 0   pair (x_{t+1}, g_t)      predicts x_{t+2}      target y_{t+1}
     step k   pair (x_{t+1+k}, h_t)    predicts x_{t+2+k}    target y_{t+1+k},   h_t = the draft's own output at step k - 1
 
-which is what happens in decoding when the first k draft tokens are accepted. So step k stands at position t + k and sees what it will see there:
-the pairs of step 0 at positions <= t of its document, and its own chain's steps 1..k. The loss counts a prediction of x_s when the
+which is what happens in decoding when the first k draft tokens are accepted. So step k stands at position t + k and sees what it will
+see there: the pairs of step 0 at positions <= t of its document, and its own chain's steps 1..k. A prediction of x_s has a loss when the
 loss mask is 1 at x_s and x_s is in the document of the root.
 
 A head whose output is meant to be the target's own next feature, as EAGLE's is (arXiv 2401.15077), is also held to it: step k's h_{t+1+k}

@@ -5,10 +5,9 @@ token is indexed once, by at most max_ngram - min_ngram + 1 entries, and a propo
 tokens cost, however long the sequence is. The index grows by about 270 bytes a token at the default lengths.
 
 The longest n-gram that is found decides, since more agreement says more about what comes next; of its occurrences the latest, whose
-surroundings are most like the present ones. With x_0 .. x_{T-1} the sequence and x_s the token after that occurrence, draft token i is x_{s + i}.
-An occurrence near the end has only p = T - s tokens after it. The sequence then repeats with period p, and the draft goes on
-repeating it: x_{s + i mod p}. Every match then gives all the tokens that were asked for, and no older occurrence
-has to be kept for the sake of its longer continuation.
+surroundings are most like the present ones. With x_0 .. x_{T-1} the sequence and x_s the token after that occurrence, draft token i is
+x_{s + i}. An occurrence near the end has only p = T - s tokens after it: the sequence seems to repeat with period p, and the draft
+repeats it further, x_{s + i mod p}. So every match gives as many tokens as were asked for, and no older occurrence has to be kept.
 """
 
 from dataclasses import dataclass, field
