@@ -4,8 +4,8 @@ Shapes: B rows, K draft tokens, V vocabulary. The target's p_k is at the positio
 
 A draft token x_k ~ q_k is accepted with probability min(1, p_k(x_k) / q_k(x_k)). At the first rejection the next token is drawn from
 the residual max(p_k - q_k, 0), rescaled; when all are accepted, from p_K. The output then follows the target's distribution exactly, for
-any q (arXiv 2211.17192, 2302.01318). With q one-hot (greedy drafting) this is: accept with probability
-p_k(x_k), else draw from p_k without x_k.
+any q (arXiv 2211.17192, 2302.01318). With q one-hot (greedy drafting) this is: accept with probability p_k(x_k), else draw from p_k
+without x_k.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""What a text is worth: does it hold the right answer, is it Python so far, what program does it make?"""
+"""Reading a model's answers: the final number, whether the text is valid Python so far, and the program it contains."""
 
 import codeop
 import re
@@ -10,14 +10,14 @@ FENCED = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
 
 
 def is_match(text: str, reference: str) -> bool:
-    """Whether a text's answer is the reference's: as GSM8K scores, the first number after `####`, or else the last of the text.
+    """Whether a text's answer is the reference's, as GSM8K scores: the first number after `####`, or else the last of the text.
 
-    A reference without a number is compared as a whole, spaces and capitals apart.
+    A reference without a number is compared as a whole, ignoring case and white space.
     """
-    wanted = _number(reference)
-    if wanted is None:
+    answer = _number(reference)
+    if answer is None:
         return text.casefold().split() == reference.casefold().split()
-    return _number(text) == wanted
+    return _number(text) == answer
 
 
 def _number(text: str) -> Decimal | None:
@@ -27,25 +27,25 @@ def _number(text: str) -> Decimal | None:
 
 
 def is_python_so_far(source: str) -> bool:
-    """Whether a source holds no syntax error. It may begin inside a block and end anywhere, in its last line too. Nothing is run."""
+    """Whether a source has no syntax error. It may begin inside a block and end anywhere, also within a line. Nothing is run."""
     first = next((line for line in source.splitlines() if line.strip()), "")
     indent = len(first) - len(first.lstrip())
-    blocks = "".join(f"{' ' * level}def _():\n" for level in range(0, indent, INDENT))  # that the first line stands in
+    blocks = "".join(f"{' ' * level}def _():\n" for level in range(0, indent, INDENT))  # around the first line
     source = blocks + source
     return _compiles(source) or _compiles(source.rpartition("\n")[0])
 
 
 def _compiles(source: str) -> bool:
-    """Whether a source is Python, or could become it by going on."""
+    """Whether a source is valid Python, or the beginning of valid Python."""
     try:
         codeop.compile_command(source, "<text>", "exec")
-    except (SyntaxError, ValueError, OverflowError, RecursionError, MemoryError):  # all that compiling text can raise
+    except (SyntaxError, ValueError, OverflowError, RecursionError, MemoryError):  # all that compiling can raise
         return False
     return True
 
 
 def program(prompt: str | None, text: str) -> str:
-    """The program that a text makes: what it adds to an indented block that `prompt` has begun, or the first code that it fences."""
+    """The program in a text: the rest of the indented block that `prompt` began, or, without a prompt, the first fenced code."""
     if prompt is None:
         fenced = FENCED.search(text)
         return fenced[1] if fenced else text

@@ -11,6 +11,7 @@ fails proves nothing, so the same test must reject a rule that is wrong on purpo
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -107,18 +108,22 @@ def _divergence(target: FrozenTarget, prompt: Prompt, with_draft: Generation, pl
     ours, theirs = with_draft.token_ids, plain.token_ids
     if ours == theirs:
         return None
-    shorter = min(len(ours), len(theirs))
-    position = next((index for index in range(shorter) if ours[index] != theirs[index]), shorter)
+    position, our_token, their_token = first_difference(ours, theirs)
     best, second = _logits(target, [*prompt.token_ids, *theirs[:position]])[-1].topk(2).values.tolist()
     bound = NEAR_TIE_ROUNDINGS * torch.finfo(getattr(torch, target.dtype)).eps * abs(best)
     return Divergence(
         prompt.id,
         position,
-        ours[position] if position < len(ours) else None,
-        theirs[position] if position < len(theirs) else None,
+        our_token,
+        their_token,
         best - second,
         near_tie=target.dtype != "float32" and best - second <= bound,
     )
+
+
+def first_difference(ours: Sequence[int], theirs: Sequence[int]) -> tuple[int, int | None, int | None]:
+    """The first position where two sequences differ, and their tokens there; None where one has ended."""
+    return next((position, *pair) for position, pair in enumerate(zip_longest(ours, theirs)) if pair[0] != pair[1])
 
 
 @torch.inference_mode()

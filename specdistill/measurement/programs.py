@@ -1,6 +1,6 @@
-"""Programs that a model wrote, run in a process of their own with limits of time, memory and file size.
+"""Generated programs, run in a process of their own with limits on time, memory and file size.
 
-That keeps mistakes in bounds, not malice: such a program can read files and use the network as its user can. Nothing is run unless
+The limits contain mistakes, not malice: a program can read files and use the network as its user can. Nothing is run unless
 `eval.run_code=true`.
 """
 
@@ -14,9 +14,9 @@ from contextlib import suppress
 SECONDS = 10.0
 MEMORY_BYTES = 2**30
 FILE_BYTES = 2**20
-ENDED = 99  # exit code of a program that was run to its end; one that leaves before its tests has another
+ENDED = 99  # exit code of a program that ran to its end; one that exits before its tests has another
 
-# The child sets its own limits before it reads the program: none of them can be raised again.
+# The child sets its own limits before it reads the program, which cannot raise them again.
 LIMITED = f"""
 import resource, sys
 for limit, most in ((resource.RLIMIT_AS, {MEMORY_BYTES}), (resource.RLIMIT_FSIZE, {FILE_BYTES}), (resource.RLIMIT_CORE, 0)):
@@ -27,7 +27,7 @@ sys.exit({ENDED})
 
 
 def passes(program: str, seconds: float = SECONDS) -> bool:
-    """Whether a program is run to its last line, in time and without an error. What it starts is ended with it."""
+    """Whether a program runs to its last line, in time and without an error. Its child processes are ended with it."""
     with tempfile.TemporaryDirectory() as folder:
         child = subprocess.Popen(
             [sys.executable, "-I", "-c", LIMITED],
@@ -51,6 +51,6 @@ def passes(program: str, seconds: float = SECONDS) -> bool:
 
 
 def _end(child: "subprocess.Popen[str]") -> None:
-    with suppress(ProcessLookupError):  # nothing of it is left
+    with suppress(ProcessLookupError):  # it has ended already
         os.killpg(child.pid, signal.SIGKILL)
     child.wait()

@@ -1,8 +1,8 @@
-"""Whether the texts are worth as much with the draft as without it: task metrics of both, prompt by prompt.
+"""Answer quality with the draft and without it: task metrics of both, paired by prompt.
 
-Speculation must not change what the target writes, so greedy texts score the same; of sampled texts each is one draw, and the
-difference of the scores must lie around 0. A suite says what its texts are scored by: those of rows with a `reference` by exact
-match, those of rows with a `test` by running the program, and all of them by the metric that its header names (`quality`).
+Speculation must not change what the target generates, so greedy answers score the same; sampled answers differ by chance, and the
+difference of their scores must be about 0. Rows with a `reference` are scored by exact match, rows with a `test` by running the
+program, and all rows by the metric that the suite's header names (`quality`).
 """
 
 import re
@@ -28,20 +28,19 @@ DIFFERENCE = Metric(("with_draft", "without_draft", "num_prompts"), lambda ours,
 def add_quality(
     report: dict[str, Any], records: Sequence[PromptRecord], suite: Suite, *, special_tokens: Sequence[str], run_code: bool
 ) -> None:
-    """Put `quality` into a report that is not yet judged, with a finding where the scores differ; what is absent gets a reason.
+    """Add `quality` to a report that is not yet judged, a finding where the scores differ, and reasons for what is absent.
 
-    The texts are those of the report's first row. special_tokens: the tokenizer's, which are no part of an answer. run_code: run
-    the programs of rows with a `test`.
+    The answers are those of the report's main configuration. special_tokens: the tokenizer's, not part of an answer. run_code: run the
+    programs of rows with a `test`.
     """
-    written = records_of(report["results"][0], records)
-    seed = report["settings"]["seed"]
-    report["quality"], absent = compare_quality(suite, written, special_tokens=special_tokens, run_code=run_code, seed=seed)
+    main, seed = records_of(report["results"][0], records), report["settings"]["seed"]
+    report["quality"], absent = compare_quality(suite, main, special_tokens=special_tokens, run_code=run_code, seed=seed)
     report["not_measured"] |= absent
     for name, entry in report["quality"].items():
         low, high = entry.get("difference_ci95", (0.0, 0.0))
         if low > 0 or high < 0:
             scores = f"{entry['with_draft']:.1%} with the draft and {entry['without_draft']:.1%} without"
-            message = f"Texts score {scores} by {name}: chance does not explain the difference."
+            message = f"Answers score {scores} by {name}: chance does not explain the difference."
             report["findings"].append({"name": "quality", "message": message})
 
 
@@ -56,7 +55,7 @@ def compare_quality(
         if not chosen:
             absent[f"quality.{name}"] = f"suite {suite.name} has nothing to score by it"
         elif any(record.baseline_text is None for _, record in chosen):
-            absent[f"quality.{name}"] = "there are no texts without the draft to compare with"
+            absent[f"quality.{name}"] = "there are no answers without the draft to compare with"
         elif name == "pass_rate" and not run_code:
             absent[f"quality.{name}"] = "programs are run only with eval.run_code=true"
         else:
@@ -78,9 +77,9 @@ def compare_quality(
 
 
 def paired(with_draft: Sequence[bool], without_draft: Sequence[bool], *, seed: int) -> dict[str, Any]:
-    """Shares of prompts that succeed on both sides, and their difference with its interval (bootstrap over prompts).
+    """Share of prompts that succeed on each side, and their difference with its interval (bootstrap over prompts).
 
-    p_value: McNemar's exact test, which looks at the prompts that succeed on one side only; 1 when there are none.
+    p_value: McNemar's exact test on the prompts that succeed on one side only; 1 when there are none.
     """
     ours, theirs = np.array(with_draft, dtype=np.float64), np.array(without_draft, dtype=np.float64)
     only_ours, only_theirs = int((ours > theirs).sum()), int((ours < theirs).sum())
@@ -99,7 +98,7 @@ def paired(with_draft: Sequence[bool], without_draft: Sequence[bool], *, seed: i
 
 
 def _is_scored(name: str, suite: Suite, row: SuiteRow, record: PromptRecord) -> bool:
-    """Whether a metric says something about a text: only what continues Python can be Python."""
+    """Whether a metric applies to an answer: only continuations of Python are checked for syntax."""
     if name == "exact_match":
         return row.reference is not None
     if name == "pass_rate":
@@ -117,5 +116,5 @@ def _answer(name: str, row: SuiteRow, record: PromptRecord, text: str, special_t
 
 
 def _beginning(row: SuiteRow, record: PromptRecord) -> str:
-    """What the text continues; a chat's answer continues nothing."""
+    """The text that the answer continues; empty for a chat."""
     return "" if row.kind == "messages" else record.prompt

@@ -1,11 +1,11 @@
-"""Why numbers are absent from the report of a server: what another process does inside is not seen from here."""
+"""Why numbers are missing from the report of a server."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
 
 _HIDDEN = "a server does not time its steps one by one"
-_SUMS = "a server counts over whole texts, not round by round"
-_HF = "the library's loop is not timed beside a server"
+_SUMS = "a server counts over whole outputs, not round by round"
+_HF = "transformers generate() is not timed beside a server"
 _HF_NUMBERS = (
     "hf_generate_tokens_per_second",
     "hf_generate_num_prompts",
@@ -18,7 +18,7 @@ ROW_REASONS: Mapping[str, str] = MappingProxyType(
     | dict.fromkeys(("num_rounds", "tokens_per_round", "context_ratio"), _SUMS)
     | dict.fromkeys(_HF_NUMBERS, _HF)
     | {
-        "decode_speedup": "a server answers with the whole text: its prefill is not timed apart",
+        "decode_speedup": "a server answers with the whole output: its prefill is not timed apart",
         "num_looping": "the server does not return its tokens",
         "vocabulary_coverage": "a server does not tell its draft's vocabulary",
     }
@@ -31,7 +31,7 @@ DOCUMENT_REASONS: Mapping[str, str] = MappingProxyType(
     {
         "theory": _HIDDEN,
         "context": _SUMS,
-        "lossless.sampling_test": "the rule that must be caught cannot be put into a server",
+        "lossless.sampling_test": "a server cannot be given the rule that the test must reject",
         "hardware": "a server does not say what it runs on",
         "target.parameters": "a server does not say",
         "target.dtype": "a server does not say",

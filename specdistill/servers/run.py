@@ -1,7 +1,7 @@
-"""A suite measured on a running server, and on a second one that does not draft: the report of another engine.
+"""A suite measured on a running server, and on a second one without a draft: the report of another engine.
 
-Requests go one at a time, in turn to both servers, and every repetition goes through all prompts again. What a server does inside
-is not seen; the report says so instead of guessing. When a server fails after the first answers, these are kept.
+Requests are sent one at a time, alternating between the servers, and every repetition goes through all prompts again. The report says
+what a server does not show. When a server fails after the first answers, these are kept.
 """
 
 import platform
@@ -17,6 +17,7 @@ from specdistill.engines.client import Server
 from specdistill.engines.engine import Client, Completion, Identity
 from specdistill.errors import ResourceError, UserError
 from specdistill.measurement.configurations import Settings
+from specdistill.measurement.losslessness import first_difference
 from specdistill.progress import progress
 from specdistill.project import git_revision
 from specdistill.report.build import build_report
@@ -29,7 +30,7 @@ from specdistill.suites.suite import Prompt, Suite, evenly
 
 @dataclass(frozen=True)
 class Peer:
-    """A server that has been found to serve what it should."""
+    """A server that serves the right model."""
 
     engine: str
     client: Client
@@ -59,19 +60,19 @@ class Answers:
 def connect(
     engine: str, address: str | None, baseline_address: str | None, *, target: Sequence[str], k: int, timeout: float
 ) -> tuple[Peer, Peer | None]:
-    """The server that drafts and the one that does not.
+    """The server with a draft and the one without.
 
-    target: the names it may go by, a folder or a Hub id last. Raises UserError when they serve another model, draft another number
-    of tokens, draft where they should not, or are of different versions; ResourceError when they do not answer.
+    target: its possible names, a folder or Hub id last. Raises UserError when they serve another model, draft another number of tokens,
+    draft where they should not, or have different versions; ResourceError when they do not answer.
     """
     if address is None:
         raise UserError("eval.server", got="nothing", expected=f"the address of a running {engine} server")
     speculative = _connect(engine, address, "eval.server", target, timeout)
-    found = speculative.identity.num_speculative_tokens
-    if found is None:
+    served_k = speculative.identity.num_speculative_tokens
+    if served_k is None:
         raise UserError("eval.server", got=f"{address}, which does not draft", expected="a server started with a draft")
-    if found != k:
-        raise UserError("eval.num_speculative_tokens", got=k, expected=f"{found}, as the server at {address} drafts")
+    if served_k != k:
+        raise UserError("eval.num_speculative_tokens", got=k, expected=f"{served_k}, as the server at {address} drafts")
     if baseline_address is None:
         return speculative, None
     baseline = _connect(engine, baseline_address, "eval.baseline_server", target, timeout)
@@ -95,22 +96,22 @@ def evaluate_server(
     target: Mapping[str, Any],
     draft: Mapping[str, Any],
 ) -> tuple[dict[str, Any], list[PromptRecord]]:
-    """The report of a server, without a gate's decision, and the records that go beside it.
+    """The report of a server, before a gate has judged it, and its records.
 
-    target and draft: those sections of the report, as the user names them. Raises ResourceError when not one prompt was answered.
+    target, draft: those sections of the report, as the user names them. Raises ResourceError when no prompt was answered.
     """
     start = time.perf_counter()
-    answers, broke_off = _measure(speculative, baseline, prompts, settings)
-    whole = [entry for entry in answers if entry.speculative and (entry.baseline or baseline is None)]
-    if broke_off is not None and not whole:
-        raise broke_off
+    answers, failure = _measure(speculative, baseline, prompts, settings)
+    complete = [entry for entry in answers if entry.speculative and (entry.baseline or baseline is None)]
+    if failure is not None and not complete:
+        raise failure
     configuration = settings.configuration
-    records = [_record(suite.name, configuration, tokenizer, entry) for entry in whole]
+    records = [_record(suite.name, configuration, tokenizer, entry) for entry in complete]
     identity, engine = speculative.identity, speculative.engine
     reasons = {**ROW_REASONS, **(NO_BASELINE_ROW if baseline is None else {})}
     rows = result_rows(records, suite, configuration, seed=settings.seed, reasons=reasons)
-    lossless, not_compared = _compare(whole, baseline is not None, settings)
-    gauges = speculative.client.gauges(speculative.server) if broke_off is None else {}
+    lossless, not_compared = _compare(complete, baseline is not None, settings)
+    gauges = speculative.client.gauges(speculative.server) if failure is None else {}
     report = build_report(
         target=target,
         draft=draft,
@@ -145,7 +146,7 @@ def evaluate_server(
             "baseline_server": baseline.server.address if baseline else None,
             **({"gauges": gauges} if gauges else {}),
         },
-        incomplete=None if broke_off is None else f"{broke_off} ({len(whole)} of {len(prompts)} prompts were measured)",
+        incomplete=None if failure is None else f"{failure} ({len(complete)} of {len(prompts)} prompts were measured)",
     )
     return {**report, "measurement": {"seconds": time.perf_counter() - start}}, records
 
@@ -167,7 +168,7 @@ def _same_model(name: str, wanted: str) -> bool:
 def _measure(
     speculative: Peer, baseline: Peer | None, prompts: Sequence[Prompt], settings: Settings
 ) -> tuple[list[Answers], ResourceError | None]:
-    """Every prompt `repeats` times on both servers; with the error that ended it early, if one did."""
+    """Every prompt `repeats` times on both servers, and the error that ended it early, if one did."""
     answers = [Answers(prompt) for prompt in prompts]
     try:
         with progress("measuring", settings.warmup + settings.repeats * len(prompts), "prompts") as advance:
@@ -179,9 +180,9 @@ def _measure(
             for repeat in range(settings.repeats):
                 for index, entry in enumerate(answers):
                     sides = [(speculative, entry.speculative), (baseline, entry.baseline)]
-                    for peer, done in sides if (repeat + index) % 2 else reversed(sides):
+                    for peer, completions in sides if (repeat + index) % 2 else reversed(sides):
                         if peer is not None:
-                            done.append(peer.complete(entry.prompt, settings, settings.seed + index))
+                            completions.append(peer.complete(entry.prompt, settings, settings.seed + index))
                     advance()
     except ResourceError as error:
         return answers, error
@@ -189,8 +190,8 @@ def _measure(
 
 
 def _record(suite: str, configuration: Configuration, tokenizer: Any, entry: Answers) -> PromptRecord:
-    """The repetition of middling speed of each side; its tokens, counts and seconds belong together."""
-    written, plain = _middling(entry.speculative), _middling(entry.baseline) if entry.baseline else None
+    """The repetition of median speed of each side; its tokens, counts and seconds belong together."""
+    drafted, plain = _median(entry.speculative), _median(entry.baseline) if entry.baseline else None
     prompt = entry.prompt
     return PromptRecord(
         suite=suite,
@@ -199,18 +200,18 @@ def _record(suite: str, configuration: Configuration, tokenizer: Any, entry: Ans
         category=prompt.category,
         num_prompt_tokens=len(prompt.token_ids),
         prompt=prompt.text,
-        text=_text(tokenizer, written),
+        text=_text(tokenizer, drafted),
         first_token=None,
         first_token_text="",
         rounds=(),
-        speculative=_timing(written),
+        speculative=_timing(drafted),
         baseline=_timing(plain) if plain else None,
         baseline_text=_text(tokenizer, plain) if plain else None,
-        counts=written.counts,
+        counts=drafted.counts,
     )
 
 
-def _middling(completions: Sequence[Completion]) -> Completion:
+def _median(completions: Sequence[Completion]) -> Completion:
     ordered = sorted(completions, key=lambda completion: completion.seconds / completion.num_tokens)
     return ordered[(len(ordered) - 1) // 2]
 
@@ -220,25 +221,27 @@ def _timing(completion: Completion) -> Timing:
 
 
 def _text(tokenizer: Any, completion: Completion) -> str:
-    """As the tokens say, where the server returns them: it leaves the stop token out of its own text."""
+    """Decoded from its tokens where the server returns them: its own text lacks the stop token."""
     ids = completion.counts.token_ids
     return str(tokenizer.decode(ids, skip_special_tokens=False)) if ids else completion.text
 
 
-def _compare(whole: Sequence[Answers], has_baseline: bool, settings: Settings) -> tuple[dict[str, Any], dict[str, str]]:
-    """The report's `lossless`, and why the rest of it is absent: greedy texts of both servers compared, token for token where they
-    return tokens.
-    """
+def _compare(answers: Sequence[Answers], has_baseline: bool, settings: Settings) -> tuple[dict[str, Any], dict[str, str]]:
+    """The report's `lossless`, and reasons for what it lacks. Greedy outputs of both servers are compared by tokens, or else by text."""
     if not has_baseline or not settings.sampling.is_greedy:
-        reason = "sampled texts differ by chance" if has_baseline else NO_BASELINE
+        reason = "sampled outputs differ by chance" if has_baseline else NO_BASELINE
         return {"prompts_checked": 0}, {"lossless.greedy_identical": reason, "lossless.unexplained_divergences": reason}
-    different = [entry for entry in whole if _differs(entry.speculative[0], entry.baseline[0])]
-    found: dict[str, Any] = {"greedy_identical": not different, "prompts_checked": len(whole), "divergences": len(different)}
+    different = [entry for entry in answers if _differs(entry.speculative[0], entry.baseline[0])]
+    lossless: dict[str, Any] = {
+        "greedy_identical": not different,
+        "prompts_checked": len(answers),
+        "divergences": len(different),
+    }
     if not different:
-        return {**found, "first_divergence": None, "near_ties": 0, "unexplained_divergences": 0}, {}
-    reason = "a server gives no logits that would tell a near-tie from a mistake"
-    found["first_divergence"] = _divergence(different[0])
-    return found, {"lossless.near_ties": reason, "lossless.unexplained_divergences": reason}
+        return {**lossless, "first_divergence": None, "near_ties": 0, "unexplained_divergences": 0}, {}
+    reason = "a server returns no logits that would tell a near-tie from a mistake"
+    lossless["first_divergence"] = _divergence(different[0])
+    return lossless, {"lossless.near_ties": reason, "lossless.unexplained_divergences": reason}
 
 
 def _differs(ours: Completion, theirs: Completion) -> bool:
@@ -249,10 +252,12 @@ def _differs(ours: Completion, theirs: Completion) -> bool:
 
 def _divergence(entry: Answers) -> dict[str, Any]:
     ours, theirs = entry.speculative[0].counts.token_ids, entry.baseline[0].counts.token_ids
-    place = {"prompt_id": entry.prompt.id}
     if not ours or not theirs:
-        return place
-    shorter = min(len(ours), len(theirs))
-    position = next((index for index in range(shorter) if ours[index] != theirs[index]), shorter)
-    tokens = {name: ids[position] if position < len(ids) else None for name, ids in (("ours", ours), ("theirs", theirs))}
-    return {**place, "position": position, "speculative_token": tokens["ours"], "baseline_token": tokens["theirs"]}
+        return {"prompt_id": entry.prompt.id}
+    position, our_token, their_token = first_difference(ours, theirs)
+    return {
+        "prompt_id": entry.prompt.id,
+        "position": position,
+        "speculative_token": our_token,
+        "baseline_token": their_token,
+    }

@@ -1,4 +1,4 @@
-"""From a suite's file, wherever it is, to its prompts before tokenisation.
+"""From a suite's file, local or remote, to its prompts before tokenization.
 
 The file is a jsonl file (also .jsonl.gz) or a parquet file, on disk, under an https URL, or on the Hub as
 `hf://datasets/org/name@revision/path`. A row holds one of
@@ -8,9 +8,9 @@ The file is a jsonl file (also .jsonl.gz) or a parquet file, on disk, under an h
     user        what a user says, or a list of their turns, of which the first is used: a conversation of one message
     text        its first tokens are the prompt
 
-and optionally `id` and `category`, and what its text is scored by: the `reference`, whose answer is right, or the `test` that its
-program must pass (with an `entry_point`, a test that defines `check`, as HumanEval's). `columns` of a suite name the file's own
-columns for these.
+and optionally `id` and `category`, and what the answer is scored by: a `reference` with the right answer, or a `test` that the
+generated program must pass (with an `entry_point`, a test that defines `check`, as HumanEval's). A suite's `columns` map these to the
+file's own columns.
 """
 
 import gzip
@@ -33,7 +33,7 @@ REMOTE = ("https://", "http://", "hf://")
 
 @dataclass(frozen=True)
 class SuiteRow:
-    """One prompt before tokenisation. `content` is the text of a `prompt` or `text` row, and the list of `messages` of the others."""
+    """One prompt before tokenization. `content`: the text of a `prompt` or `text` row, the list of `messages` of others."""
 
     id: str
     category: str
@@ -53,8 +53,8 @@ def read(place: str) -> bytes:
 
 
 def download(url: str) -> str:
-    """The URL's file in the cache of the datasets library."""
-    from datasets import DownloadConfig, DownloadManager  # slow to import, and reports of what was measured need none of it
+    """A URL's file in the cache of the datasets library."""
+    from datasets import DownloadConfig, DownloadManager  # slow to import, and reports do not need it
     from huggingface_hub.errors import HfHubHTTPError
 
     try:
@@ -69,7 +69,7 @@ def download(url: str) -> str:
 
 
 def parse(name: str, content: bytes, columns: Mapping[str, str], placeholder: str | None = None) -> tuple[SuiteRow, ...]:
-    """The rows of a file called `name`; those whose text begins with `placeholder` hold no prompt and are left out."""
+    """The rows of a file called `name`, without those whose text begins with `placeholder`."""
     rows = [_row(number, place, _renamed(place, entry, columns)) for number, place, entry in _objects(name, content)]
     rows = [row for row in rows if not _is_placeholder(row, placeholder)]
     if not rows:
@@ -82,7 +82,7 @@ def parse(name: str, content: bytes, columns: Mapping[str, str], placeholder: st
 
 
 def _objects(name: str, content: bytes) -> Iterator[tuple[int, str, Any]]:
-    """(number, place to name in an error, what stands there) of each row."""
+    """(number, place for error messages, content) of each row."""
     base = name.rpartition("/")[2]
     try:
         if name.endswith(".parquet"):
@@ -106,11 +106,11 @@ def _objects(name: str, content: bytes) -> Iterator[tuple[int, str, Any]]:
 def _renamed(place: str, entry: Any, columns: Mapping[str, str]) -> Any:
     if not isinstance(entry, dict) or not columns:
         return entry
-    for own in columns.values():
-        if own not in entry:
-            close = nearest(own, list(entry))
-            raise UserError("eval.suite", got=f"{place} without {own}", expected=f"one of {', '.join(entry)}", nearest=close)
-    return {name: entry[own] for name, own in columns.items()}
+    for column in columns.values():
+        if column not in entry:
+            close = nearest(column, list(entry))
+            raise UserError("eval.suite", got=f"{place} without {column}", expected=f"one of {', '.join(entry)}", nearest=close)
+    return {name: entry[column] for name, column in columns.items()}
 
 
 def _row(number: int, place: str, entry: Any) -> SuiteRow:
@@ -121,10 +121,10 @@ def _row(number: int, place: str, entry: Any) -> SuiteRow:
         raise UserError("eval.suite", got=f"{place} with {keys}", expected=f"one of {', '.join(KINDS)}", nearest=close)
     content = entry[kind]
     if kind == "user":
-        said = content[0] if isinstance(content, list) and content else content
-        kind, content = "messages", [{"role": "user", "content": said}]
+        first = content[0] if isinstance(content, list) and content else content
+        kind, content = "messages", [{"role": "user", "content": first}]
     if kind == "messages":
-        fits = isinstance(content, list) and all(
+        valid = isinstance(content, list) and all(
             isinstance(turn, dict)
             and {"role", "content"} <= turn.keys()
             and isinstance(turn["content"], str)
@@ -132,22 +132,22 @@ def _row(number: int, place: str, entry: Any) -> SuiteRow:
             for turn in content
         )
     else:
-        fits = isinstance(content, str)
-    if not content or not fits:
+        valid = isinstance(content, str)
+    if not content or not valid:
         expected = "a list of {role, content}" if kind == "messages" else "some text"
         raise UserError("eval.suite", got=f"{place} with {kind}={one_line(repr(content))[:60]}", expected=expected)
     scored_by = {name: entry.get(name) for name in ("reference", "test", "entry_point")}
     for name, value in scored_by.items():
         if value is not None and not (isinstance(value, str) and value.strip()):
             raise UserError("eval.suite", got=f"{place} with {name}={one_line(repr(value))[:60]}", expected="some text")
-    test, checked = scored_by["test"], scored_by["entry_point"]
+    test, entry_point = scored_by["test"], scored_by["entry_point"]
     return SuiteRow(
         str(entry.get("id", number)),
         str(entry.get("category", "default")),
         kind,
         content,
         reference=scored_by["reference"],
-        test=f"{test}\ncheck({checked})" if test and checked else test,
+        test=f"{test}\ncheck({entry_point})" if test and entry_point else test,
     )
 
 

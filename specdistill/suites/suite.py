@@ -1,10 +1,9 @@
 """Suites: the prompts a draft is measured on, named, versioned and checked by hash.
 
-A suite is a YAML file, by path or by its name under `eval/suites`, or just a jsonl file (see specdistill.suites.rows for
-what a row holds). The YAML file has name, version, licence and source of the prompts; `prompts`, the file or URL they are in; its
-`sha256`, or null where it is not known (the report says the hash of what was read, and standing here it pins it); and optionally
-`columns`, the `placeholder` that stands for a text which is not in the file, the `sweep` that the suite is for, and `quality`, the
-metric of `eval/metrics` that scores all its texts.
+A suite is a YAML file, by path or by its name under `eval/suites`, or just a jsonl file (specdistill.suites.rows says what a row
+holds). The YAML file has name, version, licence and source of the prompts; `prompts`, their file or URL; its `sha256`, which pins it, or
+null (the report states the hash of what was read); and optionally `columns`, the `placeholder` of texts that are not in the file, the
+`sweep` that the suite is made for, and `quality`, the metric of `eval/metrics` that scores all answers.
 """
 
 import hashlib
@@ -30,7 +29,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Suite:
-    """`sha256` is that of the file that was read."""
+    """sha256: of the prompts' file."""
 
     name: str
     version: str
@@ -44,7 +43,7 @@ class Suite:
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt as the target reads it; `text` is what its tokens say."""
+    """One prompt as the target reads it: its tokens, and the same as text."""
 
     id: str
     category: str
@@ -53,7 +52,7 @@ class Prompt:
 
 
 def load_suite(name: str) -> Suite:
-    """A suite by name or path. Raises UserError for an unknown name, a wrong hash or a row that holds no prompt."""
+    """A suite by name or path. Raises UserError for an unknown name, a wrong hash or a row without a prompt."""
     path = _find(name)
     if path.suffix == ".jsonl":
         content = read(str(path))
@@ -78,7 +77,7 @@ def tokenize(
 ) -> list[Prompt]:
     """The suite's prompts, or `num_prompts` of them spread evenly over the categories, as the target's tokens.
 
-    `max_length` is the target's context; a prompt that leaves no room for `max_new_tokens` raises UserError.
+    max_length: the target's context. Raises UserError for a prompt that leaves no room for `max_new_tokens`.
     """
     rows = suite.rows if num_prompts is None else evenly(suite.rows, [row.category for row in suite.rows], num_prompts)
     prompts = [_tokenize(row, tokenizer) for row in rows]
@@ -101,10 +100,10 @@ def cut_prompts(
     max_length: int,
     num_prompts: int | None = None,
 ) -> dict[int, list[Prompt]]:
-    """Length -> the suite's long prompts, cut to that many tokens; the same ones at every length, so that nothing else differs.
+    """Length -> the suite's long prompts, cut to that many tokens; the same prompts at every length, so that nothing else differs.
 
-    Long ones are at least as long as the longest length. A prompt loses its beginning, a `text` row its end, and of `messages` the
-    longest one its beginning, which may leave a token or two less. Raises UserError when a length or every prompt is out of range.
+    Long prompts have at least the longest length. A `prompt` loses its beginning, a `text` row its end, `messages` the beginning of the
+    longest message, which may leave a token or two less. Raises UserError for lengths that no prompt or the target's context allows.
     """
     if not lengths:
         return {}
@@ -123,9 +122,7 @@ def cut_prompts(
 
 
 def evenly(items: Sequence[T], groups: Sequence[Hashable], count: int) -> list[T]:
-    """`count` of the items in their order, as even as can be over the groups, and spread over each group from its first to
-    its last.
-    """
+    """`count` of the items in their order, distributed evenly over the groups and over each group's items."""
     members: dict[Hashable, list[int]] = {}
     for index, group in enumerate(groups):
         members.setdefault(group, []).append(index)
@@ -190,7 +187,7 @@ def _cut(row: SuiteRow, tokenizer: Any, length: int) -> Prompt:
     if row.kind == "text":
         ids = prompt.token_ids[:length]
     else:
-        starts = prompt.token_ids[:1] == (tokenizer.bos_token_id,)  # of a text, which the cut one begins with too
+        starts = prompt.token_ids[:1] == (tokenizer.bos_token_id,)  # a BOS token stays at the beginning
         ids = prompt.token_ids[:starts] + prompt.token_ids[-length + starts :]
     return Prompt(row.id, row.category, tokenizer.decode(ids, skip_special_tokens=True), ids)
 
@@ -210,7 +207,7 @@ def _cut_messages(row: SuiteRow, tokenizer: Any, length: int, prompt: Prompt) ->
 
 
 def _tokenize(row: SuiteRow, tokenizer: Any, whole: bool = False) -> Prompt:
-    """The row's prompt; of a `text` row its first tokens, or all of it if `whole`."""
+    """The row's prompt; of a `text` row the first tokens, or all if `whole`."""
     if row.kind == "messages":
         if not tokenizer.chat_template:
             raise UserError(

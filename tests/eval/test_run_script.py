@@ -78,7 +78,7 @@ def test_a_measurement_leaves_a_whole_report(target, suite, gate, tmp_path, caps
     assert (report["draft"]["method"], report["draft"]["model"], report["draft"]["parameters"]) == ("ngram", None, 0)
     assert report["settings"]["draft_sampling"] == "greedy"
     assert report["settings"]["drafting"] == {"min": 1, "max": 4, "lookup": "sequence"}
-    assert "n = 1 to 4, looked up in prompt and output" in (folder / "report.md").read_text()
+    assert "drafting: min 1, max 4, lookup sequence" in (folder / "report.md").read_text()
     assert report["gate"]["passed"]
     assert report["hardware"]["cpu_threads"] >= 1
     samples = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
@@ -133,7 +133,10 @@ def test_prompts_are_decoded_in_batches(target, suite, gate, tmp_path):
             ["eval.batch_size=2", "eval.tree={branching: [2]}"],
             "eval.batch_size: got 2 with a tree, expected 1, or eval.tree=null",
         ),
-        (["eval.batch_size=2", "eval.engine=vllm"], "eval.batch_size: got 2 with eval.engine=vllm, expected 1"),
+        (
+            ["eval.batch_size=2", "eval.engine=vllm"],
+            "eval.batch_size: got 2, expected 1: it is read only with eval.engine=specdistill",
+        ),
     ],
 )
 def test_batches_that_cannot_be_are_refused(target, suite, gate, tmp_path, capsys, more, says):
@@ -193,7 +196,10 @@ def test_a_run_is_judged_against_a_baseline_and_its_own_budget(target, suite, ga
             "gate: got defalt, expected one of default, pico, release, server, or a gate YAML; did you mean default?",
         ),
         (["method=eagle3"], "eval.draft: got"),
-        (["method=eagle3", "eval.ngram.lookup=prompt"], "eval.ngram.lookup: got prompt with method eagle3"),
+        (
+            ["method=eagle3", "eval.ngram.lookup=prompt"],
+            "eval.ngram: got {'lookup': 'prompt'} with method eagle3, expected no such key: only ngram reads it",
+        ),
         (["eval.ngram.min=0"], "eval.ngram.min: got 0, expected int, at least 1"),
         (["eval.ngram.min=4"], "eval.ngram.min: got 4, expected at most eval.ngram.max, which is 3"),
         (["eval.ngram.lookup=promt"], "eval.ngram.lookup: got 'promt', expected one of sequence, prompt; did you mean prompt?"),
@@ -222,14 +228,14 @@ def test_shorthands_stand_for_keys_of_the_recipe(capsys):
     code = run(
         seen.append,
         Recipe,
-        ["target=pico", "draft=here", "suite=s", "output_dir=there", "method=ngram"],
+        ["target=pico", "draft=here", "suite=s", "output_dir=there", "method=eagle"],
         shorthands=eval_run.SHORTHANDS,
         without_recipe=["train.output_dir=runs/eval", "method=eagle3"],
     )
     assert code == ExitCode.DONE
     (recipe,) = seen
     assert (recipe.target.model, recipe.eval.draft, recipe.eval.suite, recipe.eval.output_dir) == ("pico", "here", "s", "there")
-    assert (recipe.method, recipe.train["output_dir"]) == ("ngram", "runs/eval")
+    assert (recipe.method, recipe.train["output_dir"]) == ("eagle", "runs/eval")
     run(seen.append, Recipe, ["recipe=pico/eagle3"], shorthands=eval_run.SHORTHANDS, without_recipe=["method=ngram"])
     assert seen[-1].method == "eagle3"
     assert run(eval_run.main, Recipe, ["--help"], shorthands=eval_run.SHORTHANDS) == ExitCode.DONE

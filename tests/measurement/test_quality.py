@@ -254,7 +254,7 @@ def test_a_prompt_that_is_no_python_is_not_scored_as_python():
     without = [replace(record, baseline_text=None) for record in records]
     report = simulated_report(without)
     add_quality(report, without, suite, special_tokens=[], run_code=False)
-    assert "no texts without the draft" in report["not_measured"]["quality.python_syntax"]
+    assert "no answers without the draft" in report["not_measured"]["quality.python_syntax"]
 
 
 def test_the_solutions_that_humaneval_holds_pass_its_tests_and_broken_ones_do_not(shared_data):

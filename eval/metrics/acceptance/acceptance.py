@@ -7,17 +7,17 @@ import numpy as np
 from specdistill.statistics.intervals import estimates
 from specdistill.statistics.metrics import acceptance
 
-DESCRIPTION = """How many drafted tokens the target accepts: mean acceptance length (bonus token counted), acceptance rate,
+DESCRIPTION = """How many draft tokens the target accepts: mean acceptance length (bonus token counted), acceptance rate,
 and unconditional and conditional rates per position, as vLLM defines them; micro-averages over drafts, with 95 % intervals
 from a bootstrap over prompts for the first two."""
 
 INPUTS = """
 Args:
     predictions: for each prompt, the accepted number of tokens of each round.
-    references: for each prompt, the drafted number of tokens of the same rounds.
-    num_positions: K, the drafted tokens of a full round.
+    references: for each prompt, the number of draft tokens of the same rounds.
+    num_positions: K, draft tokens of a full round.
     seed: of the bootstrap.
-    confidence: of the intervals; above 0.95 for a run that looks at them more than once.
+    confidence: of the intervals; above 0.95 for a run with interim analyses.
 """
 
 

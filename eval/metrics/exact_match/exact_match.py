@@ -6,7 +6,7 @@ import evaluate
 from specdistill.measurement.answers import is_match
 
 DESCRIPTION = """The share of texts whose answer is the reference's: the last number of both (the one after `####` in GSM8K), or, where
-the reference holds no number, the whole text but for spaces and capitals."""
+the reference has no number, the whole text ignoring case and white space."""
 
 INPUTS = """
 Args:

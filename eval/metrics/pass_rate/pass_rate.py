@@ -1,6 +1,6 @@
 """Programs that pass their tests, as a local metric of the `evaluate` library: load it by its path, it works offline.
 
-Computing it runs what a model wrote.
+Computing it runs generated code.
 """
 
 import datasets

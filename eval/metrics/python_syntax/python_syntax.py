@@ -5,8 +5,8 @@ import evaluate
 
 from specdistill.measurement.answers import is_python_so_far
 
-DESCRIPTION = """The share of texts that are Python as far as they go: one that breaks off in the middle counts, one that Python's compiler
-refuses does not. Nothing is run."""
+DESCRIPTION = """The share of texts that are valid Python so far: a text that breaks off in the middle counts, one with a syntax error does
+not. Nothing is run."""
 
 INPUTS = """
 Args:

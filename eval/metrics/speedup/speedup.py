@@ -15,7 +15,7 @@ Args:
     predictions: for each prompt, {num_tokens, seconds} with the draft.
     references: for each prompt, the same without.
     seed: of the bootstrap.
-    confidence: of the intervals; above 0.95 for a run that looks at them more than once.
+    confidence: of the intervals; above 0.95 for a run with interim analyses.
 """
 
 

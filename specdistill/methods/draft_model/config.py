@@ -5,6 +5,7 @@ from typing import Any, Literal
 from specdistill.methods.heads.config import DIVERGENCES
 from specdistill.methods.recipe import TrainedRecipe
 from specdistill.recipe import EvalConfig, ReadWhen, Section, option, section
+from specdistill.recipe.sections import IN_PROCESS
 
 ADAPTED = ReadWhen("when draft.lora.rank is above 0", lambda lora: lora.rank > 0)
 SOFT = ReadWhen("with loss.labels=soft", lambda loss: loss.labels == "soft")
@@ -58,10 +59,10 @@ class OnPolicy(Section):
 
 class Eval(EvalConfig):
     confidence_threshold: float | None = option(
-        None, "stop drafting where the best next token is less probable; null: never", ge=0, le=1
+        None, "stop drafting where the best next token is less probable; null: never", ge=0, le=1, read_when=IN_PROCESS
     )
     draft_context: Literal["refuse", "window"] = option(
-        "refuse", "a sequence longer than the draft's context: refused, or seen in part"
+        "refuse", "a sequence longer than the draft's context: refused, or seen in part", read_when=IN_PROCESS
     )
 
 

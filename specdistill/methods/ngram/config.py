@@ -7,6 +7,7 @@ from pydantic import model_validator
 from specdistill.errors import UserError
 from specdistill.methods import recipe
 from specdistill.recipe import EvalConfig, Section, option, section
+from specdistill.recipe.sections import IN_PROCESS
 
 
 class Ngram(Section):
@@ -16,7 +17,7 @@ class Ngram(Section):
 
 
 class Eval(EvalConfig):
-    ngram: Ngram = section(Ngram)
+    ngram: Ngram = option(Ngram(), "how n-grams are looked up", read_when=IN_PROCESS)
 
 
 class Recipe(recipe.Recipe):
