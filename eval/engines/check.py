@@ -73,10 +73,10 @@ def main(options: CheckOptions) -> ExitCode:
     # There
     files = TargetFiles.of(options.target)
     export(draft, options.engine, folder / "served", files, num_speculative_tokens=k)
-    arguments = ENGINES[options.engine].python
-    assert arguments is not None
-    without = arguments.plain(files.name, dtype=options.dtype, max_length=target.max_length)
-    with_draft = without | arguments.draft(method, str(folder / "served"), k)
+    engine = ENGINES[options.engine]
+    assert engine.plain_options is not None
+    without = engine.plain_options(files.name, options.dtype, target.max_length)
+    with_draft = without | engine.draft_options(method, str(folder / "served"), k)
     jobs = [Job(without, prompts, length), Job(with_draft, prompts, length, k)]
     version, (plain_there, there) = generate_in_engine(options.engine, Path(options.python), jobs, folder)
 
