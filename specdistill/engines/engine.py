@@ -93,6 +93,8 @@ class Engine:
     serve_command: lines for a shell. counters: where a running engine says what it accepts.
     loaders: method -> how a folder is loaded; the first whose `inner` key is None or in config.json is taken.
     loader_version: of the loaders, where it is one of several.
+    client: of its server, None where that is not measured. counts_past_end: whether it counts draft tokens that it accepts past the end of
+    a completion.
     plain_options: (target's folder or Hub id, dtype, most tokens of a sequence) -> arguments of its Python class, where drafts are compared
     in it; draft_options: (method, exported folder, K) -> what a draft adds or replaces.
     """
@@ -106,6 +108,7 @@ class Engine:
     loaders: Mapping[str, tuple[Loader, ...]] = field(default_factory=dict)
     loader_version: str = ""
     client: Client | None = None
+    counts_past_end: bool = False
     plain_options: Callable[[str, str, int], dict[str, Any]] | None = None
     draft_options: Callable[[str, str, int], dict[str, Any]] = lambda method, folder, num_tokens: {}
 

@@ -175,6 +175,7 @@ VLLM = Engine(
     loaders={"eagle3": (SPECULATORS_EAGLE3, EAGLE3), "eagle": (WRAPPED_EAGLE, EAGLE)},
     loader_version="0.33",
     client=VllmClient(),
+    counts_past_end=True,
     plain_options=plain_options,
     draft_options=draft_options,
 )
