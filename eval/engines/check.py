@@ -1,10 +1,10 @@
-"""Serve a draft in vLLM or SGLang and here, on the same prompts: are the texts the same, is as much accepted?
+"""Decode with a draft in vLLM or SGLang and here, on the same prompts: are completions the same, is as much accepted?
 
     python eval/engines/check.py target=path/to/model draft=runs/mine/draft engine=vllm python=path/to/vllm/bin/python output_dir=runs/check
 
-`python` is that of the engine's own environment. The draft is exported for the engine into <output_dir>/served; what was counted goes to
-<output_dir>/engine.json. Exit code 1 when something differs: in float32 any text, and in any dtype the acceptance length by more than the
-tolerance. Decoding is greedy and goes on past stop tokens.
+`python` is that of the engine's own environment. The draft is exported for the engine into <output_dir>/served; the counts go to
+<output_dir>/engine.json. Exit code 1 when something differs: in float32 any completion, and in any dtype the acceptance length by more
+than the tolerance. Decoding is greedy and goes on past stop tokens.
 """
 
 import json
@@ -67,43 +67,43 @@ def main(options: CheckOptions) -> ExitCode:
         suite, target.tokenizer, max_new_tokens=length + k, max_length=target.max_length, num_prompts=options.num_prompts
     )
     prompts = [prompt.token_ids for prompt in chosen]
-    plain = generate_here(target, None, prompts, max_new_tokens=length)
-    here = generate_here(target, proposer, prompts, max_new_tokens=length, num_speculative_tokens=k)
+    plain_here = generate_here(target, None, prompts, max_new_tokens=length)
+    drafted_here = generate_here(target, proposer, prompts, max_new_tokens=length, num_speculative_tokens=k)
 
-    # There
+    # In the engine
     files = TargetFiles.of(options.target)
     export(draft, options.engine, folder / "served", files, num_speculative_tokens=k)
-    arguments = ENGINES[options.engine].python
-    assert arguments is not None
-    without = arguments.plain(files.name, dtype=options.dtype, max_length=target.max_length)
-    with_draft = without | arguments.draft(method, str(folder / "served"), k)
+    engine = ENGINES[options.engine]
+    assert engine.plain_options is not None
+    without = engine.plain_options(files.name, options.dtype, target.max_length)
+    with_draft = without | engine.draft_options(method, str(folder / "served"), k)
     jobs = [Job(without, prompts, length), Job(with_draft, prompts, length, k)]
-    version, (plain_there, there) = generate_in_engine(options.engine, Path(options.python), jobs, folder)
+    version, (plain_engine, drafted_engine) = generate_in_engine(options.engine, Path(options.python), jobs, folder)
 
-    # Side by side
-    ours, theirs = total(here), total(there)
-    difference = abs(theirs.mean_acceptance_length / ours.mean_acceptance_length - 1)
+    # Compared
+    here, in_engine = total(drafted_here), total(drafted_engine)
+    difference = abs(in_engine.mean_acceptance_length / here.mean_acceptance_length - 1)
     same = {
-        "in the engine with and without the draft": num_same(there, plain_there),
-        "in the engine and here, without the draft": num_same(plain_there, plain),
-        "in the engine and here, with the draft": num_same(there, here),
+        "in the engine with and without the draft": num_same(drafted_engine, plain_engine),
+        "in the engine and here, without the draft": num_same(plain_engine, plain_here),
+        "in the engine and here, with the draft": num_same(drafted_engine, drafted_here),
     }
     passed = difference <= options.tolerance and (options.dtype != "float32" or set(same.values()) == {len(prompts)})
     result = {
-        **asdict(options),
+        **options.model_dump(),
         "method": method,
         "version": version,
         "num_prompts": len(prompts),
-        "same_texts": same,
-        "here": asdict(ours),
-        "there": asdict(theirs),
+        "same_completions": same,
+        "here": asdict(here),
+        "in_engine": asdict(in_engine),
         "passed": passed,
     }
     (folder / "engine.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     for which, number in same.items():
-        print(f"same texts {which}: {number} of {len(prompts)}")
-    print(describe("here", ours))
-    print(describe(f"{options.engine} {version}", theirs))
+        print(f"same completions {which}: {number} of {len(prompts)}")
+    print(describe("here", here))
+    print(describe(f"{options.engine} {version}", in_engine))
     print("passed" if passed else f"not passed; see {folder}")
     return ExitCode.DONE if passed else ExitCode.CHECK_FAILED
 

@@ -18,12 +18,12 @@ def main(jobs: list[dict[str, Any]]) -> dict[str, Any]:
     results = []
     for job in jobs:
         engine = sglang.Engine(**ALWAYS, **job["options"])
-        results.append([write(engine, prompt, job) for prompt in job["prompts"]])
+        results.append([complete(engine, prompt, job) for prompt in job["prompts"]])
         engine.shutdown()
     return {"version": sglang.__version__, "jobs": results}
 
 
-def write(engine: Any, prompt: list[int], job: dict[str, Any]) -> dict[str, Any]:
+def complete(engine: Any, prompt: list[int], job: dict[str, Any]) -> dict[str, Any]:
     parameters = {"temperature": 0.0, "max_new_tokens": job["max_new_tokens"], "ignore_eos": True}
     output = engine.generate(input_ids=prompt, sampling_params=parameters)
     num_drafted = job["num_speculative_tokens"]

@@ -1,8 +1,8 @@
 """Run by the Python of an environment with vLLM, which needs nothing else: python run_vllm.py JOBS RESULTS
 
-JOBS holds a list of {options, prompts, max_new_tokens, num_speculative_tokens}: arguments of vllm.LLM, and token ids to continue greedily,
+JOBS holds a list of {options, prompts, max_new_tokens, num_speculative_tokens}: arguments of vllm.LLM, and token ids to complete greedily,
 past stop tokens. RESULTS gets vLLM's version and, for each job, a list of {token_ids, num_drafts, num_draft_tokens,
-accepted_per_position}, one for each prompt: they go through the engine one at a time, so that what its counters gain is the prompt's.
+accepted_per_position}, one for each prompt: prompts go through the engine one at a time, so that what its counters gain is the prompt's.
 """
 
 import gc
@@ -28,15 +28,15 @@ def main(jobs: list[dict[str, Any]]) -> dict[str, Any]:
     results = []
     for job in jobs:
         engine = vllm.LLM(**ALWAYS, **job["options"])
-        results.append([write(engine, prompt, job) for prompt in job["prompts"]])
+        results.append([complete(engine, prompt, job) for prompt in job["prompts"]])
         del engine
         gc.collect()
         cleanup_dist_env_and_memory()
     return {"version": vllm.__version__, "jobs": results}
 
 
-def write(engine: Any, prompt: list[int], job: dict[str, Any]) -> dict[str, Any]:
-    """One continuation, and what the counters gained."""
+def complete(engine: Any, prompt: list[int], job: dict[str, Any]) -> dict[str, Any]:
+    """One completion, and what the counters gained."""
     parameters = vllm.SamplingParams(temperature=0.0, max_tokens=job["max_new_tokens"], ignore_eos=True, detokenize=False)
     before = counters(engine, job["num_speculative_tokens"])
     (output,) = engine.generate({"prompt_token_ids": prompt}, parameters, use_tqdm=False)

@@ -1,10 +1,11 @@
-"""What a draft's files tell: whether they are whole, fit the target, and would be loaded by an engine as they are meant.
+"""Whether a draft's files are whole, fit the target, and are loaded by an engine as the draft was trained.
 
-Readers refuse what is broken; their words are findings here. Beyond them: values that no training leaves, a vocabulary whose two maps
-do not agree, settings that differ from the target's, and what an engine's loader makes of it.
+What readers refuse is a finding. So are values that no training leaves, a vocabulary whose two maps do not agree, settings that differ
+from the target's, and what an engine's loader makes of the folder.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,9 +31,9 @@ LARGE = 1000.0  # weights of trained drafts stay far below
 
 @dataclass
 class Examination:
-    """method and config: of the head, None as long as it was not understood; draft models and MTP layers have no config here.
+    """method and config: None where they were not understood; only heads have a config here.
 
-    refused: a reader did, so that nothing can be decoded with it.
+    refused: by a reader, so that nothing can be decoded with it.
     """
 
     folder: Path
@@ -55,26 +56,17 @@ def examine(folder: Path, target: TargetFiles | None = None, engine: str | None 
     Raises UserError for a target that is none, ResourceError when the Hub fails.
     """
     seen = Examination(folder)
-    try:
+    with _refused(seen):
         config, seen.method = read_config(folder, KEY), method_of(folder, key=KEY)
         tensors, method = read_tensors(folder, KEY), implementation(seen.method)
         seen.config = method.head_shape(config, target.num_layers if target else None)
-    except UserError as error:
-        if error.key != KEY:
-            raise
-        seen.refused = True
-        seen.findings.append(refusal(error))
+    if seen.refused:
         return seen
     floats = [tensor for tensor in tensors.values() if tensor.is_floating_point()]
     seen.num_tensors, seen.dtype = len(tensors), stored_dtype(floats) if floats else None
     seen.findings += [*_values(tensors), *_config(config, seen)]
-    try:
+    with _refused(seen):
         seen.config = method.inspect(folder, target)
-    except UserError as error:
-        if error.key != KEY:
-            raise
-        seen.refused = True
-        seen.findings.append(refusal(error))
     if isinstance(seen.config, HeadShape):
         seen.findings += _vocabulary(tensors, seen.config)
         if target is not None:
@@ -82,6 +74,18 @@ def examine(folder: Path, target: TargetFiles | None = None, engine: str | None 
     if engine is not None:
         seen.findings += _engine(ENGINES[engine], seen, config, tensors, target)
     return seen
+
+
+@contextmanager
+def _refused(seen: Examination) -> Iterator[None]:
+    """What a reader says of the draft, as a finding."""
+    try:
+        yield
+    except UserError as error:
+        if error.key != KEY:
+            raise
+        seen.refused = True
+        seen.findings.append(refusal(error))
 
 
 def _values(tensors: Mapping[str, Tensor]) -> list[Finding]:

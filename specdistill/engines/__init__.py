@@ -11,17 +11,7 @@ from specdistill.engines.speculators import SPECULATORS
 from specdistill.engines.tensorrt_llm import TENSORRT_LLM
 from specdistill.engines.vllm import VLLM
 
-ENGINES: dict[str, Engine] = {
-    engine.name: engine
-    for engine in (
-        VLLM,
-        SGLANG,
-        SPECULATORS,
-        SAFEAILAB,
-        LLAMA_CPP,
-        TENSORRT_LLM,
-    )
-}
+ENGINES: dict[str, Engine] = {engine.name: engine for engine in (VLLM, SGLANG, SPECULATORS, SAFEAILAB, LLAMA_CPP, TENSORRT_LLM)}
 
 
 def exporting_engines() -> list[str]:
@@ -41,4 +31,4 @@ def checked_engines() -> list[str]:
 
 def callable_engines() -> list[str]:
     """Engines whose Python class drafts are compared in."""
-    return [name for name, engine in ENGINES.items() if engine.python]
+    return [name for name, engine in ENGINES.items() if engine.plain_options]

@@ -1,10 +1,11 @@
-"""One running server over HTTP: it answers, or a ResourceError says what failed and what to do next."""
+"""One running server over HTTP: it answers, or a ResourceError says what failed and what to do next. `requests` is slow to import."""
 
-from typing import Any
-
-import requests
+from typing import TYPE_CHECKING, Any
 
 from specdistill.errors import ResourceError, UserError, one_line
+
+if TYPE_CHECKING:
+    import requests
 
 CONNECT_SECONDS = 10.0
 SHOWN_CHARACTERS = 200  # of an answer that is an error
@@ -19,6 +20,8 @@ class Server:
         self.address = address.rstrip("/")
         self.key = key
         self.timeout = timeout
+        import requests
+
         self.session = requests.Session()
 
     def text(self, path: str, *, hint: str = "is it this engine's server?") -> str:
@@ -33,16 +36,18 @@ class Server:
         except ValueError as error:
             raise ResourceError(f"{self.address}{path} answered no JSON", next_step="is it this engine's server?") from error
 
-    def _request(self, method: str, path: str, hint: str, body: dict[str, Any] | None = None) -> requests.Response:
+    def _request(self, method: str, path: str, hint: str, body: dict[str, Any] | None = None) -> "requests.Response":
+        import requests
+
         url = f"{self.address}{path}"
         try:
             response = self.session.request(method, url, json=body, timeout=(CONNECT_SECONDS, self.timeout))
         except requests.Timeout as error:
-            late = f"{url} did not answer in {self.timeout:g} s"
-            raise ResourceError(late, next_step="look at the server's log, or raise eval.server_timeout") from error
+            what = f"{url} did not answer in {self.timeout:g} s"
+            raise ResourceError(what, next_step="look at the server's log, or raise eval.server_timeout") from error
         except requests.RequestException as error:
             raise ResourceError(f"{url} does not answer", next_step="start the server, or look at its log") from error
         if response.status_code != 200:
-            said = one_line(response.text)[:SHOWN_CHARACTERS]
-            raise ResourceError(f"{url} answered {response.status_code} ({said})", next_step=hint)
+            content = one_line(response.text)[:SHOWN_CHARACTERS]
+            raise ResourceError(f"{url} answered {response.status_code} ({content})", next_step=hint)
         return response

@@ -8,12 +8,9 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from specdistill.engines.client import Server
 from specdistill.errors import ResourceError
-
-if TYPE_CHECKING:  # requests is slow to import
-    from specdistill.engines.client import Server
 
 POLL_SECONDS = 0.01
 MAX_DELAY_SECONDS = 10.0
@@ -79,7 +76,7 @@ class MetricsPage:
             accepted_per_position=tuple(int(positions[position]) for position in sorted(positions)),
         )
 
-    def read(self, server: "Server") -> Counters:
+    def read(self, server: Server) -> Counters:
         """The counters as they stand. Raises ResourceError when the server has no such page."""
         page = server.text("/metrics", hint=self.hint)
         try:
@@ -87,7 +84,7 @@ class MetricsPage:
         except ValueError as error:
             raise ResourceError(f"{server.address}/metrics is no Prometheus page ({error})", next_step=self.hint) from error
 
-    def read_first(self, server: "Server") -> Counters:
+    def read_first(self, server: Server) -> Counters:
         """The counters of a server that was not asked before. Raises ResourceError when another engine serves."""
         counters = self.read(server)
         if counters.generation_tokens is None:
@@ -95,7 +92,7 @@ class MetricsPage:
             raise ResourceError(missing, next_step=f"{self.hint}, or name the engine that serves")
         return counters
 
-    def read_after(self, server: "Server", before: Counters, num_tokens: int) -> Counters:
+    def read_after(self, server: Server, before: Counters, num_tokens: int) -> Counters:
         """What was counted since `before`, once it holds a completion of `num_tokens`. Raises ResourceError when it does not come to
         that, or holds more.
         """

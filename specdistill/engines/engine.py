@@ -4,14 +4,12 @@ import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
+from specdistill.engines.client import Server
 from specdistill.engines.counters import ServerCounts
 from specdistill.engines.layout import Layout
 from specdistill.engines.loader import Loader
-
-if TYPE_CHECKING:  # requests is slow to import
-    from specdistill.engines.client import Server
 
 
 @dataclass(frozen=True)
@@ -61,42 +59,29 @@ class Completion:
     counts: ServerCounts
 
 
+@dataclass(frozen=True)
+class Request:
+    """A prompt to complete. temperature 0 is greedy; top_k 0 and top_p 1 keep every token."""
+
+    model: str
+    prompt_ids: Sequence[int]
+    max_new_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int
+    seed: int
+
+
 class Client(Protocol):
-    """How the server of an engine is spoken to."""
+    """How the server of an engine is spoken to. Its methods raise ResourceError when it does not answer as it should."""
 
-    def identify(self, server: "Server") -> Identity: ...
+    def identify(self, server: Server) -> Identity: ...
 
-    def complete(
-        self,
-        server: "Server",
-        model: str,
-        prompt_ids: Sequence[int],
-        *,
-        max_new_tokens: int,
-        temperature: float,
-        top_p: float,
-        top_k: int,
-        seed: int,
-    ) -> Completion: ...
+    def complete(self, server: Server, request: Request) -> Completion: ...
 
-    def gauges(self, server: "Server") -> dict[str, float]:
+    def gauges(self, server: Server) -> dict[str, float]:
         """The engine's own averages; empty where it has none."""
         ...
-
-
-class PlainOptions(Protocol):
-    def __call__(self, target: str, *, dtype: str, max_length: int) -> dict[str, Any]: ...
-
-
-@dataclass(frozen=True)
-class PythonOptions:
-    """Arguments of an engine's Python class.
-
-    plain: for a target, a folder or a Hub id. draft: method, folder and K -> what a draft adds or replaces; the folder is an export.
-    """
-
-    plain: PlainOptions
-    draft: Callable[[str, str, int], dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -108,6 +93,10 @@ class Engine:
     serve_command: lines for a shell. counters: where a running engine says what it accepts.
     loaders: method -> how a folder is loaded; the first whose `inner` key is None or in config.json is taken.
     loader_version: of the loaders, where it is one of several.
+    client: of its server, None where that is not measured. counts_past_end: whether it counts draft tokens that it accepts past the end of
+    a completion.
+    plain_options: (target's folder or Hub id, dtype, most tokens of a sequence) -> arguments of its Python class, where drafts are compared
+    in it; draft_options: (method, exported folder, K) -> what a draft adds or replaces.
     """
 
     name: str
@@ -119,7 +108,9 @@ class Engine:
     loaders: Mapping[str, tuple[Loader, ...]] = field(default_factory=dict)
     loader_version: str = ""
     client: Client | None = None
-    python: PythonOptions | None = None
+    counts_past_end: bool = False
+    plain_options: Callable[[str, str, int], dict[str, Any]] | None = None
+    draft_options: Callable[[str, str, int], dict[str, Any]] = lambda method, folder, num_tokens: {}
 
     @property
     def loader_title(self) -> str:

@@ -6,20 +6,9 @@ one GGUF file here.
 
 import shlex
 
+from specdistill.engines import limits
 from specdistill.engines.engine import Engine, Served
-from specdistill.engines.layout import (
-    FC_NORM,
-    LAST_STATE_READ,
-    LAYERS_OUT_OF_ORDER,
-    NORM_OUTPUT,
-    NOT_THREE_LAYERS_READ,
-    SEVERAL_LAYERS,
-    SLIDING_WINDOW,
-    Layout,
-    eagle3_config,
-)
-
-EAGLE3_KEYS = ("target_hidden_size", "num_aux_hidden_states", "norm_before_fc", "norm_before_residual")
+from specdistill.engines.layout import SIZES, Layout, eagle3_config
 
 
 def serve_command(served: Served) -> str:
@@ -41,17 +30,16 @@ LLAMA_CPP = Engine(
     versions="as in llama-cpp-python 0.3.36",
     layouts={
         "eagle3": Layout(
-            lambda export: eagle3_config(export, *EAGLE3_KEYS),
+            lambda export: eagle3_config(export, *SIZES, "norm_before_fc", "norm_before_residual"),
             limits=(
-                FC_NORM,
-                NORM_OUTPUT,
-                SEVERAL_LAYERS,
-                SLIDING_WINDOW,
-                NOT_THREE_LAYERS_READ,
-                LAST_STATE_READ,
-                LAYERS_OUT_OF_ORDER,
+                limits.FC_NORM,
+                limits.NORM_OUTPUT,
+                limits.SEVERAL_LAYERS,
+                limits.SLIDING_WINDOW,
+                limits.NOT_THREE_LAYERS_READ,
+                limits.LAST_STATE_READ,
+                limits.LAYERS_OUT_OF_ORDER,
             ),
-            first_layer="midlayer.",
         ),
         "draft_model": Layout(gguf_types=("f32", "f16", "q8_0")),
     },

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any
 
-from specdistill.engines.layout import AUX_LAYERS, Limit
+from specdistill.engines.layout import AUX_LAYERS
+from specdistill.engines.limits import Limit
 
 
 class Outcome(Enum):
@@ -127,6 +128,7 @@ EAGLE3_SLOTS = (
     Slot("input_norm.weight", "A*D", "norm_before_fc"),
     *layer_slots("layers.0", "2*H", "hidden_norm", "input_layernorm"),
     Slot("norm.weight", "H"),
+    Slot("d2t", "W", "pruned"),
 )
 EAGLE3_SETTINGS = {
     **LLAMA_SETTINGS,
@@ -139,7 +141,14 @@ EAGLE3_SETTINGS = {
     "norm_before_fc": Setting(("eagle_config.norm_before_fc", "norm_before_fc"), False),
     "norm_before_residual": Setting(default=False),
 }
-# SGLang and TensorRT-LLM have neither an own embedding as wide as the target's nor a window from the file.
+# SGLang and TensorRT-LLM: no embedding of its own as wide as the target's, no window from the file, `bias` taken for one of fc.
+PLAIN_EAGLE3_SLOTS = (
+    *EAGLE3_SLOTS,
+    Slot("fc.bias", "H", "bias"),
+    *layer_slots("layers.{i}", "H", "hidden_norm"),
+    Slot("embed_tokens.weight", "V H", "own_width"),
+    Slot("embed_tokens.weight", "V H", "!own_width", Source.TARGET),
+)
 PLAIN_EAGLE3_SETTINGS = {**EAGLE3_SETTINGS, "sliding_window": Setting(), "own_embedding": Setting(default=False)}
 
 # EAGLE-1. The first layer has no norm before its attention; the head is the target's.

@@ -7,24 +7,15 @@ data (`specdistill.engines.loader`); the check applies them to config.json and t
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from specdistill.engines.engine import Engine
-from specdistill.engines.layout import engine_aux_layers
+from specdistill.engines.limits import engine_aux_layers
 from specdistill.engines.loader import AuxLayers, Loader, Outcome, Slot, Source
 
 Shape = tuple[int, ...]
 # Settings that every head has here, and its config does not hold.
 COMMON_TO_HEADS = {"tie_word_embeddings": False, "attention_bias": False, "bias": False, "use_aux_hidden_state": True}
-
-
-class TargetSizes(Protocol):
-    """What must fit a draft's target."""
-
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def num_layers(self) -> int: ...
 
 
 @dataclass
@@ -53,12 +44,12 @@ def loader_of(engine: Engine, method: str, config: Mapping[str, Any]) -> Loader 
 
 
 def check_loader(
-    loader: Loader, config: Mapping[str, Any], shapes: Mapping[str, Shape], head: object, target: TargetSizes | None = None
+    loader: Loader, config: Mapping[str, Any], shapes: Mapping[str, Shape], head: object, target: Any = None
 ) -> LoaderCheck:
     """What a loader makes of a folder.
 
     config: its config.json. shapes: of its tensors, by name. head: the config of the head in it, which says how it was trained. target:
-    what it drafts for, where that is known.
+    its `FrozenTarget` or `TargetFiles`, None where it is not known.
     """
     result = LoaderCheck(loader)
     _check_architectures(result, config)
@@ -117,9 +108,7 @@ def _read(config: Mapping[str, Any], keys: tuple[str, ...], default: Any) -> Any
     return default
 
 
-def _check_aux_layers(
-    result: LoaderCheck, config: Mapping[str, Any], trained: Mapping[str, Any], target: TargetSizes | None
-) -> None:
+def _check_aux_layers(result: LoaderCheck, config: Mapping[str, Any], trained: Mapping[str, Any], target: Any) -> None:
     wanted = list(trained["aux_layers"])
     default = engine_aux_layers(target.num_layers if target else trained["target_num_layers"])
     argument = result.loader.arguments.get("aux_layers")
@@ -142,7 +131,7 @@ def _aux_layers(version: AuxLayers, config: Mapping[str, Any]) -> list[int] | No
     return None
 
 
-def _sizes(result: LoaderCheck, flat: Mapping[str, Any], target: TargetSizes | None) -> tuple[dict[str, int], dict[str, bool]]:
+def _sizes(result: LoaderCheck, flat: Mapping[str, Any], target: Any) -> tuple[dict[str, int], dict[str, bool]]:
     """The sizes that shapes are made of, and the switches that slots ask for."""
     read = result.settings
     read["head_dim"] = read["head_dim"] or read["hidden_size"] // read["num_attention_heads"]

@@ -6,24 +6,9 @@ of EAGLE-1 always has a bias.
 
 import shlex
 
+from specdistill.engines import limits
 from specdistill.engines.engine import Engine, Served
-from specdistill.engines.layout import (
-    CHOSEN_LAYERS_READ,
-    FC_NORM,
-    LAYERS_OUT_OF_ORDER,
-    NORM_BEFORE_FC,
-    NORM_BEFORE_RESIDUAL,
-    NORM_OUTPUT,
-    NOT_THREE_LAYERS_READ,
-    OWN_EMBEDDING,
-    SCALED_ROPE,
-    SEVERAL_LAYERS,
-    SLIDING_WINDOW,
-    WIDTH_OF_FC_INPUT,
-    WIDTH_OF_HEADS,
-    Layout,
-    eagle3_config,
-)
+from specdistill.engines.layout import Layout, eagle3_config
 
 
 def serve_command(served: Served) -> str:
@@ -40,24 +25,23 @@ SAFEAILAB = Engine(
         "eagle3": Layout(
             lambda export: eagle3_config(export, architecture="LlamaForCausalLM"),
             limits=(
-                NORM_BEFORE_RESIDUAL,
-                FC_NORM,
-                NORM_OUTPUT,
-                NORM_BEFORE_FC,
-                SEVERAL_LAYERS,
-                SLIDING_WINDOW,
-                OWN_EMBEDDING,
-                NOT_THREE_LAYERS_READ,
-                CHOSEN_LAYERS_READ,
-                LAYERS_OUT_OF_ORDER,
-                WIDTH_OF_FC_INPUT,
-                SCALED_ROPE,
+                limits.NORM_BEFORE_RESIDUAL,
+                limits.FC_NORM,
+                limits.NORM_OUTPUT,
+                limits.NORM_BEFORE_FC,
+                limits.SEVERAL_LAYERS,
+                limits.SLIDING_WINDOW,
+                limits.OWN_EMBEDDING,
+                limits.NOT_THREE_LAYERS_READ,
+                limits.CHOSEN_LAYERS_READ,
+                limits.LAYERS_OUT_OF_ORDER,
+                limits.WIDTH_OF_FC_INPUT,
+                limits.SCALED_ROPE,
             ),
-            first_layer="midlayer.",
         ),
         "eagle": Layout(
             lambda export: {"architectures": ["LlamaForCausalLM"], **export.llama},
-            limits=(SLIDING_WINDOW, WIDTH_OF_HEADS, SCALED_ROPE),
+            limits=(limits.SLIDING_WINDOW, limits.WIDTH_OF_HEADS, limits.SCALED_ROPE),
             needs_target="SafeAILab's heads repeat its embedding",
             fc_bias=True,
         ),

@@ -8,59 +8,28 @@
 
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from specdistill.engines import limits, loader
+from specdistill.engines.client import Server
 from specdistill.engines.counters import MetricsPage, ServerCounts, samples
-from specdistill.engines.engine import Completion, Engine, Identity, PythonOptions, Served
-from specdistill.engines.layout import (
-    AUX_LAYERS,
-    LAST_STATE_READ,
-    LAYERS_OUT_OF_ORDER,
-    NORM_BEFORE_RESIDUAL,
-    OWN_EMBEDDING,
-    SEVERAL_LAYERS,
-    SLIDING_WINDOW,
-    WIDTH_OF_FC_INPUT,
-    HeadExport,
-    Layout,
-    eagle3_config,
-)
-from specdistill.engines.loader import (
-    EAGLE3_SLOTS,
-    EAGLE_SETTINGS,
-    EAGLE_SLOTS,
-    PLAIN_EAGLE3_SETTINGS,
-    AuxLayers,
-    Loader,
-    Outcome,
-    Setting,
-    Slot,
-    Source,
-    layer_slots,
-)
+from specdistill.engines.engine import Completion, Engine, Identity, Request, Served
+from specdistill.engines.layout import AUX_LAYERS, NORMS, SIZES, HeadExport, Layout, eagle3_config
+from specdistill.engines.loader import AuxLayers, Loader, Outcome, Setting, Slot, Source
 from specdistill.engines.vllm import sampling_parameters
 from specdistill.errors import ResourceError
 
-if TYPE_CHECKING:
-    from specdistill.engines.client import Server
-
-EAGLE3_KEYS = ("target_hidden_size", "num_aux_hidden_states", "fc_norm", "norm_output", "norm_before_fc")
 EAGLE3 = Loader(
     unknown=Outcome.SILENT,
     unset=Outcome.SILENT,
     architectures=frozenset({"LlamaForCausalLMEagle3"}),
     slots=(
-        *EAGLE3_SLOTS,
-        Slot("fc.bias", "H", "bias"),
-        *layer_slots("layers.{i}", "H", "hidden_norm"),
+        *loader.PLAIN_EAGLE3_SLOTS,
         Slot("layers.{i}.input_layernorm.weight", "H", source=Source.UNUSED),
         Slot("lm_head.weight", "W H", "states_vocabulary"),
         Slot("lm_head.weight", "V H", "!states_vocabulary", Source.TARGET),
-        Slot("embed_tokens.weight", "V H", "own_width"),
-        Slot("embed_tokens.weight", "V H", "!own_width", Source.TARGET),
-        Slot("d2t", "W", "pruned"),
     ),
-    settings={**PLAIN_EAGLE3_SETTINGS, "fc_norm": Setting(("fc_norm", "use_aux_norm"), False)},
+    settings={**loader.PLAIN_EAGLE3_SETTINGS, "fc_norm": Setting(("fc_norm", "use_aux_norm"), False)},
     aux_layers=(AuxLayers(((f"eagle_config.{AUX_LAYERS}", 1),)),),
     required=("draft_vocab_size",),  # may be null
     never_null=("target_hidden_size",),
@@ -72,14 +41,14 @@ EAGLE3 = Loader(
     ),
     ignored=("t2d", "d2t"),  # d2t is taken whatever the vocabulary
     arguments={"sliding_window": "--speculative-draft-window-size"},
-    limits=(LAST_STATE_READ, WIDTH_OF_FC_INPUT),
+    limits=(limits.LAST_STATE_READ, limits.WIDTH_OF_FC_INPUT),
 )
 EAGLE = Loader(
     unknown=Outcome.SILENT,
     unset=Outcome.SILENT,
     architectures=frozenset({"LlamaForCausalLMEagle"}),
-    slots=(*EAGLE_SLOTS, Slot("fc.bias", "H"), Slot("embed_tokens.weight", "V H", source=Source.TARGET)),
-    settings=EAGLE_SETTINGS,
+    slots=(*loader.EAGLE_SLOTS, Slot("fc.bias", "H"), Slot("embed_tokens.weight", "V H", source=Source.TARGET)),
+    settings=loader.EAGLE_SETTINGS,
     ignored=("lm_head", "rotary_emb.", "projector"),
 )
 ALGORITHMS = {"eagle": "EAGLE", "eagle3": "EAGLE3", "draft_model": "STANDALONE", "mtp": "NEXTN"}
@@ -102,7 +71,7 @@ def serve_command(served: Served) -> str:
     return " \\\n    ".join(parts)
 
 
-def plain_options(target: str, *, dtype: str, max_length: int) -> dict[str, Any]:
+def plain_options(target: str, dtype: str, max_length: int) -> dict[str, Any]:
     return {"model_path": target, "dtype": dtype, "context_length": max_length}
 
 
@@ -121,7 +90,7 @@ class SglangClient:
 
     page = MetricsPage("sglang", hint="start SGLang with --enable-metrics")
 
-    def identify(self, server: "Server") -> Identity:
+    def identify(self, server: Server) -> Identity:
         self.page.read_first(server)
         info, served = server.json("/get_server_info"), server.json("/v1/models")["data"][0]
         drafts = info.get("speculative_algorithm") is not None
@@ -132,30 +101,19 @@ class SglangClient:
             num_speculative_tokens=int(info["speculative_num_steps"]) if drafts else None,
         )
 
-    def complete(
-        self,
-        server: "Server",
-        model: str,
-        prompt_ids: Sequence[int],
-        *,
-        max_new_tokens: int,
-        temperature: float,
-        top_p: float,
-        top_k: int,
-        seed: int,
-    ) -> Completion:
-        """`model` and `seed` play no part: a server has one model, and SGLang seeds its sampling when it starts."""
+    def complete(self, server: Server, request: Request) -> Completion:
+        """Model and seed play no part: a server has one model, and SGLang seeds its sampling when it starts."""
         before = self.page.read(server)
-        parameters = {"max_new_tokens": max_new_tokens, **sampling_parameters(temperature, top_p, top_k)}
+        parameters = {"max_new_tokens": request.max_new_tokens, **sampling_parameters(request)}
         start = time.perf_counter()
-        answer = server.json("/generate", {"input_ids": list(prompt_ids), "sampling_params": parameters})
+        answer = server.json("/generate", {"input_ids": list(request.prompt_ids), "sampling_params": parameters})
         seconds = time.perf_counter() - start
         meta = answer["meta_info"]
         num_tokens = meta["completion_tokens"]
         self.page.read_after(server, before, num_tokens)
         return Completion(answer["text"], num_tokens, seconds, answer_counts(meta, answer.get("output_ids") or ()))
 
-    def gauges(self, server: "Server") -> dict[str, float]:
+    def gauges(self, server: Server) -> dict[str, float]:
         """Averages over the server's last interval, not over a suite; empty before it drafted any."""
         return page_gauges(server.text("/metrics"))
 
@@ -186,7 +144,7 @@ def eagle3(export: HeadExport) -> dict[str, Any]:
     def chosen(layers: list[int]) -> dict[str, Any]:
         return {"eagle_config": {"use_aux_hidden_state": True, AUX_LAYERS: [layer - 1 for layer in layers]}}
 
-    return eagle3_config(export, *EAGLE3_KEYS, aux_layers=chosen)
+    return eagle3_config(export, *SIZES, *NORMS, aux_layers=chosen)
 
 
 SGLANG = Engine(
@@ -197,17 +155,18 @@ SGLANG = Engine(
         "eagle3": Layout(
             eagle3,
             limits=(
-                NORM_BEFORE_RESIDUAL,
-                SEVERAL_LAYERS,
-                OWN_EMBEDDING,
-                LAST_STATE_READ,
-                LAYERS_OUT_OF_ORDER,
-                WIDTH_OF_FC_INPUT,
+                limits.NORM_BEFORE_RESIDUAL,
+                limits.SEVERAL_LAYERS,
+                limits.OWN_EMBEDDING,
+                limits.LAST_STATE_READ,
+                limits.LAYERS_OUT_OF_ORDER,
+                limits.WIDTH_OF_FC_INPUT,
             ),
-            first_layer="midlayer.",
         ),
         "eagle": Layout(
-            lambda export: {"architectures": ["LlamaForCausalLMEagle"], **export.llama}, limits=(SLIDING_WINDOW,), fc_bias=True
+            lambda export: {"architectures": ["LlamaForCausalLMEagle"], **export.llama},
+            limits=(limits.SLIDING_WINDOW,),
+            fc_bias=True,
         ),
         "draft_model": Layout(),
         "mtp": Layout(),
@@ -216,5 +175,6 @@ SGLANG = Engine(
     counters="Its log says `accept len`, `/server_info` says `avg_spec_accept_length`.",
     loaders={"eagle3": (EAGLE3,), "eagle": (EAGLE,)},
     client=SglangClient(),
-    python=PythonOptions(plain_options, draft_options),
+    plain_options=plain_options,
+    draft_options=draft_options,
 )

@@ -2,8 +2,9 @@
 
 from typing import Any
 
+from specdistill.engines import limits
 from specdistill.engines.engine import Engine, Served
-from specdistill.engines.layout import AUX_LAYERS, LAYERS_OUT_OF_ORDER, HeadExport, Layout
+from specdistill.engines.layout import AUX_LAYERS, NORMS, HeadExport, Layout
 from specdistill.engines.vllm import VLLM
 
 VERSION = "0.9.0"
@@ -12,7 +13,6 @@ VERSION = "0.9.0"
 def eagle3(export: HeadExport) -> dict[str, Any]:
     """The config.json of `Eagle3Speculator`, from which vLLM takes the target and how many tokens to draft."""
     head, target = export.head, export.target
-    assert target is not None
     proposal = {
         "proposal_type": "greedy",
         "speculative_tokens": export.num_speculative_tokens,
@@ -36,9 +36,7 @@ def eagle3(export: HeadExport) -> dict[str, Any]:
         "draft_vocab_size": head.draft_vocab_size,
         "target_hidden_size": None if same_width else head.target_hidden_size,
         "norm_before_residual": head.norm_before_residual,
-        "fc_norm": head.fc_norm,
-        "norm_output": head.norm_output,
-        "norm_before_fc": head.norm_before_fc,
+        **{norm: getattr(head, norm) for norm in NORMS},
         AUX_LAYERS: list(head.aux_layers),
         "embed_requires_grad": head.owns_embedding,
         "tie_word_embeddings": False,
@@ -54,7 +52,14 @@ SPECULATORS = Engine(
     name="speculators",
     title="speculators, served by vLLM",
     versions=f"speculators 0.9; vLLM {VLLM.versions}",
-    layouts={"eagle3": Layout(eagle3, limits=(LAYERS_OUT_OF_ORDER,), needs_target="speculators' config.json names it")},
+    layouts={
+        "eagle3": Layout(
+            eagle3,
+            limits=(limits.LAYERS_OUT_OF_ORDER,),
+            first_layer="layers.0.",
+            needs_target="speculators' config.json names it",
+        )
+    },
     serve_command=serve_command,
     counters=VLLM.counters,
 )

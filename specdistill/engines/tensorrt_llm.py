@@ -4,34 +4,17 @@ It reads what ModelOpt writes: `layers.0.*`, without t2d and embedding; SpecForg
 argument of its own. A tensor that is missing is an error, one that is unknown is not.
 """
 
+from specdistill.engines import limits, loader
 from specdistill.engines.engine import Engine
-from specdistill.engines.layout import LAYERS_OUT_OF_ORDER, WIDTH_OF_FC_INPUT
-from specdistill.engines.loader import (
-    EAGLE3_SLOTS,
-    PLAIN_EAGLE3_SETTINGS,
-    Loader,
-    Outcome,
-    Setting,
-    Slot,
-    Source,
-    layer_slots,
-)
+from specdistill.engines.loader import Loader, Outcome, Setting, Slot, Source
 
 EAGLE3 = Loader(
     unknown=Outcome.SILENT,
     unset=Outcome.REFUSED,
     architectures=frozenset({"LlamaForCausalLM", "LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM"}),
-    slots=(
-        *EAGLE3_SLOTS,
-        Slot("fc.bias", "H", "bias"),
-        *layer_slots("layers.{i}", "H", "hidden_norm"),
-        Slot("lm_head.weight", "W H", source=Source.SHARED),
-        Slot("embed_tokens.weight", "V H", "own_width"),
-        Slot("embed_tokens.weight", "V H", "!own_width", Source.TARGET),
-        Slot("d2t", "W", "pruned"),
-    ),
+    slots=(*loader.PLAIN_EAGLE3_SLOTS, Slot("lm_head.weight", "W H", source=Source.SHARED)),
     settings={
-        **PLAIN_EAGLE3_SETTINGS,
+        **loader.PLAIN_EAGLE3_SETTINGS,
         "norm_before_fc": Setting(("eagle_config.norm_before_fc",), False),
         "norm_output": Setting(("eagle_config.return_hidden_post_norm", "norm_output"), False),
     },
@@ -39,7 +22,7 @@ EAGLE3 = Loader(
     renamed=(("midlayer.", "layers.0.", "one_layer"),),
     ignored=("t2d",),
     arguments={"aux_layers": "eagle3_layers_to_capture"},
-    limits=(LAYERS_OUT_OF_ORDER, WIDTH_OF_FC_INPUT),
+    limits=(limits.LAYERS_OUT_OF_ORDER, limits.WIDTH_OF_FC_INPUT),
 )
 TENSORRT_LLM = Engine(
     name="trtllm",

@@ -11,46 +11,16 @@
 import json
 import shlex
 import time
-from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from specdistill.engines import limits, loader
+from specdistill.engines.client import Server
 from specdistill.engines.counters import MetricsPage, ServerCounts
-from specdistill.engines.engine import Completion, Engine, Identity, PythonOptions, Served
-from specdistill.engines.layout import (
-    AUX_LAYERS,
-    FC_BIAS,
-    LAYERS_OUT_OF_ORDER,
-    SLIDING_WINDOW,
-    HeadExport,
-    Layout,
-    eagle3_config,
-)
-from specdistill.engines.loader import (
-    EAGLE3_SETTINGS,
-    EAGLE3_SLOTS,
-    EAGLE_SETTINGS,
-    EAGLE_SLOTS,
-    AuxLayers,
-    Loader,
-    Outcome,
-    Setting,
-    Slot,
-    Source,
-    layer_slots,
-)
+from specdistill.engines.engine import Completion, Engine, Identity, Request, Served
+from specdistill.engines.layout import AUX_LAYERS, NORMS, SIZES, HeadExport, Layout, eagle3_config
+from specdistill.engines.loader import AuxLayers, Loader, Outcome, Setting, Slot, Source
 
-if TYPE_CHECKING:
-    from specdistill.engines.client import Server
-
-EAGLE3_KEYS = (
-    "target_hidden_size",
-    "num_aux_hidden_states",
-    "fc_norm",
-    "norm_output",
-    "norm_before_fc",
-    "norm_before_residual",
-)
 EAGLE3 = Loader(
     unknown=Outcome.REFUSED,
     unset=Outcome.SILENT,
@@ -60,14 +30,13 @@ EAGLE3 = Loader(
         | {"Eagle3Qwen3vlForCausalLM", "Eagle3MiniMaxM2ForCausalLM"}
     ),
     slots=(
-        *EAGLE3_SLOTS,
-        *layer_slots("layers.{i}", "H", "input_layernorm"),
+        *loader.EAGLE3_SLOTS,
+        *loader.layer_slots("layers.{i}", "H", "input_layernorm"),
         Slot("layers.{i}.hidden_norm.weight", "H", source=Source.UNUSED),
         Slot("lm_head.weight", "W H", source=Source.SHARED),
         Slot("embed_tokens.weight", "V H", source=Source.SHARED),
-        Slot("d2t", "W", "pruned"),
     ),
-    settings={**EAGLE3_SETTINGS, "norm_before_residual": Setting(("norm_before_residual",), False)},
+    settings={**loader.EAGLE3_SETTINGS, "norm_before_residual": Setting(("norm_before_residual",), False)},
     aux_layers=(
         AuxLayers(((AUX_LAYERS, 0), (f"eagle_config.{AUX_LAYERS}", 0)), "V1 runner"),
         AuxLayers(((AUX_LAYERS, 0), ("eagle_config.layer_ids", 0)), "V2 runner"),
@@ -81,10 +50,7 @@ SPECULATORS_EAGLE3 = replace(
     architectures=frozenset(),
     settings={**EAGLE3.settings, "norm_before_residual": Setting(("norm_before_residual",), True)},
     inner="transformer_layer_config",
-    taken=(
-        *("draft_vocab_size", "target_hidden_size", "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"),
-        AUX_LAYERS,
-    ),
+    taken=("draft_vocab_size", "target_hidden_size", "norm_before_residual", *NORMS, AUX_LAYERS),
     required=(
         "speculators_config.proposal_methods.0.speculative_tokens",
         "speculators_config.verifier.name_or_path",
@@ -95,8 +61,8 @@ EAGLE = Loader(
     unknown=Outcome.REFUSED,
     unset=Outcome.SILENT,
     architectures=frozenset({"LlamaForCausalLM", "EagleLlamaForCausalLM"}),
-    slots=(*EAGLE_SLOTS, Slot("embed_tokens.weight", "V H", source=Source.SHARED)),
-    settings={**EAGLE_SETTINGS, "fc_bias": Setting(default=False)},
+    slots=(*loader.EAGLE_SLOTS, Slot("embed_tokens.weight", "V H", source=Source.SHARED)),
+    settings={**loader.EAGLE_SETTINGS, "fc_bias": Setting(default=False)},
     ignored=(".bias", "rotary_emb."),
 )
 WRAPPED_EAGLE = replace(EAGLE, inner="model", required=("model",))
@@ -124,7 +90,7 @@ def serve_command(served: Served) -> str:
     return f"vllm serve {model} --speculative-config {shlex.quote(json.dumps(settings))}"
 
 
-def plain_options(target: str, *, dtype: str, max_length: int) -> dict[str, Any]:
+def plain_options(target: str, dtype: str, max_length: int) -> dict[str, Any]:
     return {"model": target, "dtype": dtype, "max_model_len": max_length}
 
 
@@ -138,7 +104,7 @@ class VllmClient:
 
     page = MetricsPage("vllm", hint="start vLLM without --disable-log-stats")
 
-    def identify(self, server: "Server") -> Identity:
+    def identify(self, server: Server) -> Identity:
         counters = self.page.read_first(server)
         served = server.json("/v1/models")["data"][0]
         return Identity(
@@ -148,25 +114,14 @@ class VllmClient:
             num_speculative_tokens=len(counters.accepted_per_position) or None,
         )
 
-    def complete(
-        self,
-        server: "Server",
-        model: str,
-        prompt_ids: Sequence[int],
-        *,
-        max_new_tokens: int,
-        temperature: float,
-        top_p: float,
-        top_k: int,
-        seed: int,
-    ) -> Completion:
+    def complete(self, server: Server, request: Request) -> Completion:
         before = self.page.read(server)
         body = {
-            "model": model,
-            "prompt": list(prompt_ids),
-            "max_tokens": max_new_tokens,
-            **sampling_parameters(temperature, top_p, top_k),
-            "seed": seed,
+            "model": request.model,
+            "prompt": list(request.prompt_ids),
+            "max_tokens": request.max_new_tokens,
+            **sampling_parameters(request),
+            "seed": request.seed,
             "return_token_ids": True,
         }
         start = time.perf_counter()
@@ -183,16 +138,16 @@ class VllmClient:
         )
         return Completion(choice["text"], num_tokens, seconds, counts)
 
-    def gauges(self, server: "Server") -> dict[str, float]:
+    def gauges(self, server: Server) -> dict[str, float]:
         return {}
 
 
-def sampling_parameters(temperature: float, top_p: float, top_k: int) -> dict[str, Any]:
+def sampling_parameters(request: Request) -> dict[str, Any]:
     """In the words of vLLM, which SGLang shares; -1 keeps all tokens. Every value is given, or a model's own defaults would step in."""
     return {
-        "temperature": temperature,
-        "top_p": top_p,
-        "top_k": top_k or -1,
+        "temperature": request.temperature,
+        "top_p": request.top_p,
+        "top_k": request.top_k or -1,
         "min_p": 0.0,
         "repetition_penalty": 1.0,
         "skip_special_tokens": False,
@@ -205,9 +160,10 @@ VLLM = Engine(
     versions="0.32 and 0.33",
     layouts={
         "eagle3": Layout(
-            lambda export: eagle3_config(export, *EAGLE3_KEYS), limits=(LAYERS_OUT_OF_ORDER,), first_layer="midlayer."
+            lambda export: eagle3_config(export, *SIZES, *NORMS, "norm_before_residual"),
+            limits=(limits.LAYERS_OUT_OF_ORDER,),
         ),
-        "eagle": Layout(wrapped_config, limits=(FC_BIAS, SLIDING_WINDOW)),
+        "eagle": Layout(wrapped_config, limits=(limits.FC_BIAS, limits.SLIDING_WINDOW)),
         "draft_model": Layout(),
         "mtp": Layout(),
     },
@@ -219,5 +175,7 @@ VLLM = Engine(
     loaders={"eagle3": (SPECULATORS_EAGLE3, EAGLE3), "eagle": (WRAPPED_EAGLE, EAGLE)},
     loader_version="0.33",
     client=VllmClient(),
-    python=PythonOptions(plain_options, draft_options),
+    counts_past_end=True,
+    plain_options=plain_options,
+    draft_options=draft_options,
 )

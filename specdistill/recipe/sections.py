@@ -8,7 +8,7 @@ from specdistill.engines import serving_engines
 from specdistill.recipe.fields import AtLeastOne, NonNegative, ReadWhen, Section, one_of, option, section
 
 # Commands that measure have some of the keys of `eval:` and not others: without an engine they decode in this process.
-BY_SERVER = ReadWhen("with eval.engine=vllm or sglang", lambda it: it.engine != "specdistill")
+BY_SERVER = ReadWhen(f"with eval.engine={' or '.join(serving_engines())}", lambda it: it.engine != "specdistill")
 IN_PROCESS = ReadWhen(
     "with eval.engine=specdistill: a server drafts as it was started",
     lambda it: getattr(it, "engine", "specdistill") == "specdistill",

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from specdistill.engines import ENGINES
 from specdistill.statistics.interim import PRECISION_METRICS
 from specdistill.statistics.theory import best_point
 
@@ -25,11 +26,13 @@ def findings(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             f"The measurement was cut short: {report['not_measured']['incomplete']}. Its numbers are those of a part.",
         )
     yield from _speed_findings(row, report["hardware"]["device"], settings.get("target_precision"))
-    if report.get("engine", {}).get("name") == "vllm" and row["num_drafts"]:
+    engine = ENGINES.get(report.get("engine", {}).get("name", ""))
+    if engine and engine.counts_past_end and row["num_drafts"]:
         most = row["num_prompts"] * settings["num_speculative_tokens"] / row["num_drafts"]
         yield (
             "past_the_end",
-            f"vLLM also counts tokens that it accepts past the end of a completion: the acceptance length is up to {most:.2f} too high.",
+            f"{engine.title} also counts tokens that it accepts past the end of a completion: "
+            f"the acceptance length is up to {most:.2f} too high.",
         )
     if lossless.get("unexplained_divergences"):
         count, checked = lossless["unexplained_divergences"], lossless["prompts_checked"]

@@ -14,7 +14,7 @@ from typing import Any
 
 from specdistill.engines import ENGINES
 from specdistill.engines.client import Server
-from specdistill.engines.engine import Client, Completion, Identity
+from specdistill.engines.engine import Client, Completion, Identity, Request
 from specdistill.errors import ResourceError, UserError
 from specdistill.measurement.configurations import Settings
 from specdistill.measurement.losslessness import first_difference
@@ -38,14 +38,9 @@ class Peer:
     identity: Identity
 
     def complete(self, prompt: Prompt, settings: Settings, seed: int) -> Completion:
-        return self.client.complete(
-            self.server,
-            self.identity.models[0],
-            prompt.token_ids,
-            max_new_tokens=settings.max_new_tokens,
-            **vars(settings.sampling),
-            seed=seed,
-        )
+        model, sampling = self.identity.models[0], vars(settings.sampling)
+        request = Request(model, prompt.token_ids, settings.max_new_tokens, **sampling, seed=seed)
+        return self.client.complete(self.server, request)
 
 
 @dataclass

@@ -269,7 +269,7 @@ def test_a_small_draft_of_another_vocabulary(folder: Path, tmp_path: Path) -> No
     tiny_target_model(num_layers=2, vocab_size=300).save_pretrained(tmp_path / "draft")
     tiny_tokenizer().save_pretrained(tmp_path / "draft")
     problems = whats(examined(folder, tmp_path / "draft", "vllm"))
-    assert problems == ["vLLM drafts for a vocabulary of 260 with one of 300 alone"]
+    assert problems == ["vLLM needs a vocabulary of 260, as the target has, and the draft's is 300"]
 
 
 def test_the_verb_says_what_and_what_to_do(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

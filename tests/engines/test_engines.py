@@ -19,23 +19,22 @@ def test_the_table_is_read_without_torch_or_http() -> None:
 
 
 def test_python_options_of_vllm() -> None:
-    options = ENGINES["vllm"].python
-    assert options is not None
-    assert options.plain("target", dtype="float32", max_length=64) == {
+    vllm = ENGINES["vllm"]
+    assert vllm.plain_options is not None
+    assert vllm.plain_options("target", "float32", 64) == {
         "model": "target",
         "dtype": "float32",
         "max_model_len": 64,
     }
     eagle3 = {"method": "eagle3", "num_speculative_tokens": 3, "model": "draft"}
-    assert options.draft("eagle3", "draft", 3) == {"speculative_config": eagle3}
+    assert vllm.draft_options("eagle3", "draft", 3) == {"speculative_config": eagle3}
     in_target = {"model": "served", "speculative_config": {"method": "mtp", "num_speculative_tokens": 3}}
-    assert options.draft("mtp", "served", 3) == in_target
+    assert vllm.draft_options("mtp", "served", 3) == in_target
 
 
 def test_python_options_of_sglang() -> None:
-    options = ENGINES["sglang"].python
-    assert options is not None
+    sglang = ENGINES["sglang"]
     chain = {"speculative_num_steps": 3, "speculative_eagle_topk": 1, "speculative_num_draft_tokens": 4}
     standalone = {"speculative_algorithm": "STANDALONE", **chain, "speculative_draft_model_path": "draft"}
-    assert options.draft("draft_model", "draft", 3) == standalone
-    assert options.draft("mtp", "served", 3)["model_path"] == "served"
+    assert sglang.draft_options("draft_model", "draft", 3) == standalone
+    assert sglang.draft_options("mtp", "served", 3)["model_path"] == "served"

@@ -10,7 +10,8 @@ import pytest
 from specdistill.cli import main
 from specdistill.engines import ENGINES
 from specdistill.engines.engine import Engine, Served
-from specdistill.engines.layout import AUX_LAYERS, SEVERAL_LAYERS, Layout, eagle3_config
+from specdistill.engines.layout import AUX_LAYERS, Layout, eagle3_config
+from specdistill.engines.limits import SEVERAL_LAYERS
 from specdistill.engines.loader import EAGLE3_SETTINGS, EAGLE3_SLOTS, AuxLayers, Loader, Outcome, Slot, Source
 from specdistill.errors import UserError
 from specdistill.recipe import EvalConfig, load_recipe
@@ -27,7 +28,7 @@ TOY = Engine(
     name="toy",
     title="Toy",
     versions="1.0",
-    layouts={"eagle3": Layout(lambda export: eagle3_config(export, architecture="Toy"), (SEVERAL_LAYERS,), "midlayer.")},
+    layouts={"eagle3": Layout(lambda export: eagle3_config(export, architecture="Toy"), (SEVERAL_LAYERS,))},
     serve_command=serve_command,
     counters="Its log says what it accepts.",
     loaders={

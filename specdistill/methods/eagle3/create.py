@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from specdistill.engines.layout import engine_aux_layers
+from specdistill.engines.limits import engine_aux_layers
 from specdistill.errors import UserError
 from specdistill.methods.eagle3.module import Eagle3Config, Eagle3Draft
 from specdistill.methods.heads.create import head_shape, initialize

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdistill.engines.layout import engine_aux_layers
+from specdistill.engines.limits import engine_aux_layers
 from specdistill.methods.contract import Mistake
 from specdistill.methods.eagle3.module import Eagle3Draft
 from specdistill.methods.heads.mistakes import (
