@@ -1,6 +1,7 @@
 """Real decoding of a tiny target: lossless under every proposer, exact under sampling, right at every end."""
 
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
@@ -141,23 +142,26 @@ def test_a_stop_token_ends_the_text_and_nothing_past_it_counts(target: FrozenTar
     assert sum(r.num_accepted for r in run.rounds) <= first
 
 
+def draws(decoder: Decoder, seed: int) -> Counter[tuple[int, ...]]:
+    """How often each (first, second, third token) was sampled."""
+    sampling, generator = Sampling(temperature=0.7, top_k=3), torch.Generator().manual_seed(seed)
+    options: dict[str, Any] = {"num_speculative_tokens": 2, "sampling": sampling, "generator": generator}
+    return Counter(decoder.generate(PROMPT, max_new_tokens=3, **options).token_ids for _ in range(150))
+
+
+@pytest.fixture(scope="module")
+def plain_draws(target: FrozenTarget) -> Counter[tuple[int, ...]]:
+    return draws(Decoder(target), seed=0)
+
+
 @pytest.mark.parametrize("name", ["eagle3", "eagle3, pruned", "eagle", "mtp", "ngram"])
-def test_sampled_text_follows_the_targets_distribution(target: FrozenTarget, name: str) -> None:
-    """Two samples of (first, second, third token) with and without the draft are one distribution; the same seeds, so no flakes."""
-    sampling = Sampling(temperature=0.7, top_k=3)
-    generator = torch.Generator().manual_seed(0)
-    draws: list[Counter[tuple[int, ...]]] = []
-    for proposer in (None, proposers(target)[name]):
-        decoder = Decoder(target, proposer)
-        runs = [
-            decoder.generate(
-                PROMPT, max_new_tokens=3, num_speculative_tokens=2, sampling=sampling, generator=generator
-            ).token_ids
-            for _ in range(150)
-        ]
-        draws.append(Counter(runs))
-    keys = sorted(draws[0].keys() | draws[1].keys())
-    assert chi2_contingency([[d[key] for key in keys] for d in draws]).pvalue > 0.01
+def test_sampled_text_follows_the_targets_distribution(
+    target: FrozenTarget, plain_draws: Counter[tuple[int, ...]], name: str
+) -> None:
+    """Two samples, with and without the draft, are one distribution; the same seeds, so no flakes."""
+    both = plain_draws, draws(Decoder(target, proposers(target)[name]), seed=1)
+    keys = sorted(both[0].keys() | both[1].keys())
+    assert chi2_contingency([[counts[key] for key in keys] for counts in both]).pvalue > 0.01
 
 
 def test_sampling_is_reproducible_by_its_generator(target: FrozenTarget) -> None:

@@ -431,22 +431,29 @@ def test_near_ties_are_settled_on_every_branch_that_is_taken() -> None:
 # --- Sampling
 
 
+def draws(decoder: Decoder, shape: StaticTree | DynamicTree | None, seed: int) -> Counter[tuple[int, ...]]:
+    """How often each (first, second, third token) was sampled."""
+    options: dict[str, Any] = {
+        "tree": shape,
+        "sampling": Sampling(temperature=0.7, top_k=3),
+        "generator": torch.Generator().manual_seed(seed),
+    }
+    return Counter(decoder.generate(PROMPT, max_new_tokens=3, **options).token_ids for _ in range(150))
+
+
+@pytest.fixture(scope="module")
+def plain_draws(target: FrozenTarget) -> Counter[tuple[int, ...]]:
+    return draws(Decoder(target), None, seed=0)
+
+
 @pytest.mark.parametrize("name", ["draft_model", "eagle3, pruned"])
 @pytest.mark.parametrize("shape", [DynamicTree(budget=4, depth=2, top_k=2), StaticTree((2, 2))])
 def test_sampled_text_follows_the_targets_distribution(
-    target: FrozenTarget, name: str, shape: StaticTree | DynamicTree
+    target: FrozenTarget, plain_draws: Counter[tuple[int, ...]], name: str, shape: StaticTree | DynamicTree
 ) -> None:
-    sampling = Sampling(temperature=0.7, top_k=3)
-    generator = torch.Generator().manual_seed(0)
-    draws: list[Counter[tuple[int, ...]]] = []
-    for tree, decoder in ((None, Decoder(target)), (shape, Decoder(target, proposer_of(name, target)))):
-        runs = [
-            decoder.generate(PROMPT, max_new_tokens=3, tree=tree, sampling=sampling, generator=generator).token_ids
-            for _ in range(150)
-        ]
-        draws.append(Counter(runs))
-    keys = sorted(draws[0].keys() | draws[1].keys())
-    assert chi2_contingency([[d[key] for key in keys] for d in draws]).pvalue > 0.01
+    both = plain_draws, draws(Decoder(target, proposer_of(name, target)), shape, seed=1)
+    keys = sorted(both[0].keys() | both[1].keys())
+    assert chi2_contingency([[counts[key] for key in keys] for counts in both]).pvalue > 0.01
 
 
 def test_a_target_that_drafts_for_itself_loses_nothing_by_drawing(target: FrozenTarget) -> None:
