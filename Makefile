@@ -26,10 +26,11 @@ demo: $(READY)  ## train a draft for pico, decode with it, measure, write runs/d
 test: $(READY)  ## all tests that this machine can run; ARGS="-m 'not slow'" for the quick ones
 	$(BIN)/python -m pytest -n logical --maxprocesses 8 --dist worksteal --ignore=tests/with_engines $(ARGS)
 
-lint: $(READY)  ## formatting, lint and types; changes nothing
+lint: $(READY)  ## formatting, lint, types and the import direction; changes nothing
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports
 
 format: $(READY)  ## reformat the code and sort its imports
 	$(BIN)/ruff format .

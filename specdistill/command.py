@@ -1,11 +1,11 @@
-"""What every command shares: `key=value` arguments, `--help` from the recipe's dataclasses, one line and an exit code for a failure."""
+"""What every command shares: `key=value` arguments, `--help` from the recipe's schema, one line and an exit code for a failure."""
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TypeVar
 
-from specdistill.errors import ExitCode, ResourceError, UserError
+from specdistill.errors import ExitCode, ResourceError, UserError, explain
 from specdistill.recipe import Section, describe, load_recipe
 
 R = TypeVar("R", bound=Section)
@@ -32,23 +32,19 @@ def run(
     if {"-h", "--help"} & set(arguments):
         print_help(main.__globals__.get("__doc__") or "", schema, shorthands)
         return ExitCode.DONE
-    debug = "debug=true" in arguments
     try:
         given = [spell_out(argument, shorthands) for argument in arguments if not argument.startswith("debug=")]
         first = [] if any(argument.startswith("recipe=") for argument in given) else without_recipe
         return main(load_recipe(schema, [*first, *given])) or ExitCode.DONE
     except (UserError, ResourceError) as error:
-        if debug:
-            raise
-        print(f"error: {error}", file=sys.stderr)
-        return ExitCode.USER_ERROR if isinstance(error, UserError) else ExitCode.RESOURCE_ERROR
+        return explain(error, debug="debug=true" in arguments)
 
 
 def print_help(introduction: str, schema: type[Section], shorthands: Mapping[str, str] = NO_SHORTHANDS) -> None:
     """The command's docstring, then its keys with type, default and meaning."""
     print(introduction.strip(), "\n\nKeys (key=value):")
-    for key, kind, default, text in describe(schema):
-        print(f"  {key:34} {text} [{kind}; default {default}]")
+    for key, kind, default, meaning in describe(schema):
+        print(f"  {key:34} {meaning} [{kind}; default {default}]")
     for short, key in shorthands.items():
         print(f"  {short:34} short for {key}")
     print(f"  {'debug':34} show the traceback of a user's mistake [bool; default false]")

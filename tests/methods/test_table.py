@@ -1,0 +1,17 @@
+"""The table of methods, and that their folders stand alone."""
+
+from itertools import permutations
+
+import grimp
+
+from specdistill.methods import METHODS
+
+
+def test_a_method_imports_nothing_of_another_method() -> None:
+    graph = grimp.build_graph("specdistill")
+    chains = {
+        chain
+        for one, other in permutations((method.package for method in METHODS.values()), 2)
+        for chain in graph.find_shortest_chains(importer=one, imported=other, as_packages=True)
+    }
+    assert not chains
