@@ -232,7 +232,7 @@ def test_what_is_no_such_server_is_refused(speculative, plain, tmp_path, capsys)
     for arguments, code, message in (
         (["eval.engine=vllm"], 2, "eval.server: got nothing, expected the address of a running vllm server"),
         (["eval.engine=vlm"], 2, "did you mean vllm?"),
-        ([good], 2, f"eval.server: got {drafting.address}, expected eval.engine=vllm or eval.engine=sglang"),
+        ([good], 2, f"eval.server: got {drafting.address}, expected null: it is read only with eval.engine=vllm or sglang"),
         (["eval.engine=vllm", "eval.server=localhost:8000"], 2, "expected the address of a running server, as http://"),
         (["eval.engine=vllm", "eval.server=http://127.0.0.1:9"], 3, "http://127.0.0.1:9/metrics does not answer"),
         (["eval.engine=vllm", good, "eval.num_speculative_tokens=5"], 2, "got 5, expected 3, as the server at"),
@@ -266,7 +266,7 @@ def test_a_server_of_another_model_or_version_is_refused(pico, speculative, plai
 def test_a_server_that_serves_others_meanwhile_is_noticed(speculative, tmp_path, capsys):
     peer = speculative(counts_of_others=2)
     code, said = refused(capsys, tmp_path / "report", "eval.engine=vllm", f"eval.server={peer.address}")
-    assert (code, "served others too: it wrote 26 tokens, of which 24 are ours" in said) == (3, True)
+    assert (code, "served others too: it generated 26 tokens, of which 24 are ours" in said) == (3, True)
 
 
 def test_samples_hold_what_the_report_is_made_of(speculative, tmp_path):
