@@ -12,6 +12,7 @@ from typing import Any
 
 from specdistill.command import run
 from specdistill.decoding.batch_decoder import BatchDecoder
+from specdistill.decoding.proposer import Proposer
 from specdistill.decoding.tree import tree_shape
 from specdistill.errors import ExitCode
 from specdistill.gate.baseline import read_baseline
@@ -103,22 +104,17 @@ def measure_here(
     if any(plan.settings.batch_size > 1 for plan in plans):
         BatchDecoder(target, proposer)  # refuses what cannot be batched, before anything is measured
 
-    # Measure each, and check that greedy decoding is lossless
+    # Measure each that an earlier run has not finished
     finished = FinishedConfigurations(folder, measurement_identity(target, proposer, suite, method=recipe.method, draft=draft))
     measured = []
     for number, plan in enumerate(plans, start=1):
         if (known := finished.read(plan)) is None:
             if len(plans) > 1:
                 print(f"configuration {number} of {len(plans)}", file=sys.stderr)
-            with resources_used(target.device) as took:
-                runs = measure(target, proposer, suite.name, plan)
-                check = number == 1 or plan.settings.sampling.is_greedy
-                lossless = greedy_check(target, proposer, runs, plan.settings) if check else None
-                records = prompt_records(suite.name, plan.settings.configuration, target, proposer, runs)
-            known = finished.write(plan, MeasuredConfiguration(records, lossless, took))
+            known = finished.write(plan, measure_configuration(target, proposer, suite, plan, check_sampled=number == 1))
         measured.append(known)
 
-    # The other measurements of the main configuration: losslessness under sampling, and what rounds of fewer tokens cost
+    # Of the main configuration also: is sampling lossless, and what do rounds of fewer draft tokens cost?
     with resources_used(target.device) as took:
         tested = sampling_test(target, proposer, prompts, plans[0].settings, num_draws=config.sampling_draws)
         costs = round_costs(target, proposer, prompts, plans[0].settings)
@@ -137,6 +133,22 @@ def measure_here(
     records = [record for entry in measured for record in entry.records]
     add_quality(report, records, suite, special_tokens=target.tokenizer.all_special_tokens, run_code=config.run_code)
     return report, records
+
+
+def measure_configuration(
+    target: FrozenTarget, proposer: Proposer, suite: Suite, plan: Plan, *, check_sampled: bool
+) -> MeasuredConfiguration:
+    """Decode every prompt with and without the draft, and check that greedy decoding is lossless.
+
+    check_sampled: prompts of a sampled configuration are decoded greedily as well, for that check.
+    """
+    settings = plan.settings
+    with resources_used(target.device) as took:
+        runs = measure(target, proposer, suite.name, plan)
+        checked = check_sampled or settings.sampling.is_greedy
+        lossless = greedy_check(target, proposer, runs, settings) if checked else None
+        records = prompt_records(suite.name, settings.configuration, target, proposer, runs)
+    return MeasuredConfiguration(records, lossless, took)
 
 
 def measure_server(recipe: Recipe, suite: Suite, prior: PriorRun | None) -> tuple[dict[str, Any], list[PromptRecord]]:

@@ -6,6 +6,7 @@ from types import MappingProxyType
 from typing import TypeVar
 
 from specdistill.errors import ExitCode, ResourceError, UserError, explain
+from specdistill.progress import hide_bars_of_transformers
 from specdistill.recipe import Section, describe, load_recipe
 
 R = TypeVar("R", bound=Section)
@@ -32,6 +33,7 @@ def run(
     if {"-h", "--help"} & set(arguments):
         print_help(main.__globals__.get("__doc__") or "", schema, shorthands)
         return ExitCode.DONE
+    hide_bars_of_transformers()
     try:
         given = [spell_out(argument, shorthands) for argument in arguments if not argument.startswith("debug=")]
         first = [] if any(argument.startswith("recipe=") for argument in given) else without_recipe

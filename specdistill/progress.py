@@ -37,6 +37,13 @@ def progress(description: str, total: int, unit: str) -> Iterator[Advance]:
         lines.end()
 
 
+def hide_bars_of_transformers() -> None:
+    """Without a terminal, transformers loads and writes weights without its own bars. Does nothing where it is not imported."""
+    logging = sys.modules.get("transformers.utils.logging")
+    if logging is not None and not sys.stderr.isatty():
+        logging.disable_progress_bar()
+
+
 class _Lines:
     def __init__(self, description: str, total: int, unit: str) -> None:
         self.description, self.total, self.unit = description, total, unit

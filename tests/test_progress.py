@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from specdistill import progress as module
-from specdistill.progress import progress
+from specdistill.progress import hide_bars_of_transformers, progress
 
 COUNTED = """
 from specdistill.progress import progress
@@ -58,6 +58,16 @@ def test_of_several_processes_one_speaks(monkeypatch, capsys):
     monkeypatch.setenv("RANK", "1")
     with progress("tokenizing", 1, "rows") as advance:
         advance()
+    assert capsys.readouterr().err == ""
+
+
+def test_without_a_terminal_transformers_shows_no_bars_of_its_own(capsys):
+    from transformers.utils import logging
+
+    logging.enable_progress_bar()
+    hide_bars_of_transformers()
+    assert not logging.is_progress_bar_enabled()
+    assert list(logging.tqdm(range(3))) == [0, 1, 2]
     assert capsys.readouterr().err == ""
 
 

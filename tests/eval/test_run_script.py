@@ -343,7 +343,7 @@ def counts(row):
 
 @pytest.mark.usefixtures("simulated_clock")
 def test_what_a_run_can_tell_is_said_before_it_runs(target, suite, gate, tmp_path, capsys):
-    """By what is assumed, then by the report that the run replaces; and it may stop when the numbers are sharp."""
+    """By what is assumed, then by the report that the run replaces; and it may stop when the numbers are precise enough."""
     folder = tmp_path / "report"
     command(*arguments(target, suite, gate, folder))
     said = capsys.readouterr().out

@@ -243,8 +243,9 @@ def test_what_is_no_such_server_is_refused(speculative, plain, tmp_path, capsys)
         (
             ["eval.engine=vllm", good, "eval.sweep.temperature=[0.5]"],
             2,
-            "eval.sweep.temperature: got [0.5] with eval.engine=vllm",
+            "it is read only with eval.engine=specdistill: a server drafts as it was started",
         ),
+        (["eval.engine=vllm", good, "eval.ngram.max=5"], 2, "it is read only with eval.engine=specdistill"),
     ):
         got, said = refused(capsys, folder, *arguments)
         assert (got, message in said) == (code, True), said
