@@ -1,4 +1,4 @@
-"""The drafts that a comparison is asked for, found and told apart before anything is loaded."""
+"""The drafts of a comparison: located, named and checked to be different before anything is loaded."""
 
 import filecmp
 import itertools
@@ -20,9 +20,9 @@ UNTRAINED = [name for name, method in METHODS.items() if method.artifact is None
 
 @dataclass(frozen=True)
 class Candidate:
-    """One draft. `draft` is the entry as it was given (None for ngram), `folder` where its files are, `revision` a Hub commit.
+    """One draft. draft: the entry as given; folder: of its files; revision: a Hub commit; num_layers: decoder layers, by its config.json.
 
-    num_layers: decoder layers of the draft, as its config.json says; None where there are none.
+    All of these are None for a method without a draft.
     """
 
     name: str
@@ -34,10 +34,9 @@ class Candidate:
 
 
 def find_candidates(entries: Sequence[str]) -> list[Candidate]:
-    """Candidates in the order given, under names that are all different. An entry is a folder, a Hub id (`org/name@revision` for one of
-    several) or the name of a method without a draft (`ngram`).
+    """Candidates with unique names, from folders, Hub ids (org/name or org/name@revision) and methods without a draft (`ngram`).
 
-    Raises UserError for fewer than two, for one that holds no draft, and for two that are the same (also as copies of each other);
+    Raises UserError for fewer than two, for a folder without a draft, and for two that are the same or copies of each other;
     ResourceError when the Hub fails.
     """
     if len(entries) < 2:
@@ -58,7 +57,7 @@ def find_candidates(entries: Sequence[str]) -> list[Candidate]:
 
 def _locate(entry: str) -> Path:
     """The folder of an entry: the entry itself, or the Hub's files in the local cache."""
-    if entry and Path(entry).is_dir():  # Path("") is the folder one stands in
+    if entry and Path(entry).is_dir():  # Path("") is the working directory
         return Path(entry)
     expected = f"a draft folder, a Hub id or {' or '.join(UNTRAINED)}"
     if entry.startswith((".", "/", "~")) or split_revision(entry)[0].count("/") != 1:
@@ -91,9 +90,9 @@ def _copies(first: Path, second: Path) -> bool:
 
 
 def _names(entries: Sequence[str]) -> list[str]:
-    """Each entry's last part, with as many of the parts before it as tell it from the others: runs/a/draft -> a-draft.
+    """Each entry's last part, with as many parts before it as make it unique: runs/a/draft -> a-draft; remaining duplicates get a number.
 
-    Names become folders beside the comparison's own files, so they are compared without case, and a number settles what is left.
+    Names become folders, so they are compared without case.
     """
     # A revision may hold slashes, as refs/pr/1 does.
     parts = [

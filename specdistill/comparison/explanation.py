@@ -100,14 +100,13 @@ def _acceptance(other: Entry, best: Entry) -> Iterator[str]:
     after = f"at later positions once they are reached ({_rates(other, best, 'later_position_rate')})"
     if not first and not later:
         return
-    if first and later and (first > 0) == (later > 0):
-        yield f"It accepts {'more' if first > 0 else 'less'} {at_first} and {after}."
-    elif first and later:
-        yield f"It accepts {'more' if first > 0 else 'less'} {at_first} but {'more' if later > 0 else 'less'} {after}."
+    if first and later:
+        joint = "and" if (first > 0) == (later > 0) else f"but {_amount(later)}"
+        yield f"It accepts {_amount(first)} {at_first} {joint} {after}."
     elif first:
-        yield f"It accepts {'more' if first > 0 else 'less'} {at_first}; later positions are not separable."
+        yield f"It accepts {_amount(first)} {at_first}; later positions are not separable."
     else:
-        yield f"It accepts {'more' if later > 0 else 'less'} {after}; the first position is not separable."
+        yield f"It accepts {_amount(later)} {after}; the first position is not separable."
 
 
 def _cost(other: Entry, best: Entry, by_name: Mapping[str, Entry]) -> Iterator[str]:
@@ -198,6 +197,10 @@ def _range(difference: Mapping[str, Any]) -> str:
 
 def _more(change: float, more: str, less: str) -> str:
     return f"{_share(change)} {more if change > 0 else less}"
+
+
+def _amount(change: float) -> str:
+    return "more" if change > 0 else "less"
 
 
 def _against(other: Entry, best: Entry, part: str, unit: str = "") -> str:

@@ -134,7 +134,8 @@ class DraftModelProposer:
 
     @property
     def settings(self) -> dict[str, Any]:
-        return {"confidence_threshold": self.confidence_threshold, "draft_context": self.context}
+        threshold = {} if self.confidence_threshold is None else {"confidence_threshold": self.confidence_threshold}
+        return {**threshold, "draft_context": self.context}
 
     def draws(self, sampling: Sampling, tree: StaticTree | DynamicTree | None) -> bool:
         return candidates_are_drawn(sampling, tree)
