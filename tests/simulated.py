@@ -200,7 +200,7 @@ def simulated_candidate(
     unexplained: int = 0,
     **simulation: Any,
 ) -> Measured:
-    """A draft of a comparison. `unexplained`: greedy texts that are not the target's own; `simulation`: arguments of `simulate`."""
+    """A draft of a comparison. `unexplained`: greedy completions that differ from plain decoding; `simulation`: arguments of `simulate`."""
     records = simulate(**simulation)
     report = simulated_report(records, k=len(records[0].rounds[0].drafted))
     report["draft"] |= {"model": f"runs/{name}", "parameters": parameters, "bytes": 4 * parameters}

@@ -56,7 +56,7 @@ def to_markdown(comparison: Mapping[str, Any]) -> str:
 
 
 def to_html(comparison: Mapping[str, Any]) -> str:
-    """comparison.html: one file without any other. Every value is escaped: names come from outside."""
+    """comparison.html: one self-contained file. Every value is escaped: names come from outside."""
     reports = [(entry["name"], entry["report"]) for entry in _ranked(comparison)]
     html: str = (
         environment("specdistill.comparison")

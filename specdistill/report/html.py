@@ -1,4 +1,4 @@
-"""report.html: one file without any other, the verdict first. Every value is escaped: names and model output come from outside."""
+"""report.html: one self-contained file, the verdict first. Every value is escaped: names and model output come from outside."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

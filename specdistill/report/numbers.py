@@ -28,7 +28,7 @@ def interval(row: Mapping[str, Any], name: str) -> str:
 
 
 def between(row: Mapping[str, Any], name: str) -> str:
-    """`interval` in brackets, to stand behind the number."""
+    """`interval` in brackets, to follow the number."""
     shown = interval(row, name)
     return f" ({shown})" if shown else ""
 

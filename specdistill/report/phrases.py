@@ -59,8 +59,8 @@ def losslessness(report: Report) -> tuple[str, str]:
     sampled = f"not measured ({absent.get('lossless.sampling_test')})"
     if test := lossless.get("sampling_test"):
         sampled = (
-            f"{test['num_draws']} continuations of two tokens with the draft and without follow one distribution with chi-square "
-            f"p = {test['p_value']:.3g}; for a rule that is wrong on purpose the test gives p = {test['negative_control_p_value']:.1g}"
+            f"chi-square test that {test['num_draws']} continuations of two tokens with the draft and without follow one distribution, "
+            f"p = {test['p_value']:.3g}; for a rule that is wrong on purpose, p = {test['negative_control_p_value']:.1g}"
         )
     return f"Greedy: {greedy}.", f"Sampled: {sampled}."
 
@@ -188,8 +188,8 @@ def since(report: Mapping[str, Any]) -> str:
     ]
     gate = f" Regressions that the gate does not allow: {', '.join(refused)}." if refused else ""
     return (
-        f"{intro}, {len(directions)} numbers prompt by prompt: {better} better, {worse} worse, {still} open: "
-        f"their 95 % intervals include no change.{gate}"
+        f"{intro}, {len(directions)} numbers prompt by prompt: {better} better, {worse} worse, {still} open "
+        f"(the 95 % interval includes 0).{gate}"
     )
 
 

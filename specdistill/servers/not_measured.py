@@ -5,7 +5,7 @@ from types import MappingProxyType
 
 _HIDDEN = "a server does not time its steps one by one"
 _SUMS = "a server counts over whole texts, not round by round"
-_HF = "the library's loop is not timed beside a server"
+_HF = "transformers' generate() is not timed beside a server"
 _HF_NUMBERS = (
     "hf_generate_tokens_per_second",
     "hf_generate_num_prompts",

@@ -341,7 +341,7 @@ def test_what_a_run_can_tell_is_said_before_it_runs(target, suite, gate, tmp_pat
     folder = tmp_path / "report"
     command(*arguments(target, suite, gate, folder))
     said = capsys.readouterr().out
-    assert said.startswith("4 prompts can tell a change of 22.4% of the acceptance length")
+    assert said.startswith("4 prompts can detect a change of 22.4% of the acceptance length")
     assert "by an assumed spread" in said
     assert read(folder)[0]["settings"]["target_precision"] is None
     command(*arguments(target, suite, gate, folder, "eval.target_precision=0.0001"))
@@ -366,6 +366,6 @@ def test_a_target_that_ends_at_once(target, suite, gate, tmp_path):
     assert (row["num_empty"], row["num_new_tokens"], row["num_drafts"]) == (4, 4, 0)
     assert "mean_acceptance_length" not in row
     assert row["not_measured"]["mean_acceptance_length"] == "nothing was drafted"
-    assert "empty_texts" in [finding["name"] for finding in report["findings"]]
+    assert "empty_completions" in [finding["name"] for finding in report["findings"]]
     assert "NaN" not in (folder / "report.json").read_text() + (folder / "samples.jsonl").read_text()
     assert [len(sample["rounds"]) for sample in samples] == [0] * 4

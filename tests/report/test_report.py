@@ -16,9 +16,9 @@ from specdistill.gate.decide import Evidence, decide
 from specdistill.gate.judge import judge
 from specdistill.gate.rules import Rule, load_gate
 from specdistill.report import charts, latency, token_view
-from specdistill.report.build import findings
 from specdistill.report.console import print_gate, print_report
 from specdistill.report.files import check_writable, previous_report, read_report, render, write_report
+from specdistill.report.findings import findings
 from specdistill.report.html import to_html
 from specdistill.report.markdown import to_markdown
 from specdistill.report.phrases import procedure, settings_line, shared_settings
@@ -480,7 +480,7 @@ def test_the_console_says_the_main_things(report, tmp_path, capsys):
         ("prediction_gap", lambda report: report["results"][0].update(prediction_gap=0.2)),
         ("divergence", lambda report: report["lossless"].update(unexplained_divergences=1)),
         ("near_ties", lambda report: report["lossless"].update(near_ties=2)),
-        ("blind_sampling_test", lambda report: report["lossless"]["sampling_test"].update(negative_control_p_value=0.3)),
+        ("insensitive_sampling_test", lambda report: report["lossless"]["sampling_test"].update(negative_control_p_value=0.3)),
         ("loops", lambda report: report["results"][0].update(num_looping=9)),
         ("top_k", lambda report: report["settings"].update(temperature=1.0, top_k=1)),
         ("best_k", lambda report: report["theory"].update(best_k=2, predicted=1.2)),

@@ -83,7 +83,7 @@ def test_completions_that_end_at_once_are_counted():
     records = [*ended, *simulate(8)[3:]]
     assert rows_of(records)[0]["num_empty"] == 3
     messages = {finding["name"]: finding["message"] for finding in simulated_report(records)["findings"]}
-    assert messages["empty_texts"].startswith("3 of 8 ")
+    assert messages["empty_completions"].startswith("3 of 8 ")
 
 
 def test_what_is_no_number_is_absent_with_a_reason():

@@ -208,7 +208,7 @@ def test_a_server_that_dies_leaves_what_it_answered_and_a_failed_gate(
         ("mean_acceptance_length", True),
     ]
     assert reason in capsys.readouterr().err.strip().splitlines()[-1]
-    assert "The measurement broke off" in (tmp_path / "report" / "report.md").read_text()
+    assert "The measurement was cut short" in (tmp_path / "report" / "report.md").read_text()
 
 
 def test_a_server_that_dies_at_once_leaves_nothing(speculative, tmp_path, capsys):
