@@ -3,9 +3,9 @@
 Every plot is 420 units wide: two fit side by side on a desktop and one on a phone, with readable labels on both.
 """
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
 from typing import Any
 
 from specdistill.report.latency import KINDS
@@ -162,16 +162,7 @@ def acceptance_against_cost(
         points.append({**place, **label, "frontier": entry["on_pareto_frontier"], "best": entry["rank"] == 1})
     _spread_labels(points, 15, bottom)
     frontier = sorted((point["x"], point["y"]) for point in points if point["frontier"])
-    return {
-        "height": height,
-        "points": points,
-        "path": " ".join(f"{left},{up}" for left, up in frontier),
-        "x_ticks": [{"x": x(value), "label": f"{value:g}"} for value in _ticks(0, right)],
-        "y_ticks": [{"y": y(value), "label": f"{value:g}"} for value in _ticks(floor, ceiling)],
-        "left": LEFT,
-        "right": WIDTH - RIGHT,
-        "bottom": bottom,
-    }
+    return {**_axes(x, y, _ticks(0, right)), "height": height, "points": points, "path": _path(frontier)}
 
 
 def acceptance_while_training(candidates: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
@@ -194,16 +185,20 @@ def acceptance_while_training(candidates: Sequence[Mapping[str, Any]]) -> dict[s
         end = dict(zip("xy", points[-1], strict=True))
         name = _short(names, int((WIDTH - end["x"] - 8) / LETTER))[index]
         time = "" if training["seconds"] is None else duration(training["seconds"])
-        lines.append({**end, "path": " ".join(f"{along},{up}" for along, up in points), "label": name, "time": time})
+        lines.append({**end, "path": _path(points), "label": name, "time": time})
     _spread_labels(lines, line, bottom - 14)
+    whole_steps = [int(step) for step in _ticks(0, max(steps) or 1) if step == int(step)]
+    return {**_axes(x, y, whole_steps), "height": height, "lines": lines}
+
+
+def _axes(x: Scale, y: Scale, x_values: Iterable[float], unit: str = "") -> dict[str, Any]:
+    """Ticks of both axes, and where the plot ends; unit: behind the labels of the vertical one."""
     return {
-        "height": height,
-        "lines": lines,
-        "x_ticks": [{"x": x(value), "label": f"{value:,.0f}"} for value in _ticks(0, max(steps) or 1) if value == int(value)],
-        "y_ticks": [{"y": y(value), "label": f"{value:g}"} for value in _ticks(floor, ceiling)],
+        "x_ticks": [{"x": x(value), "label": f"{value:,}" if isinstance(value, int) else f"{value:g}"} for value in x_values],
+        "y_ticks": [{"y": y(value), "label": f"{value:g}{unit}"} for value in _ticks(y.low, y.high)],
         "left": LEFT,
-        "right": right,
-        "bottom": bottom,
+        "right": x.end,
+        "bottom": y.start,
     }
 
 
@@ -240,7 +235,7 @@ def _short(names: Sequence[str], length: int) -> list[str]:
 
 def _num_shared(lists: Iterable[Sequence[str]]) -> int:
     """The number of equal items that all lists begin with."""
-    return len(list(takewhile(lambda items: len(set(items)) == 1, zip(*lists, strict=False))))
+    return len(list(itertools.takewhile(lambda items: len(set(items)) == 1, zip(*lists, strict=False))))
 
 
 def speedup_by_k(theory: Mapping[str, Any] | None, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
@@ -254,19 +249,15 @@ def speedup_by_k(theory: Mapping[str, Any] | None, rows: Sequence[Mapping[str, A
     ceiling = {point["k"]: point["mean_acceptance_length"] for point in curve} or {0: 1.0}
     ceiling |= {row["num_speculative_tokens"]: row["mean_acceptance_length"] for row in rows if "mean_acceptance_length" in row}
     intervals = [row.get("speedup_ci95", (row["speedup"], row["speedup"])) for row in measured]
-    values = [
-        1.0,
-        *ceiling.values(),
-        *(point["predicted_speedup"] for point in curve),
-        *(end for ends in intervals for end in ends),
-    ]
+    values = [1.0, *ceiling.values(), *(point["predicted_speedup"] for point in curve), *itertools.chain(*intervals)]
     height, bottom = 260, 260 - BOTTOM - AXIS
     low, high = _round_bounds(min(values), max(values))
     longest = max(1, int(max(ceiling)), *(row["num_speculative_tokens"] for row in measured))
     x, y = Scale(0, longest, LEFT + 8, WIDTH - RIGHT - 14), Scale(low, high, bottom, TOP)
     return {
+        **_axes(x, y, range(0, longest + 1, 1 + longest // 13), "×"),
+        "right": WIDTH - RIGHT,
         "height": height,
-        "bottom": bottom,
         "predicted": [
             {
                 "x": x(point["k"]),
@@ -281,18 +272,14 @@ def speedup_by_k(theory: Mapping[str, Any] | None, rows: Sequence[Mapping[str, A
             {
                 "x": x(row["num_speculative_tokens"]),
                 "y": y(row["speedup"]),
-                "low": y(ends[0]),
-                "high": y(ends[1]),
+                "low": y(low_high[0]),
+                "high": y(low_high[1]),
                 "label": f"K = {row['num_speculative_tokens']}: {times(row['speedup'])}{between(row, 'speedup')}",
             }
-            for row, ends in zip(measured, intervals, strict=True)
+            for row, low_high in zip(measured, intervals, strict=True)
         ],
         "best_label": f"best at K = {theory['best_k']}: {times(best_point(curve)['predicted_speedup'])}" if theory else "",
         "one": y(1.0),
-        "x_ticks": [{"x": x(k), "label": str(k)} for k in range(0, longest + 1, 1 + longest // 13)],
-        "y_ticks": [{"y": y(value), "label": f"{value:g}×"} for value in _ticks(low, high)],
-        "left": LEFT,
-        "right": WIDTH - RIGHT,
     }
 
 
