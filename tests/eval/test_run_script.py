@@ -78,7 +78,7 @@ def test_a_measurement_leaves_a_whole_report(target, suite, gate, tmp_path, caps
     assert (report["draft"]["method"], report["draft"]["model"], report["draft"]["parameters"]) == ("ngram", None, 0)
     assert report["settings"]["draft_sampling"] == "greedy"
     assert report["settings"]["drafting"] == {"min": 1, "max": 4, "lookup": "sequence"}
-    assert "drafting: min 1, max 4, lookup text" in (folder / "report.md").read_text()
+    assert "drafting: min 1, max 4, lookup sequence" in (folder / "report.md").read_text()
     assert report["gate"]["passed"]
     assert report["hardware"]["cpu_threads"] >= 1
     samples = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
