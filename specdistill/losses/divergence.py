@@ -15,7 +15,8 @@ gradient and may hold exact zeros. alpha = sum_w min(p_w, q_w) is the probabilit
 A loss is a sum and a count. Exactly one place divides, by the count of the whole global batch (specdistill.training.trainer): a mean
 taken here would make the gradient depend on how the batch was cut. For the same reason nothing here is averaged over tokens on the way.
 
-A new divergence is a function of this file and its row in DIVERGENCES. Its keyword-only arguments, numbers, are its options in a recipe.
+A new divergence is a function of this file and its row in DIVERGENCES. Its keyword-only arguments, numbers with a
+default, are its options in a recipe.
 """
 
 import inspect
@@ -182,18 +183,14 @@ def _named(spec: Any, key: str) -> Divergence:
     if not isinstance(name, str) or name not in DIVERGENCES:
         close = nearest(str(name), DIVERGENCES)
         raise UserError(key, got=repr(name), expected=f"one of {', '.join(DIVERGENCES)}", nearest=close)
+    options = {option: value for option, value in spec.items() if option != "name"}
     parameters = inspect.signature(DIVERGENCES[name]).parameters.values()
     ranges = {option.name: _range(option.annotation) for option in parameters if option.kind is option.KEYWORD_ONLY}
-    options = {}
-    for option, value in spec.items():
-        if option == "name":
-            continue
-        if option not in ranges:
-            expected = f"options of {name}: {', '.join(ranges) or 'it has none'}"
-            close = nearest(str(option), ranges)
-            raise UserError(f"{key}.{option}", got="an unknown key", expected=expected, nearest=close and f"{key}.{close}")
-        options[option] = _number(value, *ranges[option], f"{key}.{option}")
-    return partial(DIVERGENCES[name], **options) if options else DIVERGENCES[name]
+    if unknown := next((option for option in options if option not in ranges), None):
+        expected, close = f"options of {name}: {', '.join(ranges) or 'it has none'}", nearest(str(unknown), ranges)
+        raise UserError(f"{key}.{unknown}", got="an unknown key", expected=expected, nearest=close and f"{key}.{close}")
+    checked = {option: _number(value, *ranges[option], f"{key}.{option}") for option, value in options.items()}
+    return partial(DIVERGENCES[name], **checked) if checked else DIVERGENCES[name]
 
 
 def _range(annotation: Any) -> tuple[type, Between]:

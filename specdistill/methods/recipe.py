@@ -100,9 +100,13 @@ def options_by_method(options: Section, methods: Sequence[str]) -> list[dict[str
 
 
 def check_trainable(recipe: Recipe, script: str) -> None:
-    """Raises UserError when `script` does not train the recipe's method."""
+    """Raises UserError when `script` does not train the recipe's method, or for a divergence that cannot be built."""
     trained_by = METHODS[recipe.method].script
     if trained_by != script:
         own = [name for name, method in METHODS.items() if method.script == script]
         who = f"which {trained_by} trains" if trained_by else "which needs no training"
         raise UserError("method", got=f"{recipe.method}, {who}", expected=" or ".join(own))
+    from specdistill.losses.divergence import build_divergence  # not at the top: recipes are read without torch
+
+    trained: Any = recipe
+    build_divergence(trained.loss.divergence)
