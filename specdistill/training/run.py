@@ -9,7 +9,6 @@ from typing import Any
 from datasets import Dataset
 from torch import nn
 from transformers import PrinterCallback, Trainer, TrainingArguments, set_seed
-from transformers.utils import logging
 
 from specdistill.targets.frozen import FrozenTarget
 from specdistill.training.arguments import check_precision, training_arguments
@@ -34,10 +33,7 @@ class TrainingRun:
         target_dtype: of the frozen target, if there is one. defaults: for fields that `train:` leaves out. Raises UserError for a
         section, a folder or a dtype that cannot be used.
         """
-        in_log_file = not sys.stderr.isatty()
-        if in_log_file:
-            logging.disable_progress_bar()
-        arguments = training_arguments(recipe.train, **{"disable_tqdm": in_log_file, **defaults})
+        arguments = training_arguments(recipe.train, **{"disable_tqdm": not sys.stderr.isatty(), **defaults})
         if target_dtype is not None:
             check_precision(arguments, target_dtype)
         directory = RunDirectory.open(str(arguments.output_dir), recipe)
