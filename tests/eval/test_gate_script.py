@@ -69,11 +69,11 @@ def test_bad_input(folder, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
-        (("schema_version",), 2, "report.json of schema version 2, expected version 1: measure again with this specdistill"),
+        (("schema_version",), 1, "report.json of schema version 1, expected version 2: measure again with this specdistill"),
         (("suite", "sha256"), "f" * 64, "got suite.sha256 ffff"),
         (("results", 0, "suite_version"), "2", "got suite_version 2, expected 1, as in the report"),
-        (("results", 0, "speedup"), float("nan"), "NaN, which is no number"),
-        (("results", 0, "speedup_ci95"), [1.0, float("inf")], "Infinity, which is no number"),
+        (("results", 0, "speedup"), float("nan"), "NaN, which is not a number"),
+        (("results", 0, "speedup_ci95"), [1.0, float("inf")], "Infinity, which is not a number"),
         (("results", 0, "speedup"), "fast", "results.0.speedup"),
     ],
 )
@@ -100,7 +100,7 @@ def test_no_number_in_the_samples_is_refused_too(folder, capsys):
     timing = json.loads(row)["speculative"]["seconds"]
     samples.write_text("\n".join([row.replace(str(timing), "NaN"), *rest]))
     assert command(f"report={folder}") == ExitCode.USER_ERROR
-    assert "samples.jsonl" in (said := capsys.readouterr().err) and "NaN, which is no number" in said
+    assert "samples.jsonl" in (said := capsys.readouterr().err) and "NaN, which is not a number" in said
 
 
 def test_a_report_of_a_run_that_was_cut_short_fails(folder, capsys):
