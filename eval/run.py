@@ -110,7 +110,7 @@ def measure_here(
     for number, plan in enumerate(plans, start=1):
         if (known := finished.read(plan)) is None:
             if len(plans) > 1:
-                print(f"configuration {number} of {len(plans)}", file=sys.stderr)
+                print(f"Configuration {number} of {len(plans)}", file=sys.stderr)
             known = finished.write(plan, measure_configuration(target, proposer, suite, plan, check_sampled=number == 1))
         measured.append(known)
 

@@ -68,7 +68,7 @@ def greedy_pairs(
         return
     greedy = replace(settings, sampling=GREEDY)
     with_draft, plain = decoder_for(target, greedy, proposer), Decoder(target)
-    with progress("greedy identity", len(runs), "prompts") as advance:
+    with progress("Checking greedy output", len(runs), "prompts") as advance:
         for batch in in_batches([run.prompt for run in runs], settings.batch_size):
             if settings.sampling.is_greedy:
                 generations = [run.speculative[0] for run in runs[batch.start : batch.end]]
@@ -191,7 +191,7 @@ def sampling_test(
             advance()
         return outcomes
 
-    with progress("sampling test", 3 * num_draws, "draws") as advance:
+    with progress("Testing sampling", 3 * num_draws, "draws") as advance:
         plain = draw(Decoder(target), 0)
         result = two_sample_chi_square(plain, draw(Decoder(target, proposer), 1))
         wrong = Decoder(target, proposer, sampled_rule=wrong_residual, tree_rule=wrong_tree_residual)

@@ -81,7 +81,7 @@ def measure_together(
 
     num_steps = len(warmup) + settings.repeats * len(batches)
     unit = "prompts" if settings.batch_size == 1 else "batches"
-    with progress("measuring", num_steps, unit) as advance, frozen_garbage_collector():
+    with progress("Measuring", num_steps, unit) as advance, frozen_garbage_collector():
         for batch in warmup:
             plain, *_ = [decode(decoder, batch, settings) for decoder in decoders]
             _hf_generate(target, batch.prompts, plain)
@@ -110,7 +110,7 @@ def round_costs(target: FrozenTarget, proposer: Proposer, prompts: Sequence[Prom
     decoder = decoder_for(target, settings, proposer)
     batches = some(in_batches(prompts, settings.batch_size), math.ceil(NUM_COST_PROMPTS / settings.batch_size))
     rounds: dict[int, list[Round]] = {k: [] for k in range(1, settings.num_speculative_tokens + 1)}
-    with progress("timing shorter drafts", len(batches) * len(rounds), "runs") as advance, frozen_garbage_collector():
+    with progress("Timing shorter drafts", len(batches) * len(rounds), "runs") as advance, frozen_garbage_collector():
         for batch in batches:
             for k, timed in rounds.items():
                 for generation in decode(decoder, batch, replace(settings, num_speculative_tokens=k)):

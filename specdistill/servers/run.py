@@ -166,7 +166,7 @@ def _measure(
     """Every prompt `repeats` times on both servers, and the error that ended it early, if one did."""
     answers = [Answers(prompt) for prompt in prompts]
     try:
-        with progress("measuring", settings.warmup + settings.repeats * len(prompts), "prompts") as advance:
+        with progress("Measuring", settings.warmup + settings.repeats * len(prompts), "prompts") as advance:
             for index, prompt in enumerate(evenly(prompts, [prompt.category for prompt in prompts], settings.warmup)):
                 for peer in (speculative, baseline):
                     if peer is not None:
