@@ -15,7 +15,7 @@ from specdistill.methods.eagle3.checkpoint import load_eagle3
 from specdistill.methods.heads.unroll import TrainingTimeTest
 from specdistill.targets.files import TargetFiles
 from specdistill.targets.frozen import FrozenTarget
-from specdistill.training.soft_targets import predicts
+from specdistill.training.soft_targets import has_loss
 from tests.heads import build_head, save_head
 from tests.tiny import tiny_target_model, tiny_tokenizer
 from tests.with_engines.environments import environment, run
@@ -124,7 +124,7 @@ def test_every_step_of_the_unroll_gives_the_same_logits(
     draft = load_eagle3(cases[name] / "head", target)
     theirs = load_file(cases[name] / "logits.safetensors")
     for step, ours_RW in enumerate(our_logits(draft, target, rows)):
-        keep_BT = predicts(rows["document_ids"], rows["loss_mask"], ahead=2 + step)
+        keep_BT = has_loss(rows["document_ids"], rows["loss_mask"], ahead=2 + step)
         theirs_RW = theirs[str(step)][keep_BT[:, :-1]]
         assert ours_RW.shape == theirs_RW.shape and len(ours_RW) > 20
         if step and draft.config.sliding_window:
