@@ -5,7 +5,14 @@ from specdistill.decoding.decoder import Decoder, Generation, Round
 from specdistill.decoding.tree import DynamicTree, StaticTree
 from specdistill.decoding.verify import rejection
 from specdistill.measurement.configurations import Settings
-from specdistill.measurement.losslessness import compare_greedy, most_telling_prompt, sampling_test, together, wrong_residual
+from specdistill.measurement.losslessness import (
+    compare_greedy,
+    first_difference,
+    most_telling_prompt,
+    sampling_test,
+    together,
+    wrong_residual,
+)
 from specdistill.methods.draft_model.proposer import DraftModelProposer
 from specdistill.methods.ngram.proposer import NgramProposer
 from specdistill.suites.suite import Prompt
@@ -36,6 +43,12 @@ def test_the_first_divergence_is_named():
     target = tiny_target()
     best = target.model(torch.tensor([[7, 2, 1, 6, 1, 2]])).logits[0, -1].topk(2).values
     assert first["top2_gap"] == pytest.approx(float(best[0] - best[1]), abs=1e-4)
+
+
+def test_the_first_difference_of_two_sequences():
+    assert first_difference((1, 2, 3), (1, 4, 3)) == (1, 2, 4)
+    assert first_difference((1, 2), (1, 2, 4)) == (2, None, 4)
+    assert first_difference((), (0,)) == (0, None, 0)
 
 
 def test_a_text_that_ends_early_diverges_where_it_ends():

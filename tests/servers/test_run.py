@@ -152,7 +152,7 @@ def test_sampled_texts_are_not_compared_token_for_token(speculative, plain, tmp_
     servers = (f"eval.server={speculative().address}", f"eval.baseline_server={plain().address}")
     assert evaluate(tmp_path / "report", "eval.engine=vllm", *servers, "eval.temperature=0.8") == ExitCode.DONE
     report, samples = read_report(tmp_path / "report")
-    assert report["not_measured"]["lossless.greedy_identical"] == "sampled texts differ by chance"
+    assert report["not_measured"]["lossless.greedy_identical"] == "sampled outputs differ by chance"
     assert any(sample.text != sample.baseline_text for sample in samples)
 
 
