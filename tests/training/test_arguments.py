@@ -76,6 +76,7 @@ def launch(name: str, *script_arguments: str, script: str = "three_steps.py") ->
 
 @pytest.fixture(scope="module")
 def losses_of_ddp(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """Its processes end while collectives are open: left to the interpreter's end, gloo's threads abort five launches of six."""
     return losses_of("ddp", "MULTI_CPU", tmp_path_factory.mktemp("ddp"))
 
 
@@ -103,14 +104,7 @@ def test_two_processes_train_as_one_however_the_model_is_sharded(
 @pytest.mark.distributed
 def test_processes_that_would_train_alone_are_refused(tmp_path: Path):
     """Without a GPU, and told not to use the CPU, accelerate starts processes that never meet."""
-    result = launch("ddp", str(tmp_path), "use_cpu=false")
+    result = launch("ddp", str(tmp_path), script="without_cpu.py")
     assert result.returncode != 0
     assert "accelerate launch: got 2 processes that would each train alone, expected processes of one group" in result.stderr
-    assert list(tmp_path.glob("process-*.json")) == []
-
-
-@pytest.mark.distributed
-def test_processes_end_well_while_the_backend_still_works(tmp_path: Path):
-    """Left to the interpreter's end, gloo's threads abort the process in five launches of six."""
-    result = launch("ddp", str(tmp_path), script="ends_with_open_collectives.py")
-    assert result.returncode == 0, result.stderr
+    assert not (tmp_path / "accepted").exists()

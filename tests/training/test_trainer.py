@@ -41,6 +41,10 @@ def test_the_gradient_does_not_depend_on_processes(tmp_path: Path) -> None:
         assert_same(whole, torch.load(tmp_path / f"gradients-{index}.pt"))
 
 
+# To learn 48 tokens by heart. AdamW, whose steps take half the time of Muon's on a CPU.
+STEPS = {"eagle": 100, "eagle3": 160, "mtp": 300, "draft_model": 100}
+
+
 @pytest.mark.parametrize("method", [*HEADS, "draft_model"])
 def test_a_memorised_sample_is_accepted_in_full_blocks(tmp_path: Path, method: str) -> None:
     """Proof of the shifts: overfit one text the target wrote, then decode it; acceptance length >= 0.9 (K + 1)."""
@@ -50,9 +54,10 @@ def test_a_memorised_sample_is_accepted_in_full_blocks(tmp_path: Path, method: s
     sample = Dataset.from_list(
         [{"input_ids": text, "loss_mask": [1] * 48, "document_ids": [0] * 48, "position_ids": list(range(48))}]
     )
-    fit = trainer(tmp_path, sample, target, method, max_steps=300, learning_rate=1e-2, lr_scheduler_type="linear")
-    fit.train()
+    fit = trainer(tmp_path, sample, target, method, max_steps=STEPS[method], lr_scheduler_type="linear")
     draft = fit.objective.draft
+    fit.optimizer = torch.optim.AdamW(draft.parameters(), lr=8e-3)
+    fit.train()
     proposer = DraftModelProposer(draft) if method == "draft_model" else HeadProposer(draft)
     run = Decoder(target, proposer).generate(prompt, max_new_tokens=44, num_speculative_tokens=4)
     assert [*prompt, *run.token_ids] == text

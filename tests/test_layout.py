@@ -1,0 +1,114 @@
+"""Where things stand: tests mirror the package, share only helper modules, and no folder grows past what one sees at a glance."""
+
+import ast
+from fnmatch import fnmatch
+from pathlib import Path
+
+import pytest
+
+from specdistill.project import ROOT
+
+PACKAGE, TESTS = ROOT / "specdistill", ROOT / "tests"
+MOST_MODULES = 15
+# Modules whose tests stand elsewhere, and where. The parts of a method are found by name, through the table of methods.
+TESTED_ELSEWHERE = {
+    "hub": "gate/test_baseline.py",
+    "doctor/console": "doctor/test_acceptance.py",
+    "engines/serving": "export/test_export.py",
+    "export/untrained": "export/test_imports.py",
+    "measurement/draft_report": "eval/test_run_script.py",
+    "methods/*/config": "recipe/test_recipe.py",
+    "methods/*/export": "export/test_heads.py",
+    "methods/*/method": "test_cli.py",
+    "methods/*/mistakes": "doctor/test_acceptance.py",
+    "methods/*/plan": "planning/test_costs.py",
+    "methods/checkpoint": "methods/heads/test_heads.py",
+    "methods/folder": "methods/heads/test_heads.py",
+    "methods/heads/create": "methods/eagle3/test_eagle3.py",
+    "methods/layers": "methods/heads/test_heads.py",
+    "methods/load": "methods/heads/test_heads.py",
+    "methods/planned": "planning/test_costs.py",
+    "methods/recognize": "methods/heads/test_heads.py",
+    "methods/sizes": "planning/test_costs.py",
+    "pico/card": "pico/test_suites.py",
+    "pico/model": "data/test_training_data.py",
+    "targets/files": "export/test_heads.py",
+    "targets/shards": "train/test_mtp.py",
+    "training/soft_targets": "methods/heads/test_unroll.py",
+}
+
+
+def imports(path: Path) -> set[str]:
+    """The modules, and the names in them, that a file imports: `from a import b` is `a` and `a.b`."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return found
+
+
+def holds_code(path: Path) -> bool:
+    """More than a docstring and imports."""
+    return any(
+        not isinstance(node, ast.Import | ast.ImportFrom | ast.Expr)
+        for node in ast.parse(path.read_text(encoding="utf-8")).body
+    )
+
+
+MODULES = sorted(str(path.relative_to(PACKAGE).with_suffix("")) for path in PACKAGE.rglob("*.py") if holds_code(path))
+
+
+def dotted(module: str) -> str:
+    return ".".join(("specdistill", *Path(module).parts)).removesuffix(".__init__")
+
+
+def reached(folder: Path) -> set[str]:
+    """The modules of a folder that its tests import, and those that these import of their own folder, and so on."""
+    siblings = {dotted(str(folder / path.stem)): path for path in (PACKAGE / folder).glob("*.py")}
+    tests = sorted((TESTS / folder).glob("test_*.py"))
+    imported = {name for test in tests for name in imports(test)}
+    for helper in sorted(TESTS.rglob("*.py")):
+        if ".".join(("tests", *helper.relative_to(TESTS).with_suffix("").parts)) in imported:
+            imported |= imports(helper)
+    found: set[str] = set()
+    fresh = imported | {dotted(str(folder / test.stem.removeprefix("test_"))) for test in tests}
+    while fresh := (fresh & siblings.keys()) - found:
+        found |= fresh
+        fresh = {name for module in fresh for name in imports(siblings[module])}
+    return found
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_every_module_is_reached_by_the_tests_of_its_folder(module: str) -> None:
+    """specdistill/a/b.py by tests/a/test_b.py, or by another file of tests/a that imports it, or a module of specdistill/a that does."""
+    elsewhere = [place for pattern, place in TESTED_ELSEWHERE.items() if fnmatch(module, pattern)]
+    assert dotted(module) in reached(Path(module).parent) or elsewhere
+
+
+def test_no_exception_is_idle() -> None:
+    for pattern, place in TESTED_ELSEWHERE.items():
+        assert (TESTS / place).is_file(), place
+        matching = [module for module in MODULES if fnmatch(module, pattern)]
+        assert any(dotted(module) not in reached(Path(module).parent) for module in matching), pattern
+
+
+def test_no_test_module_is_imported() -> None:
+    """What several of them need is a helper module."""
+    borrowed = {
+        f"{path.relative_to(TESTS)}: {name}"
+        for path in TESTS.rglob("*.py")
+        for name in imports(path)
+        if name.startswith("tests.") and any(part.startswith("test_") for part in name.split("."))
+    }
+    assert borrowed == set()
+
+
+@pytest.mark.parametrize(("top", "pattern"), [(PACKAGE, "*.py"), (TESTS, "test_*.py")], ids=["specdistill", "tests"])
+def test_no_folder_holds_too_many_modules(top: Path, pattern: str) -> None:
+    counts = {
+        str(folder.relative_to(ROOT)): len([path for path in folder.glob(pattern) if path.name != "__init__.py"])
+        for folder in (top, *(path for path in top.rglob("*") if path.is_dir()))
+    }
+    assert {folder: count for folder, count in counts.items() if count > MOST_MODULES} == {}
