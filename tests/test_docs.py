@@ -81,9 +81,14 @@ def keys_of(verb: str) -> frozenset[str]:
     return frozenset(re.findall(r"^  (\S+) ", printed.getvalue(), re.MULTILINE)) | {"recipe"}
 
 
+def examples_left_out(page: Path) -> str:
+    """A page without its blocks of plain text, where mistakes are shown."""
+    return re.sub(r"```text\n.*?```", "", read(page), flags=re.DOTALL)
+
+
 def commands(page: Path) -> Iterator[tuple[str, list[str]]]:
     """(verb, keys) of each command in a page: in fenced blocks, indented blocks and inline code."""
-    text = re.sub(r"\\\n", " ", read(page))
+    text = re.sub(r"\\\n", " ", examples_left_out(page))
     for line in text.splitlines():
         spans = re.findall(r"`([^`]+)`", line) if "`" in line else [line]
         for span in spans:
@@ -114,7 +119,7 @@ def test_commands_take_the_keys_that_they_are_given(page: Path) -> None:
 @every_page_of_today
 def test_recipe_keys_exist(page: Path) -> None:
     known = keys_of("train") | {"data.regenerate", "eval.sweep", "eval.ngram", "draft.lora"}
-    named = re.findall(rf"(?<![\w./-])((?:{'|'.join(SECTIONS)})\.[a-z_]+(?:\.[a-z_]+)*)(?![\w/(-])", read(page))
+    named = re.findall(rf"(?<![\w./-])((?:{'|'.join(SECTIONS)})\.[a-z_]+(?:\.[a-z_]+)*)(?![\w/(-])", examples_left_out(page))
     files = (".py", ".md", ".yaml", ".json", ".jsonl")
     assert [key for key in named if key not in known and not key.endswith(files)] == []
 
