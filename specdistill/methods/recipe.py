@@ -108,5 +108,5 @@ def check_trainable(recipe: Recipe, script: str) -> None:
         raise UserError("method", got=f"{recipe.method}, {who}", expected=" or ".join(own))
     from specdistill.losses.divergence import build_divergence  # not at the top: recipes are read without torch
 
-    trained: Any = recipe
-    build_divergence(trained.loss.divergence)
+    if divergence := getattr(getattr(recipe, "loss", None), "divergence", None):
+        build_divergence(divergence)

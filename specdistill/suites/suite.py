@@ -68,7 +68,7 @@ def load_suite(name: str) -> Suite:
         raise UserError("eval.suite", got=f"{prompts} with sha256 {digest}", expected=expected)
     named = {key: str(header[key]) for key in ("name", "version", "licence", "source")}
     rows = parse(prompts, content, header.get("columns", {}), header.get("placeholder"))
-    sweep = validate(SweepConfig, header.get("sweep", {}), f"{path.name}: sweep")
+    sweep = validate(SweepConfig, header.get("sweep", {}), f"{path.name}: sweep.")
     return Suite(**named, sha256=digest, rows=rows, sweep=sweep, quality=header.get("quality"))
 
 

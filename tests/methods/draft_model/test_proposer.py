@@ -18,6 +18,8 @@ from specdistill.errors import UserError
 from specdistill.methods.draft_model.proposer import DraftModelProposer, LlamaLayers
 from specdistill.methods.draft_model.vocabulary import match_vocabularies
 from specdistill.methods.load import load_proposer
+from specdistill.methods.recipe import Recipe
+from specdistill.recipe import load_recipe
 from specdistill.targets.frozen import FrozenTarget
 from tests.draft_models import half_right, other_tokenizer, tiny_draft_model, translated
 from tests.enumeration import SAMPLING, Propose, output_distribution, plain_distribution
@@ -269,7 +271,7 @@ def test_a_window_changes_no_greedy_text_and_still_sees_its_end(k: int):
 def test_a_text_longer_than_the_drafts_context_is_refused(target: FrozenTarget):
     decoder = Decoder(target, DraftModelProposer(half_right(target, context=32)))
     with pytest.raises(
-        UserError, match=r"eval\.draft_context: got a draft whose context is 32 tokens for a text of 38.*window"
+        UserError, match=r"eval\.draft_context: got a draft whose context is 32 tokens for a sequence of 38.*window"
     ):
         decoder.generate(PROMPT, max_new_tokens=28, num_speculative_tokens=4)
 
@@ -311,16 +313,16 @@ def test_a_folder_with_another_tokenizer_is_refused_unless_told(target: FrozenTa
 
 
 @pytest.mark.parametrize(
-    ("options", "key"),
+    ("setting", "key"),
     [
-        ({"confidence_threshold": 0.5}, "eval.confidence_threshold"),
-        ({"draft_context": "window"}, "eval.draft_context"),
-        ({"heterogeneous_vocab": True}, "draft.heterogeneous_vocab"),
+        ("eval.confidence_threshold=0.5", "eval.confidence_threshold"),
+        ("eval.draft_context=window", "eval.draft_context"),
+        ("draft.heterogeneous_vocab=true", "draft.heterogeneous_vocab"),
     ],
 )
-def test_options_that_do_not_apply_to_the_method_are_refused(target: FrozenTarget, options: dict, key: str):
-    with pytest.raises(UserError, match=rf"{key}: got .* with method ngram"):
-        load_proposer("ngram", None, target, **options)
+def test_a_recipe_of_another_method_refuses_its_settings(setting: str, key: str):
+    with pytest.raises(UserError, match=rf"^{key}: got .* with method eagle3, expected no such key: only draft_model reads it"):
+        load_recipe(Recipe, ["method=eagle3", "target=pico", "train.output_dir=runs", setting])
 
 
 @pytest.mark.parametrize(

@@ -149,7 +149,7 @@ def spoil(change: str, source: Path, draft: Path, output: Path) -> None:
         (source / index["weight_map"][name]).unlink()
     elif change == "index lies":
         index["weight_map"]["extra.weight"] = index["weight_map"].pop(name)
-    elif change == "quantised":
+    elif change == "quantized":
         config["quantization_config"] = {"quant_method": "fp8"}
     elif change == "another target":
         config["hidden_size"] = 48
@@ -171,7 +171,7 @@ def spoil(change: str, source: Path, draft: Path, output: Path) -> None:
         ("outside", "../elsewhere.safetensors"),
         ("no shard", "without model-00001"),
         ("index lies", "extra.weight"),
-        ("quantised", "quantised"),
+        ("quantized", "quantized"),
         ("another target", "hidden_size 32"),
         ("deeper", "model.layers.3.enorm.weight"),
         ("incomplete draft", "model.layers.2.eh_proj.weight"),

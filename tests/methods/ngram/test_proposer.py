@@ -11,7 +11,10 @@ from specdistill.decoding.proposer import DecodingState, Proposal
 from specdistill.decoding.sampling import Sampling
 from specdistill.errors import UserError
 from specdistill.methods.load import load_proposer
+from specdistill.methods.ngram.config import Ngram
 from specdistill.methods.ngram.proposer import NgramProposer
+from specdistill.methods.recipe import Recipe
+from specdistill.recipe import load_recipe
 from specdistill.targets.frozen import FrozenTarget
 from tests.draft_models import tiny_draft_model
 from tests.enumeration import SAMPLING, output_distribution, plain_distribution
@@ -190,7 +193,7 @@ def test_sampled_text_has_the_targets_law_exactly(prompt: list[int], lookup: str
 
 
 def test_its_settings_come_through_the_loader(target: FrozenTarget) -> None:
-    proposer = load_proposer("ngram", None, target, ngram_min=2, ngram_max=5, ngram_lookup="prompt")
+    proposer = load_proposer("ngram", None, target, ngram=Ngram(min=2, max=5, lookup="prompt"))
     assert isinstance(proposer, NgramProposer)
     assert (proposer.min_ngram, proposer.max_ngram, proposer.lookup) == (2, 5, "prompt")
 
@@ -210,7 +213,6 @@ def test_settings_that_cannot_work_name_their_key(options: dict[str, Any], messa
 
 
 @pytest.mark.parametrize(("option", "value"), [("min", 2), ("max", 2), ("lookup", "prompt")])
-def test_its_settings_are_refused_for_other_methods(target: FrozenTarget, option: str, value: object) -> None:
-    options: dict[str, Any] = {f"ngram_{option}": value}
-    with pytest.raises(UserError, match=rf"eval\.ngram\.{option}: got {value} with method eagle3, .*for method ngram"):
-        load_proposer("eagle3", None, target, **options)
+def test_a_recipe_of_another_method_refuses_its_settings(option: str, value: object) -> None:
+    with pytest.raises(UserError, match=r"^eval\.ngram: got .* with method eagle3, expected no such key: only ngram reads it"):
+        load_recipe(Recipe, ["method=eagle3", "target=pico", "train.output_dir=runs", f"eval.ngram.{option}={value}"])
