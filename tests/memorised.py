@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from datasets import Dataset
 
 from specdistill.decoding.decoder import Decoder
@@ -14,7 +15,6 @@ from specdistill.methods.heads.unroll import TrainingTimeTest
 from specdistill.targets.frozen import FrozenTarget
 from specdistill.training.arguments import training_arguments
 from specdistill.training.history import HISTORY, History
-from specdistill.training.optimizer import muon_adamw
 from specdistill.training.trainer import DraftTrainer
 from tests.heads import build_head, save_head
 
@@ -39,7 +39,7 @@ def memorise(method: str, target: FrozenTarget, run: Path, *, max_steps: int = 2
             "disable_tqdm": True,
             "save_strategy": "no",
             "max_steps": max_steps,
-            "learning_rate": 1e-2,
+            "learning_rate": 8e-3,
             "lr_scheduler_type": "linear",
         }
     )
@@ -50,7 +50,7 @@ def memorise(method: str, target: FrozenTarget, run: Path, *, max_steps: int = 2
         sample,
         sample,
         save=partial(save_head, method, head),
-        optimizer=muon_adamw(head, arguments.learning_rate),
+        optimizer=torch.optim.AdamW(head.parameters(), lr=arguments.learning_rate),  # half the time of Muon on a CPU
     )
     fit.train()
     fit.evaluate()

@@ -42,7 +42,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     vocabulary = torch.tensor(sorted({near for token in written for near in (token, token + 1) if 0 < near < 259}))
     memorise("eagle3", target, path / "eagle3", draft_vocabulary=vocabulary)
     memorise("eagle", target, path / "eagle")
-    memorise("mtp", target, path / "mtp", max_steps=400, init="scratch")
+    memorise("mtp", target, path / "mtp", max_steps=300, init="scratch")
     return path
 
 

@@ -71,7 +71,7 @@ def launch(name: str, *script_arguments: str, script: str = "three_steps.py") ->
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     line = [*command, *options, *script_arguments]
-    return subprocess.run(line, capture_output=True, text=True, check=False, timeout=400, env=environment, cwd=ROOT)
+    return subprocess.run(line, capture_output=True, text=True, check=False, env=environment, cwd=ROOT)
 
 
 @pytest.fixture(scope="module")
