@@ -369,7 +369,7 @@ def test_a_sweep_is_drawn_and_listed_whole(report, records):
     assert sorted(measured) == [1, 2, 4, 6, 8]
     assert all(f"K = {k}: {speedup:.2f}×" in page for k, speedup in measured.items())
     for average in (report["headline"], report["headline"]["micro"]):
-        assert f"{average['average']}: acceptance length {average['mean_acceptance_length']:.2f} (" in page
+        assert f"{average['average'][1:]}: acceptance length {average['mean_acceptance_length']:.2f} (" in page
     assert "64 tokens</text>" in page
     assert "whole prompts" not in page
     for figure in ("By temperature", "By prompt length", "Speedup against the batch"):
