@@ -35,7 +35,7 @@ def output_distribution(target: LlamaForCausalLM, propose: Propose, prompt: list
     def proposals(text: list[int], uniforms: list[float], weight: float) -> None:
         proposal = propose(text, sampling, uniforms)
         if proposal.probabilities is not None and len(proposal.tokens) > len(uniforms):
-            # The distribution of the next drafted token is known: visit each of its tokens.
+            # The distribution of the next draft token is known: visit each of its tokens.
             sums = proposal.probabilities[len(uniforms)].double().cumsum(-1)
             for midpoint, width in cells(sums / sums[-1]):
                 proposals(text, [*uniforms, midpoint], weight * width)

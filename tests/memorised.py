@@ -1,4 +1,4 @@
-"""Heads that have learned one text by heart, so that decoding accepts nearly all they guess until something about them is wrong."""
+"""Heads that have learned one text by heart, so that decoding accepts nearly all their draft tokens until something about them is wrong."""
 
 import json
 from dataclasses import asdict

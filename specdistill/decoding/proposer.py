@@ -1,6 +1,6 @@
 """The contract of a proposer: what decoding asks of a draft. A proposer keeps its own state between rounds.
 
-Shapes: D target hidden size, F freshly committed positions, K drafted tokens, V vocabulary.
+Shapes: D target hidden size, F freshly committed positions, K draft tokens, V vocabulary.
 """
 
 from collections.abc import Mapping

@@ -22,9 +22,9 @@ from specdistill.training.history import read_history
 
 NUM_TOKENS = 96  # generated for each prompt: completions repeat themselves later on, so short ones accept less than long ones
 NO_BETTER_THAN_CHANCE = 0.05  # share of first draft tokens that are accepted
-FAR_BELOW = 0.6  # of the drafted tokens accepted in training
+FAR_BELOW = 0.6  # of the draft tokens accepted in training
 LEAST, CLEAR = 0.02, 0.1  # a repair counts when the divergence falls by so much and in every text, or by so much
-WORTH = 1.05  # a cause is a problem when, undone, so many times as many drafted tokens would be accepted
+WORTH = 1.05  # a cause is a problem when, undone, so many times as many draft tokens would be accepted
 DEFAULT_STEPS = 4
 DEFAULT_SUITE = "pico-short"  # plain text, which asks for no chat template
 
@@ -40,7 +40,7 @@ class Acceptance:
 
     @property
     def accepted(self) -> float:
-        """Drafted tokens accepted in a round."""
+        """Draft tokens accepted in a round."""
         return self.length - 1
 
 
@@ -90,7 +90,7 @@ def check_acceptance(
         found.append(problem(f"{seen.first:.0%} of its first draft tokens are accepted"))
     elif expected is not None and seen.accepted < FAR_BELOW * (expected.length - 1):
         what = f"acceptance length {seen.length:.2f} on {len(prompts)} prompts, far below the {expected.length:.2f} that"
-        found.append(problem(f"{what} its training saw with as many drafted tokens"))
+        found.append(problem(f"{what} its training saw with as many draft tokens"))
     method_of_draft = implementation(method)
     simulation = method_of_draft.simulation
     cause = _cause(simulation, simulation.draft_of(proposer), target, completions, num_tokens) if simulation else None

@@ -25,7 +25,7 @@ def print_diagnosis(made: Diagnosis, console: Console | None = None) -> None:
             console.print(" " * INDENT + finding.do, soft_wrap=True)
     if made.acceptance:
         seen = made.acceptance
-        drafted = f"{seen.num_tokens} drafted tokens, greedy, {seen.num_rounds} rounds"
+        drafted = f"{seen.num_tokens} draft tokens, greedy, {seen.num_rounds} rounds"
         console.print(f"acceptance length {seen.length:.2f} with {drafted}{_beside(made)}", soft_wrap=True)
     count = Counter(finding.severity for finding in made.findings)
     counted = [

@@ -45,7 +45,7 @@ def eagle3(export: HeadExport) -> dict[str, Any]:
 
 
 def serve_command(served: Served) -> str:
-    return f"vllm serve {served.quoted_output}   # names its target, and {served.num_tokens} drafted tokens"
+    return f"vllm serve {served.quoted_output}   # names its target, and {served.num_tokens} draft tokens"
 
 
 SPECULATORS = Engine(

@@ -28,7 +28,7 @@ class RoundRecord:
 
     @property
     def num_drafted(self) -> int:
-        """Drafted tokens in all: every node of a tree."""
+        """Draft tokens in all: every node of a tree."""
         return len(self.drafted) + self.num_off_path
 
 
@@ -92,7 +92,7 @@ class PromptRecord:
         return (*first, *(token for round in self.rounds for token in round.emitted))
 
     def drafts(self) -> list[tuple[int, int]]:
-        """(drafted, accepted) tokens of each draft. A server returns totals only: its drafted tokens are shared out evenly."""
+        """(drafted, accepted) tokens of each draft. A server returns totals only: its draft tokens are shared out evenly."""
         if self.counts is None:
             return [(round.num_drafted, len(round.accepted)) for round in self.rounds if round.drafted]
         number, total, reached = self.counts.num_drafts, self.counts.num_draft_tokens, self.counts.accepted_per_position

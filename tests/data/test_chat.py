@@ -67,7 +67,7 @@ def test_a_template_that_trims_and_adds_a_thought_to_the_last_turn() -> None:
     assert spans_of(CHATML, TWO_TURNS[1:]) == ["Hello — you?<|im_end|>", "\n</think>\n\nBye, assistant!<|im_end|>"]
 
 
-def test_a_template_without_turn_ends_does_not_supervise_the_next_header() -> None:
+def test_a_template_without_turn_ends_has_no_loss_at_the_next_header() -> None:
     plain = (
         "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
     )

@@ -161,7 +161,7 @@ def test_targets_of_other_kinds_keep_their_text(kind: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["plain", "eagle3", "ngram"])
-def test_near_ties_are_settled_as_for_one_text(name: str, monkeypatch: Any) -> None:
+def test_near_ties_are_broken_as_for_one_text(name: str, monkeypatch: Any) -> None:
     target = twins()
     alone = [Decoder(target).generate(prompt, max_new_tokens=NEW_TOKENS) for prompt in PROMPTS[:3]]
     assert texts(decode(target, proposer_of(name, target), PROMPTS[:3])) == texts(alone)

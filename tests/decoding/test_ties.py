@@ -40,9 +40,9 @@ def test_a_draft_changes_nothing_at_near_ties(target):
 
 
 def test_float32_alone_decides_otherwise(target, monkeypatch):
-    settled = Decoder(target).generate(PROMPT, max_new_tokens=NEW_TOKENS).token_ids
-    monkeypatch.setattr(decoder, "settle", lambda target, token_ids, logits: logits)
-    assert Decoder(target).generate(PROMPT, max_new_tokens=NEW_TOKENS).token_ids != settled
+    unbroken = Decoder(target).generate(PROMPT, max_new_tokens=NEW_TOKENS).token_ids
+    monkeypatch.setattr(decoder, "break_ties", lambda target, token_ids, logits: logits)
+    assert Decoder(target).generate(PROMPT, max_new_tokens=NEW_TOKENS).token_ids != unbroken
 
 
 def test_clear_choices_and_16_bit_logits_are_left_alone(target):
@@ -52,7 +52,7 @@ def test_clear_choices_and_16_bit_logits_are_left_alone(target):
     assert ties.break_ties(target, PROMPT, tied) is tied
 
 
-def test_a_mixture_of_experts_is_settled_too():
+def test_a_mixture_of_experts_breaks_ties_too():
     target = mtp_targets.tiny_target("deepseek_v3")
     experts = target.config._experts_implementation
     exact = ties.in_float64(target, PROMPT)

@@ -57,7 +57,7 @@ class Watched:
 
 
 class OracleTree:
-    """Guesses the target's own text among wrong tokens: at each node the right child is the last of two."""
+    """Drafts the target's own completion among wrong tokens: at each node the right child is the last of two."""
 
     aux_layers: tuple[int, ...] = ()
     num_parameters = num_bytes = 0
@@ -371,7 +371,7 @@ def test_a_tree_accepts_at_least_what_the_chain_within_it_would(target: FrozenTa
         assert r.num_accepted >= alone
         gained += r.num_accepted - alone
         text += r.emitted
-    assert gained > 0 or name != "draft_model"  # an untrained head guesses nothing
+    assert gained > 0 or name != "draft_model"  # none of an untrained head's draft tokens is accepted
 
 
 @pytest.mark.parametrize("name", ["draft_model", "draft_model, other vocabulary", "eagle3, pruned"])
@@ -417,7 +417,7 @@ def test_a_draft_at_the_end_of_its_context_drafts_fewer_levels(target: FrozenTar
     assert run.token_ids == plain.token_ids
 
 
-def test_near_ties_are_settled_on_every_branch_that_is_taken() -> None:
+def test_near_ties_are_broken_on_every_branch_that_is_taken() -> None:
     """Every token has a twin a few roundings away, and the draft, which is the target, proposes both."""
     target = twins()
     plain = Decoder(target).generate(PROMPT, max_new_tokens=40).token_ids

@@ -211,7 +211,7 @@ def test_the_verb(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert main(["doctor", f"draft={folder / 'eagle3' / 'draft'}", *common]) == 0
     output = capsys.readouterr().out
     assert "method eagle3, 15 tensors, float32, 1 layer of 64, reads the target after layers 1, 2, 3" in output
-    assert "with 4 drafted tokens, greedy" in output and output.endswith("no problem found\n")
+    assert "with 4 draft tokens, greedy" in output and output.endswith("no problem found\n")
     wrong = mutated(folder, "eagle3", says(norm_output=True), tmp_path / "run")
     assert main(["doctor", f"draft={wrong / 'draft'}", *common]) == 1
     assert capsys.readouterr().out.endswith("2 problems\n")

@@ -28,7 +28,6 @@ import multiprocessing
 import runpy
 import tempfile
 import time
-import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -330,11 +329,7 @@ def _logged(log: Path, work: Callable[..., None], *arguments: Any) -> None:
         os.dup2(file.fileno(), sys.stdout.fileno())
         os.dup2(file.fileno(), sys.stderr.fileno())
     os.chdir(log.parent)
-    try:
-        work(*arguments)
-    except Exception:
-        traceback.print_exc()
-        sys.exit(1)
+    work(*arguments)
 
 
 def differences(before: Any, now: Any, where: str = "") -> Iterator[str]:

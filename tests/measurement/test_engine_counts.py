@@ -19,7 +19,7 @@ from tests.proposers import ModelProposer, tiny_target
 PROMPTS = [[5, 9, 20], [40, 41, 42, 43]]
 
 
-class FirstGuesses(ModelProposer):
+class FirstTokens(ModelProposer):
     """The target's own next tokens, but the last one wrong: K - 1 are accepted of every draft."""
 
     def propose(self, state, k, sampling, generator):
@@ -30,7 +30,7 @@ class FirstGuesses(ModelProposer):
 def test_the_last_round_counts_what_lies_past_the_limit():
     target = tiny_target()
     ignore_stop_tokens(target)
-    texts = generate_here(target, FirstGuesses(target.model), PROMPTS, max_new_tokens=10, num_speculative_tokens=4)
+    texts = generate_here(target, FirstTokens(target.model), PROMPTS, max_new_tokens=10, num_speculative_tokens=4)
     plain = generate_here(target, None, PROMPTS, max_new_tokens=10)
     assert num_same(texts, plain) == 2 and all(len(text.token_ids) == 10 for text in texts)
     # One token from the prefill, then rounds of 3 + 1: the third passes the limit and is counted whole.

@@ -86,7 +86,7 @@ def test_the_wrong_rule_accepts_as_the_right_one_and_then_draws_from_p():
 
 
 def peaked(seed: int) -> FrozenTarget:
-    """Eight tokens with clear favourites, so that few draws tell distributions apart."""
+    """Eight tokens with clear top-1 tokens, so that few draws tell distributions apart."""
     model = tiny_target_model(num_layers=1, vocab_size=8, seed=seed)
     model.lm_head.weight.data *= 2.5
     return FrozenTarget(model, tiny_tokenizer(), name="peaked")

@@ -130,7 +130,7 @@ def test_a_plan_comes_without_the_hub_and_says_so(tmp_path: Path):
         ("someone/Qwen3-8B-speculator", ["speculators", "eagle3"], "eagle3"),
     ],
 )
-def test_methods_are_guessed_from_names_and_tags(repository: str, tags: list[str], method: str | None):
+def test_methods_are_inferred_from_names_and_tags(repository: str, tags: list[str], method: str | None):
     assert infer_method(repository, tags) == method
 
 

@@ -111,9 +111,9 @@ def our_logits(draft: Any, target: FrozenTarget, rows: dict[str, Tensor]) -> lis
     """Those [R, W] of each step of the training-time test, at the R positions that the step keeps."""
     unroll = TrainingTimeTest(draft.eval(), forward_kl, NUM_STEPS).eval()
     logits: list[Tensor] = []
-    taught = unroll.read_target(target, rows)
+    seen = unroll.read_target(target, rows)
     draft.lm_head.register_forward_hook(lambda module, args, output: logits.append(output))
-    unroll(**rows, **taught)
+    unroll(**rows, **seen)
     return logits
 
 

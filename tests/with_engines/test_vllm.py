@@ -179,10 +179,10 @@ def learn(draft: Any, target: FrozenTarget) -> None:
         "position_ids": torch.arange(ids.shape[1]).expand_as(ids),
     }
     unroll = TrainingTimeTest(draft, forward_kl, num_steps=K)
-    taught = unroll.read_target(target, rows)
+    seen = unroll.read_target(target, rows)
     optimizer = torch.optim.Adam(draft.parameters(), lr=3e-3)
     for _ in range(30):
-        loss, _ = unroll(**rows, **taught)
+        loss, _ = unroll(**rows, **seen)
         optimizer.zero_grad()
         (loss / ids.numel()).backward()
         optimizer.step()

@@ -1,6 +1,6 @@
 """A draft model drafts for several sequences at once: one forward a step for all rows.
 
-Shapes: B rows, T positions of one step, H hidden size, K drafted tokens, W tokens both vocabularies hold.
+Shapes: B rows, T positions of one step, H hidden size, K draft tokens, W tokens both vocabularies hold.
 """
 
 import copy

@@ -1,10 +1,10 @@
 """A small language model drafts for a larger one: any causal language model of transformers, with keys and values of its own.
 
 What makes it fast is what it leaves out. Between rounds the draft keeps its cache: positions of rejected tokens are cut off, and only
-tokens committed since go through it, usually one, two after a round accepted in full (the last drafted token was never fed). A step
-is the decoder layers and one row of the head, and the drafted token stays a tensor until the round ends.
+tokens committed since go through it, usually one, two after a round accepted in full (the last draft token was never fed). A step
+is the decoder layers and one row of the head, and the draft token stays a tensor until the round ends.
 
-Shapes: T positions of one step, V the target's vocabulary, W tokens both vocabularies hold, K drafted tokens.
+Shapes: T positions of one step, V the target's vocabulary, W tokens both vocabularies hold, K draft tokens.
 """
 
 from collections.abc import Sequence
@@ -160,7 +160,7 @@ class DraftModelProposer:
         return self.propose_from_uniforms(state, k, sampling, uniforms_K)
 
     def propose_from_uniforms(self, state: DecodingState, k: int, sampling: Sampling, uniforms_K: Tensor) -> Proposal:
-        """`propose` as a function of its randomness: one uniform in [0, 1) for each drafted token, unused when greedy."""
+        """`propose` as a function of its randomness: one uniform in [0, 1) for each draft token, unused when greedy."""
         unchanged = self._read(state.token_ids)
         if not self._context:  # none of it can be said in the draft's tokens
             return Proposal([])
@@ -170,7 +170,7 @@ class DraftModelProposer:
         chosen: list[Tensor] = []  # [1] each, indices into the W tokens
         distributions: list[Tensor] = []
         for step in range(steps):
-            num_fed = step  # drafted tokens in the cache: all but the last drafted
+            num_fed = step  # draft tokens in the cache: all but the last drafted
             logits_1W = self._forward(next_ids)
             if self._is_unsure(logits_1W, sampling):
                 break
@@ -230,7 +230,7 @@ class DraftModelProposer:
         return float(probs_1W.max()) < self.confidence_threshold
 
     def _proposal(self, chosen: list[Tensor], distributions: list[Tensor], num_fed: int) -> Proposal:
-        """The proposal in the target's ids; notes that the first `num_fed` drafted tokens are in the cache."""
+        """The proposal in the target's ids; notes that the first `num_fed` draft tokens are in the cache."""
         if not chosen:
             return Proposal([])
         index_K = torch.cat(chosen)
@@ -278,7 +278,7 @@ class DraftModelProposer:
     def _make_room(self, k: int) -> int:
         """How many tokens can be drafted within the draft's context, after moving the window if there is one."""
         limit, length = self.max_positions, len(self._context) - self._start
-        if limit is None or length + k - 1 <= limit:  # the last drafted token is never fed
+        if limit is None or length + k - 1 <= limit:  # the last draft token is never fed
             return k
         if self.context == "refuse":
             if length > limit:  # the target's sequence fits, but takes more of the draft's tokens

@@ -1,6 +1,6 @@
 """A head drafts for several sequences at once: one forward a step for all rows.
 
-Shapes: B rows, H draft hidden size, K drafted tokens, V target vocabulary, W draft vocabulary.
+Shapes: B rows, H draft hidden size, K draft tokens, V target vocabulary, W draft vocabulary.
 """
 
 from collections.abc import Sequence

@@ -1,6 +1,6 @@
 """A head drafts: a chain or a tree, from the target's features and its own hidden states.
 
-Shapes: F freshly committed positions, H draft hidden size, K drafted tokens, V target vocabulary, W draft vocabulary.
+Shapes: F freshly committed positions, H draft hidden size, K draft tokens, V target vocabulary, W draft vocabulary.
 """
 
 from functools import partial

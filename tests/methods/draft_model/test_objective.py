@@ -1,4 +1,4 @@
-"""A draft model's objective: which positions teach, what is counted, and that a draft which is the target is perfect."""
+"""A draft model's objective: which positions have a loss, what is counted, and that a draft which is the target is perfect."""
 
 import copy
 from typing import Any
@@ -41,7 +41,7 @@ def test_the_target_as_its_own_draft_is_perfect(target: FrozenTarget) -> None:
     rows = packed_rows()
     objective = Distillation(copy.deepcopy(target.model), forward_kl, num_positions=K)
     total, sums = run(objective, target, rows)
-    kept = 4 + 4  # x_3..x_6 and x_8..x_11: the token before each teaches
+    kept = 4 + 4  # x_3..x_6 and x_8..x_11: the loss is at the token before each
     assert float(total.detach()) == pytest.approx(0, abs=1e-4)
     assert int(sums.loss_tokens[0]) == int(sums.correct[0]) == int(objective.num_loss_tokens(rows)) == kept
     assert float(sums.accepted[0]) == pytest.approx(kept, rel=1e-5)

@@ -52,7 +52,7 @@ def unrolled_logits(draft: Any, target: FrozenTarget, ids: torch.Tensor, steps: 
         ("eagle", {"sliding_window": 5, "num_layers": 2}),
     ],
 )
-def test_the_unroll_guesses_what_the_decoder_guesses(target: FrozenTarget, method: str, options: dict[str, Any]) -> None:
+def test_the_unroll_predicts_what_the_decoder_drafts(target: FrozenTarget, method: str, options: dict[str, Any]) -> None:
     """Chains of the decoder, put back into the text as if they had been accepted, are what the unroll predicts at their root."""
     draft = build_head(method, target, **options)
     text = torch.randint(3, target.vocab_size, (12,), generator=torch.Generator().manual_seed(3)).tolist()
@@ -66,7 +66,7 @@ def test_the_unroll_guesses_what_the_decoder_guesses(target: FrozenTarget, metho
     assert [int(step[root].argmax()) for step in logits] == chain
 
 
-def test_only_supervised_tokens_of_the_roots_document_are_predicted() -> None:
+def test_only_loss_tokens_of_the_roots_document_are_predicted() -> None:
     document = torch.tensor([[0, 0, 0, 0, 0, 1, 1, 1, -1, -1]])
     loss_mask = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1, 0, 0]])
     assert has_loss(document, loss_mask, ahead=2).nonzero()[:, 1].tolist() == [1, 2, 5]  # predict x_3, x_4 and x_7
@@ -84,14 +84,14 @@ def test_the_teacher_is_the_targets_law_one_step_ahead(target: FrozenTarget) -> 
     rows = shift_left(soft_targets.row_BT, 1, -1)[has_loss(document, ones, ahead=2)]
     assert torch.allclose(
         soft_targets.probs_RW[rows], distributions[1:11], atol=1e-6
-    )  # roots 0..9 are taught by the distributions at 1..10
+    )  # roots 0..9 have the soft targets of 1..10
 
 
 def test_a_pruned_teacher_is_renormalised_and_remembers_its_share(target: FrozenTarget) -> None:
     ids = torch.arange(3, 15)[None]
     kept = torch.arange(0, target.vocab_size, 2)
-    teaches = has_loss(torch.zeros_like(ids), torch.ones_like(ids), ahead=1)
-    soft_targets = compute_soft_targets(target.lm_head, target.features(ids, []).last_hidden, teaches, kept, 1.0)
+    has_loss_BT = has_loss(torch.zeros_like(ids), torch.ones_like(ids), ahead=1)
+    soft_targets = compute_soft_targets(target.lm_head, target.features(ids, []).last_hidden, has_loss_BT, kept, 1.0)
     distributions = target.model(ids).logits[0, :-1].softmax(-1)
     assert torch.allclose(soft_targets.probs_RW.sum(-1), torch.ones(11), atol=1e-5)
     assert torch.allclose(soft_targets.mass_R, distributions[:, kept].sum(-1), atol=1e-5)
@@ -139,7 +139,7 @@ def test_packing_changes_no_loss_and_no_gradient(target: FrozenTarget, vocabular
             assert parameter.grad is not None and torch.allclose(gradients[name], parameter.grad, rtol=1e-3, atol=1e-5), name
 
 
-def test_unsupervised_tokens_carry_no_loss(target: FrozenTarget) -> None:
+def test_masked_tokens_have_no_loss(target: FrozenTarget) -> None:
     model = TrainingTimeTest(build_eagle3(target), forward_kl, 2)
     rows = document_rows(12, 3)
     rows["loss_mask"][:, :8] = 0
@@ -157,7 +157,7 @@ def test_step_weights_decay_and_sum_to_one(target: FrozenTarget) -> None:
 
 
 def test_features_are_held_to_the_targets_next_ones(target: FrozenTarget) -> None:
-    """Two supervised positions, one step: the divergence plus the weighted SmoothL1 to f_{t+1}, computed by hand."""
+    """Two loss tokens, one step: the divergence plus the weighted SmoothL1 to f_{t+1}, computed by hand."""
     rows = document_rows(6, 3)
     rows["loss_mask"][:, :4] = 0
     draft = build_eagle(target)

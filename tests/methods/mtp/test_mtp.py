@@ -110,7 +110,7 @@ def test_batch_equals_single(draft: MtpDraft, target: FrozenTarget) -> None:
             assert torch.allclose(both[row], one, atol=1e-5)
 
 
-def test_the_unroll_guesses_what_the_decoder_guesses(draft: MtpDraft, target: FrozenTarget) -> None:
+def test_the_unroll_predicts_what_the_decoder_drafts(draft: MtpDraft, target: FrozenTarget) -> None:
     """A chain of the decoder, put back into the text as if it had been accepted, is what the unroll predicts at its root."""
     text = torch.randint(3, target.vocab_size, (12,), generator=torch.Generator().manual_seed(3)).tolist()
     proposer = HeadProposer(draft)
@@ -119,12 +119,12 @@ def test_the_unroll_guesses_what_the_decoder_guesses(draft: MtpDraft, target: Fr
         features = target.features(torch.tensor([text[:-1]]), ())
         chain = proposer.propose(DecodingState(text, features), K, Sampling(), None).tokens
         ids = torch.tensor([text + chain])
-        kv_cache, hidden, guesses = causal(ids), draft.fuse(target.features(ids, ())), []
+        kv_cache, hidden, drafted = causal(ids), draft.fuse(target.features(ids, ())), []
         for k in range(K):
             rotary = draft.rotary(hidden, torch.arange(ids.shape[1])[None] + k)
             normed, hidden = draft(shift_left(ids, 1 + k, 0), hidden, rotary, kv_cache)
-            guesses.append(int(draft.lm_head(normed[0, len(text) - 2]).argmax()))
-    assert guesses == chain
+            drafted.append(int(draft.lm_head(normed[0, len(text) - 2]).argmax()))
+    assert drafted == chain
 
 
 def test_the_hidden_state_is_the_targets_after_its_final_norm(draft: MtpDraft, target: FrozenTarget) -> None:

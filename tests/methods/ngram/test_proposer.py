@@ -1,4 +1,4 @@
-"""N-gram look-up: what it guesses, that texts stay what they were, and that its work does not grow with the text."""
+"""N-gram look-up: what it drafts, that the output is unchanged, and that its work does not grow with the sequence."""
 
 import random
 from typing import Any
@@ -28,7 +28,7 @@ def propose(proposer: NgramProposer, text: list[int], k: int = 3) -> list[int]:
 
 
 def by_scanning(proposer: NgramProposer, text: list[int], num_prompt_tokens: int, k: int) -> list[int]:
-    """The same guesses without an index: go back through the text, then copy on, from the guesses too where the text ends."""
+    """The same draft without an index: go back through the sequence, then copy on, from the draft too where the sequence ends."""
     latest = min(num_prompt_tokens, len(text) - 1) if proposer.lookup == "prompt" else len(text) - 1
     for n in range(proposer.max_ngram, proposer.min_ngram - 1, -1):
         for end in range(latest, n - 1, -1):
@@ -73,7 +73,7 @@ def test_the_output_can_be_left_out() -> None:
 
 @pytest.mark.parametrize("lookup", ["sequence", "prompt"])
 @pytest.mark.parametrize(("least", "most"), [(1, 1), (1, 3), (2, 4), (3, 3)])
-def test_the_index_guesses_what_a_scan_finds(lookup: str, least: int, most: int) -> None:
+def test_the_index_finds_what_a_scan_finds(lookup: str, least: int, most: int) -> None:
     rng = random.Random(0)
     proposer = NgramProposer(least, most, lookup)
     found = 0
@@ -83,9 +83,9 @@ def test_the_index_guesses_what_a_scan_finds(lookup: str, least: int, most: int)
         proposer.begin(200)
         for _ in range(12):
             k = rng.randint(1, 6)
-            guesses = propose(proposer, text, k)
-            assert guesses == by_scanning(proposer, text, num_prompt_tokens, k)
-            found += len(guesses) == k
+            draft = propose(proposer, text, k)
+            assert draft == by_scanning(proposer, text, num_prompt_tokens, k)
+            found += len(draft) == k
             text += rng.choices(range(alphabet), k=rng.randint(1, 5))
     assert found > 50
 
@@ -186,7 +186,7 @@ def test_sampled_text_has_the_targets_law_exactly(prompt: list[int], lookup: str
 
     distribution = output_distribution(model, from_prompt, prompt, SAMPLING)
     assert torch.allclose(distribution, plain_distribution(model, prompt, SAMPLING), rtol=0, atol=1e-6)
-    assert drafted == {0, 2}  # some texts were met with guesses, some with none
+    assert drafted == {0, 2}  # something was drafted for some prompts, nothing for others
 
 
 # --- Settings
