@@ -10,7 +10,7 @@ SPECIAL_TOKENS = ["<|endoftext|>", "<|user|>", "<|assistant|>", "<|end|>"]
 
 
 def tiny_target_model(num_layers: int = 4, hidden_size: int = 64, vocab_size: int = 260, seed: int = 0) -> LlamaForCausalLM:
-    """A random Llama with heads of 32 and twice as many query as key/value heads. Its greedy text neither stops nor repeats itself at once."""
+    """A random Llama with heads of 32 and twice as many query as key/value heads. Its greedy output neither ends nor repeats at once."""
     config = LlamaConfig(
         vocab_size=vocab_size,
         hidden_size=hidden_size,

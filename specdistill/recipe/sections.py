@@ -1,5 +1,6 @@
 """Sections that recipes of every method share, and the recipe of pico itself. Units and limits are in each key's help."""
 
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
@@ -16,12 +17,16 @@ IN_PROCESS = ReadWhen(
 SAMPLED = ReadWhen(
     "at a temperature above 0", lambda it: it.temperature > 0 or any(getattr(it, "sweep", SweepConfig()).temperature)
 )
+FROM_HUB = ReadWhen(
+    "of a model on the Hub: pico and folders have no revisions",
+    lambda it: it.model is not None and it.model != "pico" and not Path(it.model).is_dir(),
+)
 GENERATED = ReadWhen("when num_tokens is above 0; data.regenerate=null resets the section", lambda it: it.num_tokens > 0)
 
 
 class TargetConfig(Section):
     model: str = option(..., "target: pico, a folder or a Hub id")
-    revision: str | None = option(None, "branch, tag or commit of a Hub id")
+    revision: str | None = option(None, "branch, tag or commit of a Hub id", read_when=FROM_HUB)
     adapter: str | None = option(
         None, "LoRA adapter of the target (peft), a folder or a Hub id; the draft learns the adapted target"
     )

@@ -40,9 +40,9 @@ def test_a_draft_changes_nothing_at_near_ties(target):
 
 
 def test_float32_alone_decides_otherwise(target, monkeypatch):
-    unbroken = Decoder(target).generate(PROMPT, max_new_tokens=NEW_TOKENS).token_ids
+    exact = Decoder(target).generate(PROMPT, max_new_tokens=NEW_TOKENS).token_ids
     monkeypatch.setattr(decoder, "break_ties", lambda target, token_ids, logits: logits)
-    assert Decoder(target).generate(PROMPT, max_new_tokens=NEW_TOKENS).token_ids != unbroken
+    assert Decoder(target).generate(PROMPT, max_new_tokens=NEW_TOKENS).token_ids != exact
 
 
 def test_clear_choices_and_16_bit_logits_are_left_alone(target):

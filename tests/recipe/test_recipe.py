@@ -62,7 +62,9 @@ def test_every_recipe_s_training_arguments_exist(name: str, tmp_path: Path):
 
 
 def test_strings_that_look_like_other_types_round_trip(tmp_path: Path):
-    recipe = load("target.revision='1e5'", "data.cache_dir='true'", "eval.suite='null'", "draft.init='0123'")
+    recipe = load(
+        "target.model=org/target", "target.revision='1e5'", "data.cache_dir='true'", "eval.suite='null'", "draft.init='0123'"
+    )
     assert (recipe.target.revision, recipe.data.cache_dir, recipe.eval.suite) == ("1e5", "true", "null")
     save_recipe(recipe, tmp_path / "recipe.yaml")
     assert load_recipe(Recipe, [f"recipe={tmp_path / 'recipe.yaml'}"]) == recipe
@@ -262,6 +264,7 @@ def test_a_list_of_sections_is_as_strict_as_a_section():
         ("eval.sweep.temperature=[1] eval.engine=sglang", "eval.sweep", "eval.engine"),
         ("eval.target_precision=0.1 eval.engine=vllm", "eval.target_precision", "eval.engine"),
         ("eval.top_p=0.9", "eval.top_p", "temperature"),
+        ("target.revision=v1", "target.revision", "Hub"),
         ("train.optim=sgd", "train.optim", "adamw"),
         ("loss.step_decay=0.5 method=ngram", "loss", "eagle3"),
         ("train.max_steps=5 method=ngram", "train.max_steps", "not trained"),

@@ -2,7 +2,7 @@
 
 from typing import Any, Literal
 
-from specdistill.methods.heads.config import DIVERGENCES
+from specdistill.methods.heads.config import DIVERGENCE
 from specdistill.methods.recipe import TrainedRecipe
 from specdistill.recipe import EvalConfig, ReadWhen, Section, option, section
 from specdistill.recipe.sections import IN_PROCESS
@@ -43,7 +43,7 @@ class Draft(Section):
 
 
 class Loss(Section):
-    divergence: Any = option("forward_kl", DIVERGENCES, read_when=SOFT)
+    divergence: Any = option("forward_kl", DIVERGENCE, read_when=SOFT)
     temperature: float = option(1.0, "divides both sets of logits", ge=0.01, read_when=SOFT)
     labels: Literal["soft", "hard"] = option("soft", "learn the target's distributions, or the sequence's own tokens")
     reference: str | None = option(None, "folder of a draft that says which tokens can be learnt (AdaSPEC)")

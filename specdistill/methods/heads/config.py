@@ -5,9 +5,9 @@ from typing import Any
 from specdistill.methods.recipe import TrainedRecipe
 from specdistill.recipe import Section, option, section
 
-DIVERGENCES = (
-    "how the draft's distribution is compared with the target's: forward_kl, reverse_kl, jsd, tvd, tvd_plus_plus, nla, lk, "
-    "cross_entropy; {name: jsd, beta: 0.3} sets its options; a list of {name, weight} adds several up"
+DIVERGENCE = (
+    "how the draft's distribution is compared with the target's: a name of specdistill/losses/divergence.py; "
+    "{name: jsd, beta: 0.3} sets its options; a list of {name, weight} adds several up"
 )
 
 
@@ -34,7 +34,7 @@ class HeadSizes(HeadDraft):
 
 
 class HeadLoss(Section):
-    divergence: Any = option("forward_kl", DIVERGENCES)
+    divergence: Any = option("forward_kl", DIVERGENCE)
     step_decay: float = option(0.8, "weight of unroll step k is step_decay ** k", ge=0, le=1)
     temperature: float = option(1.0, "divides both sets of logits", ge=0.01)
 
