@@ -2,6 +2,7 @@
 
 import ast
 from fnmatch import fnmatch
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -30,7 +31,6 @@ TESTED_ELSEWHERE = {
     "methods/planned": "planning/test_costs.py",
     "methods/recognize": "methods/heads/test_heads.py",
     "methods/sizes": "planning/test_costs.py",
-    "pico/card": "pico/test_suites.py",
     "pico/model": "data/test_training_data.py",
     "targets/files": "export/test_heads.py",
     "targets/shards": "train/test_mtp.py",
@@ -38,6 +38,7 @@ TESTED_ELSEWHERE = {
 }
 
 
+@cache
 def imports(path: Path) -> set[str]:
     """The modules, and the names in them, that a file imports: `from a import b` is `a` and `a.b`."""
     found: set[str] = set()
@@ -64,6 +65,7 @@ def dotted(module: str) -> str:
     return ".".join(("specdistill", *Path(module).parts)).removesuffix(".__init__")
 
 
+@cache
 def reached(folder: Path) -> set[str]:
     """The modules of a folder that its tests import, and those that these import of their own folder, and so on."""
     siblings = {dotted(str(folder / path.stem)): path for path in (PACKAGE / folder).glob("*.py")}

@@ -26,7 +26,7 @@ def test_counts_are_the_same(tmp_path):
             "suite=pico-edit",
             f"output_dir={folder}",
             f"gate={gate}",
-            "eval.num_prompts=12",
+            "eval.num_prompts=4",
             "eval.max_new_tokens=48",
             "eval.repeats=1",
             "eval.warmup=0",
