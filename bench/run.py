@@ -59,7 +59,7 @@ def median_seconds(work: Callable[[], object], repeats: int = 5) -> float:
 
 @contextmanager
 def without_end_tokens(target: FrozenTarget) -> Iterator[None]:
-    """Nothing ends a text but its length, so that all ways of decoding write the same number of tokens."""
+    """Nothing ends a completion but its length, so that all ways of decoding generate equally many tokens."""
     generation_config = target.model.generation_config
     ids = generation_config.eos_token_id
     generation_config.eos_token_id = []  # not None, for which the model's config is asked
@@ -167,7 +167,7 @@ def training_step(target: FrozenTarget, rows: int = 16, length: int = 256) -> di
 
 
 def regeneration(target: FrozenTarget, rows: int = 256, new_tokens: int = 96) -> dict[str, float]:
-    """Tokens the target writes each second, in the batches that regeneration uses."""
+    """Tokens the target generates each second, in the batches that regeneration uses."""
     prompts = [list(range(10, 42))] * rows
     with generation_mode(target.model, fast_dtype(target.device)) as model:  # type: ignore[arg-type]
         seconds = median_seconds(

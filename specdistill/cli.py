@@ -17,6 +17,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Literal
 
+from pydantic import model_validator
+
 import specdistill
 from specdistill.command import print_help, spell_out
 from specdistill.engines import checked_engines, exporting_engines
@@ -25,7 +27,7 @@ from specdistill.methods import METHODS
 from specdistill.methods.recipe import DEFAULT_METHOD, Recipe, TrainedRecipe
 from specdistill.project import PICO, ROOT
 from specdistill.recipe import Section, TargetConfig, TargetRecipe, describe, like, load_recipe, merged, option, section
-from specdistill.recipe.fields import one_of
+from specdistill.recipe.fields import ReadWhen, one_of
 
 PATHS = {"pico": PICO}
 DEMO_RECIPE, DEMO_FOLDER = "pico/eagle3", "runs/demo"
@@ -63,13 +65,16 @@ class ExportOptions(Section):
     dry_run: bool = option(False, "write the untrained draft of recipe=…, with its key=value, to try its layout in an engine")
 
 
+WITH_TARGET = ReadWhen("with target=…", lambda it: it.model is not None)
+
+
 class ExaminedTarget(Section):
     model: str | None = option(None, "the draft's target, pico, a folder or a Hub id; null: examine the draft alone")
     revision: str | None = like(TargetConfig, "revision")
-    adapter: str | None = like(TargetConfig, "adapter")
-    dtype: Literal["float32", "bfloat16", "float16"] = like(TargetConfig, "dtype")
-    attn: Literal["sdpa", "eager", "flash_attention_2"] = like(TargetConfig, "attn")
-    trust_remote_code: bool = like(TargetConfig, "trust_remote_code")
+    adapter: str | None = like(TargetConfig, "adapter", read_when=WITH_TARGET)
+    dtype: Literal["float32", "bfloat16", "float16"] = like(TargetConfig, "dtype", read_when=WITH_TARGET)
+    attn: Literal["sdpa", "eager", "flash_attention_2"] = like(TargetConfig, "attn", read_when=WITH_TARGET)
+    trust_remote_code: bool = like(TargetConfig, "trust_remote_code", read_when=WITH_TARGET)
 
 
 class DoctorPrompts(Section):
@@ -87,6 +92,12 @@ class DoctorOptions(Section):
         True, "with a target: decode a few prompts, and look for what undone would bring the draft closer to it"
     )
     eval: DoctorPrompts = section(DoctorPrompts)
+
+    @model_validator(mode="after")
+    def _prompts_are_decoded(self) -> "DoctorOptions":
+        if self.eval != DoctorPrompts() and not (self.decode and self.target.model):
+            raise UserError("eval", got="prompts to decode", expected="none without target=…, or with decode=false")
+        return self
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -153,7 +164,7 @@ def plan(arguments: list[str]) -> int:
 
 
 def export(arguments: list[str]) -> int:
-    """write a draft in the layout of an engine: vllm, sglang, speculators, safeailab or gguf (llama.cpp)"""
+    """write a draft in the layout of an inference engine, with the command that serves it"""
     if HELP & set(arguments):
         print_help(f"specdistill export: {export.__doc__}", ExportOptions, SHORTHANDS)
         return ExitCode.DONE

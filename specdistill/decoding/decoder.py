@@ -220,9 +220,7 @@ class Decoder:
     def _check_tree(self) -> None:
         if not isinstance(self.proposer, TreeProposer):
             got = f"a tree for {type(self.proposer).__name__}, which drafts chains only"
-            raise UserError(
-                "eval.tree", got=got, expected="null, or a method with distributions: eagle, eagle3, mtp or draft_model"
-            )
+            raise UserError("eval.tree", got=got, expected="null, or a method that drafts trees")
         if not self._reads_trees:
             check_reads_trees(self.target)
             self._reads_trees = True

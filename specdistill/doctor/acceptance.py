@@ -23,7 +23,7 @@ from specdistill.training.history import read_history
 NUM_TOKENS = 96  # generated for each prompt: completions repeat themselves later on, so short ones accept less than long ones
 NO_BETTER_THAN_CHANCE = 0.05  # share of first draft tokens that are accepted
 FAR_BELOW = 0.6  # of the draft tokens accepted in training
-LEAST, CLEAR = 0.02, 0.1  # a repair counts when the divergence falls by so much and in every text, or by so much
+LEAST, CLEAR = 0.02, 0.1  # a repair counts when the divergence falls by so much and in every completion, or by so much
 WORTH = 1.05  # a cause is a problem when, undone, so many times as many draft tokens would be accepted
 DEFAULT_STEPS = 4
 DEFAULT_SUITE = "pico-short"  # plain text, which asks for no chat template

@@ -167,7 +167,8 @@ def _engine(
         return [problem(f"{engine.title} loads such a layer from its target's checkpoint alone", exported)]
     if artifact == "model":
         return _vocabulary_size(engine, config, target)
-    assert seen.config is not None
+    if seen.config is None:
+        return [problem(f"method {seen.method} does not say what its heads look like, so no loader can be checked", exported)]
     loader = loader_of(engine, seen.method, config)
     if loader is None:
         return [problem(f"{engine.title} is not known to load method {seen.method} in this layout", exported)]

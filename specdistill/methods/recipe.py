@@ -12,6 +12,8 @@ from specdistill.recipe.fields import default_of
 
 DEFAULT_METHOD = "eagle3"
 DEFAULT_SEED = 42  # of transformers.TrainingArguments
+# Training arguments that the Trainer reads for an optimizer of its own; of these, muon_adamw takes learning_rate and weight_decay alone.
+READ_BY_ADAMW = ("optim", "optim_args", "optim_target_modules", "adam_beta1", "adam_beta2", "adam_epsilon")
 
 
 class Recipe(Section):
@@ -63,10 +65,15 @@ class TrainedRecipe(Recipe):
         return int(self.train.get("seed", DEFAULT_SEED))
 
     @model_validator(mode="after")
-    def _one_optimizer(self) -> "TrainedRecipe":
-        if self.optimizer != "adamw" and "optim" in self.train:
-            got = f"{self.train['optim']} with optimizer {self.optimizer}"
-            raise UserError("train.optim", got=got, expected="no such key, or optimizer=adamw")
+    def _trainer_reads_its_keys(self) -> "TrainedRecipe":
+        if other := next((name for name in READ_BY_ADAMW if name in self.train), None) if self.optimizer != "adamw" else None:
+            got = f"{self.train[other]} with optimizer {self.optimizer}"
+            raise UserError(f"train.{other}", got=got, expected="no such key, or optimizer=adamw")
+        if self.train.get("label_smoothing_factor"):
+            got = self.train["label_smoothing_factor"]
+            raise UserError(
+                "train.label_smoothing_factor", got=got, expected="no such key: a draft's loss has no labels to smooth"
+            )
         return self
 
 
@@ -100,13 +107,16 @@ def options_by_method(options: Section, methods: Sequence[str]) -> list[dict[str
 
 
 def check_trainable(recipe: Recipe, script: str) -> None:
-    """Raises UserError when `script` does not train the recipe's method, or for a divergence that cannot be built."""
+    """Raises UserError when `script` does not train the recipe's method, or for a divergence or a tree that cannot be built."""
     trained_by = METHODS[recipe.method].script
     if trained_by != script:
         own = [name for name, method in METHODS.items() if method.script == script]
         who = f"which {trained_by} trains" if trained_by else "which needs no training"
         raise UserError("method", got=f"{recipe.method}, {who}", expected=" or ".join(own))
-    from specdistill.losses.divergence import build_divergence  # not at the top: recipes are read without torch
+    from specdistill.decoding.tree import tree_shape  # not at the top: recipes are read without torch
+    from specdistill.losses.divergence import build_divergence
 
+    if recipe.eval.tree:
+        tree_shape(**vars(recipe.eval.tree))
     if divergence := getattr(getattr(recipe, "loss", None), "divergence", None):
         build_divergence(divergence)

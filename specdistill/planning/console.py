@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from specdistill.methods import METHODS
 from specdistill.planning.hub import KnownDraft
 from specdistill.planning.plan import Plan, Row
 from specdistill.report.numbers import times
@@ -73,7 +74,7 @@ def _columns(row: Row) -> list[Text | str]:
     if row.parameters:
         size = f"{short(row.parameters)}, {short(row.bytes or 0, 'B')}\n{row.num_layers} × {row.hidden_size:,} wide"
     train = ["nothing"]
-    if row.method != "ngram":
+    if METHODS[row.method].artifact is not None:
         tokens = f"{short(row.training_tokens)} tokens" if row.training_tokens else "? tokens"
         train = [tokens, f"{short(row.training_memory_bytes or 0, 'B')} device"]
         train += [f"{short(row.disk_bytes, 'B')} disk"] if row.disk_bytes else []

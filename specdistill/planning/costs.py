@@ -33,28 +33,31 @@ def step_shares(parts: Parts, target_read: float, target_layers: int) -> dict[st
     return {"weights": parts.read / target_read, "layers": parts.num_layers / target_layers}
 
 
-def best_k(alpha: float, verify: Sequence[float], c: float) -> Expected:
+def best_k(alpha: float, verify: Sequence[float], c: float, passes: str = "K") -> Expected:
     """S = AL / (v + c·K) at the fewest tokens that come within 1 % of the best, AL = 1 + alpha + … + alpha^K (arXiv 2211.17192).
 
-    verify: v for K = 1, 2, …
+    verify: v for K = 1, 2, … passes: of the draft in a round, "K", "1" or "0"; c·K stands for as many times c.
     """
     lengths = [expected_acceptance_length(alpha, k) for k in range(1, len(verify) + 1)]
-    speedups = [float(predicted_speedup(length, verify[k - 1], c * k)) for k, length in enumerate(lengths, 1)]
+    speedups = [
+        float(predicted_speedup(length, verify[k - 1], {"K": c * k, "1": c, "0": 0.0}[passes]))
+        for k, length in enumerate(lengths, 1)
+    ]
     index = next(index for index, speedup in enumerate(speedups) if speedup >= 0.99 * max(speedups))
     return Expected(index + 1, lengths[index], speedups[index])
 
 
 def speedup_range(
-    alphas: tuple[float, float], verify: Sequence[float], shares: Mapping[str, float], target_layers: int
+    alphas: tuple[float, float], verify: Sequence[float], shares: Mapping[str, float], target_layers: int, passes: str = "K"
 ) -> tuple[Expected, Expected]:
     """The two ends: the lower alpha with c and an engine's overhead, and the higher alpha where weights read are all that counts.
 
     verify: v for K = 1, 2, … by weights read: 1 for a dense target, more for a mixture whose tokens go to different experts; the higher
-    end takes 1. shares: of `step_shares`. A draft that runs no layers launches none.
+    end takes 1. shares: of `step_shares`. passes: of `best_k`. A draft that runs no layers launches none.
     """
     overhead = LAYERS_OVERHEAD / target_layers if shares["layers"] else 0.0
-    low = best_k(alphas[0], [v + VERIFY_OVERHEAD for v in verify], max(shares.values()) + overhead)
-    return low, best_k(alphas[1], [1.0] * len(verify), shares["weights"])
+    low = best_k(alphas[0], [v + VERIFY_OVERHEAD for v in verify], max(shares.values()) + overhead, passes)
+    return low, best_k(alphas[1], [1.0] * len(verify), shares["weights"], passes)
 
 
 def training_bytes(parts: Parts, target_bytes: int, shape: Shape, vocabulary: int, num_steps: int, num_tokens: int) -> int:

@@ -94,8 +94,8 @@ def make_plan(target: Described, draft: Described | None = None, *, trust_remote
 def recommend(rows: Sequence[Row], target: Mapping[str, Any]) -> dict[str, str | None]:
     """The method to start with, why, and the command; `target` as in a plan.
 
-    It is the draft whose speedup has the highest middle, but for what costs nothing: layers that come with the target are preferred as
-    long as nothing promises more at its low end, and look-up is when no draft promises more than it at the high end.
+    It is the draft whose speedup has the highest middle, with two exceptions for what costs nothing. Layers that come with the target
+    win unless another draft promises more at its low end; look-up wins when no draft promises more than it at the high end.
     """
     ends = {row.method: (row.low.speedup, row.high.speedup) for row in rows if row.low and row.high}
     drafts = sorted((row for row in rows if row.method in ends and row.method != "ngram"), key=lambda row: -row.middle)
@@ -201,7 +201,9 @@ class _Planner:
         generated = settings.get("data", {}).get("regenerate", {}).get("num_tokens")
         tokens = generated or published.training_tokens
         shares = costs.step_shares(parts, self.read, depth)
-        low, high = costs.speedup_range(published.alphas, self.verify, shares, depth) if published.alphas else (None, None)
+        low = high = None
+        if published.alphas:
+            low, high = costs.speedup_range(published.alphas, self.verify, shares, depth, cost.passes)
         memory = disk = 0
         if shape is not None:
             memory = costs.training_bytes(parts, self.bytes, shape, planned.vocabulary, cost.unrolled, MICRO_BATCH_TOKENS)

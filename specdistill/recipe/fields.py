@@ -74,9 +74,12 @@ def section(of: type[Section]) -> Any:
     return Field() if required else Field(default_factory=of)
 
 
-def like(schema: type[Section], name: str) -> Any:
+def like(schema: type[Section], name: str, *, read_when: ReadWhen | None = None) -> Any:
     """The key of another schema: same default, help and limits, stated once."""
-    return copy.copy(schema.model_fields[name])
+    field = copy.copy(schema.model_fields[name])
+    if read_when:
+        field.json_schema_extra = {"read_when": read_when}  # type: ignore[dict-item]
+    return field
 
 
 def read_when_of(field: FieldInfo) -> ReadWhen | None:

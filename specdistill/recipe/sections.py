@@ -3,9 +3,10 @@
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from specdistill.engines import serving_engines
+from specdistill.errors import UserError
 from specdistill.recipe.fields import AtLeastOne, NonNegative, ReadWhen, Section, one_of, option, section
 
 # Commands that measure have some of the keys of `eval:` and not others: without an engine they decode in this process.
@@ -14,8 +15,12 @@ IN_PROCESS = ReadWhen(
     "with eval.engine=specdistill: a server drafts as it was started",
     lambda it: getattr(it, "engine", "specdistill") == "specdistill",
 )
+# A suite's own YAML may say which temperatures to sweep.
 SAMPLED = ReadWhen(
-    "at a temperature above 0", lambda it: it.temperature > 0 or any(getattr(it, "sweep", SweepConfig()).temperature)
+    "at a temperature above 0",
+    lambda it: (
+        it.temperature > 0 or any(getattr(it, "sweep", SweepConfig()).temperature) or it.suite.endswith((".yaml", ".yml"))
+    ),
 )
 FROM_HUB = ReadWhen(
     "of a model on the Hub: pico and folders have no revisions",
@@ -117,6 +122,12 @@ class EvalConfig(Section):
         read_when=IN_PROCESS,
     )
 
+    @model_validator(mode="after")
+    def _trees_are_decoded_alone(self) -> "EvalConfig":
+        if self.tree and self.batch_size > 1:
+            raise UserError("eval.batch_size", got=f"{self.batch_size} with a tree", expected="1, or eval.tree=null")
+        return self
+
 
 class TokenizerConfig(Section):
     vocab_size: int = option(1024, "byte-level BPE tokens, special ones included", ge=1)
@@ -142,3 +153,12 @@ class TargetRecipe(Section):
     shape: ShapeConfig = section(ShapeConfig)
     curriculum: CurriculumConfig = section(CurriculumConfig)
     train: dict[str, Any] = option(..., "transformers.TrainingArguments, field by field")
+
+    @model_validator(mode="after")
+    def _curriculum_sets_the_batch(self) -> "TargetRecipe":
+        if "per_device_train_batch_size" in self.train:
+            got = self.train["per_device_train_batch_size"]
+            raise UserError(
+                "train.per_device_train_batch_size", got=got, expected="no such key: curriculum.batch_tokens sets it"
+            )
+        return self

@@ -110,10 +110,11 @@ def _check_read(values: Section, prefix: str) -> None:
     """Raises UserError for a key that was changed and that nothing reads."""
     for name, field in type(values).model_fields.items():
         value, condition = getattr(values, name), read_when_of(field)
-        if condition and value != default_of(field) and not condition.holds(values):
-            raise UserError(
-                f"{prefix}{name}", got=shown(value), expected=f"{shown(default_of(field))}: it is read only {condition.text}"
-            )
+        if condition and value != (default := default_of(field)) and not condition.holds(values):
+            if isinstance(value, Section) and isinstance(default, Section):  # which of its keys was changed?
+                inner = next(inner for inner in type(value).model_fields if getattr(value, inner) != getattr(default, inner))
+                name, value, default = f"{name}.{inner}", getattr(value, inner), getattr(default, inner)
+            raise UserError(f"{prefix}{name}", got=shown(value), expected=f"{shown(default)}: it is read only {condition.text}")
         if isinstance(value, Section):
             _check_read(value, f"{prefix}{name}.")
         for index, item in enumerate(value if isinstance(value, list) else ()):

@@ -10,6 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from specdistill.errors import UserError, one_line
 from specdistill.hub import hub_errors, resolve
+from specdistill.progress import hide_bars_of_transformers
 
 
 def read_causal_lm(
@@ -25,6 +26,7 @@ def read_causal_lm(
 
     Raises UserError for missing or broken files and missing weights, ResourceError when the Hub fails.
     """
+    hide_bars_of_transformers()
     options = {"revision": revision, "trust_remote_code": trust_remote_code}
     expected = "pico, a folder with config, weights and tokenizer, or a Hub id"
     model_options = {"dtype": getattr(torch, dtype), "attn_implementation": attn, "output_loading_info": True, **options}

@@ -238,7 +238,7 @@ def test_targets_that_cannot_read_a_tree_are_refused(target: FrozenTarget, monke
     plain = target.features
     for ignored in ("attention_mask", "position_ids_BT"):
         monkeypatch.setattr(target, "features", lambda *a, ignored=ignored, **o: plain(*a, **{**o, ignored: None}))
-        with pytest.raises(UserError, match=r"eval\.tree: got tiny, which reads a branch of a tree otherwise"):
+        with pytest.raises(UserError, match=r"eval\.tree: got tiny, which reads a branch of a tree differently"):
             check_reads_trees(target)
     monkeypatch.setattr(target.config, "_attn_implementation", "flash_attention_2")
     with pytest.raises(UserError, match=r"target\.attn: got a tree with attention flash_attention_2, expected sdpa or eager"):

@@ -10,8 +10,10 @@ import pytest
 
 FOLDER = Path(__file__).parent
 RECORDED: dict[str, dict[str, Any]] = json.loads((FOLDER / "record.json").read_text(encoding="utf-8"))
-# Machines differ in the last bits of a sum, and twenty steps carry that on. record.py compares exactly, for one machine.
-TOLERANCE = 2e-4
+# Machines differ in the last bits of a sum, and steps carry that on. With the plainest kernels in place of this CPU's own
+# (MKL_CBWR=COMPATIBLE ONEDNN_MAX_CPU_ISA=SSE41), curves moved by 2e-5 at most, those of Muon, which computes in bfloat16, by 2e-3, and no
+# token changed, sampled ones included. On one machine everything is the same to the last bit, which record.py tells.
+TOLERANCE, TOLERANCE_OF_MUON = 2e-4, 1e-2
 
 pytestmark = pytest.mark.slow
 
@@ -31,8 +33,9 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
 def test_training_takes_the_same_course(name: str, made: dict[str, dict[str, Any]]) -> None:
     recorded, now = RECORDED["curves"][name], made["curves"][name]
     assert now.keys() == recorded.keys()
+    tolerance = TOLERANCE_OF_MUON if "Muon" in name else TOLERANCE
     for what, values in recorded.items():
-        assert now[what] == pytest.approx(values, rel=TOLERANCE), what
+        assert now[what] == pytest.approx(values, rel=tolerance), what
 
 
 @pytest.mark.parametrize("name", RECORDED["reports"])

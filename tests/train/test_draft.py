@@ -123,7 +123,7 @@ def test_an_existing_model_and_a_reference_that_chooses_tokens(
         ("loss.reference=pico", "loss.reference"),
         ("draft.init=pico", "draft.init"),
         ("method=eagle3", "method"),
-        ("method=ngram", "method"),
+        ("method=ngram", "data"),
         ("draft.ttt_steps=3", "draft.ttt_steps"),
     ],
 )

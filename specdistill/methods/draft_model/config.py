@@ -2,6 +2,9 @@
 
 from typing import Any, Literal
 
+from pydantic import model_validator
+
+from specdistill.errors import UserError
 from specdistill.methods.heads.config import DIVERGENCE
 from specdistill.methods.recipe import TrainedRecipe
 from specdistill.recipe import EvalConfig, ReadWhen, Section, option, section
@@ -71,6 +74,13 @@ class Recipe(TrainedRecipe):
     loss: Loss = section(Loss)
     on_policy: OnPolicy = section(OnPolicy)
     eval: Eval = section(Eval)
+
+    @model_validator(mode="after")
+    def _target_scores_what_is_generated(self) -> "Recipe":
+        if self.on_policy.fraction and self.loss.labels == "hard":
+            expected = "0: with loss.labels=hard the target does not score what the draft generates"
+            raise UserError("on_policy.fraction", got=self.on_policy.fraction, expected=expected)
+        return self
 
     def proposer_options(self) -> dict[str, Any]:
         return {**super().proposer_options(), "heterogeneous_vocab": self.draft.heterogeneous_vocab}

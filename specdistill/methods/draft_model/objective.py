@@ -144,7 +144,7 @@ def repeated_names(module: nn.Module) -> list[str]:
 
 
 def logits_of_rows(model: PreTrainedModel, input_ids: Tensor, position_ids: Tensor, has_loss_BT: Tensor) -> Tensor:
-    """A causal language model's logits [R, V] at the kept positions of packed rows; its head sees no others."""
+    """A causal language model's logits [R, V] at the positions of packed rows that have a loss; its head sees no others."""
     hidden = model.get_decoder()(input_ids=input_ids, position_ids=position_ids, use_cache=False).last_hidden_state
     logits: Tensor = model.get_output_embeddings()(hidden[has_loss_BT])
     return logits

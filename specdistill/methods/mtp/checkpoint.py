@@ -1,7 +1,7 @@
 """Multi-token-prediction drafts: a target's own, a fresh one, and one in a folder of its own.
 
 Engines load such a layer from the target's checkpoint alone, so a draft's folder (config.json, model.safetensors) is specdistill's; its
-tensors bear the names that engines know, and `specdistill.methods.mtp.merge` puts them where engines look.
+tensors bear the names that engines know, and `specdistill.methods.mtp.export` puts them where engines look.
 """
 
 from collections.abc import Mapping

@@ -19,6 +19,14 @@ class Ngram(Section):
 class Eval(EvalConfig):
     ngram: Ngram = option(Ngram(), "how n-grams are looked up", read_when=IN_PROCESS)
 
+    @model_validator(mode="after")
+    def _can_be_proposed(self) -> "Eval":
+        if self.ngram.min > self.ngram.max:
+            raise UserError("eval.ngram.min", got=self.ngram.min, expected=f"at most eval.ngram.max, which is {self.ngram.max}")
+        if self.tree or self.sweep.tree:
+            raise UserError("eval.tree", got="a tree with method ngram", expected="no such key: it drafts chains only")
+        return self
+
 
 class Recipe(recipe.Recipe):
     eval: Eval = section(Eval)
