@@ -250,3 +250,18 @@ def test_the_demo_s_two_commands_really_run(tmp_path: Path):
     report = json.loads((tmp_path / "runs/demo/report/report.json").read_text(encoding="utf-8"))
     assert report["results"][0]["category"] == "all"
     assert report["gate"]["passed"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "key"),
+    [
+        (["target.dtype=bfloat16"], "target.dtype"),
+        (["target.adapter=somewhere"], "target.adapter"),
+        (["target.revision=v1"], "target.revision"),
+        (["suite=pico"], "eval"),
+        (["target=pico", "decode=false", "eval.num_prompts=3"], "eval"),
+    ],
+)
+def test_the_doctor_refuses_what_it_would_not_read(arguments: list[str], key: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "draft=runs/x", *arguments]) == 2
+    assert capsys.readouterr().err.startswith(f"error: {key}: got ")
