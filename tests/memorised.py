@@ -19,7 +19,7 @@ from specdistill.training.trainer import DraftTrainer
 from tests.heads import build_head, save_head
 
 PROMPT = "def f(x):"
-NUM_TOKENS = 100  # that the target writes and the head learns
+NUM_TOKENS = 100  # that the target generates and the head learns
 
 
 def memorise(method: str, target: FrozenTarget, run: Path, *, max_steps: int = 200, **shape: Any) -> Path:

@@ -1,6 +1,6 @@
 """A small inference server for tests: the two engines' HTTP interfaces, answered by our own decoder, with real Prometheus counters.
 
-It writes what the model writes and counts what was drafted, so that a client can be held to the numbers of the decoder itself.
+It generates what the model generates and counts what was drafted, so that a client can be held to the numbers of the decoder itself.
 """
 
 import json
@@ -105,32 +105,32 @@ class PeerServer:
                 return self.closed.wait()
             self.num_answers += 1
             parameters = body if self.engine == "vllm" else body["sampling_params"]
-            written = self.decoder.generate(
+            generated = self.decoder.generate(
                 body["prompt" if self.engine == "vllm" else "input_ids"],
                 max_new_tokens=parameters["max_tokens" if self.engine == "vllm" else "max_new_tokens"],
                 num_speculative_tokens=self.k,
                 sampling=Sampling(parameters["temperature"], parameters["top_p"], max(parameters["top_k"], 0)),
                 generator=torch.Generator().manual_seed(parameters.get("seed", 0)),
             )
-            self.generated.inc(len(written.token_ids) + behaviour.counts_of_others)
-            answer = self.vllm_answer(written) if self.engine == "vllm" else self.sglang_answer(written)
+            self.generated.inc(len(generated.token_ids) + behaviour.counts_of_others)
+            answer = self.vllm_answer(generated) if self.engine == "vllm" else self.sglang_answer(generated)
         return self.answer(handler, json.dumps(answer).encode())
 
-    def vllm_answer(self, written):
-        for entry in written.rounds:
+    def vllm_answer(self, generated):
+        for entry in generated.rounds:
             if entry.drafted:
                 self.drafts.inc()
                 self.drafted.inc(len(entry.drafted))
                 self.accepted.inc(entry.num_accepted)
                 for position in range(entry.num_accepted):
                     self.per_position[position].inc()
-        usage = {"prompt_tokens": len(written.prompt_ids), "completion_tokens": len(written.token_ids)}
-        tokens = {"token_ids": list(written.token_ids)} if self.behaviour.returns_tokens else {}
-        return {"choices": [{"text": self.text(written), **tokens}], "usage": usage}
+        usage = {"prompt_tokens": len(generated.prompt_ids), "completion_tokens": len(generated.token_ids)}
+        tokens = {"token_ids": list(generated.token_ids)} if self.behaviour.returns_tokens else {}
+        return {"choices": [{"text": self.text(generated), **tokens}], "usage": usage}
 
-    def sglang_answer(self, written):
-        rounds = [entry for entry in written.rounds if entry.drafted]
-        meta = {"completion_tokens": len(written.token_ids)}
+    def sglang_answer(self, generated):
+        rounds = [entry for entry in generated.rounds if entry.drafted]
+        meta = {"completion_tokens": len(generated.token_ids)}
         if rounds:
             accepted = [entry.num_accepted for entry in rounds]
             drafted, histogram = sum(len(entry.drafted) for entry in rounds), [accepted.count(n) for n in range(self.k + 1)]
@@ -139,10 +139,10 @@ class PeerServer:
                 names = ("spec_num_proposed_drafts", "spec_num_correct_drafts", "spec_correct_drafts_histogram")
             meta |= {"spec_verify_ct": len(rounds), **dict(zip(names, (drafted, sum(accepted), histogram), strict=True))}
             self.length.set(1 + sum(accepted) / len(rounds))
-        return {"text": self.text(written), "output_ids": list(written.token_ids), "meta_info": meta}
+        return {"text": self.text(generated), "output_ids": list(generated.token_ids), "meta_info": meta}
 
-    def text(self, written):
-        ids = written.token_ids[:-1] if written.stopped else written.token_ids
+    def text(self, generated):
+        ids = generated.token_ids[:-1] if generated.stopped else generated.token_ids
         return self.target.tokenizer.decode(ids, skip_special_tokens=False)
 
     def answer(self, handler, content, status=200):

@@ -12,7 +12,7 @@ from specdistill.project import ROOT
 from specdistill.suites.suite import load_suite, tokenize
 from specdistill.targets.frozen import FrozenTarget
 
-NUM_TOKENS, K = 48, 4  # written for each prompt, and drafted a round
+NUM_TOKENS, K = 48, 4  # generated for each prompt, and drafted a round
 CHOSEN = ("draft.fc_norm=false", "draft.norm_output=false", "draft.aux_layers=[3,7,12]", "draft.vocab_size=700")
 # Name -> script, recipe, and what is changed in it.
 TRAINED: dict[str, tuple[str, str, tuple[str, ...]]] = {

@@ -1,4 +1,4 @@
-"""llama.cpp: with our drafts it writes what the target writes, and accepts as much of them as we do."""
+"""llama.cpp: with our drafts it generates what the target generates, and accepts as much of them as we do."""
 
 import re
 from collections.abc import Callable
@@ -66,23 +66,23 @@ class AsLlamaCpp(Decoder):
     """
 
     def count(self, prompt: tuple[int, ...], limit: int) -> tuple[int, int]:
-        """Tokens drafted and accepted until more than `limit` are written."""
+        """Tokens drafted and accepted until more than `limit` are generated."""
         self.prompt, self.limit, self.begun = prompt, limit, False
         rounds = self.generate(prompt[:-1], max_new_tokens=limit + 2 * K + 2, num_speculative_tokens=K).rounds
-        drafted = accepted = written = 0
+        drafted = accepted = generated = 0
         for entry in rounds:
-            if written > limit:
+            if generated > limit:
                 break
-            drafted, accepted, written = (
+            drafted, accepted, generated = (
                 drafted + len(entry.drafted),
                 accepted + entry.num_accepted,
-                written + len(entry.emitted),
+                generated + len(entry.emitted),
             )
         return drafted, accepted
 
     def _propose(self, state: DecodingState, ahead: Any, *others: Any) -> Proposal:
-        written = len(state.token_ids) - len(self.prompt)
-        room = self.limit - written - 1
+        generated = len(state.token_ids) - len(self.prompt)
+        room = self.limit - generated - 1
         return super()._propose(state, min(ahead, room) if room > 0 else ahead, *others)
 
     def _verify(self, *arguments: Any) -> Any:

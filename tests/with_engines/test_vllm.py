@@ -1,4 +1,4 @@
-"""vLLM 0.32 on a CPU, in float32: what it writes with our drafts is what the target writes, and its counters are ours, prompt by prompt."""
+"""vLLM 0.32 on a CPU, in float32: what it generates with our drafts is what the target generates, and its counters are ours, prompt by prompt."""
 
 import json
 from collections.abc import Callable
@@ -54,7 +54,7 @@ PREDICTED = "multi-token prediction"
 
 @dataclass(frozen=True)
 class Case:
-    """What both sides wrote, and what the target writes alone in vLLM."""
+    """What both sides generated, and what the target generates alone in vLLM."""
 
     here: list[Completion]
     there: list[Completion]
@@ -85,9 +85,9 @@ def cases(
     folder = tmp_path_factory.mktemp("vllm")
     files = TargetFiles.of("pico")
     options = partial(plain_options, dtype="float32", max_length=MAX_LENGTH)
-    written_here = partial(generate_here, max_new_tokens=NUM_TOKENS)
+    generated_here = partial(generate_here, max_new_tokens=NUM_TOKENS)
     plain = Job(options(files.name), prompts, NUM_TOKENS)
-    jobs, here = {"plain": plain}, {"plain": written_here(pico, None, prompts)}
+    jobs, here = {"plain": plain}, {"plain": generated_here(pico, None, prompts)}
 
     def add(name: str, changes: dict[str, Any]) -> None:
         jobs[name] = Job(plain.options | changes, prompts, NUM_TOKENS, K)
@@ -99,7 +99,7 @@ def cases(
             export(trained(draft), engine, served, files, num_speculative_tokens=K)
         # speculators' folder names target and K itself.
         add(name, {"model": str(served)} if engine == "speculators" else draft_options(method, str(served), K))
-        here[name] = written_here(pico, load_proposer(method, trained(draft), pico), prompts, num_speculative_tokens=K)
+        here[name] = generated_here(pico, load_proposer(method, trained(draft), pico), prompts, num_speculative_tokens=K)
     here[ONE_OFF] = here["EAGLE-3, engine=vllm"]
     add(ONE_OFF, draft_options("eagle3", str(one_off(jobs["EAGLE-3, engine=vllm"], folder)), K))
 
@@ -107,12 +107,12 @@ def cases(
     texts = [list(range(5 + start, 25 + start)) for start in range(3)]
     jobs["experts"] = Job(options(target.name), texts, NUM_TOKENS)
     jobs[PREDICTED] = Job(options(target.name) | draft_options("mtp", str(served), K), texts, NUM_TOKENS, K)
-    here["experts"] = written_here(target, None, texts)
-    here[PREDICTED] = written_here(target, load_proposer("mtp", draft, target), texts, num_speculative_tokens=K)
+    here["experts"] = generated_here(target, None, texts)
+    here[PREDICTED] = generated_here(target, load_proposer("mtp", draft, target), texts, num_speculative_tokens=K)
 
     ngram = {"method": "ngram", "num_speculative_tokens": K, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
     add("n-gram", {"speculative_config": ngram})
-    here["n-gram"] = written_here(pico, EarliestMatch(1, 3), prompts, num_speculative_tokens=K)
+    here["n-gram"] = generated_here(pico, EarliestMatch(1, 3), prompts, num_speculative_tokens=K)
 
     _, there = generate_in_engine("vllm", python, list(jobs.values()), folder)
     texts_there = dict(zip(jobs, there, strict=True))
@@ -164,7 +164,7 @@ def mixture_of_experts(folder: Path) -> tuple[FrozenTarget, Path, Path]:
 
 
 def learn(draft: Any, target: FrozenTarget) -> None:
-    """A few steps on what the target writes after other prompts than those of the test."""
+    """A few steps on what the target generates after other prompts than those of the test."""
     starts = [[5 + start, *range(60 + start, 79 + start)] for start in range(0, 64, 4)]
     ids = torch.tensor(
         [

@@ -1,4 +1,4 @@
-"""Batches that the draft writes: beginnings are kept, what follows is the draft's own text, and only that carries loss."""
+"""Batches that the draft generates: the first tokens of a row stay, and only what follows them has a loss."""
 
 import pytest
 import torch
@@ -26,15 +26,15 @@ def writing(fraction: float = 1.0, temperature: float = 0.0, end_ids: tuple[int,
 
 def test_rows_are_beginnings_and_what_the_draft_writes_after_them() -> None:
     rows, student = batch(), writing()
-    written = student(rows, 0)
+    generated = student(rows, 0)
     kept = rows["input_ids"][[0, 2], :6]
     expected = student.draft.generate(
         kept, attention_mask=torch.ones_like(kept), do_sample=False, max_new_tokens=10, eos_token_id=None, pad_token_id=0
     )
-    assert torch.equal(written["input_ids"], expected)
-    assert written["loss_mask"].tolist() == [[0] * 6 + [1] * 10] * 2
-    assert written["document_ids"].eq(0).all()
-    assert written["position_ids"].tolist() == [list(range(16))] * 2
+    assert torch.equal(generated["input_ids"], expected)
+    assert generated["loss_mask"].tolist() == [[0] * 6 + [1] * 10] * 2
+    assert generated["document_ids"].eq(0).all()
+    assert generated["position_ids"].tolist() == [list(range(16))] * 2
 
 
 def test_a_text_that_ends_early_is_padded() -> None:
