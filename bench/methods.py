@@ -19,6 +19,7 @@ from specdistill.comparison.compare import is_lossless
 from specdistill.errors import ExitCode
 from specdistill.methods import METHODS
 from specdistill.methods.recipe import Recipe
+from specdistill.planning.plan import recipe_for
 from specdistill.project import ROOT
 from specdistill.recipe import load_recipe, recipe_yaml
 from specdistill.report.markdown import table
@@ -26,7 +27,7 @@ from specdistill.report.numbers import between, duration, number, percent, size,
 from specdistill.report.phrases import a_round, settings_line
 
 FOLDER = Path("runs/methods")
-RECIPES = {"eagle": "pico/eagle", "eagle3": "pico/eagle3", "mtp": "pico/mtp", "draft_model": "pico/draft"}
+RECIPES = {method: name for method in METHODS if (name := recipe_for(method, "pico")[0] or "").startswith("pico/")}
 MARKS = re.compile(r"(<!-- methods -->\n).*(<!-- /methods -->)", re.DOTALL)
 HEAD = ("method", "acceptance length", "accepted at position 1, 2, …", "speedup", "lossless", "draft", "training")
 

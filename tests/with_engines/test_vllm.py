@@ -1,4 +1,4 @@
-"""vLLM 0.32 on a CPU, in float32: what it generates with our drafts is what the target generates, and its counters are ours, prompt by prompt."""
+"""vLLM 0.32 on a CPU, in float32: with our drafts it generates what the target generates, and its counters are ours, prompt by prompt."""
 
 import json
 from collections.abc import Callable
