@@ -14,7 +14,7 @@ from specdistill.command import run
 from specdistill.decoding.batch_decoder import BatchDecoder
 from specdistill.decoding.proposer import Proposer
 from specdistill.decoding.tree import tree_shape
-from specdistill.errors import ExitCode
+from specdistill.errors import ExitCode, UserError
 from specdistill.gate.baseline import read_baseline
 from specdistill.gate.decide import Evidence
 from specdistill.gate.judge import judge
@@ -154,6 +154,9 @@ def measure_configuration(
 def measure_server(recipe: Recipe, suite: Suite, prior: PriorRun | None) -> tuple[dict[str, Any], list[PromptRecord]]:
     """Send the suite to running servers. They do not say which draft they loaded: the report repeats eval.draft."""
     config, target = recipe.eval, recipe.target
+    if target.adapter:
+        expected = f"null with eval.engine={config.engine}: name the merged model that it serves in target.model"
+        raise UserError("target.adapter", got=target.adapter, expected=expected)
     tokenizer, longest = read_tokenizer(target.model, revision=target.revision, trust_remote_code=target.trust_remote_code)
     speculative, plain = connect(
         config.engine,

@@ -22,6 +22,9 @@ SAMPLED = ReadWhen(
         it.temperature > 0 or any(getattr(it, "sweep", SweepConfig()).temperature) or it.suite.endswith((".yaml", ".yml"))
     ),
 )
+A_CHAIN = ReadWhen(
+    "without eval.tree, or as the depth of that", lambda it: it.tree is None or it.num_speculative_tokens == it.tree.levels
+)
 FROM_HUB = ReadWhen(
     "of a model on the Hub: pico and folders have no revisions",
     lambda it: it.model is not None and it.model != "pico" and not Path(it.model).is_dir(),
@@ -74,6 +77,10 @@ class TreeConfig(Section):
         None, "or a static tree: children of the root, of each of these, and so on, as [4,2,1]"
     )
 
+    @property
+    def levels(self) -> int:
+        return self.depth or len(self.branching or ())
+
 
 class SweepConfig(Section):
     num_speculative_tokens: list[AtLeastOne] = option([], "other K to measure, one axis at a time around eval's own settings")
@@ -97,7 +104,7 @@ class EvalConfig(Section):
     suite: str = option("pico", "suite name, suite YAML, or a jsonl file with prompt | messages | text rows")
     draft: str | None = option(None, "draft folder; null: <train.output_dir>/draft")
     output_dir: str | None = option(None, "where the report goes; null: <train.output_dir>/report")
-    num_speculative_tokens: int = option(4, "K, draft tokens a round", ge=1)
+    num_speculative_tokens: int = option(4, "K, draft tokens a round", ge=1, read_when=A_CHAIN)
     tree: TreeConfig | None = option(None, "a tree in place of a chain; null: a chain", read_when=IN_PROCESS)
     temperature: float = option(0.0, "0 is greedy", ge=0)
     top_p: float = option(1.0, "nucleus kept, for the target and the draft alike", ge=0.01, le=1, read_when=SAMPLED)

@@ -133,6 +133,7 @@ def test_training_goes_on_from_an_earlier_draft(
         ("on_policy.fraction=0.5", "on_policy"),
         ("loss.labels=hard", "loss.labels"),
         ("draft.lora.rank=4", "draft.lora"),
+        ("eval.tree={budget: 2, depth: 3, top_k: 2}", "eval.tree.budget"),
         ("draft.sliding_window=2", "draft.ttt_steps"),
         ("draft.fc_bias=true", "draft.fc_bias"),
     ],

@@ -61,6 +61,7 @@ class OnPolicy(Section):
 
 
 class Eval(EvalConfig):
+    num_speculative_tokens: int = option(4, "K, draft tokens a round, in training also those of a simulated one", ge=1)
     confidence_threshold: float | None = option(
         None, "stop drafting where the best next token is less probable; null: never", ge=0, le=1, read_when=IN_PROCESS
     )
