@@ -85,6 +85,15 @@ CURVES = {
         "draft.hidden_size=64",
         "optimizer=muon_adamw",
     ),
+    "eagle3, Muon": (
+        "train/eagle.py",
+        "recipe=pico/eagle3",
+        *EAGLE,
+        "optimizer=muon_adamw",
+        "train.learning_rate=2e-2",
+        "train.max_steps=4",
+        "train.eval_steps=4",
+    ),
 }
 LOG = ("run/history.json", "log")  # a run's file, and the key of the Trainer's entries in it
 LOGGED = ("loss", "grad_norm", "learning_rate")
@@ -259,7 +268,7 @@ def report(name: str, folder: Path, places: Mapping[str, Path]) -> dict[str, Any
 def export(name: str, folder: Path, places: Mapping[str, Path]) -> dict[str, Any]:
     """A hash of every tensor that an export of an untrained draft holds, its config.json, and what else a GGUF file says.
 
-    Untrained, because the initialization is the same on every machine; weights after twenty steps differ in the last bits.
+    Untrained, because the initialization is the same on every x86-64 machine; weights after twenty steps differ in the last bits.
     """
     output = folder / "exports" / name
     start(f"exports/{name}", (*EXPORTS[name], f"output_dir={output}"), folder, places)

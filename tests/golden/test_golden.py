@@ -33,9 +33,12 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
 def test_training_takes_the_same_course(name: str, made: dict[str, dict[str, Any]]) -> None:
     recorded, now = RECORDED["curves"][name], made["curves"][name]
     assert now.keys() == recorded.keys()
-    tolerance = TOLERANCE_OF_MUON if "Muon" in name else TOLERANCE
+    is_muon = "Muon" in name
+    tolerance = TOLERANCE_OF_MUON if is_muon else TOLERANCE
     for what, values in recorded.items():
-        assert now[what] == pytest.approx(values, rel=tolerance), what
+        # An accuracy is a share of 300 positions, of which Muon's last bits turn one or two.
+        turned = 0.01 if is_muon and what.startswith("eval_accuracy") else 0.0
+        assert now[what] == pytest.approx(values, rel=tolerance, abs=turned), what
 
 
 @pytest.mark.parametrize("name", RECORDED["reports"])
