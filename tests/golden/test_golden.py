@@ -1,12 +1,14 @@
 """The commands compute what they did when record.json was made; record.py says how, and renews it."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from filelock import FileLock
 
 FOLDER = Path(__file__).parent
 RECORDED: dict[str, dict[str, Any]] = json.loads((FOLDER / "record.json").read_text(encoding="utf-8"))
@@ -20,11 +22,18 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """A fresh record, in a process of its own: it takes one thread, and this one may have begun with more."""
-    output = tmp_path_factory.mktemp("golden") / "record.json"
-    command = [sys.executable, str(FOLDER / "record.py"), str(output)]
-    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=1200)
-    assert output.is_file(), result.stderr
+    """A fresh record, in a process of its own: it takes one thread, and this one may have begun with more.
+
+    Workers that run side by side share one record: the first makes it, the others wait.
+    """
+    base = tmp_path_factory.getbasetemp()
+    folder = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    output = folder / "golden.json"
+    with FileLock(folder / "golden.lock"):
+        if not output.is_file():
+            command = [sys.executable, str(FOLDER / "record.py"), str(output)]
+            result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=1200)
+            assert output.is_file(), result.stderr
     made: dict[str, dict[str, Any]] = json.loads(output.read_text(encoding="utf-8"))
     return made
 
