@@ -21,7 +21,7 @@ from pydantic import model_validator
 
 import specdistill
 from specdistill.command import print_help, spell_out
-from specdistill.engines import checked_engines, exporting_engines
+from specdistill.engines import engines_with
 from specdistill.errors import ExitCode, ResourceError, UserError, explain, nearest
 from specdistill.methods import METHODS
 from specdistill.methods.recipe import DEFAULT_METHOD, Recipe, TrainedRecipe
@@ -55,7 +55,7 @@ class ExportedTarget(Section):
 
 
 class ExportOptions(Section):
-    engine: Annotated[str, one_of(exporting_engines)] = option(..., "what shall load it")
+    engine: Annotated[str, one_of(lambda: engines_with("layouts"))] = option(..., "what shall load it")
     draft: str | None = option(None, "folder or Hub id of a trained draft, in any layout that is read")
     output_dir: str = option(..., "new folder for the checkpoint and SERVE.md, the command that serves it")
     target: ExportedTarget = section(ExportedTarget)
@@ -87,7 +87,9 @@ class DoctorPrompts(Section):
 class DoctorOptions(Section):
     draft: str = option(..., "folder or Hub id of a trained draft, in any layout that is read")
     target: ExaminedTarget = section(ExaminedTarget)
-    engine: Annotated[str, one_of(checked_engines)] | None = option(None, "whose loader to check it against; null: none")
+    engine: Annotated[str, one_of(lambda: engines_with("loaders"))] | None = option(
+        None, "whose loader to check it against; null: none"
+    )
     decode: bool = option(
         True, "with a target: decode a few prompts, and look for what undone would bring the draft closer to it"
     )
@@ -180,7 +182,7 @@ def export(arguments: list[str]) -> int:
         raise UserError("draft", got=options.draft or "nothing", expected="a folder or Hub id, or null with dry_run=true")
     recipe = load_recipe(Recipe, [*others, "train.output_dir=runs"]) if dry_run else None
     from specdistill.export.export import export as write
-    from specdistill.export.untrained import write_untrained
+    from specdistill.export.export import write_untrained
     from specdistill.methods.recognize import locate  # here, and not above, because these import torch
     from specdistill.targets.files import TargetFiles
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from specdistill.comparison.compare import Measured
-from specdistill.engines.counters import ServerCounts
+from specdistill.engines.server import ServerCounts
 from specdistill.report.build import build_report
 from specdistill.report.results import context_rows, headline, result_rows, theory
 from specdistill.statistics.configuration import Configuration

@@ -15,8 +15,6 @@ MOST_MODULES = 15
 TESTED_ELSEWHERE = {
     "hub": "gate/test_baseline.py",
     "doctor/console": "doctor/test_acceptance.py",
-    "engines/serving": "export/test_export.py",
-    "export/untrained": "export/test_imports.py",
     "measurement/draft_report": "eval/test_run_script.py",
     "methods/*/config": "recipe/test_recipe.py",
     "methods/*/export": "export/test_heads.py",

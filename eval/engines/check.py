@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from specdistill.command import run
-from specdistill.engines import ENGINES, callable_engines
+from specdistill.engines import ENGINES, engines_with
 from specdistill.errors import ExitCode, UserError
 from specdistill.export.export import export
 from specdistill.measurement.engine_counts import (
@@ -39,7 +39,7 @@ from specdistill.targets.frozen import FrozenTarget
 class CheckOptions(Section):
     target: str = option(..., "pico, a folder or a Hub id")
     draft: str = option(..., "draft, a folder or a Hub id")
-    engine: Annotated[str, one_of(callable_engines)] = option("vllm", "what serves it")
+    engine: Annotated[str, one_of(lambda: engines_with("plain_options"))] = option("vllm", "what serves it")
     python: str = option(..., "Python of the environment in which the engine is installed")
     output_dir: str = option(..., "a new folder for the served draft, the engine's log and engine.json")
     suite: str = like(EvalConfig, "suite")

@@ -16,7 +16,7 @@ from torch import Tensor
 from specdistill.doctor.findings import Finding, note, problem, refusal, warning
 from specdistill.engines import ENGINES
 from specdistill.engines.engine import Engine
-from specdistill.engines.loader_check import check_loader, loader_of
+from specdistill.engines.loader import check_loader, loader_of
 from specdistill.errors import UserError
 from specdistill.methods import METHODS
 from specdistill.methods.checkpoint import FLOATS, read_config, read_tensors, stored_dtype
@@ -51,7 +51,7 @@ class Examination:
 
 
 def examine(folder: Path, target: TargetFiles | None = None, engine: str | None = None) -> Examination:
-    """Examine a folder that holds a draft. `target`: what it drafts for; `engine`: one of `checked_engines()`.
+    """Examine a folder that holds a draft. `target`: what it drafts for; `engine`: one with `loaders`.
 
     Raises UserError for a target that is none, ResourceError when the Hub fails.
     """
@@ -169,7 +169,7 @@ def _engine(
         return _vocabulary_size(engine, config, target)
     if seen.config is None:
         return [problem(f"method {seen.method} does not say what its heads look like, so no loader can be checked", exported)]
-    loader = loader_of(engine, seen.method, config)
+    loader = loader_of(engine.loaders.get(seen.method, ()), config)
     if loader is None:
         return [problem(f"{engine.title} is not known to load method {seen.method} in this layout", exported)]
     result = check_loader(loader, config, {name: tuple(tensor.shape) for name, tensor in tensors.items()}, seen.config, target)

@@ -40,7 +40,7 @@ def diagnose(
     """Examine the draft in a folder.
 
     Args:
-        engine: one of `checked_engines()`, whose loader the draft is checked against.
+        engine: one with `loaders`, which the draft is checked against.
         decode: with a target, decode `num_prompts` prompts of a suite (see `prompts_of`).
         model: its target, pico, a folder or a Hub id; `target`: the other arguments of `FrozenTarget.load`.
 

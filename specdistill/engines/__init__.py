@@ -14,21 +14,8 @@ from specdistill.engines.vllm import VLLM
 ENGINES: dict[str, Engine] = {engine.name: engine for engine in (VLLM, SGLANG, SPECULATORS, SAFEAILAB, LLAMA_CPP, TENSORRT_LLM)}
 
 
-def exporting_engines() -> list[str]:
-    """Engines that drafts are exported for."""
-    return [name for name, engine in ENGINES.items() if engine.layouts]
-
-
-def serving_engines() -> list[str]:
-    """Engines whose running servers can be measured."""
-    return [name for name, engine in ENGINES.items() if engine.client]
-
-
-def checked_engines() -> list[str]:
-    """Engines whose loaders the doctor checks a draft against."""
-    return [name for name, engine in ENGINES.items() if engine.loaders]
-
-
-def callable_engines() -> list[str]:
-    """Engines whose Python class drafts are compared in."""
-    return [name for name, engine in ENGINES.items() if engine.plain_options]
+def engines_with(part: str) -> list[str]:
+    """Engines that have `layouts` (drafts are exported for them), `loaders` (the doctor checks drafts against them), a `client` (their
+    running servers are measured) or `plain_options` (drafts are compared in their Python class).
+    """
+    return [name for name, engine in ENGINES.items() if getattr(engine, part)]

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"
+
 
 def engine_aux_layers(num_layers: int) -> list[int]:
     """Low, middle and high: [2, n//2, n-3] after-L-layers, which every engine assumes when a checkpoint does not say."""

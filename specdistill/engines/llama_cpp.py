@@ -7,8 +7,7 @@ one GGUF file here.
 import shlex
 
 from specdistill.engines import limits
-from specdistill.engines.engine import Engine, Served
-from specdistill.engines.layout import SIZES, Layout, eagle3_config
+from specdistill.engines.engine import SIZES, Engine, Layout, Served, eagle3_config
 
 
 def serve_command(served: Served) -> str:

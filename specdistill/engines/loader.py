@@ -1,21 +1,21 @@
-"""How an engine loads the drafts of one method, as data: names it loads, renames and ignores, and what it reads of config.json.
+"""How an engine loads the drafts of one method, as data, and the check of a draft's folder against it.
 
-Read in the engines' sources; `specdistill.engines.loader_check` applies it. Here are the types and what the engines have in common.
+The engines need a GPU, and most of what goes wrong raises no error in them: tensors stay uninitialized, settings go unread. What they load,
+rename and ignore, and what they read of config.json, was read in their sources and stands in their files; here are the types, what several
+have in common, and the check, which applies a loader to config.json and to the names and shapes of the tensors.
 """
 
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Any
+from typing import Any, Literal
 
-from specdistill.engines.layout import AUX_LAYERS
-from specdistill.engines.limits import Limit
+from specdistill.engines.limits import AUX_LAYERS, Limit, engine_aux_layers
 
-
-class Outcome(Enum):
-    """What an engine does about a tensor that should not be there, or is missing."""
-
-    REFUSED = auto()  # stops with an error
-    SILENT = auto()  # goes on, and says nothing
+Shape = tuple[int, ...]
+# What becomes of a tensor that should not be there, or is missing: the engine stops with an error, or goes on and says nothing.
+Outcome = Literal["refused", "silent"]
 
 
 class Source(Enum):
@@ -158,3 +158,166 @@ EAGLE_SLOTS = (
     *layer_slots("layers.{i}", "H", "input_layernorm"),
 )
 EAGLE_SETTINGS = {**LLAMA_SETTINGS, "sliding_window": Setting()}
+
+
+# Settings that every head has here, and its config does not hold.
+COMMON_TO_HEADS = {"tie_word_embeddings": False, "attention_bias": False, "bias": False, "use_aux_hidden_state": True}
+MISSING = object()
+
+
+@dataclass
+class LoaderCheck:
+    """refused: why the engine stops. silent: what it loads otherwise than the draft expects, without an error. notes: what to know.
+
+    settings: what it makes of config.json.
+    """
+
+    loader: Loader
+    refused: list[str] = field(default_factory=list)
+    silent: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+def loader_of(loaders: Sequence[Loader], config: Mapping[str, Any]) -> Loader | None:
+    """Which of an engine's loaders takes a draft with this config.json; None where it loads no such draft."""
+    if "speculators_model_type" in config:
+        loaders = [loader for loader in loaders if loader.inner == "transformer_layer_config"]
+    return next((loader for loader in loaders if loader.inner is None or loader.inner in config), None)
+
+
+def check_loader(
+    loader: Loader, config: Mapping[str, Any], shapes: Mapping[str, Shape], head: object, target: Any = None
+) -> LoaderCheck:
+    """What a loader makes of a folder.
+
+    config: its config.json. shapes: of its tensors, by name. head: the config of the head in it, which says how it was trained. target:
+    its `FrozenTarget` or `TargetFiles`, None where it is not known.
+    """
+    result, trained = LoaderCheck(loader), {**COMMON_TO_HEADS, **vars(head)}
+    inner = config.get(loader.inner or "")
+    named = (config if inner is None else inner).get("architectures") or []
+    if loader.architectures and not set(named) & loader.architectures:
+        got = f"architectures {', '.join(map(str, named))}" if named else "no architectures"
+        expected = sorted(loader.architectures, key=len)[0]
+        result.refused.append(f"config.json has {got}; this engine loads such a draft as {expected}")
+    result.refused += [f"config.json has no {key}" for key in loader.required if _get(config, key) is MISSING]
+    if isinstance(inner, dict):  # read side by side with what stands beside them
+        config = {**inner, **{key: config[key] for key in loader.taken if config.get(key) is not None}}
+    result.refused += [
+        f"config.json says {key} null, which is taken for a number: leave the key out"
+        for key in loader.never_null
+        if _get(config, key) is None
+    ]
+    result.settings = {name: _read(config, setting.keys, setting.default) for name, setting in loader.settings.items()}
+    result.silent += [
+        f"it does not support {limit.setting}; expected {limit.instead}" for limit in loader.limits if limit.has(head)
+    ]
+    if "aux_layers" in trained:
+        _check_aux_layers(result, config, trained, target)
+    sizes, switches = _sizes(result.settings, config, target)
+    for name, value in result.settings.items():
+        if name not in trained or value == trained[name]:
+            continue
+        if argument := loader.arguments.get(name):
+            result.notes.append(f"start it with {argument} {trained[name]}: it does not read {name} from the file")
+        else:
+            result.silent.append(f"it reads {name} as {value}, and the draft was trained with {trained[name]}")
+    _check_tensors(result, shapes, sizes, switches)
+    return result
+
+
+def _get(config: Any, key: str) -> Any:
+    """What stands under a dotted key, an index being a part of it; MISSING where nothing does."""
+    for part in key.split("."):
+        try:
+            config = config[int(part) if part.isdigit() else part]
+        except (LookupError, TypeError):
+            return MISSING
+    return config
+
+
+def _read(config: Mapping[str, Any], keys: Sequence[str], default: Any) -> Any:
+    for key in keys:
+        value, is_length = _get(config, key.removesuffix("#")), key.endswith("#")
+        if value is not MISSING and value is not None and (value or not is_length):
+            return len(value) if is_length else value
+    return default
+
+
+def _check_aux_layers(result: LoaderCheck, config: Mapping[str, Any], trained: Mapping[str, Any], target: Any) -> None:
+    wanted = list(trained["aux_layers"])
+    default = engine_aux_layers(target.num_layers if target else trained["target_num_layers"])
+    if argument := result.loader.arguments.get("aux_layers"):
+        result.settings["num_aux_hidden_states"] = len(wanted)
+        if wanted != default:
+            result.notes.append(f"start it with {argument}={[layer - 1 for layer in wanted]}: it reads no layers from the file")
+    for version in result.loader.aux_layers:
+        stated = ([layer + added for layer in _read(config, [key], [])] for key, added in version.keys)
+        read = sorted(set(next(filter(None, stated), default)))
+        if read != wanted:
+            where = f" ({version.version})" if version.version else ""
+            result.silent.append(f"it reads the target after layers {read}{where}, and the draft was trained to read {wanted}")
+
+
+def _sizes(read: dict[str, Any], config: Mapping[str, Any], target: Any) -> tuple[dict[str, int], dict[str, bool]]:
+    """The sizes that shapes are made of, and the switches that slots ask for; `read`: the settings, which get their `head_dim`."""
+    read["head_dim"] = read["head_dim"] or read["hidden_size"] // read["num_attention_heads"]
+    sizes = {
+        "H": read["hidden_size"],
+        "I": read["intermediate_size"],
+        "Q": read["num_attention_heads"] * read["head_dim"],
+        "K": read["num_key_value_heads"] * read["head_dim"],
+        "V": read["vocab_size"],
+    }
+    switches = {"bias": bool(read["bias"]), "one_layer": read["num_layers"] == 1}
+    if "draft_vocab_size" in read:
+        sizes |= {"W": read["draft_vocab_size"], "D": read["target_hidden_size"], "A": read["num_aux_hidden_states"]}
+        switches |= {
+            "fc_norm": bool(read["fc_norm"]),
+            "norm_before_fc": bool(read["norm_before_fc"]),
+            "own_width": sizes["D"] != sizes["H"],
+            "pruned": sizes["W"] != (target.vocab_size if target else sizes["V"]),
+            "states_vocabulary": config.get("draft_vocab_size") is not None,
+        }
+    return sizes, switches
+
+
+def _check_tensors(result: LoaderCheck, shapes: Mapping[str, Shape], sizes: dict[str, int], switches: dict[str, bool]) -> None:
+    loader = result.loader
+    unset, unknown = getattr(result, loader.unset), getattr(result, loader.unknown)
+    without = "it must be" if loader.unset == "refused" else "it stays uninitialized"
+    stored = {}
+    for name_in_file, shape in shapes.items():
+        name = name_in_file
+        for part, becomes, switch in loader.renamed:
+            if not switch or switches[switch]:
+                name = name.replace(part, becomes)
+        stored[name] = (name_in_file, shape)
+    slots: dict[str, Slot] = {}
+    for slot in loader.slots:
+        if not slot.when or switches[slot.when.removeprefix("!")] != slot.when.startswith("!"):
+            states = range(sizes["A"]) if "{a}" in slot.name else range(1)
+            numbers = range(1, result.settings["num_layers"]) if "{i}" in slot.name else states
+            slots |= {slot.name.format(i=number, a=number): slot for number in numbers}
+    for name, slot in slots.items():
+        shape = tuple(
+            math.prod(sizes[factor] if factor in sizes else int(factor) for factor in axis.split("*"))
+            for axis in slot.shape.split()
+        )
+        if name in stored:
+            name_in_file, shape_in_file = stored[name]
+            if shape_in_file != shape:
+                what = f"{name_in_file} is {list(shape_in_file)}, and its config.json makes this parameter {list(shape)}"
+                result.refused.append(what)
+            elif slot.source is Source.TARGET:
+                result.notes.append(f"it takes the target's {name} and ignores the file's")
+        elif slot.source is Source.SHARED and shape != (sizes["V"], sizes.get("D", sizes["H"])):
+            unset.append(f"{name} {list(shape)} is not in the file, and the target's has another shape")
+        elif slot.source is Source.FILE:
+            unset.append(f"{name} {list(shape)} is not in the file: {without}")
+    unknown += [
+        f"it has no parameter for {name_in_file}"
+        for name, (name_in_file, _) in stored.items()
+        if name not in slots and not any(part in name for part in loader.ignored)
+    ]

@@ -7,8 +7,7 @@ of EAGLE-1 always has a bias.
 import shlex
 
 from specdistill.engines import limits
-from specdistill.engines.engine import Engine, Served
-from specdistill.engines.layout import Layout, eagle3_config
+from specdistill.engines.engine import Engine, Layout, Served, eagle3_config
 
 
 def serve_command(served: Served) -> str:

@@ -6,22 +6,19 @@
 - Drafts are counted in each answer's `meta_info`, under names that changed between versions.
 """
 
-import time
-from collections.abc import Sequence
 from typing import Any
 
 from specdistill.engines import limits, loader
-from specdistill.engines.client import Server
-from specdistill.engines.counters import MetricsPage, ServerCounts, samples
-from specdistill.engines.engine import Completion, Engine, Identity, Request, Served
-from specdistill.engines.layout import AUX_LAYERS, NORMS, SIZES, HeadExport, Layout, eagle3_config
-from specdistill.engines.loader import AuxLayers, Loader, Outcome, Setting, Slot, Source
+from specdistill.engines.engine import NORMS, SIZES, Engine, Layout, Served, eagle3_config
+from specdistill.engines.limits import AUX_LAYERS
+from specdistill.engines.loader import AuxLayers, Loader, Setting, Slot, Source
+from specdistill.engines.server import Client, Counters, Identity, Request, Server, ServerCounts, samples
 from specdistill.engines.vllm import sampling_parameters
 from specdistill.errors import ResourceError
 
 EAGLE3 = Loader(
-    unknown=Outcome.SILENT,
-    unset=Outcome.SILENT,
+    unknown="silent",
+    unset="silent",
     architectures=frozenset({"LlamaForCausalLMEagle3"}),
     slots=(
         *loader.PLAIN_EAGLE3_SLOTS,
@@ -44,8 +41,8 @@ EAGLE3 = Loader(
     limits=(limits.LAST_STATE_READ, limits.WIDTH_OF_FC_INPUT),
 )
 EAGLE = Loader(
-    unknown=Outcome.SILENT,
-    unset=Outcome.SILENT,
+    unknown="silent",
+    unset="silent",
     architectures=frozenset({"LlamaForCausalLMEagle"}),
     slots=(*loader.EAGLE_SLOTS, Slot("fc.bias", "H"), Slot("embed_tokens.weight", "V H", source=Source.TARGET)),
     settings=loader.EAGLE_SETTINGS,
@@ -85,66 +82,49 @@ def draft_options(method: str, folder: str, num_tokens: int) -> dict[str, Any]:
     }
 
 
-class SglangClient:
-    """/generate with a prompt of token ids."""
+def describe_server(server: Server, counters: Counters) -> Identity:
+    info, served = server.json("/get_server_info"), server.json("/v1/models")["data"][0]
+    drafts = info.get("speculative_algorithm") is not None
+    return Identity(
+        version=str(info["version"]),
+        models=tuple(filter(None, (served["id"], info.get("model_path")))),
+        max_length=served.get("max_model_len"),
+        num_speculative_tokens=int(info["speculative_num_steps"]) if drafts else None,
+    )
 
-    page = MetricsPage("sglang", hint="start SGLang with --enable-metrics")
 
-    def identify(self, server: Server) -> Identity:
-        self.page.read_first(server)
-        info, served = server.json("/get_server_info"), server.json("/v1/models")["data"][0]
-        drafts = info.get("speculative_algorithm") is not None
-        return Identity(
-            version=str(info["version"]),
-            models=tuple(filter(None, (served["id"], info.get("model_path")))),
-            max_length=served.get("max_model_len"),
-            num_speculative_tokens=int(info["speculative_num_steps"]) if drafts else None,
-        )
+def request_body(request: Request) -> dict[str, Any]:
+    """Model and seed play no part: a server has one model, and SGLang seeds its sampling when it starts."""
+    parameters = {"max_new_tokens": request.max_new_tokens, **sampling_parameters(request)}
+    return {"input_ids": list(request.prompt_ids), "sampling_params": parameters}
 
-    def complete(self, server: Server, request: Request) -> Completion:
-        """Model and seed play no part: a server has one model, and SGLang seeds its sampling when it starts."""
-        before = self.page.read(server)
-        parameters = {"max_new_tokens": request.max_new_tokens, **sampling_parameters(request)}
-        start = time.perf_counter()
-        answer = server.json("/generate", {"input_ids": list(request.prompt_ids), "sampling_params": parameters})
-        seconds = time.perf_counter() - start
-        meta = answer["meta_info"]
-        num_tokens = meta["completion_tokens"]
-        self.page.read_after(server, before, num_tokens)
-        return Completion(answer["text"], num_tokens, seconds, answer_counts(meta, answer.get("output_ids") or ()))
 
-    def gauges(self, server: Server) -> dict[str, float]:
-        """Averages over the server's last interval, not over a suite; empty before it drafted any."""
-        return page_gauges(server.text("/metrics"))
+def answer_counts(answer: Any, counters: Counters) -> ServerCounts:
+    """Drafts of one answer; zeros where nothing was drafted. Raises ResourceError when a server does not count what it accepts."""
+    meta, token_ids = answer["meta_info"], tuple(answer.get("output_ids") or ())
+    rounds = meta.get("spec_verify_ct") or 0
+    if not rounds:
+        return ServerCounts(token_ids, 0, 0, 0, ())
+    found = []
+    for names in (DRAFTED, ACCEPTED, HISTOGRAM):
+        name = next((name for name in names if name in meta), None)
+        if name is None:
+            lacks = f"SGLang counts the rounds of its answer and has no {' or '.join(names)} beside them"
+            raise ResourceError(lacks, next_step="use a version of SGLang that does")
+        found.append(meta[name])
+    drafted, accepted, histogram = found
+    return ServerCounts(
+        token_ids, rounds, drafted, accepted, tuple(sum(histogram[position:]) for position in range(1, len(histogram)))
+    )
 
 
 def page_gauges(page: str) -> dict[str, float]:
+    """Averages over the server's last interval, not over a suite; empty before it drafted any."""
     return {GAUGES[name]: value for name, _, value in samples(page) if name in GAUGES and value > 0}
 
 
-def answer_counts(meta: dict[str, Any], token_ids: Sequence[int]) -> ServerCounts:
-    """Drafts of one answer; zeros where nothing was drafted. Raises ResourceError when a server does not count what it accepts."""
-    rounds = meta.get("spec_verify_ct") or 0
-    if not rounds:
-        return ServerCounts(tuple(token_ids), 0, 0, 0, ())
-    drafted, accepted, histogram = (_first(meta, names) for names in (DRAFTED, ACCEPTED, HISTOGRAM))
-    accepted_per_position = tuple(sum(histogram[position:]) for position in range(1, len(histogram)))
-    return ServerCounts(tuple(token_ids), rounds, drafted, accepted, accepted_per_position)
-
-
-def _first(meta: dict[str, Any], names: Sequence[str]) -> Any:
-    for name in names:
-        if name in meta:
-            return meta[name]
-    lacks = f"SGLang counts the rounds of its answer and has no {' or '.join(names)} beside them"
-    raise ResourceError(lacks, next_step="use a version of SGLang that does")
-
-
-def eagle3(export: HeadExport) -> dict[str, Any]:
-    def chosen(layers: list[int]) -> dict[str, Any]:
-        return {"eagle_config": {"use_aux_hidden_state": True, AUX_LAYERS: [layer - 1 for layer in layers]}}
-
-    return eagle3_config(export, *SIZES, *NORMS, aux_layers=chosen)
+def aux_layers(layers: list[int]) -> dict[str, Any]:
+    return {"eagle_config": {"use_aux_hidden_state": True, AUX_LAYERS: [layer - 1 for layer in layers]}}
 
 
 SGLANG = Engine(
@@ -153,7 +133,7 @@ SGLANG = Engine(
     versions="0.5.23",
     layouts={
         "eagle3": Layout(
-            eagle3,
+            lambda export: eagle3_config(export, *SIZES, *NORMS, aux_layers=aux_layers),
             limits=(
                 limits.NORM_BEFORE_RESIDUAL,
                 limits.SEVERAL_LAYERS,
@@ -174,7 +154,16 @@ SGLANG = Engine(
     serve_command=serve_command,
     counters="Its log says `accept len`, `/server_info` says `avg_spec_accept_length`.",
     loaders={"eagle3": (EAGLE3,), "eagle": (EAGLE,)},
-    client=SglangClient(),
+    client=Client(
+        prefix="sglang",
+        hint="start SGLang with --enable-metrics",
+        describe=describe_server,
+        path="/generate",
+        body=request_body,
+        text_and_length=lambda answer: (answer["text"], answer["meta_info"]["completion_tokens"]),
+        counts=answer_counts,
+        gauges=lambda server: page_gauges(server.text("/metrics")),
+    ),
     plain_options=plain_options,
     draft_options=draft_options,
 )

@@ -3,8 +3,8 @@
 from typing import Any
 
 from specdistill.engines import limits
-from specdistill.engines.engine import Engine, Served
-from specdistill.engines.layout import AUX_LAYERS, NORMS, HeadExport, Layout
+from specdistill.engines.engine import NORMS, Engine, HeadExport, Layout, Served
+from specdistill.engines.limits import AUX_LAYERS
 from specdistill.engines.vllm import VLLM
 
 VERSION = "0.9.0"

@@ -6,11 +6,11 @@ argument of its own. A tensor that is missing is an error, one that is unknown i
 
 from specdistill.engines import limits, loader
 from specdistill.engines.engine import Engine
-from specdistill.engines.loader import Loader, Outcome, Setting, Slot, Source
+from specdistill.engines.loader import Loader, Setting, Slot, Source
 
 EAGLE3 = Loader(
-    unknown=Outcome.SILENT,
-    unset=Outcome.REFUSED,
+    unknown="silent",
+    unset="refused",
     architectures=frozenset({"LlamaForCausalLM", "LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM"}),
     slots=(*loader.PLAIN_EAGLE3_SLOTS, Slot("lm_head.weight", "W H", source=Source.SHARED)),
     settings={

@@ -10,20 +10,18 @@
 
 import json
 import shlex
-import time
 from dataclasses import replace
 from typing import Any
 
 from specdistill.engines import limits, loader
-from specdistill.engines.client import Server
-from specdistill.engines.counters import MetricsPage, ServerCounts
-from specdistill.engines.engine import Completion, Engine, Identity, Request, Served
-from specdistill.engines.layout import AUX_LAYERS, NORMS, SIZES, HeadExport, Layout, eagle3_config
-from specdistill.engines.loader import AuxLayers, Loader, Outcome, Setting, Slot, Source
+from specdistill.engines.engine import NORMS, SIZES, Engine, HeadExport, Layout, Served, eagle3_config
+from specdistill.engines.limits import AUX_LAYERS
+from specdistill.engines.loader import AuxLayers, Loader, Setting, Slot, Source
+from specdistill.engines.server import Client, Counters, Identity, Request, Server, ServerCounts
 
 EAGLE3 = Loader(
-    unknown=Outcome.REFUSED,
-    unset=Outcome.SILENT,
+    unknown="refused",
+    unset="silent",
     # A name that is none of its classes gets `Eagle3` in front.
     architectures=frozenset(
         {"LlamaForCausalLM", "LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Qwen2_5vlForCausalLM"}
@@ -58,14 +56,15 @@ SPECULATORS_EAGLE3 = replace(
     ),
 )
 EAGLE = Loader(
-    unknown=Outcome.REFUSED,
-    unset=Outcome.SILENT,
+    unknown="refused",
+    unset="silent",
     architectures=frozenset({"LlamaForCausalLM", "EagleLlamaForCausalLM"}),
     slots=(*loader.EAGLE_SLOTS, Slot("embed_tokens.weight", "V H", source=Source.SHARED)),
     settings={**loader.EAGLE_SETTINGS, "fc_bias": Setting(default=False)},
     ignored=(".bias", "rotary_emb."),
 )
 WRAPPED_EAGLE = replace(EAGLE, inner="model", required=("model",))
+PER_POSITION = "spec_decode_num_accepted_tokens_per_pos_total"
 
 
 def wrapped_config(export: HeadExport) -> dict[str, Any]:
@@ -99,47 +98,36 @@ def draft_options(method: str, folder: str, num_tokens: int) -> dict[str, Any]:
     return options | ({"model": folder} if method == "mtp" else {})
 
 
-class VllmClient:
-    """OpenAI's /v1/completions with a prompt of token ids; the Prometheus page is read before and after each completion."""
+def describe_server(server: Server, counters: Counters) -> Identity:
+    served = server.json("/v1/models")["data"][0]
+    return Identity(
+        version=str(server.json("/version")["version"]),
+        models=tuple(filter(None, (served["id"], served.get("root")))),
+        max_length=served.get("max_model_len"),
+        num_speculative_tokens=len(accepted_per_position(counters)) or None,
+    )
 
-    page = MetricsPage("vllm", hint="start vLLM without --disable-log-stats")
 
-    def identify(self, server: Server) -> Identity:
-        counters = self.page.read_first(server)
-        served = server.json("/v1/models")["data"][0]
-        return Identity(
-            version=str(server.json("/version")["version"]),
-            models=tuple(filter(None, (served["id"], served.get("root")))),
-            max_length=served.get("max_model_len"),
-            num_speculative_tokens=len(counters.accepted_per_position) or None,
-        )
+def request_body(request: Request) -> dict[str, Any]:
+    return {
+        "model": request.model,
+        "prompt": list(request.prompt_ids),
+        "max_tokens": request.max_new_tokens,
+        **sampling_parameters(request),
+        "seed": request.seed,
+        "return_token_ids": True,
+    }
 
-    def complete(self, server: Server, request: Request) -> Completion:
-        before = self.page.read(server)
-        body = {
-            "model": request.model,
-            "prompt": list(request.prompt_ids),
-            "max_tokens": request.max_new_tokens,
-            **sampling_parameters(request),
-            "seed": request.seed,
-            "return_token_ids": True,
-        }
-        start = time.perf_counter()
-        answer = server.json("/v1/completions", body)
-        seconds = time.perf_counter() - start
-        num_tokens, choice = answer["usage"]["completion_tokens"], answer["choices"][0]
-        counted = self.page.read_after(server, before, num_tokens)
-        counts = ServerCounts(
-            tuple(choice.get("token_ids") or ()),
-            counted.num_drafts,
-            counted.num_draft_tokens,
-            counted.num_accepted_tokens,
-            counted.accepted_per_position,
-        )
-        return Completion(choice["text"], num_tokens, seconds, counts)
 
-    def gauges(self, server: Server) -> dict[str, float]:
-        return {}
+def answer_counts(answer: Any, counters: Counters) -> ServerCounts:
+    token_ids, names = answer["choices"][0].get("token_ids") or (), ("drafts", "draft_tokens", "accepted_tokens")
+    drafts, drafted, accepted = (int(counters.get(f"spec_decode_num_{name}_total", 0)) for name in names)
+    return ServerCounts(tuple(token_ids), drafts, drafted, accepted, accepted_per_position(counters))
+
+
+def accepted_per_position(counters: Counters) -> tuple[int, ...]:
+    counts = {int(name.removeprefix(PER_POSITION)): int(count) for name, count in counters.items() if PER_POSITION in name}
+    return tuple(counts[position] for position in sorted(counts))
 
 
 def sampling_parameters(request: Request) -> dict[str, Any]:
@@ -174,7 +162,16 @@ VLLM = Engine(
     ),
     loaders={"eagle3": (SPECULATORS_EAGLE3, EAGLE3), "eagle": (WRAPPED_EAGLE, EAGLE)},
     loader_version="0.33",
-    client=VllmClient(),
+    # OpenAI's completions, with a prompt of token ids.
+    client=Client(
+        prefix="vllm",
+        hint="start vLLM without --disable-log-stats",
+        describe=describe_server,
+        path="/v1/completions",
+        body=request_body,
+        text_and_length=lambda answer: (answer["choices"][0]["text"], answer["usage"]["completion_tokens"]),
+        counts=answer_counts,
+    ),
     counts_past_end=True,
     plain_options=plain_options,
     draft_options=draft_options,

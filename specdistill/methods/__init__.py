@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Literal
 
-from specdistill.engines import ENGINES, exporting_engines
+from specdistill.engines import ENGINES
 
 if TYPE_CHECKING:
     from specdistill.methods.contract import Implementation
@@ -98,4 +98,4 @@ METHODS = {
 
 def layouts_of(method: str) -> list[str]:
     """Engines that a method's drafts are exported for: each engine's file lists the methods whose layouts it has."""
-    return [engine for engine in exporting_engines() if method in ENGINES[engine].layouts]
+    return [name for name, engine in ENGINES.items() if method in engine.layouts]

@@ -5,12 +5,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from specdistill.engines import serving_engines
+from specdistill.engines import engines_with
 from specdistill.errors import UserError
 from specdistill.recipe.fields import AtLeastOne, NonNegative, ReadWhen, Section, one_of, option, section
 
 # Commands that measure have some of the keys of `eval:` and not others: without an engine they decode in this process.
-BY_SERVER = ReadWhen(f"with eval.engine={' or '.join(serving_engines())}", lambda it: it.engine != "specdistill")
+BY_SERVER = ReadWhen(f"with eval.engine={' or '.join(engines_with('client'))}", lambda it: it.engine != "specdistill")
 IN_PROCESS = ReadWhen(
     "with eval.engine=specdistill: a server drafts as it was started",
     lambda it: getattr(it, "engine", "specdistill") == "specdistill",
@@ -93,7 +93,7 @@ class SweepConfig(Section):
 class EvalConfig(Section):
     """How a draft is measured; methods add the keys that only they read."""
 
-    engine: Annotated[str, one_of(lambda: ["specdistill", *serving_engines()])] = option(
+    engine: Annotated[str, one_of(lambda: ["specdistill", *engines_with("client")])] = option(
         "specdistill", "what decodes: this package, or a running server (eval.server)"
     )
     server: str | None = option(None, "address of the server that drafts, as http://127.0.0.1:8000", read_when=BY_SERVER)

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from specdistill.engines import ENGINES
-from specdistill.engines.client import Server
-from specdistill.engines.engine import Client, Completion, Identity, Request
+from specdistill.engines.server import Client, Completion, Identity, Request, Server
 from specdistill.errors import ResourceError, UserError
 from specdistill.measurement.configurations import Settings
 from specdistill.measurement.losslessness import first_difference

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from specdistill.engines.counters import ServerCounts
+from specdistill.engines.server import ServerCounts
 from specdistill.errors import UserError
 from specdistill.statistics.configuration import ALL, Configuration, configuration_of
 

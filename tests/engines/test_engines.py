@@ -3,13 +3,13 @@
 import subprocess
 import sys
 
-from specdistill.engines import ENGINES, callable_engines, checked_engines, exporting_engines, serving_engines
+from specdistill.engines import ENGINES, engines_with
 
 
 def test_engines_are_offered_where_they_can_serve() -> None:
-    assert exporting_engines() == ["vllm", "sglang", "speculators", "safeailab", "gguf"]
-    assert checked_engines() == ["vllm", "sglang", "trtllm"]
-    assert serving_engines() == callable_engines() == ["vllm", "sglang"]
+    assert engines_with("layouts") == ["vllm", "sglang", "speculators", "safeailab", "gguf"]
+    assert engines_with("loaders") == ["vllm", "sglang", "trtllm"]
+    assert engines_with("client") == engines_with("plain_options") == ["vllm", "sglang"]
 
 
 def test_the_table_is_read_without_torch_or_http() -> None:

@@ -9,10 +9,9 @@ import pytest
 
 from specdistill.cli import main
 from specdistill.engines import ENGINES
-from specdistill.engines.engine import Engine, Served
-from specdistill.engines.layout import AUX_LAYERS, Layout, eagle3_config
-from specdistill.engines.limits import SEVERAL_LAYERS
-from specdistill.engines.loader import EAGLE3_SETTINGS, EAGLE3_SLOTS, AuxLayers, Loader, Outcome, Slot, Source
+from specdistill.engines.engine import Engine, Layout, Served, eagle3_config
+from specdistill.engines.limits import AUX_LAYERS, SEVERAL_LAYERS
+from specdistill.engines.loader import EAGLE3_SETTINGS, EAGLE3_SLOTS, AuxLayers, Loader, Slot, Source
 from specdistill.errors import UserError
 from specdistill.recipe import EvalConfig, load_recipe
 from specdistill.targets.frozen import FrozenTarget
@@ -40,8 +39,8 @@ TOY = Engine(
                     Slot("lm_head.weight", "W H"),
                     Slot("embed_tokens.weight", "V H", source=Source.SHARED),
                 ),
-                unknown=Outcome.SILENT,
-                unset=Outcome.REFUSED,
+                unknown="silent",
+                unset="refused",
                 settings=EAGLE3_SETTINGS,
                 aux_layers=(AuxLayers(((AUX_LAYERS, 0),)),),
                 renamed=(("midlayer.", "layers.0.", ""),),

@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from specdistill.engines.counters import ServerCounts
+from specdistill.engines.server import ServerCounts
 from specdistill.errors import UserError
 from specdistill.report.results import result_rows
 from specdistill.statistics.configuration import Configuration

@@ -4,8 +4,7 @@ from pathlib import Path
 
 import torch
 
-from specdistill.engines.engine import Engine
-from specdistill.engines.layout import HeadExport
+from specdistill.engines.engine import Engine, HeadExport
 from specdistill.errors import UserError
 from specdistill.methods.checkpoint import is_copy, shape_to_json, stored_dtype, write_draft
 from specdistill.methods.eagle.checkpoint import read_eagle

@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdistill.engines.layout import AUX_LAYERS
-from specdistill.engines.limits import engine_aux_layers
+from specdistill.engines.limits import AUX_LAYERS, engine_aux_layers
 from specdistill.errors import UserError
 from specdistill.methods.checkpoint import (
     TargetSizes,

@@ -4,8 +4,7 @@ from pathlib import Path
 
 import torch
 
-from specdistill.engines.engine import Engine
-from specdistill.engines.layout import HeadExport
+from specdistill.engines.engine import Engine, HeadExport
 from specdistill.methods.checkpoint import shape_to_json, stored_dtype, write_draft
 from specdistill.methods.eagle3.checkpoint import read_eagle3, resolve_embedding
 from specdistill.methods.folder import new_folder

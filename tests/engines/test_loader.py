@@ -11,9 +11,8 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig
 
 from specdistill.engines import ENGINES
-from specdistill.engines.layout import Layout
-from specdistill.engines.loader import LLAMA_SETTINGS
-from specdistill.engines.loader_check import LoaderCheck, check_loader, loader_of
+from specdistill.engines.engine import Layout
+from specdistill.engines.loader import LLAMA_SETTINGS, LoaderCheck, check_loader, loader_of
 from specdistill.errors import UserError
 from specdistill.export.export import export
 from specdistill.targets.files import TargetFiles
@@ -37,7 +36,7 @@ def check(engine: str, method: str, folder: Path, head: Any, target: FrozenTarge
     """A folder, with some keys of its config.json changed, as the engine would load it."""
     config = json.loads((folder / "config.json").read_text()) | keys
     shapes = {name: tuple(tensor.shape) for name, tensor in load_file(folder / "model.safetensors").items()}
-    loader = loader_of(ENGINES[engine], method, config)
+    loader = loader_of(ENGINES[engine].loaders[method], config)
     assert loader is not None
     return check_loader(loader, config, shapes, head.config, target)
 
@@ -228,7 +227,7 @@ def test_speculators_residual_is_before_its_norm_unless_it_says_so(target: Froze
     result = check("vllm", "eagle3", tmp_path / "speculators", head, target)
     assert result.silent == ["it reads norm_before_residual as True, and the draft was trained with False"]
     assert result.refused == ["config.json has no speculators_config.verifier.name_or_path"]
-    assert loader_of(ENGINES["sglang"], "eagle3", config) is None
+    assert loader_of(ENGINES["sglang"].loaders["eagle3"], config) is None
 
 
 def test_another_width_needs_its_own_embedding(target: FrozenTarget, tmp_path: Path) -> None:
@@ -255,4 +254,4 @@ def test_eagle_is_left_a_random_bias_by_sglang(target: FrozenTarget, tmp_path: P
     assert ours.refused == [
         "config.json has architectures LlamaForCausalLM; this engine loads such a draft as LlamaForCausalLMEagle"
     ]
-    assert loader_of(ENGINES["trtllm"], "eagle", {}) is None
+    assert loader_of(ENGINES["trtllm"].loaders.get("eagle", ()), {}) is None

@@ -1,0 +1,194 @@
+"""A running server: one HTTP session, and completions with what the server counts of them.
+
+Counters stand on a Prometheus page and only grow, so that what a completion took is the difference of two pages. A page follows the answer
+that it counts with a short delay; the tokens that it counts tell when it is there, and that nobody else was served meanwhile.
+"""
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from specdistill.errors import ResourceError, UserError, one_line
+
+if TYPE_CHECKING:
+    import requests
+
+CONNECT_SECONDS = 10.0
+SHOWN_CHARACTERS = 200  # of an answer that is an error
+POLL_SECONDS = 0.01
+MAX_DELAY_SECONDS = 10.0
+GENERATED = "generation_tokens_total"
+
+
+class Server:
+    """A server by its address (`http://host:port`); `key` is the key it came from, `timeout` the seconds that one answer may take."""
+
+    def __init__(self, address: str, *, key: str, timeout: float) -> None:
+        if not address.startswith(("http://", "https://")):
+            raise UserError(key, got=address, expected="the address of a running server, as http://127.0.0.1:8000")
+        self.address = address.rstrip("/")
+        self.key = key
+        self.timeout = timeout
+        import requests
+
+        self.session = requests.Session()
+
+    def text(self, path: str, *, hint: str = "is it this engine's server?") -> str:
+        """The page at a path. `hint`: what to do when there is none."""
+        return self._request("GET", path, hint).text
+
+    def json(self, path: str, body: dict[str, Any] | None = None) -> Any:
+        """The JSON at a path, or the answer to a JSON body sent there."""
+        response = self._request("GET" if body is None else "POST", path, "look at the server's log", body)
+        try:
+            return response.json()
+        except ValueError as error:
+            raise ResourceError(f"{self.address}{path} answered no JSON", next_step="is it this engine's server?") from error
+
+    def _request(self, method: str, path: str, hint: str, body: dict[str, Any] | None = None) -> "requests.Response":
+        import requests
+
+        url = f"{self.address}{path}"
+        try:
+            response = self.session.request(method, url, json=body, timeout=(CONNECT_SECONDS, self.timeout))
+        except requests.Timeout as error:
+            what = f"{url} did not answer in {self.timeout:g} s"
+            raise ResourceError(what, next_step="look at the server's log, or raise eval.server_timeout") from error
+        except requests.RequestException as error:
+            raise ResourceError(f"{url} does not answer", next_step="start the server, or look at its log") from error
+        if response.status_code != 200:
+            content = one_line(response.text)[:SHOWN_CHARACTERS]
+            raise ResourceError(f"{url} answered {response.status_code} ({content})", next_step=hint)
+        return response
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What a server says of itself. `models`: the names and the folder of what it serves, the name to ask for first.
+
+    num_speculative_tokens: K; None for a server that does not draft. max_length: tokens of a sequence; None where it does not say.
+    """
+
+    version: str
+    models: tuple[str, ...]
+    max_length: int | None
+    num_speculative_tokens: int | None
+
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt to complete. temperature 0 is greedy; top_k 0 and top_p 1 keep every token."""
+
+    model: str
+    prompt_ids: Sequence[int]
+    max_new_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int
+    seed: int
+
+
+@dataclass(frozen=True)
+class ServerCounts:
+    """What a server counted for one completion: it shows no rounds. `token_ids`: of the completion, empty where it does not say.
+
+    accepted_per_position [K]: drafts whose position k was accepted.
+    """
+
+    token_ids: tuple[int, ...]
+    num_drafts: int
+    num_draft_tokens: int
+    num_accepted_tokens: int
+    accepted_per_position: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A completion from a server. `seconds` from the request to the whole answer; `text` as the server spells it."""
+
+    text: str
+    num_tokens: int
+    seconds: float
+    counts: ServerCounts
+
+
+Counters = Mapping[str, float]  # of a page: sums over the server's ranks, of each position where a line has one
+
+
+@dataclass(frozen=True)
+class Client:
+    """How the server of an engine is spoken to. Raises ResourceError when it does not answer as it should.
+
+    prefix: of the names on its page of counters, `/metrics`; hint: how to start a server that has it.
+    describe: (server, counters) -> what it says of itself.
+    path, body: where a request is posted, and as which JSON.
+    text_and_length: answer -> its text and number of tokens. counts: (answer, what its tokens added to the counters) -> what was drafted.
+    gauges: server -> the engine's own averages; empty where it has none.
+    """
+
+    prefix: str
+    hint: str
+    describe: Callable[[Server, Counters], Identity]
+    path: str
+    body: Callable[[Request], dict[str, Any]]
+    text_and_length: Callable[[Any], tuple[str, int]]
+    counts: Callable[[Any, Counters], ServerCounts]
+    gauges: Callable[[Server], dict[str, float]] = lambda server: {}
+
+    def identify(self, server: Server) -> Identity:
+        counters = self.read(server)
+        if GENERATED not in counters:
+            missing = f"{server.address}/metrics has no {self.prefix}:{GENERATED}"
+            raise ResourceError(missing, next_step=f"{self.hint}, or name the engine that serves")
+        return self.describe(server, counters)
+
+    def complete(self, server: Server, request: Request) -> Completion:
+        before, body = self.read(server), self.body(request)
+        start = time.perf_counter()
+        answer = server.json(self.path, body)
+        seconds = time.perf_counter() - start
+        text, num_tokens = self.text_and_length(answer)
+        return Completion(text, num_tokens, seconds, self.counts(answer, self._read_after(server, before, num_tokens)))
+
+    def read(self, server: Server) -> Counters:
+        """The counters as they stand."""
+        page = server.text("/metrics", hint=self.hint)
+        try:
+            return self.parse(page)
+        except ValueError as error:
+            raise ResourceError(f"{server.address}/metrics is no Prometheus page ({error})", next_step=self.hint) from error
+
+    def parse(self, page: str) -> Counters:
+        """The counters on a page, without the prefix of their names. Raises ValueError for another kind of page."""
+        counters: dict[str, float] = defaultdict(float)
+        for name, labels, value in samples(page):
+            if name.startswith(f"{self.prefix}:"):
+                counters[name.removeprefix(f"{self.prefix}:") + labels.get("position", "")] += value
+        return dict(counters)
+
+    def _read_after(self, server: Server, before: Counters, num_tokens: int) -> Counters:
+        """What was counted since `before`, once it holds a completion of `num_tokens`, and nothing else."""
+        deadline = time.monotonic() + MAX_DELAY_SECONDS
+        while True:
+            counters = {name: value - before.get(name, 0) for name, value in self.read(server).items()}
+            counted = int(counters.get(GENERATED, 0))
+            if counted == num_tokens:
+                return counters
+            if counted > num_tokens:
+                got = f"{server.address} served others too: it generated {counted} tokens, of which {num_tokens} are ours"
+                raise ResourceError(got, next_step="measure a server that nobody else uses")
+            if time.monotonic() > deadline:
+                got = f"{server.address} counted {counted} tokens of an answer of {num_tokens}"
+                raise ResourceError(got, next_step="is a proxy in front of several servers? measure one")
+            time.sleep(POLL_SECONDS)
+
+
+def samples(page: str) -> Iterator[tuple[str, dict[str, str], float]]:
+    """Name, labels and value of each line of a Prometheus page. Raises ValueError for another kind of page."""
+    from prometheus_client.parser import text_string_to_metric_families  # slow to import
+
+    for family in text_string_to_metric_families(page):
+        for sample in family.samples:
+            yield sample.name, sample.labels, sample.value
