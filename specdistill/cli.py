@@ -215,8 +215,7 @@ def doctor(arguments: list[str]) -> int:
         print_help(f"specdistill doctor: {doctor.__doc__}", DoctorOptions, DOCTOR_SHORTHANDS)
         return ExitCode.DONE
     options = load_recipe(DoctorOptions, [spell_out(argument, DOCTOR_SHORTHANDS) for argument in _keys(arguments)])
-    from specdistill.doctor.console import print_diagnosis  # here, and not above, because these import torch
-    from specdistill.doctor.diagnosis import diagnose
+    from specdistill.doctor.diagnosis import diagnose, print_diagnosis  # here, and not above, because these import torch
     from specdistill.methods.recognize import locate
 
     made = diagnose(

@@ -13,7 +13,7 @@ import torch
 import yaml
 
 from specdistill.decoding.decoder import Decoder, Generation
-from specdistill.doctor.findings import Finding, note, problem, warning
+from specdistill.doctor.checkpoint import Finding, note, problem, warning
 from specdistill.methods.contract import Simulation
 from specdistill.methods.load import implementation, load_proposer
 from specdistill.suites.suite import load_suite, tokenize
@@ -37,11 +37,6 @@ class Acceptance:
     num_rounds: int
     length: float
     first: float
-
-    @property
-    def accepted(self) -> float:
-        """Draft tokens accepted in a round."""
-        return self.length - 1
 
 
 @dataclass(frozen=True)
@@ -84,70 +79,66 @@ def check_acceptance(
     num_tokens = expected.num_tokens if expected else DEFAULT_STEPS
     decoder = Decoder(target, proposer)
     completions = [decoder.generate(prompt, max_new_tokens=NUM_TOKENS, num_speculative_tokens=num_tokens) for prompt in prompts]
-    seen = _tally(completions, num_tokens)
+    accepted = [entry.num_accepted for completion in completions for entry in completion.rounds]
+    rounds = max(1, len(accepted))
+    length, first = 1 + sum(accepted) / rounds, sum(number > 0 for number in accepted) / rounds
     found: list[Finding] = []
-    if seen.first < NO_BETTER_THAN_CHANCE:
-        found.append(problem(f"{seen.first:.0%} of its first draft tokens are accepted"))
-    elif expected is not None and seen.accepted < FAR_BELOW * (expected.length - 1):
-        what = f"acceptance length {seen.length:.2f} on {len(prompts)} prompts, far below the {expected.length:.2f} that"
+    if first < NO_BETTER_THAN_CHANCE:
+        found.append(problem(f"{first:.0%} of its first draft tokens are accepted"))
+    elif expected is not None and length - 1 < FAR_BELOW * (expected.length - 1):
+        what = f"acceptance length {length:.2f} on {len(prompts)} prompts, far below the {expected.length:.2f} that"
         found.append(problem(f"{what} its training saw with as many draft tokens"))
-    method_of_draft = implementation(method)
-    simulation = method_of_draft.simulation
+    of_method = implementation(method)
+    simulation = of_method.simulation
     cause = _cause(simulation, simulation.draft_of(proposer), target, completions, num_tokens) if simulation else None
     if cause:
         found.append(cause)
     elif found:
-        found.append(note(_other_causes(method_of_draft.likely_causes)))
+        likely = [
+            "it was trained for another target, or another revision of it",
+            "it was hardly trained",
+            *of_method.likely_causes,
+        ]
+        likely.append("the prompts are unlike its training data: choose others with suite=")
+        found.append(note(f"likely causes: {'; '.join(likely)}"))
     elif expected is None:
         found.append(warning("no training history to compare with", "`specdistill eval` measures the draft"))
-    return seen, found
-
-
-def _tally(completions: Sequence[Generation], num_tokens: int) -> Acceptance:
-    accepted = [entry.num_accepted for completion in completions for entry in completion.rounds]
-    rounds = max(1, len(accepted))
-    return Acceptance(num_tokens, len(accepted), 1 + sum(accepted) / rounds, sum(number > 0 for number in accepted) / rounds)
+    return Acceptance(num_tokens, len(accepted), length, first), found
 
 
 def _cause(
     simulation: Simulation, draft: Any, target: FrozenTarget, completions: Sequence[Generation], num_tokens: int
 ) -> Finding | None:
     """The mistake that, undone, brings the draft closest to the target's distributions on the completions, if one does beyond doubt."""
-    completions = [completion for completion in completions if len(completion.token_ids) > 2 * num_tokens] or []
+    completions = [completion for completion in completions if len(completion.token_ids) > 2 * num_tokens]
     if not completions:
         return None
-    before = [_fit(simulation.objective(draft, num_tokens), target, completion) for completion in completions]
-    best, best_fall, cause = before, 0.0, ""
+
+    def fits(candidate: Any) -> list[tuple[float, float]]:
+        objective = simulation.objective(candidate, num_tokens)
+        return [_fit(objective, target, completion) for completion in completions]
+
+    before = best = fits(draft)
+    best_fall, cause = 0.0, ""
     for mistake in simulation.mistakes(draft, target):
-        after = [_fit(simulation.objective(mistake.draft, num_tokens), target, completion) for completion in completions]
-        falls = [
-            1 - there.divergence / here.divergence if here.divergence else 0.0
-            for here, there in zip(before, after, strict=True)
-        ]
+        after = fits(mistake.draft)
+        falls = [1 - there / here if here else 0.0 for (here, _), (there, _) in zip(before, after, strict=True)]
         fall = fmean(falls)
         if fall > best_fall and (fall > CLEAR or (fall > LEAST and min(falls) > 0)):
             best, best_fall, cause = after, fall, mistake.cause
-    if not cause:
-        return None
-    lengths = [fmean(fit.length for fit in fits) for fits in (before, best)]
-    if lengths[1] - 1 < NO_BETTER_THAN_CHANCE:  # nearer to the target, and still of no use: not what is wrong
+    was, becomes = (fmean(length for _, length in measured) for measured in (before, best))
+    if not cause or becomes - 1 < NO_BETTER_THAN_CHANCE:  # nearer to the target, and still of no use: not what is wrong
         return None
     undone = f"undone, its divergence from the target falls by {best_fall:.0%}, and its simulated acceptance length goes from"
-    said = f"{undone} {lengths[0]:.2f} to {lengths[1]:.2f}"
-    return (problem if lengths[1] - 1 > WORTH * (lengths[0] - 1) else warning)(cause, said)
-
-
-@dataclass(frozen=True)
-class Fit:
-    """How close a head is to the target on a completion: mean forward KL of its drafted positions, and the simulated acceptance length."""
-
-    divergence: float
-    length: float
+    return (problem if becomes - 1 > WORTH * (was - 1) else warning)(cause, f"{undone} {was:.2f} to {becomes:.2f}")
 
 
 @torch.inference_mode()
-def _fit(objective: Any, target: FrozenTarget, completion: Generation) -> Fit:
-    """Drafting simulated on a completion of the target: steadier than counting accepted tokens, and one pass of the draft."""
+def _fit(objective: Any, target: FrozenTarget, completion: Generation) -> tuple[float, float]:
+    """How close a head is to the target on a completion: mean forward KL of its drafted positions, and the simulated acceptance length.
+
+    Steadier than counting accepted tokens, and one pass of the draft.
+    """
     ids = torch.tensor([[*completion.prompt_ids, *completion.token_ids]], device=target.device)
     positions = torch.arange(ids.shape[1], device=target.device).unsqueeze(0)
     inputs = {
@@ -159,12 +150,4 @@ def _fit(objective: Any, target: FrozenTarget, completion: Generation) -> Fit:
     objective = objective.eval()
     _, sums = objective(**inputs, **objective.read_target(target, inputs), measure=True)
     divergence = fmean(float(total / kept) for total, kept in zip(sums.loss, sums.loss_tokens, strict=True))
-    return Fit(
-        divergence, 1 + sum(float(right / all_of) for right, all_of in zip(sums.chain_correct, sums.chains, strict=True))
-    )
-
-
-def _other_causes(of_method: Sequence[str]) -> str:
-    likely = ["it was trained for another target, or another revision of it", "it was hardly trained", *of_method]
-    likely.append("the prompts are unlike its training data: choose others with suite=")
-    return f"likely causes: {'; '.join(likely)}"
+    return divergence, 1 + sum(float(right / chains) for right, chains in zip(sums.chain_correct, sums.chains, strict=True))

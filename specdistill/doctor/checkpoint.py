@@ -7,13 +7,14 @@ from the target's, and what an engine's loader makes of the folder.
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from specdistill.doctor.findings import Finding, note, problem, refusal, warning
 from specdistill.engines import ENGINES
 from specdistill.engines.engine import Engine
 from specdistill.engines.loader import check_loader, loader_of
@@ -27,6 +28,26 @@ from specdistill.targets.files import TargetFiles
 
 KEY = "draft"
 LARGE = 1000.0  # weights of trained drafts stay far below
+
+
+class Severity(StrEnum):
+    """A problem makes a draft useless or worse than it is; a warning may; a note says what to know."""
+
+    PROBLEM = "problem"
+    WARNING = "warning"
+    NOTE = "note"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """what: the fact. do: what to do about it, where that is known."""
+
+    severity: Severity
+    what: str
+    do: str = ""
+
+
+problem, warning, note = (partial(Finding, severity) for severity in Severity)
 
 
 @dataclass
@@ -44,11 +65,6 @@ class Examination:
     refused: bool = False
     findings: list[Finding] = field(default_factory=list)
 
-    @property
-    def is_whole(self) -> bool:
-        """Whether it can be decoded with, whatever an engine makes of it."""
-        return self.method is not None and not self.refused
-
 
 def examine(folder: Path, target: TargetFiles | None = None, engine: str | None = None) -> Examination:
     """Examine a folder that holds a draft. `target`: what it drafts for; `engine`: one with `loaders`.
@@ -56,7 +72,7 @@ def examine(folder: Path, target: TargetFiles | None = None, engine: str | None 
     Raises UserError for a target that is none, ResourceError when the Hub fails.
     """
     seen = Examination(folder)
-    with _refused(seen):
+    with refusals(seen):
         config, seen.method = read_config(folder, KEY), method_of(folder, key=KEY)
         tensors, method = read_tensors(folder, KEY), implementation(seen.method)
         seen.config = method.head_shape(config, target.num_layers if target else None)
@@ -65,7 +81,7 @@ def examine(folder: Path, target: TargetFiles | None = None, engine: str | None 
     floats = [tensor for tensor in tensors.values() if tensor.is_floating_point()]
     seen.num_tensors, seen.dtype = len(tensors), stored_dtype(floats) if floats else None
     seen.findings += [*_values(tensors), *_config(config, seen)]
-    with _refused(seen):
+    with refusals(seen):
         seen.config = method.inspect(folder, target)
     if isinstance(seen.config, HeadShape):
         seen.findings += _vocabulary(tensors, seen.config)
@@ -77,15 +93,15 @@ def examine(folder: Path, target: TargetFiles | None = None, engine: str | None 
 
 
 @contextmanager
-def _refused(seen: Examination) -> Iterator[None]:
-    """What a reader says of the draft, as a finding."""
+def refusals(seen: Examination) -> Iterator[None]:
+    """What a reader says of the draft, as a finding, without the key that an argument has on the command line."""
     try:
         yield
     except UserError as error:
         if error.key != KEY:
             raise
         seen.refused = True
-        seen.findings.append(refusal(error))
+        seen.findings.append(problem(str(error).removeprefix(f"{KEY}: got ")))
 
 
 def _values(tensors: Mapping[str, Tensor]) -> list[Finding]:
@@ -159,32 +175,27 @@ def _engine(
     tensors: Mapping[str, Tensor],
     target: TargetFiles | None,
 ) -> list[Finding]:
-    """What an engine would make of the folder."""
-    exported = f"specdistill export engine={engine.name} writes a draft as it loads it" if seen.method in engine.layouts else ""
+    """What an engine would make of the folder. It loads a draft model as any model, and compares its tokens with the target's."""
     assert seen.method is not None
-    artifact = METHODS[seen.method].artifact
+    exported = f"specdistill export engine={engine.name} writes a draft as it loads it" if seen.method in engine.layouts else ""
+    artifact, size = METHODS[seen.method].artifact, config.get("vocab_size")
     if artifact == "layer":
         return [problem(f"{engine.title} loads such a layer from its target's checkpoint alone", exported)]
     if artifact == "model":
-        return _vocabulary_size(engine, config, target)
+        if target is None or size == target.vocab_size:
+            return []
+        wanted = f"{engine.title} needs a vocabulary of {target.vocab_size}, as the target has"
+        return [problem(f"{wanted}, and the draft's is {size}")]
     if seen.config is None:
         return [problem(f"method {seen.method} does not say what its heads look like, so no loader can be checked", exported)]
     loader = loader_of(engine.loaders.get(seen.method, ()), config)
     if loader is None:
         return [problem(f"{engine.title} is not known to load method {seen.method} in this layout", exported)]
     result = check_loader(loader, config, {name: tuple(tensor.shape) for name, tensor in tensors.items()}, seen.config, target)
-    name = engine.loader_title
+    name = f"{engine.title} {engine.loader_version or engine.versions}"
     found = [problem(f"{name} stops: {what}", exported) for what in result.refused]
     found += [problem(f"{name} does not say so, but {what}", exported) for what in result.silent]
     return found + [note(f"{name}: {what}") for what in result.notes]
-
-
-def _vocabulary_size(engine: Engine, config: Mapping[str, Any], target: TargetFiles | None) -> list[Finding]:
-    """An engine loads a draft model as it loads any model, and compares its tokens with the target's."""
-    size = config.get("vocab_size")
-    if target is None or size == target.vocab_size:
-        return []
-    return [problem(f"{engine.title} needs a vocabulary of {target.vocab_size}, as the target has, and the draft's is {size}")]
 
 
 def describe(seen: Examination) -> str:

@@ -126,7 +126,3 @@ class Engine:
     counts_past_end: bool = False
     plain_options: Callable[[str, str, int], dict[str, Any]] | None = None
     draft_options: Callable[[str, str, int], dict[str, Any]] = lambda method, folder, num_tokens: {}
-
-    @property
-    def loader_title(self) -> str:
-        return f"{self.title} {self.loader_version or self.versions}"
