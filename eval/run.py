@@ -37,8 +37,7 @@ from specdistill.servers.run import connect, evaluate_server
 from specdistill.statistics.power import PriorRun, power_analysis
 from specdistill.statistics.records import PromptRecord
 from specdistill.suites.suite import Suite, cut_prompts, load_suite, tokenize
-from specdistill.targets.frozen import FrozenTarget
-from specdistill.targets.loading import read_tokenizer
+from specdistill.targets.frozen import FrozenTarget, read_tokenizer
 
 SHORTHANDS = {
     "target": "target.model",

@@ -30,7 +30,6 @@ TESTED_ELSEWHERE = {
     "methods/sizes": "planning/test_costs.py",
     "pico/model": "data/test_training_data.py",
     "targets/files": "export/test_heads.py",
-    "targets/shards": "train/test_mtp.py",
     "training/soft_targets": "methods/heads/test_unroll.py",
 }
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from specdistill.errors import UserError, one_line
 from specdistill.methods.layers import HeadShape, Rotary
-from specdistill.targets.shards import INDEX, SINGLE, Shards
+from specdistill.targets.files import INDEX, SINGLE, Shards
 
 # Whose angles do not depend on the sequence's length, so that cached keys stay right as it grows.
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")

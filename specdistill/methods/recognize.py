@@ -15,7 +15,7 @@ from specdistill.errors import UserError, one_line
 from specdistill.hub import fetch, resolve, split_revision
 from specdistill.methods import METHODS
 from specdistill.methods.checkpoint import PICKLED, read_config
-from specdistill.targets.shards import INDEX, SINGLE, Shards
+from specdistill.targets.files import INDEX, SINGLE, Shards
 
 EXPECTED = "a draft: an EAGLE or MTP head or a causal language model, config.json and weights"
 # Parallel drafts have the tensors of a head and these.

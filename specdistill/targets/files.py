@@ -1,19 +1,120 @@
-"""A target's sizes, from its config.json, and single tensors, without loading the model."""
+"""A checkpoint's files: its config.json, and single tensors, read without loading the model, of a folder or of a target on the Hub."""
 
+import json
+from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from specdistill.errors import UserError
+from specdistill.errors import UserError, one_line
 from specdistill.hub import fetch, resolve
-from specdistill.targets.shards import INDEX, SINGLE, Shards, read_json
 
 KEY = "target.model"
-EXPECTED = "pico, a folder or a Hub id"
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
+
+
+@dataclass(frozen=True)
+class Shards:
+    """The safetensors files of a checkpoint.
+
+    file_of: file name of each tensor, in the order of the checkpoint. key: the recipe key that errors name.
+    """
+
+    folder: Path
+    file_of: dict[str, str]
+    key: str
+
+    @classmethod
+    def open(cls, folder: Path, key: str, *, complete: bool = True) -> "Shards":
+        """Raises UserError for a missing or broken file. Files that the index names may be missing if not `complete`."""
+        if not (folder / INDEX).is_file():
+            if not (folder / SINGLE).is_file():
+                got = f"{folder}, which has no {SINGLE} and no index"
+                raise UserError(key, got=got, expected="a checkpoint in safetensors")
+            return cls(folder, dict.fromkeys(_names(folder / SINGLE, key), SINGLE), key)
+        try:
+            file_of: dict[str, str] = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
+            files = sorted(set(file_of.values()))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise UserError(key, got=f"{folder / INDEX}: {error}", expected="a safetensors index") from error
+        for file in files:
+            if Path(file).name != file:
+                raise UserError(key, got=f"{folder / INDEX} with {file}", expected="files in the same folder")
+            if complete and not (folder / file).is_file():
+                raise UserError(key, got=f"{folder} without {file}", expected="every file that its index names")
+        return cls(folder, file_of, key)
+
+    @property
+    def files(self) -> list[str]:
+        return sorted(set(self.file_of.values()))
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors: of each file without its header and the header's length in eight bytes."""
+        total = 0
+        for file in self.files:
+            with (self.folder / file).open("rb") as stream:
+                total += (self.folder / file).stat().st_size - 8 - int.from_bytes(stream.read(8), "little")
+        return total
+
+    def config(self) -> dict[str, Any]:
+        """The checkpoint's config.json. Raises UserError when there is none."""
+        return read_json(self.folder / "config.json", self.key)
+
+    def describe(self, name: str) -> tuple[torch.dtype, torch.Size]:
+        """Dtype and shape of a tensor, which is not read."""
+        with safe_open(self.folder / self.file_of[name], framework="pt") as weights:
+            part = weights.get_slice(name)
+            return part[:0].dtype, torch.Size(part.get_shape())
+
+    def load(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Tensors by name. Raises UserError for a broken file."""
+        tensors = {}
+        by_file = defaultdict(list)
+        for name in names:
+            by_file[self.file_of[name]].append(name)
+        for file, inside in by_file.items():
+            try:
+                with safe_open(self.folder / file, framework="pt") as weights:
+                    tensors.update({name: weights.get_tensor(name) for name in inside})
+            except SafetensorError as error:
+                got = f"{self.folder / file}: {one_line(str(error))}"
+                raise UserError(self.key, got=got, expected="a whole file") from error
+        return tensors
+
+    def check(self) -> None:
+        """Raises UserError unless every tensor is in the file that the index names, and in no other."""
+        inside = [(name, file) for file in self.files for name in _names(self.folder / file, self.key)]
+        wrong = sorted({name for name, _ in set(inside) ^ set(self.file_of.items())})
+        if wrong:
+            got = f"{self.folder}, whose files and index differ about {', '.join(wrong[:3])}"
+            raise UserError(self.key, got=got, expected="every tensor in the one file that the index names")
+
+
+def read_json(path: Path, key: str) -> dict[str, Any]:
+    """The keys of a checkpoint's config.json. Raises UserError when it is missing or broken."""
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(key, got=f"{path}: {error}", expected="a checkpoint with its config.json") from error
+    if not isinstance(config, dict):
+        raise UserError(key, got=f"{path}, which holds no keys", expected="the config.json of a checkpoint")
+    return config
+
+
+def _names(path: Path, key: str) -> list[str]:
+    try:
+        with safe_open(path, framework="pt") as weights:
+            return list(weights.keys())
+    except SafetensorError as error:
+        raise UserError(key, got=f"{path}: {one_line(str(error))}", expected="a whole safetensors file") from error
 
 
 @dataclass(frozen=True)
@@ -67,7 +168,8 @@ class TargetFiles:
 
     def fetch(self, *patterns: str) -> Path:
         """The folder that holds the files of these names, as far as they exist."""
-        return fetch(self.name, key=KEY, expected=EXPECTED, revision=self.revision, patterns=patterns)
+        expected = "pico, a folder or a Hub id"
+        return fetch(self.name, key=KEY, expected=expected, revision=self.revision, patterns=patterns)
 
     def _size(self, name: str) -> int:
         size = self.text_config.get(name)

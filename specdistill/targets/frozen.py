@@ -1,4 +1,4 @@
-"""The frozen target: any Hugging Face causal language model, and the features a draft reads from it.
+"""The frozen target: any Hugging Face causal language model, as it is loaded, and the features a draft reads from it.
 
 Shapes: B batch, T positions, D target hidden size, V vocabulary, A auxiliary layers.
 
@@ -11,14 +11,18 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import peft
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import Cache, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Cache, PreTrainedModel
 
-from specdistill.hub import resolve
-from specdistill.targets.loading import read_causal_lm, with_adapter
+from specdistill.errors import UserError, one_line
+from specdistill.hub import hub_errors, resolve
+from specdistill.progress import hide_bars_of_transformers
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,7 @@ class FrozenTarget:
         self.backbone: Any = model.get_decoder()
         self.lm_head: Any = model.get_output_embeddings()
         self.config: Any = model.config.get_text_config()
+        self.hidden_size, self.vocab_size = int(self.config.hidden_size), int(self.config.vocab_size)
 
     @classmethod
     def load(
@@ -103,14 +108,6 @@ class FrozenTarget:
     def is_recurrent(self) -> bool:
         """Whether some layers keep a state that every token changes, in place of keys and values (linear attention, state spaces)."""
         return is_recurrent(self.config)
-
-    @property
-    def hidden_size(self) -> int:
-        return int(self.config.hidden_size)
-
-    @property
-    def vocab_size(self) -> int:
-        return int(self.config.vocab_size)
 
     @property
     def max_length(self) -> int:
@@ -189,3 +186,84 @@ def _capture(backbone: Any, aux_layers: Sequence[int]) -> Iterator[dict[int, Ten
     finally:
         for handle in handles:
             handle.remove()
+
+
+@contextmanager
+def _reading(key: str, name: str, expected: str) -> Iterator[None]:
+    """Raises UserError for missing or broken files of what `name` stands for, ResourceError when the Hub fails."""
+    try:
+        with hub_errors(key, name, expected=expected):
+            yield
+    except SafetensorError as error:
+        raise UserError(key, got=f"{name}: {error}", expected="whole safetensors files") from error
+    except (OSError, ValueError, RuntimeError) as error:
+        raise UserError(key, got=f"{name} ({str(error).splitlines()[0]})", expected=expected) from error
+
+
+def read_causal_lm(
+    path: str,
+    *,
+    key: str = "target.model",
+    revision: str | None = None,
+    dtype: str = "float32",
+    attn: str = "sdpa",
+    trust_remote_code: bool = False,
+) -> tuple[Any, Any]:
+    """A causal language model and its tokenizer from a folder or the Hub; `key` is the recipe key that errors name.
+
+    Raises UserError for missing or broken files and missing weights, ResourceError when the Hub fails.
+    """
+    hide_bars_of_transformers()
+    options = {"revision": revision, "trust_remote_code": trust_remote_code}
+    expected = "pico, a folder with config, weights and tokenizer, or a Hub id"
+    model_options = {"dtype": getattr(torch, dtype), "attn_implementation": attn, "output_loading_info": True, **options}
+    with _reading(key, path, expected):
+        tokenizer = AutoTokenizer.from_pretrained(path, **options)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(path, **model_options)
+    model, report = loaded
+    if missing := sorted(report["missing_keys"]):  # transformers would initialize them
+        raise UserError(key, got=f"{path} without {', '.join(missing[:3])}", expected="every weight that its config asks for")
+    return model, tokenizer
+
+
+def read_tokenizer(model: str, *, revision: str | None = None, trust_remote_code: bool = False) -> tuple[Any, int]:
+    """A target's tokenizer and the length of its context in tokens, without its weights, which a server holds.
+
+    Raises UserError when there is no such target, ResourceError when the Hub fails.
+    """
+    path, options = resolve(model), {"revision": revision, "trust_remote_code": trust_remote_code}
+    with _reading("target.model", path, "pico, a folder with config and tokenizer, or a Hub id"):
+        tokenizer = AutoTokenizer.from_pretrained(path, **options)
+        config = AutoConfig.from_pretrained(path, **options).get_text_config()
+    return tokenizer, int(config.max_position_embeddings)
+
+
+def with_adapter(model: PreTrainedModel, adapter: str, *, base: str) -> PreTrainedModel:
+    """The model with a peft LoRA adapter merged into its weights (arXiv 2106.09685); `base` is the name the model was loaded by.
+
+    An adapter names its base: of a path or Hub id the last part must agree. Raises UserError for another base, for another kind of
+    adapter, and for tensors other than the model takes.
+    """
+    key = "target.adapter"
+    with _reading(key, adapter, "the folder or Hub id of a LoRA adapter"):
+        config = peft.PeftConfig.from_pretrained(adapter)
+        weights = peft.utils.load_peft_weights(adapter, device="cpu")
+    if config.peft_type != "LORA":
+        raise UserError(key, got=f"{adapter}, a {config.peft_type} adapter", expected="a LoRA adapter")
+    named = config.base_model_name_or_path
+    if named and Path(named).name.lower() != Path(resolve(base)).name.lower():
+        raise UserError(key, got=f"{adapter}, an adapter of {named}", expected=f"an adapter of {base}")
+    config.inference_mode, config.base_model_name_or_path = True, None  # peft would warn about the name of the base
+    try:
+        adapted = peft.get_peft_model(model, config)
+    except ValueError as error:
+        raise UserError(key, got=f"{adapter} ({one_line(str(error))[:160]})", expected=f"an adapter of {base}") from error
+    taken = {name: tensor.shape for name, tensor in peft.get_peft_model_state_dict(adapted).items()}
+    given = {name: tensor.shape for name, tensor in weights.items()}
+    if taken != given:
+        name = sorted({name for name, _ in taken.items() ^ given.items()})[0]
+        shapes = (tuple(shape[name]) if name in shape else "nothing" for shape in (given, taken))
+        raise UserError(key, got=f"{adapter} with {next(shapes)} for {name}", expected=f"{next(shapes)}, as {base} takes")
+    peft.set_peft_model_state_dict(adapted, weights)
+    merged: PreTrainedModel = adapted.merge_and_unload()
+    return merged

@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 from specdistill.cli import main
 from specdistill.methods.mtp.checkpoint import load_mtp
 from specdistill.project import ROOT
+from specdistill.targets.files import Shards
 from specdistill.targets.frozen import FrozenTarget
-from specdistill.targets.shards import Shards
 from tests.mtp_targets import write_checkpoint
 from tests.tiny import tiny_target_model, tiny_tokenizer
 

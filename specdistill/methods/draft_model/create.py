@@ -21,8 +21,7 @@ from specdistill.methods.checkpoint import check_finite
 from specdistill.methods.draft_model.pruning import from_layers, from_width, reshaped
 from specdistill.methods.draft_model.vocabulary import match_vocabularies
 from specdistill.methods.sizes import Shape, shape_of, weights_read
-from specdistill.targets.frozen import FrozenTarget, is_recurrent
-from specdistill.targets.loading import read_causal_lm
+from specdistill.targets.frozen import FrozenTarget, is_recurrent, read_causal_lm
 
 logger = logging.getLogger(__name__)
 

@@ -16,8 +16,8 @@ from specdistill.errors import UserError
 from specdistill.methods.checkpoint import read_config, read_tensors, write_draft
 from specdistill.methods.mtp.module import MtpDraft
 from specdistill.methods.mtp.tensor_names import Naming, depth_key, has_fused_experts, naming_of
+from specdistill.targets.files import Shards
 from specdistill.targets.frozen import FrozenTarget
-from specdistill.targets.shards import Shards
 
 ARCHITECTURE = "SpecdistillMtp"
 # Of the target's text config, what must be the same where a draft is used.

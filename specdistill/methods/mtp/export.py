@@ -21,8 +21,7 @@ from specdistill.methods.checkpoint import read_config
 from specdistill.methods.folder import check_new, link, new_folder
 from specdistill.methods.mtp.checkpoint import check_fit
 from specdistill.methods.mtp.tensor_names import SERVED_TYPES, Naming, depth_key, has_fused_experts, merge_experts, naming_of
-from specdistill.targets.files import TargetFiles, needed
-from specdistill.targets.shards import INDEX, SINGLE, Shards
+from specdistill.targets.files import INDEX, SINGLE, Shards, TargetFiles, needed
 
 NEW_SHARD = "model-mtp.safetensors"
 
