@@ -3,9 +3,9 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
+import torch
 import yaml
 
 from specdistill.errors import UserError
@@ -13,7 +13,7 @@ from specdistill.methods import METHODS
 from specdistill.methods.planned import TOKENS_PER_SAMPLE, GivenDraft, PlannedDraft, PlannedTarget
 from specdistill.methods.sizes import weights_read
 from specdistill.planning import costs
-from specdistill.planning.reading import Described, build, check_fit, method_of_config
+from specdistill.planning.reading import Described, check_fit, method_of_config
 from specdistill.project import RECIPES
 from specdistill.targets.frozen import is_recurrent
 
@@ -75,17 +75,17 @@ class Plan:
     assumptions: Sequence[str] = ASSUMPTIONS
 
 
-def make_plan(target: Described, draft: Described | None = None, *, trust_remote_code: bool = False) -> Plan:
+def make_plan(target: Described, draft: Described | None = None) -> Plan:
     """Plan for a target, and for a draft of it where one is given. Raises UserError for what is no target, or no draft of it."""
-    planner = _Planner(target, build(target, key="target.model", trust_remote_code=trust_remote_code))
+    planner = _Planner(target)
     rows = {method: planner.row(method) for method in METHODS}
     warnings = planner.warnings()
     if draft is not None:
         method = method_of_config(draft, target)
         warnings += check_fit(draft, target, method)
         rows[method] = row = planner.row(method, draft)
-        if row.high and (row.parameters or 0) > planner.parameters:
-            sizes = f"{draft.name} has {row.parameters:,} parameters, the target {planner.parameters:,}"
+        if row.high and (row.parameters or 0) > planner.target.parameters:
+            sizes = f"{draft.name} has {row.parameters:,} parameters, the target {planner.target.parameters:,}"
             warnings.append(f"{sizes}: a predicted speedup of at most {row.high.speedup:.2f}")
     methods, facts = list(rows.values()), planner.facts()
     return Plan(facts, methods, recommend(methods, facts), warnings)
@@ -98,12 +98,13 @@ def recommend(rows: Sequence[Row], target: Mapping[str, Any]) -> dict[str, str |
     win unless another draft promises more at its low end; look-up wins when no draft promises more than it at the high end.
     """
     ends = {row.method: (row.low.speedup, row.high.speedup) for row in rows if row.low and row.high}
-    drafts = sorted((row for row in rows if row.method in ends and row.method != "ngram"), key=lambda row: -row.middle)
-    native = drafts and target["native_mtp"] and max(drafts, key=lambda row: ends[row.method][0]).method == "mtp"
+    artifact = {row.method: METHODS[row.method].artifact for row in rows}
+    lookup = next(row for row in rows if artifact[row.method] is None)
+    drafts = sorted((row for row in rows if row.method in ends and row is not lookup), key=lambda row: -row.middle)
+    native = drafts and target["native_mtp"] and artifact[max(drafts, key=lambda row: ends[row.method][0]).method] == "layer"
     if native:
-        drafts.sort(key=lambda row: row.method != "mtp")
-    lookup = next(row for row in rows if row.method == "ngram")
-    ranked = [*drafts, lookup] if drafts and ends[drafts[0].method][1] > ends["ngram"][1] else [lookup, *drafts]
+        drafts.sort(key=lambda row: artifact[row.method] != "layer")
+    ranked = [*drafts, lookup] if drafts and ends[drafts[0].method][1] > ends[lookup.method][1] else [lookup, *drafts]
     best = ranked[0]
     low, high = ends[best.method]
     if high <= 1:
@@ -149,24 +150,23 @@ def recipe_for(method: str, target: str) -> tuple[str | None, dict[str, Any]]:
 class _Planner:
     """A target's sizes, and the rows that follow from them."""
 
-    def __init__(self, target: Described, model: Any) -> None:
-        self.target, self.model, self.text = target, model, target.text
-        self.parameters = int(model.num_parameters())
+    def __init__(self, described: Described) -> None:
+        model = described.model()
+        self.described, self.text = described, described.text
+        self.target = PlannedTarget(described.name, self.text, model, int(model.num_parameters()), described.native_mtp)
         self.read = weights_read(model)
         self.verify = [weights_read(model, k + 1) / self.read for k in range(1, costs.MAX_K + 1)]
-        self.itemsize = target.dtype.itemsize
-        self.bytes = self.parameters * self.itemsize
-        self.planned_target = PlannedTarget(target.name, self.text, model, self.parameters, target.native_mtp)
+        self.dtype = described.dtype or torch.bfloat16
 
     def facts(self) -> dict[str, Any]:
         native = self.target.native_mtp
         return {
             "model": self.target.name,
-            "revision": self.target.revision,
+            "revision": self.described.revision,
             "model_type": self.text.model_type,
-            "dtype": str(self.target.dtype).removeprefix("torch."),
-            "parameters": self.parameters,
-            "bytes": self.bytes,
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "parameters": self.target.parameters,
+            "bytes": self.target.parameters * self.dtype.itemsize,
             "parameters_read": round(self.read),
             "num_layers": self.text.num_hidden_layers,
             "hidden_size": self.text.hidden_size,
@@ -176,8 +176,8 @@ class _Planner:
         }
 
     def warnings(self) -> list[str]:
-        dtype, quantised = str(self.target.dtype).removeprefix("torch."), self.target.raw.get("quantization_config")
-        found = [] if self.target.names_dtype else [f"the config names no dtype: bytes are of {dtype}"]
+        dtype, quantised = str(self.dtype).removeprefix("torch."), self.described.raw.get("quantization_config")
+        found = [] if self.described.dtype else [f"the config names no dtype: bytes are of {dtype}"]
         if quantised:
             kind = quantised.get("quant_method", "quantised")
             found.append(f"the target's weights are {kind}: bytes here are of {dtype}, and c of a draft in that is higher")
@@ -185,14 +185,13 @@ class _Planner:
 
     def row(self, method: str, given: Described | None = None) -> Row:
         """The method's row, for the draft that is given or else for the one a recipe would train."""
-        depth, cost = self.text.num_hidden_layers, METHODS[method].cost
+        cost, plan = METHODS[method].cost, METHODS[method].implementation().planned
         recipe, settings = recipe_for(method, self.target.name)
-        existing = given and GivenDraft(given.raw, given.text, partial(build, given, key="draft"))
-        plan = METHODS[method].implementation().planned
         if plan is None:
             return Row(method, False, "nothing is known of its cost", recipe)
         try:
-            planned: PlannedDraft = plan(self.planned_target, existing, settings.get("draft", {}))
+            existing = GivenDraft(given.raw, given.text, given.model) if given else None
+            planned: PlannedDraft = plan(self.target, existing, settings.get("draft", {}))
         except UserError as error:
             if given is not None:
                 raise
@@ -200,14 +199,16 @@ class _Planner:
         parts, shape, published = planned.parts, planned.shape, planned.published
         generated = settings.get("data", {}).get("regenerate", {}).get("num_tokens")
         tokens = generated or published.training_tokens
+        depth, itemsize = self.text.num_hidden_layers, self.dtype.itemsize
         shares = costs.step_shares(parts, self.read, depth)
         low = high = None
         if published.alphas:
             low, high = costs.speedup_range(published.alphas, self.verify, shares, depth, cost.passes)
         memory = disk = 0
         if shape is not None:
-            memory = costs.training_bytes(parts, self.bytes, shape, planned.vocabulary, cost.unrolled, MICRO_BATCH_TOKENS)
-            disk = cost.features * self.text.hidden_size * self.itemsize * (tokens or 0)
+            own = (parts, self.target.parameters * itemsize, shape, planned.vocabulary)
+            memory = costs.training_bytes(*own, cost.unrolled, MICRO_BATCH_TOKENS)
+            disk = cost.features * self.text.hidden_size * itemsize * (tokens or 0)
         return Row(
             method=method,
             available=True,
@@ -217,7 +218,7 @@ class _Planner:
             num_layers=parts.num_layers,
             hidden_size=shape.hidden_size if shape else 0,
             parameters=parts.parameters,
-            bytes=parts.parameters * self.itemsize,
+            bytes=parts.parameters * itemsize,
             training_tokens=tokens,
             training_source=f"recipe {recipe}" if generated else published.training_source,
             disk_bytes=None if tokens is None else disk,

@@ -11,6 +11,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, 
 
 from specdistill.errors import UserError, one_line
 from specdistill.hub import fetch, resolve
+from specdistill.methods import METHODS
 from specdistill.methods.checkpoint import read_config
 from specdistill.methods.mtp.checkpoint import ARCHITECTURE as MTP
 from specdistill.methods.mtp.plan import NATIVE_KEYS
@@ -20,18 +21,31 @@ CAUSAL_LM = "the config.json of a causal language model"
 
 @dataclass(frozen=True)
 class Described:
-    """A config as the file has it (`raw`) and as transformers reads it; `hub_id` is None for what came from a folder."""
+    """A config as the file has it (`raw`) and as transformers reads it (`config`; `text`: the language model's part).
+
+    key: what errors name. hub_id: None for what came from a folder. dtype: of the weights, None where the file does not say.
+    """
 
     name: str
+    key: str
     hub_id: str | None
     revision: str | None
     raw: dict[str, Any]
     config: Any
+    trust_remote_code: bool = False
 
     @property
     def text(self) -> Any:
-        """The language model's part of the config."""
         return self.config.get_text_config()
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        stated = self.config.dtype or self.text.dtype
+        return stated if isinstance(stated, torch.dtype) else None
+
+    @property
+    def kind(self) -> str:
+        return ", ".join(self.raw.get("architectures") or []) or str(self.raw.get("model_type"))
 
     @property
     def is_causal_lm(self) -> bool:
@@ -44,24 +58,24 @@ class Described:
         return right and type(self.config) in MODEL_FOR_CAUSAL_LM_MAPPING and not self.config.is_encoder_decoder
 
     @property
-    def names_dtype(self) -> bool:
-        return isinstance(self.config.dtype or self.text.dtype, torch.dtype)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the weights; bfloat16 where the file does not say."""
-        dtype: torch.dtype = (self.config.dtype or self.text.dtype) if self.names_dtype else torch.bfloat16
-        return dtype
-
-    @property
     def native_mtp(self) -> tuple[str, int] | None:
         """The key that says how many layers predict further tokens, and how many; only what the file itself says counts."""
         parts = (self.raw, self.raw.get("text_config") or {})
         return next(((key, part[key]) for part in parts for key in NATIVE_KEYS if part.get(key)), None)
 
-    @property
-    def kind(self) -> str:
-        return ", ".join(self.raw.get("architectures") or []) or str(self.raw.get("model_type"))
+    def model(self) -> Any:
+        """The model on the meta device: every shape, no weights. Raises UserError for what is no causal language model."""
+        if not self.is_causal_lm:
+            raise UserError(self.key, got=f"{self.name}, a {self.kind}", expected=CAUSAL_LM)
+        for size in ("num_hidden_layers", "hidden_size", "vocab_size"):
+            if (got := getattr(self.text, size)) < 1:
+                raise UserError(self.key, got=f"{self.name} with {size} {got}", expected="1 or more")
+        try:
+            with torch.device("meta"):
+                return AutoModelForCausalLM.from_config(self.config, trust_remote_code=self.trust_remote_code)
+        except (ValueError, TypeError, AttributeError, RuntimeError, ImportError) as error:
+            got = f"{self.name}, of which no model can be built ({one_line(str(error))[:160]})"
+            raise UserError(self.key, got=got, expected=CAUSAL_LM) from error
 
 
 def read(name: str, *, key: str, revision: str | None = None, trust_remote_code: bool = False) -> Described:
@@ -84,22 +98,7 @@ def read(name: str, *, key: str, revision: str | None = None, trust_remote_code:
     except (OSError, ValueError, TypeError, KeyError, AttributeError, StrictDataclassError) as error:
         raise UserError(key, got=f"{name} ({one_line(str(error))[:160]})", expected=CAUSAL_LM) from error
     hub_id = None if Path(path).is_dir() else path
-    return Described(name, hub_id, folder.name if hub_id else None, raw, config)
-
-
-def build(described: Described, *, key: str, trust_remote_code: bool = False) -> Any:
-    """The model on the meta device: every shape, no weights. Raises UserError for what is no causal language model."""
-    if not described.is_causal_lm:
-        raise UserError(key, got=f"{described.name}, a {described.kind}", expected=CAUSAL_LM)
-    for size in ("num_hidden_layers", "hidden_size", "vocab_size"):
-        if getattr(described.text, size) < 1:
-            raise UserError(key, got=f"{described.name} with {size} {getattr(described.text, size)}", expected="1 or more")
-    try:
-        with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(described.config, trust_remote_code=trust_remote_code)
-    except (ValueError, TypeError, AttributeError, RuntimeError, ImportError) as error:
-        got = f"{described.name}, of which no model can be built ({one_line(str(error))[:160]})"
-        raise UserError(key, got=got, expected=CAUSAL_LM) from error
+    return Described(name, key, hub_id, folder.name if hub_id else None, raw, config, trust_remote_code)
 
 
 def method_of_config(draft: Described, target: Described) -> str:
@@ -123,16 +122,15 @@ def check_fit(draft: Described, target: Described, method: str) -> list[str]:
 
     Only a draft model may be padded otherwise: heads share the target's embedding.
     """
+    is_head = METHODS[method].artifact != "model"
     got, expected = draft.text.vocab_size, target.text.vocab_size
-    if got != expected:
-        if method != "draft_model" or abs(got - expected) > 0.01 * expected:
-            raise UserError("draft", got=f"{draft.name} with a vocabulary of {got:,}", expected=f"{expected:,}, the target's")
-        return [
-            f"{draft.name} has a vocabulary of {got:,}, the target of {expected:,}: taken for one tokenizer, padded differently"
-        ]
     width = draft.raw.get("target_hidden_size") or draft.text.hidden_size
-    if method != "draft_model" and width != target.text.hidden_size:
-        raise UserError(
-            "draft", got=f"{draft.name} for a width of {width:,}", expected=f"{target.text.hidden_size:,}, the target's"
-        )
+    if got != expected and (is_head or abs(got - expected) > 0.01 * expected):
+        raise UserError("draft", got=f"{draft.name} with a vocabulary of {got:,}", expected=f"{expected:,}, the target's")
+    if got != expected:
+        what = f"{draft.name} has a vocabulary of {got:,}, the target of {expected:,}"
+        return [f"{what}: taken for one tokenizer, padded differently"]
+    if is_head and width != target.text.hidden_size:
+        got = f"{draft.name} for a width of {width:,}"
+        raise UserError("draft", got=got, expected=f"{target.text.hidden_size:,}, the target's")
     return []

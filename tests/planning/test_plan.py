@@ -14,7 +14,7 @@ from specdistill.methods.draft_model.create import propose_shape
 from specdistill.methods.recipe import Recipe
 from specdistill.planning.console import print_plan, short
 from specdistill.planning.plan import Plan, make_plan, recommend
-from specdistill.planning.reading import build, read
+from specdistill.planning.reading import read
 from specdistill.recipe import load_recipe
 
 LLAMA_8B = {
@@ -109,7 +109,7 @@ def test_the_command_trains_what_the_row_describes(tmp_path: Path, method: str):
     if method == "eagle3":
         assert f"{recipe.draft.vocab_size:,} tokens" in row.note
     else:
-        model = build(read(plan.target["model"], key="target.model"), key="target.model")
+        model = read(plan.target["model"], key="target.model").model()
         shape = propose_shape(model, recipe.draft.max_parameters)
         assert (shape.num_layers, shape.hidden_size) == (row.num_layers, row.hidden_size)
         assert (recipe.draft.init, recipe.draft.num_layers) == ("width", None)

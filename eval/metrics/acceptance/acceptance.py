@@ -1,17 +1,7 @@
-"""Acceptance of a draft, as a local metric of the `evaluate` library: load it by its path, it works offline."""
+"""How many draft tokens the target accepts: mean acceptance length (bonus token counted), acceptance rate, and unconditional and
+conditional rates per position, as vLLM defines them; micro-averages over drafts, with 95 % intervals from a bootstrap over prompts for the
+first two.
 
-import datasets
-import evaluate
-import numpy as np
-
-from specdistill.statistics.intervals import estimates
-from specdistill.statistics.metrics import acceptance
-
-DESCRIPTION = """How many draft tokens the target accepts: mean acceptance length (bonus token counted), acceptance rate,
-and unconditional and conditional rates per position, as vLLM defines them; micro-averages over drafts, with 95 % intervals
-from a bootstrap over prompts for the first two."""
-
-INPUTS = """
 Args:
     predictions: for each prompt, the accepted number of tokens of each round.
     references: for each prompt, the number of draft tokens of the same rounds.
@@ -20,29 +10,26 @@ Args:
     confidence: of the intervals; above 0.95 for a run with interim analyses.
 """
 
+import numpy as np
+from datasets import Sequence, Value
 
-class Acceptance(evaluate.Metric):  # type: ignore[misc]  # evaluate has no types
-    def _info(self) -> evaluate.MetricInfo:
-        counts = datasets.Sequence(datasets.Value("int32"))
-        return evaluate.MetricInfo(
-            description=DESCRIPTION,
-            citation="",
-            inputs_description=INPUTS,
-            features=datasets.Features({"predictions": counts, "references": counts}),
-        )
+from specdistill.measurement.metric import metric
+from specdistill.statistics.intervals import estimates
+from specdistill.statistics.metrics import acceptance
 
-    def _compute(
-        self,
-        predictions: list[list[int]],
-        references: list[list[int]],
-        num_positions: int,
-        seed: int = 0,
-        confidence: float = 0.95,
-    ) -> dict[str, object]:
-        columns = {
-            "num_drafts": np.array([len(prompt) for prompt in references], dtype=np.float64),
-            "num_draft_tokens": np.array([sum(prompt) for prompt in references], dtype=np.float64),
-            "num_accepted_tokens": np.array([sum(prompt) for prompt in predictions], dtype=np.float64),
-        }
-        intervals = estimates(("mean_acceptance_length", "acceptance_rate"), columns, seed, confidence)
-        return intervals | acceptance(predictions, references, num_positions)
+Rounds = list[list[int]]
+
+
+def compute(
+    predictions: Rounds, references: Rounds, num_positions: int, seed: int = 0, confidence: float = 0.95
+) -> dict[str, object]:
+    columns = {
+        "num_drafts": np.array([len(prompt) for prompt in references], dtype=np.float64),
+        "num_draft_tokens": np.array([sum(prompt) for prompt in references], dtype=np.float64),
+        "num_accepted_tokens": np.array([sum(prompt) for prompt in predictions], dtype=np.float64),
+    }
+    intervals = estimates(("mean_acceptance_length", "acceptance_rate"), columns, seed, confidence)
+    return intervals | acceptance(predictions, references, num_positions)
+
+
+Acceptance = metric("acceptance", __doc__, Sequence(Value("int32")), compute)
