@@ -28,7 +28,7 @@ from specdistill.measurement.hardware import hardware, software
 from specdistill.methods.draft_model.proposer import DraftModelProposer
 from specdistill.methods.draft_model.pruning import from_layers
 from specdistill.methods.eagle3.checkpoint import save_eagle3
-from specdistill.methods.eagle3.create import build_eagle3
+from specdistill.methods.eagle3.module import build_eagle3
 from specdistill.methods.heads.proposer import HeadProposer
 from specdistill.methods.heads.unroll import TrainingTimeTest
 from specdistill.project import ROOT

@@ -183,7 +183,7 @@ def export(arguments: list[str]) -> int:
     recipe = load_recipe(Recipe, [*others, "train.output_dir=runs"]) if dry_run else None
     from specdistill.export.export import export as write
     from specdistill.export.export import write_untrained
-    from specdistill.methods.recognize import locate  # here, and not above, because these import torch
+    from specdistill.methods.load import locate  # here, and not above, because these import torch
     from specdistill.targets.files import TargetFiles
 
     source = recipe.target if recipe else options.target
@@ -216,7 +216,7 @@ def doctor(arguments: list[str]) -> int:
         return ExitCode.DONE
     options = load_recipe(DoctorOptions, [spell_out(argument, DOCTOR_SHORTHANDS) for argument in _keys(arguments)])
     from specdistill.doctor.diagnosis import diagnose, print_diagnosis  # here, and not above, because these import torch
-    from specdistill.methods.recognize import locate
+    from specdistill.methods.load import locate
 
     made = diagnose(
         locate(options.draft, key="draft"),

@@ -7,10 +7,9 @@ from typing import Any
 import torch
 
 from specdistill.methods.eagle.checkpoint import load_eagle, save_eagle
-from specdistill.methods.eagle.create import build_eagle
+from specdistill.methods.eagle.module import build_eagle
 from specdistill.methods.eagle3.checkpoint import load_eagle3, save_eagle3
-from specdistill.methods.eagle3.create import build_eagle3
-from specdistill.methods.eagle3.module import Eagle3Draft
+from specdistill.methods.eagle3.module import Eagle3Draft, build_eagle3
 from specdistill.methods.mtp.checkpoint import build_mtp, load_mtp, save_mtp
 from specdistill.targets.frozen import FrozenTarget
 

@@ -26,8 +26,7 @@ from specdistill.measurement.engine_counts import (
     num_same,
     total,
 )
-from specdistill.methods.load import load_proposer
-from specdistill.methods.recognize import locate, method_of
+from specdistill.methods.load import load_proposer, locate, method_of
 from specdistill.recipe import EvalConfig, Section, TargetConfig, like, option
 from specdistill.recipe.fields import one_of
 from specdistill.report.files import check_writable

@@ -11,8 +11,7 @@ from specdistill.errors import UserError, nearest
 from specdistill.hub import split_revision
 from specdistill.methods import METHODS
 from specdistill.methods.checkpoint import read_config
-from specdistill.methods.load import implementation
-from specdistill.methods.recognize import locate, method_of
+from specdistill.methods.load import implementation, locate, method_of
 
 KEY = "drafts"
 UNTRAINED = [name for name, method in METHODS.items() if method.artifact is None]  # named in place of a folder

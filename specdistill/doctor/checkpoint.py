@@ -22,8 +22,7 @@ from specdistill.errors import UserError
 from specdistill.methods import METHODS
 from specdistill.methods.checkpoint import FLOATS, read_config, read_tensors, stored_dtype
 from specdistill.methods.layers import HeadShape
-from specdistill.methods.load import implementation
-from specdistill.methods.recognize import method_of
+from specdistill.methods.load import implementation, method_of
 from specdistill.targets.files import TargetFiles
 
 KEY = "draft"

@@ -12,11 +12,9 @@ from specdistill.engines import ENGINES
 from specdistill.engines.engine import Engine, Served
 from specdistill.errors import UserError, nearest
 from specdistill.methods import layouts_of
-from specdistill.methods.checkpoint import read_config
-from specdistill.methods.folder import check_new
-from specdistill.methods.load import create_draft, implementation
+from specdistill.methods.checkpoint import check_new, read_config
+from specdistill.methods.load import create_draft, implementation, method_of
 from specdistill.methods.recipe import Recipe, TrainedRecipe
-from specdistill.methods.recognize import method_of
 from specdistill.targets.files import TargetFiles
 from specdistill.targets.frozen import FrozenTarget
 

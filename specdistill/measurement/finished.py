@@ -16,7 +16,7 @@ from specdistill.decoding.proposer import Proposer
 from specdistill.errors import ResourceError
 from specdistill.measurement.configurations import Plan
 from specdistill.measurement.hardware import hardware, software
-from specdistill.methods.recognize import locate
+from specdistill.methods.load import locate
 from specdistill.project import git_revision
 from specdistill.statistics.records import PromptRecord, read_record
 from specdistill.suites.suite import Suite

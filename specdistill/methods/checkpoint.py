@@ -5,19 +5,25 @@ Tensors are read bit for bit in their stored dtype. A module is filled with NaN 
 
 import functools
 import json
+import os
 import pickle
-from collections.abc import Collection, Mapping
+import shutil
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from specdistill.errors import UserError, one_line
+from specdistill.errors import ResourceError, UserError, one_line
 from specdistill.methods.layers import HeadShape, Rotary
-from specdistill.targets.files import INDEX, SINGLE, Shards
+from specdistill.targets.files import INDEX, SINGLE, Shards, TargetFiles
+from specdistill.targets.frozen import FrozenTarget
 
+Target = FrozenTarget | TargetFiles
 # Whose angles do not depend on the sequence's length, so that cached keys stay right as it grows.
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 EXPECTED = "the folder of a trained draft: config.json and weights"
@@ -33,6 +39,40 @@ FIXED = {
     "quantization_config": None,
     "parallel_drafting": False,
 }
+
+
+def check_new(output: Path) -> None:
+    """Raises UserError when something stands in the place of a new folder."""
+    if output.exists():
+        raise UserError("output_dir", got=f"{output}, which exists", expected="a new folder")
+
+
+@contextmanager
+def new_folder(output: Path) -> Iterator[Path]:
+    """A folder to write in, which takes its name once all is written; nothing is left behind otherwise.
+
+    Raises UserError when the output exists, ResourceError when writing fails.
+    """
+    check_new(output)
+    partial = output.with_name(f".{output.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        partial.mkdir(parents=True)
+        yield partial
+        partial.rename(output)
+    except (OSError, SafetensorError) as error:
+        what = f"output_dir: could not write {output} ({error})"
+        raise ResourceError(what, next_step="check space and permissions") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def link(source: Path, link: Path) -> None:
+    """A hard link to the file itself (the Hub's cache holds symbolic links), or a copy where there can be none."""
+    try:
+        os.link(source.resolve(), link)
+    except OSError:
+        shutil.copy2(source, link)
 
 
 def write_draft(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
@@ -102,7 +142,7 @@ def _unpickle(path: Path, key: str) -> dict[str, Tensor]:
 def check_tensors(
     expected: Mapping[str, Tensor],
     tensors: Mapping[str, Tensor],
-    folder: Path,
+    folder: Path | str,
     key: str,
     *,
     what: str,
@@ -162,24 +202,12 @@ def is_copy(given: Tensor, own: Tensor) -> bool:
     return given.shape == own.shape and torch.equal(given.to(own), own.to(given.dtype).to(own))
 
 
-class TargetSizes(Protocol):
-    """What a head must fit: a `FrozenTarget`, or what the target's config.json says."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def hidden_size(self) -> int: ...
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def num_layers(self) -> int: ...
-
-
-def check_fit(pairs: Collection[tuple[str, int, int]], folder: Path, target: str, key: str) -> None:
-    """Raises UserError for the first (name, got, expected) whose numbers differ."""
-    for name, got, expected in pairs:
+def check_fit(sizes: Mapping[str, int], target: Target, folder: Path, key: str) -> None:
+    """Raises UserError for the first of a head's sizes that is not the target's; their names in config.json may say `target_`."""
+    for name, got in sizes.items():
+        expected = getattr(target, name.replace("target_", ""))
         if got != expected:
-            raise UserError(key, got=f"{folder} with {name} {got}", expected=f"{expected}, as {target} has")
+            raise UserError(key, got=f"{folder} with {name} {got}", expected=f"{expected}, as {target.name} has")
 
 
 def shape_to_json(shape: HeadShape, dtype: torch.dtype) -> dict[str, Any]:

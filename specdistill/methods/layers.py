@@ -97,12 +97,12 @@ class MLP(nn.Module):
 
 
 class PlainLayer(nn.Module):
-    """An ordinary Llama layer: what every layer after a head's first one is."""
+    """An ordinary Llama layer: what every layer after a head's first one is. Without `input_norm`, the first of an EAGLE-1 head."""
 
-    def __init__(self, config: HeadShape, index: int) -> None:
+    def __init__(self, config: HeadShape, index: int, *, input_norm: bool = True) -> None:
         super().__init__()
         self.index = index
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps) if input_norm else nn.Identity()
         self.self_attn = Attention(config, config.hidden_size)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config)

@@ -1,17 +1,44 @@
-"""A draft by the name of its method: made for training, or loaded from its folder for decoding."""
+"""A draft by its name: where it is, which method it is for, and made for training or loaded for decoding.
 
+The method is told by the folder's content, the tensors' names first, then what its config.json calls itself. Tensors decide because configs
+do not: SafeAILab's EAGLE-3 heads call themselves `LlamaForCausalLM`, as a plain model does.
+"""
+
+import itertools
+import json
+import pickle
 from pathlib import Path
 from typing import Any
 
+import torch
 from datasets import Dataset
+from safetensors import SafetensorError
 
 from specdistill.decoding.proposer import Proposer
-from specdistill.errors import UserError, nearest
+from specdistill.errors import UserError, nearest, one_line
+from specdistill.hub import fetch, resolve, split_revision
 from specdistill.methods import METHODS
+from specdistill.methods.checkpoint import PICKLED, read_config
 from specdistill.methods.contract import Draft, Implementation
 from specdistill.methods.recipe import TrainedRecipe
-from specdistill.methods.recognize import locate, method_of
+from specdistill.targets.files import INDEX, SINGLE, Shards
 from specdistill.targets.frozen import FrozenTarget
+
+EXPECTED = "a draft: an EAGLE or MTP head or a causal language model, config.json and weights"
+# Parallel drafts have the tensors of a head and these.
+OTHER_TENSORS = {"mask_hidden", "hidden_norm.weight"}
+WHOLE_DRAFT = (
+    "config.json",
+    "*.safetensors",
+    "*.index.json",
+    "pytorch_model*.bin",
+    "tokenizer*",
+    "*tokens*.json",
+    "vocab.*",
+    "merges.txt",
+    "*.jinja",
+    "generation_config.json",
+)
 
 
 def create_draft(recipe: TrainedRecipe, target: FrozenTarget, rows: Dataset) -> Draft:
@@ -49,3 +76,47 @@ def implementation(method: str) -> Implementation:
     if method not in METHODS:
         raise UserError("method", got=method, expected=f"one of {', '.join(METHODS)}", nearest=nearest(method, METHODS))
     return METHODS[method].implementation()
+
+
+def locate(draft: str, *, key: str = "eval.draft", expected: str = "the folder or Hub id of a draft") -> Path:
+    """The folder of a draft: itself, or the Hub's files in the local cache; `org/name@revision` is a branch, tag or commit of it.
+
+    Raises UserError for a path that is no folder, ResourceError when the Hub fails.
+    """
+    name, revision = split_revision(draft)
+    return fetch(resolve(name, key), key=key, expected=expected, revision=revision, patterns=WHOLE_DRAFT)
+
+
+def method_of(folder: Path, *, key: str = "eval.draft") -> str:
+    """The method whose draft a folder holds. `key` is what errors name; raises UserError, saying what was found, for anything else."""
+    config, names = read_config(folder, key), _tensor_names(folder, key)
+    parallel = bool(names & OTHER_TENSORS)
+    methods = {
+        name: method.implementation()
+        for name, method in METHODS.items()
+        if names and not (parallel and method.artifact == "head")
+    }
+    certain = (name for name, method in methods.items() if method.has_tensors(names))
+    named = (name for name, method in methods.items() if method.is_named(config, names))
+    if found := next(itertools.chain(certain, named), None):
+        return found
+    architectures = config.get("architectures") or []
+    what = f"architectures {', '.join(map(str, architectures)) or 'not named'}" + (
+        f" and {len(names)} tensors" if names else " and no weights"
+    )
+    raise UserError(key, got=f"{folder}, which holds a config.json with {what}", expected=EXPECTED)
+
+
+def _tensor_names(folder: Path, key: str) -> set[str]:
+    """Names of the tensors in a folder's weights, without reading the tensors; empty when it has no weights."""
+    if (folder / INDEX).is_file() or (folder / SINGLE).is_file():
+        return set(Shards.open(folder, key).file_of)
+    try:
+        if (folder / PICKLED).is_file():
+            return set(torch.load(folder / PICKLED, map_location="meta", weights_only=True))
+        for index in sorted(folder.glob("*.index.json")):
+            return set(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+    except (SafetensorError, ValueError, KeyError, RuntimeError, EOFError, OSError, pickle.UnpicklingError) as error:
+        got = f"{folder} with weights that cannot be read ({one_line(str(error))[:120]})"
+        raise UserError(key, got=got, expected="whole safetensors, or a pickle of plain tensors") from error
+    return set()

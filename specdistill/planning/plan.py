@@ -10,8 +10,7 @@ import yaml
 
 from specdistill.errors import UserError
 from specdistill.methods import METHODS
-from specdistill.methods.planned import TOKENS_PER_SAMPLE, GivenDraft, PlannedDraft, PlannedTarget
-from specdistill.methods.sizes import weights_read
+from specdistill.methods.sizes import TOKENS_PER_SAMPLE, GivenDraft, PlannedDraft, PlannedTarget, weights_read
 from specdistill.planning import costs
 from specdistill.planning.reading import Described, check_fit, method_of_config
 from specdistill.project import RECIPES

@@ -14,7 +14,7 @@ from specdistill.hub import fetch, resolve
 from specdistill.methods import METHODS
 from specdistill.methods.checkpoint import read_config
 from specdistill.methods.mtp.checkpoint import ARCHITECTURE as MTP
-from specdistill.methods.mtp.plan import NATIVE_KEYS
+from specdistill.methods.mtp.tensor_names import NATIVE_KEYS
 
 CAUSAL_LM = "the config.json of a causal language model"
 

@@ -121,6 +121,12 @@ class FrozenTarget:
         ids = self.config.eos_token_id if ids is None else ids
         return frozenset(ids if isinstance(ids, list) else [] if ids is None else [ids])
 
+    def tensor(self, name: str) -> Tensor:
+        """`embed_tokens.weight` or `lm_head.weight`."""
+        module = self.model.get_input_embeddings() if name == "embed_tokens.weight" else self.lm_head
+        weight: Tensor = module.weight
+        return weight
+
     def fingerprint(self) -> str:
         """A hash of the weights: generations are kept for one target and never taken for another's."""
         digest = hashlib.sha256()

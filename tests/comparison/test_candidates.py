@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from specdistill.comparison.candidates import find_candidates
 from specdistill.errors import ResourceError, UserError
-from specdistill.methods.recognize import method_of
+from specdistill.methods.load import method_of
 from specdistill.targets.frozen import FrozenTarget
 from tests.heads import build_head, save_head
 from tests.tiny import tiny_target_model, tiny_tokenizer

@@ -19,8 +19,8 @@ from specdistill.decoding.sampling import Sampling
 from specdistill.errors import UserError
 from specdistill.methods.draft_model.proposer import DraftModelProposer
 from specdistill.methods.draft_model.vocabulary import SharedVocabulary
-from specdistill.methods.eagle.create import build_eagle
-from specdistill.methods.eagle3.create import build_eagle3
+from specdistill.methods.eagle.module import build_eagle
+from specdistill.methods.eagle3.module import build_eagle3
 from specdistill.methods.heads.proposer import HeadProposer
 from specdistill.methods.mtp.checkpoint import build_mtp
 from specdistill.methods.ngram.proposer import NgramProposer

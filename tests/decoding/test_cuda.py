@@ -13,7 +13,7 @@ from specdistill.decoding.sampling import Sampling
 from specdistill.losses.divergence import forward_kl
 from specdistill.methods.draft_model.proposer import DraftModelProposer
 from specdistill.methods.eagle3.checkpoint import save_eagle3
-from specdistill.methods.eagle3.create import build_eagle3
+from specdistill.methods.eagle3.module import build_eagle3
 from specdistill.methods.heads.proposer import HeadProposer
 from specdistill.methods.heads.unroll import TrainingTimeTest
 from specdistill.methods.ngram.proposer import NgramProposer

@@ -11,8 +11,8 @@ from specdistill.decoding.decoder import Decoder
 from specdistill.decoding.proposer import DecodingState, Proposal, Proposer
 from specdistill.decoding.sampling import Sampling
 from specdistill.errors import UserError
-from specdistill.methods.eagle.create import build_eagle
-from specdistill.methods.eagle3.create import build_eagle3
+from specdistill.methods.eagle.module import build_eagle
+from specdistill.methods.eagle3.module import build_eagle3
 from specdistill.methods.heads.proposer import HeadProposer
 from specdistill.methods.load import load_proposer
 from specdistill.methods.mtp.checkpoint import build_mtp

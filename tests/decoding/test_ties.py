@@ -5,7 +5,7 @@ import torch
 
 from specdistill.decoding import decoder, ties
 from specdistill.decoding.decoder import Decoder
-from specdistill.methods.eagle3.create import build_eagle3
+from specdistill.methods.eagle3.module import build_eagle3
 from specdistill.methods.heads.proposer import HeadProposer
 from specdistill.methods.ngram.proposer import NgramProposer
 from specdistill.targets.frozen import FrozenTarget

@@ -17,8 +17,8 @@ from specdistill.decoding.tree import ROOT, DynamicTree, StaticTree, Step, Tree,
 from specdistill.decoding.tree_attention import check_reads_trees, keep_path, read
 from specdistill.errors import UserError
 from specdistill.methods.draft_model.proposer import DraftModelProposer
-from specdistill.methods.eagle.create import build_eagle
-from specdistill.methods.eagle3.create import build_eagle3
+from specdistill.methods.eagle.module import build_eagle
+from specdistill.methods.eagle3.module import build_eagle3
 from specdistill.methods.heads.proposer import HeadProposer
 from specdistill.methods.mtp.checkpoint import build_mtp
 from specdistill.methods.ngram.proposer import NgramProposer

@@ -12,8 +12,8 @@ from specdistill.cli import main
 from specdistill.errors import UserError
 from specdistill.export.export import export
 from specdistill.methods.eagle3.checkpoint import load_eagle3
+from specdistill.methods.load import method_of
 from specdistill.methods.mtp.checkpoint import build_mtp, save_mtp
-from specdistill.methods.recognize import method_of
 from specdistill.targets.files import TargetFiles
 from specdistill.targets.frozen import FrozenTarget
 from tests.heads import build_head, save_head

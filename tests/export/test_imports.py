@@ -14,8 +14,7 @@ from specdistill.decoding.decoder import Decoder
 from specdistill.errors import UserError
 from specdistill.methods.eagle.checkpoint import load_eagle
 from specdistill.methods.eagle3.checkpoint import load_eagle3
-from specdistill.methods.load import load_proposer
-from specdistill.methods.recognize import method_of
+from specdistill.methods.load import load_proposer, method_of
 from specdistill.targets.frozen import FrozenTarget
 from tests.tiny import tiny_target_model, tiny_tokenizer
 

@@ -2,12 +2,12 @@
 
 import pytest
 
-from specdistill.methods.eagle import plan as eagle
-from specdistill.methods.eagle.plan import eagle_head
-from specdistill.methods.eagle3 import plan as eagle3
-from specdistill.methods.eagle3.create import build_eagle3
-from specdistill.methods.eagle3.plan import eagle3_head
-from specdistill.methods.mtp.plan import mtp_head
+from specdistill.methods.eagle import method as eagle
+from specdistill.methods.eagle.method import eagle_head
+from specdistill.methods.eagle3 import method as eagle3
+from specdistill.methods.eagle3.method import eagle3_head
+from specdistill.methods.eagle3.module import build_eagle3
+from specdistill.methods.mtp.method import mtp_head
 from specdistill.methods.sizes import Shape, shape_of
 from specdistill.planning import costs
 from specdistill.statistics.theory import alpha_from_acceptance_length

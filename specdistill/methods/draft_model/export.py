@@ -7,9 +7,8 @@ from typing import Any
 
 from specdistill.engines.engine import Engine
 from specdistill.errors import UserError
-from specdistill.methods.checkpoint import read_config, read_tensors
+from specdistill.methods.checkpoint import link, new_folder, read_config, read_tensors
 from specdistill.methods.draft_model.gguf import write_gguf
-from specdistill.methods.folder import link, new_folder
 from specdistill.targets.files import TargetFiles
 
 

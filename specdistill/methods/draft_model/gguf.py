@@ -17,9 +17,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from specdistill.errors import UserError, one_line
-from specdistill.methods.checkpoint import check_tensors, read_tensors
+from specdistill.methods.checkpoint import check_tensors, new_folder, read_tensors
 from specdistill.methods.draft_model.llama import is_plain_llama
-from specdistill.methods.folder import new_folder
 
 FILE_TYPES = {
     "f32": gguf.LlamaFileType.ALL_F32,

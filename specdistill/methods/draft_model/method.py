@@ -1,5 +1,6 @@
-"""Draft models as a row of the table: how one is created, read, trained, examined and exported."""
+"""Draft models as a row of the table: how one is recognized, created, trained, examined, planned and exported."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +12,44 @@ from specdistill.decoding.proposer import Proposer
 from specdistill.losses.divergence import build_divergence
 from specdistill.methods.contract import Implementation
 from specdistill.methods.draft_model.config import Recipe
-from specdistill.methods.draft_model.create import create_draft_model, load_alike, load_draft_model, save_draft_model
+from specdistill.methods.draft_model.create import (
+    create_draft_model,
+    load_alike,
+    load_draft_model,
+    on_meta,
+    propose_shape,
+    save_draft_model,
+)
 from specdistill.methods.draft_model.export import export
 from specdistill.methods.draft_model.lora import merged, with_lora
 from specdistill.methods.draft_model.objective import Distillation
-from specdistill.methods.draft_model.plan import planned
 from specdistill.methods.draft_model.proposer import DraftModelProposer
+from specdistill.methods.draft_model.pruning import check_decoder
 from specdistill.methods.draft_model.vocabulary import match_vocabularies
+from specdistill.methods.sizes import (
+    TOKENS_PER_SAMPLE,
+    GivenDraft,
+    Parts,
+    PlannedDraft,
+    PlannedTarget,
+    Published,
+    Shape,
+    shape_of,
+    weights_read,
+)
 from specdistill.targets.files import TargetFiles
 from specdistill.targets.frozen import FrozenTarget
 
 CALIBRATION_ROWS = 16  # rows of training data whose activations say what a pruned width keeps
+# Of the target's parameters; published draft models have 2 % (arXiv 2403.00858) to 10 % (arXiv 2402.01528).
+SHARE = 1 / 16
+PUBLISHED = Published(
+    (1 - 1 / 2.01, 0.76),
+    "AL 2.01 (68M for Vicuna-33B, not distilled, Spec-Bench; K not stated, so alpha is at least 1 - 1/AL) to alpha 0.76 (160M for "
+    "Vicuna-7B, distilled on the domain it serves, OSD, ICML 2024)",
+    532_000 * TOKENS_PER_SAMPLE,
+    "assumed, as for eagle3: no figure is published for this shape",
+)
 
 
 def create(recipe: Recipe, target: FrozenTarget, rows: Dataset) -> Any:
@@ -77,6 +105,22 @@ def load_proposer(
 
 def inspect(folder: Path, target: TargetFiles | None) -> None:
     load_draft_model(folder, key="draft")
+
+
+def planned(target: PlannedTarget, given: GivenDraft | None, settings: dict[str, Any]) -> PlannedDraft:
+    """The model that is given, in the sizes of the target's own recipe, or in the shape proposed for SHARE."""
+    sizes = {name: settings[name] for name in Shape.__annotations__ if name in settings}
+    if given:
+        model = given.model()
+    else:
+        check_decoder(target.model)
+        proposed = None if sizes else propose_shape(target.model, int(target.parameters * SHARE))
+        model = on_meta(target.model.config, proposed or replace(shape_of(target.text), **sizes))
+    shape = shape_of(model.config.get_text_config())
+    parts = Parts(int(model.num_parameters()), weights_read(model), shape.num_layers)
+    keys = ("draft.init=width", "draft.num_layers=null", f"draft.max_parameters={parts.parameters}")
+    note = "a smaller language model with a head of its own"
+    return PlannedDraft(parts, shape, target.text.vocab_size, note, PUBLISHED, keys)
 
 
 METHOD = Implementation(

@@ -13,13 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specdistill.engines.engine import Engine, HeadExport
 from specdistill.errors import UserError
 from specdistill.methods.checkpoint import (
-    TargetSizes,
+    Target,
     check_fit,
     check_tensors,
     fill,
     is_copy,
+    new_folder,
     read_config,
     read_tensors,
     shape_from_json,
@@ -28,7 +30,7 @@ from specdistill.methods.checkpoint import (
     write_draft,
 )
 from specdistill.methods.eagle.module import EagleConfig, EagleDraft
-from specdistill.targets.files import TargetFiles
+from specdistill.targets.files import EMBEDDING, TargetFiles, needed
 from specdistill.targets.frozen import FrozenTarget
 
 WHAT = "an EAGLE-1 head"
@@ -49,16 +51,15 @@ def load_eagle(folder: Path | str, target: FrozenTarget, *, key: str = "eval.dra
     folder = Path(folder)
     config, tensors = read_eagle(folder, target, key=key)
     dtype = stored_dtype([tensor for name, tensor in tensors.items() if name not in EagleDraft.shared])
-    own = {"embed_tokens.weight": target.model.get_input_embeddings().weight, "lm_head.weight": target.lm_head.weight}
-    for name, weight in own.items():
-        if not is_copy(tensors.setdefault(name, weight), weight):
+    for name in EagleDraft.shared:
+        if not is_copy(tensors.setdefault(name, target.tensor(name)), target.tensor(name)):
             raise UserError(key, got=f"{folder} with another {name} than {target.name} has", expected="a head made for it")
     draft = EagleDraft(config)
     fill(draft, tensors, dtype, folder, key, what=WHAT)
     return draft
 
 
-def read_eagle(folder: Path, target: TargetSizes | None, *, key: str) -> tuple[EagleConfig, dict[str, Tensor]]:
+def read_eagle(folder: Path, target: Target | None, *, key: str) -> tuple[EagleConfig, dict[str, Tensor]]:
     """A head's config and tensors, checked against each other; it may bring copies of the target's embedding and head, or not.
 
     Raises UserError as `load_eagle` does.
@@ -66,11 +67,7 @@ def read_eagle(folder: Path, target: TargetSizes | None, *, key: str) -> tuple[E
     raw = read_config(folder, key)
     config = config_from_json(raw.get("model", raw), key)
     if target is not None:
-        sizes = (
-            ("hidden_size", config.hidden_size, target.hidden_size),
-            ("vocab_size", config.vocab_size, target.vocab_size),
-        )
-        check_fit(sizes, folder, target.name, key)
+        check_fit({"hidden_size": config.hidden_size, "vocab_size": config.vocab_size}, target, folder, key)
     tensors = read_tensors(folder, key)
     if "fc.bias" in tensors and not tensors["fc.bias"].any():
         del tensors["fc.bias"]
@@ -81,10 +78,25 @@ def read_eagle(folder: Path, target: TargetSizes | None, *, key: str) -> tuple[E
     return config, tensors
 
 
-def inspect_eagle(folder: Path, target: TargetFiles | None) -> EagleConfig:
-    """The shape of the head in a folder, read as decoding would read it; `key` of errors is `draft`."""
-    config, _ = read_eagle(folder, target, key="draft")
-    return config
+def export(draft: Path, engine: Engine, output: Path, target: TargetFiles | None, num_speculative_tokens: int) -> None:
+    """Write a head for an engine. Raises UserError, before anything is written, for what the engine cannot express, and for a head with
+    an embedding or an output layer that is not the target's.
+    """
+    layout = engine.layouts["eagle"]
+    config, tensors = read_eagle(draft, target, key="draft")
+    layout.check(engine.name, config, draft)
+    for name in EagleDraft.shared & tensors.keys():
+        if not is_copy(tensors.pop(name), needed(target, f"{draft} repeats its {name}").tensor(name)):
+            raise UserError("draft", got=f"{draft} with another {name} than its target has", expected="a head made for it")
+    dtype = stored_dtype(tensors.values())
+    if layout.fc_bias:
+        tensors.setdefault("fc.bias", torch.zeros(config.hidden_size, dtype=dtype))
+    if layout.needs_target:
+        target = needed(target, layout.needs_target)
+        tensors[EMBEDDING] = target.tensor(EMBEDDING).to(dtype)
+    described = layout.config(HeadExport(shape_to_json(config, dtype), config, target, num_speculative_tokens))
+    with new_folder(output) as partial:
+        write_draft(partial, described, tensors)
 
 
 def config_to_json(config: EagleConfig, dtype: torch.dtype) -> dict[str, Any]:
@@ -92,6 +104,6 @@ def config_to_json(config: EagleConfig, dtype: torch.dtype) -> dict[str, Any]:
     return {"architectures": ["LlamaForCausalLM"], **shape_to_json(config, dtype), "bias": config.fc_bias}
 
 
-def config_from_json(raw: Mapping[str, Any], key: str = "eval.draft") -> EagleConfig:
+def config_from_json(raw: Mapping[str, Any], key: str) -> EagleConfig:
     """The inverse of `config_to_json`."""
     return EagleConfig(**shape_from_json(raw, key, what=WHAT), fc_bias=raw.get("bias", True))

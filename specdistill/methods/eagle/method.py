@@ -1,36 +1,44 @@
-"""EAGLE-1 as a row of the table: how it is created, read, trained, examined and exported."""
+"""EAGLE-1 as a row of the table: how it is recognized, created, trained, examined, planned and exported."""
 
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
-from datasets import Dataset
-
 from specdistill.methods.contract import Implementation
-from specdistill.methods.eagle.checkpoint import config_from_json, inspect_eagle, load_eagle, save_eagle
-from specdistill.methods.eagle.config import Recipe
-from specdistill.methods.eagle.create import build_eagle
-from specdistill.methods.eagle.export import export
-from specdistill.methods.eagle.mistakes import mistakes
-from specdistill.methods.eagle.module import EagleDraft
-from specdistill.methods.eagle.plan import planned
-from specdistill.methods.heads.create import check_same_shape
-from specdistill.methods.heads.method import LIKELY_CAUSES, proposer_loader, simulation
+from specdistill.methods.eagle.checkpoint import config_from_json, export, load_eagle, read_eagle, save_eagle
+from specdistill.methods.eagle.module import EagleDraft, build_eagle
+from specdistill.methods.heads.head import create_head
+from specdistill.methods.heads.mistakes import (
+    LIKELY_CAUSES,
+    Repair,
+    mistakes_of_layers,
+    mistakes_of_shape,
+    simulation,
+    swap_halves_of,
+)
+from specdistill.methods.heads.proposer import proposer_loader
 from specdistill.methods.heads.unroll import objective
-from specdistill.methods.layers import check_window
+from specdistill.methods.sizes import (
+    TOKENS_PER_SAMPLE,
+    GivenDraft,
+    Parts,
+    PlannedDraft,
+    PlannedTarget,
+    Published,
+    Shape,
+    layer_parameters,
+    planned_shape,
+)
+from specdistill.statistics.theory import alpha_from_acceptance_length
 from specdistill.targets.frozen import FrozenTarget
 
 TENSORS = {"fc.weight", "layers.0.self_attn.q_proj.weight"}
 ARCHITECTURES = {"LlamaForCausalLMEagle", "EagleLlamaForCausalLM"}
-
-
-def create(recipe: Recipe, target: FrozenTarget, rows: Dataset) -> EagleDraft:
-    if recipe.draft.init:
-        draft = load_eagle(recipe.draft.init, target, key="draft.init")
-        check_same_shape(recipe.draft, draft.config)
-    else:
-        draft = build_eagle(target, seed=recipe.seed, **recipe.draft.shape())
-    check_window(draft.config, recipe.draft.ttt_steps, key="draft.ttt_steps")
-    return draft
+PUBLISHED = Published(
+    (alpha_from_acceptance_length(2.47, 7), alpha_from_acceptance_length(2.10, 2)),
+    "AL 2.10 at K = 2 to 2.47 at K = 7 (Llama-3.1-8B, MT-bench, vLLM issue 20780)",
+    68_000 * TOKENS_PER_SAMPLE,
+    "68k ShareGPT conversations (arXiv 2401.15077)",
+)
 
 
 def is_named(config: Any, names: Any) -> bool:
@@ -39,19 +47,38 @@ def is_named(config: Any, names: Any) -> bool:
     return bool(named) or ("layers.0.self_attn.q_proj.weight" in names and "norm.weight" not in names)
 
 
-def save(draft: EagleDraft, target: FrozenTarget, folder: Path) -> None:
-    save_eagle(draft, folder)
+def mistakes(head: EagleDraft, target: FrozenTarget) -> Iterator[Repair]:
+    """What may be wrong with an EAGLE-1 head whose files are right."""
+    yield "the two halves that fc reads, embedding and hidden state, are swapped", swap_halves_of("fc")
+    yield from mistakes_of_shape(head, target)
+    yield from mistakes_of_layers(head)
+
+
+def planned(target: PlannedTarget, given: GivenDraft | None, settings: dict[str, Any]) -> PlannedDraft:
+    """The head that is given, or the one that a recipe with these keys of `draft:` would train."""
+    target.decoder()
+    shape, vocabulary = planned_shape(target, given, settings), target.text.vocab_size
+    keys = tuple(f"draft.{name}=null" for name in ("intermediate_size", "num_attention_heads", "num_key_value_heads"))
+    note = "reads the last hidden state, borrows the target's head"
+    return PlannedDraft(eagle_head(shape, vocabulary), shape, vocabulary, note, PUBLISHED, keys)
+
+
+def eagle_head(shape: Shape, vocab_size: int) -> Parts:
+    """EAGLE-1 (arXiv 2401.15077): fc [H, 2H] and layers, the first without its input norm; embedding and head are the target's."""
+    hidden, table = shape.hidden_size, vocab_size * shape.hidden_size
+    parameters = 2 * hidden**2 + shape.num_layers * layer_parameters(shape, hidden) - hidden
+    return Parts(parameters, parameters + table, shape.num_layers, copied=2 * table)
 
 
 METHOD = Implementation(
     load_proposer=proposer_loader(load_eagle),
     has_tensors=lambda names: names >= TENSORS and "layers.0.hidden_norm.weight" not in names,
     is_named=is_named,
-    create=create,
-    save=save,
+    create=lambda recipe, target, rows: create_head(recipe, target, build_eagle, load_eagle),
+    save=lambda draft, target, folder: save_eagle(draft, folder),
     objective=objective,
     head_shape=lambda config, num_layers: config_from_json(config.get("model", config), "draft"),
-    inspect=inspect_eagle,
+    inspect=lambda folder, target: read_eagle(folder, target, key="draft")[0],
     simulation=simulation(mistakes),
     likely_causes=LIKELY_CAUSES,
     planned=planned,

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from specdistill.methods.layers import MLP, Attention, HeadShape, KVCache, PlainLayer, RMSNorm, Rotary
-from specdistill.targets.frozen import Features
+from specdistill.methods.heads.head import head_shape, initialized
+from specdistill.methods.layers import HeadShape, KVCache, PlainLayer, Rotary
+from specdistill.targets.frozen import Features, FrozenTarget
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,21 +25,6 @@ class EagleConfig(HeadShape):
     """Shape of a head. fc_bias: SafeAILab's first heads have one; vLLM loads none."""
 
     fc_bias: bool = False
-
-
-class NormlessLayer(nn.Module):
-    """A Llama layer without the norm before its attention."""
-
-    def __init__(self, config: EagleConfig) -> None:
-        super().__init__()
-        self.self_attn = Attention(config, config.hidden_size)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = MLP(config)
-
-    def forward(self, hidden_BTH: Tensor, rotary: tuple[Tensor, Tensor], kv_cache: KVCache) -> Tensor:
-        hidden = hidden_BTH + self.self_attn(hidden_BTH, rotary, 0, kv_cache)
-        output: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
-        return output
 
 
 class EagleDraft(nn.Module):
@@ -52,9 +38,7 @@ class EagleDraft(nn.Module):
         self.config = config
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size).requires_grad_(False)
         self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=config.fc_bias)
-        layers: list[nn.Module] = [NormlessLayer(config)]
-        layers += [PlainLayer(config, index) for index in range(1, config.num_layers)]
-        self.layers = nn.ModuleList(layers)
+        self.layers = nn.ModuleList(PlainLayer(config, index, input_norm=index > 0) for index in range(config.num_layers))
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False).requires_grad_(False)
         self.rotary = Rotary(config)
 
@@ -75,3 +59,14 @@ class EagleDraft(nn.Module):
         for layer in self.layers:
             hidden = layer(hidden, rotary, kv_cache)
         return hidden, hidden
+
+
+def build_eagle(target: FrozenTarget, *, fc_bias: bool = False, seed: int = 0, **sizes: int | None) -> EagleDraft:
+    """A head before training, as wide as its target, with the `sizes` of a recipe (see specdistill.methods.heads.config).
+
+    Raises UserError when the attention heads cannot be shared out evenly.
+    """
+    config = EagleConfig(**head_shape(target, **sizes), fc_bias=fc_bias)
+    draft = initialized(lambda: EagleDraft(config), seed)
+    draft.load_state_dict({name: target.tensor(name) for name in draft.shared}, strict=False)
+    return draft.to(target.device)

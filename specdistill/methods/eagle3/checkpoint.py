@@ -17,15 +17,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specdistill.engines.engine import Engine, HeadExport
 from specdistill.engines.limits import AUX_LAYERS, engine_aux_layers
 from specdistill.errors import UserError
 from specdistill.methods.checkpoint import (
-    TargetSizes,
+    Target,
     check_fit,
     check_settings,
     check_tensors,
     fill,
     is_copy,
+    new_folder,
     read_config,
     read_tensors,
     shape_from_json,
@@ -34,7 +36,7 @@ from specdistill.methods.checkpoint import (
     write_draft,
 )
 from specdistill.methods.eagle3.module import Eagle3Config, Eagle3Draft
-from specdistill.targets.files import EMBEDDING, TargetFiles
+from specdistill.targets.files import EMBEDDING, HEAD, TargetFiles, needed
 from specdistill.targets.frozen import FrozenTarget
 
 WHAT = "an EAGLE-3 head"
@@ -75,11 +77,9 @@ def load_eagle3(folder: Path | str, target: FrozenTarget, *, key: str = "eval.dr
     """
     folder = Path(folder)
     config, tensors = read_eagle3(folder, target, key=key)
-    dtype, embedding = stored_dtype(tensors.values()), target.model.get_input_embeddings().weight
-    config = resolve_embedding(config, tensors, embedding)
-    if not config.owns_embedding:
-        tensors["embed_tokens.weight"] = embedding
-    tensors.setdefault("lm_head.weight", target.lm_head.weight)
+    dtype = stored_dtype(tensors.values())
+    for name in (EMBEDDING, HEAD):
+        tensors.setdefault(name, target.tensor(name))
     draft = Eagle3Draft(config)
     fill(draft, tensors, dtype, folder, key, what=WHAT, optional={"d2t", "t2d"})
     if config.prunes_vocabulary:
@@ -87,20 +87,17 @@ def load_eagle3(folder: Path | str, target: FrozenTarget, *, key: str = "eval.dr
     return draft
 
 
-def read_eagle3(folder: Path, target: TargetSizes | None, *, key: str) -> tuple[Eagle3Config, dict[str, Tensor]]:
+def read_eagle3(folder: Path, target: Target | None, *, key: str) -> tuple[Eagle3Config, dict[str, Tensor]]:
     """A head's config and its tensors by the names they have here, without `t2d` (which follows from `d2t`), and without `d2t` when the
     vocabulary is whole. A file may leave out what is the target's: the embedding, and the head of a whole vocabulary.
 
-    The target is needed where the config does not say how deep it is. Raises UserError as `load_eagle3` does.
+    An embedding that is a copy of the target's, perhaps in another dtype, is left out; the config says when it is the head's own. The
+    target is needed where the config does not say how deep it is. Raises UserError as `load_eagle3` does.
     """
     config = config_from_json(read_config(folder, key), None if target is None else target.num_layers, key)
     if target is not None:
-        sizes = (
-            ("target_hidden_size", config.target_hidden_size, target.hidden_size),
-            ("vocab_size", config.vocab_size, target.vocab_size),
-            ("num_target_layers", config.target_num_layers, target.num_layers),
-        )
-        check_fit(sizes, folder, target.name, key)
+        sizes = {"target_hidden_size": config.target_hidden_size, "vocab_size": config.vocab_size}
+        check_fit(sizes | {"num_target_layers": config.target_num_layers}, target, folder, key)
     if not all(0 <= layer <= config.target_num_layers for layer in config.aux_layers):
         got = f"{folder} with auxiliary layers {list(config.aux_layers)}"
         raise UserError(key, got=got, expected=f"0..{config.target_num_layers}")
@@ -115,9 +112,9 @@ def read_eagle3(folder: Path, target: TargetSizes | None, *, key: str) -> tuple[
     with torch.device("meta"):
         expected = Eagle3Draft(config).state_dict()
     own_width = config.hidden_size != config.target_hidden_size
-    optional = {"t2d"} | (set() if own_width else {"embed_tokens.weight"})
+    optional = {"t2d"} | (set() if own_width else {EMBEDDING})
     if not config.prunes_vocabulary:
-        optional |= {"d2t"} | (set() if own_width else {"lm_head.weight"})
+        optional |= {"d2t"} | (set() if own_width else {HEAD})
     check_tensors(expected, tensors, folder, key, what=WHAT, optional=optional)
     tensors.pop("t2d", None)
     if "d2t" in tensors:
@@ -127,28 +124,35 @@ def read_eagle3(folder: Path, target: TargetSizes | None, *, key: str) -> tuple[
             raise UserError(key, got=f"{folder} with a d2t of other numbers", expected=expected_ids)
         if not config.prunes_vocabulary:
             del tensors["d2t"]
+    if target is not None and EMBEDDING in tensors and not own_width:
+        if is_copy(tensors[EMBEDDING], target.tensor(EMBEDDING)):
+            del tensors[EMBEDDING]
+        else:
+            config = dataclasses.replace(config, own_embedding=True)
     return config, tensors
 
 
-def inspect_eagle3(folder: Path, target: TargetFiles | None) -> Eagle3Config:
-    """The shape of the head in a folder, read as decoding would read it; `key` of errors is `draft`."""
-    config, tensors = read_eagle3(folder, target, key="draft")
-    if target is not None and EMBEDDING in tensors and config.hidden_size == config.target_hidden_size:
-        config = resolve_embedding(config, tensors, target.tensor(EMBEDDING))
-    return config
-
-
-def resolve_embedding(config: Eagle3Config, tensors: dict[str, Tensor], embedding: Tensor | None) -> Eagle3Config:
-    """Leave out an embedding that is a copy of the target's, perhaps in another dtype; the config says when it is the head's own, which
-    it is taken for when the target's is not known.
-    """
-    given = tensors.get("embed_tokens.weight")
-    if given is None or config.hidden_size != config.target_hidden_size:
-        return config
-    if embedding is not None and is_copy(given, embedding):
-        del tensors["embed_tokens.weight"]
-        return config
-    return dataclasses.replace(config, own_embedding=True)
+def export(draft: Path, engine: Engine, output: Path, target: TargetFiles | None, num_speculative_tokens: int) -> None:
+    """Write a head for an engine. Raises UserError, before anything is written, for what the engine cannot express."""
+    layout = engine.layouts["eagle3"]
+    config, tensors = read_eagle3(draft, target, key="draft")
+    if target is None and EMBEDDING in tensors and config.hidden_size == config.target_hidden_size:
+        config = dataclasses.replace(config, own_embedding=True)  # as far as is known
+    layout.check(engine.name, config, draft)
+    dtype = stored_dtype(tensors.values())
+    if HEAD not in tensors:
+        tensors[HEAD] = needed(target, f"{draft} leaves out {HEAD}").tensor(HEAD).to(dtype)
+    if config.prunes_vocabulary:
+        ids = torch.arange(config.draft_vocab_size) + tensors["d2t"]
+        tensors |= {"d2t": tensors["d2t"].long(), "t2d": torch.isin(torch.arange(config.vocab_size), ids)}
+    if layout.needs_target:
+        target = needed(target, layout.needs_target)
+        if EMBEDDING not in tensors:
+            tensors[EMBEDDING] = target.tensor(EMBEDDING).to(dtype)
+    described = layout.config(HeadExport(shape_to_json(config, dtype), config, target, num_speculative_tokens))
+    with new_folder(output) as partial:
+        named = {name.replace("layers.0.", layout.first_layer): tensor for name, tensor in tensors.items()}
+        write_draft(partial, described, named)
 
 
 def config_to_json(config: Eagle3Config, dtype: torch.dtype) -> dict[str, Any]:
@@ -171,7 +175,7 @@ def config_to_json(config: Eagle3Config, dtype: torch.dtype) -> dict[str, Any]:
     }
 
 
-def config_from_json(raw: Mapping[str, Any], target_num_layers: int | None, key: str = "eval.draft") -> Eagle3Config:
+def config_from_json(raw: Mapping[str, Any], target_num_layers: int | None, key: str) -> Eagle3Config:
     """The inverse of `config_to_json` for every layout, with the defaults that engines assume for absent keys.
 
     target_num_layers: of the target that is at hand, for files that do not say.

@@ -11,13 +11,17 @@ At position t the draft pairs the embedding of the *next* token x_{t+1} with the
     q_t = softmax(lm_head(norm(o_t)))                 over the draft vocabulary; target id = draft id + d2t
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from specdistill.engines.limits import engine_aux_layers
+from specdistill.errors import UserError
+from specdistill.methods.heads.head import head_shape, initialized
 from specdistill.methods.layers import MLP, Attention, HeadShape, KVCache, PlainLayer, RMSNorm, Rotary
-from specdistill.targets.frozen import Features
+from specdistill.targets.frozen import Features, FrozenTarget
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,9 +90,7 @@ class Eagle3Draft(nn.Module):
             self.fc_norm = nn.ModuleList(RMSNorm(config.target_hidden_size, config.rms_norm_eps) for _ in config.aux_layers)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.embed_tokens.weight.requires_grad_(config.owns_embedding)
-        layers: list[nn.Module] = [FirstLayer(config)]
-        layers += [PlainLayer(config, index) for index in range(1, config.num_layers)]
-        self.layers = nn.ModuleList(layers)
+        self.layers = nn.ModuleList([FirstLayer(config), *(PlainLayer(config, index) for index in range(1, config.num_layers))])
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
         self.rotary = Rotary(config)
@@ -137,3 +139,53 @@ class Eagle3Draft(nn.Module):
             hidden = layer(hidden, rotary, kv_cache)
         normed = self.norm(hidden)
         return normed, normed if self.config.norm_output else hidden
+
+
+def build_eagle3(
+    target: FrozenTarget,
+    *,
+    aux_layers: list[int] | None = None,
+    draft_vocabulary: Tensor | None = None,
+    fc_norm: bool = False,
+    norm_output: bool = False,
+    norm_before_residual: bool = False,
+    seed: int = 0,
+    **sizes: int | None,
+) -> Eagle3Draft:
+    """A head before training. `draft_vocabulary`: sorted target ids [W], None for the whole vocabulary; the others are keys of a recipe.
+
+    Raises UserError when a layer to read does not exist or the attention heads cannot be shared out evenly.
+    """
+    config = Eagle3Config(
+        **head_shape(target, **sizes),
+        draft_vocab_size=target.vocab_size if draft_vocabulary is None else len(draft_vocabulary),
+        target_hidden_size=target.hidden_size,
+        aux_layers=tuple(check_aux_layers(aux_layers, target.num_layers)),
+        target_num_layers=target.num_layers,
+        fc_norm=fc_norm,
+        norm_output=norm_output,
+        norm_before_residual=norm_before_residual,
+    )
+    draft = initialized(lambda: Eagle3Draft(config), seed)
+    if draft_vocabulary is not None:
+        draft.set_vocabulary(draft_vocabulary)
+    if config.hidden_size == target.hidden_size:  # the draft then starts in the target's own space
+        with torch.no_grad():
+            draft.embed_tokens.weight.copy_(target.model.get_input_embeddings().weight)
+            draft.lm_head.weight.copy_(target.lm_head.weight[draft.target_ids_W])
+            draft.norm.weight.copy_(target.backbone.norm.weight)
+    return draft.to(target.device)
+
+
+def default_aux_layers(num_layers: int) -> list[int]:
+    """The engines' default; for targets too shallow for it, three different layers spread over the depth."""
+    layers = engine_aux_layers(num_layers)
+    return layers if layers == sorted(set(layers)) else sorted({min(1, num_layers), num_layers // 2, max(num_layers - 1, 0)})
+
+
+def check_aux_layers(aux_layers: Sequence[int] | None, num_layers: int) -> list[int]:
+    """The layers asked for, or the default. Raises UserError for repeated ones and for one outside 0..n."""
+    layers = default_aux_layers(num_layers) if aux_layers is None else list(aux_layers)
+    if not layers or not all(0 <= layer <= num_layers for layer in layers) or len(set(layers)) != len(layers):
+        raise UserError("draft.aux_layers", got=layers, expected=f"different layers in 0..{num_layers} (the target's depth)")
+    return layers

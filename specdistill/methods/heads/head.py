@@ -1,4 +1,5 @@
-"""What decoding and training ask of a draft head: a small module that reads the target's features and feeds back its own.
+"""Draft heads: what decoding and training ask of one, a small module that reads the target's features and feeds back its own; and how
+EAGLE's are created.
 
 Shapes: B batch, T positions, H draft hidden size, V target vocabulary, W draft vocabulary.
 
@@ -6,12 +7,20 @@ At position t a head pairs the embedding of the next token x_{t+1} with a hidden
 state comes from its features; at drafted positions it is what the head itself gave back one step before.
 """
 
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
 
+import torch
 from torch import Tensor, nn
 
-from specdistill.methods.layers import KVCache
-from specdistill.targets.frozen import Features
+from specdistill.errors import UserError
+from specdistill.methods.checkpoint import ROPE_TYPES
+from specdistill.methods.heads.config import HeadSizes
+from specdistill.methods.layers import KVCache, check_window
+from specdistill.recipe.fields import default_of
+from specdistill.targets.frozen import Features, FrozenTarget
+
+T = TypeVar("T", bound=nn.Module)
 
 
 class Head(Protocol):
@@ -48,3 +57,68 @@ class Head(Protocol):
         state of the next step.
         """
         ...
+
+
+def head_shape(target: FrozenTarget, *, hidden_size: int | None = None, **sizes: Any) -> dict[str, Any]:
+    """The fields of `HeadShape` from the sizes of a recipe (see `HeadSizes`): what was asked for, and for the rest what the target has.
+
+    Raises UserError for a target without RMS norms and one rotary embedding, and for heads that cannot be shared out evenly.
+    """
+    source, asked = target.config, HeadSizes(**sizes)
+    rope = dict(getattr(source, "rope_parameters", None) or {})
+    lacking = [name for name in ("num_key_value_heads", "rms_norm_eps") if getattr(source, name, None) is None]
+    if lacking or "rope_theta" not in rope or rope.get("rope_type", "default") not in ROPE_TYPES:
+        what = " and ".join(lacking) or f"rope_parameters {rope}"
+        got = f"{target.name}, a {source.model_type} with{'out' * bool(lacking)} {what}"
+        raise UserError("target.model", got=got, expected=f"RMS norms and one rotary embedding ({', '.join(ROPE_TYPES)})")
+    heads = asked.num_attention_heads or source.num_attention_heads
+    key_value_heads = asked.num_key_value_heads or source.num_key_value_heads
+    if heads % key_value_heads:
+        raise UserError("draft.num_key_value_heads", got=key_value_heads, expected=f"a divisor of {heads} attention heads")
+    return {
+        "vocab_size": target.vocab_size,
+        "hidden_size": hidden_size or target.hidden_size,
+        "intermediate_size": asked.intermediate_size or source.intermediate_size,
+        "num_attention_heads": heads,
+        "num_key_value_heads": key_value_heads,
+        "head_dim": asked.head_dim or getattr(source, "head_dim", None) or target.hidden_size // source.num_attention_heads,
+        "num_layers": asked.num_layers,
+        "rms_norm_eps": source.rms_norm_eps,
+        "rope_theta": float(rope.pop("rope_theta")),
+        "rope_scaling": None if rope.get("rope_type", "default") == "default" else rope,
+        "max_position_embeddings": target.max_length,
+        "bos_token_id": source.bos_token_id,
+        "eos_token_id": source.eos_token_id,
+        "sliding_window": asked.sliding_window,
+    }
+
+
+def initialized(head: Callable[[], T], seed: int) -> T:
+    """A head whose matrices keep the size of what passes through them; embeddings and what the target gives are left."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        draft = head()
+        for name, parameter in draft.named_parameters():
+            if parameter.dim() == 2 and name != "embed_tokens.weight":
+                nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5)
+    return draft
+
+
+def create_head(recipe: Any, target: FrozenTarget, build: Callable[..., Any], load: Callable[..., Any]) -> Any:
+    """The head of an EAGLE recipe before its first step: trained, from `draft.init`, or fresh.
+
+    Raises UserError for a shape asked of a trained head that has another, and for an unroll longer than the head's window.
+    """
+    asked = recipe.draft
+    if not asked.init:
+        head = build(target, seed=recipe.seed, **asked.shape())
+    else:
+        head = load(asked.init, target, key="draft.init")
+        for name in (*asked.shape(), *({"vocab_size"} & asked.model_fields_set)):
+            value = getattr(asked, name)
+            has = getattr(head.config, "draft_vocab_size" if name == "vocab_size" else name, None)
+            value = tuple(value) if isinstance(value, list) else value
+            if value != default_of(type(asked).model_fields[name]) and value != has:
+                raise UserError(f"draft.{name}", got=value, expected=f"{has}, as {asked.init} has")
+    check_window(head.config, asked.ttt_steps, key="draft.ttt_steps")
+    return head

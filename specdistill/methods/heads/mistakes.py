@@ -12,52 +12,59 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from specdistill.methods.contract import Mistake
+from specdistill.losses.divergence import forward_kl
+from specdistill.methods.contract import Mistake, Simulation
+from specdistill.methods.heads.unroll import TrainingTimeTest
 from specdistill.methods.layers import Rotary
 from specdistill.targets.frozen import FrozenTarget
 
-Change = Callable[[Any], None]
-Changed = Callable[[str, Change], Mistake]
+Repair = tuple[str, Callable[[Any], None]]  # a cause, and what undoes it in a head
+LIKELY_CAUSES = ("the features it was trained on came from elsewhere (other layers, quantised, before the final norm)",)
 
 
-def undoing(head: Any, target: FrozenTarget) -> Changed:
-    """(cause, change) -> the mistake, with the change made on a copy of the head that shares its weights."""
-    shared = {id(tensor): tensor for module in (head, target.model) for tensor in (*module.parameters(), *module.buffers())}
+def simulation(repairs: Callable[[Any, FrozenTarget], Iterator[Repair]]) -> Simulation:
+    """The training-time test with plain KL, for as many steps as tokens are drafted, and a method's repairs made on copies of the head."""
 
-    def changed(cause: str, change: Change) -> Mistake:
-        repaired = copy.deepcopy(head, dict(shared))
-        change(repaired)
-        return Mistake(cause, repaired)
+    def mistakes(head: Any, target: FrozenTarget) -> Iterator[Mistake]:
+        modules = (head, target.model)
+        shared = {id(tensor): tensor for module in modules for tensor in (*module.parameters(), *module.buffers())}
+        for cause, repair in repairs(head, target):
+            repaired = copy.deepcopy(head, dict(shared))
+            repair(repaired)
+            yield Mistake(cause, repaired)
 
-    return changed
+    return Simulation(
+        draft_of=lambda proposer: proposer.head,
+        objective=lambda head, num_tokens: TrainingTimeTest(head, forward_kl, num_tokens),
+        mistakes=mistakes,
+    )
 
 
-def mistakes_of_layers(head: Any, changed: Changed) -> Iterator[Mistake]:
+def mistakes_of_layers(head: Any) -> Iterator[Repair]:
     """Matrices that changed places or were transposed."""
-    layers = [f"layers.{index}" for index, layer in enumerate(head.layers) if hasattr(getattr(layer, "mlp", None), "gate_proj")]
-    for layer in layers:
-        yield changed(f"{layer}.mlp.gate_proj and up_proj are swapped", swap(f"{layer}.mlp.gate_proj", f"{layer}.mlp.up_proj"))
+    for index, layer in enumerate(head.layers):
+        if hasattr(getattr(layer, "mlp", None), "gate_proj"):
+            mlp = f"layers.{index}.mlp"
+            yield f"{mlp}.gate_proj and up_proj are swapped", swap(f"{mlp}.gate_proj", f"{mlp}.up_proj")
     for name, parameter in head.named_parameters():
         if name not in head.shared and parameter.dim() == 2 and parameter.shape[0] == parameter.shape[1]:
-            yield changed(f"{name} is transposed", set_weight(name, parameter.T))
+            yield f"{name} is transposed", set_weight(name, parameter.T)
 
 
-def mistakes_of_shape(head: Any, target: FrozenTarget, changed: Changed) -> Iterator[Mistake]:
+def mistakes_of_shape(head: Any, target: FrozenTarget) -> Iterator[Repair]:
     """Rotary frequencies and heads as the target has them."""
     config, rope = head.config, dict(getattr(target.config, "rope_parameters", None) or {})
     theta, kind = rope.pop("rope_theta", None), rope.get("rope_type", "default")
     scaling = None if kind == "default" else rope
     if theta is not None and (float(theta), scaling) != (config.rope_theta, config.rope_scaling):
         cause = f"its rotary base (rope_theta) is {config.rope_theta:g}: it was trained with the target's, {theta:g}"
-        yield changed(cause, configure(rope_theta=float(theta), rope_scaling=scaling))
+        yield cause, configure(rope_theta=float(theta), rope_scaling=scaling)
     size = getattr(target.config, "head_dim", None) or target.hidden_size // target.config.num_attention_heads
     rows, groups = (number * config.head_dim for number in (config.num_attention_heads, config.num_key_value_heads))
     if size != config.head_dim and rows % size == 0 and groups % size == 0:
-        cause = (
-            f"its heads are of {config.head_dim} (num_attention_heads {config.num_attention_heads}): it was trained with {size}"
-        )
-        heads = {"num_attention_heads": rows // size, "num_key_value_heads": groups // size}
-        yield changed(cause, configure(head_dim=size, **heads))
+        num_heads = config.num_attention_heads
+        cause = f"its heads are of {config.head_dim} (num_attention_heads {num_heads}): it was trained with {size}"
+        yield cause, configure(head_dim=size, num_attention_heads=rows // size, num_key_value_heads=groups // size)
 
 
 def configure(**fields: Any) -> Callable[[Any], None]:

@@ -1,21 +1,35 @@
-"""A head drafts: a chain or a tree, from the target's features and its own hidden states.
+"""A head drafts: a chain or a tree, or chains for several sequences at once, from the target's features and its own hidden states.
 
-Shapes: F freshly committed positions, H draft hidden size, K draft tokens, V target vocabulary, W draft vocabulary.
+Shapes: B rows, F freshly committed positions, H draft hidden size, K draft tokens, V target vocabulary, W draft vocabulary.
 """
 
+from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from specdistill.decoding.batch_proposer import BatchProposer
+from specdistill.decoding.batch_kv_cache import RaggedKVCache
+from specdistill.decoding.batch_models import last_of, padded
+from specdistill.decoding.batch_proposer import BatchProposer, BatchState, Generators, uniforms
 from specdistill.decoding.kv_cache import DraftKVCache
-from specdistill.decoding.proposer import DecodingState, Proposal
+from specdistill.decoding.proposer import DecodingState, Proposal, Proposer
 from specdistill.decoding.sampling import Sampling, draw
 from specdistill.decoding.tree import DynamicTree, StaticTree, Step, candidates_are_drawn
 from specdistill.methods.heads.head import Head
 from specdistill.methods.layers import check_window
+from specdistill.targets.frozen import FrozenTarget
+
+
+def proposer_loader(load: Callable[..., Any]) -> Callable[..., Proposer]:
+    """From a method's `load(folder, target, key=)` to its `load_proposer`: the head in the target's dtype, on its device."""
+
+    def load_proposer(folder: Path, target: FrozenTarget, *, key: str) -> Proposer:
+        return HeadProposer(load(folder, target, key=key).to(device=target.device, dtype=target.model.dtype))
+
+    return load_proposer
 
 
 class HeadProposer:
@@ -26,20 +40,15 @@ class HeadProposer:
         self.head = head
         module.eval()
         self.aux_layers = head.aux_layers
+        self.settings: dict[str, Any] = {}
         shipped = [parameter for name, parameter in module.named_parameters() if name not in head.shared]
         self.num_parameters = sum(parameter.numel() for parameter in shipped)
         self.num_bytes = sum(parameter.numel() * parameter.element_size() for parameter in shipped)
         self.target_ids_W = head.target_ids_W
-        self._like = shipped[0]  # for dtype and device
+        self.vocabulary = frozenset(self.target_ids_W.tolist())
+        config, self.device = head.config, shipped[0].device
+        self.cache_options = (config.num_layers, partial(head.rotary, shipped[0]), self.device, config.sliding_window)
         self.cache: DraftKVCache
-
-    @property
-    def vocabulary(self) -> frozenset[int]:
-        return frozenset(self.target_ids_W.tolist())
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        return {}
 
     def draws(self, sampling: Sampling, tree: StaticTree | DynamicTree | None) -> bool:
         return candidates_are_drawn(sampling, tree)
@@ -48,31 +57,19 @@ class HeadProposer:
         return k
 
     def begin(self, max_length: int) -> None:
-        config, rotary = self.head.config, partial(self.head.rotary, self._like)
-        self.cache = DraftKVCache(config.num_layers, rotary, self._like.device, config.sliding_window)
+        self.cache = DraftKVCache(*self.cache_options)
 
     def propose(self, state: DecodingState, k: int, sampling: Sampling, generator: torch.Generator | None) -> Proposal:
-        check_window(self.head.config, k, key="eval.num_speculative_tokens")
         next_ids, hidden, committed = self._fresh(state)
-        device = self.target_ids_W.device
-        tokens: list[Tensor] = []
-        distributions: list[Tensor] = []
-        for step in range(k):
-            normed, next_hidden = self.head(next_ids, hidden, self.cache.next_rotary(next_ids.shape[1]), self.cache)
-            logits_W = self.head.lm_head(normed[0, -1])
-            if sampling.is_greedy:
-                token = self.target_ids_W[logits_W.argmax()]
-            else:
-                probs_V = self._over_target_vocabulary(sampling.probabilities(logits_W.unsqueeze(0)))[0]
-                uniform = torch.rand(1, generator=generator, dtype=torch.float64).to(device)
-                token = draw(probs_V.unsqueeze(0), uniform)[0]
-                distributions.append(probs_V)
-            tokens.append(token)
-            next_ids, hidden = token.view(1, 1), next_hidden[:, -1:]
-            if step == 0:
-                assert self.cache.length == committed
+
+        def forward(next_ids_1T: Tensor, hidden_1TH: Tensor) -> tuple[Tensor, Tensor]:
+            rotary = self.cache.next_rotary(next_ids_1T.shape[1])
+            normed, next_hidden = self.head(next_ids_1T, hidden_1TH, rotary, self.cache)
+            return normed[:, -1], next_hidden[:, -1]
+
+        (proposal,) = self.chains(forward, next_ids, hidden, k, sampling, [generator])
         self.cache.length = committed  # drafted positions used the head's own states: forget them
-        return Proposal(torch.stack(tokens).tolist(), torch.stack(distributions) if distributions else None)
+        return proposal
 
     def propose_tree(
         self, state: DecodingState, shape: StaticTree | DynamicTree, sampling: Sampling, generator: torch.Generator | None
@@ -80,8 +77,7 @@ class HeadProposer:
         check_window(self.head.config, shape.depth, key="eval.tree.depth")
         next_ids, hidden, committed = self._fresh(state)
         normed, next_hidden = self.head(next_ids, hidden, self.cache.next_rotary(next_ids.shape[1]), self.cache)
-        assert self.cache.length == committed
-        next_hidden, step = next_hidden[:, -1:], Step.before(committed, self.target_ids_W.device)
+        next_hidden, step = next_hidden[:, -1:], Step.before(committed, self.device)
 
         def expand(index_T: Tensor, rows_T: Tensor) -> Tensor:
             nonlocal next_hidden, step
@@ -97,9 +93,37 @@ class HeadProposer:
         return Proposal(self.target_ids_W[grown.index_N].tolist(), probs_NV, grown.tree)
 
     def batched(self) -> BatchProposer:
-        from specdistill.methods.heads.batch_proposer import BatchHead  # which is made of this class
-
         return BatchHead(self)
+
+    def chains(
+        self,
+        forward: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
+        next_ids: Tensor,
+        hidden: Tensor,
+        k: int,
+        sampling: Sampling,
+        generators: Generators,
+    ) -> list[Proposal]:
+        """Chains of K draft tokens for B sequences, which continue next ids [B, F] and hidden states [B, F, H].
+
+        forward: one draft step over such -> `normed` [B, H] and the next hidden state [B, H] at each row's last position.
+        """
+        check_window(self.head.config, k, key="eval.num_speculative_tokens")
+        uniforms_BK = None if sampling.is_greedy else uniforms(k, generators).to(self.device)
+        tokens: list[Tensor] = []
+        distributions: list[Tensor] = []
+        for step in range(k):
+            normed_BH, hidden_BH = forward(next_ids, hidden)
+            logits_BW = self.head.lm_head(normed_BH)
+            if uniforms_BK is None:
+                token_B = self.target_ids_W[logits_BW.argmax(-1)]
+            else:
+                distributions.append(self._over_target_vocabulary(sampling.probabilities(logits_BW)))
+                token_B = draw(distributions[-1], uniforms_BK[:, step])
+            tokens.append(token_B)
+            next_ids, hidden = token_B.unsqueeze(1), hidden_BH.unsqueeze(1)
+        probs_BKV = torch.stack(distributions, dim=1) if distributions else [None] * len(generators)
+        return [Proposal(row, probs) for row, probs in zip(torch.stack(tokens, dim=1).tolist(), probs_BKV, strict=True)]
 
     def _fresh(self, state: DecodingState) -> tuple[Tensor, Tensor, int]:
         """What the first step reads: next tokens [1, F] and hidden states [1, F, H] of what was committed; and how much that is in all."""
@@ -107,10 +131,40 @@ class HeadProposer:
         fresh = state.fresh.last_hidden.shape[1]
         committed = len(state.token_ids) - 1  # pairs (x_{t+1}, g_t) exist for t < committed
         assert self.cache.length == committed - fresh, (self.cache.length, committed, fresh)
-        next_ids = torch.tensor([state.token_ids[-fresh:]], device=self.target_ids_W.device)
-        return next_ids, self.head.fuse(state.fresh), committed
+        return torch.tensor([state.token_ids[-fresh:]], device=self.device), self.head.fuse(state.fresh), committed
 
     def _over_target_vocabulary(self, probs_TW: Tensor) -> Tensor:
         probs_TV = probs_TW.new_zeros(len(probs_TW), self.head.config.vocab_size)
         probs_TV[:, self.target_ids_W] = probs_TW
         return probs_TV
+
+
+class BatchHead:
+    """`HeadProposer` for B sequences: one forward a step for all rows."""
+
+    def __init__(self, proposer: HeadProposer) -> None:
+        self.proposer = proposer
+        self.aux_layers = proposer.aux_layers
+        self.cache: RaggedKVCache
+
+    def begin(self, max_lengths: Sequence[int]) -> None:
+        self.cache = RaggedKVCache(len(max_lengths), *self.proposer.cache_options)
+
+    def propose(self, state: BatchState, k: int, sampling: Sampling, generators: Generators) -> list[Proposal]:
+        head, counts = self.proposer.head, state.num_fresh
+        committed = [len(text) - 1 for text in state.token_ids]
+        assert self.cache.lengths == [length - count for length, count in zip(committed, counts, strict=True)]
+        fresh_ids = padded([text[-count:] for text, count in zip(state.token_ids, counts, strict=True)], self.proposer.device)
+
+        def forward(next_ids_BT: Tensor, hidden_BTH: Tensor) -> tuple[Tensor, Tensor]:
+            new = counts if next_ids_BT is fresh_ids else [1] * len(counts)
+            normed, next_hidden = head(next_ids_BT, hidden_BTH, self.cache.extend(new), self.cache)
+            return last_of(normed, new), last_of(next_hidden, new)
+
+        hidden = head.fuse(state.fresh.first(max(counts)))
+        proposals = self.proposer.chains(forward, fresh_ids, hidden, k, sampling, generators)
+        self.cache.truncate(committed)
+        return proposals
+
+    def keep(self, rows: Sequence[int]) -> None:
+        self.cache.keep(rows)

@@ -158,10 +158,8 @@ class TrainingTimeTest(nn.Module):
                 if measure:
                     hit = self.draft.target_ids_W[logits_RW.argmax(-1)] == soft_targets.top1_R[rows]
                     sums.correct.append(hit.sum())
-                    alpha = acceptance(
-                        logits_RW.float().softmax(-1), soft_targets.probs_RW[rows] * soft_targets.mass_R[rows, None]
-                    )
-                    sums.accepted.append(alpha.sum())
+                    target_RW = soft_targets.probs_RW[rows] * soft_targets.mass_R[rows, None]
+                    sums.accepted.append(acceptance(logits_RW.float().softmax(-1), target_RW).sum())
                     chain_BT = chain_BT & has_loss_BT
                     correct_BT = correct_BT & torch.zeros_like(has_loss_BT).masked_scatter_(has_loss_BT, hit)
                     sums.chain_correct.append((correct_BT & chain_BT).sum())
@@ -178,13 +176,5 @@ class TrainingTimeTest(nn.Module):
 
 def objective(draft: Head, recipe: HeadRecipe, target: FrozenTarget) -> TrainingTimeTest:
     """The training-time test that a recipe describes. EAGLE-1 recipes also hold the head to the target's features."""
-    loss = recipe.loss
-    return TrainingTimeTest(
-        draft,
-        build_divergence(loss.divergence),
-        recipe.draft.ttt_steps,
-        loss.step_decay,
-        loss.temperature,
-        feature_weight=getattr(loss, "feature_weight", 0.0),
-        noise=getattr(loss, "noise", 0.0),
-    )
+    options = recipe.loss.model_dump(exclude={"divergence"})
+    return TrainingTimeTest(draft, build_divergence(recipe.loss.divergence), recipe.draft.ttt_steps, **options)

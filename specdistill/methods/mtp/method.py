@@ -1,29 +1,40 @@
-"""Multi-token prediction as a row of the table: how a layer is created, read, trained, examined and exported."""
+"""Multi-token prediction as a row of the table: how a layer is recognized, created, trained, examined, planned and exported."""
 
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
-
-from datasets import Dataset
+from typing import Any
 
 from specdistill.methods.checkpoint import read_config
 from specdistill.methods.contract import Implementation
-from specdistill.methods.heads.method import LIKELY_CAUSES, proposer_loader, simulation
+from specdistill.methods.heads.mistakes import LIKELY_CAUSES, Repair, mistakes_of_layers, simulation, swap, swap_halves_of
+from specdistill.methods.heads.proposer import proposer_loader
 from specdistill.methods.heads.unroll import objective
-from specdistill.methods.mtp.checkpoint import ARCHITECTURE, build_mtp, check_fit, load_mtp, save_mtp
-from specdistill.methods.mtp.config import Recipe
-from specdistill.methods.mtp.export import export
-from specdistill.methods.mtp.mistakes import mistakes
+from specdistill.methods.mtp.checkpoint import ARCHITECTURE, build_mtp, check_fit, export, load_mtp, save_mtp
 from specdistill.methods.mtp.module import MtpDraft
-from specdistill.methods.mtp.plan import planned
+from specdistill.methods.mtp.tensor_names import NATIVE_KEYS
+from specdistill.methods.sizes import (
+    TOKENS_PER_SAMPLE,
+    GivenDraft,
+    Parts,
+    PlannedDraft,
+    PlannedTarget,
+    Published,
+    parameters_read,
+    shape_of,
+)
+from specdistill.statistics.theory import alpha_from_acceptance_length
 from specdistill.targets.files import TargetFiles
 from specdistill.targets.frozen import FrozenTarget
 
-
-def create(recipe: Recipe, target: FrozenTarget, rows: Dataset) -> MtpDraft:
-    return build_mtp(target, init=recipe.draft.init, seed=recipe.seed)
-
-
-def save(draft: MtpDraft, target: FrozenTarget, folder: Path) -> None:
-    save_mtp(draft, folder)
+PUBLISHED = Published(
+    (alpha_from_acceptance_length(2.95, 3), alpha_from_acceptance_length(3.23, 3)),
+    "AL 2.95 (Qwen3.5-4B, the floor that vllm-project/speculators tests) to 3.23 (Qwen3.5-9B tuned on GSM8K, same source) at "
+    "K = 3; DeepSeek-V3's first draft token is accepted at 0.85 to 0.90 (arXiv 2412.19437)",
+    5_000 * TOKENS_PER_SAMPLE,
+    "5k conversations tune it to a domain (vllm-project/speculators); it comes trained with the target",
+)
+FRESH = Published(None, "none is published for a fresh layer on a frozen target", None, "none is published")
 
 
 def inspect(folder: Path, target: TargetFiles | None) -> None:
@@ -31,11 +42,46 @@ def inspect(folder: Path, target: TargetFiles | None) -> None:
         check_fit(read_config(folder, "draft"), target.text_config, folder, "draft", target.name)
 
 
+def mistakes(head: MtpDraft, target: FrozenTarget) -> Iterator[Repair]:
+    """What may be wrong with a multi-token-prediction layer whose files are right."""
+    yield "the two halves that fc reads, embedding and hidden state, are swapped", swap_halves_of("fc")
+    yield "the norms of embedding and hidden state are swapped", swap("token_norm", "hidden_norm")
+    yield from mistakes_of_layers(head)
+
+
+def planned(target: PlannedTarget, given: GivenDraft | None, settings: dict[str, Any]) -> PlannedDraft:
+    """The layers that come with the target, or a fresh one of their kind."""
+    last = target.decoder().layers[-1]
+    key, num_layers = target.native_mtp or (None, 1)
+    own = sum(parameter.numel() for parameter in last.parameters())
+    read = parameters_read(last, target.text)
+    parts = mtp_head(target.text.hidden_size, target.text.vocab_size, own, read, num_layers)
+    fresh = f"a fresh layer: the config has no {', no '.join(NATIVE_KEYS)}"
+    return PlannedDraft(
+        parts,
+        replace(shape_of(target.text), num_layers=1),
+        target.text.vocab_size,
+        f"the target's own ({key}: {num_layers})" if key else fresh,
+        PUBLISHED if key else FRESH,
+        ("draft.init=null",) if key else (),
+    )
+
+
+def mtp_head(hidden_size: int, vocab_size: int, layer: int, layer_read: float, num_layers: int = 1) -> Parts:
+    """Multi-token prediction (arXiv 2412.19437): each layer is fc [H, 2H], three norms and a decoder layer of the target's own kind.
+
+    layer, layer_read: the decoder layer's parameters, and those that one token reads. A step runs one of `num_layers`; embedding and head
+    are the target's.
+    """
+    fuse, table = 2 * hidden_size**2 + 3 * hidden_size, vocab_size * hidden_size
+    return Parts(num_layers * (fuse + layer), fuse + layer_read + table, 1, copied=2 * table)
+
+
 METHOD = Implementation(
     load_proposer=proposer_loader(load_mtp),
     is_named=lambda config, names: bool(names) and config.get("architectures") == [ARCHITECTURE],
-    create=create,
-    save=save,
+    create=lambda recipe, target, rows: build_mtp(target, init=recipe.draft.init, seed=recipe.seed),
+    save=lambda draft, target, folder: save_mtp(draft, folder),
     objective=objective,
     inspect=inspect,
     simulation=simulation(mistakes),

@@ -54,6 +54,11 @@ class MtpDraft(nn.Module):
     Raises UserError, naming the architecture, when the target's layers do not let a `KVCache` answer their queries.
     """
 
+    aux_layers = ()
+    shared: frozenset[str] = frozenset()
+    embed_tokens: nn.Module
+    lm_head: nn.Module
+
     def __init__(self, target: FrozenTarget) -> None:
         super().__init__()
         source = copy.deepcopy(target.config)
@@ -72,31 +77,15 @@ class MtpDraft(nn.Module):
         self.token_norm, self.hidden_norm, self.norm = (norm_class(size, eps=source.rms_norm_eps) for _ in range(3))
         self.fc = nn.Linear(2 * size, size, bias=False)
         self.layers = nn.ModuleList([layer_class(source, index)])
-        # No submodules, hence in a dict and a method: checkpoints leave them out, and `.to(bfloat16)` of the draft rounds neither the
-        # target's weights nor rotary frequencies. The rotary embedding is a copy, for some kinds remember the longest sequence.
-        self._shared: dict[str, nn.Module] = {"embed_tokens": target.model.get_input_embeddings(), "lm_head": target.lm_head}
+        # No submodules, hence past nn.Module's own and as a method: checkpoints leave them out, and `.to(bfloat16)` of the draft rounds
+        # neither the target's weights nor rotary frequencies. The rotary embedding is a copy, for some remember the longest sequence.
+        vars(self).update(embed_tokens=target.model.get_input_embeddings(), lm_head=target.lm_head)
         self._rotary: Callable[..., Any] = copy.deepcopy(rotary).forward
         by_kind = "layer_type" in inspect.signature(rotary.forward).parameters
         self._rotary_options = {"layer_type": "full_attention"} if by_kind else {}
         self._float32 = tuple(target.model._keep_in_fp32_modules_strict or ())
         self.to(target.device)
         self._check_route()
-
-    @property
-    def aux_layers(self) -> tuple[int, ...]:
-        return ()
-
-    @property
-    def shared(self) -> frozenset[str]:
-        return frozenset()
-
-    @property
-    def embed_tokens(self) -> nn.Module:
-        return self._shared["embed_tokens"]
-
-    @property
-    def lm_head(self) -> nn.Module:
-        return self._shared["lm_head"]
 
     @property
     def target_ids_W(self) -> Tensor:

@@ -112,8 +112,12 @@ def naming_of(model_type: str) -> Naming:
     return DEEPSEEK_V3 if model_type in DEEPSEEK_TYPES else QWEN3_NEXT
 
 
+# Keys of config.json that say how many such layers a target has.
+NATIVE_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
+
+
 def depth_key(model_type: str) -> str:
-    """The key of config.json that says how many such layers a checkpoint has."""
+    """The one of these keys that a checkpoint of this type has."""
     return "mtp_num_hidden_layers" if model_type.startswith("qwen3_5") else "num_nextn_predict_layers"
 
 

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from specdistill.errors import UserError
 from specdistill.methods.eagle.checkpoint import load_eagle, save_eagle
-from specdistill.methods.eagle.create import build_eagle
+from specdistill.methods.eagle.module import build_eagle
 from specdistill.methods.heads.unroll import UnrollKVCache
 from specdistill.targets.frozen import FrozenTarget
 from tests.tiny import tiny_target_model, tiny_tokenizer

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from specdistill.errors import UserError
 from specdistill.methods.eagle3.checkpoint import config_to_json, load_eagle3, save_eagle3
-from specdistill.methods.eagle3.create import build_eagle3, check_aux_layers, default_aux_layers
+from specdistill.methods.eagle3.module import build_eagle3, check_aux_layers, default_aux_layers
 from specdistill.methods.heads.unroll import UnrollKVCache
 from specdistill.targets.frozen import FrozenTarget
 from tests.tiny import tiny_target_model, tiny_tokenizer

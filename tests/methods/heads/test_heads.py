@@ -11,8 +11,7 @@ from specdistill.decoding.decoder import Decoder
 from specdistill.decoding.kv_cache import DraftKVCache
 from specdistill.errors import UserError
 from specdistill.methods.heads.unroll import UnrollKVCache
-from specdistill.methods.load import load_proposer
-from specdistill.methods.recognize import method_of
+from specdistill.methods.load import load_proposer, method_of
 from specdistill.targets.frozen import FrozenTarget
 from tests.heads import HEADS, build_head, load_head, save_head
 from tests.tiny import tiny_target_model, tiny_tokenizer

@@ -8,8 +8,8 @@ import torch
 from specdistill.decoding.proposer import DecodingState
 from specdistill.decoding.sampling import Sampling
 from specdistill.losses.divergence import forward_kl
-from specdistill.methods.eagle.create import build_eagle
-from specdistill.methods.eagle3.create import build_eagle3
+from specdistill.methods.eagle.module import build_eagle
+from specdistill.methods.eagle3.module import build_eagle3
 from specdistill.methods.heads.proposer import HeadProposer
 from specdistill.methods.heads.unroll import TrainingTimeTest, UnrollKVCache
 from specdistill.targets.frozen import FrozenTarget

@@ -8,9 +8,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from specdistill.errors import ResourceError, UserError
-from specdistill.methods.mtp import export as merging
-from specdistill.methods.mtp.checkpoint import build_mtp, load_mtp, save_mtp
-from specdistill.methods.mtp.export import merge_mtp_weights
+from specdistill.methods.mtp import checkpoint as merging
+from specdistill.methods.mtp.checkpoint import build_mtp, load_mtp, merge_mtp_weights, save_mtp
 from specdistill.methods.mtp.tensor_names import merge_experts
 from specdistill.targets.frozen import FrozenTarget
 from tests.mtp_targets import KINDS, add_tensors, all_tensors, mtp_shapes, mtp_tensors, tiny_model, write_checkpoint
