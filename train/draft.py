@@ -13,7 +13,9 @@ from specdistill.methods.draft_model.on_policy import OnPolicyGeneration
 from specdistill.methods.load import create_draft, implementation
 from specdistill.methods.recipe import Recipe, check_trainable
 from specdistill.targets.frozen import FrozenTarget
+from specdistill.training.optimizer import build_optimizer
 from specdistill.training.run import TrainingRun
+from specdistill.training.trainer import DraftTrainer
 
 
 def main(recipe: DraftModelRecipe) -> None:
@@ -28,15 +30,17 @@ def main(recipe: DraftModelRecipe) -> None:
     # Draft, what it learns, and the run's record before its first step
     draft = create_draft(recipe, target, train_set)
     objective = method.objective(draft, recipe, target)
-    run.record(target, train_set)
+    run.record(
+        target=target.name, target_revision=target.revision, data_fingerprint=train_set._fingerprint, rows=len(train_set)
+    )
 
     # Train, some of it on what the draft generates, and save the best
-    own_data = OnPolicyGeneration(draft, **vars(recipe.on_policy), end_ids=tuple(target.eos_token_ids), seed=run.seed)
+    optimizer = build_optimizer(recipe.optimizer, draft, run.arguments)
     save = partial(method.save, draft, target)
-    trainer = run.trainer(
-        draft, objective, target, train_set, eval_set, optimizer=recipe.optimizer, save=save, on_policy=own_data
+    on_policy = OnPolicyGeneration(draft, **vars(recipe.on_policy), end_ids=tuple(target.eos_token_ids), seed=recipe.seed)
+    run.train(
+        DraftTrainer(objective, target, run.arguments, train_set, eval_set, save=save, optimizer=optimizer, on_policy=on_policy)
     )
-    run.train(trainer)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Train an EAGLE head for a frozen target (EAGLE arXiv 2401.15077, EAGLE-3 arXiv 2503.01840).
+"""Train a head for a frozen target: EAGLE (arXiv 2401.15077), EAGLE-3 (2503.01840) or multi-token prediction (DeepSeek-V3, 2412.19437).
 
 accelerate launch --config_file accelerate_configs/cpu.yaml train/eagle.py recipe=pico/eagle3
 """
@@ -12,7 +12,9 @@ from specdistill.methods.heads.config import HeadRecipe
 from specdistill.methods.load import create_draft, implementation
 from specdistill.methods.recipe import Recipe, check_trainable
 from specdistill.targets.frozen import FrozenTarget
+from specdistill.training.optimizer import build_optimizer
 from specdistill.training.run import TrainingRun
+from specdistill.training.trainer import DraftTrainer
 
 
 def main(recipe: HeadRecipe) -> None:
@@ -27,12 +29,14 @@ def main(recipe: HeadRecipe) -> None:
     # Draft, what it learns, and the run's record before its first step
     draft = create_draft(recipe, target, train_set)
     objective = method.objective(draft, recipe, target)
-    run.record(target, train_set)
+    run.record(
+        target=target.name, target_revision=target.revision, data_fingerprint=train_set._fingerprint, rows=len(train_set)
+    )
 
     # Train, and save the best
+    optimizer = build_optimizer(recipe.optimizer, draft, run.arguments)
     save = partial(method.save, draft, target)
-    trainer = run.trainer(draft, objective, target, train_set, eval_set, optimizer=recipe.optimizer, save=save)
-    run.train(trainer)
+    run.train(DraftTrainer(objective, target, run.arguments, train_set, eval_set, save=save, optimizer=optimizer))
 
 
 if __name__ == "__main__":

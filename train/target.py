@@ -43,7 +43,7 @@ def main(recipe: TargetRecipe) -> None:
         )
     )
     eval_set = Dataset.from_dict({"input_ids": held_out[: 8 * 32 * 256].view(8, 32, 256).tolist()})
-    run.directory.record(train_tokens=len(train_stream), data_fingerprint=str(hash(tuple(train_stream.tolist()))))
+    run.record(train_tokens=len(train_stream), data_fingerprint=str(hash(tuple(train_stream.tolist()))))
 
     # Model; eager attention, because the CPU's fused kernel is slow for short rows
     config = llama_config(tokenizer, shape.num_layers, shape.hidden_size, shape.intermediate_size, shape.context_length)

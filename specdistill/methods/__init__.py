@@ -75,7 +75,7 @@ METHODS = {
     "mtp": Method(
         "a layer of the target's own kind that predicts on from its last hidden state (arXiv 2412.19437)",
         "layer",
-        "train/mtp.py",
+        "train/eagle.py",
         Cost("K", features=1, unrolled=3),
         "specdistill.methods.mtp",
     ),

@@ -33,16 +33,18 @@ def training_arguments(train: Mapping[str, Any], **defaults: Any) -> TrainingArg
     fields = dict(defaults)
     for name, value in train.items():
         if name not in known:
-            raise _error(name, "an unknown key", "a field of transformers.TrainingArguments", nearest(name, known), "train.")
+            close = f"train.{near}" if (near := nearest(name, known)) else None
+            expected = "a field of transformers.TrainingArguments"
+            raise UserError(f"train.{name}", got="an unknown key", expected=expected, nearest=close)
         fields[name] = _checked(name, value, hints[name])
     if fields.get("output_dir") is None:
-        raise _error("output_dir", "nothing", "a folder")
+        raise UserError("train.output_dir", got="nothing", expected="a folder")
     try:
         arguments = TrainingArguments(**{**_cpu_processes(), **fields})
     except (ValueError, TypeError) as error:
         raise UserError("train", got=one_line(str(error)), expected="fields that TrainingArguments accepts together") from error
     precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-    if _launched_with("DEEPSPEED") and precision != "no":
+    if launched_with("DEEPSPEED") and precision != "no":
         setattr(arguments, precision, True)  # the Trainer has read it; DeepSpeed refuses arguments that do not name it
     _join_processes(arguments)
     return arguments
@@ -60,7 +62,7 @@ def _cpu_processes() -> dict[str, Any]:
     if torch.cuda.is_available():
         return {}
     unpinned = {"dataloader_pin_memory": False}
-    if not (_launched_with("DEEPSPEED") or _launched_with("FSDP")):
+    if not (launched_with("DEEPSPEED") or launched_with("FSDP")):
         return {**unpinned, "use_cpu": True}  # under those two it would switch sharding off
     return {**unpinned, "ddp_backend": "gloo"} if _num_processes() > 1 else unpinned
 
@@ -72,7 +74,7 @@ def _join_processes(arguments: TrainingArguments) -> None:
     _ = arguments.device  # building the device starts the group
     atexit.register(_leave_processes)
     state = arguments.distributed_state
-    if state.distributed_type == DistributedType.NO and _launched_with("FSDP") and not torch.cuda.is_available():
+    if state.distributed_type == DistributedType.NO and launched_with("FSDP") and not torch.cuda.is_available():
         # On a CPU accelerate leaves NO, and then neither shards nor synchronises.
         state.distributed_type = DistributedType.MULTI_GPU
     if state.num_processes != _num_processes() or state.distributed_type == DistributedType.NO:
@@ -99,7 +101,7 @@ def _num_processes() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def _launched_with(sharding: str) -> bool:
+def launched_with(sharding: str) -> bool:
     return os.environ.get(f"ACCELERATE_USE_{sharding}", "false").lower() == "true"
 
 
@@ -113,17 +115,11 @@ def _checked(name: str, value: Any, hint: Any) -> Any:
         value = "no" if value is False and "no" in names else value  # YAML reads an unquoted no as false
         for item in value if isinstance(value, list) else [value]:
             if item not in names:
-                raise _error(name, repr(item), f"one of {', '.join(names)}", nearest(str(item), names))
-    elif accepted <= {int, float, bool, str, NoneType}:
-        number = isinstance(value, int) and not isinstance(value, bool)
-        if not (type(value) in accepted or (number and float in accepted)):
-            raise _error(name, f"{value!r} ({type(value).__name__})", _type_name(accepted))
+                close = nearest(str(item), names)
+                raise UserError(f"train.{name}", got=repr(item), expected=f"one of {', '.join(names)}", nearest=close)
+    elif accepted <= {int, float, bool, str, NoneType} and type(value) not in accepted | (
+        {int} if float in accepted else set()
+    ):
+        kinds = sorted("null" if kind is NoneType else kind.__name__ for kind in accepted)
+        raise UserError(f"train.{name}", got=f"{value!r} ({type(value).__name__})", expected=" or ".join(kinds))
     return value
-
-
-def _error(name: str, got: str, expected: str, close: str | None = None, prefix: str = "") -> UserError:
-    return UserError(f"train.{name}", got=got, expected=expected, nearest=f"{prefix}{close}" if close else None)
-
-
-def _type_name(accepted: set[type]) -> str:
-    return " or ".join(sorted("null" if kind is NoneType else kind.__name__ for kind in accepted))

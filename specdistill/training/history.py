@@ -1,7 +1,11 @@
-"""A run's trajectory, from the Trainer's log when training ends: a drawing, `training_curve.png`, and `run/history.json` to read back."""
+"""A run's trajectory, from the Trainer's log: plain lines while it trains where there is no terminal, whose bar would overwrite itself;
+when it ends a drawing, `training_curve.png`, and `run/history.json` to read back.
+"""
 
 import json
 import math
+import sys
+import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -13,8 +17,10 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 from specdistill.errors import UserError
+from specdistill.progress import SECONDS
 
 HISTORY = Path("run") / "history.json"  # in a run's folder
+SHOWN = {"loss": "loss", "eval_loss": "held-out loss", "eval_acceptance_length": "acceptance length"}
 
 
 @dataclass(frozen=True)
@@ -65,6 +71,37 @@ class TrainingCurve(TrainerCallback):
             path.parent.mkdir(parents=True, exist_ok=True)
             history = asdict(History(seconds, state.global_step, state.log_history))
             path.write_text(json.dumps(history, indent=2) + "\n", encoding="utf-8")
+
+
+class ProgressLines(TrainerCallback):
+    """Prints to stderr the step, the last loss, the last evaluation and the time left: every `SECONDS`, and at the end."""
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self.begin = self.last = time.monotonic()
+        self.first_step = state.global_step
+        self.figures: dict[str, float] = {}
+
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self.figures |= {SHOWN[key]: value for key, value in kwargs["logs"].items() if key in SHOWN}
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if state.is_world_process_zero and time.monotonic() - self.last >= SECONDS:
+            self._print(state)
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if state.is_world_process_zero:
+            self._print(state)
+
+    def _print(self, state: TrainerState) -> None:
+        self.last = time.monotonic()
+        seconds_per_step = (self.last - self.begin) / max(1, state.global_step - self.first_step)
+        minutes = seconds_per_step * (state.max_steps - state.global_step) / 60
+        figures = "".join(f", {name} {value:.3f}" for name, value in self.figures.items())
+        print(
+            f"Training: step {state.global_step}/{state.max_steps}{figures}, {minutes:.1f} min left",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def draw(log: list[dict[str, float]], path: Path) -> None:

@@ -4,7 +4,6 @@ Muon orthogonalises the momentum of each hidden weight matrix. Its update is res
 that one learning rate, schedule and weight decay serve both parts. Embeddings, heads, norms and biases stay with AdamW.
 """
 
-import os
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch import nn
 from transformers import TrainingArguments
 
 from specdistill.errors import UserError
+from specdistill.training.arguments import launched_with
 
 
 class MuonAdamW(torch.optim.Optimizer):
@@ -78,8 +78,7 @@ def build_optimizer(name: str, model: nn.Module, arguments: TrainingArguments) -
     """The optimizer a recipe names; None leaves `train.optim` to the Trainer. Raises UserError where Muon cannot work."""
     if name != "muon_adamw":
         return None
-    launched_sharded = os.environ.get("ACCELERATE_USE_DEEPSPEED") or os.environ.get("ACCELERATE_USE_FSDP")
-    if arguments.deepspeed or arguments.fsdp or launched_sharded:
+    if arguments.deepspeed or arguments.fsdp or launched_with("DEEPSPEED") or launched_with("FSDP"):
         expected = "adamw: Muon needs whole matrices, not shards"
         raise UserError("optimizer", got="muon_adamw under DeepSpeed or FSDP", expected=expected)
     return muon_adamw(model, arguments.learning_rate, arguments.weight_decay)

@@ -1,89 +1,95 @@
-"""A training run from its recipe to its best draft: the steps that all training scripts share."""
+"""A training run from its recipe to its best draft: the steps that all training scripts share.
 
+Its folder holds `draft/`, `report/`, the trainer's checkpoints, and `run/`: the record of its inputs (resolved recipe, command, versions,
+revision, data fingerprint), which is written before the first step.
+"""
+
+import json
+import os
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from datasets import Dataset
-from torch import nn
 from transformers import PrinterCallback, Trainer, TrainingArguments, set_seed
+from transformers.trainer_utils import get_last_checkpoint
 
-from specdistill.targets.frozen import FrozenTarget
+from specdistill.errors import UserError
+from specdistill.project import git_revision
+from specdistill.recipe import recipe_yaml, save_recipe
 from specdistill.training.arguments import check_precision, training_arguments
-from specdistill.training.history import TrainingCurve
-from specdistill.training.optimizer import build_optimizer
-from specdistill.training.progress import ProgressLines
-from specdistill.training.run_directory import RunDirectory
-from specdistill.training.trainer import Batch, DraftTrainer
+from specdistill.training.history import ProgressLines, TrainingCurve
+from specdistill.training.trainer import DraftTrainer
+
+PACKAGES = ("specdistill", "torch", "transformers", "accelerate", "datasets", "tokenizers", "safetensors")
 
 
 @dataclass(frozen=True)
 class TrainingRun:
-    """arguments: of transformers' Trainer; directory: of the run's record, checkpoints, curve and draft."""
+    """arguments: of transformers' Trainer; path: the run's folder."""
 
+    recipe: Any
     arguments: TrainingArguments
-    directory: RunDirectory
+    path: Path
 
     @classmethod
     def open(cls, recipe: Any, *, target_dtype: str | None = None, **defaults: Any) -> "TrainingRun":
-        """Check the recipe's `train:` section and its folder, join the processes of the launch and seed the run; writes nothing.
+        """A new run, or an interrupted one: join the processes of the launch and seed the run; writes nothing.
 
         target_dtype: of the frozen target, if there is one. defaults: for fields that `train:` leaves out. Raises UserError for a
-        section, a folder or a dtype that cannot be used.
+        section or a dtype that cannot be used, and for a folder that cannot be written or holds other files, another run or a finished
+        one.
         """
         arguments = training_arguments(recipe.train, **{"disable_tqdm": not sys.stderr.isatty(), **defaults})
         if target_dtype is not None:
             check_precision(arguments, target_dtype)
-        directory = RunDirectory.open(str(arguments.output_dir), recipe)
+        run = cls(recipe, arguments, Path(str(arguments.output_dir)))
+        place = next(path for path in (run.path, *run.path.absolute().parents) if path.exists())
+        if not place.is_dir() or not os.access(place, os.W_OK):
+            raise UserError("train.output_dir", got=run.path, expected="a folder that can be written")
+        if obstacle := run._obstacle():
+            expected = "a new folder, or an interrupted run"
+            raise UserError("train.output_dir", got=f"{run.path}, which holds {obstacle}", expected=expected)
         set_seed(arguments.seed)
-        return cls(arguments, directory)
+        return run
 
-    @property
-    def seed(self) -> int:
-        return int(self.arguments.seed)
+    def _obstacle(self) -> str | None:
+        """The files in this folder that keep a run out of it, in words; None: there are none."""
+        if not self.path.exists() or not any(self.path.iterdir()):
+            return None
+        record = self.path / "run" / "recipe.yaml"
+        if not record.exists():
+            return "other files"
+        if record.read_text(encoding="utf-8") != recipe_yaml(self.recipe):
+            return "a run of another recipe"
+        return "a finished run" if (self.path / "draft").exists() else None
 
-    def record(self, target: FrozenTarget, train_set: Dataset) -> None:
-        """Record the run's inputs, before its first step."""
-        if self.arguments.process_index == 0:
-            self.directory.record(
-                target=target.name,
-                target_revision=target.revision,
-                data_fingerprint=train_set._fingerprint,
-                rows=len(train_set),
-            )
-
-    def trainer(
-        self,
-        draft: nn.Module,
-        objective: nn.Module,
-        target: FrozenTarget,
-        train_set: Dataset,
-        eval_set: Dataset,
-        *,
-        optimizer: str,
-        save: Callable[[Path], None],
-        on_policy: Callable[[Batch, int], Batch] | None = None,
-    ) -> DraftTrainer:
-        """The trainer of a draft; `optimizer` is its name in the recipe, the rest is as `DraftTrainer` takes it."""
-        return DraftTrainer(
-            objective,
-            target,
-            self.arguments,
-            train_set,
-            eval_set,
-            save=save,
-            optimizer=build_optimizer(optimizer, draft, self.arguments),
-            on_policy=on_policy,
-            callbacks=[TrainingCurve(self.directory.path / "training_curve.png")],
-        )
+    def record(self, **facts: Any) -> None:
+        """Write the record, before the first step: the resolved recipe, command, versions, git revision and the facts given."""
+        if self.arguments.process_index != 0:
+            return
+        provenance = {
+            "created": datetime.now(UTC).isoformat(timespec="seconds"),
+            "command": sys.argv,
+            "python": sys.version.split()[0],
+            "packages": {name: version(name) for name in PACKAGES},
+            "git_revision": git_revision(),
+            **facts,
+        }
+        folder = self.path / "run"
+        folder.mkdir(parents=True, exist_ok=True)
+        save_recipe(self.recipe, folder / "recipe.yaml")
+        (folder / "provenance.json").write_text(json.dumps(provenance, indent=2) + "\n", encoding="utf-8")
 
     def train(self, trainer: Trainer) -> None:
         """Train, or resume where an interrupted run stopped; save the best draft, which a DraftTrainer has loaded back by then."""
         if self.arguments.disable_tqdm:
             trainer.remove_callback(PrinterCallback)  # it prints every log as a dictionary
             trainer.add_callback(ProgressLines())
-        trainer.train(resume_from_checkpoint=self.directory.last_checkpoint())
+        if isinstance(trainer, DraftTrainer):
+            trainer.add_callback(TrainingCurve(self.path / "training_curve.png"))
+        trainer.train(resume_from_checkpoint=get_last_checkpoint(str(self.path)))
         if isinstance(trainer, DraftTrainer) and trainer.is_world_process_zero():
-            trainer.save_draft(self.directory.draft)
+            trainer.save_draft(self.path / "draft")

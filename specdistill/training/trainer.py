@@ -12,11 +12,11 @@ from typing import Any, Protocol
 import torch
 from datasets import Dataset
 from torch import Tensor, nn
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainingArguments
 
 from specdistill.data import collate
 from specdistill.targets.frozen import FrozenTarget
-from specdistill.training.step_sums import StepSums, step_metrics
+from specdistill.training.objective import StepSums, step_metrics
 
 Batch = dict[str, Tensor]
 
@@ -56,7 +56,6 @@ class DraftTrainer(Trainer):
         save: Callable[[Path], None],
         optimizer: torch.optim.Optimizer | None = None,
         on_policy: Callable[[Batch, int], Batch] | None = None,
-        callbacks: list[TrainerCallback] | None = None,
     ) -> None:
         super().__init__(
             model=objective,
@@ -66,7 +65,6 @@ class DraftTrainer(Trainer):
             data_collator=collate,
             compute_metrics=step_metrics,
             optimizers=(optimizer, None),
-            callbacks=callbacks,
         )
         self.objective: Any = objective
         self.target = target

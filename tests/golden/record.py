@@ -62,7 +62,7 @@ SMALL = (*TRAIN, "data.max_length=192")
 CURVES = {
     "eagle3": ("train/eagle.py", "recipe=pico/eagle3", *EAGLE, "draft.vocab_size=768"),
     "eagle": ("train/eagle.py", "recipe=pico/eagle", *EAGLE, "loss.noise=0.05"),
-    "mtp": ("train/mtp.py", "recipe=pico/mtp", *HEAD, "train.gradient_accumulation_steps=2"),
+    "mtp": ("train/eagle.py", "recipe=pico/mtp", *HEAD, "train.gradient_accumulation_steps=2"),
     "draft_model": ("train/draft.py", "recipe=pico/draft", *SMALL, "optimizer=adamw", "train.learning_rate=2e-3"),
     "draft_model, a sum of divergences, LoRA, on-policy": (
         "train/draft.py",

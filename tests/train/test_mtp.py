@@ -1,4 +1,4 @@
-"""train/mtp.py as a user runs it: a fresh layer, a native one and its way back into the checkpoint, and wrong input."""
+"""train/mtp.py, by which train/eagle.py trains a layer: a fresh one, a native one and its way back into the checkpoint, wrong input."""
 
 import json
 import runpy
@@ -94,7 +94,6 @@ def test_a_native_layer_is_trained_and_goes_back_into_the_checkpoint(
         ("draft.init=null", "draft.init"),
         ("draft.intermediate_size=8", "draft.intermediate_size"),
         ("draft.sliding_window=8", "draft.sliding_window"),
-        ("method=eagle3", "method"),
         ("draft.init=nowhere/at", "draft.init"),
     ],
 )

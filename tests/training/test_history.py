@@ -5,10 +5,10 @@ import matplotlib.image
 import pytest
 import torch
 from torch import nn
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
 
 from specdistill.errors import UserError
-from specdistill.training.history import History, TrainingCurve, draw, read_history
+from specdistill.training.history import History, ProgressLines, TrainingCurve, draw, read_history
 
 
 def test_the_curve_is_drawn_from_the_trainers_log(tmp_path: Path) -> None:
@@ -93,3 +93,22 @@ def test_the_history_is_the_drafts_own(tmp_path: Path, monkeypatch: pytest.Monke
         path.write_text(broken)
         with pytest.raises(UserError, match=r"drafts: got .*history\.json"):
             read_history(folder, key="drafts")
+
+
+def test_progress_is_a_line_now_and_then(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock = [0.0]
+    monkeypatch.setattr("specdistill.training.history.time.monotonic", lambda: clock[0])
+    arguments, control = TrainingArguments(str(tmp_path), use_cpu=True), TrainerControl()
+    state = TrainerState(max_steps=100, is_world_process_zero=True)
+    lines = ProgressLines()
+    lines.on_train_begin(arguments, state, control)
+    for step in range(1, 101):
+        clock[0], state.global_step = 2.0 * step, step
+        lines.on_log(arguments, state, control, logs={"loss": 1 / step, "grad_norm": 1.0})
+        lines.on_step_end(arguments, state, control)
+    lines.on_train_end(arguments, state, control)
+    printed = capsys.readouterr().err.splitlines()
+    assert printed[0] == "Training: step 15/100, loss 0.067, 2.8 min left"
+    assert len(printed) == 7 and printed[-1] == "Training: step 100/100, loss 0.010, 0.0 min left"

@@ -1,20 +1,23 @@
 """A training run: what every training script shares, and a new divergence through a script from its recipe."""
 
 import json
+import os
 import re
 import runpy
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
-from transformers import TrainerControl, TrainerState, TrainingArguments
+from transformers import Trainer
 from transformers.utils import logging
 
+from specdistill.errors import UserError
 from specdistill.losses.divergence import DIVERGENCES, LossSum, forward_kl
 from specdistill.methods.recipe import Recipe
 from specdistill.project import ROOT
 from specdistill.recipe import load_recipe
-from specdistill.training.progress import ProgressLines
+from specdistill.training.run import TrainingRun
 from tests.tiny import tiny_target_model, tiny_tokenizer
 
 
@@ -55,20 +58,58 @@ def test_a_new_divergence_is_a_function_and_its_row(
     assert "%|" not in printed.err and "train_runtime" not in printed.out
 
 
-def test_progress_is_a_line_now_and_then(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    clock = [0.0]
-    monkeypatch.setattr("specdistill.training.progress.time.monotonic", lambda: clock[0])
-    arguments, control = TrainingArguments(str(tmp_path), use_cpu=True), TrainerControl()
-    state = TrainerState(max_steps=100, is_world_process_zero=True)
-    lines = ProgressLines()
-    lines.on_train_begin(arguments, state, control)
-    for step in range(1, 101):
-        clock[0], state.global_step = 2.0 * step, step
-        lines.on_log(arguments, state, control, logs={"loss": 1 / step, "grad_norm": 1.0})
-        lines.on_step_end(arguments, state, control)
-    lines.on_train_end(arguments, state, control)
-    printed = capsys.readouterr().err.splitlines()
-    assert printed[0] == "Training: step 15/100, loss 0.067, 2.8 min left"
-    assert len(printed) == 7 and printed[-1] == "Training: step 100/100, loss 0.010, 0.0 min left"
+def recipe(output_dir: Path, *overrides: str) -> Recipe:
+    return load_recipe(Recipe, ["target.model=pico", f"train.output_dir={output_dir}", *overrides])
+
+
+def test_the_record_comes_first_and_reads_back_equal(tmp_path: Path) -> None:
+    made = recipe(tmp_path / "run")
+    run = TrainingRun.open(made)
+    assert not run.path.exists()
+    run.record(target="pico", data_fingerprint="abc")
+    assert load_recipe(Recipe, [f"recipe={run.path / 'run' / 'recipe.yaml'}"]) == made
+    provenance = json.loads((run.path / "run" / "provenance.json").read_text())
+    assert provenance["data_fingerprint"] == "abc" and "torch" in provenance["packages"] and provenance["command"]
+
+
+def test_an_interrupted_run_goes_on_from_its_last_checkpoint(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    run = TrainingRun.open(recipe(folder))
+    run.record()
+    trainer = Mock(spec=Trainer)
+    run.train(trainer)
+    trainer.train.assert_called_with(resume_from_checkpoint=None)
+    (folder / "checkpoint-10").mkdir()
+    (folder / "checkpoint-20").mkdir()
+    TrainingRun.open(recipe(folder)).train(trainer)
+    trainer.train.assert_called_with(resume_from_checkpoint=str(folder / "checkpoint-20"))
+
+
+@pytest.mark.parametrize("held", ["another recipe", "a finished run", "other files"])
+def test_a_folder_that_holds_something_else_is_refused_and_left_alone(tmp_path: Path, held: str) -> None:
+    folder = tmp_path / "run"
+    if held == "other files":
+        folder.mkdir()
+        (folder / "thesis.tex").touch()
+    else:
+        other = ["draft.ttt_steps=3"] if held == "another recipe" else []
+        TrainingRun.open(recipe(folder, *other)).record()
+    if held == "a finished run":
+        (folder / "draft").mkdir()
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    with pytest.raises(UserError, match=r"^train\.output_dir: got .*holds"):
+        TrainingRun.open(recipe(folder))
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+
+
+def test_a_place_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"^train\.output_dir: got .*can be written"):
+        TrainingRun.open(recipe(tmp_path / "file" / "run"))
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_read_only_folder_is_refused(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    with pytest.raises(UserError, match=r"^train\.output_dir: got .*can be written"):
+        TrainingRun.open(recipe(tmp_path / "run"))

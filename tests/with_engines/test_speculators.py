@@ -15,7 +15,7 @@ from specdistill.methods.eagle3.checkpoint import load_eagle3
 from specdistill.methods.heads.unroll import TrainingTimeTest
 from specdistill.targets.files import TargetFiles
 from specdistill.targets.frozen import FrozenTarget
-from specdistill.training.soft_targets import has_loss
+from specdistill.training.objective import has_loss
 from tests.heads import build_head, save_head
 from tests.tiny import tiny_target_model, tiny_tokenizer
 from tests.with_engines.environments import environment, run

@@ -20,8 +20,7 @@ from transformers import PreTrainedModel
 
 from specdistill.losses.divergence import Divergence, LossSum, acceptance
 from specdistill.targets.frozen import FrozenTarget
-from specdistill.training.soft_targets import SoftTargets, compute_soft_targets, has_loss, shift_left
-from specdistill.training.step_sums import StepSums
+from specdistill.training.objective import SoftTargets, StepSums, compute_soft_targets, has_loss, shift_left
 
 
 class Distillation(nn.Module):

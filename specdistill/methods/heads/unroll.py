@@ -25,8 +25,7 @@ from specdistill.losses.divergence import Divergence, acceptance, build_divergen
 from specdistill.methods.heads.config import HeadRecipe
 from specdistill.methods.heads.head import Head
 from specdistill.targets.frozen import Features, FrozenTarget
-from specdistill.training.soft_targets import SoftTargets, compute_soft_targets, has_loss, shift_left
-from specdistill.training.step_sums import StepSums
+from specdistill.training.objective import SoftTargets, StepSums, compute_soft_targets, has_loss, shift_left
 
 
 class UnrollKVCache:

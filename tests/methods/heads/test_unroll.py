@@ -13,8 +13,7 @@ from specdistill.methods.eagle3.module import build_eagle3
 from specdistill.methods.heads.proposer import HeadProposer
 from specdistill.methods.heads.unroll import TrainingTimeTest, UnrollKVCache
 from specdistill.targets.frozen import FrozenTarget
-from specdistill.training.soft_targets import compute_soft_targets, has_loss, shift_left
-from specdistill.training.step_sums import StepSums
+from specdistill.training.objective import StepSums, compute_soft_targets, has_loss, shift_left
 from tests.heads import build_head
 from tests.tiny import tiny_target_model, tiny_tokenizer
 

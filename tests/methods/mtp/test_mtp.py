@@ -24,7 +24,7 @@ from specdistill.methods.mtp.checkpoint import build_mtp, load_mtp, save_mtp
 from specdistill.methods.mtp.module import MtpDraft
 from specdistill.methods.mtp.tensor_names import merge_experts, split_experts
 from specdistill.targets.frozen import FrozenTarget
-from specdistill.training.soft_targets import shift_left
+from specdistill.training.objective import shift_left
 from tests.mtp_targets import (
     COMMON,
     EXPERTS,

@@ -13,8 +13,7 @@ from specdistill.decoding.sampling import Sampling
 from specdistill.methods.checkpoint import read_tensors, write_draft
 from specdistill.methods.contract import Implementation
 from specdistill.methods.sizes import GivenDraft, Parts, PlannedDraft, PlannedTarget, Published
-from specdistill.training.soft_targets import has_loss, shift_left
-from specdistill.training.step_sums import StepSums
+from specdistill.training.objective import StepSums, has_loss, shift_left
 from tests.methods.repeat.config import Recipe
 
 
