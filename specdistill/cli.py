@@ -12,7 +12,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Literal
@@ -20,14 +20,14 @@ from typing import Annotated, Literal
 from pydantic import model_validator
 
 import specdistill
-from specdistill.command import print_help, spell_out
+from specdistill.command import NO_SHORTHANDS, print_help, spell_out
 from specdistill.engines import engines_with
 from specdistill.errors import ExitCode, ResourceError, UserError, explain, nearest
 from specdistill.methods import METHODS
 from specdistill.methods.recipe import DEFAULT_METHOD, Recipe, TrainedRecipe
 from specdistill.project import PICO, ROOT
-from specdistill.recipe import Section, TargetConfig, TargetRecipe, describe, like, load_recipe, merged, option, section
-from specdistill.recipe.fields import ReadWhen, one_of
+from specdistill.recipe import ReadWhen, Section, TargetConfig, TargetRecipe, like, load_recipe, merged, option, section
+from specdistill.recipe.fields import leaves, one_of
 
 PATHS = {"pico": PICO}
 DEMO_RECIPE, DEMO_FOLDER = "pico/eagle3", "runs/demo"
@@ -106,9 +106,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one verb; returns the exit code."""
     verb, *rest = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
     if verb in HELP:
-        return _print_usage()
+        print(f"{specdistill.__doc__}\n\nUsage: specdistill <verb> key=value …     specdistill <verb> --help lists its keys\n")
+        for name, function in VERBS.items():
+            print(f"  {name:8} {function.__doc__}")
+        return ExitCode.DONE
     if verb == "--version":
         print(f"specdistill {specdistill.__version__}")
+        return ExitCode.DONE
+    if verb in OPTIONS and HELP & set(rest):
+        print_help(f"specdistill {verb}: {VERBS[verb].__doc__}", *OPTIONS[verb])
         return ExitCode.DONE
     try:
         if verb not in VERBS:
@@ -123,25 +129,22 @@ def train(arguments: list[str]) -> int:
     """train a draft on a recipe (one process; `accelerate launch train/….py` for more), or a target of its own"""
     keys = _keys(arguments)
     schema = _schema_of(keys)
-    script = "train/target.py" if schema is TargetRecipe else "train/eagle.py"
+    method = METHODS.get(str(merged(keys).get("method", DEFAULT_METHOD)))
+    script = "train/target.py" if schema is TargetRecipe else (method and method.script) or "train/eagle.py"
     if HELP & set(arguments):
-        return _script_help(script, schema)
-    if schema is Recipe:
-        method = METHODS.get(str(merged(keys).get("method", DEFAULT_METHOD)))
-        if method is not None and method.script is None:
-            trained = [name for name, row in METHODS.items() if row.script]
-            raise UserError("method", got="one that needs no training", expected=" or ".join(trained))
-        script = method.script if method and method.script else script
+        introduction = ast.get_docstring(ast.parse((ROOT / script).read_text(encoding="utf-8")))  # not imported: it needs torch
+        print_help(introduction or "", schema)
+        return ExitCode.DONE
+    if schema is Recipe and method and method.script is None:
+        trained = [name for name, row in METHODS.items() if row.script]
+        raise UserError("method", got="one that needs no training", expected=" or ".join(trained))
     load_recipe(schema, keys)
     return _run_script(script, arguments)
 
 
 def plan(arguments: list[str]) -> int:
     """say which method a target should get before anything is trained: what each costs, the speedup to expect, and on what grounds"""
-    if HELP & set(arguments):
-        print_help(f"specdistill plan: {plan.__doc__}", PlanOptions, SHORTHANDS)
-        return ExitCode.DONE
-    options = load_recipe(PlanOptions, [spell_out(argument, SHORTHANDS) for argument in _keys(arguments)])
+    options = load_recipe(PlanOptions, _keys(arguments, SHORTHANDS))
     from specdistill.planning.console import print_plan  # here, and not above, because these import torch
     from specdistill.planning.hub import known_drafts
     from specdistill.planning.plan import make_plan
@@ -158,26 +161,22 @@ def plan(arguments: list[str]) -> int:
         try:
             Path(options.output).write_text(text, encoding="utf-8")
         except OSError as error:
-            raise UserError(
-                "output", got=f"{options.output} ({error.strerror})", expected="a file that can be written"
-            ) from error
+            got = f"{options.output} ({error.strerror})"
+            raise UserError("output", got=got, expected="a file that can be written") from error
     print_plan(made, drafts, not_asked)
     return ExitCode.DONE
 
 
 def export(arguments: list[str]) -> int:
     """write a draft in the layout of an inference engine, with the command that serves it"""
-    if HELP & set(arguments):
-        print_help(f"specdistill export: {export.__doc__}", ExportOptions, SHORTHANDS)
-        return ExitCode.DONE
-    given = [spell_out(argument, SHORTHANDS) for argument in _keys(arguments)]
+    given = _keys(arguments, SHORTHANDS)
     dry_run = "dry_run=true" in given
-    own = {row[0] for row in describe(ExportOptions) if not (dry_run and row[0].startswith("target."))}
-    others = [argument for argument in given if dry_run and argument.partition("=")[0] not in own]
     recipes = [argument for argument in given if argument.startswith("recipe=")]
-    options = load_recipe(ExportOptions, [argument for argument in given if argument not in [*others, *recipes]])
     if bool(recipes) != dry_run:
         raise UserError("recipe", got=(recipes or ["nothing"])[-1], expected="a recipe with dry_run=true, and only then")
+    own = {key for key, *_ in leaves(ExportOptions) if not (dry_run and key.startswith("target."))}
+    others = [argument for argument in given if dry_run and argument.partition("=")[0] not in own]
+    options = load_recipe(ExportOptions, [argument for argument in given if argument not in others])
     if (options.draft is None) != dry_run:
         raise UserError("draft", got=options.draft or "nothing", expected="a folder or Hub id, or null with dry_run=true")
     recipe = load_recipe(Recipe, [*others, "train.output_dir=runs"]) if dry_run else None
@@ -187,34 +186,29 @@ def export(arguments: list[str]) -> int:
     from specdistill.targets.files import TargetFiles
 
     source = recipe.target if recipe else options.target
-    target = TargetFiles.of(source.model, source.revision) if source.model else None
     with tempfile.TemporaryDirectory() as temporary:
+        draft = Path(temporary) / "draft"
         if recipe:
-            draft = Path(temporary) / "draft"
             write_untrained(recipe, draft)
         else:
             draft = locate(str(options.draft), key="draft")
-        output = Path(options.output_dir)
         method = write(
             draft,
             options.engine,
-            output,
-            target,
+            Path(options.output_dir),
+            TargetFiles.of(source.model, source.revision) if source.model else None,
             report=Path(options.report) if options.report else None,
             dtype=options.dtype,
             num_speculative_tokens=options.num_speculative_tokens,
         )
-    print(f"{'an untrained draft' if recipe else 'draft'} of method {method} for {options.engine}: {output}")
-    print(f"how to serve it: {output / 'SERVE.md'}")
+    print(f"{'an untrained draft' if recipe else 'draft'} of method {method} for {options.engine}: {options.output_dir}")
+    print(f"how to serve it: {Path(options.output_dir) / 'SERVE.md'}")
     return ExitCode.DONE
 
 
 def doctor(arguments: list[str]) -> int:
     """examine a draft: files, fit with its target, an engine's loader, and a few prompts decoded; exit code 1 for a problem"""
-    if HELP & set(arguments):
-        print_help(f"specdistill doctor: {doctor.__doc__}", DoctorOptions, DOCTOR_SHORTHANDS)
-        return ExitCode.DONE
-    options = load_recipe(DoctorOptions, [spell_out(argument, DOCTOR_SHORTHANDS) for argument in _keys(arguments)])
+    options = load_recipe(DoctorOptions, _keys(arguments, DOCTOR_SHORTHANDS))
     from specdistill.doctor.diagnosis import diagnose, print_diagnosis  # here, and not above, because these import torch
     from specdistill.methods.load import locate
 
@@ -232,9 +226,6 @@ def doctor(arguments: list[str]) -> int:
 
 def data(arguments: list[str]) -> int:
     """prepare a recipe's training rows, count them, and show a document with the tokens that carry loss in colour"""
-    if HELP & set(arguments):
-        print_help(f"specdistill data: {data.__doc__}", Recipe)
-        return ExitCode.DONE
     recipe = load_recipe(Recipe, [*_keys(arguments), "train.output_dir=runs"])  # a recipe needs it, the rows do not
     if not isinstance(recipe, TrainedRecipe):
         raise UserError("method", got=f"{recipe.method}, which needs no training", expected="a method that is trained")
@@ -272,9 +263,6 @@ def compare(arguments: list[str]) -> int:
 
 def demo(arguments: list[str]) -> int:
     """train a head for the target that ships with the package, decode with it, measure, pass the gate; key=value goes to both"""
-    if HELP & set(arguments):
-        print_help(f"specdistill demo: {demo.__doc__}", Recipe)
-        return ExitCode.DONE
     keys = [f"recipe={DEMO_RECIPE}", f"train.output_dir={DEMO_FOLDER}", *arguments]
     output_dir = load_recipe(Recipe, _keys(keys)).train["output_dir"]
     # Checked first: a mistake must not cost the earlier demo. Only what a demo wrote is cleared; any other folder is the script's to judge.
@@ -317,16 +305,21 @@ VERBS: dict[str, Callable[[list[str]], int]] = {
 }
 
 
-def _print_usage() -> int:
-    print(f"{specdistill.__doc__}\n\nUsage: specdistill <verb> key=value …     specdistill <verb> --help lists its keys\n")
-    for name, verb in VERBS.items():
-        print(f"  {name:8} {verb.__doc__}")
-    return ExitCode.DONE
+# What a verb's --help lists. Those that are not here say it themselves: scripts, and `path`.
+OPTIONS: dict[str, tuple[type[Section], Mapping[str, str]]] = {
+    "demo": (Recipe, {}),
+    "plan": (PlanOptions, SHORTHANDS),
+    "export": (ExportOptions, SHORTHANDS),
+    "doctor": (DoctorOptions, DOCTOR_SHORTHANDS),
+    "data": (Recipe, {}),
+}
 
 
-def _keys(arguments: list[str]) -> list[str]:
-    """The key=value arguments that belong to the recipe."""
-    return [argument for argument in arguments if argument not in HELP and not argument.startswith("debug=")]
+def _keys(arguments: list[str], shorthands: Mapping[str, str] = NO_SHORTHANDS) -> list[str]:
+    """The key=value arguments that belong to the recipe, their keys written out."""
+    return [
+        spell_out(argument, shorthands) for argument in arguments if argument not in HELP and not argument.startswith("debug=")
+    ]
 
 
 def _schema_of(keys: list[str]) -> type[Recipe] | type[TargetRecipe]:
@@ -339,11 +332,4 @@ def _run_script(script: str, arguments: list[str]) -> int:
     """Run one of the project's scripts as if by `python script arguments`; its own exit code ends this process."""
     sys.argv = [str(ROOT / script), *arguments]
     runpy.run_path(sys.argv[0], run_name="__main__")
-    return ExitCode.DONE
-
-
-def _script_help(script: str, schema: type[Section]) -> int:
-    """A script's docstring and keys, without importing it."""
-    introduction = ast.get_docstring(ast.parse((ROOT / script).read_text(encoding="utf-8")))
-    print_help(introduction or "", schema)
     return ExitCode.DONE

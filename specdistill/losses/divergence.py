@@ -24,13 +24,16 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any
 
 import torch
+from pydantic import Field, create_model
 from torch import Tensor
 
 from specdistill.errors import UserError, nearest
+from specdistill.recipe import Section, validate
 
+KEY = "loss.divergence"
 # How fast the LK mix turns from KL to total variation as acceptance grows.
 LK_DECAY = 3.0
 
@@ -41,17 +44,6 @@ class LossSum:
 
     total: Tensor
     count: int
-
-
-@dataclass(frozen=True)
-class Between:
-    """The range of an option, ends excluded."""
-
-    low: float
-    high: float
-
-    def __str__(self) -> str:
-        return f"between {self.low} and {self.high}, ends excluded"
 
 
 Divergence = Callable[..., LossSum]  # (draft logits [R, W], target probabilities [R, W], its options)
@@ -74,7 +66,7 @@ def reverse_kl(draft_logits_RW: Tensor, target_probs_RW: Tensor) -> LossSum:
     return LossSum((log_q.exp() * (log_q - _floored_log(target_probs_RW))).sum(), len(draft_logits_RW))
 
 
-def jsd(draft_logits_RW: Tensor, target_probs_RW: Tensor, *, beta: Annotated[float, Between(0, 1)] = 0.5) -> LossSum:
+def jsd(draft_logits_RW: Tensor, target_probs_RW: Tensor, *, beta: Annotated[float, Field(gt=0, lt=1)] = 0.5) -> LossSum:
     """beta KL(p || m) + (1 - beta) KL(q || m) with m = beta p + (1 - beta) q, 0 < beta < 1 (arXiv 2306.13649, equation 1).
 
     Divided by beta it tends to the forward KL as beta -> 0, and divided by 1 - beta to the reverse KL as beta -> 1. Never above log 2.
@@ -150,30 +142,32 @@ DIVERGENCES: dict[str, Divergence] = {
 FORMS = "a name, {name: jsd, beta: 0.3}, or for a sum [{name: forward_kl, weight: 0.5}, {name: tvd, weight: 0.5}]"
 
 
+class _Weight(Section):
+    weight: float = Field(gt=0, lt=math.inf)
+
+
 def build_divergence(spec: Any) -> Divergence:
     """The divergence of a recipe: a name, a mapping of `name` and options, or a list of such mappings with a `weight` each for a sum.
 
     Raises UserError for an unknown name or option, and for a weight or an option outside its range.
     """
-    key = "loss.divergence"
     if not isinstance(spec, list):
-        return _named({"name": spec} if isinstance(spec, str) else spec, key)
+        return _named({"name": spec} if isinstance(spec, str) else spec, KEY)
     if not spec:
-        raise UserError(key, got="[]", expected=FORMS)
-    terms = [_weighted(term, f"{key}[{index}]") for index, term in enumerate(spec)]
+        raise UserError(KEY, got="[]", expected=FORMS)
+    terms = []
+    for index, term in enumerate(spec):
+        key = f"{KEY}[{index}]"
+        if not isinstance(term, Mapping) or "weight" not in term:
+            raise UserError(key, got=repr(term), expected="{name: …, weight: …}, with the options of the divergence if any")
+        named = {name: value for name, value in term.items() if name != "weight"}
+        terms.append((validate(_Weight, {"weight": term["weight"]}, f"{key}.").weight, _named(named, key)))
 
     def weighted_sum(draft_logits_RW: Tensor, target_probs_RW: Tensor) -> LossSum:
         totals = [weight * divergence(draft_logits_RW, target_probs_RW).total for weight, divergence in terms]
         return LossSum(torch.stack(totals).sum(), len(draft_logits_RW))
 
     return weighted_sum
-
-
-def _weighted(term: Any, key: str) -> tuple[float, Divergence]:
-    if not isinstance(term, Mapping) or "weight" not in term:
-        raise UserError(key, got=repr(term), expected="{name: …, weight: …}, with the options of the divergence if any")
-    weight = _number(term["weight"], float, Between(0, math.inf), f"{key}.weight")
-    return weight, _named({name: value for name, value in term.items() if name != "weight"}, key)
 
 
 def _named(spec: Any, key: str) -> Divergence:
@@ -183,28 +177,12 @@ def _named(spec: Any, key: str) -> Divergence:
     if not isinstance(name, str) or name not in DIVERGENCES:
         close = nearest(str(name), DIVERGENCES)
         raise UserError(key, got=repr(name), expected=f"one of {', '.join(DIVERGENCES)}", nearest=close)
-    options = {option: value for option, value in spec.items() if option != "name"}
     parameters = inspect.signature(DIVERGENCES[name]).parameters.values()
-    ranges = {option.name: _range(option.annotation) for option in parameters if option.kind is option.KEYWORD_ONLY}
-    if unknown := next((option for option in options if option not in ranges), None):
-        expected, close = f"options of {name}: {', '.join(ranges) or 'it has none'}", nearest(str(unknown), ranges)
-        raise UserError(f"{key}.{unknown}", got="an unknown key", expected=expected, nearest=close and f"{key}.{close}")
-    checked = {option: _number(value, *ranges[option], f"{key}.{option}") for option, value in options.items()}
-    return partial(DIVERGENCES[name], **checked) if checked else DIVERGENCES[name]
-
-
-def _range(annotation: Any) -> tuple[type, Between]:
-    """The kind of number that an option takes, and its limits if it has any."""
-    kind, *limits = get_args(annotation) or (annotation,)
-    return kind, limits[0] if limits else Between(-math.inf, math.inf)
-
-
-def _number(value: Any, kind: type, limits: Between, key: str) -> Any:
-    """A number of its kind and within its limits; an int stands for a float too."""
-    is_number = type(value) is kind or (kind is float and type(value) is int)
-    if not is_number or not limits.low < value < limits.high:
-        raise UserError(key, got=repr(value), expected=f"a number ({kind.__name__}) {limits}")
-    return kind(value)
+    fields: Any = {
+        option.name: (option.annotation, option.default) for option in parameters if option.kind is option.KEYWORD_ONLY
+    }
+    given = {option: value for option, value in spec.items() if option != "name"}
+    return partial(DIVERGENCES[name], **vars(validate(create_model(name, __base__=Section, **fields), given, f"{key}.")))
 
 
 def _floored_log(probs_RW: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Recipes: what to train, on what, and how it is measured. Strict: an unknown, missing, mistyped or unread key is a `UserError`."""
 
 from specdistill.recipe.fields import ReadWhen, Section, describe, like, option, section
-from specdistill.recipe.load import find_recipe, load_recipe, merged, recipe_yaml, save_recipe, split_argument
+from specdistill.recipe.load import find_recipe, load_recipe, merged, recipe_yaml, save_recipe, split_argument, validate
 from specdistill.recipe.sections import (
     DataConfig,
     EvalConfig,
@@ -11,7 +11,6 @@ from specdistill.recipe.sections import (
     TargetRecipe,
     TreeConfig,
 )
-from specdistill.recipe.validation import validate
 
 __all__ = [
     "DataConfig",

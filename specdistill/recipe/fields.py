@@ -100,19 +100,20 @@ def section_of(hint: Any) -> type[Section] | None:
 
 
 def describe(schema: type[Section]) -> list[tuple[str, str, str, str]]:
-    """Rows of (key, type, default, help) for every key, for `--help`. A key that only some variants have is marked with their names."""
+    """Rows of (key, type, default, help) for every key, for `--help`.
+
+    What only some variants have is marked with their names; a key that means something else elsewhere has a row for each meaning.
+    """
     variants = schema.variants()
-    rows: dict[str, tuple[str, str, str]] = {}
-    readers: dict[str, list[str]] = {}
+    readers: dict[str, dict[tuple[str, str, str], list[str]]] = {}
     for name, variant in variants.items():
         for key, *row in leaves(variant):
-            rows.setdefault(key, (row[0], row[1], row[2]))
-            readers.setdefault(key, []).append(name)
-
-    def marked(key: str, help: str) -> str:
-        return help if len(readers[key]) == len(variants) else f"{', '.join(readers[key])}: {help}"
-
-    return [(key, kind, default, marked(key, help)) for key, (kind, default, help) in rows.items()]
+            readers.setdefault(key, {}).setdefault((row[0], row[1], row[2]), []).append(name)
+    return [
+        (key, kind, default, help if len(names) == len(variants) else f"{', '.join(names)}: {help}")
+        for key, rows in readers.items()
+        for (kind, default, help), names in rows.items()
+    ]
 
 
 def leaves(schema: type[Section], prefix: str = "") -> Iterator[tuple[str, str, str, str]]:

@@ -1,18 +1,23 @@
-"""Recipes from files and command lines: OmegaConf merges a YAML file and `key=value` overrides, pydantic validates the result."""
+"""Recipes from files and command lines: OmegaConf merges a YAML file and `key=value` overrides, pydantic validates the result.
+
+Its first error becomes one line that names the key and what is near it.
+"""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar, cast, get_args
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from pydantic import ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
 
 from specdistill.errors import UserError, nearest, one_line
 from specdistill.project import RECIPES
-from specdistill.recipe.fields import Section
-from specdistill.recipe.validation import validate
+from specdistill.recipe.fields import Section, default_of, kind_of, leaves, read_when_of, section_of, shown
 
 S = TypeVar("S", bound=Section)
 
@@ -39,6 +44,23 @@ def merged(arguments: Sequence[str]) -> dict[str, Any]:
         got = one_line(str(error).split("\n")[0])
         raise UserError(error.full_key or "recipe", got=got, expected="a value, or ${another.key}") from error
     return cast(dict[str, Any], _without_required(values))
+
+
+def validate(schema: type[S], values: Mapping[str, Any], prefix: str = "") -> S:
+    """Build a section. Raises UserError for an unknown, missing or mistyped key, and for one that nothing reads.
+
+    prefix: of the keys in errors, for a section that stands in another file.
+    """
+    if not isinstance(values, Mapping):
+        raise UserError(prefix.rstrip(".: ") or "recipe", got=repr(values), expected="a section with keys of its own")
+    chosen = schema.schema_for(values)
+    try:
+        made = chosen.model_validate(values)
+    except ValidationError as error:
+        raise _user_error(schema, chosen, min(error.errors(), key=_is_of_a_value), prefix) from error
+    _check_read(made, prefix)
+    assert isinstance(made, schema)
+    return made
 
 
 def find_recipe(name: str) -> Path:
@@ -88,3 +110,87 @@ def _without_required(node: Any) -> Any:
     if isinstance(node, dict):
         return {name: _without_required(value) for name, value in node.items() if value != REQUIRED}
     return node
+
+
+def _is_of_a_value(detail: ErrorDetails) -> int:
+    """Unknown keys come before missing ones, and those before wrong values: a misspelt key explains a missing one."""
+    return {"extra_forbidden": 0, "missing": 2}.get(detail["type"], 1)
+
+
+def _user_error(schema: type[Section], chosen: type[Section], detail: ErrorDetails, prefix: str) -> UserError:
+    place, value, kind = list(detail["loc"]), detail["input"], detail["type"]
+    key = prefix + _spelled(place)
+    if kind == "extra_forbidden":
+        return _unknown(schema, chosen, place, value, prefix)
+    field = _field(chosen, place)
+    if kind == "missing":
+        while inner := section_of(field.annotation):  # a section that has a required key
+            name, field = next((name, entry) for name, entry in inner.model_fields.items() if entry.is_required())
+            key = f"{key}.{name}"
+        return UserError(key, got="nothing", expected=f"a value ({field.description})")
+    if kind == "literal_error":
+        choices = kind_of(field).split(", ")[0].replace(" or null", "").split("|")
+        return UserError(key, got=repr(value), expected=f"one of {', '.join(choices)}", nearest=nearest(str(value), choices))
+    if kind in ("model_type", "model_attributes_type"):
+        null = "null or " * (section_of(field.annotation) is not field.annotation and isinstance(place[-1], str))
+        return UserError(key, got=repr(value), expected=f"{null}a section with keys of its own")
+    if isinstance(value, dict) and value:
+        return UserError(key, got=f"keys below it ({', '.join(map(str, value))})", expected=kind_of(field))
+    is_number = {"ge", "gt", "le", "lt"} & detail.get("ctx", {}).keys()
+    got = str(value) if is_number else f"{value!r} ({'null' if value is None else type(value).__name__})"
+    return UserError(key, got=got, expected=kind_of(field))
+
+
+def _unknown(schema: type[Section], chosen: type[Section], place: list[Any], value: Any, prefix: str) -> UserError:
+    """A key of another variant is refused by naming who reads it, any other one by the nearest key."""
+    key, name = prefix + _spelled(place), str(place[-1])
+    plain = ".".join(part for part in place if isinstance(part, str))
+    variants = schema.variants()
+    readers = [
+        variant for variant, other in variants.items() if any(f"{key}.".startswith(f"{plain}.") for key, *_ in leaves(other))
+    ]
+    if readers:
+        mine = next((variant for variant, other in variants.items() if other is chosen), "this one")
+        expected = f"no such key: only {' and '.join(readers)} reads it"
+        return UserError(key, got=f"{value!r} with method {mine}", expected=expected)
+    known = sorted(_schema_at(chosen, place[:-1]).model_fields)
+    close = nearest(name, known)
+    near = f"{key.removesuffix(name)}{close}" if close else nearest(plain, [row[0] for row in leaves(chosen)])
+    return UserError(key, got="an unknown key", expected=f"one of {', '.join(known)}" if known else "no keys", nearest=near)
+
+
+def _schema_at(schema: type[Section], place: list[Any]) -> type[Section]:
+    """The section at a place, in another one or in a list of them."""
+    for part in place:
+        if isinstance(part, str):
+            hint = schema.model_fields[part].annotation
+            inner = section_of(hint) or section_of(get_args(hint)[0])
+            assert inner is not None, place
+            schema = inner
+    return schema
+
+
+def _field(schema: type[Section], place: list[Any]) -> FieldInfo:
+    last = max(index for index, part in enumerate(place) if isinstance(part, str))
+    return _schema_at(schema, place[:last]).model_fields[place[last]]
+
+
+def _spelled(place: list[Any]) -> str:
+    """('eval', 'tree', 0, 'budget') -> eval.tree[0].budget"""
+    return re.sub(r"\.\[", "[", ".".join(f"[{part}]" if isinstance(part, int) else part for part in place))
+
+
+def _check_read(values: Section, prefix: str) -> None:
+    """Raises UserError for a key that was changed and that nothing reads."""
+    for name, field in type(values).model_fields.items():
+        value, condition = getattr(values, name), read_when_of(field)
+        if condition and value != (default := default_of(field)) and not condition.holds(values):
+            if isinstance(value, Section) and isinstance(default, Section):  # which of its keys was changed?
+                inner = next(inner for inner in type(value).model_fields if getattr(value, inner) != getattr(default, inner))
+                name, value, default = f"{name}.{inner}", getattr(value, inner), getattr(default, inner)
+            raise UserError(f"{prefix}{name}", got=shown(value), expected=f"{shown(default)}: it is read only {condition.text}")
+        if isinstance(value, Section):
+            _check_read(value, f"{prefix}{name}.")
+        for index, item in enumerate(value if isinstance(value, list) else ()):
+            if isinstance(item, Section):
+                _check_read(item, f"{prefix}{name}[{index}].")

@@ -216,12 +216,18 @@ def test_a_section_may_be_null_until_one_of_its_keys_is_given():
 @pytest.mark.parametrize("schema", [Recipe, TargetRecipe])
 def test_help_lists_every_key_with_type_default_and_meaning(schema: type, capsys: pytest.CaptureFixture[str]):
     print_help("What it does.", schema)
-    lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines() if line.startswith("  ")}
+    lines = [re.sub(r"^  (\S+) +", r"\1 ", line) for line in capsys.readouterr().out.splitlines() if line.startswith("  ")]
     for key, kind, default, text in describe(schema):
         assert text
-        assert f"{text} [{kind}; default {default}]" in lines[key]
-    for variant in schema.variants().values():
-        assert {row[0] for row in leaves(variant)} <= set(lines)
+        assert f"{key} {text} [{kind}; default {default}]" in lines
+    for name, variant in schema.variants().items():
+        for key, kind, default, text in leaves(variant):
+            assert any(
+                line.startswith(f"{key} ")
+                and line.endswith(f"{text} [{kind}; default {default}]")
+                and (line.startswith(f"{key} {text}") or name in line.split(": ")[0])
+                for line in lines
+            ), (name, key)
 
 
 def test_a_list_of_sections_is_as_strict_as_a_section():
