@@ -24,7 +24,6 @@ TESTED_ELSEWHERE = {
     "methods/sizes": "planning/test_costs.py",
     "pico/model": "data/test_training_data.py",
     "targets/files": "export/test_heads.py",
-    "training/objective": "methods/heads/test_unroll.py",
 }
 
 
