@@ -18,7 +18,7 @@ from specdistill.errors import ExitCode
 from specdistill.measurement.configurations import Plan, Settings
 from specdistill.measurement.draft_report import NamedDraft, draft_report
 from specdistill.measurement.finished import MeasuredConfiguration
-from specdistill.measurement.hardware import resources_used
+from specdistill.measurement.hardware import fit_threads, resources_used
 from specdistill.measurement.losslessness import greedy_check, sampling_test
 from specdistill.measurement.measure import measure_together, round_costs
 from specdistill.measurement.runs import prompt_records
@@ -64,6 +64,7 @@ def main(options: CommonOptions) -> ExitCode:
 
     # Target, all the drafts, and prompts: whatever is wrong with one of them shows before anything is measured
     target = FrozenTarget.load(**vars(options.target))
+    fit_threads(target)
     proposers = [
         load_proposer(entry.method, entry.folder, target, key="drafts", **own)
         for entry, own in zip(candidates, drafting, strict=True)

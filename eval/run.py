@@ -23,7 +23,7 @@ from specdistill.hub import resolve
 from specdistill.measurement.configurations import Plan, Settings, plan_configurations
 from specdistill.measurement.draft_report import NamedDraft, draft_report
 from specdistill.measurement.finished import FinishedConfigurations, MeasuredConfiguration, measurement_identity
-from specdistill.measurement.hardware import resources_used, total_used
+from specdistill.measurement.hardware import fit_threads, resources_used, total_used
 from specdistill.measurement.losslessness import greedy_check, sampling_test
 from specdistill.measurement.measure import measure, round_costs
 from specdistill.measurement.quality import add_quality
@@ -84,6 +84,7 @@ def measure_here(
     trained = METHODS[recipe.method].artifact is not None
     draft = config.draft or str(Path(recipe.train["output_dir"]) / "draft") if trained else None
     target = FrozenTarget.load(**vars(recipe.target))
+    fit_threads(target)
     proposer = load_proposer(recipe.method, draft, target, **recipe.proposer_options())
     axes = suite.sweep.model_copy(update={name: values for name, values in vars(config.sweep).items() if values})
     limits: dict[str, Any] = {"max_new_tokens": config.max_new_tokens, "num_prompts": config.num_prompts}

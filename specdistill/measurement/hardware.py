@@ -2,6 +2,7 @@
 
 import gc
 import importlib.metadata
+import os
 import platform
 import resource
 import sys
@@ -14,7 +15,19 @@ from typing import Any
 import psutil  # type: ignore[import-untyped]
 import torch
 
+from specdistill.targets.frozen import FrozenTarget
+
+WEIGHTS_A_THREAD = 32 * 2**20  # bytes; a step over fewer is done before two threads have shared it out
 LIBRARIES = ("torch", "transformers", "accelerate", "datasets", "evaluate", "tokenizers", "numpy", "scipy")
+
+
+def fit_threads(target: FrozenTarget) -> None:
+    """Compute with as many threads as the target's weights keep busy, at most torch's own number; OMP_NUM_THREADS decides where it is set.
+
+    Two threads are no faster than one on a model of a few megabytes, but stall a hundredfold when another process takes a core.
+    """
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, min(torch.get_num_threads(), target.model.get_memory_footprint() // WEIGHTS_A_THREAD)))
 
 
 def hardware(device: torch.device) -> dict[str, Any]:
