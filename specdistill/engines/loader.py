@@ -53,17 +53,6 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class AuxLayers:
-    """Where a version of an engine finds the layers to read: dotted keys, and what it adds to each layer.
-
-    The sum counts "after L layers", and layers are read in ascending order; without such a key, 2, n//2 and n-3.
-    """
-
-    keys: tuple[tuple[str, int], ...] = ()
-    version: str = ""
-
-
-@dataclass(frozen=True)
 class Loader:
     """How an engine loads the drafts of one method in one layout.
 
@@ -72,6 +61,8 @@ class Loader:
     required: keys without which it stops; never_null: keys whose null it takes for a value.
     renamed: (part of a name, what it becomes, switch). ignored: parts of names of tensors that are left alone.
     unknown, unset: what becomes of a tensor without a parameter, of a parameter without a tensor.
+    aux_layers: where each version of the engine finds the layers to read: dotted keys, and what it adds to each layer. The sum counts
+    "after L layers", and layers are read in ascending order; without such a key, 2, n//2 and n-3.
     settings: by their names in the head's config. arguments: settings that its command line has, and the words there.
     limits: of its code, whatever is in the folder.
     """
@@ -81,7 +72,7 @@ class Loader:
     unknown: Outcome
     unset: Outcome
     settings: dict[str, Setting]
-    aux_layers: tuple[AuxLayers, ...] = ()
+    aux_layers: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     inner: str | None = None
     taken: tuple[str, ...] = ()
     required: tuple[str, ...] = ()
@@ -252,11 +243,11 @@ def _check_aux_layers(result: LoaderCheck, config: Mapping[str, Any], trained: M
         result.settings["num_aux_hidden_states"] = len(wanted)
         if wanted != default:
             result.notes.append(f"start it with {argument}={[layer - 1 for layer in wanted]}: it reads no layers from the file")
-    for version in result.loader.aux_layers:
-        stated = ([layer + added for layer in _read(config, [key], [])] for key, added in version.keys)
+    for version, keys in result.loader.aux_layers.items():
+        stated = ([layer + added for layer in _read(config, [key], [])] for key, added in keys.items())
         read = sorted(set(next(filter(None, stated), default)))
         if read != wanted:
-            where = f" ({version.version})" if version.version else ""
+            where = f" ({version})" if version else ""
             result.silent.append(f"it reads the target after layers {read}{where}, and the draft was trained to read {wanted}")
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from specdistill.engines import limits, loader
 from specdistill.engines.engine import NORMS, SIZES, Engine, Layout, Served, eagle3_config
 from specdistill.engines.limits import AUX_LAYERS
-from specdistill.engines.loader import AuxLayers, Loader, Setting, Slot, Source
+from specdistill.engines.loader import Loader, Setting, Slot, Source
 from specdistill.engines.server import Client, Counters, Identity, Request, Server, ServerCounts, samples
 from specdistill.engines.vllm import sampling_parameters
 from specdistill.errors import ResourceError
@@ -27,7 +27,7 @@ EAGLE3 = Loader(
         Slot("lm_head.weight", "V H", "!states_vocabulary", Source.TARGET),
     ),
     settings={**loader.PLAIN_EAGLE3_SETTINGS, "fc_norm": Setting(("fc_norm", "use_aux_norm"), False)},
-    aux_layers=(AuxLayers(((f"eagle_config.{AUX_LAYERS}", 1),)),),
+    aux_layers={"": {f"eagle_config.{AUX_LAYERS}": 1}},
     required=("draft_vocab_size",),  # may be null
     never_null=("target_hidden_size",),
     renamed=(

@@ -16,7 +16,7 @@ from typing import Any
 from specdistill.engines import limits, loader
 from specdistill.engines.engine import NORMS, SIZES, Engine, HeadExport, Layout, Served, eagle3_config
 from specdistill.engines.limits import AUX_LAYERS
-from specdistill.engines.loader import AuxLayers, Loader, Setting, Slot, Source
+from specdistill.engines.loader import Loader, Setting, Slot, Source
 from specdistill.engines.server import Client, Counters, Identity, Request, Server, ServerCounts
 
 EAGLE3 = Loader(
@@ -35,10 +35,10 @@ EAGLE3 = Loader(
         Slot("embed_tokens.weight", "V H", source=Source.SHARED),
     ),
     settings={**loader.EAGLE3_SETTINGS, "norm_before_residual": Setting(("norm_before_residual",), False)},
-    aux_layers=(
-        AuxLayers(((AUX_LAYERS, 0), (f"eagle_config.{AUX_LAYERS}", 0)), "V1 runner"),
-        AuxLayers(((AUX_LAYERS, 0), ("eagle_config.layer_ids", 0)), "V2 runner"),
-    ),
+    aux_layers={
+        "V1 runner": {AUX_LAYERS: 0, f"eagle_config.{AUX_LAYERS}": 0},
+        "V2 runner": {AUX_LAYERS: 0, "eagle_config.layer_ids": 0},
+    },
     never_null=("target_hidden_size",),
     renamed=(("midlayer.", "layers.0.", ""),),
     ignored=("t2d", "mask_hidden", ".bias", "rotary_emb."),

@@ -11,7 +11,7 @@ from specdistill.cli import main
 from specdistill.engines import ENGINES
 from specdistill.engines.engine import Engine, Layout, Served, eagle3_config
 from specdistill.engines.limits import AUX_LAYERS, SEVERAL_LAYERS
-from specdistill.engines.loader import EAGLE3_SETTINGS, EAGLE3_SLOTS, AuxLayers, Loader, Slot, Source
+from specdistill.engines.loader import EAGLE3_SETTINGS, EAGLE3_SLOTS, Loader, Slot, Source
 from specdistill.errors import UserError
 from specdistill.recipe import EvalConfig, load_recipe
 from specdistill.targets.frozen import FrozenTarget
@@ -42,7 +42,7 @@ TOY = Engine(
                 unknown="silent",
                 unset="refused",
                 settings=EAGLE3_SETTINGS,
-                aux_layers=(AuxLayers(((AUX_LAYERS, 0),)),),
+                aux_layers={"": {AUX_LAYERS: 0}},
                 renamed=(("midlayer.", "layers.0.", ""),),
             ),
         )
