@@ -1,4 +1,8 @@
-"""The plan itself: each method's row for one target, the assumptions behind the rows, and which method to start with."""
+"""The plan itself: each method's row for one target, by formulas over sizes, the assumptions behind the rows, and where to start.
+
+Symbols: H hidden size, I MLP width, K draft tokens a round, alpha the acceptance rate, taken as equal at every position; c a draft step
+and v a verification of K tokens, both in plain target steps at batch 1. Nothing is measured.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -10,23 +14,39 @@ import yaml
 
 from specdistill.errors import UserError
 from specdistill.methods import METHODS
-from specdistill.methods.sizes import TOKENS_PER_SAMPLE, GivenDraft, PlannedDraft, PlannedTarget, weights_read
-from specdistill.planning import costs
+from specdistill.methods.sizes import TOKENS_PER_SAMPLE, Described, Parts, PlannedDraft, Shape, weights_read
 from specdistill.planning.reading import Described, check_fit, method_of_config
 from specdistill.project import RECIPES
+from specdistill.statistics.theory import expected_acceptance_length, predicted_speedup
 from specdistill.targets.frozen import is_recurrent
 
+MAX_K = 8
+# What an engine adds to bytes and layers: Llama-3.1-8B with its EAGLE-3 head in vLLM issue 20780 takes 8.35 + 1.016 K ms a round where a
+# plain step takes 7.07, so v = 1.18 and c = 0.144, against v = 1 and c = 0.050 of the bytes alone; 0.094 of 32 layers are 3.
+VERIFY_OVERHEAD = 0.18
+LAYERS_OVERHEAD = 3.0
+# float32 weight, gradient and two AdamW moments; Muon keeps one moment of the matrices.
+BYTES_PER_TRAINED, BYTES_PER_COPIED = 16, 4
 MICRO_BATCH_TOKENS = 4 * 2048
 ASSUMPTIONS = (
     "Nothing here is measured. Parameters follow from configs, acceptance from the sources named, speedup S = AL / (v + c·K) from both.",
     "Batch 1, short contexts. c is the larger of a step's shares of weights read and of layers run; draft and target have one dtype.",
-    f"S from: the lower acceptance, v + {costs.VERIFY_OVERHEAD} and {costs.LAYERS_OVERHEAD:g} layers' time more a draft step, as fitted "
+    f"S from: the lower acceptance, v + {VERIFY_OVERHEAD} and {LAYERS_OVERHEAD:g} layers' time more a draft step, as fitted "
     "to vLLM issue 20780, and every token of a mixture to experts of its own. S to: the higher acceptance, and only the weights read "
     "take time (v = 1).",
-    f"Acceptance is taken as the same at every position; K is the fewest tokens within 1 % of the best, at most {costs.MAX_K}.",
+    f"Acceptance is taken as the same at every position; K is the fewest tokens within 1 % of the best, at most {MAX_K}.",
     f"{TOKENS_PER_SAMPLE} training tokens a conversation. Disk: if hidden states were stored. Memory, roughly: features computed in "
     f"each step, {MICRO_BATCH_TOKENS:,} tokens in a micro-batch, draft and AdamW in float32, logits not fused.",
 )
+
+
+@dataclass(frozen=True)
+class Expected:
+    """The best K at one alpha, and what it gives."""
+
+    num_speculative_tokens: int
+    acceptance_length: float
+    speedup: float
 
 
 @dataclass(frozen=True)
@@ -55,8 +75,8 @@ class Row:
     step_shares: dict[str, float] | None = None
     alphas: tuple[float, float] | None = None
     acceptance_source: str | None = None
-    low: costs.Expected | None = None
-    high: costs.Expected | None = None
+    low: Expected | None = None
+    high: Expected | None = None
     recipe_keys: tuple[str, ...] = ()
 
     @property
@@ -154,7 +174,7 @@ class _Planner:
         self.described, self.text = described, described.text
         self.target = PlannedTarget(described.name, self.text, model, int(model.num_parameters()), described.native_mtp)
         self.read = weights_read(model)
-        self.verify = [weights_read(model, k + 1) / self.read for k in range(1, costs.MAX_K + 1)]
+        self.verify = [weights_read(model, k + 1) / self.read for k in range(1, MAX_K + 1)]
         self.dtype = described.dtype or torch.bfloat16
 
     def facts(self) -> dict[str, Any]:
@@ -199,14 +219,14 @@ class _Planner:
         generated = settings.get("data", {}).get("regenerate", {}).get("num_tokens")
         tokens = generated or published.training_tokens
         depth, itemsize = self.text.num_hidden_layers, self.dtype.itemsize
-        shares = costs.step_shares(parts, self.read, depth)
+        shares = step_shares(parts, self.read, depth)
         low = high = None
         if published.alphas:
-            low, high = costs.speedup_range(published.alphas, self.verify, shares, depth, cost.passes)
+            low, high = speedup_range(published.alphas, self.verify, shares, depth, cost.passes)
         memory = disk = 0
         if shape is not None:
             own = (parts, self.target.parameters * itemsize, shape, planned.vocabulary)
-            memory = costs.training_bytes(*own, cost.unrolled, MICRO_BATCH_TOKENS)
+            memory = training_bytes(*own, cost.unrolled, MICRO_BATCH_TOKENS)
             disk = cost.features * self.text.hidden_size * itemsize * (tokens or 0)
         return Row(
             method=method,
@@ -230,3 +250,48 @@ class _Planner:
             high=high,
             recipe_keys=planned.recipe_keys,
         )
+
+
+def step_shares(parts: Parts, target_read: float, target_layers: int) -> dict[str, float]:
+    """A draft step over a target step, by weights read and by layers run: the larger is c."""
+    return {"weights": parts.read / target_read, "layers": parts.num_layers / target_layers}
+
+
+def best_k(alpha: float, verify: Sequence[float], c: float, passes: str = "K") -> Expected:
+    """S = AL / (v + c·K) at the fewest tokens that come within 1 % of the best, AL = 1 + alpha + … + alpha^K (arXiv 2211.17192).
+
+    verify: v for K = 1, 2, … passes: of the draft in a round, "K", "1" or "0"; c·K stands for as many times c.
+    """
+    lengths = [expected_acceptance_length(alpha, k) for k in range(1, len(verify) + 1)]
+    speedups = [
+        float(predicted_speedup(length, verify[k - 1], {"K": c * k, "1": c, "0": 0.0}[passes]))
+        for k, length in enumerate(lengths, 1)
+    ]
+    index = next(index for index, speedup in enumerate(speedups) if speedup >= 0.99 * max(speedups))
+    return Expected(index + 1, lengths[index], speedups[index])
+
+
+def speedup_range(
+    alphas: tuple[float, float], verify: Sequence[float], shares: Mapping[str, float], target_layers: int, passes: str = "K"
+) -> tuple[Expected, Expected]:
+    """The two ends: the lower alpha with c and an engine's overhead, and the higher alpha where weights read are all that counts.
+
+    verify: v for K = 1, 2, … by weights read: 1 for a dense target, more for a mixture whose tokens go to different experts; the higher
+    end takes 1. shares: of `step_shares`. passes: of `best_k`. A draft that runs no layers launches none.
+    """
+    overhead = LAYERS_OVERHEAD / target_layers if shares["layers"] else 0.0
+    low = best_k(alphas[0], [v + VERIFY_OVERHEAD for v in verify], max(shares.values()) + overhead, passes)
+    return low, best_k(alphas[1], [1.0] * len(verify), shares["weights"], passes)
+
+
+def training_bytes(parts: Parts, target_bytes: int, shape: Shape, vocabulary: int, num_steps: int, num_tokens: int) -> int:
+    """Device memory of online training, roughly: target, draft with gradients and AdamW in float32, frozen tables, activations.
+
+    Activations of each token and unrolled step: 8H + 4I numbers a layer in bfloat16, and four rows of logits in float32. Attention
+    scores and what fused or recomputing kernels spare are left out.
+
+    vocabulary: tokens the draft's logits span. num_steps: unrolled steps. num_tokens: in a micro-batch.
+    """
+    layers = 2 * (8 * shape.hidden_size + 4 * shape.intermediate_size) * parts.num_layers
+    activations = num_tokens * num_steps * (layers + 16 * vocabulary)
+    return target_bytes + BYTES_PER_TRAINED * parts.parameters + BYTES_PER_COPIED * parts.copied + activations
