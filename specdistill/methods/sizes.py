@@ -7,17 +7,21 @@ none of it. A chain's acceptance length AL at K is turned into alpha, the rate t
 Symbols: H hidden size, I MLP width, N query heads, G key/value heads, d head size.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
+import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from specdistill.errors import UserError
+from specdistill.errors import UserError, one_line
 
 TOKENS_PER_SAMPLE = 950  # DeepSpec's cache: about 38 TB of 30 KB a token for 1.3M conversations
 DRAFT_VOCABULARY = 32_000
+CAUSAL_LM = "the config.json of a causal language model"
 
 
 @dataclass(frozen=True)
@@ -97,31 +101,73 @@ class Published:
 
 
 @dataclass(frozen=True)
-class PlannedTarget:
-    """A target by its config: `text` its language model's, `model` without weights, native_mtp its key and number of such layers."""
+class Described:
+    """A target or a draft by its config.json, as the file has it (`raw`) and as transformers reads it.
+
+    key: what errors name. hub_id: None for what came from a folder. native_mtp: the key that says how many layers predict further tokens,
+    and how many; None without such layers.
+    """
 
     name: str
-    text: Any
-    model: Any
-    parameters: int
+    key: str
+    hub_id: str | None
+    revision: str | None
+    raw: dict[str, Any]
+    config: Any
     native_mtp: tuple[str, int] | None
+    trust_remote_code: bool = False
+
+    @property
+    def text(self) -> Any:
+        """The language model's part of the config."""
+        return self.config.get_text_config()
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """Of the weights; None where the file does not say."""
+        stated = self.config.dtype or self.text.dtype
+        return stated if isinstance(stated, torch.dtype) else None
+
+    @property
+    def kind(self) -> str:
+        return ", ".join(self.raw.get("architectures") or []) or str(self.raw.get("model_type"))
+
+    @property
+    def is_causal_lm(self) -> bool:
+        """Whether AutoModelForCausalLM takes it, and the file does not call itself something else."""
+        if "AutoModelForCausalLM" in self.raw.get("auto_map", {}):
+            return True
+        named = set(self.raw.get("architectures") or [])
+        # The language model of one for text and images is a causal one, whatever the whole is called.
+        right = not named or "text_config" in self.raw or bool(named & set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()))
+        return right and type(self.config) in MODEL_FOR_CAUSAL_LM_MAPPING and not self.config.is_encoder_decoder
+
+    @cached_property
+    def model(self) -> Any:
+        """On the meta device: every shape, no weights. Raises UserError for what is no causal language model."""
+        if not self.is_causal_lm:
+            raise UserError(self.key, got=f"{self.name}, a {self.kind}", expected=CAUSAL_LM)
+        for size in ("num_hidden_layers", "hidden_size", "vocab_size"):
+            if (got := getattr(self.text, size)) < 1:
+                raise UserError(self.key, got=f"{self.name} with {size} {got}", expected="1 or more")
+        try:
+            with torch.device("meta"):
+                return AutoModelForCausalLM.from_config(self.config, trust_remote_code=self.trust_remote_code)
+        except (ValueError, TypeError, AttributeError, RuntimeError, ImportError) as error:
+            got = f"{self.name}, of which no model can be built ({one_line(str(error))[:160]})"
+            raise UserError(self.key, got=got, expected=CAUSAL_LM) from error
+
+    @cached_property
+    def parameters(self) -> int:
+        return int(self.model.num_parameters())
 
     def decoder(self) -> Any:
         """The layers that a head reads. Raises UserError for a target that has none."""
         decoder = self.model.get_decoder()
         if not (hasattr(decoder, "layers") and hasattr(decoder, "norm")):
             expected = "a decoder with layers and norm, as Llama's, for a head to read"
-            raise UserError("target.model", got=f"a {self.text.model_type} target", expected=expected)
+            raise UserError(self.key, got=f"a {self.text.model_type} target", expected=expected)
         return decoder
-
-
-@dataclass(frozen=True)
-class GivenDraft:
-    """A draft that exists, by its config: `raw` as the file has it, `text` as transformers reads it; `model()` without weights."""
-
-    raw: dict[str, Any]
-    text: Any
-    model: Callable[[], Any]
 
 
 @dataclass(frozen=True)
@@ -143,7 +189,7 @@ class PlannedDraft:
     recipe_keys: tuple[str, ...] = ()
 
 
-def planned_shape(target: PlannedTarget, given: GivenDraft | None, settings: Mapping[str, Any]) -> Shape:
+def planned_shape(target: Described, given: Described | None, settings: Mapping[str, Any]) -> Shape:
     """Of the head that is given, or of the one that a recipe with these keys of `draft:` would train."""
     sizes = {name: settings[name] for name in Shape.__annotations__ if name in settings}
     return shape_of(given.text) if given else replace(shape_of(target.text), **{"num_layers": 1, **sizes})

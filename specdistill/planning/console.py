@@ -9,8 +9,8 @@ from rich.table import Table
 from rich.text import Text
 
 from specdistill.methods import METHODS
-from specdistill.planning.hub import KnownDraft
 from specdistill.planning.plan import Plan, Row
+from specdistill.planning.reading import KnownDraft
 from specdistill.report.numbers import times
 
 SHOWN_DRAFTS = 8

@@ -15,7 +15,7 @@ import yaml
 from specdistill.errors import UserError
 from specdistill.methods import METHODS
 from specdistill.methods.sizes import TOKENS_PER_SAMPLE, Described, Parts, PlannedDraft, Shape, weights_read
-from specdistill.planning.reading import Described, check_fit, method_of_config
+from specdistill.planning.reading import check_fit, method_of_config
 from specdistill.project import RECIPES
 from specdistill.statistics.theory import expected_acceptance_length, predicted_speedup
 from specdistill.targets.frozen import is_recurrent
@@ -169,19 +169,17 @@ def recipe_for(method: str, target: str) -> tuple[str | None, dict[str, Any]]:
 class _Planner:
     """A target's sizes, and the rows that follow from them."""
 
-    def __init__(self, described: Described) -> None:
-        model = described.model()
-        self.described, self.text = described, described.text
-        self.target = PlannedTarget(described.name, self.text, model, int(model.num_parameters()), described.native_mtp)
-        self.read = weights_read(model)
-        self.verify = [weights_read(model, k + 1) / self.read for k in range(1, MAX_K + 1)]
-        self.dtype = described.dtype or torch.bfloat16
+    def __init__(self, target: Described) -> None:
+        self.target, self.text = target, target.text
+        self.read = weights_read(target.model)
+        self.verify = [weights_read(target.model, k + 1) / self.read for k in range(1, MAX_K + 1)]
+        self.dtype = target.dtype or torch.bfloat16
 
     def facts(self) -> dict[str, Any]:
         native = self.target.native_mtp
         return {
             "model": self.target.name,
-            "revision": self.described.revision,
+            "revision": self.target.revision,
             "model_type": self.text.model_type,
             "dtype": str(self.dtype).removeprefix("torch."),
             "parameters": self.target.parameters,
@@ -195,8 +193,8 @@ class _Planner:
         }
 
     def warnings(self) -> list[str]:
-        dtype, quantised = str(self.dtype).removeprefix("torch."), self.described.raw.get("quantization_config")
-        found = [] if self.described.dtype else [f"the config names no dtype: bytes are of {dtype}"]
+        dtype, quantised = str(self.dtype).removeprefix("torch."), self.target.raw.get("quantization_config")
+        found = [] if self.target.dtype else [f"the config names no dtype: bytes are of {dtype}"]
         if quantised:
             kind = quantised.get("quant_method", "quantised")
             found.append(f"the target's weights are {kind}: bytes here are of {dtype}, and c of a draft in that is higher")
@@ -209,8 +207,7 @@ class _Planner:
         if plan is None:
             return Row(method, False, "nothing is known of its cost", recipe)
         try:
-            existing = GivenDraft(given.raw, given.text, given.model) if given else None
-            planned: PlannedDraft = plan(self.target, existing, settings.get("draft", {}))
+            planned: PlannedDraft = plan(self.target, given, settings.get("draft", {}))
         except UserError as error:
             if given is not None:
                 raise

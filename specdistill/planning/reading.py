@@ -1,13 +1,13 @@
-"""What a config.json says about a target or a draft, before any weight is read; models are built on the meta device to be counted."""
+"""What is known before anything is trained: a target and a draft by their config.json, and drafts that others published on the Hub."""
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from huggingface_hub.errors import StrictDataclassError
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from huggingface_hub import HfApi, constants, get_session
+from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled, StrictDataclassError
+from transformers import AutoConfig, PreTrainedConfig
 
 from specdistill.errors import UserError, one_line
 from specdistill.hub import fetch, resolve
@@ -15,67 +15,22 @@ from specdistill.methods import METHODS
 from specdistill.methods.checkpoint import read_config
 from specdistill.methods.mtp.checkpoint import ARCHITECTURE as MTP
 from specdistill.methods.mtp.tensor_names import NATIVE_KEYS
+from specdistill.methods.sizes import CAUSAL_LM, Described
 
-CAUSAL_LM = "the config.json of a causal language model"
-
-
-@dataclass(frozen=True)
-class Described:
-    """A config as the file has it (`raw`) and as transformers reads it (`config`; `text`: the language model's part).
-
-    key: what errors name. hub_id: None for what came from a folder. dtype: of the weights, None where the file does not say.
-    """
-
-    name: str
-    key: str
-    hub_id: str | None
-    revision: str | None
-    raw: dict[str, Any]
-    config: Any
-    trust_remote_code: bool = False
-
-    @property
-    def text(self) -> Any:
-        return self.config.get_text_config()
-
-    @property
-    def dtype(self) -> torch.dtype | None:
-        stated = self.config.dtype or self.text.dtype
-        return stated if isinstance(stated, torch.dtype) else None
-
-    @property
-    def kind(self) -> str:
-        return ", ".join(self.raw.get("architectures") or []) or str(self.raw.get("model_type"))
-
-    @property
-    def is_causal_lm(self) -> bool:
-        """Whether AutoModelForCausalLM takes it, and the file does not call itself something else."""
-        if "AutoModelForCausalLM" in self.raw.get("auto_map", {}):
-            return True
-        named = set(self.raw.get("architectures") or [])
-        # The language model of one for text and images is a causal one, whatever the whole is called.
-        right = not named or "text_config" in self.raw or bool(named & set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()))
-        return right and type(self.config) in MODEL_FOR_CAUSAL_LM_MAPPING and not self.config.is_encoder_decoder
-
-    @property
-    def native_mtp(self) -> tuple[str, int] | None:
-        """The key that says how many layers predict further tokens, and how many; only what the file itself says counts."""
-        parts = (self.raw, self.raw.get("text_config") or {})
-        return next(((key, part[key]) for part in parts for key in NATIVE_KEYS if part.get(key)), None)
-
-    def model(self) -> Any:
-        """The model on the meta device: every shape, no weights. Raises UserError for what is no causal language model."""
-        if not self.is_causal_lm:
-            raise UserError(self.key, got=f"{self.name}, a {self.kind}", expected=CAUSAL_LM)
-        for size in ("num_hidden_layers", "hidden_size", "vocab_size"):
-            if (got := getattr(self.text, size)) < 1:
-                raise UserError(self.key, got=f"{self.name} with {size} {got}", expected="1 or more")
-        try:
-            with torch.device("meta"):
-                return AutoModelForCausalLM.from_config(self.config, trust_remote_code=self.trust_remote_code)
-        except (ValueError, TypeError, AttributeError, RuntimeError, ImportError) as error:
-            got = f"{self.name}, of which no model can be built ({one_line(str(error))[:160]})"
-            raise UserError(self.key, got=got, expected=CAUSAL_LM) from error
+TIMEOUT_SECONDS = 5
+# httpx's base class, under the name of the release that huggingface_hub stands on.
+HTTP_ERROR: type[BaseException] = HfHubHTTPError.__bases__[0]
+# What drafts call themselves, special names first; some are methods that are not trained here.
+METHOD_PATTERNS = (
+    (r"p-?eagle", "peagle"),
+    (r"dflash", "dflash"),
+    (r"dspark", "dspark"),
+    (r"eagle[-_ ]?3", "eagle3"),
+    (r"eagle", "eagle"),
+    (r"(?<![a-z])mtp(?![a-z])", "mtp"),
+    (r"draft", "draft_model"),
+)
+SEARCHES = ("eagle", "speculator", "draft", "dflash", "mtp")
 
 
 def read(name: str, *, key: str, revision: str | None = None, trust_remote_code: bool = False) -> Described:
@@ -98,7 +53,9 @@ def read(name: str, *, key: str, revision: str | None = None, trust_remote_code:
     except (OSError, ValueError, TypeError, KeyError, AttributeError, StrictDataclassError) as error:
         raise UserError(key, got=f"{name} ({one_line(str(error))[:160]})", expected=CAUSAL_LM) from error
     hub_id = None if Path(path).is_dir() else path
-    return Described(name, key, hub_id, folder.name if hub_id else None, raw, config, trust_remote_code)
+    parts = (raw, raw.get("text_config") or {})  # what transformers makes of them does not count
+    native_mtp = next(((key, part[key]) for part in parts for key in NATIVE_KEYS if part.get(key)), None)
+    return Described(name, key, hub_id, folder.name if hub_id else None, raw, config, native_mtp, trust_remote_code)
 
 
 def method_of_config(draft: Described, target: Described) -> str:
@@ -134,3 +91,55 @@ def check_fit(draft: Described, target: Described, method: str) -> list[str]:
         got = f"{draft.name} for a width of {width:,}"
         raise UserError("draft", got=got, expected=f"{target.text.hidden_size:,}, the target's")
     return []
+
+
+@dataclass(frozen=True)
+class KnownDraft:
+    """found_by: `card` when the repository names the target as its base model, `name` when only their names are alike."""
+
+    repository: str
+    method: str
+    found_by: str
+    downloads: int
+
+
+def known_drafts(name: str, hub_id: str | None) -> tuple[list[KnownDraft], str | None]:
+    """Drafts for a target, the most downloaded first, methods inferred from names and tags; and why the Hub was not asked, if it was not.
+
+    Cards are searched for `hub_id`; names are compared here, since the Hub looks for one word: every word and number of the target's name
+    must be in the draft's.
+    """
+    if name == "pico":
+        return [], "not asked: pico ships with this package"
+    api = HfApi()
+    found: dict[str, KnownDraft] = {}
+    try:
+        # First with a time limit: the listing has none, and tries an unreachable Hub for half a minute.
+        answer = get_session().get(f"{constants.ENDPOINT}/api/models", params={"limit": 1}, timeout=TIMEOUT_SECONDS)
+        answer.raise_for_status()
+        for search in SEARCHES:
+            for base in [f"base_model:{hub_id}", None] if hub_id else [None]:
+                models = api.list_models(filter=base, search=search, sort="downloads", limit=500, expand=["downloads", "tags"])
+                for model in models:
+                    method = infer_method(model.id, model.tags or [])
+                    if method and model.id != hub_id and (base or names_target(model.id, name)):
+                        known = KnownDraft(model.id, method, "card" if base else "name", model.downloads or 0)
+                        found.setdefault(model.id, known)
+    except (HfHubHTTPError, OfflineModeIsEnabled, HTTP_ERROR, ValueError) as error:
+        return [], f"not asked: {constants.ENDPOINT} did not answer ({str(error).splitlines()[0] or type(error).__name__})"
+    return sorted(found.values(), key=lambda draft: -draft.downloads), None
+
+
+def infer_method(repository: str, tags: list[str]) -> str | None:
+    """What a repository's name and tags say it is, the more special word counting; None where nothing sounds like a draft."""
+    text = " ".join([repository, *tags]).lower()
+    return next((method for pattern, method in METHOD_PATTERNS if re.search(pattern, text)), None)
+
+
+def names_target(repository: str, target: str) -> bool:
+    """Whether every word and number of the target's name is among the draft's: `EAGLE3-LLaMA3.1-Instruct-8B`, `Llama-3.1-8B-Instruct`."""
+    words, wanted = (
+        set(re.findall(r"\d+(?:\.\d+)?[bm]?|[a-z]+", re.sub(r"eagle[-_ ]?3(\.1)?", " ", name.split("/")[-1].lower())))
+        for name in (repository, target)
+    )
+    return bool(wanted) and wanted <= words

@@ -13,7 +13,7 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
-from specdistill.planning.hub import infer_method, names_target
+from specdistill.planning.reading import infer_method, names_target
 from specdistill.project import PICO, ROOT
 
 TARGET, COMMIT = "someone/Tiny-3.1-4M-Instruct", "0" * 40

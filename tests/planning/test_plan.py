@@ -109,7 +109,7 @@ def test_the_command_trains_what_the_row_describes(tmp_path: Path, method: str):
     if method == "eagle3":
         assert f"{recipe.draft.vocab_size:,} tokens" in row.note
     else:
-        model = read(plan.target["model"], key="target.model").model()
+        model = read(plan.target["model"], key="target.model").model
         shape = propose_shape(model, recipe.draft.max_parameters)
         assert (shape.num_layers, shape.hidden_size) == (row.num_layers, row.hidden_size)
         assert (recipe.draft.init, recipe.draft.num_layers) == ("width", None)

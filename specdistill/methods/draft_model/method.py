@@ -28,10 +28,9 @@ from specdistill.methods.draft_model.pruning import check_decoder
 from specdistill.methods.draft_model.vocabulary import match_vocabularies
 from specdistill.methods.sizes import (
     TOKENS_PER_SAMPLE,
-    GivenDraft,
+    Described,
     Parts,
     PlannedDraft,
-    PlannedTarget,
     Published,
     Shape,
     shape_of,
@@ -107,11 +106,11 @@ def inspect(folder: Path, target: TargetFiles | None) -> None:
     load_draft_model(folder, key="draft")
 
 
-def planned(target: PlannedTarget, given: GivenDraft | None, settings: dict[str, Any]) -> PlannedDraft:
+def planned(target: Described, given: Described | None, settings: dict[str, Any]) -> PlannedDraft:
     """The model that is given, in the sizes of the target's own recipe, or in the shape proposed for SHARE."""
     sizes = {name: settings[name] for name in Shape.__annotations__ if name in settings}
     if given:
-        model = given.model()
+        model = given.model
     else:
         check_decoder(target.model)
         proposed = None if sizes else propose_shape(target.model, int(target.parameters * SHARE))

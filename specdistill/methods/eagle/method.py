@@ -19,10 +19,9 @@ from specdistill.methods.heads.proposer import proposer_loader
 from specdistill.methods.heads.unroll import objective
 from specdistill.methods.sizes import (
     TOKENS_PER_SAMPLE,
-    GivenDraft,
+    Described,
     Parts,
     PlannedDraft,
-    PlannedTarget,
     Published,
     Shape,
     layer_parameters,
@@ -54,7 +53,7 @@ def mistakes(head: EagleDraft, target: FrozenTarget) -> Iterator[Repair]:
     yield from mistakes_of_layers(head)
 
 
-def planned(target: PlannedTarget, given: GivenDraft | None, settings: dict[str, Any]) -> PlannedDraft:
+def planned(target: Described, given: Described | None, settings: dict[str, Any]) -> PlannedDraft:
     """The head that is given, or the one that a recipe with these keys of `draft:` would train."""
     target.decoder()
     shape, vocabulary = planned_shape(target, given, settings), target.text.vocab_size

@@ -31,10 +31,9 @@ from specdistill.methods.heads.unroll import objective
 from specdistill.methods.sizes import (
     DRAFT_VOCABULARY,
     TOKENS_PER_SAMPLE,
-    GivenDraft,
+    Described,
     Parts,
     PlannedDraft,
-    PlannedTarget,
     Published,
     Shape,
     layer_parameters,
@@ -123,7 +122,7 @@ def _mistakes_of_vocabulary(head: Eagle3Draft) -> Iterator[Repair]:
             yield cause, renamed
 
 
-def planned(target: PlannedTarget, given: GivenDraft | None, settings: dict[str, Any]) -> PlannedDraft:
+def planned(target: Described, given: Described | None, settings: dict[str, Any]) -> PlannedDraft:
     """The head that is given, or the one that a recipe with these keys of `draft:` would train."""
     target.decoder()
     vocabulary, hidden_size = target.text.vocab_size, target.text.hidden_size

@@ -15,10 +15,9 @@ from specdistill.methods.mtp.module import MtpDraft
 from specdistill.methods.mtp.tensor_names import NATIVE_KEYS
 from specdistill.methods.sizes import (
     TOKENS_PER_SAMPLE,
-    GivenDraft,
+    Described,
     Parts,
     PlannedDraft,
-    PlannedTarget,
     Published,
     parameters_read,
     shape_of,
@@ -49,7 +48,7 @@ def mistakes(head: MtpDraft, target: FrozenTarget) -> Iterator[Repair]:
     yield from mistakes_of_layers(head)
 
 
-def planned(target: PlannedTarget, given: GivenDraft | None, settings: dict[str, Any]) -> PlannedDraft:
+def planned(target: Described, given: Described | None, settings: dict[str, Any]) -> PlannedDraft:
     """The layers that come with the target, or a fresh one of their kind."""
     last = target.decoder().layers[-1]
     key, num_layers = target.native_mtp or (None, 1)

@@ -7,7 +7,7 @@ from specdistill.decoding.proposer import Proposer
 from specdistill.methods.contract import Implementation
 from specdistill.methods.ngram.config import Ngram
 from specdistill.methods.ngram.proposer import NgramProposer
-from specdistill.methods.sizes import GivenDraft, Parts, PlannedDraft, PlannedTarget, Published
+from specdistill.methods.sizes import Described, Parts, PlannedDraft, Published
 from specdistill.statistics.theory import alpha_from_acceptance_length
 from specdistill.targets.frozen import FrozenTarget
 
@@ -24,7 +24,7 @@ def load_proposer(folder: Path | None, target: FrozenTarget, *, key: str, ngram:
     return NgramProposer(ngram.min, ngram.max, ngram.lookup)
 
 
-def planned(target: PlannedTarget, given: GivenDraft | None, settings: dict[str, Any]) -> PlannedDraft:
+def planned(target: Described, given: Described | None, settings: dict[str, Any]) -> PlannedDraft:
     """No weights, and nothing to train."""
     note = "looks the last tokens up in the sequence so far"
     return PlannedDraft(Parts(0, 0, 0), None, target.text.vocab_size, note, PUBLISHED)

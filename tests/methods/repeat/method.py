@@ -12,7 +12,7 @@ from specdistill.decoding.proposer import DecodingState, Proposal
 from specdistill.decoding.sampling import Sampling
 from specdistill.methods.checkpoint import read_tensors, write_draft
 from specdistill.methods.contract import Implementation
-from specdistill.methods.sizes import GivenDraft, Parts, PlannedDraft, PlannedTarget, Published
+from specdistill.methods.sizes import Described, Parts, PlannedDraft, Published
 from specdistill.training.objective import StepSums, has_loss, shift_left
 from tests.methods.repeat.config import Recipe
 
@@ -87,7 +87,7 @@ def load_proposer(folder: Path, target, *, key: str) -> RepeatProposer:
     return RepeatProposer()
 
 
-def planned(target: PlannedTarget, given: GivenDraft | None, settings: dict[str, Any]) -> PlannedDraft:
+def planned(target: Described, given: Described | None, settings: dict[str, Any]) -> PlannedDraft:
     published = Published(None, "none is published", None, "none is published")
     return PlannedDraft(Parts(1, 0, 0), None, target.text.vocab_size, "repeats the last token", published)
 
