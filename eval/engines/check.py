@@ -17,15 +17,8 @@ from specdistill.command import run
 from specdistill.engines import ENGINES, engines_with
 from specdistill.errors import ExitCode, UserError
 from specdistill.export.export import export
-from specdistill.measurement.engine_counts import (
-    Counts,
-    Job,
-    generate_here,
-    generate_in_engine,
-    ignore_stop_tokens,
-    num_same,
-    total,
-)
+from specdistill.measurement import engine_counts
+from specdistill.measurement.engine_counts import Job, generate_here, num_same
 from specdistill.methods.load import load_proposer, locate, method_of
 from specdistill.recipe import EvalConfig, Section, TargetConfig, like, option
 from specdistill.recipe.fields import one_of
@@ -59,13 +52,11 @@ def main(options: CheckOptions) -> ExitCode:
     draft = locate(options.draft, key="draft")
     method = method_of(draft, key="draft")
     target = FrozenTarget.load(options.target, dtype=options.dtype)
-    ignore_stop_tokens(target)
+    engine_counts.ignore_stop_tokens(target)
     proposer = load_proposer(method, draft, target, key="draft")
     suite = load_suite(options.suite)
-    chosen = tokenize(
-        suite, target.tokenizer, max_new_tokens=length + k, max_length=target.max_length, num_prompts=options.num_prompts
-    )
-    prompts = [prompt.token_ids for prompt in chosen]
+    limits = {"max_new_tokens": length + k, "max_length": target.max_length, "num_prompts": options.num_prompts}
+    prompts = [prompt.token_ids for prompt in tokenize(suite, target.tokenizer, **limits)]
     plain_here = generate_here(target, None, prompts, max_new_tokens=length)
     drafted_here = generate_here(target, proposer, prompts, max_new_tokens=length, num_speculative_tokens=k)
 
@@ -77,10 +68,12 @@ def main(options: CheckOptions) -> ExitCode:
     without = engine.plain_options(files.name, options.dtype, target.max_length)
     with_draft = without | engine.draft_options(method, str(folder / "served"), k)
     jobs = [Job(without, prompts, length), Job(with_draft, prompts, length, k)]
-    version, (plain_engine, drafted_engine) = generate_in_engine(options.engine, Path(options.python), jobs, folder)
+    version, (plain_engine, drafted_engine) = engine_counts.generate_in_engine(
+        options.engine, Path(options.python), jobs, folder
+    )
 
     # Compared
-    here, in_engine = total(drafted_here), total(drafted_engine)
+    here, in_engine = engine_counts.total(drafted_here), engine_counts.total(drafted_engine)
     difference = abs(in_engine.mean_acceptance_length / here.mean_acceptance_length - 1)
     same = {
         "in the engine with and without the draft": num_same(drafted_engine, plain_engine),
@@ -101,16 +94,11 @@ def main(options: CheckOptions) -> ExitCode:
     (folder / "engine.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     for which, number in same.items():
         print(f"same completions {which}: {number} of {len(prompts)}")
-    print(describe("here", here))
-    print(describe(f"{options.engine} {version}", in_engine))
+    for name, counts in {"here": here, f"{options.engine} {version}": in_engine}.items():
+        positions, average = " ".join(map(str, counts.accepted_per_position)), counts.mean_acceptance_length
+        print(f"{name}: {counts.num_drafts} drafts, accepted by position {positions}, acceptance length {average:.4f}")
     print("passed" if passed else f"not passed; see {folder}")
     return ExitCode.DONE if passed else ExitCode.CHECK_FAILED
-
-
-def describe(name: str, counts: Counts) -> str:
-    positions = " ".join(map(str, counts.accepted_per_position))
-    length = counts.mean_acceptance_length
-    return f"{name}: {counts.num_drafts} drafts, accepted by position {positions}, acceptance length {length:.4f}"
 
 
 if __name__ == "__main__":

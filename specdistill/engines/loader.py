@@ -8,7 +8,6 @@ have in common, and the check, which applies a loader to config.json and to the 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum, auto
 from typing import Any, Literal
 
 from specdistill.engines.limits import AUX_LAYERS, Limit, engine_aux_layers
@@ -16,15 +15,9 @@ from specdistill.engines.limits import AUX_LAYERS, Limit, engine_aux_layers
 Shape = tuple[int, ...]
 # What becomes of a tensor that should not be there, or is missing: the engine stops with an error, or goes on and says nothing.
 Outcome = Literal["refused", "silent"]
-
-
-class Source(Enum):
-    """Where a parameter's values come from."""
-
-    FILE = auto()
-    SHARED = auto()  # the file, or the target's where the file has none and the shape is the same
-    TARGET = auto()  # the target's, whatever the file has
-    UNUSED = auto()  # the file, and nothing reads it
+# Where a parameter's values come from: the file; or the target's where the file has none and the shape is the same; the target's,
+# whatever the file has; the file, and nothing reads it.
+Source = Literal["file", "shared", "target", "unused"]
 
 
 @dataclass(frozen=True)
@@ -38,7 +31,7 @@ class Slot:
     name: str
     shape: str
     when: str = ""
-    source: Source = Source.FILE
+    source: Source = "file"
 
 
 @dataclass(frozen=True)
@@ -138,7 +131,7 @@ PLAIN_EAGLE3_SLOTS = (
     Slot("fc.bias", "H", "bias"),
     *layer_slots("layers.{i}", "H", "hidden_norm"),
     Slot("embed_tokens.weight", "V H", "own_width"),
-    Slot("embed_tokens.weight", "V H", "!own_width", Source.TARGET),
+    Slot("embed_tokens.weight", "V H", "!own_width", "target"),
 )
 PLAIN_EAGLE3_SETTINGS = {**EAGLE3_SETTINGS, "sliding_window": Setting(), "own_embedding": Setting(default=False)}
 
@@ -301,11 +294,11 @@ def _check_tensors(result: LoaderCheck, shapes: Mapping[str, Shape], sizes: dict
             if shape_in_file != shape:
                 what = f"{name_in_file} is {list(shape_in_file)}, and its config.json makes this parameter {list(shape)}"
                 result.refused.append(what)
-            elif slot.source is Source.TARGET:
+            elif slot.source == "target":
                 result.notes.append(f"it takes the target's {name} and ignores the file's")
-        elif slot.source is Source.SHARED and shape != (sizes["V"], sizes.get("D", sizes["H"])):
+        elif slot.source == "shared" and shape != (sizes["V"], sizes.get("D", sizes["H"])):
             unset.append(f"{name} {list(shape)} is not in the file, and the target's has another shape")
-        elif slot.source is Source.FILE:
+        elif slot.source == "file":
             unset.append(f"{name} {list(shape)} is not in the file: {without}")
     unknown += [
         f"it has no parameter for {name_in_file}"

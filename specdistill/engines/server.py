@@ -23,17 +23,14 @@ GENERATED = "generation_tokens_total"
 
 
 class Server:
-    """A server by its address (`http://host:port`); `key` is the key it came from, `timeout` the seconds that one answer may take."""
+    """A server by its address (`http://host:port`). key: where it was given; timeout: seconds that one answer may take."""
 
     def __init__(self, address: str, *, key: str, timeout: float) -> None:
         if not address.startswith(("http://", "https://")):
             raise UserError(key, got=address, expected="the address of a running server, as http://127.0.0.1:8000")
-        self.address = address.rstrip("/")
-        self.key = key
-        self.timeout = timeout
         import requests
 
-        self.session = requests.Session()
+        self.address, self.timeout, self.session = address.rstrip("/"), timeout, requests.Session()
 
     def text(self, path: str, *, hint: str = "is it this engine's server?") -> str:
         """The page at a path. `hint`: what to do when there is none."""

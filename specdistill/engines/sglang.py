@@ -11,7 +11,7 @@ from typing import Any
 from specdistill.engines import limits, loader
 from specdistill.engines.engine import NORMS, SIZES, Engine, Layout, Served, eagle3_config
 from specdistill.engines.limits import AUX_LAYERS
-from specdistill.engines.loader import Loader, Setting, Slot, Source
+from specdistill.engines.loader import Loader, Setting, Slot
 from specdistill.engines.server import Client, Counters, Identity, Request, Server, ServerCounts, samples
 from specdistill.engines.vllm import sampling_parameters
 from specdistill.errors import ResourceError
@@ -22,9 +22,9 @@ EAGLE3 = Loader(
     architectures=frozenset({"LlamaForCausalLMEagle3"}),
     slots=(
         *loader.PLAIN_EAGLE3_SLOTS,
-        Slot("layers.{i}.input_layernorm.weight", "H", source=Source.UNUSED),
+        Slot("layers.{i}.input_layernorm.weight", "H", source="unused"),
         Slot("lm_head.weight", "W H", "states_vocabulary"),
-        Slot("lm_head.weight", "V H", "!states_vocabulary", Source.TARGET),
+        Slot("lm_head.weight", "V H", "!states_vocabulary", "target"),
     ),
     settings={**loader.PLAIN_EAGLE3_SETTINGS, "fc_norm": Setting(("fc_norm", "use_aux_norm"), False)},
     aux_layers={"": {f"eagle_config.{AUX_LAYERS}": 1}},
@@ -44,7 +44,7 @@ EAGLE = Loader(
     unknown="silent",
     unset="silent",
     architectures=frozenset({"LlamaForCausalLMEagle"}),
-    slots=(*loader.EAGLE_SLOTS, Slot("fc.bias", "H"), Slot("embed_tokens.weight", "V H", source=Source.TARGET)),
+    slots=(*loader.EAGLE_SLOTS, Slot("fc.bias", "H"), Slot("embed_tokens.weight", "V H", source="target")),
     settings=loader.EAGLE_SETTINGS,
     ignored=("lm_head", "rotary_emb.", "projector"),
 )
@@ -66,10 +66,6 @@ def serve_command(served: Served) -> str:
     if served.method == "eagle3" and served.config.get("layer_types"):
         parts += [f"--speculative-draft-window-size {served.config['sliding_window']}"]
     return " \\\n    ".join(parts)
-
-
-def plain_options(target: str, dtype: str, max_length: int) -> dict[str, Any]:
-    return {"model_path": target, "dtype": dtype, "context_length": max_length}
 
 
 def draft_options(method: str, folder: str, num_tokens: int) -> dict[str, Any]:
@@ -164,6 +160,6 @@ SGLANG = Engine(
         counts=answer_counts,
         gauges=lambda server: page_gauges(server.text("/metrics")),
     ),
-    plain_options=plain_options,
+    plain_options=lambda target, dtype, max_length: {"model_path": target, "dtype": dtype, "context_length": max_length},
     draft_options=draft_options,
 )

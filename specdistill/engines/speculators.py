@@ -12,14 +12,8 @@ VERSION = "0.9.0"
 
 def eagle3(export: HeadExport) -> dict[str, Any]:
     """The config.json of `Eagle3Speculator`, from which vLLM takes the target and how many tokens to draft."""
-    head, target = export.head, export.target
-    proposal = {
-        "proposal_type": "greedy",
-        "speculative_tokens": export.num_speculative_tokens,
-        "verifier_accept_k": 1,
-        "accept_tolerance": 0.0,
-    }
-    same_width = head.hidden_size == head.target_hidden_size
+    head, target, num = export.head, export.target, export.num_speculative_tokens
+    proposal = {"proposal_type": "greedy", "speculative_tokens": num, "verifier_accept_k": 1, "accept_tolerance": 0.0}
     # vLLM carries over what stands in there, and counts three states otherwise, whatever layers are listed.
     counted = {} if len(head.aux_layers) == 3 else {"num_aux_hidden_states": len(head.aux_layers)}
     return {
@@ -34,7 +28,7 @@ def eagle3(export: HeadExport) -> dict[str, Any]:
         },
         "transformer_layer_config": {**export.llama, **counted},
         "draft_vocab_size": head.draft_vocab_size,
-        "target_hidden_size": None if same_width else head.target_hidden_size,
+        "target_hidden_size": None if head.hidden_size == head.target_hidden_size else head.target_hidden_size,
         "norm_before_residual": head.norm_before_residual,
         **{norm: getattr(head, norm) for norm in NORMS},
         AUX_LAYERS: list(head.aux_layers),

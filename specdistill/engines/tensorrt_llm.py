@@ -6,13 +6,13 @@ argument of its own. A tensor that is missing is an error, one that is unknown i
 
 from specdistill.engines import limits, loader
 from specdistill.engines.engine import Engine
-from specdistill.engines.loader import Loader, Setting, Slot, Source
+from specdistill.engines.loader import Loader, Setting, Slot
 
 EAGLE3 = Loader(
     unknown="silent",
     unset="refused",
     architectures=frozenset({"LlamaForCausalLM", "LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM"}),
-    slots=(*loader.PLAIN_EAGLE3_SLOTS, Slot("lm_head.weight", "W H", source=Source.SHARED)),
+    slots=(*loader.PLAIN_EAGLE3_SLOTS, Slot("lm_head.weight", "W H", source="shared")),
     settings={
         **loader.PLAIN_EAGLE3_SETTINGS,
         "norm_before_fc": Setting(("eagle_config.norm_before_fc",), False),

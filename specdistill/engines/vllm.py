@@ -16,7 +16,7 @@ from typing import Any
 from specdistill.engines import limits, loader
 from specdistill.engines.engine import NORMS, SIZES, Engine, HeadExport, Layout, Served, eagle3_config
 from specdistill.engines.limits import AUX_LAYERS
-from specdistill.engines.loader import Loader, Setting, Slot, Source
+from specdistill.engines.loader import Loader, Setting, Slot
 from specdistill.engines.server import Client, Counters, Identity, Request, Server, ServerCounts
 
 EAGLE3 = Loader(
@@ -30,9 +30,9 @@ EAGLE3 = Loader(
     slots=(
         *loader.EAGLE3_SLOTS,
         *loader.layer_slots("layers.{i}", "H", "input_layernorm"),
-        Slot("layers.{i}.hidden_norm.weight", "H", source=Source.UNUSED),
-        Slot("lm_head.weight", "W H", source=Source.SHARED),
-        Slot("embed_tokens.weight", "V H", source=Source.SHARED),
+        Slot("layers.{i}.hidden_norm.weight", "H", source="unused"),
+        Slot("lm_head.weight", "W H", source="shared"),
+        Slot("embed_tokens.weight", "V H", source="shared"),
     ),
     settings={**loader.EAGLE3_SETTINGS, "norm_before_residual": Setting(("norm_before_residual",), False)},
     aux_layers={
@@ -59,7 +59,7 @@ EAGLE = Loader(
     unknown="refused",
     unset="silent",
     architectures=frozenset({"LlamaForCausalLM", "EagleLlamaForCausalLM"}),
-    slots=(*loader.EAGLE_SLOTS, Slot("embed_tokens.weight", "V H", source=Source.SHARED)),
+    slots=(*loader.EAGLE_SLOTS, Slot("embed_tokens.weight", "V H", source="shared")),
     settings={**loader.EAGLE_SETTINGS, "fc_bias": Setting(default=False)},
     ignored=(".bias", "rotary_emb."),
 )
@@ -87,10 +87,6 @@ def serve_command(served: Served) -> str:
         settings["draft_sample_method"] = "probabilistic"
     model = served.quoted_output if served.method == "mtp" else served.quoted_target
     return f"vllm serve {model} --speculative-config {shlex.quote(json.dumps(settings))}"
-
-
-def plain_options(target: str, dtype: str, max_length: int) -> dict[str, Any]:
-    return {"model": target, "dtype": dtype, "max_model_len": max_length}
 
 
 def draft_options(method: str, folder: str, num_tokens: int) -> dict[str, Any]:
@@ -173,6 +169,6 @@ VLLM = Engine(
         counts=answer_counts,
     ),
     counts_past_end=True,
-    plain_options=plain_options,
+    plain_options=lambda target, dtype, max_length: {"model": target, "dtype": dtype, "max_model_len": max_length},
     draft_options=draft_options,
 )

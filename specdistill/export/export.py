@@ -49,11 +49,10 @@ def export(
         got = f"{engine} for {draft}, which holds a draft of method {method}"
         raise UserError("engine", got=got, expected=" or ".join(layouts_of(method)) or "a draft that some engine loads")
     types = to.layouts[method].gguf_types
-    if dtype is not None and not types:
-        got = f"{dtype} with engine {engine} and method {method}"
-        raise UserError("dtype", got=got, expected="null: weights keep their own")
     if dtype is not None and dtype not in types:
-        raise UserError("dtype", got=dtype, expected=f"one of {', '.join(types)}", nearest=nearest(dtype, types))
+        got = dtype if types else f"{dtype} with engine {engine} and method {method}"
+        expected = f"one of {', '.join(types)}" if types else "null: weights keep their own"
+        raise UserError("dtype", got=got, expected=expected, nearest=nearest(dtype, types))
     measured = find_report(draft, report, method)
     settings = measured["settings"] if measured else {}
     num_tokens = num_speculative_tokens or settings.get("num_speculative_tokens", DEFAULT_NUM_TOKENS)

@@ -11,7 +11,7 @@ from specdistill.cli import main
 from specdistill.engines import ENGINES
 from specdistill.engines.engine import Engine, Layout, Served, eagle3_config
 from specdistill.engines.limits import AUX_LAYERS, SEVERAL_LAYERS
-from specdistill.engines.loader import EAGLE3_SETTINGS, EAGLE3_SLOTS, Loader, Slot, Source
+from specdistill.engines.loader import EAGLE3_SETTINGS, EAGLE3_SLOTS, Loader, Slot
 from specdistill.errors import UserError
 from specdistill.recipe import EvalConfig, load_recipe
 from specdistill.targets.frozen import FrozenTarget
@@ -37,7 +37,7 @@ TOY = Engine(
                 slots=(
                     *EAGLE3_SLOTS,
                     Slot("lm_head.weight", "W H"),
-                    Slot("embed_tokens.weight", "V H", source=Source.SHARED),
+                    Slot("embed_tokens.weight", "V H", source="shared"),
                 ),
                 unknown="silent",
                 unset="refused",
