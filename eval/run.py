@@ -39,12 +39,7 @@ from specdistill.statistics.records import PromptRecord
 from specdistill.suites.suite import Suite, cut_prompts, load_suite, tokenize
 from specdistill.targets.frozen import FrozenTarget, read_tokenizer
 
-SHORTHANDS = {
-    "target": "target.model",
-    "draft": "eval.draft",
-    "suite": "eval.suite",
-    "output_dir": "eval.output_dir",
-}
+SHORTHANDS = {"target": "target.model", "draft": "eval.draft", "suite": "eval.suite", "output_dir": "eval.output_dir"}
 
 
 def main(recipe: Recipe) -> ExitCode:

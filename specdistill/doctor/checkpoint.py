@@ -168,11 +168,7 @@ def _against(target: TargetFiles, config: HeadShape) -> list[Finding]:
 
 
 def _engine(
-    engine: Engine,
-    seen: Examination,
-    config: Mapping[str, Any],
-    tensors: Mapping[str, Tensor],
-    target: TargetFiles | None,
+    engine: Engine, seen: Examination, config: Mapping[str, Any], tensors: Mapping[str, Tensor], target: TargetFiles | None
 ) -> list[Finding]:
     """What an engine would make of the folder. It loads a draft model as any model, and compares its tokens with the target's."""
     assert seen.method is not None

@@ -136,11 +136,7 @@ PLAIN_EAGLE3_SLOTS = (
 PLAIN_EAGLE3_SETTINGS = {**EAGLE3_SETTINGS, "sliding_window": Setting(), "own_embedding": Setting(default=False)}
 
 # EAGLE-1. The first layer has no norm before its attention; the head is the target's.
-EAGLE_SLOTS = (
-    Slot("fc.weight", "H 2*H"),
-    *layer_slots("layers.0", "H"),
-    *layer_slots("layers.{i}", "H", "input_layernorm"),
-)
+EAGLE_SLOTS = (Slot("fc.weight", "H 2*H"), *layer_slots("layers.0", "H"), *layer_slots("layers.{i}", "H", "input_layernorm"))
 EAGLE_SETTINGS = {**LLAMA_SETTINGS, "sliding_window": Setting()}
 
 
