@@ -48,7 +48,8 @@ def main(recipe: Recipe) -> ExitCode:
     check_writable(folder, "eval.output_dir")
     rules, suite = load_gate(recipe.gate), load_suite(config.suite)
     baseline = read_baseline(config.baseline, "eval.baseline") if config.baseline else None
-    prior = prior_run(folder, baseline, config.baseline)
+    known, place = ((baseline.report, baseline.records), config.baseline) if baseline else (previous_report(folder), folder)
+    prior = PriorRun(*known, str(place)) if known else None
 
     # Measure: in this process, or running servers
     finished = folder / "configurations"
@@ -178,14 +179,6 @@ def measure_server(recipe: Recipe, suite: Suite, prior: PriorRun | None) -> tupl
     )
     add_quality(report, records, suite, special_tokens=tokenizer.all_special_tokens, run_code=config.run_code)
     return report, records
-
-
-def prior_run(folder: Path, baseline: Evidence | None, place: str | None) -> PriorRun | None:
-    """The baseline, or else the report that this one will replace."""
-    if baseline is not None:
-        return PriorRun(baseline.report, baseline.records, str(place))
-    previous = previous_report(folder)
-    return PriorRun(*previous, str(folder)) if previous else None
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ TESTED_ELSEWHERE = {
     "methods/*/method": "test_cli.py",
     "methods/checkpoint": "methods/heads/test_heads.py",
     "methods/layers": "methods/heads/test_heads.py",
-    "methods/heads/mistakes": "doctor/test_acceptance.py",
+    "methods/heads/mistakes": "doctor/test_diagnosis.py",
     "methods/load": "methods/heads/test_heads.py",
     "methods/sizes": "planning/test_costs.py",
     "pico/model": "data/test_training_data.py",

@@ -51,7 +51,7 @@ class Loader:
 
     inner: the key of the dictionary that holds the Llama's keys, which stand beside `taken` from outside.
     architectures: those that lead to this loader; empty where it is chosen otherwise.
-    required: keys without which it stops; never_null: keys whose null it takes for a value.
+    required: keys without which it stops.
     renamed: (part of a name, what it becomes, switch). ignored: parts of names of tensors that are left alone.
     unknown, unset: what becomes of a tensor without a parameter, of a parameter without a tensor.
     aux_layers: where each version of the engine finds the layers to read: dotted keys, and what it adds to each layer. The sum counts
@@ -69,7 +69,6 @@ class Loader:
     inner: str | None = None
     taken: tuple[str, ...] = ()
     required: tuple[str, ...] = ()
-    never_null: tuple[str, ...] = ()
     renamed: tuple[tuple[str, str, str], ...] = ()
     ignored: tuple[str, ...] = ()
     arguments: dict[str, str] = field(default_factory=dict)
@@ -142,6 +141,7 @@ EAGLE_SETTINGS = {**LLAMA_SETTINGS, "sliding_window": Setting()}
 
 # Settings that every head has here, and its config does not hold.
 COMMON_TO_HEADS = {"tie_word_embeddings": False, "attention_bias": False, "bias": False, "use_aux_hidden_state": True}
+NEVER_NULL = "target_hidden_size"  # of an EAGLE-3 head: every engine takes a null for its value
 MISSING = object()
 
 
@@ -184,11 +184,8 @@ def check_loader(
     result.refused += [f"config.json has no {key}" for key in loader.required if _get(config, key) is MISSING]
     if isinstance(inner, dict):  # read side by side with what stands beside them
         config = {**inner, **{key: config[key] for key in loader.taken if config.get(key) is not None}}
-    result.refused += [
-        f"config.json says {key} null, which is taken for a number: leave the key out"
-        for key in loader.never_null
-        if _get(config, key) is None
-    ]
+    if _get(config, NEVER_NULL) is None and NEVER_NULL in trained:
+        result.refused.append(f"config.json says {NEVER_NULL} null, which is taken for a number: leave the key out")
     result.settings = {name: _read(config, setting.keys, setting.default) for name, setting in loader.settings.items()}
     result.silent += [
         f"it does not support {limit.setting}; expected {limit.instead}" for limit in loader.limits if limit.has(head)

@@ -29,7 +29,6 @@ EAGLE3 = Loader(
     settings={**loader.PLAIN_EAGLE3_SETTINGS, "fc_norm": Setting(("fc_norm", "use_aux_norm"), False)},
     aux_layers={"": {f"eagle_config.{AUX_LAYERS}": 1}},
     required=("draft_vocab_size",),  # may be null
-    never_null=("target_hidden_size",),
     renamed=(
         ("midlayer", "layers.0", ""),
         ("aux_norm_low", "fc_norm.0", ""),

@@ -18,7 +18,6 @@ EAGLE3 = Loader(
         "norm_before_fc": Setting(("eagle_config.norm_before_fc",), False),
         "norm_output": Setting(("eagle_config.return_hidden_post_norm", "norm_output"), False),
     },
-    never_null=("target_hidden_size",),
     renamed=(("midlayer.", "layers.0.", "one_layer"),),
     ignored=("t2d",),
     arguments={"aux_layers": "eagle3_layers_to_capture"},

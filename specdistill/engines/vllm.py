@@ -39,7 +39,6 @@ EAGLE3 = Loader(
         "V1 runner": {AUX_LAYERS: 0, f"eagle_config.{AUX_LAYERS}": 0},
         "V2 runner": {AUX_LAYERS: 0, "eagle_config.layer_ids": 0},
     },
-    never_null=("target_hidden_size",),
     renamed=(("midlayer.", "layers.0.", ""),),
     ignored=("t2d", "mask_hidden", ".bias", "rotary_emb."),
 )
