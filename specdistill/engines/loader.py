@@ -192,7 +192,7 @@ def check_loader(
     ]
     if "aux_layers" in trained:
         _check_aux_layers(result, config, trained, target)
-    sizes, switches = _sizes(result.settings, config, target)
+    sizes = _sizes(result.settings, config, target)
     for name, value in result.settings.items():
         if name not in trained or value == trained[name]:
             continue
@@ -200,7 +200,7 @@ def check_loader(
             result.notes.append(f"start it with {argument} {trained[name]}: it does not read {name} from the file")
         else:
             result.silent.append(f"it reads {name} as {value}, and the draft was trained with {trained[name]}")
-    _check_tensors(result, shapes, sizes, switches)
+    _check_tensors(result, shapes, sizes)
     return result
 
 
@@ -237,7 +237,7 @@ def _check_aux_layers(result: LoaderCheck, config: Mapping[str, Any], trained: M
             result.silent.append(f"it reads the target after layers {read}{where}, and the draft was trained to read {wanted}")
 
 
-def _sizes(read: dict[str, Any], config: Mapping[str, Any], target: Any) -> tuple[dict[str, int], dict[str, bool]]:
+def _sizes(read: dict[str, Any], config: Mapping[str, Any], target: Any) -> dict[str, int]:
     """The sizes that shapes are made of, and the switches that slots ask for; `read`: the settings, which get their `head_dim`."""
     read["head_dim"] = read["head_dim"] or read["hidden_size"] // read["num_attention_heads"]
     sizes = {
@@ -246,21 +246,22 @@ def _sizes(read: dict[str, Any], config: Mapping[str, Any], target: Any) -> tupl
         "Q": read["num_attention_heads"] * read["head_dim"],
         "K": read["num_key_value_heads"] * read["head_dim"],
         "V": read["vocab_size"],
+        "bias": read["bias"],
+        "one_layer": read["num_layers"] == 1,
     }
-    switches = {"bias": bool(read["bias"]), "one_layer": read["num_layers"] == 1}
     if "draft_vocab_size" in read:
         sizes |= {"W": read["draft_vocab_size"], "D": read["target_hidden_size"], "A": read["num_aux_hidden_states"]}
-        switches |= {
-            "fc_norm": bool(read["fc_norm"]),
-            "norm_before_fc": bool(read["norm_before_fc"]),
+        sizes |= {
+            "fc_norm": read["fc_norm"],
+            "norm_before_fc": read["norm_before_fc"],
             "own_width": sizes["D"] != sizes["H"],
             "pruned": sizes["W"] != (target.vocab_size if target else sizes["V"]),
             "states_vocabulary": config.get("draft_vocab_size") is not None,
         }
-    return sizes, switches
+    return sizes
 
 
-def _check_tensors(result: LoaderCheck, shapes: Mapping[str, Shape], sizes: dict[str, int], switches: dict[str, bool]) -> None:
+def _check_tensors(result: LoaderCheck, shapes: Mapping[str, Shape], sizes: dict[str, int]) -> None:
     loader = result.loader
     unset, unknown = getattr(result, loader.unset), getattr(result, loader.unknown)
     without = "it must be" if loader.unset == "refused" else "it stays uninitialized"
@@ -268,12 +269,12 @@ def _check_tensors(result: LoaderCheck, shapes: Mapping[str, Shape], sizes: dict
     for name_in_file, shape in shapes.items():
         name = name_in_file
         for part, becomes, switch in loader.renamed:
-            if not switch or switches[switch]:
+            if not switch or sizes[switch]:
                 name = name.replace(part, becomes)
         stored[name] = (name_in_file, shape)
     slots: dict[str, Slot] = {}
     for slot in loader.slots:
-        if not slot.when or switches[slot.when.removeprefix("!")] != slot.when.startswith("!"):
+        if not slot.when or bool(sizes[slot.when.removeprefix("!")]) != slot.when.startswith("!"):
             states = range(sizes["A"]) if "{a}" in slot.name else range(1)
             numbers = range(1, result.settings["num_layers"]) if "{i}" in slot.name else states
             slots |= {slot.name.format(i=number, a=number): slot for number in numbers}

@@ -11,7 +11,6 @@ import specdistill
 from specdistill.engines import ENGINES
 from specdistill.engines.engine import Engine, Served
 from specdistill.errors import UserError, nearest
-from specdistill.methods import layouts_of
 from specdistill.methods.checkpoint import check_new, read_config
 from specdistill.methods.load import create_draft, implementation, method_of
 from specdistill.methods.recipe import Recipe, TrainedRecipe
@@ -47,7 +46,8 @@ def export(
     method, to = method_of(draft, key="draft"), ENGINES[engine]
     if method not in to.layouts:
         got = f"{engine} for {draft}, which holds a draft of method {method}"
-        raise UserError("engine", got=got, expected=" or ".join(layouts_of(method)) or "a draft that some engine loads")
+        able = [name for name, other in ENGINES.items() if method in other.layouts]
+        raise UserError("engine", got=got, expected=" or ".join(able) or "a draft that some engine loads")
     types = to.layouts[method].gguf_types
     if dtype is not None and dtype not in types:
         got = dtype if types else f"{dtype} with engine {engine} and method {method}"

@@ -4,8 +4,6 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Literal
 
-from specdistill.engines import ENGINES
-
 if TYPE_CHECKING:
     from specdistill.methods.contract import Implementation
     from specdistill.methods.recipe import Recipe
@@ -94,8 +92,3 @@ METHODS = {
         "specdistill.methods.ngram",
     ),
 }
-
-
-def layouts_of(method: str) -> list[str]:
-    """Engines that a method's drafts are exported for: each engine's file lists the methods whose layouts it has."""
-    return [name for name, engine in ENGINES.items() if method in engine.layouts]

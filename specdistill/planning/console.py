@@ -25,33 +25,35 @@ def print_plan(plan: Plan, drafts: Sequence[KnownDraft], not_asked: str | None, 
         f": {target['model_type']}, {short(target['parameters'])} parameters{read}, {short(target['bytes'], 'B')} in "
         f"{target['dtype']}, {target['num_layers']} layers of {target['hidden_size']:,}, {target['vocab_size']:,} tokens\n"
     )
-    console.print(Text(f"\n{target['model']}", style="bold").append(sizes, style="not bold"))
+    console.print(Text.assemble((f"\n{target['model']}", "bold"), sizes))
     grid = Table(box=box.SIMPLE_HEAD, leading=1, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
     for name in ("method", "the draft", "to train it", "step, c", "accepted, AL", "speedup"):
         grid.add_column(name, no_wrap=True)
     for row in plan.methods:
         grid.add_row(*_columns(row), style="bold green" if row.method == advice["method"] else "" if row.available else "dim")
     console.print(grid)
+    shown = [f"{draft.repository} ({draft.method}, {draft.downloads:,} downloads, by its {draft.found_by})" for draft in drafts]
+    if len(shown) > SHOWN_DRAFTS:
+        shown[SHOWN_DRAFTS:] = [f"{len(shown) - SHOWN_DRAFTS} more"]
+    known = ", methods inferred from names and tags; measure one before you train" if drafts else ""
     sections = {
         "What each is": [f"{row.method}: {row.draft + ', ' if row.draft else ''}{row.note}" for row in plan.methods],
         "Acceptance as published": [f"{row.method}: {row.acceptance_source}" for row in plan.methods if row.acceptance_source],
         "Training data": [f"{row.method}: {row.training_source}" for row in plan.methods if row.training_tokens],
         "Assumed": plan.assumptions,
+        f"Drafts on the Hub{known}": shown or [not_asked or "none found"],
     }
     for title, lines in sections.items():
-        _print_list(console, title, lines)
-    shown = [
-        f"{draft.repository} ({draft.method}, {draft.downloads:,} downloads, by its {draft.found_by})"
-        for draft in drafts[:SHOWN_DRAFTS]
-    ]
-    more = [f"{len(drafts) - SHOWN_DRAFTS} more"] if len(drafts) > SHOWN_DRAFTS else []
-    known = "Drafts on the Hub, methods inferred from names and tags; measure one before you train"
-    _print_list(console, known if drafts else "Drafts on the Hub", [*shown, *more] or [not_asked or "none found"])
+        if not lines:
+            continue
+        console.print(Text(f"\n{title}", style="bold"))
+        grid = Table.grid(padding=(0, 1))
+        for line in lines:  # a paragraph each, wrapped under itself
+            grid.add_row(Text(" ·", style="dim"), Text(line, style="dim"))
+        console.print(grid)
     for warning in plan.warnings:
         console.print(Text(f"note: {warning}", style="yellow"))
-    console.print(
-        Text(f"\nRecommended: {advice['method'] or 'none'}", style="bold").append(f", {advice['reason']}.", style="not bold")
-    )
+    console.print(Text.assemble((f"\nRecommended: {advice['method'] or 'none'}", "bold"), f", {advice['reason']}."))
     if advice["method"]:
         console.print(Text(f"  {advice['start'] or 'no recipe of it ships'}", style="bold"), soft_wrap=True)
 
@@ -91,14 +93,3 @@ def _columns(row: Row) -> list[Text | str]:
 
 def _between(low: Any, high: Any) -> str:
     return f"{low}" if low == high else f"{low} to {high}"
-
-
-def _print_list(console: Console, title: str, lines: Sequence[str]) -> None:
-    """A heading and one indented paragraph a line, wrapped under itself."""
-    if not lines:
-        return
-    console.print(Text(f"\n{title}", style="bold"))
-    grid = Table.grid(padding=(0, 1))
-    for line in lines:
-        grid.add_row(Text(" ·", style="dim"), Text(line, style="dim"))
-    console.print(grid)
