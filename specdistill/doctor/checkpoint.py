@@ -103,94 +103,88 @@ def refusals(seen: Examination) -> Iterator[None]:
         seen.findings.append(problem(str(error).removeprefix(f"{KEY}: got ")))
 
 
-def _values(tensors: Mapping[str, Tensor]) -> list[Finding]:
+def _values(tensors: Mapping[str, Tensor]) -> Iterator[Finding]:
     """Weights that no training leaves so; NaN and infinity are refused by the readers."""
-    found = []
     for name, tensor in tensors.items():
         if tensor.dtype not in FLOATS:
             continue
         if not tensor.any() and not name.endswith(".bias"):
-            found.append(problem(f"{name} is all zeros", "it was not saved, or not trained: save the draft again"))
+            yield problem(f"{name} is all zeros", "it was not saved, or not trained: save the draft again")
         elif tensor.abs().max() > LARGE:
-            found.append(warning(f"{name} has a weight of {float(tensor.abs().max()):.3g}", "look at how training ended"))
-    return found
+            yield warning(f"{name} has a weight of {float(tensor.abs().max()):.3g}", "look at how training ended")
 
 
-def _config(config: Mapping[str, Any], seen: Examination) -> list[Finding]:
+def _config(config: Mapping[str, Any], seen: Examination) -> Iterator[Finding]:
     """What config.json says of itself."""
-    found, flat = [], config.get("model") or config.get("transformer_layer_config") or config
+    flat = config.get("model") or config.get("transformer_layer_config") or config
     if not (config.get("architectures") or flat.get("architectures")):
-        found.append(problem("config.json names no architectures", "engines choose the code that loads a draft by them"))
+        yield problem("config.json names no architectures", "engines choose the code that loads a draft by them")
     stated = config.get("dtype") or config.get("torch_dtype") or flat.get("dtype") or flat.get("torch_dtype")
     held = str(seen.dtype).removeprefix("torch.")
     if stated is not None and stated != held:
-        found.append(warning(f"config.json says {stated}, the weights are {held}", "engines convert them to what it says"))
+        yield warning(f"config.json says {stated}, the weights are {held}", "engines convert them to what it says")
     rope = flat.get("rope_parameters") or {}
     newer, older = rope.get("rope_theta"), flat.get("rope_theta")
     if newer is not None and older is not None and newer != older:
         what = f"config.json says rope_parameters.rope_theta {newer} and rope_theta {older}"
-        found.append(warning(what, "they are read before and since transformers 5: make them the same"))
-    return found
+        yield warning(what, "they are read before and since transformers 5: make them the same")
 
 
-def _vocabulary(tensors: Mapping[str, Tensor], config: HeadShape) -> list[Finding]:
+def _vocabulary(tensors: Mapping[str, Tensor], config: HeadShape) -> Iterator[Finding]:
     """Whether d2t is what it should be: offsets, and the same tokens as in t2d."""
     d2t, t2d = tensors.get("d2t"), tensors.get("t2d")
     if d2t is None or d2t.is_floating_point() or len(d2t) == config.vocab_size:
-        return []
-    found, num = [], len(d2t)
+        return
+    num = len(d2t)
     ids = torch.arange(num) + d2t
     if num > 1 and bool((d2t.diff() > 0).all()):
         what = f"d2t grows with every token, so no two of the {num} draft tokens stand side by side in the target's vocabulary"
-        found.append(warning(what, "d2t holds offsets, target id - draft id: it seems to hold the ids themselves"))
+        yield warning(what, "d2t holds offsets, target id - draft id: it seems to hold the ids themselves")
     if t2d is not None and t2d.shape == (config.vocab_size,):
         named = t2d.nonzero().flatten()
         if named.shape != ids.shape or not torch.equal(named, ids.to(named)):
-            found.append(
-                problem("d2t and t2d name different tokens", "make d2t again: the ids that t2d marks, less 0, 1, 2, …")
-            )
-    return found
+            yield problem("d2t and t2d name different tokens", "make d2t again: the ids that t2d marks, less 0, 1, 2, …")
 
 
-def _against(target: TargetFiles, config: HeadShape) -> list[Finding]:
+def _against(target: TargetFiles, config: HeadShape) -> Iterator[Finding]:
     """Settings that usually are the target's own."""
-    text, found = target.text_config, []
+    text = target.text_config
     rope = text.get("rope_parameters") or {}
     theta = rope.get("rope_theta") or text.get("rope_theta")
     if theta is not None and float(theta) != config.rope_theta:
         what = f"the draft's rotary base (rope_theta) is {config.rope_theta:g}, the target's {theta:g}"
-        found.append(warning(what, "heads are trained with the target's, unless this one was not"))
+        yield warning(what, "heads are trained with the target's, unless this one was not")
     length = text.get("max_position_embeddings")
     if isinstance(length, int) and config.max_position_embeddings < length:
         what = f"the draft's max_position_embeddings is {config.max_position_embeddings}, the target's {length}"
-        found.append(warning(what, "beyond it engines cap the sequence, or draft at positions that were never trained"))
-    return found
+        yield warning(what, "beyond it engines cap the sequence, or draft at positions that were never trained")
 
 
 def _engine(
     engine: Engine, seen: Examination, config: Mapping[str, Any], tensors: Mapping[str, Tensor], target: TargetFiles | None
-) -> list[Finding]:
+) -> Iterator[Finding]:
     """What an engine would make of the folder. It loads a draft model as any model, and compares its tokens with the target's."""
     assert seen.method is not None
     exported = f"specdistill export engine={engine.name} writes a draft as it loads it" if seen.method in engine.layouts else ""
+    loader = loader_of(engine.loaders.get(seen.method, ()), config)
     artifact, size = METHODS[seen.method].artifact, config.get("vocab_size")
     if artifact == "layer":
-        return [problem(f"{engine.title} loads such a layer from its target's checkpoint alone", exported)]
-    if artifact == "model":
-        if target is None or size == target.vocab_size:
-            return []
-        wanted = f"{engine.title} needs a vocabulary of {target.vocab_size}, as the target has"
-        return [problem(f"{wanted}, and the draft's is {size}")]
-    if seen.config is None:
-        return [problem(f"method {seen.method} does not say what its heads look like, so no loader can be checked", exported)]
-    loader = loader_of(engine.loaders.get(seen.method, ()), config)
-    if loader is None:
-        return [problem(f"{engine.title} is not known to load method {seen.method} in this layout", exported)]
-    result = check_loader(loader, config, {name: tuple(tensor.shape) for name, tensor in tensors.items()}, seen.config, target)
-    name = f"{engine.title} {engine.loader_version or engine.versions}"
-    found = [problem(f"{name} stops: {what}", exported) for what in result.refused]
-    found += [problem(f"{name} does not say so, but {what}", exported) for what in result.silent]
-    return found + [note(f"{name}: {what}") for what in result.notes]
+        yield problem(f"{engine.title} loads such a layer from its target's checkpoint alone", exported)
+    elif artifact == "model":
+        if target is not None and size != target.vocab_size:
+            wanted = f"{engine.title} needs a vocabulary of {target.vocab_size}, as the target has"
+            yield problem(f"{wanted}, and the draft's is {size}")
+    elif seen.config is None:
+        yield problem(f"method {seen.method} does not say what its heads look like, so no loader can be checked", exported)
+    elif loader is None:
+        yield problem(f"{engine.title} is not known to load method {seen.method} in this layout", exported)
+    else:
+        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        result = check_loader(loader, config, shapes, seen.config, target)
+        name = f"{engine.title} {engine.loader_version or engine.versions}"
+        yield from (problem(f"{name} stops: {what}", exported) for what in result.refused)
+        yield from (problem(f"{name} does not say so, but {what}", exported) for what in result.silent)
+        yield from (note(f"{name}: {what}") for what in result.notes)
 
 
 def describe(seen: Examination) -> str:

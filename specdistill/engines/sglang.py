@@ -6,6 +6,7 @@
 - Drafts are counted in each answer's `meta_info`, under names that changed between versions.
 """
 
+import shlex
 from typing import Any
 
 from specdistill.engines import limits, loader
@@ -55,19 +56,8 @@ HISTOGRAM = ("spec_correct_drafts_histogram", "spec_accept_histogram")
 GAUGES = {"sglang:spec_accept_length": "mean_acceptance_length", "sglang:spec_accept_rate": "acceptance_rate"}
 
 
-def serve_command(served: Served) -> str:
-    """A layer for multi-token prediction is in the target's folder."""
-    in_target, num = served.method == "mtp", served.num_tokens
-    parts = [f"python -m sglang.launch_server --model-path {served.quoted_output if in_target else served.quoted_target}"]
-    parts += [f"--speculative-algorithm {ALGORITHMS[served.method]}"]
-    parts += [] if in_target else [f"--speculative-draft-model-path {served.quoted_output}"]
-    parts += [f"--speculative-num-steps {num} --speculative-eagle-topk 1 --speculative-num-draft-tokens {num + 1}"]
-    if served.method == "eagle3" and served.config.get("layer_types"):
-        parts += [f"--speculative-draft-window-size {served.config['sliding_window']}"]
-    return " \\\n    ".join(parts)
-
-
 def draft_options(method: str, folder: str, num_tokens: int) -> dict[str, Any]:
+    """A layer for multi-token prediction is in the target's folder."""
     return {
         "speculative_algorithm": ALGORITHMS[method],
         "speculative_num_steps": num_tokens,
@@ -75,6 +65,14 @@ def draft_options(method: str, folder: str, num_tokens: int) -> dict[str, Any]:
         "speculative_num_draft_tokens": num_tokens + 1,
         "model_path" if method == "mtp" else "speculative_draft_model_path": folder,
     }
+
+
+def serve_command(served: Served) -> str:
+    options = {"model_path": served.target or "TARGET", **draft_options(served.method, str(served.output), served.num_tokens)}
+    if served.method == "eagle3" and served.config.get("layer_types"):
+        options["speculative_draft_window_size"] = served.config["sliding_window"]
+    flags = [f"--{name.replace('_', '-')} {shlex.quote(str(value))}" for name, value in options.items()]
+    return " \\\n    ".join(["python -m sglang.launch_server", *flags])
 
 
 def describe_server(server: Server, counters: Counters) -> Identity:
