@@ -74,13 +74,8 @@ def main(options: CommonOptions) -> ExitCode:
         for proposer, entry in zip(proposers, candidates, strict=True)
     ]
     histories = [read_history(entry.folder, key="drafts") if entry.folder else None for entry in candidates]
-    prompts = tokenize(
-        suite,
-        target.tokenizer,
-        max_new_tokens=options.max_new_tokens,
-        max_length=target.max_length,
-        num_prompts=options.num_prompts,
-    )
+    limits: dict[str, Any] = {"max_new_tokens": options.max_new_tokens, "num_prompts": options.num_prompts}
+    prompts = tokenize(suite, target.tokenizer, max_length=target.max_length, **limits)
 
     # Measure: every prompt is decoded with all the drafts and once without, so that their times are paired over one baseline
     plan = Plan(Settings.of(options), prompts)

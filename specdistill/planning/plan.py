@@ -28,6 +28,7 @@ LAYERS_OVERHEAD = 3.0
 # float32 weight, gradient and two AdamW moments; Muon keeps one moment of the matrices.
 BYTES_PER_TRAINED, BYTES_PER_COPIED = 16, 4
 MICRO_BATCH_TOKENS = 4 * 2048
+ASSUMED_DTYPE = torch.bfloat16  # where a config names none
 ASSUMPTIONS = (
     "Nothing here is measured. Parameters follow from configs, acceptance from the sources named, speedup S = AL / (v + c·K) from both.",
     "Batch 1, short contexts. c is the larger of a step's shares of weights read and of layers run; draft and target have one dtype.",
@@ -96,18 +97,21 @@ class Plan:
 
 def make_plan(target: Described, draft: Described | None = None) -> Plan:
     """Plan for a target, and for a draft of it where one is given. Raises UserError for what is no target, or no draft of it."""
-    planner = _Planner(target)
-    rows = {method: planner.row(method) for method in METHODS}
-    warnings = planner.warnings()
+    facts, warnings = _facts(target), []
+    if target.dtype is None:
+        warnings.append(f"the config names no dtype: bytes are of {facts['dtype']}")
+    if quantised := target.raw.get("quantization_config"):
+        counted = f"bytes here are of {facts['dtype']}, and c of a draft in that is higher"
+        warnings.append(f"the target's weights are {quantised.get('quant_method', 'quantised')}: {counted}")
+    rows = {method: _row(method, target) for method in METHODS}
     if draft is not None:
         method = method_of_config(draft, target)
         warnings += check_fit(draft, target, method)
-        rows[method] = row = planner.row(method, draft)
-        if row.high and (row.parameters or 0) > planner.target.parameters:
-            sizes = f"{draft.name} has {row.parameters:,} parameters, the target {planner.target.parameters:,}"
+        rows[method] = row = _row(method, target, draft)
+        if row.high and (row.parameters or 0) > target.parameters:
+            sizes = f"{draft.name} has {row.parameters:,} parameters, the target {target.parameters:,}"
             warnings.append(f"{sizes}: a predicted speedup of at most {row.high.speedup:.2f}")
-    methods, facts = list(rows.values()), planner.facts()
-    return Plan(facts, methods, recommend(methods, facts), warnings)
+    return Plan(facts, list(rows.values()), recommend(list(rows.values()), facts), warnings)
 
 
 def recommend(rows: Sequence[Row], target: Mapping[str, Any]) -> dict[str, str | None]:
@@ -166,87 +170,73 @@ def recipe_for(method: str, target: str) -> tuple[str | None, dict[str, Any]]:
     return name, {}
 
 
-class _Planner:
-    """A target's sizes, and the rows that follow from them."""
+def _facts(target: Described) -> dict[str, Any]:
+    native, text, dtype = target.native_mtp, target.text, target.dtype or ASSUMED_DTYPE
+    return {
+        "model": target.name,
+        "revision": target.revision,
+        "model_type": text.model_type,
+        "dtype": str(dtype).removeprefix("torch."),
+        "parameters": target.parameters,
+        "bytes": target.parameters * dtype.itemsize,
+        "parameters_read": round(weights_read(target.model)),
+        "num_layers": text.num_hidden_layers,
+        "hidden_size": text.hidden_size,
+        "vocab_size": text.vocab_size,
+        "recurrent": is_recurrent(text),
+        "native_mtp": native and {"key": native[0], "layers": native[1]},
+    }
 
-    def __init__(self, target: Described) -> None:
-        self.target, self.text = target, target.text
-        self.read = weights_read(target.model)
-        self.verify = [weights_read(target.model, k + 1) / self.read for k in range(1, MAX_K + 1)]
-        self.dtype = target.dtype or torch.bfloat16
 
-    def facts(self) -> dict[str, Any]:
-        native = self.target.native_mtp
-        return {
-            "model": self.target.name,
-            "revision": self.target.revision,
-            "model_type": self.text.model_type,
-            "dtype": str(self.dtype).removeprefix("torch."),
-            "parameters": self.target.parameters,
-            "bytes": self.target.parameters * self.dtype.itemsize,
-            "parameters_read": round(self.read),
-            "num_layers": self.text.num_hidden_layers,
-            "hidden_size": self.text.hidden_size,
-            "vocab_size": self.text.vocab_size,
-            "recurrent": is_recurrent(self.text),
-            "native_mtp": native and {"key": native[0], "layers": native[1]},
-        }
-
-    def warnings(self) -> list[str]:
-        dtype, quantised = str(self.dtype).removeprefix("torch."), self.target.raw.get("quantization_config")
-        found = [] if self.target.dtype else [f"the config names no dtype: bytes are of {dtype}"]
-        if quantised:
-            kind = quantised.get("quant_method", "quantised")
-            found.append(f"the target's weights are {kind}: bytes here are of {dtype}, and c of a draft in that is higher")
-        return found
-
-    def row(self, method: str, given: Described | None = None) -> Row:
-        """The method's row, for the draft that is given or else for the one a recipe would train."""
-        cost, plan = METHODS[method].cost, METHODS[method].implementation().planned
-        recipe, settings = recipe_for(method, self.target.name)
-        if plan is None:
-            return Row(method, False, "nothing is known of its cost", recipe)
-        try:
-            planned: PlannedDraft = plan(self.target, given, settings.get("draft", {}))
-        except UserError as error:
-            if given is not None:
-                raise
-            return Row(method, False, str(error), recipe)
-        parts, shape, published = planned.parts, planned.shape, planned.published
-        generated = settings.get("data", {}).get("regenerate", {}).get("num_tokens")
-        tokens = generated or published.training_tokens
-        depth, itemsize = self.text.num_hidden_layers, self.dtype.itemsize
-        shares = step_shares(parts, self.read, depth)
-        low = high = None
-        if published.alphas:
-            low, high = speedup_range(published.alphas, self.verify, shares, depth, cost.passes)
-        memory = disk = 0
-        if shape is not None:
-            own = (parts, self.target.parameters * itemsize, shape, planned.vocabulary)
-            memory = training_bytes(*own, cost.unrolled, MICRO_BATCH_TOKENS)
-            disk = cost.features * self.text.hidden_size * itemsize * (tokens or 0)
-        return Row(
-            method=method,
-            available=True,
-            note=planned.note,
-            recipe=recipe,
-            draft=given.name if given else None,
-            num_layers=parts.num_layers,
-            hidden_size=shape.hidden_size if shape else 0,
-            parameters=parts.parameters,
-            bytes=parts.parameters * itemsize,
-            training_tokens=tokens,
-            training_source=f"recipe {recipe}" if generated else published.training_source,
-            disk_bytes=None if tokens is None else disk,
-            training_memory_bytes=memory,
-            step_ratio=max(shares.values()),
-            step_shares=shares,
-            alphas=published.alphas,
-            acceptance_source=published.acceptance_source,
-            low=low,
-            high=high,
-            recipe_keys=planned.recipe_keys,
-        )
+def _row(method: str, target: Described, given: Described | None = None) -> Row:
+    """The method's row, for the draft that is given or else for the one a recipe would train."""
+    cost, plan = METHODS[method].cost, METHODS[method].implementation().planned
+    recipe, settings = recipe_for(method, target.name)
+    if plan is None:
+        return Row(method, False, "nothing is known of its cost", recipe)
+    try:
+        planned: PlannedDraft = plan(target, given, settings.get("draft", {}))
+    except UserError as error:
+        if given is not None:
+            raise
+        return Row(method, False, str(error), recipe)
+    parts, shape, published = planned.parts, planned.shape, planned.published
+    generated = settings.get("data", {}).get("regenerate", {}).get("num_tokens")
+    tokens = generated or published.training_tokens
+    depth, itemsize = target.text.num_hidden_layers, (target.dtype or ASSUMED_DTYPE).itemsize
+    read = weights_read(target.model)
+    shares = step_shares(parts, read, depth)
+    low = high = None
+    if published.alphas:
+        verify = [weights_read(target.model, k + 1) / read for k in range(1, MAX_K + 1)]
+        low, high = speedup_range(published.alphas, verify, shares, depth, cost.passes)
+    memory = disk = 0
+    if shape is not None:
+        own = (parts, target.parameters * itemsize, shape, planned.vocabulary)
+        memory = training_bytes(*own, cost.unrolled, MICRO_BATCH_TOKENS)
+        disk = cost.features * target.text.hidden_size * itemsize * (tokens or 0)
+    return Row(
+        method=method,
+        available=True,
+        note=planned.note,
+        recipe=recipe,
+        draft=given.name if given else None,
+        num_layers=parts.num_layers,
+        hidden_size=shape.hidden_size if shape else 0,
+        parameters=parts.parameters,
+        bytes=parts.parameters * itemsize,
+        training_tokens=tokens,
+        training_source=f"recipe {recipe}" if generated else published.training_source,
+        disk_bytes=None if tokens is None else disk,
+        training_memory_bytes=memory,
+        step_ratio=max(shares.values()),
+        step_shares=shares,
+        alphas=published.alphas,
+        acceptance_source=published.acceptance_source,
+        low=low,
+        high=high,
+        recipe_keys=planned.recipe_keys,
+    )
 
 
 def step_shares(parts: Parts, target_read: float, target_layers: int) -> dict[str, float]:
