@@ -9,8 +9,9 @@ vLLM and speculators count the same way; SGLang and SpecForge count L - 1, which
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -179,19 +180,14 @@ def _capture(backbone: Any, aux_layers: Sequence[int]) -> Iterator[dict[int, Ten
     """Capture the inputs of the layers asked for; that of the final norm is "after all layers"."""
     captured: dict[int, Tensor] = {}
 
-    def keep(layer: int) -> Any:
-        def hook(_module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
-            captured[layer] = args[0] if args else kwargs["hidden_states"]
-
-        return hook
+    def keep(layer: int, _module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
+        captured[layer] = args[0] if args else kwargs["hidden_states"]
 
     modules = [*backbone.layers, backbone.norm]
-    handles = [modules[layer].register_forward_pre_hook(keep(layer), with_kwargs=True) for layer in aux_layers]
-    try:
+    with ExitStack() as hooks:
+        for layer in aux_layers:
+            hooks.enter_context(modules[layer].register_forward_pre_hook(partial(keep, layer), with_kwargs=True))
         yield captured
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @contextmanager
