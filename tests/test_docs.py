@@ -72,7 +72,7 @@ def test_recipes_exist(page: Path) -> None:
 def keys_of(verb: str) -> frozenset[str]:
     """The keys that `specdistill <verb> --help` lists. Those of eval and gate are read from their scripts, which import too much."""
     if verb == "eval":
-        (shorthands,) = re.findall(r"^SHORTHANDS = (\{.*?^\})", read(ROOT / "eval" / "run.py"), re.MULTILINE | re.DOTALL)
+        (shorthands,) = re.findall(r"^SHORTHANDS = (\{.*?\})$", read(ROOT / "eval" / "run.py"), re.MULTILINE | re.DOTALL)
         return keys_of("train") | ast.literal_eval(shorthands).keys()
     if verb == "gate":
         return frozenset(re.findall(r"^    (\w+): .* = (?:option|like)\(", read(ROOT / "eval" / "gate.py"), re.MULTILINE))
