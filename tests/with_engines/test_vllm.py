@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
 
 from specdistill.decoding.proposer import DecodingState, Proposal
-from specdistill.engines.vllm import draft_options, plain_options
+from specdistill.engines.vllm import VLLM, draft_options
 from specdistill.export.export import export
 from specdistill.losses.divergence import forward_kl
 from specdistill.measurement.engine_counts import (
@@ -84,7 +84,7 @@ def cases(
     python = environment("vllm") / "bin" / "python"
     folder = tmp_path_factory.mktemp("vllm")
     files = TargetFiles.of("pico")
-    options = partial(plain_options, dtype="float32", max_length=MAX_LENGTH)
+    options = partial(VLLM.plain_options, dtype="float32", max_length=MAX_LENGTH)
     generated_here = partial(generate_here, max_new_tokens=NUM_TOKENS)
     plain = Job(options(files.name), prompts, NUM_TOKENS)
     jobs, here = {"plain": plain}, {"plain": generated_here(pico, None, prompts)}
