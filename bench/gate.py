@@ -36,8 +36,7 @@ from specdistill.recipe import Section, option
 from specdistill.report.files import read_report
 from specdistill.report.markdown import table
 from specdistill.statistics.intervals import relative_change
-from specdistill.statistics.metrics import METRICS
-from specdistill.statistics.prompt_sums import PromptSums
+from specdistill.statistics.metrics import METRICS, PromptSums
 from specdistill.statistics.records import PromptRecord
 
 MEASURED = Path(__file__).with_suffix(".json")

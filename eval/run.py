@@ -34,8 +34,8 @@ from specdistill.methods.recipe import Recipe
 from specdistill.report.console import print_power_analysis, print_report
 from specdistill.report.files import check_writable, previous_report, write_report
 from specdistill.servers.run import connect, evaluate_server
-from specdistill.statistics.power import PriorRun, power_analysis
 from specdistill.statistics.records import PromptRecord
+from specdistill.statistics.sample_size import PriorRun, power_analysis
 from specdistill.suites.suite import Suite, cut_prompts, load_suite, tokenize
 from specdistill.targets.frozen import FrozenTarget, read_tokenizer
 

@@ -15,8 +15,7 @@ import numpy as np
 from specdistill import __version__
 from specdistill.comparison.explanation import is_separable, reasons
 from specdistill.statistics.intervals import relative_change
-from specdistill.statistics.metrics import METRICS, Metric, value
-from specdistill.statistics.prompt_sums import PromptSums, prompt_sums
+from specdistill.statistics.metrics import METRICS, Metric, PromptSums, prompt_sums, value
 from specdistill.statistics.records import PromptRecord
 
 SCHEMA_VERSION = 2

@@ -12,11 +12,10 @@ from typing import Any
 from specdistill.errors import UserError
 from specdistill.gate.rules import DEFAULT_CONFIDENCE, SCOPES, Rule
 from specdistill.report.schema import row_metrics
-from specdistill.statistics.interim import corrected_confidence
 from specdistill.statistics.intervals import Interval, interval, relative_change
-from specdistill.statistics.metrics import METRICS
-from specdistill.statistics.prompt_sums import prompt_sums
+from specdistill.statistics.metrics import METRICS, prompt_sums
 from specdistill.statistics.records import PromptRecord, records_of
+from specdistill.statistics.sample_size import corrected_confidence
 
 # Settings that change what is accepted or timed: two measurements share them, beside the row's configuration, or are not compared.
 SHARED_SETTINGS = ("top_p", "top_k", "max_new_tokens")

@@ -10,8 +10,8 @@ from specdistill.errors import UserError
 from specdistill.gate.decide import Evidence, decide, find_row, regression
 from specdistill.gate.rules import Rule
 from specdistill.report.results import main_rows
-from specdistill.statistics.configuration import ALL
 from specdistill.statistics.metrics import METRICS
+from specdistill.statistics.records import ALL
 
 METRICS_SHOWN = ("mean_acceptance_length", "acceptance_rate", "speedup", "tokens_per_second", "draft_ms", "verify_ms")
 METRIC_BY_CATEGORY = "mean_acceptance_length"

@@ -11,7 +11,7 @@ from typing import Any
 from specdistill.decoding.sampling import Sampling
 from specdistill.decoding.tree import DynamicTree, StaticTree, tree_shape
 from specdistill.errors import UserError
-from specdistill.statistics.configuration import ALL, Configuration
+from specdistill.statistics.records import ALL, Configuration
 from specdistill.suites.suite import Prompt
 
 GREEDY = Sampling()

@@ -12,7 +12,7 @@ from specdistill.measurement.losslessness import together
 from specdistill.project import git_revision
 from specdistill.report.build import build_report
 from specdistill.report.results import context_rows, headline, result_rows, theory
-from specdistill.statistics.interim import corrected_confidence
+from specdistill.statistics.sample_size import corrected_confidence
 from specdistill.statistics.theory import RoundCost
 from specdistill.suites.suite import Suite
 from specdistill.targets.frozen import FrozenTarget

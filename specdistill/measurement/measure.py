@@ -24,8 +24,8 @@ from specdistill.measurement.configurations import Plan, Settings
 from specdistill.measurement.hardware import frozen_garbage_collector
 from specdistill.measurement.runs import Runs, prompt_records
 from specdistill.progress import progress
-from specdistill.statistics.interim import interim_sizes, reached_precision, spread_out
 from specdistill.statistics.records import HFGenerate
+from specdistill.statistics.sample_size import interim_sizes, reached_precision, spread_out
 from specdistill.statistics.theory import RoundCost
 from specdistill.suites.suite import Prompt, evenly
 from specdistill.targets.frozen import FrozenTarget

@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 
 from specdistill.decoding.decoder import Generation
 from specdistill.decoding.proposer import Proposer
-from specdistill.statistics.configuration import Configuration
-from specdistill.statistics.records import HFGenerate, PromptRecord, RoundRecord, Timing
+from specdistill.statistics.records import Configuration, HFGenerate, PromptRecord, RoundRecord, Timing
 from specdistill.suites.suite import Prompt
 from specdistill.targets.frozen import FrozenTarget
 

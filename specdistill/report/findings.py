@@ -1,11 +1,10 @@
 """Findings: what a reader should know before quoting a report's numbers."""
 
-import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from specdistill.engines import ENGINES
-from specdistill.statistics.interim import PRECISION_METRICS
+from specdistill.statistics.sample_size import PRECISION_METRICS, half_width
 from specdistill.statistics.theory import best_point
 
 MAX_PREDICTION_GAP = {"cpu": 0.10, "cuda": 0.03}  # by device: times on a CPU vary more
@@ -88,19 +87,10 @@ def _speed_findings(row: Mapping[str, Any], device: str, target_precision: float
             f"The baseline has {row['baseline_over_hf_generate']:.0%} of the speed of transformers' generate(); "
             f"over that the speedup is {row['speedup_over_hf_generate']:.2f}×.",
         )
-    if "speedup_ci95" in row:
-        low, high = row["speedup_ci95"]
-        half = (high - low) / 2 / row["speedup"]
-        if half > WIDE_INTERVAL:
-            yield "wide_interval", f"With {row['num_prompts']} prompts the speedup is known to ±{half:.0%} only."
-    if target_precision and not all(_half_width(row, name) <= target_precision for name in PRECISION_METRICS):
+    if "speedup_ci95" in row and (half := half_width(row, "speedup")) > WIDE_INTERVAL:
+        yield "wide_interval", f"With {row['num_prompts']} prompts the speedup is known to ±{half:.0%} only."
+    if target_precision and not all(half_width(row, name) <= target_precision for name in PRECISION_METRICS):
         yield (
             "precision_not_reached",
             f"All {row['num_prompts']} prompts were measured and the target precision of ±{target_precision:.1%} was not reached.",
         )
-
-
-def _half_width(row: Mapping[str, Any], name: str) -> float:
-    """Of the metric's interval, as a share of the metric; infinite where there is none."""
-    low, high = row.get(f"{name}_ci95", (-math.inf, math.inf))
-    return float((high - low) / 2 / row.get(name, 1.0))

@@ -6,9 +6,8 @@ from typing import Any
 from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 
 from specdistill.report import charts, latency, numbers, phrases, results, tables, token_view
-from specdistill.statistics.configuration import ALL
-from specdistill.statistics.prompt_sums import MIN_BUCKET_DRAFTS
-from specdistill.statistics.records import PromptRecord, records_of
+from specdistill.statistics.metrics import MIN_BUCKET_DRAFTS
+from specdistill.statistics.records import ALL, PromptRecord, records_of
 
 NUM_PLAIN_SAMPLES = 3  # completions shown where scripts do not run
 

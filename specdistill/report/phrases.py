@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from specdistill.report.numbers import between, counted, number, times
-from specdistill.statistics.configuration import ALL
+from specdistill.statistics.records import ALL
 
 Report = Mapping[str, Any]
 Row = Mapping[str, Any]

@@ -13,18 +13,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specdistill.project import METRICS as METRIC_MODULES
-from specdistill.statistics.configuration import ALL, CONFIGURATION_KEYS, Configuration
 from specdistill.statistics.intervals import estimates, macro_interval
-from specdistill.statistics.metrics import METRICS, measured, value
-from specdistill.statistics.prompt_sums import (
+from specdistill.statistics.metrics import (
+    METRICS,
     MIN_BUCKET_DRAFTS,
     PromptSums,
-    accepted_in_bucket,
-    drafts_per_bucket,
+    accepted_by_bucket,
     long_context_start,
+    measured,
     prompt_sums,
+    value,
 )
-from specdistill.statistics.records import PromptRecord
+from specdistill.statistics.records import ALL, CONFIGURATION_KEYS, Configuration, PromptRecord
 from specdistill.statistics.theory import RoundCost, alpha_from_acceptance_length, best_point, speedup_curve
 from specdistill.suites.suite import Suite
 
@@ -80,10 +80,9 @@ def result_rows(
 def context_rows(records: Sequence[PromptRecord]) -> list[dict[str, Any]]:
     """Acceptance by the number of tokens before a round, in powers of two."""
     rows = []
-    for bucket, num_drafts in sorted(drafts_per_bucket(records).items()):
-        accepted = sum(accepted_in_bucket(record, bucket) for record in records)
-        length = 1 + accepted / num_drafts
-        rows.append({"bucket": f"{bucket}-{2 * bucket - 1}", "num_drafts": num_drafts, "mean_acceptance_length": length})
+    for bucket, accepted in sorted(accepted_by_bucket(records).items()):
+        length = 1 + sum(accepted) / len(accepted)
+        rows.append({"bucket": f"{bucket}-{2 * bucket - 1}", "num_drafts": len(accepted), "mean_acceptance_length": length})
     return rows
 
 

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from specdistill.report.numbers import interval, number, percent, signed, times
 from specdistill.report.phrases import configuration_name, direction, row_name
-from specdistill.statistics.configuration import ALL
+from specdistill.statistics.records import ALL
 
 Cell = tuple[str, ...]
 

@@ -22,8 +22,7 @@ from specdistill.project import git_revision
 from specdistill.report.build import build_report
 from specdistill.report.results import headline, result_rows
 from specdistill.servers.not_measured import DOCUMENT_REASONS, NO_BASELINE, NO_BASELINE_ROW, ROW_REASONS
-from specdistill.statistics.configuration import Configuration
-from specdistill.statistics.records import PromptRecord, Timing
+from specdistill.statistics.records import Configuration, PromptRecord, Timing
 from specdistill.suites.suite import Prompt, Suite, evenly
 
 

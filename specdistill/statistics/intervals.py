@@ -14,8 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import stats
 
-from specdistill.statistics.metrics import METRICS, Metric, measured, value
-from specdistill.statistics.prompt_sums import PromptSums
+from specdistill.statistics.metrics import METRICS, Metric, PromptSums, measured, value
 
 NUM_RESAMPLES = 4_000
 MIN_EXPECTED = 5.0  # the usual bound below which chi-square's approximation is poor

@@ -1,19 +1,98 @@
-"""The metrics of a report, each one formula over sums of per-prompt sums (see specdistill.statistics.prompt_sums).
+"""The metrics of a report, each one formula over the totals of per-prompt sums.
 
 Definitions are vLLM's, so that numbers compare: the acceptance length counts the bonus token, rates per position are unconditional, and
 every ratio is a micro-average, a ratio of sums over all drafts of a row. The same formula gives the value and, on resampled prompts, its
-interval.
+interval: the bootstrap resamples prompts, so nothing is summed across them before.
+
+Context buckets are powers of two: bucket b holds the rounds that began with b to 2b - 1 tokens before them.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import inspect
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from specdistill.statistics.prompt_sums import PromptSums
+from specdistill.statistics.records import PromptRecord, RoundRecord, Timing
 from specdistill.statistics.theory import conditional_rates, predicted_speedup
+
+PromptSums = dict[str, NDArray[np.float64]]
+
+MIN_BUCKET_DRAFTS = 30  # below this a bucket's acceptance length is mostly noise
+
+
+def prompt_sums(records: Sequence[PromptRecord]) -> PromptSums:
+    """Name of a sum -> [P], its value for each prompt; NaN where it was not measured.
+
+    Where prompts were decoded together, `batch` numbers the batch of each; it is no sum.
+    """
+    long_from = long_context_start(records)
+    in_batches = any(record.batch is not None for record in records)
+    rows = [
+        {**_sums(record), **_long_and_short(record, long_from), **({"batch": record.batch} if in_batches else {})}
+        for record in records
+    ]
+    # What was not measured is None, which becomes NaN.
+    return {name: np.array([row[name] for row in rows], dtype=np.float64) for name in (rows[0] if rows else ())}
+
+
+def drafts_with_context(record: PromptRecord) -> Iterator[tuple[int, RoundRecord]]:
+    """The rounds with a draft, each with the number of tokens before it."""
+    context = record.num_prompt_tokens + 1
+    for round in record.rounds:
+        if round.drafted:
+            yield context, round
+        context += len(round.emitted)
+
+
+def accepted_by_bucket(records: Sequence[PromptRecord]) -> dict[int, list[int]]:
+    """Context bucket -> the number of accepted tokens of each round with a draft that began in it."""
+    accepted = defaultdict(list)
+    for record in records:
+        for context, round in drafts_with_context(record):
+            accepted[1 << (context.bit_length() - 1)].append(len(round.accepted))
+    return accepted
+
+
+def long_context_start(records: Sequence[PromptRecord]) -> int | None:
+    """Where long contexts begin: the highest bucket with enough drafts in it and below it; None without one."""
+    counts = {bucket: len(accepted) for bucket, accepted in accepted_by_bucket(records).items()}
+    for bucket in sorted(counts, reverse=True):
+        num_below = sum(count for other, count in counts.items() if other < bucket)
+        if counts[bucket] >= MIN_BUCKET_DRAFTS and num_below >= MIN_BUCKET_DRAFTS:
+            return bucket
+    return None
+
+
+def _sums(record: PromptRecord) -> dict[str, float | None]:
+    drafts, hf = record.drafts(), record.hf_generate
+    baseline = asdict(record.baseline) if record.baseline else {field.name: None for field in fields(Timing)}
+    return {
+        "num_prompts": 1,
+        "num_drafts": len(drafts),
+        "num_draft_tokens": sum(drafted for drafted, _ in drafts),
+        "num_accepted_tokens": sum(accepted for _, accepted in drafts),
+        **asdict(record.speculative),
+        **{f"baseline_{name}": number for name, number in baseline.items()},
+        "hf_num_tokens": hf.num_tokens if hf else None,
+        "hf_seconds": hf.seconds if hf else None,
+        "num_in_draft_vocabulary": record.num_in_draft_vocabulary,
+    }
+
+
+def _long_and_short(record: PromptRecord, long_from: int | None) -> dict[str, float]:
+    """Drafts and accepted tokens at long and at shorter contexts; NaN where the suite has no long ones."""
+    sums = {f"num_{what}_{length}": np.nan for what in ("drafts", "accepted") for length in ("long", "short")}
+    if long_from is not None:
+        sums = dict.fromkeys(sums, 0.0)
+        for context, round in drafts_with_context(record):
+            length = "long" if context >= long_from else "short"
+            sums[f"num_drafts_{length}"] += 1
+            sums[f"num_accepted_{length}"] += len(round.accepted)
+    return sums
 
 
 @dataclass(frozen=True)
@@ -30,74 +109,72 @@ class Metric:
         return any("seconds" in name for name in self.sums)
 
 
-def _speedup(tokens: Any, seconds: Any, baseline_tokens: Any, baseline_seconds: Any) -> Any:
+def _of(formula: Callable[..., Any], better: Literal["higher", "lower"] = "higher") -> Metric:
+    """The metric of a formula whose parameters have the names of its sums."""
+    return Metric(tuple(inspect.signature(formula).parameters), formula, better)
+
+
+def _speedup(num_tokens: Any, seconds: Any, baseline_num_tokens: Any, baseline_seconds: Any) -> Any:
     """Tokens a second with the draft over tokens a second without; over the same tokens, the ratio of times."""
-    return (tokens / seconds) / (baseline_tokens / baseline_seconds)
+    return (num_tokens / seconds) / (baseline_num_tokens / baseline_seconds)
 
 
-def _decode_speedup(tokens: Any, prompts: Any, seconds: Any, prefill: Any, *baseline: Any) -> Any:
+def _decode_speedup(
+    num_prompts: Any,
+    num_tokens: Any,
+    seconds: Any,
+    prefill_seconds: Any,
+    baseline_num_tokens: Any,
+    baseline_seconds: Any,
+    baseline_prefill_seconds: Any,
+) -> Any:
     """`_speedup` without the prefill, which yields the first token of each prompt."""
-    base_tokens, base_prompts, base_seconds, base_prefill = baseline
-    return _speedup(tokens - prompts, seconds - prefill, base_tokens - base_prompts, base_seconds - base_prefill)
+    baseline = baseline_num_tokens - num_prompts, baseline_seconds - baseline_prefill_seconds
+    return _speedup(num_tokens - num_prompts, seconds - prefill_seconds, *baseline)
 
 
 def _predicted(
-    accepted: Any, drafted: Any, rounds: Any, draft_s: Any, verify_s: Any, base_rounds: Any, base_verify_s: Any
+    num_accepted_tokens: Any,
+    num_draft_tokens: Any,
+    num_rounds: Any,
+    draft_seconds: Any,
+    verify_seconds: Any,
+    baseline_num_rounds: Any,
+    baseline_verify_seconds: Any,
 ) -> Any:
     """`theory.predicted_speedup`, with AL, v and d as means over all rounds, also those in which nothing was drafted."""
-    step = base_verify_s / base_rounds
-    a_token = draft_s / drafted / step  # undefined where nothing was drafted, and with it the prediction
-    return predicted_speedup(1 + accepted / rounds, verify_s / rounds / step, a_token * (drafted / rounds))
+    step = baseline_verify_seconds / baseline_num_rounds
+    a_token = draft_seconds / num_draft_tokens / step  # undefined where nothing was drafted, and with it the prediction
+    length, v = 1 + num_accepted_tokens / num_rounds, verify_seconds / num_rounds / step
+    return predicted_speedup(length, v, a_token * (num_draft_tokens / num_rounds))
 
 
-_SPEEDUP = ("num_tokens", "seconds", "baseline_num_tokens", "baseline_seconds")
-_PREDICTED = (
-    "num_accepted_tokens",
-    "num_draft_tokens",
-    "num_rounds",
-    "draft_seconds",
-    "verify_seconds",
-    "baseline_num_rounds",
-    "baseline_verify_seconds",
-)
-_ACCEPTANCE_LENGTH = ("num_accepted_tokens", "num_drafts")
+_SPEEDUP, _PREDICTED = _of(_speedup), _of(_predicted)
 
 METRICS: dict[str, Metric] = {
-    "mean_acceptance_length": Metric(_ACCEPTANCE_LENGTH, lambda accepted, drafts: 1 + accepted / drafts),
+    "mean_acceptance_length": _of(lambda num_accepted_tokens, num_drafts: 1 + num_accepted_tokens / num_drafts),
     # Rounds in which nothing was drafted count here, and not in the acceptance length.
-    "tokens_per_round": Metric(("num_accepted_tokens", "num_rounds"), lambda accepted, rounds: 1 + accepted / rounds),
-    "acceptance_rate": Metric(("num_accepted_tokens", "num_draft_tokens"), lambda accepted, drafted: accepted / drafted),
-    "tokens_per_second": Metric(("num_tokens", "seconds"), lambda tokens, seconds: tokens / seconds),
-    "baseline_tokens_per_second": Metric(("baseline_num_tokens", "baseline_seconds"), lambda tokens, seconds: tokens / seconds),
-    "speedup": Metric(_SPEEDUP, _speedup),
-    "decode_speedup": Metric(
-        (
-            "num_tokens",
-            "num_prompts",
-            "seconds",
-            "prefill_seconds",
-            "baseline_num_tokens",
-            "num_prompts",
-            "baseline_seconds",
-            "baseline_prefill_seconds",
-        ),
-        _decode_speedup,
-    ),
-    "draft_ms": Metric(("draft_seconds", "num_draft_tokens"), lambda seconds, drafted: 1000 * seconds / drafted, "lower"),
-    "verify_ms": Metric(("verify_seconds", "num_rounds"), lambda seconds, rounds: 1000 * seconds / rounds, "lower"),
+    "tokens_per_round": _of(lambda num_accepted_tokens, num_rounds: 1 + num_accepted_tokens / num_rounds),
+    "acceptance_rate": _of(lambda num_accepted_tokens, num_draft_tokens: num_accepted_tokens / num_draft_tokens),
+    "tokens_per_second": _of(lambda num_tokens, seconds: num_tokens / seconds),
+    "baseline_tokens_per_second": _of(lambda baseline_num_tokens, baseline_seconds: baseline_num_tokens / baseline_seconds),
+    "speedup": _SPEEDUP,
+    "decode_speedup": _of(_decode_speedup),
+    "draft_ms": _of(lambda draft_seconds, num_draft_tokens: 1000 * draft_seconds / num_draft_tokens, "lower"),
+    "verify_ms": _of(lambda verify_seconds, num_rounds: 1000 * verify_seconds / num_rounds, "lower"),
     "baseline_step_ms": Metric(
         ("baseline_verify_seconds", "baseline_num_rounds"), lambda seconds, rounds: 1000 * seconds / rounds, "lower"
     ),
     "overhead_factor": Metric(
-        (*_ACCEPTANCE_LENGTH, *_SPEEDUP), lambda accepted, drafts, *times: (1 + accepted / drafts) / _speedup(*times), "lower"
-    ),
-    "predicted_speedup": Metric(_PREDICTED, _predicted),
-    "prediction_gap": Metric(
-        (*_SPEEDUP, *_PREDICTED),
-        lambda *sums: np.abs(_speedup(*sums[:4]) / _predicted(*sums[4:]) - 1),
+        ("num_accepted_tokens", "num_drafts", *_SPEEDUP.sums),
+        lambda accepted, drafts, *times: (1 + accepted / drafts) / _speedup(*times),
         "lower",
     ),
-    "hf_generate_tokens_per_second": Metric(("hf_num_tokens", "hf_seconds"), lambda tokens, seconds: tokens / seconds),
+    "predicted_speedup": _PREDICTED,
+    "prediction_gap": Metric(
+        (*_SPEEDUP.sums, *_PREDICTED.sums), lambda *sums: np.abs(_speedup(*sums[:4]) / _predicted(*sums[4:]) - 1), "lower"
+    ),
+    "hf_generate_tokens_per_second": _of(lambda hf_num_tokens, hf_seconds: hf_num_tokens / hf_seconds),
     "baseline_over_hf_generate": Metric(("baseline_num_tokens", "baseline_seconds", "hf_num_tokens", "hf_seconds"), _speedup),
     "speedup_over_hf_generate": Metric(("num_tokens", "seconds", "hf_num_tokens", "hf_seconds"), _speedup),
     "context_ratio": Metric(

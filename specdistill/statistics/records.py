@@ -1,14 +1,45 @@
-"""What was measured for each prompt: the rows of `samples.jsonl`, from which every number of a report can be computed again."""
+"""What was measured for each prompt: the rows of `samples.jsonl`, from which every number of a report can be computed again.
+
+A report's first row is the main configuration's; a sweep adds configurations that differ from it in one setting.
+"""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from pydantic import ConfigDict, TypeAdapter
+
 from specdistill.engines.server import ServerCounts
 from specdistill.errors import UserError
-from specdistill.statistics.configuration import ALL, Configuration, configuration_of
+
+ALL = "all"
+STRICT = ConfigDict(extra="forbid")  # a record with an unknown key is no record of ours
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """How completions were generated and how prompts were cut.
+
+    num_speculative_tokens: K; of a tree its depth. tree: its budget, depth and top_k, or its branching; None drafts a chain.
+    context_bucket: tokens that prompts were cut to; `all`: prompts as the suite has them.
+    """
+
+    __pydantic_config__ = STRICT
+    num_speculative_tokens: int
+    temperature: float = 0.0
+    batch_size: int = 1
+    tree: Mapping[str, int | list[int]] | None = None
+    context_bucket: str = ALL
+
+
+CONFIGURATION_KEYS = tuple(field.name for field in fields(Configuration))
+
+
+def configuration_of(row: Mapping[str, Any]) -> Configuration:
+    """The configuration of a report's row."""
+    return Configuration(**{name: row[name] for name in CONFIGURATION_KEYS})
 
 
 @dataclass(frozen=True)
@@ -19,6 +50,7 @@ class RoundRecord:
     Of a tree, `drafted` is the accepted path continued by first children, and `num_off_path` counts the other nodes.
     """
 
+    __pydantic_config__ = STRICT
     drafted: tuple[int, ...]
     drafted_text: tuple[str, ...]
     accepted: tuple[int, ...]
@@ -39,6 +71,7 @@ class Timing:
     None for what a server does not show.
     """
 
+    __pydantic_config__ = STRICT
     num_tokens: int
     num_rounds: int | None
     seconds: float
@@ -51,6 +84,7 @@ class Timing:
 class HFGenerate:
     """Greedy decoding of the same prompt by transformers' `generate()`."""
 
+    __pydantic_config__ = STRICT
     num_tokens: int
     seconds: float
 
@@ -65,6 +99,7 @@ class PromptRecord:
     batch: number of the batch that the prompt was decoded in, whose times are shared out among its prompts; None: alone.
     """
 
+    __pydantic_config__ = STRICT
     suite: str
     configuration: Configuration
     id: str
@@ -130,20 +165,4 @@ def refuse_constant(name: str) -> None:
     raise ValueError(f"{name}, which is not a number")
 
 
-def read_record(row: dict[str, Any]) -> PromptRecord:
-    """A record from its JSON object."""
-    configuration = Configuration(**row["configuration"])
-    baseline, hf, counts = (row.get(name) for name in ("baseline", "hf_generate", "counts"))
-    parts = {
-        "configuration": configuration,
-        "rounds": tuple(RoundRecord(**_tuples(round)) for round in row["rounds"]),
-        "speculative": Timing(**row["speculative"]),
-        "baseline": Timing(**baseline) if baseline else None,
-        "hf_generate": HFGenerate(**hf) if hf else None,
-        "counts": ServerCounts(**_tuples(counts)) if counts else None,
-    }
-    return PromptRecord(**(row | parts))
-
-
-def _tuples(row: dict[str, Any]) -> dict[str, Any]:
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in row.items()}
+read_record = TypeAdapter(PromptRecord).validate_python  # a record from its JSON object; raises a ValueError for another

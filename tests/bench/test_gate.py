@@ -8,8 +8,7 @@ import pytest
 
 from specdistill.gate.decide import Evidence, decide
 from specdistill.gate.rules import load_gate
-from specdistill.statistics.metrics import METRICS, value
-from specdistill.statistics.prompt_sums import prompt_sums
+from specdistill.statistics.metrics import METRICS, prompt_sums, value
 from specdistill.statistics.records import PromptRecord, RoundRecord
 from tests.scripts import load_script
 from tests.simulated import simulate, simulated_report

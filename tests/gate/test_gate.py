@@ -11,10 +11,9 @@ from specdistill.gate.decide import Evidence, decide
 from specdistill.gate.rules import Rule, load_gate
 from specdistill.project import GATES
 from specdistill.report.results import result_rows
-from specdistill.statistics.configuration import Configuration
 from specdistill.statistics.intervals import interval
-from specdistill.statistics.metrics import METRICS
-from specdistill.statistics.prompt_sums import prompt_sums
+from specdistill.statistics.metrics import METRICS, prompt_sums
+from specdistill.statistics.records import Configuration
 from tests.simulated import SUITE, simulate, simulated_report
 
 

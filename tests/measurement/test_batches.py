@@ -16,9 +16,8 @@ from specdistill.measurement.runs import prompt_records
 from specdistill.methods.ngram.proposer import NgramProposer
 from specdistill.report.results import result_rows
 from specdistill.statistics.intervals import interval, macro_interval, relative_change
-from specdistill.statistics.metrics import METRICS, measured, value
-from specdistill.statistics.power import spread_of
-from specdistill.statistics.prompt_sums import prompt_sums
+from specdistill.statistics.metrics import METRICS, measured, prompt_sums, value
+from specdistill.statistics.sample_size import spread_of
 from specdistill.suites.suite import Prompt
 from tests.measuring import measure
 from tests.proposers import ModelProposer, tiny_target

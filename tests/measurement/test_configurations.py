@@ -8,7 +8,7 @@ from specdistill.decoding.sampling import Sampling
 from specdistill.decoding.tree import DynamicTree, StaticTree
 from specdistill.errors import UserError
 from specdistill.measurement.configurations import Plan, Settings, plan_configurations
-from specdistill.statistics.configuration import Configuration
+from specdistill.statistics.records import Configuration
 from specdistill.suites.suite import Prompt
 
 PROMPTS = [Prompt(f"p{number}", "ab"[number % 2], "x", (20 + number, 30, 40)) for number in range(2)]

@@ -17,7 +17,7 @@ from specdistill.measurement.finished import (
     measurement_identity,
 )
 from specdistill.methods.ngram.proposer import NgramProposer
-from specdistill.statistics.configuration import Configuration
+from specdistill.statistics.records import Configuration
 from specdistill.suites.suite import Prompt
 from tests.proposers import tiny_target
 from tests.simulated import SUITE, simulate

@@ -5,8 +5,7 @@ import json
 import pytest
 
 from specdistill.statistics.intervals import interval
-from specdistill.statistics.metrics import METRICS, value
-from specdistill.statistics.prompt_sums import prompt_sums
+from specdistill.statistics.metrics import METRICS, prompt_sums, value
 from tests.scripts import evaluate
 from tests.simulated import VERIFY_STEP, simulate
 

@@ -25,7 +25,7 @@ from specdistill.report.phrases import procedure, settings_line, shared_settings
 from specdistill.report.results import result_rows, sweep
 from specdistill.report.schema import schema, validate
 from specdistill.servers.not_measured import DOCUMENT_REASONS, NO_BASELINE, NO_BASELINE_ROW, ROW_REASONS
-from specdistill.statistics.configuration import Configuration
+from specdistill.statistics.records import Configuration
 from tests.simulated import SUITE, as_from_server, simulate, simulated_report, simulated_sweep
 
 FILES = ["junit.xml", "report.html", "report.json", "report.md", "samples.jsonl"]

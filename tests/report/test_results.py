@@ -5,8 +5,7 @@ import pytest
 
 from specdistill.report.results import context_rows, headline, is_looping, result_rows, theory
 from specdistill.servers.not_measured import NO_BASELINE_ROW, ROW_REASONS
-from specdistill.statistics.configuration import Configuration
-from specdistill.statistics.records import PromptRecord, RoundRecord
+from specdistill.statistics.records import Configuration, PromptRecord, RoundRecord
 from tests.simulated import PLAIN_STEP, SUITE, VERIFY_STEP, as_from_server, round_costs, simulate, simulated_report
 
 

@@ -10,8 +10,7 @@ from specdistill.statistics.intervals import (
     standard_error,
     two_sample_chi_square,
 )
-from specdistill.statistics.metrics import METRICS, Metric
-from specdistill.statistics.prompt_sums import prompt_sums
+from specdistill.statistics.metrics import METRICS, Metric, prompt_sums
 from tests.simulated import simulate
 
 

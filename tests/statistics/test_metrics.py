@@ -5,8 +5,7 @@ import numpy as np
 import pytest
 
 from specdistill.project import METRICS as METRIC_MODULES
-from specdistill.statistics.metrics import METRICS, acceptance, value
-from specdistill.statistics.prompt_sums import prompt_sums
+from specdistill.statistics.metrics import METRICS, acceptance, prompt_sums, value
 from specdistill.statistics.theory import predicted_speedup
 from tests.simulated import DRAFT_STEP, PLAIN_STEP, VERIFY_STEP, simulate
 

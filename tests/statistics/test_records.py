@@ -5,15 +5,14 @@ import pytest
 from specdistill.engines.server import ServerCounts
 from specdistill.errors import UserError
 from specdistill.report.results import result_rows
-from specdistill.statistics.configuration import Configuration
-from specdistill.statistics.prompt_sums import (
-    bucket_of,
-    drafts_per_bucket,
+from specdistill.statistics.metrics import (
+    accepted_by_bucket,
     drafts_with_context,
     long_context_start,
     prompt_sums,
 )
 from specdistill.statistics.records import (
+    Configuration,
     PromptRecord,
     RoundRecord,
     Timing,
@@ -105,7 +104,8 @@ def test_a_rounds_context_counts_what_stands_before_it():
 
 
 def test_buckets_are_powers_of_two():
-    assert [bucket_of(context) for context in (1, 2, 3, 255, 256, 257)] == [1, 2, 2, 128, 256, 256]
+    by_context = {context: [*accepted_by_bucket([record([(4, 2)], context - 1)])] for context in (1, 2, 3, 255, 256, 257)}
+    assert by_context == {1: [1], 2: [2], 3: [2], 255: [128], 256: [256], 257: [256]}
 
 
 def test_long_context_needs_enough_drafts_on_both_sides():
@@ -114,5 +114,5 @@ def test_long_context_needs_enough_drafts_on_both_sides():
     assert long_context_start([]) is None
     records = simulate(48)
     table = prompt_sums(records)
-    assert table["num_drafts_long"].sum() == drafts_per_bucket(records)[256]
+    assert table["num_drafts_long"].sum() == len(accepted_by_bucket(records)[256])
     assert (table["num_drafts_long"] + table["num_drafts_short"] == table["num_drafts"]).all()
