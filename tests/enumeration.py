@@ -9,7 +9,7 @@ from transformers import LlamaForCausalLM
 
 from specdistill.decoding.proposer import Proposal
 from specdistill.decoding.sampling import Sampling
-from specdistill.decoding.verify import rejection_from_uniforms
+from specdistill.decoding.verify import rejection
 
 Propose = Callable[[list[int], Sampling, list[float]], Proposal]
 SAMPLING = Sampling(temperature=0.8)
@@ -57,7 +57,7 @@ def output_distribution(target: LlamaForCausalLM, propose: Propose, prompt: list
             volume = weight
             for _, width in cell:
                 volume *= width
-            count, last = rejection_from_uniforms(torch.tensor([tokens], dtype=torch.long), p, q, uniforms)
+            count, last = rejection(torch.tensor([tokens], dtype=torch.long), p, q, uniforms)
             finish([*text, *tokens[: int(count)], int(last)], volume)
 
     def finish(text: list[int], weight: float) -> None:

@@ -1,7 +1,7 @@
 """The draft-verify round for several sequences at once. Each row's output is that of `Decoder`; rows only share the forward passes.
 
 Rows accept different numbers of tokens and advance independently. What a row rejects stays in the target's cache as a hole
-(specdistill.decoding.batch_kv_cache). A finished row leaves the batch, which continues with the others.
+(`MaskedKVCache`). A finished row leaves the batch, which continues with the others.
 
 Greedy output of a float32 target equals `Decoder`'s token for token, near-ties included (specdistill.decoding.ties). Sampled output
 follows the target's distribution in each row, whatever the other rows hold. Row b draws from its own generator, as many numbers in the
@@ -17,13 +17,11 @@ import torch
 from torch import Tensor
 
 from specdistill.decoding import verify
-from specdistill.decoding.batch_kv_cache import MaskedKVCache
-from specdistill.decoding.batch_models import check_batchable, last_of, padded
-from specdistill.decoding.batch_proposer import BatchState, Generators, uniforms
 from specdistill.decoding.decoder import GREEDY, Generation, Round, check_length, cut, now
-from specdistill.decoding.proposer import Proposal, Proposer
-from specdistill.decoding.sampling import Sampling
-from specdistill.decoding.ties import break_ties_in_rows
+from specdistill.decoding.proposer import BatchState, Proposal, Proposer
+from specdistill.decoding.sampling import Generators, Sampling, uniforms
+from specdistill.decoding.ties import break_ties
+from specdistill.decoding.transformers_models import MaskedKVCache, check_batchable, last_of, padded
 from specdistill.errors import UserError
 from specdistill.targets.frozen import Features, FrozenTarget
 
@@ -181,13 +179,13 @@ class BatchDecoder:
             logits_RKV = logits_BTV[chosen, : width + 1]
             if sampling.is_greedy:
                 sequences = [[*rows[index].token_ids, *proposals[index].tokens] for index in chosen]
-                num_accepted, next_token = verify.greedy(tokens_RK, break_ties_in_rows(self.target, sequences, logits_RKV))
+                num_accepted, next_token = verify.greedy(tokens_RK, break_ties(self.target, sequences, logits_RKV))
             else:
                 distributions = [
                     distribution for index in chosen if (distribution := proposals[index].probabilities) is not None
                 ]
                 uniforms_RK = uniforms(width + 1, [rows[index].generator for index in chosen]).to(logits_BTV.device)
-                num_accepted, next_token = verify.rejection_from_uniforms(
+                num_accepted, next_token = verify.rejection(
                     tokens_RK,
                     sampling.probabilities(logits_RKV),
                     torch.stack(distributions) if distributions else None,

@@ -14,16 +14,30 @@ from transformers import DynamicCache
 
 from specdistill.decoding import verify, verify_tree
 from specdistill.decoding.proposer import DecodingState, Proposal, Proposer, TreeProposer
-from specdistill.decoding.sampling import Sampling
+from specdistill.decoding.sampling import Sampling, uniforms
 from specdistill.decoding.ties import break_ties
-from specdistill.decoding.tree import DynamicTree, StaticTree, Step, Tree
-from specdistill.decoding.tree_attention import check_reads_trees, keep_path, read
+from specdistill.decoding.transformers_models import check_reads_trees, keep_path, read
+from specdistill.decoding.tree import Step, Tree, TreeShape
 from specdistill.errors import UserError
 from specdistill.targets.frozen import Features, FrozenTarget
 
 GREEDY = Sampling()
-SampledRule = Callable[[Tensor, Tensor, Tensor | None, torch.Generator | None], tuple[Tensor, Tensor]]
-TreeRule = Callable[[Sequence[int], Tree, Tensor, Tensor | None, torch.Generator | None], tuple[list[int], int]]
+# (proposal of N draft tokens, the target's distributions [N + 1, V] after the sequence and each of them, generator) -> indices of the
+# accepted draft tokens, and the token after them
+Rule = Callable[[Proposal, Tensor, torch.Generator | None], tuple[Sequence[int], int]]
+
+
+def exact(proposal: Proposal, probs_NV: Tensor, generator: torch.Generator | None) -> tuple[Sequence[int], int]:
+    """The rule above temperature 0: `verify.rejection` of a chain, `verify_tree.sampled` of a tree."""
+    tokens, draft_probs = proposal.tokens, proposal.probabilities
+    uniforms_1N = uniforms(len(tokens) + 1, [generator]).to(probs_NV.device)
+    if proposal.tree:
+        return verify_tree.sampled(tokens, proposal.tree, probs_NV, draft_probs, uniforms_1N[0])
+    tokens_1N = torch.tensor([tokens], dtype=torch.long, device=probs_NV.device)
+    num_accepted, next_token = verify.rejection(
+        tokens_1N, probs_NV[None], None if draft_probs is None else draft_probs[None], uniforms_1N
+    )
+    return range(int(num_accepted)), int(next_token)
 
 
 @dataclass(frozen=True)
@@ -57,23 +71,12 @@ class Generation:
 
 
 class Decoder:
-    """Decodes one sequence at a time with a target and, optionally, a proposer.
+    """Decodes one sequence at a time with a target and, optionally, a proposer. `rule` verifies above temperature 0."""
 
-    Above temperature 0 `sampled_rule` verifies chains and `tree_rule` trees.
-    """
-
-    def __init__(
-        self,
-        target: FrozenTarget,
-        proposer: Proposer | None = None,
-        *,
-        sampled_rule: SampledRule = verify.rejection,
-        tree_rule: TreeRule = verify_tree.sampled,
-    ) -> None:
+    def __init__(self, target: FrozenTarget, proposer: Proposer | None = None, *, rule: Rule = exact) -> None:
         self.target = target
         self.proposer = proposer
-        self.sampled_rule = sampled_rule
-        self.tree_rule = tree_rule
+        self.rule = rule
         self._reads_trees = False
         self.aux_layers = proposer.aux_layers if proposer else ()
 
@@ -84,7 +87,7 @@ class Decoder:
         *,
         max_new_tokens: int,
         num_speculative_tokens: int = 0,
-        tree: StaticTree | DynamicTree | None = None,
+        tree: TreeShape | None = None,
         sampling: Sampling = GREEDY,
         generator: torch.Generator | None = None,
     ) -> Generation:
@@ -123,7 +126,7 @@ class Decoder:
         self,
         state: DecodingState,
         cache: DynamicCache,
-        ahead: int | StaticTree | DynamicTree,
+        ahead: int | TreeShape,
         budget: int,
         sampling: Sampling,
         generator: torch.Generator | None,
@@ -156,11 +159,7 @@ class Decoder:
         return Round(drafted_ids, kept, tuple(emitted), *seconds, num_off_path=len(tokens) - len(drafted_ids))
 
     def _propose(
-        self,
-        state: DecodingState,
-        ahead: int | StaticTree | DynamicTree,
-        sampling: Sampling,
-        generator: torch.Generator | None,
+        self, state: DecodingState, ahead: int | TreeShape, sampling: Sampling, generator: torch.Generator | None
     ) -> Proposal:
         if self.proposer is None:
             return Proposal([])
@@ -187,20 +186,13 @@ class Decoder:
         generator: torch.Generator | None,
     ) -> tuple[Sequence[int], int]:
         """(indices of the accepted draft tokens, the token after them). The logits follow the sequence and each draft token."""
-        if proposal.tree and sampling.is_greedy:
-            return self._follow_best(token_ids, proposal.tokens, proposal.tree, logits_1KV)
+        if not sampling.is_greedy:
+            return self.rule(proposal, sampling.probabilities(logits_1KV)[0], generator)
         if proposal.tree:
-            probs_NV = sampling.probabilities(logits_1KV)[0]
-            return self.tree_rule(proposal.tokens, proposal.tree, probs_NV, proposal.probabilities, generator)
+            return self._follow_best(token_ids, proposal.tokens, proposal.tree, logits_1KV)
         tokens = torch.tensor([proposal.tokens], dtype=torch.long, device=logits_1KV.device)
-        if sampling.is_greedy:
-            num_accepted, next_token = verify.greedy(
-                tokens, break_ties(self.target, [*token_ids, *proposal.tokens], logits_1KV)
-            )
-        else:
-            distribution = sampling.probabilities(logits_1KV)
-            draft_probs = None if proposal.probabilities is None else proposal.probabilities.unsqueeze(0)
-            num_accepted, next_token = self.sampled_rule(tokens, distribution, draft_probs, generator)
+        logits_1KV = break_ties(self.target, [[*token_ids, *proposal.tokens]], logits_1KV)
+        num_accepted, next_token = verify.greedy(tokens, logits_1KV)
         return range(int(num_accepted)), int(next_token)
 
     def _follow_best(self, token_ids: list[int], tokens: list[int], tree: Tree, logits_1NV: Tensor) -> tuple[list[int], int]:
@@ -212,7 +204,7 @@ class Decoder:
             rows = [0, *(node + 1 for node in path)]
             if exact.issuperset(rows):
                 return path, next_token
-            logits_1RV = break_ties(self.target, [*token_ids, *(tokens[node] for node in path)], logits_1NV[:, rows])
+            logits_1RV = break_ties(self.target, [[*token_ids, *(tokens[node] for node in path)]], logits_1NV[:, rows])
             for row, choice in zip(rows, logits_1RV.argmax(-1)[0].tolist(), strict=True):
                 choices[row] = choice
             exact.update(rows)

@@ -1,21 +1,20 @@
-"""The contract of a proposer: what decoding asks of a draft. A proposer keeps its own state between rounds.
+"""The contracts of a proposer, for one sequence and for several at once: what decoding asks of a draft. A proposer keeps its own state
+between rounds.
 
-Shapes: D target hidden size, F freshly committed positions, K draft tokens, V vocabulary.
+Shapes: B rows, D target hidden size, F freshly committed positions (of a batch: of the row that has most), K draft tokens, V vocabulary.
 """
 
-from collections.abc import Mapping
+import copy
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from specdistill.decoding.sampling import Sampling
-from specdistill.decoding.tree import DynamicTree, StaticTree, Tree
+from specdistill.decoding.sampling import Generators, Sampling
+from specdistill.decoding.tree import Tree, TreeShape
 from specdistill.targets.frozen import Features
-
-if TYPE_CHECKING:
-    from specdistill.decoding.batch_proposer import BatchProposer
 
 
 @dataclass
@@ -62,7 +61,7 @@ class Proposer(Protocol):
         """The method's own settings, as the report states them (JSON)."""
         ...
 
-    def draws(self, sampling: Sampling, tree: StaticTree | DynamicTree | None) -> bool:
+    def draws(self, sampling: Sampling, tree: TreeShape | None) -> bool:
         """Whether draft tokens are drawn from its distribution; otherwise each is certain (one-hot)."""
         ...
 
@@ -88,7 +87,62 @@ class TreeProposer(Protocol):
     """A proposer that can also draft trees."""
 
     def propose_tree(
-        self, state: DecodingState, shape: StaticTree | DynamicTree, sampling: Sampling, generator: torch.Generator | None
+        self, state: DecodingState, shape: TreeShape, sampling: Sampling, generator: torch.Generator | None
     ) -> Proposal:
         """Draft a tree of tokens that follow `state.token_ids`; each of its levels is one draft step."""
         ...
+
+
+@dataclass
+class BatchState:
+    """The sequences so far, as a proposer sees them: `DecodingState` of B rows.
+
+    token_ids: of each row. fresh: features [B, F, D], of which the first num_fresh[b] of row b count.
+    """
+
+    token_ids: list[list[int]]
+    fresh: Features
+    num_fresh: list[int]
+
+
+class BatchProposer(Protocol):
+    """Made from the proposer for a single sequence; it drafts the same tokens, up to rounding."""
+
+    aux_layers: tuple[int, ...]
+
+    def begin(self, max_lengths: Sequence[int]) -> None:
+        """Start new sequences; row b has at most max_lengths[b] tokens, draft tokens included."""
+        ...
+
+    def propose(self, state: BatchState, k: int, sampling: Sampling, generators: Generators) -> list[Proposal]:
+        """Draft up to k tokens that follow each row; row b draws from generators[b] alone, as many numbers as on its own."""
+        ...
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Drop all rows but these."""
+        ...
+
+
+class RowByRow:
+    """A copy of a proposer for each row; for any proposer without features."""
+
+    aux_layers: tuple[int, ...] = ()
+
+    def __init__(self, proposer: Proposer) -> None:
+        assert not proposer.aux_layers, "a proposer that reads features drafts for one sequence"
+        self.proposer = proposer
+        self.rows: list[Proposer] = []
+
+    def begin(self, max_lengths: Sequence[int]) -> None:
+        self.rows = [copy.copy(self.proposer) for _ in max_lengths]
+        for row, max_length in zip(self.rows, max_lengths, strict=True):
+            row.begin(max_length)
+
+    def propose(self, state: BatchState, k: int, sampling: Sampling, generators: Generators) -> list[Proposal]:
+        return [
+            row.propose(DecodingState(token_ids), k, sampling, generator)
+            for row, token_ids, generator in zip(self.rows, state.token_ids, generators, strict=True)
+        ]
+
+    def keep(self, rows: Sequence[int]) -> None:
+        self.rows = [self.rows[row] for row in rows]

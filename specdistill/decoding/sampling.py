@@ -1,5 +1,6 @@
 """From logits to the distribution that is sampled: temperature, then top-k, then top-p, for the target and the draft alike."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -7,6 +8,8 @@ from torch import Tensor
 from transformers import TopKLogitsWarper, TopPLogitsWarper
 
 from specdistill.errors import UserError
+
+Generators = Sequence[torch.Generator | None]
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,11 @@ class Sampling:
         if self.top_p < 1:
             scores = TopPLogitsWarper(self.top_p)(None, scores)
         return scores.softmax(-1).view(logits.shape)
+
+
+def uniforms(count: int, generators: Generators) -> Tensor:
+    """[B, count] in [0, 1), each row from its own generator. float64, on the CPU."""
+    return torch.stack([torch.rand(count, generator=generator, dtype=torch.float64) for generator in generators])
 
 
 def draw(probabilities: Tensor, uniform: Tensor) -> Tensor:

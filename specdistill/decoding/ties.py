@@ -19,13 +19,8 @@ from specdistill.targets.frozen import FrozenTarget
 NEAR_TIE = 2.0**-14  # of the best logit: 512 roundings of float32, where a 16-layer target was seen to err by 5
 
 
-def break_ties(target: FrozenTarget, token_ids: Sequence[int], logits_1TV: Tensor) -> Tensor:
-    """The logits after the last T of `token_ids`; rows whose two best lie within NEAR_TIE are replaced by float64 ones."""
-    return break_ties_in_rows(target, [token_ids], logits_1TV)
-
-
-def break_ties_in_rows(target: FrozenTarget, token_ids: Sequence[Sequence[int]], logits_BTV: Tensor) -> Tensor:
-    """`break_ties` of several sequences: the logits [B, T, V] after the last T tokens of row b."""
+def break_ties(target: FrozenTarget, token_ids: Sequence[Sequence[int]], logits_BTV: Tensor) -> Tensor:
+    """The logits after the last T tokens of each sequence; those whose two best lie within NEAR_TIE are replaced by float64 ones."""
     if logits_BTV.dtype != torch.float32:
         return logits_BTV
     best_BT, second_BT = logits_BTV.topk(2).values.unbind(-1)

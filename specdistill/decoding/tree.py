@@ -147,9 +147,6 @@ class StaticTree:
     def settings(self) -> dict[str, int | list[int]]:
         return {"branching": list(self.branching)}
 
-    def candidates_are_drawn(self, sampling: Sampling) -> bool:
-        return not sampling.is_greedy
-
     def cut(self, depth: int) -> "StaticTree":
         """Its first levels, at most `depth`."""
         return StaticTree(self.branching[:depth])
@@ -191,26 +188,22 @@ class DynamicTree:
         for name in ("top_k", "depth"):
             if getattr(self, name) < 1:
                 raise UserError(f"eval.tree.{name}", got=getattr(self, name), expected="1 or more")
-        most = min(MOST_NODES, self.num_candidates)
+        most = min(MOST_NODES, self.num_candidates(self.depth))
         if not self.depth <= self.budget <= most:
             expected = f"from {self.depth}, the depth, to {most}, the nodes that top_k and depth give"
             raise UserError("eval.tree.budget", got=self.budget, expected=expected)
 
-    @property
-    def num_candidates(self) -> int:
-        return self.top_k + (self.depth - 1) * self.top_k**2
+    def num_candidates(self, depth: int) -> int:
+        return self.top_k + (depth - 1) * self.top_k**2
 
     @property
     def settings(self) -> dict[str, int | list[int]]:
-        return {"budget": self.budget, "depth": self.depth, "top_k": self.top_k}
-
-    def candidates_are_drawn(self, sampling: Sampling) -> bool:
-        return False
+        return dict(vars(self))
 
     def cut(self, depth: int) -> "DynamicTree":
         """A tree of at most `depth` levels and as many nodes, where that many exist."""
         shallower = min(depth, self.depth)
-        return replace(self, depth=shallower, budget=min(self.budget, self.top_k + (shallower - 1) * self.top_k**2))
+        return replace(self, depth=shallower, budget=min(self.budget, self.num_candidates(shallower)))
 
     def grow(self, logits_1W: Tensor, expand: Expand, sampling: Sampling, generator: torch.Generator | None) -> Grown:
         """From the logits after the root. Probabilities are those at the sampling temperature, at 1 when greedy, before top-k and top-p."""
@@ -236,30 +229,30 @@ class DynamicTree:
         return Grown(torch.cat(index)[kept_N], Tree(tuple(place[node] for node in torch.cat(parents)[kept_N].tolist())))
 
 
+TreeShape = StaticTree | DynamicTree
+
+
 def tree_shape(
     *, budget: int | None = None, depth: int | None = None, top_k: int | None = None, branching: list[int] | None = None
-) -> StaticTree | DynamicTree:
+) -> TreeShape:
     """The tree that a recipe's `eval.tree` asks for: {budget, depth, top_k} is dynamic, {branching} static; UserError for neither."""
-    dynamic = {"budget": budget, "depth": depth, "top_k": top_k}
-    missing = [name for name, number in dynamic.items() if number is None]
+    numbers = {"budget": budget, "depth": depth, "top_k": top_k}
+    given = [name for name, number in numbers.items() if number is not None]
+    if branching is not None and given:
+        got = f"a static tree with {', '.join(given)}"
+        raise UserError("eval.tree.branching", got=got, expected="branching, or budget, depth and top_k")
     if branching is not None:
-        if len(missing) < len(dynamic):
-            given = ", ".join(name for name, number in dynamic.items() if number is not None)
-            raise UserError(
-                "eval.tree.branching", got=f"a static tree with {given}", expected="branching, or budget, depth and top_k"
-            )
         return StaticTree(tuple(branching))
-    if missing:
-        raise UserError(
-            f"eval.tree.{missing[0]}", got="nothing", expected="a number: a tree has budget, depth and top_k, or branching"
-        )
-    assert budget is not None and depth is not None and top_k is not None
+    if budget is None or depth is None or top_k is None:
+        missing = next(name for name in numbers if name not in given)
+        expected = "a number: a tree has budget, depth and top_k, or branching"
+        raise UserError(f"eval.tree.{missing}", got="nothing", expected=expected)
     return DynamicTree(budget, depth, top_k)
 
 
-def candidates_are_drawn(sampling: Sampling, tree: StaticTree | DynamicTree | None) -> bool:
+def candidates_are_drawn(sampling: Sampling, tree: TreeShape | None) -> bool:
     """Whether a model drafts by drawing from its distribution, in a tree or (None) a chain; otherwise it takes its best tokens."""
-    return tree.candidates_are_drawn(sampling) if tree else not sampling.is_greedy
+    return not sampling.is_greedy and not isinstance(tree, DynamicTree)
 
 
 def draw_distinct(probs_TW: Tensor, uniforms_TB: Tensor) -> tuple[Tensor, Tensor]:

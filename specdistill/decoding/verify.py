@@ -31,21 +31,13 @@ def greedy(tokens_BK: Tensor, target_logits_BKV: Tensor) -> tuple[Tensor, Tensor
 
 
 def rejection(
-    tokens_BK: Tensor, target_probs_BKV: Tensor, draft_probs_BKV: Tensor | None, generator: torch.Generator | None = None
-) -> tuple[Tensor, Tensor]:
-    """Exact speculative sampling. `draft_probs_BKV` [B, K, V] is the distribution each draft token was drawn from; None means one-hot.
-
-    Returns num_accepted_B and next_token_B, as `greedy` does.
-    """
-    rows, width = tokens_BK.shape
-    uniforms = torch.rand(rows, width + 1, generator=generator, dtype=torch.float64).to(tokens_BK.device)
-    return rejection_from_uniforms(tokens_BK, target_probs_BKV, draft_probs_BKV, uniforms)
-
-
-def rejection_from_uniforms(
     tokens_BK: Tensor, target_probs_BKV: Tensor, draft_probs_BKV: Tensor | None, uniforms_BK: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """`rejection` as a function of its randomness, uniforms [B, K + 1] in [0, 1): K acceptance tests, then one draw."""
+    """Exact speculative sampling, as a function of its randomness: uniforms [B, K + 1] in [0, 1), K acceptance tests, then one draw.
+
+    `draft_probs_BKV` [B, K, V] is the distribution each draft token was drawn from; None means one-hot. Returns num_accepted_B and
+    next_token_B, as `greedy` does.
+    """
     width = tokens_BK.shape[1]
     if draft_probs_BKV is None:
         draft_probs_BKV = F.one_hot(tokens_BK, target_probs_BKV.shape[-1]).to(target_probs_BKV.dtype)

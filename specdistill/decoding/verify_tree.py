@@ -38,11 +38,7 @@ def follow(tokens: Sequence[int], tree: Tree, choices: Sequence[int]) -> tuple[l
 
 
 def sampled(
-    tokens: Sequence[int],
-    tree: Tree,
-    target_probs_NV: Tensor,
-    draft_probs_NV: Tensor | None,
-    generator: torch.Generator | None = None,
+    tokens: Sequence[int], tree: Tree, target_probs_NV: Tensor, draft_probs_NV: Tensor | None, uniforms_N: Tensor
 ) -> tuple[list[int], int]:
     """Exact sampling over a tree: the accepted path and the token after it.
 
@@ -50,17 +46,8 @@ def sampled(
         tokens: of the N nodes.
         target_probs_NV: [N + 1, V].
         draft_probs_NV: [N, V], the distribution each node's first sibling was drawn from; None where candidates are certain.
-    """
-    uniforms = torch.rand(len(tokens) + 1, generator=generator, dtype=torch.float64).to(target_probs_NV.device)
-    return sampled_from_uniforms(tokens, tree, target_probs_NV, draft_probs_NV, uniforms)
-
-
-def sampled_from_uniforms(
-    tokens: Sequence[int], tree: Tree, target_probs_NV: Tensor, draft_probs_NV: Tensor | None, uniforms_N: Tensor
-) -> tuple[list[int], int]:
-    """`sampled` as a function of its randomness, uniforms [N + 1] in [0, 1).
-
-    For certain candidates a draw after the root and after each node; for drawn ones a test of each node, then one draw.
+        uniforms_N: [N + 1] in [0, 1). For certain candidates a draw after the root and after each node; for drawn ones a test of each
+            node, then one draw.
     """
     if draft_probs_NV is None:
         return follow(tokens, tree, draw(target_probs_NV, uniforms_N).tolist())

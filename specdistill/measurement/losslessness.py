@@ -9,8 +9,7 @@ fails proves nothing, so the same test must reject a rule that is wrong on purpo
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 from itertools import zip_longest
 from typing import Any
 
@@ -18,12 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specdistill.decoding.decoder import Decoder, Generation
-from specdistill.decoding.proposer import Proposer
+from specdistill.decoding.decoder import Decoder, Generation, exact
+from specdistill.decoding.proposer import Proposal, Proposer
 from specdistill.decoding.sampling import Sampling
-from specdistill.decoding.tree import ROOT, Tree
-from specdistill.decoding.verify import rejection
-from specdistill.decoding.verify_tree import sampled
+from specdistill.decoding.tree import ROOT
 from specdistill.measurement.configurations import GREEDY, Settings
 from specdistill.measurement.measure import decode, decoder_for, in_batches
 from specdistill.measurement.runs import Runs
@@ -37,18 +34,6 @@ TESTED_TOKENS = 2
 COUNTS = ("prompts_checked", "divergences", "near_ties", "unexplained_divergences")
 NUM_PROBED_PROMPTS = 16
 NUM_PROBED_TOKENS = 48  # generated after each of them, in search of a place where a wrong rule would show
-
-
-@dataclass(frozen=True)
-class Divergence:
-    """The first position where the two outputs of a prompt differ. `top2_gap`: the target's best logit less its second best."""
-
-    prompt_id: str
-    position: int
-    speculative_token: int | None
-    baseline_token: int | None
-    top2_gap: float
-    near_tie: bool
 
 
 def greedy_check(target: FrozenTarget, proposer: Proposer, runs: Sequence[Runs], settings: Settings) -> dict[str, Any]:
@@ -81,14 +66,13 @@ def greedy_pairs(
 
 def compare_greedy(target: FrozenTarget, pairs: Iterable[tuple[Prompt, Generation, Generation]]) -> dict[str, Any]:
     """`greedy_check` of (prompt, with the draft, without) of every prompt."""
-    pairs = list(pairs)
-    compared = [_divergence(target, prompt, with_draft, plain) for prompt, with_draft, plain in pairs]
+    compared = [_divergence(target, *pair) for pair in pairs]
     divergences = [divergence for divergence in compared if divergence]
-    near_ties = sum(divergence.near_tie for divergence in divergences)
+    near_ties = sum(divergence["near_tie"] for divergence in divergences)
     return {
         "greedy_identical": not divergences,
-        "prompts_checked": len(pairs),
-        "first_divergence": vars(divergences[0]) if divergences else None,
+        "prompts_checked": len(compared),
+        "first_divergence": divergences[0] if divergences else None,
         "divergences": len(divergences),
         "near_ties": near_ties,
         "unexplained_divergences": len(divergences) - near_ties,
@@ -104,21 +88,22 @@ def together(checks: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _divergence(target: FrozenTarget, prompt: Prompt, with_draft: Generation, plain: Generation) -> Divergence | None:
+def _divergence(target: FrozenTarget, prompt: Prompt, with_draft: Generation, plain: Generation) -> dict[str, Any] | None:
+    """The first position where the two outputs of a prompt differ. `top2_gap`: the target's best logit less its second best."""
     ours, theirs = with_draft.token_ids, plain.token_ids
     if ours == theirs:
         return None
     position, our_token, their_token = first_difference(ours, theirs)
     best, second = _logits(target, [*prompt.token_ids, *theirs[:position]])[-1].topk(2).values.tolist()
     bound = NEAR_TIE_ROUNDINGS * torch.finfo(getattr(torch, target.dtype)).eps * abs(best)
-    return Divergence(
-        prompt.id,
-        position,
-        our_token,
-        their_token,
-        best - second,
-        near_tie=target.dtype != "float32" and best - second <= bound,
-    )
+    return {
+        "prompt_id": prompt.id,
+        "position": position,
+        "speculative_token": our_token,
+        "baseline_token": their_token,
+        "top2_gap": best - second,
+        "near_tie": target.dtype != "float32" and best - second <= bound,
+    }
 
 
 def first_difference(ours: Sequence[int], theirs: Sequence[int]) -> tuple[int, int | None, int | None]:
@@ -133,34 +118,21 @@ def _logits(target: FrozenTarget, token_ids: Sequence[int]) -> Tensor:
     return target.logits(target.features(ids, ()).last_hidden)[0].float()
 
 
-def wrong_residual(
-    tokens_BK: Tensor, target_probs_BKV: Tensor, draft_probs_BKV: Tensor | None, generator: torch.Generator | None = None
-) -> tuple[Tensor, Tensor]:
-    """A rule that is wrong on purpose: after a rejection it draws from p instead of the residual distribution.
+def candidates(proposal: Proposal, path: Sequence[int]) -> Sequence[int]:
+    """Indices of the draft tokens that would continue an accepted path: one of a chain, or none; a node's children of a tree."""
+    if proposal.tree:
+        return proposal.tree.children[path[-1] if path else ROOT]
+    return range(len(proposal.tokens))[len(path) : len(path) + 1]
+
+
+def wrong_residual(proposal: Proposal, probs_NV: Tensor, generator: torch.Generator | None) -> tuple[Sequence[int], int]:
+    """A rule that is wrong on purpose: where all candidates were rejected it draws from p instead of the residual distribution.
 
     Draft tokens are accepted as they should be, so they are emitted too often: a mistake that acceptance rates do not show.
     """
-    num_accepted, next_token = rejection(tokens_BK, target_probs_BKV, draft_probs_BKV, generator)
-    rows = torch.arange(len(tokens_BK), device=tokens_BK.device)
-    distribution = target_probs_BKV[rows, num_accepted]
-    rejected = num_accepted < tokens_BK.shape[1]
-    drawn = torch.multinomial(distribution.cpu(), 1, generator=generator).squeeze(-1).to(next_token.device)
-    return num_accepted, torch.where(rejected, drawn, next_token)
-
-
-def wrong_tree_residual(
-    tokens: Sequence[int],
-    tree: Tree,
-    target_probs_NV: Tensor,
-    draft_probs_NV: Tensor | None,
-    generator: torch.Generator | None = None,
-) -> tuple[list[int], int]:
-    """`wrong_residual` for trees: where all children of a node were rejected it draws from p."""
-    path, next_token = sampled(tokens, tree, target_probs_NV, draft_probs_NV, generator)
-    last = path[-1] if path else ROOT
-    if tree.children[last]:
-        next_token = int(torch.multinomial(target_probs_NV[last + 1].cpu(), 1, generator=generator))
-    return path, next_token
+    path, next_token = exact(proposal, probs_NV, generator)
+    drawn = int(torch.multinomial(probs_NV[path[-1] + 1 if path else 0].cpu(), 1, generator=generator))
+    return path, drawn if candidates(proposal, path) else next_token
 
 
 def sampling_test(
@@ -194,8 +166,7 @@ def sampling_test(
     with progress("Testing sampling", 3 * num_draws, "draws") as advance:
         plain = draw(Decoder(target), 0)
         result = two_sample_chi_square(plain, draw(Decoder(target, proposer), 1))
-        wrong = Decoder(target, proposer, sampled_rule=wrong_residual, tree_rule=wrong_tree_residual)
-        control = two_sample_chi_square(plain, draw(wrong, 2))
+        control = two_sample_chi_square(plain, draw(Decoder(target, proposer, rule=wrong_residual), 2))
     if result is None or control is None:
         return f"{num_draws} draws hold no two outcomes that are frequent enough to compare; draw more"
     return {
@@ -217,11 +188,17 @@ def most_telling_prompt(
     The first token comes from the prefill and the second from a round, so the score of a position is the probability of the token
     before it times the distance of the wrong rule's distribution from the right one.
     """
+    deviations: list[float] = []
+
+    def watched(proposal: Proposal, probs_NV: Tensor, generator: torch.Generator | None) -> tuple[Sequence[int], int]:
+        deviations.append(_deviation(proposal, probs_NV[0]))
+        return exact(proposal, probs_NV, generator)
+
+    decoder = Decoder(target, proposer, rule=watched)
     best_score, best = -1.0, (prompts[0].token_ids, prompts[0].id)
     for prompt in sorted(prompts, key=lambda prompt: len(prompt.token_ids))[:NUM_PROBED_PROMPTS]:
-        deviations: list[float] = []
-        chains, trees = partial(_watched_rejection, deviations), partial(_watched_tree, deviations)
-        generation = Decoder(target, proposer, sampled_rule=chains, tree_rule=trees).generate(
+        deviations.clear()
+        generation = decoder.generate(
             prompt.token_ids,
             max_new_tokens=min(NUM_PROBED_TOKENS, target.max_length - len(prompt.token_ids)),
             num_speculative_tokens=settings.num_speculative_tokens,
@@ -240,44 +217,17 @@ def most_telling_prompt(
     return best
 
 
-def _watched_rejection(
-    deviations: list[float],
-    tokens_BK: Tensor,
-    target_probs_BKV: Tensor,
-    draft_probs_BKV: Tensor | None,
-    generator: torch.Generator | None = None,
-) -> tuple[Tensor, Tensor]:
-    """`rejection`, recording how far from p the first token's distribution would be under `wrong_residual`."""
-    if tokens_BK.shape[1]:
-        p = target_probs_BKV[0, 0]
-        q = F.one_hot(tokens_BK[0, 0], len(p)) if draft_probs_BKV is None else draft_probs_BKV[0, 0]
-        deviations.append(_deviation(p, q))
-    else:
-        deviations.append(0.0)
-    return rejection(tokens_BK, target_probs_BKV, draft_probs_BKV, generator)
-
-
-def _watched_tree(
-    deviations: list[float],
-    tokens: Sequence[int],
-    tree: Tree,
-    target_probs_NV: Tensor,
-    draft_probs_NV: Tensor | None,
-    generator: torch.Generator | None = None,
-) -> tuple[list[int], int]:
-    """`_watched_rejection` for trees. Of drawn candidates only the first counts, where most are accepted."""
-    p, first = target_probs_NV[0], tree.children[ROOT]
-    if draft_probs_NV is None:
-        q = F.one_hot(torch.tensor([tokens[node] for node in first], device=p.device), len(p)).sum(0)
-    else:
-        q = draft_probs_NV[first[0]]
-    deviations.append(_deviation(p, q))
-    return sampled(tokens, tree, target_probs_NV, draft_probs_NV, generator)
-
-
-def _deviation(p_V: Tensor, q_V: Tensor) -> float:
-    """1/2 sum_v |min(p, q) - beta p|: with beta = sum min(p, q), the chance of acceptance, the wrong rule's distribution is
-    min(p, q) + (1 - beta) p. q is one-hot for a certain candidate, and 1 at each of several.
+def _deviation(proposal: Proposal, p_V: Tensor) -> float:
+    """How far from p the first token's distribution would be under `wrong_residual`: 1/2 sum_v |min(p, q) - beta p|, since with
+    beta = sum min(p, q), the chance of acceptance, it is min(p, q) + (1 - beta) p. Of drawn candidates only the first counts, where most
+    are accepted; q of certain candidates is 1 at each of them.
     """
+    first = candidates(proposal, [])
+    if not first:
+        return 0.0
+    if proposal.probabilities is None:
+        q_V = F.one_hot(torch.tensor([proposal.tokens[node] for node in first], device=p_V.device), len(p_V)).sum(0)
+    else:
+        q_V = proposal.probabilities[first[0]]
     accepted = torch.minimum(p_V, q_V.to(p_V.dtype))
     return float((accepted - accepted.sum() * p_V).abs().sum() / 2)

@@ -12,10 +12,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from specdistill.decoding import batch_decoder as batch
 from specdistill.decoding import verify
 from specdistill.decoding.batch_decoder import MAX_BATCH_SIZE, BatchDecoder
-from specdistill.decoding.batch_kv_cache import MaskedKVCache
 from specdistill.decoding.decoder import Decoder, Generation
 from specdistill.decoding.proposer import Proposer
 from specdistill.decoding.sampling import Sampling
+from specdistill.decoding.transformers_models import MaskedKVCache
 from specdistill.errors import UserError
 from specdistill.methods.draft_model.proposer import DraftModelProposer
 from specdistill.methods.draft_model.vocabulary import SharedVocabulary
@@ -267,7 +267,7 @@ def p_value(target: FrozenTarget, proposer: Proposer) -> float:
 
 def test_each_rows_law_is_the_targets(monkeypatch: Any) -> None:
     """2,400 texts of three tokens against their exact probabilities; a rule that draws from p after a rejection is caught."""
-    target, draft, right = four_tokens(0), four_tokens(1), verify.rejection_from_uniforms
+    target, draft, right = four_tokens(0), four_tokens(1), verify.rejection
     assert p_value(target, DraftModelProposer(draft.model)) > 0.01
 
     def wrong(tokens: Any, target_probs: Any, draft_probs: Any, uniforms: Any) -> Any:
@@ -275,7 +275,7 @@ def test_each_rows_law_is_the_targets(monkeypatch: Any) -> None:
         distribution = target_probs[torch.arange(len(tokens)), num_accepted]
         return num_accepted, verify.draw(distribution, uniforms[:, -1])
 
-    monkeypatch.setattr(batch.verify, "rejection_from_uniforms", wrong)
+    monkeypatch.setattr(batch.verify, "rejection", wrong)
     assert p_value(target, DraftModelProposer(draft.model)) < 1e-4
 
 

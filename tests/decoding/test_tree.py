@@ -13,8 +13,8 @@ from transformers import DynamicCache, LlamaForCausalLM
 from specdistill.decoding.decoder import Decoder, Generation
 from specdistill.decoding.proposer import DecodingState, Proposal, Proposer, TreeProposer
 from specdistill.decoding.sampling import Sampling
-from specdistill.decoding.tree import ROOT, DynamicTree, StaticTree, Step, Tree, tree_shape
-from specdistill.decoding.tree_attention import check_reads_trees, keep_path, read
+from specdistill.decoding.transformers_models import check_reads_trees, keep_path, read
+from specdistill.decoding.tree import ROOT, DynamicTree, StaticTree, Step, Tree, candidates_are_drawn, tree_shape
 from specdistill.errors import UserError
 from specdistill.methods.draft_model.proposer import DraftModelProposer
 from specdistill.methods.eagle.module import build_eagle
@@ -463,11 +463,11 @@ def test_a_target_that_drafts_for_itself_loses_nothing_by_drawing(target: Frozen
     run = Decoder(target, watched).generate(PROMPT, max_new_tokens=41, tree=STATIC, **options)
     assert [r.num_accepted for r in run.rounds[:-1]] == [3] * (len(run.rounds) - 1)
     assert all(proposal.probabilities is not None for proposal in watched.proposals)
-    assert STATIC.candidates_are_drawn(Sampling(1.0)) and not STATIC.candidates_are_drawn(GREEDY)
+    assert candidates_are_drawn(Sampling(1.0), STATIC) and not candidates_are_drawn(GREEDY, STATIC)
     watched = Watched(DraftModelProposer(target.model))
     Decoder(target, watched).generate(PROMPT, max_new_tokens=8, tree=DYNAMIC, **options)
     assert all(proposal.probabilities is None for proposal in watched.proposals)
-    assert not DYNAMIC.candidates_are_drawn(Sampling(1.0))
+    assert not candidates_are_drawn(Sampling(1.0), DYNAMIC)
 
 
 def test_a_law_of_few_tokens_gives_few_children(target: FrozenTarget) -> None:

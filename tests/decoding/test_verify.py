@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from specdistill.decoding.verify import greedy, rejection, rejection_from_uniforms
+from specdistill.decoding.sampling import uniforms
+from specdistill.decoding.verify import greedy, rejection
 from tests.enumeration import cells
 
 V = 3
@@ -48,7 +49,7 @@ def output_distribution(
                 volume = chance
                 for _, width in cell:
                     volume *= width
-                count, token = rejection_from_uniforms(torch.tensor([tokens]), p[None], q[None], uniforms)
+                count, token = rejection(torch.tensor([tokens]), p[None], q[None], uniforms)
                 walk(prefix + tokens[: int(count)] + (int(token),), volume)
 
     walk((), 1.0)
@@ -72,8 +73,8 @@ def test_one_hot_draft_equals_its_explicit_distribution() -> None:
     q = torch.nn.functional.one_hot(tokens, V).double()
     for seed in range(50):
         uniforms = torch.rand(1, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-        implicit = rejection_from_uniforms(tokens, p, None, uniforms)
-        explicit = rejection_from_uniforms(tokens, p, q, uniforms)
+        implicit = rejection(tokens, p, None, uniforms)
+        explicit = rejection(tokens, p, q, uniforms)
         assert [int(x) for x in implicit] == [int(x) for x in explicit]
 
 
@@ -81,7 +82,7 @@ def test_a_draft_equal_to_the_target_is_always_accepted() -> None:
     p = random_distribution(7, 4)[None]
     tokens = p[:, :3].argmax(-1)
     for seed in range(20):
-        count, _ = rejection(tokens, p, p[:, :3], torch.Generator().manual_seed(seed))
+        count, _ = rejection(tokens, p, p[:, :3], uniforms(4, [torch.Generator().manual_seed(seed)]))
         assert int(count) == 3
 
 
@@ -89,7 +90,7 @@ def test_impossible_tokens_are_rejected_and_never_drawn() -> None:
     p = torch.tensor([[[0.0, 0.5, 0.5], [1.0, 0.0, 0.0]]])
     q = torch.tensor([[[1.0, 0.0, 0.0]]])
     for seed in range(30):
-        count, token = rejection(torch.tensor([[0]]), p, q, torch.Generator().manual_seed(seed))
+        count, token = rejection(torch.tensor([[0]]), p, q, uniforms(2, [torch.Generator().manual_seed(seed)]))
         assert int(count) == 0 and int(token) in (1, 2)
 
 

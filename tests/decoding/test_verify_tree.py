@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from specdistill.decoding.tree import ROOT, Tree, draw_distinct
-from specdistill.decoding.verify import rejection_from_uniforms
-from specdistill.decoding.verify_tree import follow, sampled_from_uniforms
+from specdistill.decoding.verify import rejection
+from specdistill.decoding.verify_tree import follow, sampled
 from tests.enumeration import cells
 
 ROUNDING = 1e-15
@@ -143,8 +143,8 @@ def output_distribution(
                 p = torch.stack([target(ending) for ending in texts])
                 q = None if draft is None else torch.stack([draft(texts[parent + 1]) for parent in tree.parents])
                 for low, high, volume in outcomes(tokens, tree, p, q):
-                    path, token = sampled_from_uniforms(tokens, tree, p, q, low)
-                    assert (path, token) == sampled_from_uniforms(tokens, tree, p, q, high), "not constant on a cell"
+                    path, token = sampled(tokens, tree, p, q, low)
+                    assert (path, token) == sampled(tokens, tree, p, q, high), "not constant on a cell"
                     written = (*text, *(tokens[node] for node in path), token)[:length]
                     unfinished[written] = unfinished.get(written, 0.0) + weight * chance * volume
     for written, weight in unfinished.items():
@@ -235,8 +235,8 @@ def test_of_a_chain_the_rule_is_that_of_chains() -> None:
         generator = torch.Generator().manual_seed(seed)
         tokens = torch.multinomial(q, 1, generator=generator)[:, 0]
         uniforms = torch.rand(4, dtype=torch.float64, generator=generator)
-        path, token = sampled_from_uniforms(tokens.tolist(), Tree((ROOT, 0, 1)), p, q, uniforms)
-        count, expected = rejection_from_uniforms(tokens[None], p[None], q[None], uniforms[None])
+        path, token = sampled(tokens.tolist(), Tree((ROOT, 0, 1)), p, q, uniforms)
+        count, expected = rejection(tokens[None], p[None], q[None], uniforms[None])
         assert (path, token) == (list(range(int(count))), int(expected))
 
 

@@ -1,9 +1,9 @@
 import pytest
 import torch
 
-from specdistill.decoding.decoder import Decoder, Generation, Round
+from specdistill.decoding.decoder import Decoder, Generation, Round, exact
+from specdistill.decoding.proposer import Proposal
 from specdistill.decoding.tree import DynamicTree, StaticTree
-from specdistill.decoding.verify import rejection
 from specdistill.measurement.configurations import Settings
 from specdistill.measurement.losslessness import (
     compare_greedy,
@@ -74,15 +74,17 @@ def test_near_ties_excuse_a_divergence_in_16_bits_only():
 
 def test_the_wrong_rule_accepts_as_the_right_one_and_then_draws_from_p():
     distribution = torch.tensor([0.5, 0.3, 0.2])
-    draws = 4000
-    tokens = torch.zeros(draws, 1, dtype=torch.long)
-    target = distribution.repeat(draws, 2, 1)
-    accepted, token = wrong_residual(tokens, target, None, torch.Generator().manual_seed(0))
-    assert torch.equal(accepted, rejection(tokens, target, None, torch.Generator().manual_seed(0))[0])
-    rejected = token[accepted == 0]
-    assert rejected.bincount(minlength=3) / len(rejected) == pytest.approx(distribution, abs=0.04)
-    right = rejection(tokens, target, None, torch.Generator().manual_seed(0))[1][accepted == 0]
-    assert not (right == 0).any()
+    rejected = []
+    for seed in range(4000):
+        wrong, right = (
+            rule(Proposal([0]), distribution.repeat(2, 1), torch.Generator().manual_seed(seed))
+            for rule in (wrong_residual, exact)
+        )
+        assert wrong[0] == right[0]
+        if not right[0]:
+            assert right[1] != 0
+            rejected.append(wrong[1])
+    assert torch.tensor(rejected).bincount(minlength=3) / len(rejected) == pytest.approx(distribution, abs=0.04)
 
 
 def peaked(seed: int) -> FrozenTarget:

@@ -9,11 +9,10 @@ from typing import Any
 
 from torch import Tensor
 
-from specdistill.decoding.batch_kv_cache import RaggedKVCache
-from specdistill.decoding.batch_models import TransformersBatch, check_batchable, last_of, padded
-from specdistill.decoding.batch_proposer import BatchState, Generators, uniforms
-from specdistill.decoding.proposer import Proposal
-from specdistill.decoding.sampling import Sampling, draw
+from specdistill.decoding.kv_cache import RaggedKVCache
+from specdistill.decoding.proposer import BatchState, Proposal
+from specdistill.decoding.sampling import Generators, Sampling, draw, uniforms
+from specdistill.decoding.transformers_models import TransformersBatch, check_batchable, last_of, padded
 from specdistill.methods.draft_model.proposer import DraftModelProposer, LlamaLayers
 
 

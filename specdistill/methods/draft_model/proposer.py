@@ -14,12 +14,11 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from specdistill.decoding.batch_proposer import BatchProposer
 from specdistill.decoding.kv_cache import DraftKVCache
-from specdistill.decoding.proposer import DecodingState, Proposal
+from specdistill.decoding.proposer import BatchProposer, DecodingState, Proposal
 from specdistill.decoding.sampling import Sampling, draw
+from specdistill.decoding.transformers_models import attention_masks
 from specdistill.decoding.tree import DynamicTree, StaticTree, Step, candidates_are_drawn
-from specdistill.decoding.tree_attention import attention_masks
 from specdistill.errors import UserError
 from specdistill.methods.draft_model.llama import LlamaStack, is_plain_llama
 from specdistill.methods.draft_model.vocabulary import SharedVocabulary
@@ -78,7 +77,7 @@ class LlamaLayers:
         return hidden
 
     def level(self, ids_1T: Tensor, step: Step) -> Tensor:
-        hidden: Tensor = self.stack(ids_1T, *self.cache.level(step))
+        hidden: Tensor = self.stack(ids_1T, self.cache.level(step), self.cache)
         return hidden
 
 

@@ -11,12 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdistill.decoding.batch_kv_cache import RaggedKVCache
-from specdistill.decoding.batch_models import last_of, padded
-from specdistill.decoding.batch_proposer import BatchProposer, BatchState, Generators, uniforms
-from specdistill.decoding.kv_cache import DraftKVCache
-from specdistill.decoding.proposer import DecodingState, Proposal, Proposer
-from specdistill.decoding.sampling import Sampling, draw
+from specdistill.decoding.kv_cache import DraftKVCache, RaggedKVCache
+from specdistill.decoding.proposer import BatchProposer, BatchState, DecodingState, Proposal, Proposer
+from specdistill.decoding.sampling import Generators, Sampling, draw, uniforms
+from specdistill.decoding.transformers_models import last_of, padded
 from specdistill.decoding.tree import DynamicTree, StaticTree, Step, candidates_are_drawn
 from specdistill.methods.heads.head import Head
 from specdistill.methods.layers import check_window
@@ -82,8 +80,8 @@ class HeadProposer:
         def expand(index_T: Tensor, rows_T: Tensor) -> Tensor:
             nonlocal next_hidden, step
             step = step.descend(rows_T)
-            rotary, kv_cache = self.cache.level(step)
-            normed, next_hidden = self.head(self.target_ids_W[index_T].unsqueeze(0), next_hidden[:, rows_T], rotary, kv_cache)
+            next_ids, rotary = self.target_ids_W[index_T].unsqueeze(0), self.cache.level(step)
+            normed, next_hidden = self.head(next_ids, next_hidden[:, rows_T], rotary, self.cache)
             logits_TW: Tensor = self.head.lm_head(normed[0])
             return logits_TW
 

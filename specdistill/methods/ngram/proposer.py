@@ -15,8 +15,7 @@ from typing import Any
 
 import torch
 
-from specdistill.decoding.batch_proposer import BatchProposer, RowByRow
-from specdistill.decoding.proposer import DecodingState, Proposal
+from specdistill.decoding.proposer import BatchProposer, DecodingState, Proposal, RowByRow
 from specdistill.decoding.sampling import Sampling
 from specdistill.decoding.tree import DynamicTree, StaticTree
 from specdistill.errors import UserError, nearest

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from specdistill.decoding.batch_proposer import BatchProposer, RowByRow
-from specdistill.decoding.proposer import DecodingState, Proposal
+from specdistill.decoding.proposer import BatchProposer, DecodingState, Proposal, RowByRow
 from specdistill.decoding.sampling import Sampling
 from specdistill.methods.checkpoint import read_tensors, write_draft
 from specdistill.methods.contract import Implementation

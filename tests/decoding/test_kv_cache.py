@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM, PreTrainedModel
 
-from specdistill.decoding.batch_kv_cache import HOLE, MOST_SPARE, MaskedKVCache, RaggedKVCache
-from specdistill.decoding.kv_cache import FIRST_SIZE
+from specdistill.decoding.kv_cache import FIRST_SIZE, RaggedKVCache
+from specdistill.decoding.transformers_models import HOLE, MOST_SPARE, MaskedKVCache
 from specdistill.methods.draft_model.llama import LlamaStack
 from tests import mtp_targets
 from tests.tiny import qwen, tiny_target_model

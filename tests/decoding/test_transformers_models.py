@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from specdistill.decoding.batch_models import check_batchable, last_of
+from specdistill.decoding.transformers_models import check_batchable, last_of
 from specdistill.errors import UserError
 from tests.tiny import qwen, tiny_target_model
 

@@ -1,0 +1,235 @@
+"""Models of transformers under masks of our own: the branches of a tree read apart in one pass, and sequences of a batch that advance by
+different lengths; and which models allow it.
+
+Shapes: B rows, T positions of one pass (of a tree: nodes), S slots of the KV cache, H hidden size, G key/value heads, d head size.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from specdistill.decoding.tree import ROOT, Step, Tree
+from specdistill.errors import UserError
+from specdistill.targets.frozen import Features, FrozenTarget, is_recurrent
+
+MASKED = ("sdpa", "eager")  # attention implementations of transformers that take any mask
+KINDS = {"full_attention", "sliding_attention"}  # of layers that a mask of ours can be made for
+PROBE = Tree((ROOT, ROOT, 0, 1))  # two branches of two tokens
+HOLE = torch.iinfo(torch.int64).max  # the position of a hole: after every token, so that causality hides it
+MOST_SPARE = 0.25  # the cache is compacted when that frees more than this share of its slots
+
+
+def layer_kinds(config: Any) -> set[str]:
+    """Of a text config; one that names none has one kind: windowed if it has a window's size."""
+    return set(getattr(config, "layer_types", None) or ["sliding_attention"])
+
+
+def masks(config: Any, dtype: torch.dtype, visible: Callable[[int | None], Tensor]) -> Tensor | dict[str, Tensor]:
+    """A model's `attention_mask`: 0 or the least finite number, one for each kind of layer where they differ.
+
+    visible: window, None for full attention -> bool [B, 1, T, S], what each query attends to. The least finite number hides as well as
+    minus infinity, and gives no NaN in a row that is all hidden.
+    """
+    windows = {"full_attention": None, "sliding_attention": getattr(config, "sliding_window", None)}
+    by_kind = {}
+    for kind in layer_kinds(config):
+        seen = visible(windows[kind])
+        by_kind[kind] = torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill(~seen, torch.finfo(dtype).min)
+    # Models with one kind of layer take its mask, models with several a mapping.
+    return by_kind if len(by_kind) > 1 else by_kind.popitem()[1]
+
+
+def reads_alike(together_TH: Tensor, alone_TH: Tensor) -> bool:
+    """Whether hidden states are the same up to rounding."""
+    return bool((together_TH - alone_TH).norm() / alone_TH.norm() < torch.finfo(alone_TH.dtype).eps ** 0.5)
+
+
+# Trees
+
+
+def attention_masks(step: Step, config: Any, dtype: torch.dtype) -> Tensor | dict[str, Tensor]:
+    """`masks` of a tree's nodes. Raises UserError for attention that is neither full nor over a window."""
+    if unknown := layer_kinds(config) - KINDS:
+        expected = "null: a tree needs full attention or a sliding window"
+        raise UserError("eval.tree", got=f"layers with {', '.join(sorted(unknown))}", expected=expected)
+    return masks(config, dtype, lambda window: step.visible(window)[None, None])
+
+
+def read(
+    target: FrozenTarget,
+    token_ids: list[int],
+    cache: DynamicCache,
+    aux_layers: Sequence[int] = (),
+    step: Step | None = None,
+) -> Features:
+    """The target over tokens that continue the cached ones, as a chain or as the nodes of a tree."""
+    ids = torch.tensor([token_ids], device=target.device)
+    if step is None:
+        return target.features(ids, aux_layers, past_key_values=cache)
+    positions = torch.tensor([step.positions_T], device=target.device)
+    mask = attention_masks(step, target.config, target.model.dtype)
+    return target.features(ids, aux_layers, position_ids_BT=positions, attention_mask=mask, past_key_values=cache)
+
+
+def keep_path(cache: DynamicCache, num_nodes: int, path: Sequence[int]) -> None:
+    """Keep the path's nodes of a tree at the end of a cache, and move them together."""
+    first = cache.get_seq_length() - num_nodes
+    slots = [first + node for node in path]
+    if slots != list(range(first, first + len(path))):
+        layers: Any = cache.layers
+        for layer in layers:
+            for kept in (layer.keys, layer.values):
+                if kept is not None:  # layers that share another's keys stay empty
+                    kept[:, :, first : first + len(path)] = kept[:, :, slots]
+    cache.crop(len(path) - num_nodes)
+
+
+@torch.inference_mode()
+def check_reads_trees(target: FrozenTarget) -> None:
+    """Raises UserError when a target cannot verify a tree in one pass, or reads its branches differently from each alone."""
+    key, name = "eval.tree", target.name
+    if target.is_recurrent:
+        got = f"{name}, whose recurrent layers have one state for all branches"
+        raise UserError(key, got=got, expected="null for this target")
+    if target.config._attn_implementation not in MASKED:
+        got = f"a tree with attention {target.config._attn_implementation}"
+        raise UserError("target.attn", got=got, expected=f"{' or '.join(MASKED)}, or eval.tree=null")
+    text, nodes = [1, 2, 3], [4, 5, 6, 7]
+    cache = DynamicCache()
+    read(target, text[:-1], cache)
+    step = Step.whole(PROBE, len(text) - 1, target.device)
+    together_TH = read(target, [text[-1], *nodes], cache, step=step).last_hidden[0]
+    for path in ([0, 2], [1, 3]):
+        alone_TH = read(target, [*text, *(nodes[node] for node in path)], DynamicCache()).last_hidden[0, -2:]
+        if not reads_alike(together_TH[[node + 1 for node in path]], alone_TH):
+            got = f"{name}, which reads a branch of a tree differently from the same tokens alone"
+            raise UserError(key, got=got, expected="null, or a target that respects mask and position ids")
+
+
+# Batches
+
+
+class MaskedKVCache:
+    """Keys and values of B sequences in transformers' own layers, which only append: what a row rejects stays as a hole that the mask
+    hides, so slots are not positions. Each pass: `extend` by each row's number of new tokens, run the layers, `truncate` each row to the
+    tokens it keeps, and `keep` the rows that continue. Rows shorter than the longest of a pass are padded on the right.
+
+    lengths: tokens held of each row. position_BS: the position of the token in each slot, or HOLE.
+    """
+
+    def __init__(self, config: Any, num_rows: int, dtype: torch.dtype, device: torch.device) -> None:
+        # Full layers even for sliding windows: a windowed layer could not restore what it dropped. The mask applies the window.
+        self.layers = DynamicCache()
+        self.lengths = [0] * num_rows
+        self.position_BS = torch.empty(num_rows, 0, dtype=torch.long, device=device)
+        self._config = config
+        self._dtype = dtype
+
+    def extend(self, counts: Sequence[int]) -> tuple[Tensor, Tensor | dict[str, Tensor]]:
+        """Slots for the next counts[b] tokens of each row: position ids [B, T] and attention mask of the pass that fills them."""
+        device = self.position_BS.device
+        step_T = torch.arange(max(counts), device=device)
+        position_BT = torch.tensor(self.lengths, device=device).unsqueeze(1) + step_T
+        is_token_BT = step_T < torch.tensor(counts, device=device).unsqueeze(1)
+        self.position_BS = torch.cat((self.position_BS, position_BT.where(is_token_BT, HOLE)), dim=1)
+        self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
+        position_BT = position_BT.where(is_token_BT, 0)  # padding needs some valid position
+        key, query = self.position_BS[:, None, None, :], position_BT[:, None, :, None]
+
+        def visible(window: int | None) -> Tensor:
+            return key <= query if window is None else (key <= query) & (key > query - window)
+
+        return position_BT, masks(self._config, self._dtype, visible)
+
+    def truncate(self, lengths: Sequence[int]) -> None:
+        """Drop all but the first lengths[b] tokens of each row."""
+        self.lengths = list(lengths)
+        kept_B1 = torch.tensor(self.lengths, device=self.position_BS.device).unsqueeze(1)
+        self.position_BS = self.position_BS.where(self.position_BS < kept_B1, HOLE)
+        num_slots, needed = self.position_BS.shape[1], max(self.lengths)
+        if num_slots - needed > MOST_SPARE * num_slots:  # move each row's tokens together, in order, holes last
+            order_BS = self.position_BS.argsort(dim=1)[:, :needed]
+            self.position_BS = self.position_BS.gather(1, order_BS)
+            index_B1S1 = order_BS[:, None, :, None]
+            self._replace(lambda x_BGSd: x_BGSd.gather(2, index_B1S1.expand(-1, x_BGSd.shape[1], -1, x_BGSd.shape[3])))
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Drop all rows but these."""
+        index = torch.tensor(rows, device=self.position_BS.device)
+        self.lengths = [self.lengths[row] for row in rows]
+        self.position_BS = self.position_BS[index]
+        self._replace(lambda x_BGSd: x_BGSd[index])
+
+    def _replace(self, change: Callable[[Tensor], Tensor]) -> None:
+        layer: Any  # a DynamicLayer
+        for layer in self.layers.layers:
+            if layer.keys is not None:  # layers that share another's keys stay empty
+                layer.keys, layer.values = change(layer.keys), change(layer.values)
+
+
+class TransformersBatch:
+    """Any causal language model's layers for B sequences: new ids [B, T], counts[b] of them valid -> hidden states [B, T, H]."""
+
+    def __init__(self, draft: Any, num_rows: int) -> None:
+        self.backbone = draft.get_decoder()
+        self.cache = MaskedKVCache(draft.config.get_text_config(), num_rows, draft.dtype, draft.device)
+
+    def __call__(self, ids_BT: Tensor, counts: Sequence[int]) -> Tensor:
+        position_BT, mask = self.cache.extend(counts)
+        hidden: Tensor = self.backbone(
+            input_ids=ids_BT, position_ids=position_BT, attention_mask=mask, past_key_values=self.cache.layers, use_cache=True
+        ).last_hidden_state
+        return hidden
+
+
+def padded(rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:
+    """[B, T] token ids, shorter rows padded on the right by any token."""
+    width = max(map(len, rows))
+    return torch.tensor([[*row, *[0] * (width - len(row))] for row in rows], device=device)
+
+
+def last_of(x_BTH: Tensor, counts: Sequence[int]) -> Tensor:
+    """[B, H]: row b at its last position, counts[b] - 1; at its first where counts[b] is 0."""
+    last_B = (torch.tensor(counts, device=x_BTH.device) - 1).clamp_min(0)
+    return x_BTH[torch.arange(len(counts), device=x_BTH.device), last_B]
+
+
+@torch.inference_mode()
+def check_batchable(model: Any, name: str) -> None:
+    """Raises UserError when a `MaskedKVCache` cannot hold several sequences of the model called `name`, or the model mixes its rows.
+
+    The latter is tested by a forward pass: some models ignore the mask or the positions that they are given.
+    """
+    config = model.config.get_text_config()
+    rope = getattr(config, "rope_parameters", None) or {}
+    ropes = [entry for entry in rope.values() if isinstance(entry, dict)] or [rope]
+    if is_recurrent(config):
+        reason = "recurrent layers, whose state cannot go back for one row alone"
+    elif not layer_kinds(config) <= KINDS:
+        reason = f"layers of kind {', '.join(sorted(layer_kinds(config)))}"
+    elif config._attn_implementation not in MASKED:
+        reason = f"attn {config._attn_implementation}, which takes no masks with holes"
+    elif any(entry.get("rope_type") in ("dynamic", "longrope") for entry in ropes):
+        reason = "rotary angles that depend on the longest sequence of a batch"
+    elif not _reads_rows_apart(model):
+        reason = "layers that read a row of a batch differently from the same sequence alone"
+    else:
+        return
+    raise UserError("eval.batch_size", got=f"more than 1 for {name}, a model with {reason}", expected="1")
+
+
+def _reads_rows_apart(model: Any) -> bool:
+    """Two sequences of different lengths, with a rejected token and padding in between, against each of them alone."""
+    layers = TransformersBatch(model, 2)
+    layers(padded([[1, 2, 0], [2]], model.device), [3, 1])
+    layers.cache.truncate([2, 1])
+    together_BTH = layers(padded([[3, 1], [3]], model.device), [2, 1])
+    for row_TH, token_ids in zip(together_BTH, ([1, 2, 3, 1], [2, 3]), strict=True):
+        ids = torch.tensor([token_ids], device=model.device)
+        alone_TH = model.get_decoder()(input_ids=ids).last_hidden_state[0, len(token_ids) // 2 :]
+        if not reads_alike(row_TH[: len(alone_TH)], alone_TH):
+            return False
+    return True
