@@ -27,7 +27,8 @@ import pyarrow.parquet  # type: ignore[import-untyped]
 from specdistill.errors import ResourceError, UserError, nearest, one_line
 
 KINDS = ("prompt", "messages", "user", "text")
-COLUMNS = (*KINDS, "id", "category", "reference", "test", "entry_point")
+SCORED_BY = ("reference", "test", "entry_point")
+COLUMNS = (*KINDS, "id", "category", *SCORED_BY)
 REMOTE = ("https://", "http://", "hf://")
 
 
@@ -70,8 +71,10 @@ def download(url: str) -> str:
 
 def parse(name: str, content: bytes, columns: Mapping[str, str], placeholder: str | None = None) -> tuple[SuiteRow, ...]:
     """The rows of a file called `name`, without those whose text begins with `placeholder`."""
-    rows = [_row(number, place, _renamed(place, entry, columns)) for number, place, entry in _objects(name, content)]
-    rows = [row for row in rows if not _is_placeholder(row, placeholder)]
+    made = [
+        _row(number, place, _renamed(place, entry, columns), placeholder) for number, place, entry in _objects(name, content)
+    ]
+    rows = [row for row in made if row]
     if not rows:
         raise UserError("eval.suite", got=f"{name}, which is empty", expected="at least one prompt")
     ids = [row.id for row in rows]
@@ -113,7 +116,8 @@ def _renamed(place: str, entry: Any, columns: Mapping[str, str]) -> Any:
     return {name: entry[column] for name, column in columns.items()}
 
 
-def _row(number: int, place: str, entry: Any) -> SuiteRow:
+def _row(number: int, place: str, entry: Any, placeholder: str | None) -> SuiteRow | None:
+    """None for a row whose text begins with `placeholder`."""
     kind = next((kind for kind in KINDS if isinstance(entry, dict) and kind in entry), None)
     if kind is None:
         keys = ", ".join(entry) if isinstance(entry, dict) else "no object"
@@ -124,33 +128,18 @@ def _row(number: int, place: str, entry: Any) -> SuiteRow:
         first = content[0] if isinstance(content, list) and content else content
         kind, content = "messages", [{"role": "user", "content": first}]
     if kind == "messages":
-        valid = isinstance(content, list) and all(
-            isinstance(turn, dict)
-            and {"role", "content"} <= turn.keys()
-            and isinstance(turn["content"], str)
-            and turn["content"]
-            for turn in content
-        )
+        valid = isinstance(content, list) and all(isinstance(turn, dict) and "role" in turn for turn in content)
+        texts = [turn.get("content") for turn in content] if valid else []
     else:
-        valid = isinstance(content, str)
-    if not content or not valid:
+        texts = [content]
+    if not texts or not all(isinstance(text, str) and text for text in texts):
         expected = "a list of {role, content}" if kind == "messages" else "some text"
         raise UserError("eval.suite", got=f"{place} with {kind}={one_line(repr(content))[:60]}", expected=expected)
-    scored_by = {name: entry.get(name) for name in ("reference", "test", "entry_point")}
-    for name, value in scored_by.items():
-        if value is not None and not (isinstance(value, str) and value.strip()):
+    for name in SCORED_BY:
+        if (value := entry.get(name)) is not None and not (isinstance(value, str) and value.strip()):
             raise UserError("eval.suite", got=f"{place} with {name}={one_line(repr(value))[:60]}", expected="some text")
-    test, entry_point = scored_by["test"], scored_by["entry_point"]
-    return SuiteRow(
-        str(entry.get("id", number)),
-        str(entry.get("category", "default")),
-        kind,
-        content,
-        reference=scored_by["reference"],
-        test=f"{test}\ncheck({entry_point})" if test and entry_point else test,
-    )
-
-
-def _is_placeholder(row: SuiteRow, placeholder: str | None) -> bool:
-    text = row.content[0]["content"] if row.kind == "messages" else row.content
-    return placeholder is not None and text.startswith(placeholder)
+    reference, test, entry_point = map(entry.get, SCORED_BY)
+    if test and entry_point:
+        test = f"{test}\ncheck({entry_point})"
+    row = SuiteRow(str(entry.get("id", number)), str(entry.get("category", "default")), kind, content, reference, test)
+    return None if placeholder is not None and texts[0].startswith(placeholder) else row

@@ -1,30 +1,42 @@
 """Suites: the prompts a draft is measured on, named, versioned and checked by hash.
 
-A suite is a YAML file, by path or by its name under `eval/suites`, or just a jsonl file (specdistill.suites.rows says what a row
-holds). The YAML file has name, version, licence and source of the prompts; `prompts`, their file or URL; its `sha256`, which pins it, or
-null (the report states the hash of what was read); and optionally `columns`, the `placeholder` of texts that are not in the file, the
-`sweep` that the suite is made for, and `quality`, the metric of `eval/metrics` that scores all answers.
+A suite is a YAML file (see `SuiteHeader`), by path or by its name under `eval/suites`, or just a jsonl file (specdistill.suites.rows
+says what a row holds).
 """
 
 import hashlib
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import yaml
+from pydantic import BeforeValidator, Field
 
-from specdistill.errors import UserError, nearest, one_line
+from specdistill.errors import UserError, nearest
 from specdistill.project import SUITES
-from specdistill.recipe import SweepConfig, validate
+from specdistill.recipe import Section, SweepConfig, option, section, validate
 from specdistill.suites.rows import COLUMNS, REMOTE, SuiteRow, parse, read
 
 TEXT_PROMPT_TOKENS = 32
-REQUIRED = ("name", "version", "licence", "source", "prompts")
-KEYS = (*REQUIRED, "sha256", "columns", "placeholder", "sweep", "quality")
-QUALITIES = ("python_syntax",)
 
 T = TypeVar("T")
+Stated = Annotated[str, BeforeValidator(lambda value: value if value is None else str(value)), Field(min_length=1)]
+
+
+class SuiteHeader(Section):
+    """A suite's YAML file."""
+
+    name: Stated = option(..., "the suite's name")
+    version: Stated = option(..., "changes with the prompts")
+    licence: Stated = option(..., "of the prompts")
+    source: Stated = option(..., "where the prompts are from")
+    prompts: Stated = option(..., "their file, beside this one, or URL")
+    sha256: str | None = option(..., "the hash of the prompts' file, or null: the report states that of what was read")
+    columns: dict[str, str] = option({}, "our name: the file's name, for each column")
+    placeholder: str | None = option(None, "how texts begin that are not in the file")
+    sweep: SweepConfig = section(SweepConfig)
+    quality: Literal["python_syntax"] | None = option(None, "the metric of `eval/metrics` that scores all answers")
 
 
 @dataclass(frozen=True)
@@ -59,17 +71,15 @@ def load_suite(name: str) -> Suite:
         digest = hashlib.sha256(content).hexdigest()
         return Suite(path.stem, digest[:12], "not stated", path.name, digest, parse(path.name, content, {}))
     header = _header(path)
-    prompts = str(header["prompts"])
-    prompts = prompts if prompts.startswith(REMOTE) else str(path.parent / prompts)
+    prompts = header.prompts if header.prompts.startswith(REMOTE) else str(path.parent / header.prompts)
     content = read(prompts)
     digest = hashlib.sha256(content).hexdigest()
-    if header["sha256"] not in (None, digest):
-        expected = f"the content that {path.name} names by its sha256 {header['sha256']}"
+    if header.sha256 not in (None, digest):
+        expected = f"the content that {path.name} names by its sha256 {header.sha256}"
         raise UserError("eval.suite", got=f"{prompts} with sha256 {digest}", expected=expected)
-    named = {key: str(header[key]) for key in ("name", "version", "licence", "source")}
-    rows = parse(prompts, content, header.get("columns", {}), header.get("placeholder"))
-    sweep = validate(SweepConfig, header.get("sweep", {}), f"{path.name}: sweep.")
-    return Suite(**named, sha256=digest, rows=rows, sweep=sweep, quality=header.get("quality"))
+    rows = parse(prompts, content, header.columns, header.placeholder)
+    stated = header.name, header.version, header.licence, header.source
+    return Suite(*stated, digest, rows, header.sweep, header.quality)
 
 
 def tokenize(
@@ -147,36 +157,16 @@ def _find(name: str) -> Path:
     raise UserError("eval.suite", got=name, expected=expected, nearest=nearest(name, known))
 
 
-def _header(path: Path) -> dict[str, Any]:
+def _header(path: Path) -> SuiteHeader:
     try:
-        header = yaml.safe_load(read(str(path)))
+        header = validate(SuiteHeader, yaml.safe_load(read(str(path))), f"{path.name}: ")
     except yaml.YAMLError as error:
-        raise UserError("eval.suite", got=f"{path}: {one_line(str(error))}", expected="a readable YAML file") from error
-    if not isinstance(header, dict):
-        raise UserError("eval.suite", got=f"{path}, which holds no keys", expected=f"a suite with {', '.join(KEYS)}")
-    for key in header:
-        _check_name(f"{path.name}: {key}", key, KEYS)
-    for key in REQUIRED:
-        if header.get(key) in (None, ""):
-            raise UserError(f"{path.name}: {key}", got="nothing", expected="a value")
-    if "sha256" not in header:
-        raise UserError(f"{path.name}: sha256", got="nothing", expected="the hash of the prompts' file, or null")
-    columns = header.get("columns", {})
-    if not isinstance(columns, dict):
-        raise UserError(f"{path.name}: columns", got=repr(columns), expected="our name: the file's name, for each column")
-    for key in columns:
-        _check_name(f"{path.name}: columns.{key}", key, COLUMNS)
-    quality = header.get("quality")
-    if quality not in (None, *QUALITIES):
-        close = nearest(str(quality), QUALITIES)
-        raise UserError(f"{path.name}: quality", got=quality, expected=f"one of {', '.join(QUALITIES)}", nearest=close)
+        raise UserError("eval.suite", got=f"{path}: {error}", expected="a readable YAML file") from error
+    for name in header.columns:
+        if name not in COLUMNS:
+            expected, key = f"one of {', '.join(COLUMNS)}", f"{path.name}: columns.{name}"
+            raise UserError(key, got="an unknown key", expected=expected, nearest=nearest(name, COLUMNS))
     return header
-
-
-def _check_name(place: str, key: Any, known: Sequence[str]) -> None:
-    if key not in known:
-        close = nearest(str(key), known)
-        raise UserError(place, got="an unknown key", expected=f"one of {', '.join(known)}", nearest=close)
 
 
 def _cut(row: SuiteRow, tokenizer: Any, length: int) -> Prompt:
