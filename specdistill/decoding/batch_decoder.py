@@ -11,13 +11,12 @@ Shapes: B rows, T positions of one pass, K draft tokens, R rows with equally man
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from specdistill.decoding import verify
-from specdistill.decoding.decoder import GREEDY, Generation, Round, check_length, cut, now
+from specdistill.decoding.decoder import GREEDY, Generation, Running, check_k, now
 from specdistill.decoding.proposer import BatchState, Proposal, Proposer
 from specdistill.decoding.sampling import Generators, Sampling, uniforms
 from specdistill.decoding.ties import break_ties
@@ -26,32 +25,6 @@ from specdistill.errors import UserError
 from specdistill.targets.frozen import Features, FrozenTarget
 
 MAX_BATCH_SIZE = 64
-
-
-@dataclass
-class _Row:
-    """A sequence under way, of at most `limit` tokens."""
-
-    prompt_ids: tuple[int, ...]
-    token_ids: list[int]
-    limit: int
-    generator: torch.Generator | None
-    stop_ids: frozenset[int]
-    rounds: list[Round] = field(default_factory=list)
-    prefill_seconds: float = 0.0
-    seconds: float = 0.0
-
-    @property
-    def stopped(self) -> bool:
-        return self.token_ids[-1] in self.stop_ids
-
-    @property
-    def is_done(self) -> bool:
-        return self.stopped or len(self.token_ids) == self.limit
-
-    def generation(self) -> Generation:
-        new = tuple(self.token_ids[len(self.prompt_ids) :])
-        return Generation(self.prompt_ids, new, tuple(self.rounds), self.prefill_seconds, self.seconds, self.stopped)
 
 
 class BatchDecoder:
@@ -85,12 +58,9 @@ class BatchDecoder:
         """
         if not 1 <= len(prompts) <= MAX_BATCH_SIZE:
             raise UserError("eval.batch_size", got=len(prompts), expected=f"1 to {MAX_BATCH_SIZE}")
-        if self.proposer and num_speculative_tokens < 1:
-            raise UserError("eval.num_speculative_tokens", got=num_speculative_tokens, expected="1 or more")
-        for prompt_ids in prompts:
-            check_length(self.target, prompt_ids, max_new_tokens)
+        check_k(self.proposer, num_speculative_tokens)
         all_rows = [
-            _Row(tuple(prompt_ids), list(prompt_ids), len(prompt_ids) + max_new_tokens, generator, self.target.eos_token_ids)
+            Running.begin(self.target, prompt_ids, max_new_tokens, generator)
             for prompt_ids, generator in zip(prompts, generators or [None] * len(prompts), strict=True)
         ]
         if self.proposer:
@@ -116,7 +86,7 @@ class BatchDecoder:
                 row.seconds += (lap - start) / len(taking_part)
         return [row.generation() for row in all_rows]
 
-    def _round(self, rows: Sequence[_Row], state: BatchState, cache: MaskedKVCache, k: int, sampling: Sampling) -> None:
+    def _round(self, rows: Sequence[Running], state: BatchState, cache: MaskedKVCache, k: int, sampling: Sampling) -> None:
         """Propose, verify, commit."""
         start = now(self.target.device)
         if self.proposer:
@@ -130,15 +100,11 @@ class BatchDecoder:
         state.num_fresh = [1 + num_accepted for num_accepted, _ in verdicts]
         cache.truncate([len(row.token_ids) + num_accepted for row, (num_accepted, _) in zip(rows, verdicts, strict=True)])
         verified = now(self.target.device)
-        draft_seconds, verify_seconds = (drafted - start) / len(rows), (verified - drafted) / len(rows)
+        seconds = (drafted - start) / len(rows), (verified - drafted) / len(rows)
         for row, proposal, (num_accepted, next_token) in zip(rows, proposals, verdicts, strict=True):
-            accepted = [*proposal.tokens[:num_accepted], next_token]
-            emitted = cut(accepted, row.limit - len(row.token_ids), row.stop_ids)
-            row.token_ids += emitted
-            kept = min(num_accepted, len(emitted))
-            row.rounds.append(Round(tuple(proposal.tokens), kept, tuple(emitted), draft_seconds, verify_seconds))
+            row.commit(proposal.tokens, proposal.tokens[:num_accepted], next_token, seconds)
 
-    def _drop_done(self, rows: list[_Row], state: BatchState, cache: MaskedKVCache) -> list[_Row]:
+    def _drop_done(self, rows: list[Running], state: BatchState, cache: MaskedKVCache) -> list[Running]:
         """The rows that are not done; the others leave the caches and the state."""
         remaining = [index for index, row in enumerate(rows) if not row.is_done]
         if remaining and len(remaining) < len(rows):
@@ -169,7 +135,7 @@ class BatchDecoder:
         return self.target.logits(hidden), features
 
     def _verify(
-        self, rows: Sequence[_Row], proposals: Sequence[Proposal], logits_BTV: Tensor, sampling: Sampling
+        self, rows: Sequence[Running], proposals: Sequence[Proposal], logits_BTV: Tensor, sampling: Sampling
     ) -> list[tuple[int, int]]:
         """(number of accepted tokens, the token after them) of each row. Rows with equally many draft tokens are verified together."""
         verdicts = [(0, 0)] * len(rows)

@@ -5,8 +5,8 @@ Plain decoding is the same loop without a proposal, so that its speed compares w
 
 import copy
 import time
-from collections.abc import Callable, Container, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -70,6 +70,64 @@ class Generation:
     stopped: bool
 
 
+@dataclass
+class Running:
+    """A sequence under way: at most `limit` tokens, or up to a stop token of the target (which is emitted)."""
+
+    prompt_ids: tuple[int, ...]
+    limit: int
+    generator: torch.Generator | None
+    stop_ids: frozenset[int]
+    token_ids: list[int]
+    rounds: list[Round] = field(default_factory=list)
+    prefill_seconds: float = 0.0
+    seconds: float = 0.0
+
+    @classmethod
+    def begin(
+        cls, target: FrozenTarget, prompt_ids: Sequence[int], max_new_tokens: int, generator: torch.Generator | None
+    ) -> "Running":
+        """Raises UserError when prompt or continuation is empty, or together they exceed the target's context."""
+        limit = len(prompt_ids) + max_new_tokens
+        if not prompt_ids or max_new_tokens < 1 or limit > target.max_length:
+            got = f"a prompt of {len(prompt_ids)} tokens and {max_new_tokens} new ones"
+            raise UserError("eval.max_new_tokens", got=got, expected=f"at least 1 of each and {target.max_length} together")
+        return cls(tuple(prompt_ids), limit, generator, target.eos_token_ids, list(prompt_ids))
+
+    @property
+    def stopped(self) -> bool:
+        return self.token_ids[-1] in self.stop_ids
+
+    @property
+    def is_done(self) -> bool:
+        return self.stopped or len(self.token_ids) == self.limit
+
+    def commit(
+        self,
+        drafted: Sequence[int],
+        accepted: Sequence[int],
+        next_token: int,
+        seconds: tuple[float, float],
+        num_off_path: int = 0,
+    ) -> None:
+        """Emit a round's tokens up to the limit or the first stop token. seconds: of drafting and of verification."""
+        emitted = [*accepted, next_token][: self.limit - len(self.token_ids)]
+        end = next((index for index, token in enumerate(emitted, start=1) if token in self.stop_ids), len(emitted))
+        self.token_ids += emitted[:end]
+        self.rounds.append(
+            Round(tuple(drafted), min(len(accepted), end), tuple(emitted[:end]), *seconds, num_off_path=num_off_path)
+        )
+
+    def generation(self) -> Generation:
+        new = tuple(self.token_ids[len(self.prompt_ids) :])
+        return Generation(self.prompt_ids, new, tuple(self.rounds), self.prefill_seconds, self.seconds, self.stopped)
+
+
+def check_k(proposer: object, num_speculative_tokens: int) -> None:
+    if proposer and num_speculative_tokens < 1:
+        raise UserError("eval.num_speculative_tokens", got=num_speculative_tokens, expected="1 or more")
+
+
 class Decoder:
     """Decodes one sequence at a time with a target and, optionally, a proposer. `rule` verifies above temperature 0."""
 
@@ -99,46 +157,35 @@ class Decoder:
         if tree:
             self._check_tree()
             num_speculative_tokens = tree.depth
-        if self.proposer and num_speculative_tokens < 1:
-            raise UserError("eval.num_speculative_tokens", got=num_speculative_tokens, expected="1 or more")
-        length = check_length(self.target, prompt_ids, max_new_tokens)
+        check_k(self.proposer, num_speculative_tokens)
+        row = Running.begin(self.target, prompt_ids, max_new_tokens, generator)
         if self.proposer:
-            self.proposer.begin(length + num_speculative_tokens)
+            self.proposer.begin(row.limit + num_speculative_tokens)
 
         start = self._now()
         # Full layers even for sliding windows: a windowed layer could not restore what it dropped. The mask applies the window.
         cache = DynamicCache(config=self.target.config) if self.target.is_recurrent else DynamicCache()
-        logits, features = self._forward(list(prompt_ids), cache, only_last=True)
-        _, first = self._verify(list(prompt_ids), Proposal([]), logits, sampling, generator)
-        state = DecodingState([*prompt_ids, first], features)
-        prefill_seconds = self._now() - start
-
-        rounds = []
-        stopped = first in self.target.eos_token_ids
-        while not stopped and len(state.token_ids) < length:
-            budget = length - len(state.token_ids)
-            rounds.append(self._round(state, cache, tree or num_speculative_tokens, budget, sampling, generator))
-            stopped = state.token_ids[-1] in self.target.eos_token_ids
-        tokens = tuple(state.token_ids[len(prompt_ids) :])
-        return Generation(tuple(prompt_ids), tokens, tuple(rounds), prefill_seconds, self._now() - start, stopped)
+        logits, features = self._forward(row.token_ids, cache, only_last=True)
+        _, first = self._verify(row.token_ids, Proposal([]), logits, sampling, generator)
+        row.token_ids.append(first)
+        state = DecodingState(row.token_ids, features)
+        row.prefill_seconds = self._now() - start
+        while not row.is_done:
+            self._round(row, state, cache, tree or num_speculative_tokens, sampling)
+        row.seconds = self._now() - start
+        return row.generation()
 
     def _round(
-        self,
-        state: DecodingState,
-        cache: DynamicCache,
-        ahead: int | TreeShape,
-        budget: int,
-        sampling: Sampling,
-        generator: torch.Generator | None,
-    ) -> Round:
-        """Propose `ahead` (a chain of so many tokens, or a tree), verify, commit. At most `budget` tokens are emitted."""
+        self, row: Running, state: DecodingState, cache: DynamicCache, ahead: int | TreeShape, sampling: Sampling
+    ) -> None:
+        """Propose `ahead` (a chain of so many tokens, or a tree), verify, commit."""
         start = self._now()
-        proposal = self._propose(state, ahead, sampling, generator)
+        proposal = self._propose(state, ahead, sampling, row.generator)
         drafted = self._now()
         tokens, tree = proposal.tokens, proposal.tree
-        last, before = state.token_ids[-1], copy.deepcopy(cache) if self.target.is_recurrent and tokens else None
+        last, before = row.token_ids[-1], copy.deepcopy(cache) if self.target.is_recurrent and tokens else None
         logits, features = self._forward([last, *tokens], cache, tree=tree)
-        path, next_token = self._verify(state.token_ids, proposal, logits, sampling, generator)
+        path, next_token = self._verify(row.token_ids, proposal, logits, sampling, row.generator)
         accepted, rejected = [tokens[node] for node in path], len(tokens) - len(path)
         if tree:
             keep_path(cache, len(tokens), path)
@@ -150,13 +197,8 @@ class Decoder:
             elif rejected:
                 cache.crop(-rejected)
             state.fresh = features.first(len(path) + 1)
-        emitted = cut([*accepted, next_token], budget, self.target.eos_token_ids)
-        state.token_ids += emitted
-        seconds = drafted - start, self._now() - drafted
-        shown = tree.prolonged(path) if tree else range(len(tokens))
-        drafted_ids = tuple(tokens[node] for node in shown)
-        kept = min(len(path), len(emitted))
-        return Round(drafted_ids, kept, tuple(emitted), *seconds, num_off_path=len(tokens) - len(drafted_ids))
+        shown = [tokens[node] for node in tree.prolonged(path)] if tree else tokens
+        row.commit(shown, accepted, next_token, (drafted - start, self._now() - drafted), len(tokens) - len(shown))
 
     def _propose(
         self, state: DecodingState, ahead: int | TreeShape, sampling: Sampling, generator: torch.Generator | None
@@ -219,23 +261,6 @@ class Decoder:
 
     def _now(self) -> float:
         return now(self.target.device)
-
-
-def check_length(target: FrozenTarget, prompt_ids: Sequence[int], max_new_tokens: int) -> int:
-    """Tokens of prompt and continuation. Raises UserError when one is empty, or together they exceed the target's context."""
-    length = len(prompt_ids) + max_new_tokens
-    if not prompt_ids or max_new_tokens < 1 or length > target.max_length:
-        got = f"a prompt of {len(prompt_ids)} tokens and {max_new_tokens} new ones"
-        raise UserError("eval.max_new_tokens", got=got, expected=f"at least 1 of each and {target.max_length} together")
-    return length
-
-
-def cut(tokens: list[int], budget: int, stop_ids: Container[int]) -> list[int]:
-    """Drop tokens past the budget or after the first stop token."""
-    for index, token in enumerate(tokens[:budget]):
-        if token in stop_ids:
-            return tokens[: index + 1]
-    return tokens[:budget]
 
 
 def now(device: torch.device) -> float:

@@ -150,11 +150,8 @@ class MaskedKVCache:
         kept_B1 = torch.tensor(self.lengths, device=self.position_BS.device).unsqueeze(1)
         self.position_BS = self.position_BS.where(self.position_BS < kept_B1, HOLE)
         num_slots, needed = self.position_BS.shape[1], max(self.lengths)
-        if num_slots - needed > MOST_SPARE * num_slots:  # move each row's tokens together, in order, holes last
-            order_BS = self.position_BS.argsort(dim=1)[:, :needed]
-            self.position_BS = self.position_BS.gather(1, order_BS)
-            index_B1S1 = order_BS[:, None, :, None]
-            self._replace(lambda x_BGSd: x_BGSd.gather(2, index_B1S1.expand(-1, x_BGSd.shape[1], -1, x_BGSd.shape[3])))
+        if num_slots - needed > MOST_SPARE * num_slots:
+            self._compact(needed)
 
     def keep(self, rows: Sequence[int]) -> None:
         """Drop all rows but these."""
@@ -162,6 +159,13 @@ class MaskedKVCache:
         self.lengths = [self.lengths[row] for row in rows]
         self.position_BS = self.position_BS[index]
         self._replace(lambda x_BGSd: x_BGSd[index])
+
+    def _compact(self, needed: int) -> None:
+        """Move each row's tokens together, in order; the remaining holes are at the end of the shorter rows."""
+        order_BS = self.position_BS.argsort(dim=1)[:, :needed]
+        self.position_BS = self.position_BS.gather(1, order_BS)
+        index_B1S1 = order_BS[:, None, :, None]
+        self._replace(lambda x_BGSd: x_BGSd.gather(2, index_B1S1.expand(-1, x_BGSd.shape[1], -1, x_BGSd.shape[3])))
 
     def _replace(self, change: Callable[[Tensor], Tensor]) -> None:
         layer: Any  # a DynamicLayer
