@@ -16,11 +16,10 @@ from specdistill.comparison.compare import Measured, compare
 from specdistill.comparison.pages import print_comparison, write_comparison
 from specdistill.errors import ExitCode
 from specdistill.measurement.configurations import Plan, Settings
-from specdistill.measurement.draft_report import NamedDraft, draft_report
-from specdistill.measurement.finished import MeasuredConfiguration
 from specdistill.measurement.hardware import fit_threads, resources_used
 from specdistill.measurement.losslessness import greedy_check, sampling_test
 from specdistill.measurement.measure import measure_together, round_costs
+from specdistill.measurement.measured import MeasuredConfiguration, NamedDraft, draft_report
 from specdistill.measurement.runs import prompt_records
 from specdistill.methods.load import load_proposer
 from specdistill.methods.recipe import eval_keys_of_methods, options_by_method

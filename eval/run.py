@@ -21,11 +21,16 @@ from specdistill.gate.judge import judge
 from specdistill.gate.rules import load_gate
 from specdistill.hub import resolve
 from specdistill.measurement.configurations import Plan, Settings, plan_configurations
-from specdistill.measurement.draft_report import NamedDraft, draft_report
-from specdistill.measurement.finished import FinishedConfigurations, MeasuredConfiguration, measurement_identity
 from specdistill.measurement.hardware import fit_threads, resources_used, total_used
 from specdistill.measurement.losslessness import greedy_check, sampling_test
 from specdistill.measurement.measure import measure, round_costs
+from specdistill.measurement.measured import (
+    FinishedConfigurations,
+    MeasuredConfiguration,
+    NamedDraft,
+    draft_report,
+    measurement_identity,
+)
 from specdistill.measurement.quality import add_quality
 from specdistill.measurement.runs import prompt_records
 from specdistill.methods import METHODS

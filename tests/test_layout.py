@@ -14,7 +14,6 @@ MOST_MODULES = 15
 # Modules whose tests stand elsewhere, and where. The parts of a method are found by name, through the table of methods.
 TESTED_ELSEWHERE = {
     "hub": "gate/test_baseline.py",
-    "measurement/draft_report": "eval/test_run_script.py",
     "methods/*/config": "recipe/test_recipe.py",
     "methods/*/method": "test_cli.py",
     "methods/checkpoint": "methods/heads/test_heads.py",

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from specdistill.decoding import verify
-from specdistill.decoding.decoder import GREEDY, Generation, Running, check_k, now
+from specdistill.decoding.decoder import Generation, Running, check_k, now
 from specdistill.decoding.proposer import BatchState, Proposal, Proposer
-from specdistill.decoding.sampling import Generators, Sampling, uniforms
+from specdistill.decoding.sampling import GREEDY, Generators, Sampling, uniforms
 from specdistill.decoding.ties import break_ties
 from specdistill.decoding.transformers_models import MaskedKVCache, check_batchable, last_of, padded
 from specdistill.errors import UserError

@@ -14,14 +14,13 @@ from transformers import DynamicCache
 
 from specdistill.decoding import verify, verify_tree
 from specdistill.decoding.proposer import DecodingState, Proposal, Proposer, TreeProposer
-from specdistill.decoding.sampling import Sampling, uniforms
+from specdistill.decoding.sampling import GREEDY, Sampling, uniforms
 from specdistill.decoding.ties import break_ties
 from specdistill.decoding.transformers_models import check_reads_trees, keep_path, read
 from specdistill.decoding.tree import Step, Tree, TreeShape
 from specdistill.errors import UserError
 from specdistill.targets.frozen import Features, FrozenTarget
 
-GREEDY = Sampling()
 # (proposal of N draft tokens, the target's distributions [N + 1, V] after the sequence and each of them, generator) -> indices of the
 # accepted draft tokens, and the token after them
 Rule = Callable[[Proposal, Tensor, torch.Generator | None], tuple[Sequence[int], int]]

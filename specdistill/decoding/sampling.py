@@ -43,6 +43,9 @@ class Sampling:
         return scores.softmax(-1).view(logits.shape)
 
 
+GREEDY = Sampling()
+
+
 def uniforms(count: int, generators: Generators) -> Tensor:
     """[B, count] in [0, 1), each row from its own generator. float64, on the CPU."""
     return torch.stack([torch.rand(count, generator=generator, dtype=torch.float64) for generator in generators])

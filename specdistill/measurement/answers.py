@@ -1,12 +1,35 @@
-"""Reading a model's answers: the final number, whether the text is valid Python so far, and the program it contains."""
+"""A model's answers: the final number, whether the text is valid Python so far, and the program it contains.
+
+Generated programs run in a process of their own with limits on time, memory and file size. The limits contain mistakes, not malice: a
+program can read files and use the network as its user can. Nothing is run unless `eval.run_code=true`.
+"""
 
 import codeop
+import os
 import re
+import signal
+import subprocess
+import sys
+import tempfile
+from contextlib import suppress
 from decimal import Decimal
 
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 INDENT = 4
 FENCED = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
+SECONDS = 10.0
+MEMORY_BYTES = 2**30
+FILE_BYTES = 2**20
+ENDED = 99  # exit code of a program that ran to its end; one that exits before its tests has another
+
+# The child sets its own limits before it reads the program, which cannot raise them again.
+LIMITED = f"""
+import resource, sys
+for limit, most in ((resource.RLIMIT_AS, {MEMORY_BYTES}), (resource.RLIMIT_FSIZE, {FILE_BYTES}), (resource.RLIMIT_CORE, 0)):
+    resource.setrlimit(limit, (most, most))
+exec(compile(sys.stdin.read(), "program", "exec"), {{"__name__": "program"}})
+sys.exit({ENDED})
+"""
 
 
 def is_match(text: str, reference: str) -> bool:
@@ -52,3 +75,29 @@ def program(prompt: str | None, text: str) -> str:
     first, *lines = text.split("\n")
     end = next((number for number, line in enumerate(lines) if line[:1].strip()), len(lines))
     return "\n".join([prompt + first, *lines[:end]])
+
+
+def passes(program: str, seconds: float = SECONDS) -> bool:
+    """Whether a program runs to its last line, in time and without an error. Its child processes are ended with it."""
+    with tempfile.TemporaryDirectory() as folder:
+        child = subprocess.Popen(
+            [sys.executable, "-I", "-c", LIMITED],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            cwd=folder,
+            env={"PATH": os.defpath},
+            start_new_session=True,
+            text=True,
+            encoding="utf-8",
+            errors="replace",
+        )
+        try:
+            child.communicate(program, timeout=seconds)
+        except subprocess.TimeoutExpired:
+            return False
+        finally:
+            with suppress(ProcessLookupError):  # it has ended already
+                os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
+        return child.returncode == ENDED

@@ -8,13 +8,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from specdistill.decoding.sampling import Sampling
-from specdistill.decoding.tree import DynamicTree, StaticTree, tree_shape
+from specdistill.decoding.sampling import GREEDY, Sampling
+from specdistill.decoding.tree import TreeShape, tree_shape
 from specdistill.errors import UserError
 from specdistill.statistics.records import ALL, Configuration
 from specdistill.suites.suite import Prompt
-
-GREEDY = Sampling()
 
 
 @dataclass(frozen=True)
@@ -32,7 +30,7 @@ class Settings:
     warmup: int = 2
     seed: int = 0
     batch_size: int = 1
-    tree: StaticTree | DynamicTree | None = None
+    tree: TreeShape | None = None
     context_bucket: str = ALL
 
     def __post_init__(self) -> None:
@@ -87,7 +85,7 @@ def plan_configurations(
     num_speculative_tokens: Sequence[int] = (),
     temperatures: Sequence[float] = (),
     batch_sizes: Sequence[int] = (),
-    trees: Sequence[StaticTree | DynamicTree] = (),
+    trees: Sequence[TreeShape] = (),
     contexts: Mapping[int, Sequence[Prompt]] | None = None,
 ) -> list[Plan]:
     """The main configuration, then those of each axis in the order of its values, none of them twice.

@@ -32,16 +32,12 @@ def fit_threads(target: FrozenTarget) -> None:
 
 def hardware(device: torch.device) -> dict[str, Any]:
     """device, name, count and memory_bytes of the accelerator, or of the processor when there is none; `cpu…` always."""
-    cpu = {
-        "cpu": cpu_name(),
-        "cpu_cores": psutil.cpu_count(logical=False),
-        "cpu_threads": torch.get_num_threads(),
-    }
+    name, memory = cpu_name(), psutil.virtual_memory().total
+    found = {"device": device.type, "name": name, "count": 1, "memory_bytes": memory}
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
-        return {"device": "cuda", "name": properties.name, "count": 1, "memory_bytes": properties.total_memory, **cpu}
-    memory = psutil.virtual_memory().total
-    return {"device": device.type, "name": cpu["cpu"], "count": 1, "memory_bytes": memory, **cpu}
+        found |= {"name": properties.name, "memory_bytes": properties.total_memory}
+    return {**found, "cpu": name, "cpu_cores": psutil.cpu_count(logical=False), "cpu_threads": torch.get_num_threads()}
 
 
 def cpu_name() -> str:
@@ -93,7 +89,5 @@ def frozen_garbage_collector() -> Iterator[None]:
 
 def software() -> dict[str, str]:
     """Versions of Python and of the libraries that shape a measurement."""
-    versions = {"python": platform.python_version(), "platform": platform.platform()}
-    for library in LIBRARIES:
-        versions[library] = importlib.metadata.version(library)
-    return versions
+    versions = {library: importlib.metadata.version(library) for library in LIBRARIES}
+    return {"python": platform.python_version(), "platform": platform.platform(), **versions}

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from specdistill.decoding.decoder import Decoder, Generation, exact
 from specdistill.decoding.proposer import Proposal, Proposer
-from specdistill.decoding.sampling import Sampling
+from specdistill.decoding.sampling import GREEDY, Sampling
 from specdistill.decoding.tree import ROOT
-from specdistill.measurement.configurations import GREEDY, Settings
+from specdistill.measurement.configurations import Settings
 from specdistill.measurement.measure import decode, decoder_for, in_batches
 from specdistill.measurement.runs import Runs
 from specdistill.progress import progress
@@ -170,10 +170,10 @@ def sampling_test(
     if result is None or control is None:
         return f"{num_draws} draws hold no two outcomes that are frequent enough to compare; draw more"
     return {
-        "statistic": result.statistic,
-        "p_value": result.p_value,
-        "negative_control_p_value": control.p_value,
-        "num_cells": result.num_cells,
+        "statistic": float(result.statistic),
+        "p_value": float(result.pvalue),
+        "negative_control_p_value": float(control.pvalue),
+        "num_cells": len(result.expected_freq),
         "num_draws": num_draws,
         "prompt_id": prompt_id,
         "num_prompt_tokens": len(prompt_ids),

@@ -51,26 +51,25 @@ def compare_quality(
     rows = {row.id: row for row in suite.rows}
     scored, absent = {}, {}
     for name in METRICS:
-        chosen = [(row, record) for record in records if _is_scored(name, suite, row := rows[record.id], record)]
+        every = ((rows[record.id], record, _reference(name, suite, rows[record.id], record)) for record in records)
+        chosen = [(row, record, reference) for row, record, reference in every if reference is not None]
         if not chosen:
             absent[f"quality.{name}"] = f"suite {suite.name} has nothing to score by it"
-        elif any(record.baseline_text is None for _, record in chosen):
+        elif any(record.baseline_text is None for _, record, _ in chosen):
             absent[f"quality.{name}"] = "there are no answers without the draft to compare with"
         elif name == "pass_rate" and not run_code:
             absent[f"quality.{name}"] = "programs are run only with eval.run_code=true"
         else:
             metric = evaluate.load(str(METRIC_MODULES / name), keep_in_memory=True)
-            references = [_reference(name, row, record) for row, record in chosen]
-            sides = ([record.text for _, record in chosen], [record.baseline_text or "" for _, record in chosen])
+            references = [reference for _, _, reference in chosen]
             with_draft, without_draft = (
                 metric.compute(
                     predictions=[
-                        _answer(name, row, record, text, special_tokens)
-                        for (row, record), text in zip(chosen, texts, strict=True)
+                        _answer(name, row, record, getattr(record, side), special_tokens) for row, record, _ in chosen
                     ],
                     references=references,
                 )["outcomes"]
-                for texts in sides
+                for side in ("text", "baseline_text")
             )
             scored[name] = paired(with_draft, without_draft, seed=seed)
     return scored, absent
@@ -97,24 +96,14 @@ def paired(with_draft: Sequence[bool], without_draft: Sequence[bool], *, seed: i
     }
 
 
-def _is_scored(name: str, suite: Suite, row: SuiteRow, record: PromptRecord) -> bool:
-    """Whether a metric applies to an answer: only continuations of Python are checked for syntax."""
-    if name == "exact_match":
-        return row.reference is not None
-    if name == "pass_rate":
-        return row.test is not None
-    return suite.quality == name and answers.is_python_so_far(_beginning(row, record))
-
-
-def _reference(name: str, row: SuiteRow, record: PromptRecord) -> str | None:
-    return {"exact_match": row.reference, "pass_rate": row.test, "python_syntax": _beginning(row, record)}[name]
+def _reference(name: str, suite: Suite, row: SuiteRow, record: PromptRecord) -> str | None:
+    """What a metric scores an answer by; None where it does not apply. Only continuations of Python are checked for syntax."""
+    if name == "python_syntax":
+        beginning = "" if row.kind == "messages" else record.prompt  # the text that the answer continues
+        return beginning if suite.quality == name and answers.is_python_so_far(beginning) else None
+    return row.reference if name == "exact_match" else row.test
 
 
 def _answer(name: str, row: SuiteRow, record: PromptRecord, text: str, special_tokens: Sequence[str]) -> str:
     plain = re.sub("|".join(map(re.escape, special_tokens)), "", text) if special_tokens else text
     return answers.program(None if row.kind == "messages" else record.prompt, plain) if name == "pass_rate" else plain
-
-
-def _beginning(row: SuiteRow, record: PromptRecord) -> str:
-    """The text that the answer continues; empty for a chat."""
-    return "" if row.kind == "messages" else record.prompt

@@ -3,6 +3,7 @@
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from specdistill.decoding.decoder import Generation
 from specdistill.decoding.proposer import Proposer
@@ -49,7 +50,7 @@ def _record(
         accepted = entry.drafted[: entry.num_accepted]
         rounds.append(RoundRecord(entry.drafted, drafted_text, accepted, entry.emitted, emitted_text, entry.num_off_path))
         context += entry.emitted
-    plain = run.baseline[0].token_ids
+    plain, hf = run.baseline[0].token_ids, run.hf_generate
     return PromptRecord(
         suite=suite,
         configuration=configuration,
@@ -63,7 +64,7 @@ def _record(
         rounds=tuple(rounds),
         speculative=_timing(run.speculative),
         baseline=_timing(run.baseline),
-        hf_generate=_median_hf(run.hf_generate),
+        hf_generate=HFGenerate(hf[0].num_tokens, statistics.median(timing.seconds for timing in hf)) if hf else None,
         num_in_draft_vocabulary=None if vocabulary is None else sum(token in vocabulary for token in plain),
         batch=run.batch,
         baseline_text=target.tokenizer.decode(plain, skip_special_tokens=False),
@@ -81,21 +82,13 @@ def _timing(generations: Sequence[Generation]) -> Timing:
     )
 
 
-def _median_hf(timings: Sequence[HFGenerate]) -> HFGenerate | None:
-    if not timings:
-        return None
-    return HFGenerate(timings[0].num_tokens, statistics.median(timing.seconds for timing in timings))
-
-
-def spell(tokenizer: object, context: Sequence[int], token_ids: Sequence[int]) -> tuple[str, ...]:
+def spell(tokenizer: Any, context: Sequence[int], token_ids: Sequence[int]) -> tuple[str, ...]:
     """Each token's text after the tokens before it. Together they are the whole text, except for characters that tokens share."""
-    decode = tokenizer.decode  # type: ignore[attr-defined]
     tokens = list(context[-SPELLING_CONTEXT:])
-    before = decode(tokens)
-    texts = []
+    before, texts = tokenizer.decode(tokens), []
     for token in token_ids:
         tokens.append(token)
-        after = decode(tokens)
-        texts.append(after[len(before) :] if after.startswith(before) else decode([token]))
+        after = tokenizer.decode(tokens)
+        texts.append(after[len(before) :] if after.startswith(before) else tokenizer.decode([token]))
         before = after
     return tuple(texts)

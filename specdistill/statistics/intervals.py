@@ -7,7 +7,6 @@ in one batch also share their times; intervals of times resample batches (see `m
 import warnings
 from collections import Counter
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -121,33 +120,19 @@ def _bootstrap(metric: Metric, data: list[NDArray[np.float64]], confidence: floa
     return (point, point) if np.allclose(result.bootstrap_distribution, point, rtol=1e-12) else None
 
 
-@dataclass(frozen=True)
-class ChiSquare:
-    statistic: float
-    p_value: float
-    num_cells: int
+def two_sample_chi_square(first: Sequence[Hashable], second: Sequence[Hashable]) -> Any | None:
+    """Whether two samples of outcomes follow one distribution: scipy's `statistic`, `pvalue` and `expected_freq`.
 
-
-def two_sample_chi_square(first: Sequence[Hashable], second: Sequence[Hashable]) -> ChiSquare | None:
-    """Whether two samples of outcomes follow one distribution. Outcomes expected fewer than five times in a sample are pooled.
-
-    None when fewer than two cells of the contingency table remain: then the samples cannot tell.
+    Outcomes expected fewer than five times in a sample are pooled. None when fewer than two cells of the contingency table remain: then
+    the samples cannot tell.
     """
-    counts = [Counter(first), Counter(second)]
-    totals = [len(first), len(second)]
-    common, rare = [], [0, 0]
-    for outcome in counts[0] | counts[1]:
-        row = [count[outcome] for count in counts]
-        if sum(row) * min(totals) / sum(totals) >= MIN_EXPECTED:
-            common.append(row)
-        else:
-            rare = [total + count for total, count in zip(rare, row, strict=True)]
-    if sum(rare) * min(totals) / sum(totals) >= MIN_EXPECTED:
-        common.append(rare)
-    elif common and sum(rare):  # the pool is too rare as well: it joins the smallest cell
-        smallest = min(common, key=sum)
-        smallest[:] = [count + left for count, left in zip(smallest, rare, strict=True)]
-    if len(common) < 2:
-        return None
-    result = stats.chi2_contingency(common, correction=False)
-    return ChiSquare(float(result.statistic), float(result.pvalue), len(common))
+    counts, sizes = [Counter(first), Counter(second)], [len(first), len(second)]
+    table = np.array([[count[outcome] for count in counts] for outcome in counts[0] | counts[1]])
+    least = MIN_EXPECTED * sum(sizes) / min(sizes)
+    is_common = table.sum(axis=1) >= least
+    common, rare = table[is_common], table[~is_common].sum(axis=0)
+    if rare.sum() >= least:
+        common = np.vstack((common, rare))
+    elif len(common):  # the pool is too rare as well: it joins the smallest cell
+        common[common.sum(axis=1).argmin()] += rare
+    return stats.chi2_contingency(common, correction=False) if len(common) >= 2 else None

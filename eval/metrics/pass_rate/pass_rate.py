@@ -8,6 +8,6 @@ Args:
 """
 
 from specdistill.measurement.metric import share
-from specdistill.measurement.programs import passes
+from specdistill.measurement.answers import passes
 
 PassRate = share("pass_rate", __doc__, lambda program, test: passes(f"{program}\n{test}\n"))

@@ -7,9 +7,8 @@ import pytest
 from specdistill.decoding.sampling import Sampling
 from specdistill.decoding.tree import StaticTree
 from specdistill.errors import ResourceError
-from specdistill.measurement import finished
 from specdistill.measurement.configurations import Plan, Settings
-from specdistill.measurement.finished import (
+from specdistill.measurement.measured import (
     FinishedConfigurations,
     MeasuredConfiguration,
     fingerprint,
@@ -17,6 +16,7 @@ from specdistill.measurement.finished import (
     measurement_identity,
 )
 from specdistill.methods.ngram.proposer import NgramProposer
+from specdistill.report import files
 from specdistill.statistics.records import Configuration
 from specdistill.suites.suite import Prompt
 from tests.proposers import tiny_target
@@ -86,7 +86,7 @@ def test_a_configuration_is_stored_whole_or_not_at_all(tmp_path, monkeypatch):
     def full_disk(source, destination):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(finished.os, "replace", full_disk)
+    monkeypatch.setattr(files.os, "replace", full_disk)
     with pytest.raises(ResourceError, match=r"No space left on device\); free the disk"):
         FinishedConfigurations(tmp_path, IDENTITY).write(MAIN, MEASURED)
     assert list(tmp_path.glob("*.json")) == []
