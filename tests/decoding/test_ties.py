@@ -47,9 +47,9 @@ def test_float32_alone_decides_otherwise(target, monkeypatch):
 
 def test_clear_choices_and_16_bit_logits_are_left_alone(target):
     clear = torch.tensor([[[1.0, 2.0, 3.0]]])
-    assert ties.break_ties(target, PROMPT, clear) is clear
+    assert ties.break_ties(target, [PROMPT], clear) is clear
     tied = torch.tensor([[[3.0, 3.0, 1.0]]], dtype=torch.bfloat16)
-    assert ties.break_ties(target, PROMPT, tied) is tied
+    assert ties.break_ties(target, [PROMPT], tied) is tied
 
 
 def test_a_mixture_of_experts_breaks_ties_too():
