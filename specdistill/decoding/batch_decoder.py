@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from specdistill.decoding import verify
-from specdistill.decoding.decoder import Generation, Running, check_k, now
+from specdistill.decoding.decoder import Generation, Running, now
 from specdistill.decoding.proposer import BatchState, Proposal, Proposer
 from specdistill.decoding.sampling import GREEDY, Generators, Sampling, uniforms
 from specdistill.decoding.ties import break_ties
@@ -58,9 +58,8 @@ class BatchDecoder:
         """
         if not 1 <= len(prompts) <= MAX_BATCH_SIZE:
             raise UserError("eval.batch_size", got=len(prompts), expected=f"1 to {MAX_BATCH_SIZE}")
-        check_k(self.proposer, num_speculative_tokens)
         all_rows = [
-            Running.begin(self.target, prompt_ids, max_new_tokens, generator)
+            Running.begin(self, prompt_ids, max_new_tokens, num_speculative_tokens, generator)
             for prompt_ids, generator in zip(prompts, generators or [None] * len(prompts), strict=True)
         ]
         if self.proposer:
@@ -100,9 +99,9 @@ class BatchDecoder:
         state.num_fresh = [1 + num_accepted for num_accepted, _ in verdicts]
         cache.truncate([len(row.token_ids) + num_accepted for row, (num_accepted, _) in zip(rows, verdicts, strict=True)])
         verified = now(self.target.device)
-        seconds = (drafted - start) / len(rows), (verified - drafted) / len(rows)
+        draft_s, verify_s = (drafted - start) / len(rows), (verified - drafted) / len(rows)
         for row, proposal, (num_accepted, next_token) in zip(rows, proposals, verdicts, strict=True):
-            row.commit(proposal.tokens, proposal.tokens[:num_accepted], next_token, seconds)
+            row.commit(proposal.tokens, proposal.tokens[:num_accepted], next_token, draft_s, verify_s)
 
     def _drop_done(self, rows: list[Running], state: BatchState, cache: MaskedKVCache) -> list[Running]:
         """The rows that are not done; the others leave the caches and the state."""

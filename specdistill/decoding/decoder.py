@@ -7,6 +7,7 @@ import copy
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from transformers import DynamicCache
 
 from specdistill.decoding import verify, verify_tree
 from specdistill.decoding.proposer import DecodingState, Proposal, Proposer, TreeProposer
-from specdistill.decoding.sampling import GREEDY, Sampling, uniforms
+from specdistill.decoding.sampling import GREEDY, Random, Sampling, uniforms
 from specdistill.decoding.ties import break_ties
 from specdistill.decoding.transformers_models import check_reads_trees, keep_path, read
 from specdistill.decoding.tree import Step, Tree, TreeShape
@@ -23,10 +24,10 @@ from specdistill.targets.frozen import Features, FrozenTarget
 
 # (proposal of N draft tokens, the target's distributions [N + 1, V] after the sequence and each of them, generator) -> indices of the
 # accepted draft tokens, and the token after them
-Rule = Callable[[Proposal, Tensor, torch.Generator | None], tuple[Sequence[int], int]]
+Rule = Callable[[Proposal, Tensor, Random], tuple[Sequence[int], int]]
 
 
-def exact(proposal: Proposal, probs_NV: Tensor, generator: torch.Generator | None) -> tuple[Sequence[int], int]:
+def exact(proposal: Proposal, probs_NV: Tensor, generator: Random) -> tuple[Sequence[int], int]:
     """The rule above temperature 0: `verify.rejection` of a chain, `verify_tree.sampled` of a tree."""
     tokens, draft_probs = proposal.tokens, proposal.probabilities
     uniforms_1N = uniforms(len(tokens) + 1, [generator]).to(probs_NV.device)
@@ -75,7 +76,7 @@ class Running:
 
     prompt_ids: tuple[int, ...]
     limit: int
-    generator: torch.Generator | None
+    generator: Random
     stop_ids: frozenset[int]
     token_ids: list[int]
     rounds: list[Round] = field(default_factory=list)
@@ -83,11 +84,11 @@ class Running:
     seconds: float = 0.0
 
     @classmethod
-    def begin(
-        cls, target: FrozenTarget, prompt_ids: Sequence[int], max_new_tokens: int, generator: torch.Generator | None
-    ) -> "Running":
-        """Raises UserError when prompt or continuation is empty, or together they exceed the target's context."""
-        limit = len(prompt_ids) + max_new_tokens
+    def begin(cls, decoder: Any, prompt_ids: Sequence[int], max_new_tokens: int, k: int, generator: Random) -> "Running":
+        """Raises UserError when prompt or continuation is empty, together they exceed the target's context, or nothing can be drafted."""
+        target, limit = decoder.target, len(prompt_ids) + max_new_tokens
+        if decoder.proposer and k < 1:
+            raise UserError("eval.num_speculative_tokens", got=k, expected="1 or more")
         if not prompt_ids or max_new_tokens < 1 or limit > target.max_length:
             got = f"a prompt of {len(prompt_ids)} tokens and {max_new_tokens} new ones"
             raise UserError("eval.max_new_tokens", got=got, expected=f"at least 1 of each and {target.max_length} together")
@@ -102,29 +103,18 @@ class Running:
         return self.stopped or len(self.token_ids) == self.limit
 
     def commit(
-        self,
-        drafted: Sequence[int],
-        accepted: Sequence[int],
-        next_token: int,
-        seconds: tuple[float, float],
-        num_off_path: int = 0,
+        self, drafted: list[int], accepted: list[int], next_token: int, draft_s: float, verify_s: float, num_off_path: int = 0
     ) -> None:
-        """Emit a round's tokens up to the limit or the first stop token. seconds: of drafting and of verification."""
+        """Emit a round's tokens up to the limit or the first stop token."""
         emitted = [*accepted, next_token][: self.limit - len(self.token_ids)]
         end = next((index for index, token in enumerate(emitted, start=1) if token in self.stop_ids), len(emitted))
         self.token_ids += emitted[:end]
-        self.rounds.append(
-            Round(tuple(drafted), min(len(accepted), end), tuple(emitted[:end]), *seconds, num_off_path=num_off_path)
-        )
+        kept = min(len(accepted), end)
+        self.rounds.append(Round(tuple(drafted), kept, tuple(emitted[:end]), draft_s, verify_s, num_off_path))
 
     def generation(self) -> Generation:
         new = tuple(self.token_ids[len(self.prompt_ids) :])
         return Generation(self.prompt_ids, new, tuple(self.rounds), self.prefill_seconds, self.seconds, self.stopped)
-
-
-def check_k(proposer: object, num_speculative_tokens: int) -> None:
-    if proposer and num_speculative_tokens < 1:
-        raise UserError("eval.num_speculative_tokens", got=num_speculative_tokens, expected="1 or more")
 
 
 class Decoder:
@@ -146,7 +136,7 @@ class Decoder:
         num_speculative_tokens: int = 0,
         tree: TreeShape | None = None,
         sampling: Sampling = GREEDY,
-        generator: torch.Generator | None = None,
+        generator: Random = None,
     ) -> Generation:
         """Continue a prompt by up to `max_new_tokens` tokens, or to a stop token of the target (which is emitted).
 
@@ -156,8 +146,7 @@ class Decoder:
         if tree:
             self._check_tree()
             num_speculative_tokens = tree.depth
-        check_k(self.proposer, num_speculative_tokens)
-        row = Running.begin(self.target, prompt_ids, max_new_tokens, generator)
+        row = Running.begin(self, prompt_ids, max_new_tokens, num_speculative_tokens, generator)
         if self.proposer:
             self.proposer.begin(row.limit + num_speculative_tokens)
 
@@ -197,11 +186,9 @@ class Decoder:
                 cache.crop(-rejected)
             state.fresh = features.first(len(path) + 1)
         shown = [tokens[node] for node in tree.prolonged(path)] if tree else tokens
-        row.commit(shown, accepted, next_token, (drafted - start, self._now() - drafted), len(tokens) - len(shown))
+        row.commit(shown, accepted, next_token, drafted - start, self._now() - drafted, len(tokens) - len(shown))
 
-    def _propose(
-        self, state: DecodingState, ahead: int | TreeShape, sampling: Sampling, generator: torch.Generator | None
-    ) -> Proposal:
+    def _propose(self, state: DecodingState, ahead: int | TreeShape, sampling: Sampling, generator: Random) -> Proposal:
         if self.proposer is None:
             return Proposal([])
         if isinstance(ahead, int):
@@ -219,12 +206,7 @@ class Decoder:
         return self.target.logits(hidden), features
 
     def _verify(
-        self,
-        token_ids: list[int],
-        proposal: Proposal,
-        logits_1KV: Tensor,
-        sampling: Sampling,
-        generator: torch.Generator | None,
+        self, token_ids: list[int], proposal: Proposal, logits_1KV: Tensor, sampling: Sampling, generator: Random
     ) -> tuple[Sequence[int], int]:
         """(indices of the accepted draft tokens, the token after them). The logits follow the sequence and each draft token."""
         if not sampling.is_greedy:
@@ -239,16 +221,16 @@ class Decoder:
     def _follow_best(self, token_ids: list[int], tokens: list[int], tree: Tree, logits_1NV: Tensor) -> tuple[list[int], int]:
         """Follow the target's best tokens. Breaking a near-tie may lead to another branch, which has near-ties of its own."""
         choices = logits_1NV.argmax(-1)[0].tolist()
-        exact: set[int] = set()  # rows whose ties are broken
+        broken: set[int] = set()  # rows whose ties are
         while True:
             path, next_token = verify_tree.follow(tokens, tree, choices)
             rows = [0, *(node + 1 for node in path)]
-            if exact.issuperset(rows):
+            if broken.issuperset(rows):
                 return path, next_token
             logits_1RV = break_ties(self.target, [[*token_ids, *(tokens[node] for node in path)]], logits_1NV[:, rows])
             for row, choice in zip(rows, logits_1RV.argmax(-1)[0].tolist(), strict=True):
                 choices[row] = choice
-            exact.update(rows)
+            broken.update(rows)
 
     def _check_tree(self) -> None:
         if not isinstance(self.proposer, TreeProposer):

@@ -9,10 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
-import torch
 from torch import Tensor
 
-from specdistill.decoding.sampling import Generators, Sampling
+from specdistill.decoding.sampling import Generators, Random, Sampling
 from specdistill.decoding.tree import Tree, TreeShape
 from specdistill.targets.frozen import Features
 
@@ -73,7 +72,7 @@ class Proposer(Protocol):
         """Start a new sequence, of at most `max_length` tokens, draft tokens included."""
         ...
 
-    def propose(self, state: DecodingState, k: int, sampling: Sampling, generator: torch.Generator | None) -> Proposal:
+    def propose(self, state: DecodingState, k: int, sampling: Sampling, generator: Random) -> Proposal:
         """Draft up to k tokens that follow `state.token_ids`."""
         ...
 
@@ -86,9 +85,7 @@ class Proposer(Protocol):
 class TreeProposer(Protocol):
     """A proposer that can also draft trees."""
 
-    def propose_tree(
-        self, state: DecodingState, shape: TreeShape, sampling: Sampling, generator: torch.Generator | None
-    ) -> Proposal:
+    def propose_tree(self, state: DecodingState, shape: TreeShape, sampling: Sampling, generator: Random) -> Proposal:
         """Draft a tree of tokens that follow `state.token_ids`; each of its levels is one draft step."""
         ...
 

@@ -9,7 +9,8 @@ from transformers import TopKLogitsWarper, TopPLogitsWarper
 
 from specdistill.errors import UserError
 
-Generators = Sequence[torch.Generator | None]
+Random = torch.Generator | None  # None: torch's default generator
+Generators = Sequence[Random]
 
 
 @dataclass(frozen=True)

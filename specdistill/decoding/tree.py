@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specdistill.decoding.sampling import Sampling, draw
+from specdistill.decoding.sampling import Random, Sampling, draw
 from specdistill.errors import UserError
 
 ROOT = -1
@@ -151,7 +151,7 @@ class StaticTree:
         """Its first levels, at most `depth`."""
         return StaticTree(self.branching[:depth])
 
-    def grow(self, logits_1W: Tensor, expand: Expand, sampling: Sampling, generator: torch.Generator | None) -> Grown:
+    def grow(self, logits_1W: Tensor, expand: Expand, sampling: Sampling, generator: Random) -> Grown:
         """From the logits after the root. Under sampling a node has fewer children where q has too few tokens."""
         logits_TW, nodes = logits_1W, [ROOT]
         index: list[Tensor] = []
@@ -205,7 +205,7 @@ class DynamicTree:
         shallower = min(depth, self.depth)
         return replace(self, depth=shallower, budget=min(self.budget, self.num_candidates(shallower)))
 
-    def grow(self, logits_1W: Tensor, expand: Expand, sampling: Sampling, generator: torch.Generator | None) -> Grown:
+    def grow(self, logits_1W: Tensor, expand: Expand, sampling: Sampling, generator: Random) -> Grown:
         """From the logits after the root. Probabilities are those at the sampling temperature, at 1 when greedy, before top-k and top-p."""
         temperature, width = sampling.temperature or 1.0, min(self.top_k, logits_1W.shape[-1])
         logits_TW, score_T = logits_1W, logits_1W.new_zeros(1, dtype=torch.float32)

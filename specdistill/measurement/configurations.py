@@ -50,14 +50,10 @@ class Settings:
         """From a recipe's eval section, or from another command's options of the same names."""
         tree = tree_shape(**vars(section.tree)) if section.tree else None
         return cls(
-            num_speculative_tokens=tree.depth if tree else section.num_speculative_tokens,
-            max_new_tokens=section.max_new_tokens,
-            sampling=Sampling(section.temperature, section.top_p, section.top_k),
-            repeats=section.repeats,
-            warmup=section.warmup,
-            seed=section.seed,
-            batch_size=section.batch_size,
+            tree.depth if tree else section.num_speculative_tokens,
             tree=tree,
+            sampling=Sampling(section.temperature, section.top_p, section.top_k),
+            **{name: getattr(section, name) for name in ("max_new_tokens", "repeats", "warmup", "seed", "batch_size")},
         )
 
 

@@ -48,12 +48,9 @@ class Completion:
 def total(completions: Sequence[Completion]) -> Counts:
     """The counts of all completions together."""
     counts = [completion.counts for completion in completions]
-    positions = zip(*(count.accepted_per_position for count in counts), strict=True)
-    return Counts(
-        sum(count.num_drafts for count in counts),
-        sum(count.num_draft_tokens for count in counts),
-        tuple(map(sum, positions)),
-    )
+    rows = [(count.num_drafts, count.num_draft_tokens, *count.accepted_per_position) for count in counts]
+    num_drafts, num_draft_tokens, *accepted = map(sum, zip(*rows, strict=True))
+    return Counts(num_drafts, num_draft_tokens, tuple(accepted))
 
 
 def ignore_stop_tokens(target: FrozenTarget) -> None:
@@ -75,11 +72,8 @@ def generate_here(
     """
     decoder, completions = Decoder(target, proposer), []
     for prompt_ids in prompts:
-        generation = decoder.generate(
-            prompt_ids,
-            max_new_tokens=max_new_tokens + num_speculative_tokens,
-            num_speculative_tokens=num_speculative_tokens,
-        )
+        k = num_speculative_tokens
+        generation = decoder.generate(prompt_ids, max_new_tokens=max_new_tokens + k, num_speculative_tokens=k)
         length, drafts = 1, []  # the first token is the prefill's
         for entry in generation.rounds:
             if length >= max_new_tokens:
@@ -121,12 +115,12 @@ def generate_in_engine(engine: str, python: Path, jobs: Sequence[Job], folder: P
         what = f"python: {engine} failed under {python}: {' / '.join(lines[-3:])}"
         raise ResourceError(what, next_step=f"see {log}") from error
     done = json.loads(results.read_text(encoding="utf-8"))
-    return done["version"], [[_completion(row) for row in rows] for rows in done["jobs"]]
 
+    def completion(row: dict[str, Any]) -> Completion:
+        accepted = tuple(row["accepted_per_position"])
+        return Completion(tuple(row["token_ids"]), Counts(row["num_drafts"], row["num_draft_tokens"], accepted))
 
-def _completion(row: dict[str, Any]) -> Completion:
-    accepted = tuple(row["accepted_per_position"])
-    return Completion(tuple(row["token_ids"]), Counts(row["num_drafts"], row["num_draft_tokens"], accepted))
+    return done["version"], [[completion(row) for row in rows] for rows in done["jobs"]]
 
 
 def num_same(one: Sequence[Completion], other: Sequence[Completion]) -> int:
