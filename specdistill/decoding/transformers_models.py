@@ -59,11 +59,7 @@ def attention_masks(step: Step, config: Any, dtype: torch.dtype) -> Tensor | dic
 
 
 def read(
-    target: FrozenTarget,
-    token_ids: list[int],
-    cache: DynamicCache,
-    aux_layers: Sequence[int] = (),
-    step: Step | None = None,
+    target: FrozenTarget, token_ids: list[int], cache: DynamicCache, aux_layers: Sequence[int] = (), step: Step | None = None
 ) -> Features:
     """The target over tokens that continue the cached ones, as a chain or as the nodes of a tree."""
     ids = torch.tensor([token_ids], device=target.device)

@@ -35,6 +35,8 @@ MOST_NODES = 1024
 
 # (draft tokens [T] of a level's nodes, indices [T] of their parents in the level before) -> logits [T, W] after each node
 Expand = Callable[[Tensor, Tensor], Tensor]
+# Draft tokens [N], their tree and, where they were drawn, their distributions [N, W], the same for siblings
+Grown = tuple[Tensor, "Tree", Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -114,26 +116,17 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Grown:
-    """A tree with its draft tokens [N] and, where they were drawn, their distributions [N, W], the same for siblings."""
-
-    index_N: Tensor
-    tree: Tree
-    probs_NW: Tensor | None = None
-
-
-@dataclass(frozen=True)
 class StaticTree:
     """branching: children of the root, of each of its children, and so on: [4, 2, 1] has 4 + 8 + 8 nodes."""
 
     branching: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        key = "eval.tree.branching"
-        if not self.branching or min(self.branching) < 1:
-            raise UserError(key, got=list(self.branching), expected="numbers of children, at least 1, one for each level")
+        key, given = "eval.tree.branching", list(self.branching)
+        if not given or min(given) < 1:
+            raise UserError(key, got=given, expected="numbers of children, at least 1, one for each level")
         if self.num_nodes > MOST_NODES:
-            raise UserError(key, got=f"{list(self.branching)}, {self.num_nodes} nodes", expected=f"at most {MOST_NODES} nodes")
+            raise UserError(key, got=f"{given}, {self.num_nodes} nodes", expected=f"at most {MOST_NODES} nodes")
 
     @property
     def depth(self) -> int:
@@ -173,7 +166,7 @@ class StaticTree:
             parents += [above[row] for row in rows_T.tolist()]
             if level + 1 < self.depth:
                 logits_TW = expand(index[-1], rows_T)
-        return Grown(torch.cat(index), Tree(tuple(parents)), torch.cat(distributions) if distributions else None)
+        return torch.cat(index), Tree(tuple(parents)), torch.cat(distributions) if distributions else None
 
 
 @dataclass(frozen=True)
@@ -226,7 +219,7 @@ class DynamicTree:
         # A child's score is at most its parent's, and the parent comes first: in a stable order no node is kept without its parent.
         kept_N = torch.cat(scores).sort(descending=True, stable=True).indices[: self.budget].sort().values
         place = {ROOT: ROOT} | {node: place for place, node in enumerate(kept_N.tolist())}
-        return Grown(torch.cat(index)[kept_N], Tree(tuple(place[node] for node in torch.cat(parents)[kept_N].tolist())))
+        return torch.cat(index)[kept_N], Tree(tuple(place[node] for node in torch.cat(parents)[kept_N].tolist())), None
 
 
 TreeShape = StaticTree | DynamicTree

@@ -18,7 +18,7 @@ import io
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import pyarrow  # type: ignore[import-untyped]
@@ -71,10 +71,11 @@ def download(url: str) -> str:
 
 def parse(name: str, content: bytes, columns: Mapping[str, str], placeholder: str | None = None) -> tuple[SuiteRow, ...]:
     """The rows of a file called `name`, without those whose text begins with `placeholder`."""
-    made = [
-        _row(number, place, _renamed(place, entry, columns), placeholder) for number, place, entry in _objects(name, content)
-    ]
-    rows = [row for row in made if row]
+    rows = []
+    for number, entry in _objects(name, content):
+        place = f"{PurePosixPath(name).name}:{number}"  # for error messages
+        if row := _row(number, place, _renamed(place, entry, columns), placeholder):
+            rows.append(row)
     if not rows:
         raise UserError("eval.suite", got=f"{name}, which is empty", expected="at least one prompt")
     ids = [row.id for row in rows]
@@ -84,26 +85,24 @@ def parse(name: str, content: bytes, columns: Mapping[str, str], placeholder: st
     return tuple(rows)
 
 
-def _objects(name: str, content: bytes) -> Iterator[tuple[int, str, Any]]:
-    """(number, place for error messages, content) of each row."""
-    base = name.rpartition("/")[2]
+def _objects(name: str, content: bytes) -> Iterator[tuple[int, Any]]:
+    """(number, content) of each row."""
     try:
         if name.endswith(".parquet"):
-            for number, entry in enumerate(pyarrow.parquet.read_table(io.BytesIO(content)).to_pylist(), start=1):
-                yield number, f"{base}:{number}", entry
+            yield from enumerate(pyarrow.parquet.read_table(io.BytesIO(content)).to_pylist(), start=1)
             return
         plain = gzip.decompress(content) if name.endswith(".gz") else content
     except (pyarrow.ArrowInvalid, gzip.BadGzipFile, EOFError) as error:
-        raise UserError(
-            "eval.suite", got=f"{name}: {one_line(str(error))[:120]}", expected="a file as its name says"
-        ) from error
+        got = f"{name}: {one_line(str(error))[:120]}"
+        raise UserError("eval.suite", got=got, expected="a file as its name says") from error
     for number, line in enumerate(plain.split(b"\n"), start=1):
         if line.strip():
-            place = f"{base}:{number}"
             try:
-                yield number, place, json.loads(line)
+                yield number, json.loads(line)
             except ValueError as error:
-                raise UserError("eval.suite", got=f"{place}: {error}", expected="one JSON object a line") from error
+                raise UserError(
+                    "eval.suite", got=f"{PurePosixPath(name).name}:{number}: {error}", expected="one JSON object a line"
+                ) from error
 
 
 def _renamed(place: str, entry: Any, columns: Mapping[str, str]) -> Any:
@@ -120,9 +119,9 @@ def _row(number: int, place: str, entry: Any, placeholder: str | None) -> SuiteR
     """None for a row whose text begins with `placeholder`."""
     kind = next((kind for kind in KINDS if isinstance(entry, dict) and kind in entry), None)
     if kind is None:
-        keys = ", ".join(entry) if isinstance(entry, dict) else "no object"
-        close = next((close for key in entry if (close := nearest(key, KINDS))), None) if isinstance(entry, dict) else None
-        raise UserError("eval.suite", got=f"{place} with {keys}", expected=f"one of {', '.join(KINDS)}", nearest=close)
+        keys = list(entry) if isinstance(entry, dict) else []
+        got, close = ", ".join(keys) or "no object", next((close for key in keys if (close := nearest(key, KINDS))), None)
+        raise UserError("eval.suite", got=f"{place} with {got}", expected=f"one of {', '.join(KINDS)}", nearest=close)
     content = entry[kind]
     if kind == "user":
         first = content[0] if isinstance(content, list) and content else content

@@ -5,6 +5,7 @@ says what a row holds).
 """
 
 import hashlib
+from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -89,8 +90,7 @@ def tokenize(
 
     max_length: the target's context. Raises UserError for a prompt that leaves no room for `max_new_tokens`.
     """
-    rows = suite.rows if num_prompts is None else evenly(suite.rows, [row.category for row in suite.rows], num_prompts)
-    prompts = [_tokenize(row, tokenizer) for row in rows]
+    prompts = [_tokenize(row, tokenizer) for row in _some(suite.rows, num_prompts)]
     for prompt in prompts:
         if not prompt.token_ids:
             raise UserError("eval.suite", got=f"prompt {prompt.id} of {suite.name}, which has no tokens", expected="some text")
@@ -126,9 +126,11 @@ def cut_prompts(
     if not rows:
         got = f"{longest}, where the longest prompt of {suite.name} has {max(whole.values())} tokens"
         raise UserError("eval.sweep.context", got=got, expected="lengths that some prompt has")
-    if num_prompts is not None:
-        rows = evenly(rows, [row.category for row in rows], num_prompts)
-    return {length: [_cut(row, tokenizer, length) for row in rows] for length in lengths}
+    return {length: [_cut(row, tokenizer, length) for row in _some(rows, num_prompts)] for length in lengths}
+
+
+def _some(rows: Sequence[SuiteRow], count: int | None) -> Sequence[SuiteRow]:
+    return rows if count is None else evenly(rows, [row.category for row in rows], count)
 
 
 def evenly(items: Sequence[T], groups: Sequence[Hashable], count: int) -> list[T]:
@@ -136,15 +138,11 @@ def evenly(items: Sequence[T], groups: Sequence[Hashable], count: int) -> list[T
     members: dict[Hashable, list[int]] = {}
     for index, group in enumerate(groups):
         members.setdefault(group, []).append(index)
-    quota = dict.fromkeys(members, 0)
-    for _ in range(min(count, len(items))):
-        open_groups = [group for group in members if quota[group] < len(members[group])]
-        quota[min(open_groups, key=lambda group: quota[group])] += 1
-    chosen = [
-        indices[position * len(indices) // quota[group]]
-        for group, indices in members.items()
-        for position in range(quota[group])
-    ]
+    turns = sorted((turn, order) for order, indices in enumerate(members.values()) for turn in range(len(indices)))
+    quota = Counter(order for _, order in turns[:count])
+    chosen: list[int] = []
+    for order, indices in enumerate(members.values()):
+        chosen += [indices[position * len(indices) // quota[order]] for position in range(quota[order])]
     return [items[index] for index in sorted(chosen)]
 
 
@@ -200,9 +198,8 @@ def _tokenize(row: SuiteRow, tokenizer: Any, whole: bool = False) -> Prompt:
     """The row's prompt; of a `text` row the first tokens, or all if `whole`."""
     if row.kind == "messages":
         if not tokenizer.chat_template:
-            raise UserError(
-                "eval.suite", got=f"messages (prompt {row.id})", expected="plain prompts: the target has no chat template"
-            )
+            expected = "plain prompts: the target has no chat template"
+            raise UserError("eval.suite", got=f"messages (prompt {row.id})", expected=expected)
         text = tokenizer.apply_chat_template(row.content, tokenize=False, add_generation_prompt=True)
         return Prompt(row.id, row.category, text, tuple(tokenizer(text, add_special_tokens=False)["input_ids"]))
     ids = tokenizer(row.content)["input_ids"]

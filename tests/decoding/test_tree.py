@@ -159,10 +159,10 @@ def test_a_dynamic_tree_keeps_the_most_probable_paths() -> None:
         (1, 2): [0.4, 0.3, 0.3],
     }
     # Of the second level 00 (0.30) and 12 (0.27) are expanded, not 01 (0.24).
-    grown = DynamicTree(budget=6, depth=3, top_k=2).grow(*table_of(distributions), GREEDY, None)
-    assert grown.index_N.tolist() == [0, 1, 0, 1, 2, 0]
-    assert grown.tree.parents == (ROOT, ROOT, 0, 0, 1, 2)
-    assert grown.probs_NW is None
+    index_N, tree, probs_NW = DynamicTree(budget=6, depth=3, top_k=2).grow(*table_of(distributions), GREEDY, None)
+    assert index_N.tolist() == [0, 1, 0, 1, 2, 0]
+    assert tree.parents == (ROOT, ROOT, 0, 0, 1, 2)
+    assert probs_NW is None
     smaller = DynamicTree(budget=4, depth=3, top_k=2).grow(*table_of(distributions), GREEDY, None)
     assert smaller.index_N.tolist() == [0, 1, 0, 2] or smaller.index_N.tolist() == [0, 1, 0, 0]  # two of 0.27
 

@@ -204,13 +204,13 @@ class DraftModelProposer:
             logits_TV: Tensor = self.head(self.layers.level(ids_T.unsqueeze(0), step)[0])
             return logits_TV if self.shared_vocabulary is None else logits_TV[:, self._draft_ids_W]
 
-        grown = shape.grow(logits_1W, expand, sampling, generator)
+        index_N, tree, probs_NW = shape.grow(logits_1W, expand, sampling, generator)
         if step.positions:
             self.layers.crop(len(step.positions))
         if self.shared_vocabulary is None:
-            return Proposal(grown.index_N.tolist(), grown.probs_NW, grown.tree)
-        probs_NV = None if grown.probs_NW is None else self._over_target_vocabulary(grown.probs_NW)
-        return Proposal(self._target_ids_W[grown.index_N].tolist(), probs_NV, grown.tree)
+            return Proposal(index_N.tolist(), probs_NW, tree)
+        probs_NV = None if probs_NW is None else self._over_target_vocabulary(probs_NW)
+        return Proposal(self._target_ids_W[index_N].tolist(), probs_NV, tree)
 
     def batched(self) -> BatchProposer:
         from specdistill.methods.draft_model.batch_proposer import BatchDraftModel  # which is made of this class

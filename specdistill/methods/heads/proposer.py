@@ -85,10 +85,10 @@ class HeadProposer:
             logits_TW: Tensor = self.head.lm_head(normed[0])
             return logits_TW
 
-        grown = shape.grow(self.head.lm_head(normed[:, -1]), expand, sampling, generator)
+        index_N, tree, probs_NW = shape.grow(self.head.lm_head(normed[:, -1]), expand, sampling, generator)
         self.cache.length = committed
-        probs_NV = None if grown.probs_NW is None else self._over_target_vocabulary(grown.probs_NW)
-        return Proposal(self.target_ids_W[grown.index_N].tolist(), probs_NV, grown.tree)
+        probs_NV = None if probs_NW is None else self._over_target_vocabulary(probs_NW)
+        return Proposal(self.target_ids_W[index_N].tolist(), probs_NV, tree)
 
     def batched(self) -> BatchProposer:
         return BatchHead(self)
