@@ -19,7 +19,7 @@ from specdistill.measurement.configurations import Plan, Settings
 from specdistill.measurement.hardware import fit_threads, resources_used
 from specdistill.measurement.losslessness import greedy_check, sampling_test
 from specdistill.measurement.measure import measure_together, round_costs
-from specdistill.measurement.measured import MeasuredConfiguration, NamedDraft, draft_report
+from specdistill.measurement.measured import MeasuredConfiguration, draft_report
 from specdistill.measurement.runs import prompt_records
 from specdistill.methods.load import load_proposer
 from specdistill.methods.recipe import eval_keys_of_methods, options_by_method
@@ -68,10 +68,7 @@ def main(options: CommonOptions) -> ExitCode:
         load_proposer(entry.method, entry.folder, target, key="drafts", **own)
         for entry, own in zip(candidates, drafting, strict=True)
     ]
-    drafts = [
-        NamedDraft(proposer, entry.method, entry.draft, entry.revision)
-        for proposer, entry in zip(proposers, candidates, strict=True)
-    ]
+    drafts = [{"model": entry.draft, "revision": entry.revision, "method": entry.method} for entry in candidates]
     histories = [read_history(entry.folder, key="drafts") if entry.folder else None for entry in candidates]
     limits: dict[str, Any] = {"max_new_tokens": options.max_new_tokens, "num_prompts": options.num_prompts}
     prompts = tokenize(suite, target.tokenizer, max_length=target.max_length, **limits)
@@ -93,8 +90,8 @@ def main(options: CommonOptions) -> ExitCode:
         ]
         costs = [round_costs(target, proposer, prompts, plan.settings) for proposer in proposers]
     reports = [
-        draft_report(target, draft, suite, [plan], [result], sampling_test=test, costs=cost, took=took)
-        for draft, result, test, cost in zip(drafts, results, tests, costs, strict=True)
+        draft_report(target, proposer, suite, [plan], [result], draft=draft, sampling_test=test, costs=cost, took=took)
+        for proposer, draft, result, test, cost in zip(proposers, drafts, results, tests, costs, strict=True)
     ]
 
     # Compare and write

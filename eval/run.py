@@ -27,7 +27,6 @@ from specdistill.measurement.measure import measure, round_costs
 from specdistill.measurement.measured import (
     FinishedConfigurations,
     MeasuredConfiguration,
-    NamedDraft,
     draft_report,
     measurement_identity,
 )
@@ -123,10 +122,11 @@ def measure_here(
     # Report
     report = draft_report(
         target,
-        NamedDraft(proposer, recipe.method, draft),
+        proposer,
         suite,
         plans,
         measured,
+        draft={"model": draft, "revision": None, "method": recipe.method},
         sampling_test=tested,
         costs=costs,
         took=total_used([*(entry.took for entry in measured), took]),

@@ -70,15 +70,11 @@ def measurement_identity(
     target: FrozenTarget, proposer: Proposer, suite: Suite, *, method: str, draft: str | None
 ) -> dict[str, Any]:
     """What records depend on besides a plan. draft: the folder or Hub id; None for a method without weights."""
+    weights = draft and folder_fingerprint(locate(draft, key="eval.draft"))
     return {
         "specdistill": [__version__, git_revision()],
         "target": [target.fingerprint(), target.dtype, target.config._attn_implementation],
-        "draft": [
-            method,
-            draft and folder_fingerprint(locate(draft, key="eval.draft")),
-            dict(proposer.settings),
-            proposer.vocabulary is None,
-        ],
+        "draft": [method, weights, dict(proposer.settings), proposer.vocabulary is None],
         "suite": [suite.name, suite.version, suite.sha256],
         "machine": [hardware(target.device), software()],
     }
@@ -100,32 +96,24 @@ def folder_fingerprint(folder: Path) -> str:
     return digest.hexdigest()[:FINGERPRINT_DIGITS]
 
 
-@dataclass(frozen=True)
-class NamedDraft:
-    """A proposer, its method, and the folder or Hub id it was loaded from, with that id's commit."""
-
-    proposer: Proposer
-    method: str
-    model: str | None
-    revision: str | None = None
-
-
 def draft_report(
     target: FrozenTarget,
-    draft: NamedDraft,
+    proposer: Proposer,
     suite: Suite,
     plans: Sequence[Plan],
     measured: Sequence[MeasuredConfiguration],
     *,
+    draft: Mapping[str, Any],
     sampling_test: Mapping[str, Any] | str,
     costs: Sequence[RoundCost],
     took: Mapping[str, Any],
 ) -> dict[str, Any]:
     """The report of the first configuration, with rows for the others.
 
-    sampling_test: its result, or the reason why there is none. costs: of rounds at every K' up to K. took: see `resources_used`.
+    draft: its `model`, the folder or Hub id it was loaded from, with that id's commit as `revision`, and its `method`. sampling_test: its
+    result, or the reason why there is none. costs: of rounds at every K' up to K. took: see `resources_used`.
     """
-    proposer, settings, precision = draft.proposer, plans[0].settings, plans[0].target_precision
+    settings, precision = plans[0].settings, plans[0].target_precision
     confidence = corrected_confidence(0.95) if precision else 0.95
     rows = [
         result_rows(entry.records, suite, plan.settings.configuration, seed=settings.seed, confidence=confidence)
@@ -134,13 +122,7 @@ def draft_report(
     tested = not isinstance(sampling_test, str)
     report = build_report(
         target={"model": target.name, "revision": target.revision, "dtype": target.dtype, "parameters": target.num_parameters},
-        draft={
-            "model": draft.model,
-            "revision": draft.revision,
-            "method": draft.method,
-            "parameters": proposer.num_parameters,
-            "bytes": proposer.num_bytes,
-        },
+        draft={**draft, "parameters": proposer.num_parameters, "bytes": proposer.num_bytes},
         hardware=hardware(target.device),
         software=software(),
         settings={
@@ -150,10 +132,7 @@ def draft_report(
             "tree": settings.tree.settings if settings.tree else None,
             "draft_sampling": "probabilistic" if proposer.draws(settings.sampling, settings.tree) else "greedy",
             "drafting": dict(proposer.settings),
-            "batch_size": settings.batch_size,
-            "seed": settings.seed,
-            "warmup": settings.warmup,
-            "repeats": settings.repeats,
+            **{name: getattr(settings, name) for name in ("batch_size", "seed", "warmup", "repeats")},
             "target_precision": precision,
         },
         suite=suite,

@@ -32,43 +32,38 @@ def prompt_records(
     suite: str, configuration: Configuration, target: FrozenTarget, proposer: Proposer, runs: Sequence[Runs]
 ) -> list[PromptRecord]:
     """The records of a suite's prompts. Tokens are those of the first repetition, times are medians over all."""
-    vocabulary = proposer.vocabulary
-    return [_record(suite, configuration, target, run, vocabulary) for run in runs]
-
-
-def _record(
-    suite: str, configuration: Configuration, target: FrozenTarget, run: Runs, vocabulary: frozenset[int] | None
-) -> PromptRecord:
-    prompt, generation = run.prompt, run.speculative[0]
-    context = [*prompt.token_ids]
-    (first_text,) = spell(target.tokenizer, context, generation.token_ids[:1])
-    context.append(generation.token_ids[0])
-    rounds = []
-    for entry in generation.rounds:
-        drafted_text = spell(target.tokenizer, context, entry.drafted)
-        emitted_text = spell(target.tokenizer, context, entry.emitted)
-        accepted = entry.drafted[: entry.num_accepted]
-        rounds.append(RoundRecord(entry.drafted, drafted_text, accepted, entry.emitted, emitted_text, entry.num_off_path))
-        context += entry.emitted
-    plain, hf = run.baseline[0].token_ids, run.hf_generate
-    return PromptRecord(
-        suite=suite,
-        configuration=configuration,
-        id=prompt.id,
-        category=prompt.category,
-        num_prompt_tokens=len(prompt.token_ids),
-        prompt=prompt.text,
-        text=target.tokenizer.decode(generation.token_ids, skip_special_tokens=False),
-        first_token=generation.token_ids[0],
-        first_token_text=first_text,
-        rounds=tuple(rounds),
-        speculative=_timing(run.speculative),
-        baseline=_timing(run.baseline),
-        hf_generate=HFGenerate(hf[0].num_tokens, statistics.median(timing.seconds for timing in hf)) if hf else None,
-        num_in_draft_vocabulary=None if vocabulary is None else sum(token in vocabulary for token in plain),
-        batch=run.batch,
-        baseline_text=target.tokenizer.decode(plain, skip_special_tokens=False),
-    )
+    tokenizer, vocabulary, records = target.tokenizer, proposer.vocabulary, []
+    for run in runs:
+        prompt, generation, context = run.prompt, run.speculative[0], [*run.prompt.token_ids]
+        (first_text,) = spell(tokenizer, context, generation.token_ids[:1])
+        context.append(generation.token_ids[0])
+        rounds = []
+        for entry in generation.rounds:
+            texts = spell(tokenizer, context, entry.drafted), spell(tokenizer, context, entry.emitted)
+            accepted = entry.drafted[: entry.num_accepted]
+            rounds.append(RoundRecord(entry.drafted, texts[0], accepted, entry.emitted, texts[1], entry.num_off_path))
+            context += entry.emitted
+        plain, hf = run.baseline[0].token_ids, run.hf_generate
+        record = PromptRecord(
+            suite=suite,
+            configuration=configuration,
+            id=prompt.id,
+            category=prompt.category,
+            num_prompt_tokens=len(prompt.token_ids),
+            prompt=prompt.text,
+            text=tokenizer.decode(generation.token_ids, skip_special_tokens=False),
+            first_token=generation.token_ids[0],
+            first_token_text=first_text,
+            rounds=tuple(rounds),
+            speculative=_timing(run.speculative),
+            baseline=_timing(run.baseline),
+            hf_generate=HFGenerate(hf[0].num_tokens, statistics.median(timing.seconds for timing in hf)) if hf else None,
+            num_in_draft_vocabulary=None if vocabulary is None else sum(token in vocabulary for token in plain),
+            batch=run.batch,
+            baseline_text=tokenizer.decode(plain, skip_special_tokens=False),
+        )
+        records.append(record)
+    return records
 
 
 def _timing(generations: Sequence[Generation]) -> Timing:
