@@ -18,9 +18,8 @@ from specdistill.errors import ExitCode
 from specdistill.measurement.configurations import Plan, Settings
 from specdistill.measurement.hardware import fit_threads, resources_used
 from specdistill.measurement.losslessness import greedy_check, sampling_test
-from specdistill.measurement.measure import measure_together, round_costs
+from specdistill.measurement.measure import measure_together, prompt_records, round_costs
 from specdistill.measurement.measured import MeasuredConfiguration, draft_report
-from specdistill.measurement.runs import prompt_records
 from specdistill.methods.load import load_proposer
 from specdistill.methods.recipe import eval_keys_of_methods, options_by_method
 from specdistill.recipe import EvalConfig, Section, TargetConfig, TreeConfig, like, option, section

@@ -23,7 +23,7 @@ from specdistill.hub import resolve
 from specdistill.measurement.configurations import Plan, Settings, plan_configurations
 from specdistill.measurement.hardware import fit_threads, resources_used, total_used
 from specdistill.measurement.losslessness import greedy_check, sampling_test
-from specdistill.measurement.measure import measure, round_costs
+from specdistill.measurement.measure import measure, prompt_records, round_costs
 from specdistill.measurement.measured import (
     FinishedConfigurations,
     MeasuredConfiguration,
@@ -31,7 +31,6 @@ from specdistill.measurement.measured import (
     measurement_identity,
 )
 from specdistill.measurement.quality import add_quality
-from specdistill.measurement.runs import prompt_records
 from specdistill.methods import METHODS
 from specdistill.methods.load import load_proposer
 from specdistill.methods.recipe import Recipe

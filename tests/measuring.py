@@ -4,8 +4,7 @@ from collections.abc import Sequence
 
 from specdistill.decoding.proposer import Proposer
 from specdistill.measurement.configurations import Settings
-from specdistill.measurement.measure import measure_together
-from specdistill.measurement.runs import Runs
+from specdistill.measurement.measure import Runs, measure_together
 from specdistill.suites.suite import Prompt
 from specdistill.targets.frozen import FrozenTarget
 

@@ -22,8 +22,7 @@ from specdistill.decoding.proposer import Proposal, Proposer
 from specdistill.decoding.sampling import GREEDY, Sampling
 from specdistill.decoding.tree import ROOT
 from specdistill.measurement.configurations import Settings
-from specdistill.measurement.measure import decode, decoder_for, in_batches
-from specdistill.measurement.runs import Runs
+from specdistill.measurement.measure import Runs, decode, decoder_for, in_batches
 from specdistill.progress import progress
 from specdistill.statistics.intervals import two_sample_chi_square
 from specdistill.suites.suite import Prompt

@@ -18,8 +18,7 @@ from specdistill.project import METRICS as METRIC_MODULES
 from specdistill.statistics.intervals import interval
 from specdistill.statistics.metrics import Metric
 from specdistill.statistics.records import PromptRecord, records_of
-from specdistill.suites.rows import SuiteRow
-from specdistill.suites.suite import Suite
+from specdistill.suites.suite import Suite, SuiteRow
 
 METRICS = ("exact_match", "pass_rate", "python_syntax")  # modules under eval/metrics
 DIFFERENCE = Metric(("with_draft", "without_draft", "num_prompts"), lambda ours, theirs, number: (ours - theirs) / number)

@@ -9,8 +9,7 @@ from specdistill.decoding.tree import DynamicTree, StaticTree
 from specdistill.measurement import measure as measuring
 from specdistill.measurement.configurations import Plan, Settings
 from specdistill.measurement.losslessness import greedy_pairs
-from specdistill.measurement.measure import round_costs
-from specdistill.measurement.runs import prompt_records, spell
+from specdistill.measurement.measure import prompt_records, round_costs, spell
 from specdistill.methods.draft_model.proposer import DraftModelProposer
 from specdistill.methods.ngram.proposer import NgramProposer
 from specdistill.suites.suite import Prompt

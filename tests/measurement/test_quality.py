@@ -19,8 +19,7 @@ from specdistill.measurement.answers import is_match, is_python_so_far, passes, 
 from specdistill.measurement.quality import add_quality, paired
 from specdistill.project import METRICS, SUITES
 from specdistill.report.schema import document_metrics, validate
-from specdistill.suites.rows import SuiteRow, parse
-from specdistill.suites.suite import Suite, load_suite
+from specdistill.suites.suite import Suite, SuiteRow, load_suite, parse
 from tests.simulated import simulate, simulated_report
 
 LONG = 120.0  # seconds; what takes so long will never end, on any machine

@@ -7,7 +7,7 @@ import requests
 
 from specdistill.errors import ExitCode
 from specdistill.measurement.configurations import Settings
-from specdistill.measurement.runs import prompt_records
+from specdistill.measurement.measure import prompt_records
 from specdistill.methods.ngram.proposer import NgramProposer
 from specdistill.project import PICO
 from specdistill.report.files import read_report

@@ -17,7 +17,7 @@ import pytest
 
 from specdistill.errors import UserError
 from specdistill.project import ROOT
-from specdistill.suites.rows import parse
+from specdistill.suites.suite import parse
 
 DATASET, COMMIT = "someone/questions", "0" * 40
 QUESTIONS = [

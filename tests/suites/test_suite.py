@@ -9,8 +9,7 @@ from specdistill.pico.corpus import split_of
 from specdistill.pico.model import CHAT_TEMPLATE
 from specdistill.project import SUITES
 from specdistill.recipe import SweepConfig
-from specdistill.suites.rows import REMOTE
-from specdistill.suites.suite import cut_prompts, evenly, load_suite, tokenize
+from specdistill.suites.suite import REMOTE, cut_prompts, evenly, load_suite, tokenize
 from tests.tiny import tiny_tokenizer
 
 
