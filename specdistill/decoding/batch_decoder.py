@@ -156,6 +156,6 @@ class BatchDecoder:
                     torch.stack(distributions) if distributions else None,
                     uniforms_RK,
                 )
-            for index, *verdict in zip(chosen, num_accepted.tolist(), next_token.tolist(), strict=True):
-                verdicts[index] = (verdict[0], verdict[1])
+            for index, number, token in zip(chosen, num_accepted.tolist(), next_token.tolist(), strict=True):
+                verdicts[index] = (number, token)
         return verdicts

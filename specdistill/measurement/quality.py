@@ -1,19 +1,29 @@
-"""Answer quality with the draft and without it: task metrics of both, paired by prompt.
+"""Answer quality with the draft and without it: task metrics of both, paired by prompt; and how an answer is read.
 
 Speculation must not change what the target generates, so greedy answers score the same; sampled answers differ by chance, and the
 difference of their scores must be about 0. Rows with a `reference` are scored by exact match, rows with a `test` by running the
 program, and all rows by the metric that the suite's header names (`quality`).
+
+Generated programs run in a process of their own with limits on time, memory and file size. The limits contain mistakes, not malice: a
+program can read files and use the network as its user can. Nothing is run unless `eval.run_code=true`.
 """
 
+import codeop
+import os
 import re
+import signal
+import subprocess
+import sys
+import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
+from decimal import Decimal
 from typing import Any
 
 import evaluate
 import numpy as np
 from scipy import stats
 
-from specdistill.measurement import answers
 from specdistill.project import METRICS as METRIC_MODULES
 from specdistill.statistics.intervals import interval
 from specdistill.statistics.metrics import Metric
@@ -22,6 +32,22 @@ from specdistill.suites.suite import Suite, SuiteRow
 
 METRICS = ("exact_match", "pass_rate", "python_syntax")  # modules under eval/metrics
 DIFFERENCE = Metric(("with_draft", "without_draft", "num_prompts"), lambda ours, theirs, number: (ours - theirs) / number)
+NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+INDENT = 4
+FENCED = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
+SECONDS = 10.0
+MEMORY_BYTES = 2**30
+FILE_BYTES = 2**20
+ENDED = 99  # exit code of a program that ran to its end; one that exits before its tests has another
+
+# The child sets its own limits before it reads the program, which cannot raise them again.
+LIMITED = f"""
+import resource, sys
+for limit, most in ((resource.RLIMIT_AS, {MEMORY_BYTES}), (resource.RLIMIT_FSIZE, {FILE_BYTES}), (resource.RLIMIT_CORE, 0)):
+    resource.setrlimit(limit, (most, most))
+exec(compile(sys.stdin.read(), "program", "exec"), {{"__name__": "program"}})
+sys.exit({ENDED})
+"""
 
 
 def add_quality(
@@ -99,10 +125,81 @@ def _reference(name: str, suite: Suite, row: SuiteRow, record: PromptRecord) -> 
     """What a metric scores an answer by; None where it does not apply. Only continuations of Python are checked for syntax."""
     if name == "python_syntax":
         beginning = "" if row.kind == "messages" else record.prompt  # the text that the answer continues
-        return beginning if suite.quality == name and answers.is_python_so_far(beginning) else None
+        return beginning if suite.quality == name and is_python_so_far(beginning) else None
     return row.reference if name == "exact_match" else row.test
 
 
 def _answer(name: str, row: SuiteRow, record: PromptRecord, text: str, special_tokens: Sequence[str]) -> str:
     plain = re.sub("|".join(map(re.escape, special_tokens)), "", text) if special_tokens else text
-    return answers.program(None if row.kind == "messages" else record.prompt, plain) if name == "pass_rate" else plain
+    return program(None if row.kind == "messages" else record.prompt, plain) if name == "pass_rate" else plain
+
+
+def is_match(text: str, reference: str) -> bool:
+    """Whether a text's answer is the reference's, as GSM8K scores: the first number after `####`, or else the last of the text.
+
+    A reference without a number is compared as a whole, ignoring case and white space.
+    """
+    answer = _number(reference)
+    if answer is None:
+        return text.casefold().split() == reference.casefold().split()
+    return _number(text) == answer
+
+
+def _number(text: str) -> Decimal | None:
+    marked, numbers = NUMBER.findall(text.partition("####")[2]), NUMBER.findall(text)
+    answer = marked[0] if marked else numbers[-1] if numbers else None
+    return Decimal(answer.replace(",", "")) if answer else None
+
+
+def is_python_so_far(source: str) -> bool:
+    """Whether a source has no syntax error. It may begin inside a block and end anywhere, also within a line. Nothing is run."""
+    first = next((line for line in source.splitlines() if line.strip()), "")
+    indent = len(first) - len(first.lstrip())
+    blocks = "".join(f"{' ' * level}def _():\n" for level in range(0, indent, INDENT))  # around the first line
+    source = blocks + source
+    return _compiles(source) or _compiles(source.rpartition("\n")[0])
+
+
+def _compiles(source: str) -> bool:
+    """Whether a source is valid Python, or the beginning of valid Python."""
+    try:
+        codeop.compile_command(source, "<text>", "exec")
+    except (SyntaxError, ValueError, OverflowError, RecursionError, MemoryError):  # all that compiling can raise
+        return False
+    return True
+
+
+def program(prompt: str | None, text: str) -> str:
+    """The program in a text: the rest of the indented block that `prompt` began, or, without a prompt, the first fenced code."""
+    if prompt is None:
+        fenced = FENCED.search(text)
+        return fenced[1] if fenced else text
+    first, *lines = text.split("\n")
+    end = next((number for number, line in enumerate(lines) if line[:1].strip()), len(lines))
+    return "\n".join([prompt + first, *lines[:end]])
+
+
+def passes(program: str, seconds: float = SECONDS) -> bool:
+    """Whether a program runs to its last line, in time and without an error. Its child processes are ended with it."""
+    with tempfile.TemporaryDirectory() as folder:
+        child = subprocess.Popen(
+            [sys.executable, "-I", "-c", LIMITED],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            cwd=folder,
+            env={"PATH": os.defpath},
+            start_new_session=True,
+            text=True,
+            encoding="utf-8",
+            errors="replace",
+        )
+        try:
+            child.communicate(program, timeout=seconds)
+        except subprocess.TimeoutExpired:
+            return False
+        finally:
+            with suppress(ProcessLookupError):  # it has ended already
+                os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
+        return child.returncode == ENDED

@@ -15,8 +15,7 @@ from scipy import stats
 from specdistill.errors import UserError
 from specdistill.gate.decide import Evidence, decide
 from specdistill.gate.rules import Rule
-from specdistill.measurement.answers import is_match, is_python_so_far, passes, program
-from specdistill.measurement.quality import add_quality, paired
+from specdistill.measurement.quality import add_quality, is_match, is_python_so_far, paired, passes, program
 from specdistill.project import METRICS, SUITES
 from specdistill.report.schema import document_metrics, validate
 from specdistill.suites.suite import Suite, SuiteRow, load_suite, parse

@@ -6,7 +6,7 @@ Args:
     references: answers, or texts that end in them.
 """
 
-from specdistill.measurement.answers import is_match
 from specdistill.measurement.metric import share
+from specdistill.measurement.quality import is_match
 
 ExactMatch = share("exact_match", __doc__, is_match)

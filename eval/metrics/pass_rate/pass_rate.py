@@ -7,7 +7,7 @@ Args:
     references: for each of them, the code that tests it and raises where it fails.
 """
 
-from specdistill.measurement.answers import passes
 from specdistill.measurement.metric import share
+from specdistill.measurement.quality import passes
 
 PassRate = share("pass_rate", __doc__, lambda program, test: passes(f"{program}\n{test}\n"))
