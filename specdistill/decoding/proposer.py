@@ -41,9 +41,8 @@ class Proposal:
 
 
 class Proposer(Protocol):
-    """
-    aux_layers: the target's layers it reads beside the last.
-    num_parameters, num_bytes: of its weights; those shared with the target do not count.
+    """aux_layers: the target's layers it reads beside the last. num_parameters, num_bytes: of its weights, without those shared with the
+    target.
     """
 
     aux_layers: tuple[int, ...]
@@ -53,32 +52,25 @@ class Proposer(Protocol):
     @property
     def vocabulary(self) -> frozenset[int] | None:
         """The target's token ids that it can propose; None: any."""
-        ...
 
     @property
     def settings(self) -> Mapping[str, Any]:
         """The method's own settings, as the report states them (JSON)."""
-        ...
 
     def draws(self, sampling: Sampling, tree: TreeShape | None) -> bool:
         """Whether draft tokens are drawn from its distribution; otherwise each is certain (one-hot)."""
-        ...
 
     def passes(self, k: int) -> int:
         """Its forward passes in a round of k draft tokens; of a tree, of k levels."""
-        ...
 
     def begin(self, max_length: int) -> None:
         """Start a new sequence, of at most `max_length` tokens, draft tokens included."""
-        ...
 
     def propose(self, state: DecodingState, k: int, sampling: Sampling, generator: Random) -> Proposal:
         """Draft up to k tokens that follow `state.token_ids`."""
-        ...
 
     def batched(self) -> "BatchProposer":
         """The same draft for several sequences at once. Raises UserError for a draft that cannot be batched."""
-        ...
 
 
 @runtime_checkable
@@ -87,7 +79,6 @@ class TreeProposer(Protocol):
 
     def propose_tree(self, state: DecodingState, shape: TreeShape, sampling: Sampling, generator: Random) -> Proposal:
         """Draft a tree of tokens that follow `state.token_ids`; each of its levels is one draft step."""
-        ...
 
 
 @dataclass
@@ -109,15 +100,12 @@ class BatchProposer(Protocol):
 
     def begin(self, max_lengths: Sequence[int]) -> None:
         """Start new sequences; row b has at most max_lengths[b] tokens, draft tokens included."""
-        ...
 
     def propose(self, state: BatchState, k: int, sampling: Sampling, generators: Generators) -> list[Proposal]:
         """Draft up to k tokens that follow each row; row b draws from generators[b] alone, as many numbers as on its own."""
-        ...
 
     def keep(self, rows: Sequence[int]) -> None:
         """Drop all rows but these."""
-        ...
 
 
 class RowByRow:

@@ -48,10 +48,10 @@ class Tree:
     @cached_property
     def depths(self) -> tuple[int, ...]:
         """1 for the root's children."""
-        depths = {ROOT: 0}
-        for node, parent in enumerate(self.parents):
-            depths[node] = depths[parent] + 1
-        return tuple(depths[node] for node in range(len(self.parents)))
+        depths: list[int] = []
+        for parent in self.parents:
+            depths.append(1 if parent == ROOT else depths[parent] + 1)
+        return tuple(depths)
 
     @cached_property
     def children(self) -> dict[int, list[int]]:

@@ -59,11 +59,9 @@ def resources_used(device: torch.device) -> Iterator[dict[str, Any]]:
     start = time.perf_counter()
     yield used
     used["seconds"] = time.perf_counter() - start
-    if device.type == "cuda":
-        used["peak_memory_bytes"] = torch.cuda.max_memory_allocated(device)
-    else:
-        unit = 1 if sys.platform == "darwin" else 1024  # what getrusage counts in
-        used["peak_memory_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    unit = 1 if sys.platform == "darwin" else 1024  # what getrusage counts in
+    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    used["peak_memory_bytes"] = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else resident
 
 
 def total_used(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -53,51 +53,42 @@ sys.exit({ENDED})
 def add_quality(
     report: dict[str, Any], records: Sequence[PromptRecord], suite: Suite, *, special_tokens: Sequence[str], run_code: bool
 ) -> None:
-    """Add `quality` to a report that is not yet judged, a finding where the scores differ, and reasons for what is absent.
+    """Add `quality` to a report that is not yet judged: by metric both scores and their paired difference; a finding where the scores
+    differ; and reasons for what is absent.
 
     The answers are those of the report's main configuration. special_tokens: the tokenizer's, not part of an answer. run_code: run the
     programs of rows with a `test`.
     """
     main, seed = records_of(report["results"][0], records), report["settings"]["seed"]
-    report["quality"], absent = compare_quality(suite, main, special_tokens=special_tokens, run_code=run_code, seed=seed)
-    report["not_measured"] |= absent
-    for name, entry in report["quality"].items():
+    rows = {row.id: row for row in suite.rows}
+    report["quality"], absent = {}, report["not_measured"]
+    for name in METRICS:
+        every = ((rows[record.id], record, _reference(name, suite, rows[record.id], record)) for record in main)
+        chosen = [(row, record, reference) for row, record, reference in every if reference is not None]
+        if not chosen:
+            absent[f"quality.{name}"] = f"suite {suite.name} has nothing to score by it"
+            continue
+        if any(record.baseline_text is None for _, record, _ in chosen):
+            absent[f"quality.{name}"] = "there are no answers without the draft to compare with"
+            continue
+        if name == "pass_rate" and not run_code:
+            absent[f"quality.{name}"] = "programs are run only with eval.run_code=true"
+            continue
+        metric = evaluate.load(str(METRIC_MODULES / name), keep_in_memory=True)
+        references = [reference for _, _, reference in chosen]
+        with_draft, without_draft = (
+            metric.compute(
+                predictions=[_answer(name, row, record, getattr(record, side), special_tokens) for row, record, _ in chosen],
+                references=references,
+            )["outcomes"]
+            for side in ("text", "baseline_text")
+        )
+        entry = report["quality"][name] = paired(with_draft, without_draft, seed=seed)
         low, high = entry.get("difference_ci95", (0.0, 0.0))
         if low > 0 or high < 0:
             scores = f"{entry['with_draft']:.1%} with the draft and {entry['without_draft']:.1%} without"
             message = f"Answers score {scores} by {name}: chance does not explain the difference."
             report["findings"].append({"name": "quality", "message": message})
-
-
-def compare_quality(
-    suite: Suite, records: Sequence[PromptRecord], *, special_tokens: Sequence[str], run_code: bool, seed: int
-) -> tuple[dict[str, Any], dict[str, str]]:
-    """(metric -> both scores and their paired difference, `quality.metric` -> why it is absent)."""
-    rows = {row.id: row for row in suite.rows}
-    scored, absent = {}, {}
-    for name in METRICS:
-        every = ((rows[record.id], record, _reference(name, suite, rows[record.id], record)) for record in records)
-        chosen = [(row, record, reference) for row, record, reference in every if reference is not None]
-        if not chosen:
-            absent[f"quality.{name}"] = f"suite {suite.name} has nothing to score by it"
-        elif any(record.baseline_text is None for _, record, _ in chosen):
-            absent[f"quality.{name}"] = "there are no answers without the draft to compare with"
-        elif name == "pass_rate" and not run_code:
-            absent[f"quality.{name}"] = "programs are run only with eval.run_code=true"
-        else:
-            metric = evaluate.load(str(METRIC_MODULES / name), keep_in_memory=True)
-            references = [reference for _, _, reference in chosen]
-            with_draft, without_draft = (
-                metric.compute(
-                    predictions=[
-                        _answer(name, row, record, getattr(record, side), special_tokens) for row, record, _ in chosen
-                    ],
-                    references=references,
-                )["outcomes"]
-                for side in ("text", "baseline_text")
-            )
-            scored[name] = paired(with_draft, without_draft, seed=seed)
-    return scored, absent
 
 
 def paired(with_draft: Sequence[bool], without_draft: Sequence[bool], *, seed: int) -> dict[str, Any]:

@@ -15,8 +15,8 @@ miss with probability 1 - c at most, whatever made the run stop. Conservative, a
 `tests/statistics/test_sample_size.py` simulates the coverage.
 """
 
+import itertools
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -100,12 +100,9 @@ def interim_sizes(num_prompts: int) -> list[int]:
 
 def spread_out(categories: Sequence[str], seed: int) -> list[int]:
     """A shuffled order of prompts of which every prefix is as even over the categories as possible."""
-    num_before: Counter[str] = Counter()
-    ranked = []
-    for index in np.random.default_rng(seed).permutation(len(categories)):
-        ranked.append((num_before[categories[index]], int(index)))
-        num_before[categories[index]] += 1
-    return [index for _, index in sorted(ranked, key=lambda pair: pair[0])]
+    shuffled: list[int] = np.random.default_rng(seed).permutation(len(categories)).tolist()
+    places = {category: itertools.count() for category in categories}  # of a category's prompts among themselves
+    return sorted(shuffled, key=lambda index: next(places[categories[index]]))
 
 
 def half_width(numbers: Mapping[str, Any], name: str) -> float:

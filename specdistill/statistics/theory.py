@@ -61,13 +61,12 @@ def speedup_curve(
         if k in at and cost.k in at:
             verify, draft = at[k].verify_ms / at[cost.k].verify_ms, at[k].draft_ms / at[cost.k].draft_ms
             costs.append(RoundCost(k, cost.verify_ms * verify, cost.draft_ms * draft))
-    return [_point(entry, rates, step_ms) for entry in (*costs, cost)]
-
-
-def _point(cost: RoundCost, rates: Sequence[float], step_ms: float) -> dict[str, float]:
-    length = 1 + sum(rates[: cost.k])
-    speedup = predicted_speedup(length, cost.verify_ms / step_ms, cost.draft_ms / step_ms)
-    return {"mean_acceptance_length": length, **vars(cost), "predicted_speedup": speedup}
+    curve = []
+    for entry in (*costs, cost):
+        length = 1 + sum(rates[: entry.k])
+        speedup = predicted_speedup(length, entry.verify_ms / step_ms, entry.draft_ms / step_ms)
+        curve.append({"mean_acceptance_length": length, **vars(entry), "predicted_speedup": speedup})
+    return curve
 
 
 def best_point(curve: Sequence[dict[str, float]]) -> dict[str, float]:
