@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from datasets import Dataset
 
-from specdistill.data.batch_generate import GenerationOptions, fast_dtype, generate, generation_mode
+from specdistill.data.batch_generate import fast_dtype, generate, generation_mode
 from specdistill.decoding.decoder import Decoder
 from specdistill.losses.divergence import forward_kl
 from specdistill.measurement.hardware import hardware, software
@@ -171,7 +171,7 @@ def regeneration(target: FrozenTarget, rows: int = 256, new_tokens: int = 96) ->
     prompts = [list(range(10, 42))] * rows
     with generation_mode(target.model, fast_dtype(target.device)) as model:  # type: ignore[arg-type]
         seconds = median_seconds(
-            lambda: generate(model, prompts, [0.8] * rows, GenerationOptions(new_tokens, end_ids=(), seed=0)), repeats=2
+            lambda: generate(model, prompts, [0.8] * rows, max_new_tokens=new_tokens, end_ids=(), seed=0), repeats=2
         )
     return {"tokens_per_second": rows * new_tokens / seconds}
 

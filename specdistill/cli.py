@@ -231,7 +231,7 @@ def data(arguments: list[str]) -> int:
     from rich.console import Console  # here, and not above, because these import torch
 
     from specdistill.data import training_data
-    from specdistill.data.preview import document, summary
+    from specdistill.data.packing import document, summary
     from specdistill.targets.frozen import FrozenTarget
 
     target = FrozenTarget.load(**vars(recipe.target))

@@ -136,41 +136,36 @@ def fast_dtype(device: torch.device) -> torch.dtype:
     return torch.bfloat16 if torch.cpu._is_avx512_bf16_supported() else torch.float32
 
 
-@dataclass(frozen=True)
-class GenerationOptions:
-    """A row ends with a token of `end_ids`, or after `max_new_tokens`; `seed` is of its options."""
-
-    max_new_tokens: int
-    end_ids: Sequence[int]
-    seed: int
-
-
 def generate(
     model: PreTrainedModel,
     prompts: Sequence[Sequence[int]],
     temperatures: Sequence[float],
-    options: GenerationOptions,
+    *,
+    max_new_tokens: int,
+    end_ids: Sequence[int],
+    seed: int,
     on_tokens: Callable[[int], object] = lambda count: None,
     num_parts: int | None = None,
 ) -> list[list[int]]:
-    """Continue every prompt; returns the new tokens of each row, its end token included. Temperature 0 is greedy.
+    """Continue every prompt; returns the new tokens of each row. Temperature 0 is greedy.
 
-    A row may be cut before its end token: after `max_new_tokens`, or once nearly all others have ended. `on_tokens` is called with the
-    number of tokens generated since its last call. The batch is split into `num_parts`, by default as many as suit the device, that are
-    generated in parallel; the same seed, prompts and parts give the same tokens.
+    A row ends with a token of `end_ids`, included, or is cut before: after `max_new_tokens`, or once nearly all others have ended.
+    `on_tokens` is called with the number of tokens generated since its last call. The batch is split into `num_parts`, by default as
+    many as suit the device, that are generated in parallel; the same seed, prompts and parts give the same tokens.
     """
     threads = torch.get_num_threads()
     if num_parts is None:
         num_parts = max(1, min(threads, len(prompts) // MIN_PART_ROWS)) if model.device.type == "cpu" else 1
-    if num_parts == 1:
-        return _generate_part(model, prompts, temperatures, options, on_tokens, part=0)
 
     def one_part(part: int) -> list[list[int]]:
-        torch.set_num_threads(max(1, threads // num_parts))
-        return _generate_part(model, prompts[part::num_parts], temperatures[part::num_parts], options, on_tokens, part)
+        rows = (prompts[part::num_parts], temperatures[part::num_parts])
+        return _generate_part(model, *rows, max_new_tokens, end_ids, seed * 1_009 + part, on_tokens)
 
+    if num_parts == 1:
+        return one_part(0)
     try:
-        with ThreadPoolExecutor(num_parts) as pool:
+        share = max(1, threads // num_parts)
+        with ThreadPoolExecutor(num_parts, initializer=torch.set_num_threads, initargs=(share,)) as pool:
             generated = list(pool.map(one_part, range(num_parts)))
     finally:
         torch.set_num_threads(threads)
@@ -196,18 +191,19 @@ def _generate_part(
     model: PreTrainedModel,
     prompts: Sequence[Sequence[int]],
     temperatures: Sequence[float],
-    options: GenerationOptions,
+    max_new_tokens: int,
+    end_ids: Sequence[int],
+    seed: int,
     on_tokens: Callable[[int], object],
-    part: int,
 ) -> list[list[int]]:
-    generator = torch.Generator(model.device).manual_seed(options.seed * 1_009 + part)
-    end_ids = torch.tensor(list(options.end_ids), dtype=torch.long, device=model.device)
-    generated = torch.full((len(prompts), options.max_new_tokens), -1, device=model.device)
-    ids, rows = _left_padded(prompts, temperatures, options.max_new_tokens, model.device)
+    generator = torch.Generator(model.device).manual_seed(seed)
+    ends = torch.tensor(list(end_ids), dtype=torch.long, device=model.device)
+    generated = torch.full((len(prompts), max_new_tokens), -1, device=model.device)
+    ids, rows = _left_padded(prompts, temperatures, max_new_tokens, model.device)
     cache, length = growing_cache(model), ids.shape[1]
     positions = (rows.seen[:, :length].cumsum(1) - 1).clamp(min=0)
 
-    for step in range(options.max_new_tokens):
+    for step in range(max_new_tokens):
         logits_BV = model(
             input_ids=ids,
             attention_mask=rows.seen[:, : room(length - ids.shape[1], length)],
@@ -218,7 +214,7 @@ def _generate_part(
         ).logits[:, -1]
         tokens_B = sample(logits_BV, rows.temperature, generator)
         generated[rows.number, step] = tokens_B
-        rows.ended |= torch.isin(tokens_B, end_ids)
+        rows.ended |= torch.isin(tokens_B, ends)
         if step % CHECK_EVERY == CHECK_EVERY - 1:
             unfinished = (~rows.ended).nonzero().flatten()
             on_tokens(CHECK_EVERY * len(unfinished))
@@ -230,7 +226,7 @@ def _generate_part(
         rows.seen[:, length] = True
         ids, positions = tokens_B[:, None], rows.num_seen + step
         length += 1
-    return [_until_end(row, options.end_ids) for row in generated.tolist()]
+    return [_until_end(row, end_ids) for row in generated.tolist()]
 
 
 def sample(logits_BV: Tensor, temperatures_B: Tensor, generator: torch.Generator) -> Tensor:

@@ -12,9 +12,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from specdistill.data.batch_generate import fast_dtype
 from specdistill.data.cache import Row, cached, fingerprint_of, tokenizer_fingerprint
 from specdistill.data.chat import encode_chat, encode_text
-from specdistill.data.generated_rows import generated_rows, row_lengths
 from specdistill.data.packing import pack, usable
-from specdistill.data.prompts import Prompt, chat_prompts, text_prompts
+from specdistill.data.regeneration import Prompt, chat_prompts, generated_rows, row_lengths, text_prompts
 from specdistill.data.sources import Source, load_sources
 from specdistill.errors import UserError
 from specdistill.progress import progress

@@ -8,7 +8,7 @@ import torch
 from scipy.stats import chisquare
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig, MistralConfig, MistralForCausalLM, PreTrainedModel
 
-from specdistill.data.batch_generate import BLOCK, GROUPED_ATTENTION, GenerationOptions, generate, generation_mode, sample
+from specdistill.data.batch_generate import BLOCK, GROUPED_ATTENTION, generate, generation_mode, sample
 from tests.mtp_targets import tiny_model
 from tests.tiny import tiny_target_model
 
@@ -20,7 +20,7 @@ def greedy(
     model: PreTrainedModel, prompts: Sequence[Sequence[int]], count: int, ends: Sequence[int] = (), num_parts: int = 1
 ) -> list[list[int]]:
     with generation_mode(model, torch.float32) as fast:
-        return generate(fast, prompts, [0.0] * len(prompts), GenerationOptions(count, ends, seed=0), num_parts=num_parts)
+        return generate(fast, prompts, [0.0] * len(prompts), max_new_tokens=count, end_ids=ends, seed=0, num_parts=num_parts)
 
 
 def reference(model: PreTrainedModel, prompt: Sequence[int], count: int, ends: Sequence[int] = ()) -> list[int]:
@@ -97,7 +97,8 @@ def test_temperatures_mix_in_one_batch(num_parts: int) -> None:
     prompts, temperatures = PROMPTS[:1] * 6, [0.0, 0.8, 0.8, 0.0, 0.0, 0.8]
     with generation_mode(model, torch.float32) as fast:
         first, again, other = (
-            generate(fast, prompts, temperatures, GenerationOptions(20, [], seed), num_parts=num_parts) for seed in (1, 1, 2)
+            generate(fast, prompts, temperatures, max_new_tokens=20, end_ids=[], seed=seed, num_parts=num_parts)
+            for seed in (1, 1, 2)
         )
     assert first == again != other
     assert first[0] == first[3] == first[4] == reference(model, prompts[0], 20)
@@ -120,5 +121,5 @@ def test_the_target_is_left_as_it_was() -> None:
 def test_progress_counts_the_unfinished_rows() -> None:
     counted: list[int] = []
     with generation_mode(tiny_target_model(num_layers=1), torch.float32) as fast:
-        generate(fast, PROMPTS, [0.0] * 5, GenerationOptions(16, [], seed=0), counted.append)
+        generate(fast, PROMPTS, [0.0] * 5, max_new_tokens=16, end_ids=[], seed=0, on_tokens=counted.append)
     assert sum(counted) == 5 * 16

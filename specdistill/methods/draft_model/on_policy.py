@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from specdistill.data.batch_generate import GenerationOptions, generate, generation_mode
+from specdistill.data.batch_generate import generate, generation_mode
 
 
 @dataclass(frozen=True)
@@ -37,9 +37,16 @@ class OnPolicyGeneration:
         prompts = batch["input_ids"][first_document, : self.prompt_tokens].tolist()
         if not prompts:
             return batch
-        options = GenerationOptions(self.num_tokens, self.end_ids, self.seed * 1_000_003 + number)
         with generation_mode(self.draft, self.draft.dtype) as draft:
-            completions = generate(draft, prompts, [self.temperature] * len(prompts), options, num_parts=1)
+            completions = generate(
+                draft,
+                prompts,
+                [self.temperature] * len(prompts),
+                max_new_tokens=self.num_tokens,
+                end_ids=self.end_ids,
+                seed=self.seed * 1_000_003 + number,
+                num_parts=1,
+            )
         return self._rows(prompts, completions, batch["input_ids"].device)
 
     def _rows(self, prompts: list[list[int]], completions: list[list[int]], device: torch.device) -> dict[str, Tensor]:

@@ -2,31 +2,95 @@
 
 A draft has to predict what the target generates, and the target's own generations train it best: on two CPU cores, in equal time,
 acceptance length went from 1.78 to 2.63. All tokens of a text carry loss, its prompt included; in a conversation those of the answer.
+
+A conversation gives a prompt of everything up to its first assistant turn. A text gives a fixed number of tokens from its beginning and,
+if more prompts are wanted than there are texts, from the beginnings of its paragraphs, lines or words.
 """
 
 import itertools
 import logging
 import math
 import random
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from datasets import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from specdistill.data.batch_generate import GenerationOptions, fast_dtype, generate, generation_mode
+from specdistill.data.batch_generate import fast_dtype, generate, generation_mode
 from specdistill.data.cache import Row
-from specdistill.data.prompts import Prompt, repeated
+from specdistill.data.chat import prompt_ids
 from specdistill.errors import ResourceError
 from specdistill.progress import progress
 
 logger = logging.getLogger(__name__)
 
+CHARACTERS_PER_TOKEN = 16  # more than a token has on average, so that a snippet surely has enough tokens
+TEXTS_AT_ONCE = 64
+# Where a prompt may start within a text, the most natural places first: paragraphs, lines, words.
+STARTS = (re.compile(r"(?<=\n\n)(?=[^\n]*\S)"), re.compile(r"(?<=\n)(?=[^\n]*\S)"), re.compile(r"(?<=\s)(?=\S)"))
 # Share of the tokens, if the source has both conversations and texts. Answers are short, so that most rows are answers.
 CHAT_SHARE = 1 / 3
 SHORT_ROW = 256  # tokens of a text, prompt and continuation, that are always worth generating
 SORTED_BATCHES = 4  # batches whose prompts are sorted by length together, so that little of a batch is padding
 ENOUGH = 0.995  # generation ends at this share of the tokens asked for: a batch of a few rows costs as much time as a full one
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Token ids to continue, their row, and whether they ask for an assistant's answer."""
+
+    ids: list[int]
+    row: int
+    is_chat: bool
+    is_beginning: bool = True
+
+
+def chat_prompts(rows: Dataset, tokenizer: PreTrainedTokenizerBase, max_tokens: int, limit: int, seed: int) -> list[Prompt]:
+    """Up to `limit` prompts of at most `max_tokens`, one for each conversation, in shuffled order."""
+    prompts: list[Prompt] = []
+    for row, record in _shuffled(rows, seed):
+        if len(prompts) == limit:
+            break
+        if record["messages"] is not None:
+            ids = prompt_ids(tokenizer, record["messages"], f"data.source row {row}")
+            if len(ids) <= max_tokens:
+                prompts.append(Prompt(ids, row, is_chat=True))
+    return prompts
+
+
+def text_prompts(rows: Dataset, tokenizer: PreTrainedTokenizerBase, num_tokens: int, limit: int, seed: int) -> list[Prompt]:
+    """Up to twice `limit` prompts of exactly `num_tokens`: first the beginnings of the texts, then places within them."""
+    num_texts = len(rows) - rows.data.column("text").null_count
+    if num_texts == 0:
+        return []
+    per_text = -(-2 * limit // num_texts)  # twice the need: some texts are short
+    generator = random.Random(seed)
+    prompts: list[Prompt] = []
+    texts = ((row, record["text"]) for row, record in _shuffled(rows, seed) if record["text"] is not None)
+    while len(prompts) < 2 * limit and (batch := list(itertools.islice(texts, TEXTS_AT_ONCE))):
+        starts = [(row, text, start) for row, text in batch for start in _starts(text, per_text, generator)]
+        snippets = [text[start : start + num_tokens * CHARACTERS_PER_TOKEN] for _, text, start in starts]
+        for (row, _, start), ids in zip(starts, tokenizer(snippets, verbose=False)["input_ids"], strict=True):
+            if len(ids) >= num_tokens:
+                prompts.append(Prompt(list(ids[:num_tokens]), row, is_chat=False, is_beginning=start == 0))
+    generator.shuffle(prompts)
+    return sorted(prompts, key=lambda prompt: not prompt.is_beginning)
+
+
+def repeated(prompts: Sequence[Prompt], temperatures: Sequence[float]) -> Iterator[tuple[Prompt, float]]:
+    """Every prompt at every temperature, then again and again at those above 0, which generate something new."""
+    count = len(temperatures)
+    for turn in range(count):
+        for index, prompt in enumerate(prompts):
+            yield prompt, temperatures[(index + turn) % count]
+    sampled = [temperature for temperature in temperatures if temperature > 0]
+    while sampled and prompts:
+        for index, prompt in enumerate(prompts):
+            yield prompt, sampled[index % len(sampled)]
 
 
 @dataclass
@@ -84,10 +148,23 @@ def generated_rows(
             expected = min(new_tokens, pool.tokens / pool.rows) if pool.rows else new_tokens
             missing = pool.share * num_tokens - pool.tokens if len(pools) > 1 else num_tokens - total
             batch = batch[: math.ceil(missing / expected)]
-            options = GenerationOptions(new_tokens, end_ids, seed * 1_000_003 + number)
-            continuations = _generate(fast, batch, options, advance)
+            try:
+                continuations = generate(
+                    fast,
+                    [prompt.ids for prompt, _ in batch],
+                    [temperature for _, temperature in batch],
+                    max_new_tokens=new_tokens,
+                    end_ids=end_ids,
+                    seed=seed * 1_000_003 + number,
+                    on_tokens=advance,
+                )
+            except torch.OutOfMemoryError as error:
+                what = f"the device ran out of memory while it generated {len(batch)} rows at a time"
+                raise ResourceError(what, next_step="lower data.regenerate.batch_size or data.max_length") from error
             for (prompt, _), continuation in zip(batch, continuations, strict=True):
-                yield _row(prompt, continuation)
+                ids = prompt.ids + continuation
+                loss_mask = [int(not prompt.is_chat)] * len(prompt.ids) + [1] * len(continuation)
+                yield {"input_ids": ids, "loss_mask": loss_mask, "length": len(ids)}
             count = sum(map(len, continuations))
             total, pool.tokens, pool.rows = total + count, pool.tokens + count, pool.rows + len(batch)
     if total < ENOUGH * num_tokens:
@@ -132,21 +209,20 @@ def _by_length(items: Iterator[tuple[Prompt, float]], size: int, seed: int) -> I
         yield from batches
 
 
-def _generate(
-    model: PreTrainedModel,
-    batch: Sequence[tuple[Prompt, float]],
-    options: GenerationOptions,
-    on_tokens: Callable[[int], object],
-) -> list[list[int]]:
-    try:
-        prompts, temperatures = [prompt.ids for prompt, _ in batch], [temperature for _, temperature in batch]
-        return generate(model, prompts, temperatures, options, on_tokens)
-    except torch.OutOfMemoryError as error:
-        what = f"the device ran out of memory while it generated {len(batch)} rows at a time"
-        raise ResourceError(what, next_step="lower data.regenerate.batch_size or data.max_length") from error
+def _starts(text: str, count: int, generator: random.Random) -> list[int]:
+    """The beginning of a text and up to `count` - 1 other places to start from."""
+    chosen: list[int] = []
+    for pattern in STARTS:
+        missing = count - 1 - len(chosen)
+        if missing <= 0:
+            break
+        places = sorted({match.start() for match in pattern.finditer(text)} - set(chosen))
+        chosen += generator.sample(places, min(missing, len(places)))
+    return [0, *chosen]
 
 
-def _row(prompt: Prompt, continuation: list[int]) -> Row:
-    prompt_mask = [0 if prompt.is_chat else 1] * len(prompt.ids)
-    ids = prompt.ids + continuation
-    return {"input_ids": ids, "loss_mask": prompt_mask + [1] * len(continuation), "length": len(ids)}
+def _shuffled(rows: Dataset, seed: int) -> Iterator[tuple[int, dict[str, Any]]]:
+    order = list(range(len(rows)))
+    random.Random(seed).shuffle(order)
+    for row in order:
+        yield row, rows[row]

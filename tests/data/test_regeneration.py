@@ -7,8 +7,16 @@ import pytest
 import torch
 from datasets import Dataset
 
-from specdistill.data.generated_rows import CHAT_SHARE, end_token_ids, generated_rows, row_lengths
-from specdistill.data.prompts import Prompt, chat_prompts, repeated, text_prompts
+from specdistill.data.regeneration import (
+    CHAT_SHARE,
+    Prompt,
+    chat_prompts,
+    end_token_ids,
+    generated_rows,
+    repeated,
+    row_lengths,
+    text_prompts,
+)
 from specdistill.pico.model import CHAT_TEMPLATE
 from tests.tiny import tiny_target_model, tiny_tokenizer
 
