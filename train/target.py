@@ -3,8 +3,8 @@
 accelerate launch --config_file accelerate_configs/cpu.yaml train/target.py recipe=pico/target
 """
 
-import platform
 import sys
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -21,32 +21,24 @@ from specdistill.training.run import TrainingRun
 
 
 def main(recipe: TargetRecipe) -> None:
-    shape, rows = recipe.shape, recipe.curriculum
     run = TrainingRun.open(
         recipe, use_cpu=not torch.cuda.is_available(), per_device_train_batch_size=1, per_device_eval_batch_size=1
     )
     arguments = run.arguments
 
     # Tokenizer and data
-    tokenizer = train_tokenizer(
-        (module.text for module in standard_library("train")), recipe.tokenizer.vocab_size, shape.context_length
-    )
+    texts = (module.text for module in standard_library("train"))
+    tokenizer = train_tokenizer(texts, recipe.tokenizer.vocab_size, recipe.shape.context_length)
     train_stream = token_stream(documents("train", tokenizer), tokenizer)
     held_out_texts = documents("validation", tokenizer)
     held_out = token_stream(held_out_texts, tokenizer)
-    train_set = IterableDataset.from_generator(
-        lambda: (
-            {"input_ids": batch}
-            for batch in curriculum(
-                train_stream, arguments.max_steps, rows.batch_tokens, list(rows.lengths), list(rows.shares), arguments.seed
-            )
-        )
-    )
+    batches = partial(curriculum, train_stream, arguments.max_steps, **vars(recipe.curriculum), seed=arguments.seed)
+    train_set = IterableDataset.from_generator(lambda: ({"input_ids": batch} for batch in batches()))
     eval_set = Dataset.from_dict({"input_ids": held_out[: 8 * 32 * 256].view(8, 32, 256).tolist()})
     run.record(train_tokens=len(train_stream), data_fingerprint=str(hash(tuple(train_stream.tolist()))))
 
     # Model; eager attention, because the CPU's fused kernel is slow for short rows
-    config = llama_config(tokenizer, shape.num_layers, shape.hidden_size, shape.intermediate_size, shape.context_length)
+    config = llama_config(tokenizer, **vars(recipe.shape))
     config._attn_implementation = "eager"
     model = LlamaForCausalLM(config)
     model.compile(dynamic=False)
@@ -74,8 +66,7 @@ def main(recipe: TargetRecipe) -> None:
         held_out=held_out,
         held_out_bytes=sum(len(text.encode()) for text in held_out_texts),
         steps=arguments.max_steps,
-        batch_tokens=rows.batch_tokens,
-        python=platform.python_version(),
+        batch_tokens=recipe.curriculum.batch_tokens,
     )
 
 

@@ -1,14 +1,16 @@
-"""Pico's model card, with its bits per byte on held-out modules and samples of its generations."""
+"""Pico's model card, with its bits per byte on held-out modules, those of an n-gram model, and samples of its generations."""
 
 import math
+import platform
 from pathlib import Path
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from specdistill.pico.kneser_ney import KneserNey
-
+Ints = NDArray[np.int64]
 PROMPT = 'def read_lines(path):\n    """Return the lines of a file, without their endings."""\n'
 CHAT = [{"role": "user", "content": "Write `is_empty(self)`: Return True if the queue is empty."}]
 CARD = """---
@@ -85,7 +87,6 @@ def write_card(
     held_out_bytes: int,
     steps: int,
     batch_tokens: int,
-    python: str,
 ) -> None:
     """Measure a saved model and add README.md to its folder."""
     config = model.config
@@ -95,7 +96,7 @@ def write_card(
         layers=config.num_hidden_layers,
         width=config.hidden_size,
         parameters=model.num_parameters(),
-        python=python,
+        python=platform.python_version(),
         train_tokens=len(train_stream),
         steps=steps,
         batch_tokens=batch_tokens,
@@ -109,3 +110,56 @@ def write_card(
         answer=continuation(model, tokenizer, chat),
     )
     (folder / "README.md").write_text(card, encoding="utf-8")
+
+
+class KneserNey:
+    """An n-gram language model with interpolated Kneser-Ney smoothing (Kneser & Ney 1995; Chen & Goodman 1999).
+
+        P_n(w | h) = max(c(h w) - d, 0) / c(h) + d * N1+(h .) / c(h) * P_{n-1}(w | h')
+
+    where h' drops the oldest token of h, N1+(h .) counts the different tokens seen after h, and below the highest order c counts in how
+    many different contexts an n-gram was seen instead of how often. The last backoff is the uniform distribution.
+
+    Counts of a token stream are kept as sorted integer keys: vocab_size ** order must fit 63 bits.
+    """
+
+    def __init__(self, stream: Ints, vocab_size: int, order: int = 5, discount: float = 0.75) -> None:
+        assert vocab_size**order < 2**63
+        self.vocab_size, self.order, self.discount = vocab_size, order, discount
+        self.tables: list[tuple[Ints, Ints]] = []  # per n: keys of n-grams and their counts
+        self.contexts: list[tuple[Ints, Ints, Ints]] = []  # per n: keys of contexts, total counts, different followers
+        keys = _windows(stream, order, vocab_size)
+        for n in range(order, 0, -1):  # below the highest order, one for each different token before it
+            keys, counts = np.unique(keys % vocab_size**n, return_counts=True)
+            context, start = np.unique(keys // vocab_size, return_index=True)
+            totals = np.add.reduceat(counts, start)
+            self.tables.insert(0, (keys, counts))
+            self.contexts.insert(0, (context, totals, np.diff(np.append(start, len(keys)))))
+
+    def probabilities(self, stream: Ints) -> NDArray[np.float64]:
+        """P(token | the order - 1 tokens before it) for every token that has that many before it: [N - order + 1]."""
+        result = np.full(len(stream) - self.order + 1, 1.0 / self.vocab_size)
+        for n in range(1, self.order + 1):
+            grams = _windows(stream[self.order - n :], n, self.vocab_size)
+            counts = _lookup(*self.tables[n - 1], grams)
+            keys, totals, followers = self.contexts[n - 1]
+            total = _lookup(keys, totals, grams // self.vocab_size)
+            different = _lookup(keys, followers, grams // self.vocab_size)
+            seen = total > 0
+            discounted = np.maximum(counts - self.discount, 0) + self.discount * different * result
+            result = np.where(seen, discounted / np.maximum(total, 1), result)
+        return result
+
+
+def _windows(stream: Ints, n: int, base: int) -> Ints:
+    """Every run of n tokens as one integer."""
+    keys = np.zeros(len(stream) - n + 1, dtype=np.int64)
+    for offset in range(n):
+        keys = keys * base + stream[offset : offset + len(keys)]
+    return keys
+
+
+def _lookup(keys: Ints, values: Ints, wanted: Ints) -> Ints:
+    """values of the wanted keys, 0 for a missing key."""
+    index = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
+    return np.where(keys[index] == wanted, values[index], 0)

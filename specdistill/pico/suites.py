@@ -16,6 +16,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache, partial
 from itertools import accumulate
 from pathlib import Path
 
@@ -25,13 +26,6 @@ from transformers import AutoTokenizer
 from specdistill.pico.corpus import Module, chats, standard_library
 from specdistill.project import PICO, SUITES
 
-SUITES_HOLD = {
-    "pico": "function bodies, docstrings, chats and long context",
-    "pico-dev": "function bodies, docstrings, chats and long context",
-    "pico-edit": "chats that ask for a function that they hold",
-    "pico-short": "single lines",
-    "pico-context": "long stretches of modules, cut to their ends and whole",
-}
 PROMPTS_PER_CATEGORY = 12
 SHORT_TOKENS = range(40, 91)  # function and docstring prompts
 LONG_TOKENS = range(300, 381)
@@ -40,7 +34,6 @@ EDIT_TOKENS = range(48, 161)  # request and function of a prompt that asks for t
 LINE_TOKENS = range(8, 33)
 
 CountTokens = Callable[[str], int]
-Rows = list[dict[str, object]]
 
 
 @dataclass(frozen=True)
@@ -58,49 +51,6 @@ class Candidate:
 
     def overlaps(self, other: "Candidate") -> bool:
         return self.module == other.module and max(self.lines.start, other.lines.start) < min(self.lines.stop, other.lines.stop)
-
-
-FindPrompts = Callable[[Module, CountTokens], Iterator[Candidate]]
-Pools = dict[str, list[Candidate]]  # the candidates of each category, in their fixed shuffle
-
-
-def pico_suites(modules: Sequence[Module], count_tokens: CountTokens) -> list[Rows]:
-    """The rows of each suite, 12 of each category, from as many different modules as there are.
-
-    No line of a module is in both `pico` and `pico-dev`.
-    """
-
-    def pools(categories: dict[str, FindPrompts]) -> Pools:
-        return {
-            category: sorted((prompt for module in modules for prompt in find(module, count_tokens)), key=Candidate.order)
-            for category, find in categories.items()
-        }
-
-    plain = pools(
-        {"function": function_prompts, "docstring": docstring_prompts, "chat": chat_prompts, "long_context": long_prompts}
-    )
-    pico, taken = _choose(plain)
-    plain = {category: [prompt for prompt in pool if not any(map(prompt.overlaps, taken))] for category, pool in plain.items()}
-    edit = pools({"revision": revision_prompts, "rename": rename_prompts})
-    short = pools({"class": class_prompts, "signature": signature_prompts})
-    # Each category by itself: their pools have the same order, so that the same places are chosen.
-    context = [row for category, find in CONTEXT.items() for row in _choose(pools({category: find}))[0]]
-    return [pico, *(_choose(pool)[0] for pool in (plain, edit, short)), context]
-
-
-def _choose(pools: Pools) -> tuple[Rows, list[Candidate]]:
-    """A suite's rows and their candidates, which leave their pools."""
-    rows, taken = [], []
-    used: Counter[str] = Counter()
-    for category, pool in pools.items():
-        for number in range(PROMPTS_PER_CATEGORY):
-            # The module used least so far, over all categories; ties go by the fixed shuffle.
-            chosen = min(pool, key=lambda candidate: used[candidate.module])
-            pool.remove(chosen)
-            used[chosen.module] += 1
-            taken.append(chosen)
-            rows.append({"id": f"{category}-{number:02}", "category": category, **chosen.row, "module": chosen.module})
-    return rows, taken
 
 
 def function_prompts(module: Module, count_tokens: CountTokens) -> Iterator[Candidate]:
@@ -172,22 +122,74 @@ def rename_prompts(module: Module, count_tokens: CountTokens) -> Iterator[Candid
         yield Candidate(module.name, f"rename {request}", {"messages": messages})
 
 
-def class_prompts(module: Module, count_tokens: CountTokens) -> Iterator[Candidate]:
-    """The line that opens a class."""
-    return _openings(module, count_tokens, ast.ClassDef)
+def line_prompts(module: Module, count_tokens: CountTokens, opens: type[ast.ClassDef | ast.FunctionDef]) -> Iterator[Candidate]:
+    """The line that opens a class, or a function."""
+    lines = module.text.splitlines()
+    for node in ast.walk(ast.parse(module.text)):
+        if isinstance(node, opens):
+            text = lines[node.lineno - 1].strip()
+            if text.endswith(":") and count_tokens(text) in LINE_TOKENS:
+                yield Candidate(module.name, f"line {node.lineno}", {"prompt": text}, range(node.lineno - 1, node.lineno))
 
 
-def signature_prompts(module: Module, count_tokens: CountTokens) -> Iterator[Candidate]:
-    """The line that opens a function."""
-    return _openings(module, count_tokens, ast.FunctionDef)
+class_prompts, signature_prompts = (partial(line_prompts, opens=kind) for kind in (ast.ClassDef, ast.FunctionDef))
+
+FindPrompts = Callable[[Module, CountTokens], Iterator[Candidate]]
+PLAIN: dict[str, FindPrompts] = {
+    "function": function_prompts,
+    "docstring": docstring_prompts,
+    "chat": chat_prompts,
+    "long_context": long_prompts,
+}
+# What each suite holds, in words, and what finds the prompts of each of its categories.
+PICO_SUITES: dict[str, tuple[str, dict[str, FindPrompts]]] = {
+    "pico": ("function bodies, docstrings, chats and long context", PLAIN),
+    "pico-dev": ("function bodies, docstrings, chats and long context", PLAIN),
+    "pico-edit": ("chats that ask for a function that they hold", {"revision": revision_prompts, "rename": rename_prompts}),
+    "pico-short": ("single lines", {"class": class_prompts, "signature": signature_prompts}),
+    "pico-context": (
+        "long stretches of modules, cut to their ends and whole",
+        {"end": cut_prompts, "whole": long_prompts},
+    ),
+}
 
 
-CONTEXT: dict[str, FindPrompts] = {"end": cut_prompts, "whole": long_prompts}
+def pico_suites(modules: Sequence[Module], count_tokens: CountTokens) -> dict[str, list[dict[str, object]]]:
+    """The rows of each suite, 12 of each category, from as many different modules as there are.
+
+    No line of a module is in both `pico` and `pico-dev`.
+    """
+
+    @cache
+    def candidates(find: FindPrompts) -> list[Candidate]:
+        return sorted((prompt for module in modules for prompt in find(module, count_tokens)), key=Candidate.order)
+
+    suites: dict[str, list[dict[str, object]]] = {name: [] for name in PICO_SUITES}
+    judging: list[Candidate] = []  # those in `pico`
+    for name, (_, categories) in PICO_SUITES.items():
+        used: Counter[str] = Counter()
+        for category, find in categories.items():
+            pool = list(candidates(find))
+            if name == "pico-dev":
+                pool = [prompt for prompt in pool if not any(prompt is other or prompt.overlaps(other) for other in judging)]
+            if (
+                name == "pico-context"
+            ):  # each category by itself: their pools have the same order, so that the same places are chosen
+                used.clear()
+            for number in range(PROMPTS_PER_CATEGORY):
+                # The module used least so far, over all categories; ties go by the fixed shuffle.
+                chosen = min(pool, key=lambda candidate: used[candidate.module])
+                pool.remove(chosen)
+                used[chosen.module] += 1
+                judging += [chosen] * (name == "pico")
+                row = {"id": f"{category}-{number:02}", "category": category, **chosen.row, "module": chosen.module}
+                suites[name].append(row)
+    return suites
 
 
 def write_pico_suites(modules: Sequence[Module], count_tokens: CountTokens, folder: Path) -> None:
     """Write the jsonl file of each suite and the YAML file that names it by hash."""
-    for (name, holds), rows in zip(SUITES_HOLD.items(), pico_suites(modules, count_tokens), strict=True):
+    for name, rows in pico_suites(modules, count_tokens).items():
         content = "".join(json.dumps(row) + "\n" for row in rows).encode()
         (folder / f"{name}.jsonl").write_bytes(content)
         header = {
@@ -199,7 +201,7 @@ def write_pico_suites(modules: Sequence[Module], count_tokens: CountTokens, fold
             "prompts": f"{name}.jsonl",
             "quality": "python_syntax",
         }
-        heading = f"# Held-out Python: {holds}. Made by specdistill.pico.suites.\n"
+        heading = f"# Held-out Python: {PICO_SUITES[name][0]}. Made by specdistill.pico.suites.\n"
         text = heading + yaml.safe_dump(header, sort_keys=False, width=130)
         (folder / f"{name}.yaml").write_text(text, encoding="utf-8")
 
@@ -217,15 +219,6 @@ def _functions_to_edit(module: Module, count_tokens: CountTokens) -> Iterator[tu
     for user, assistant in chats([module]):
         if count_tokens(user["content"]) + count_tokens(assistant["content"]) in EDIT_TOKENS:
             yield user["content"], assistant["content"]
-
-
-def _openings(module: Module, count_tokens: CountTokens, kind: type[ast.ClassDef | ast.FunctionDef]) -> Iterator[Candidate]:
-    lines = module.text.splitlines()
-    for node in ast.walk(ast.parse(module.text)):
-        if isinstance(node, kind):
-            text = lines[node.lineno - 1].strip()
-            if text.endswith(":") and count_tokens(text) in LINE_TOKENS:
-                yield Candidate(module.name, f"line {node.lineno}", {"prompt": text}, range(node.lineno - 1, node.lineno))
 
 
 def _lines_up_to(end: int, text: str) -> range:

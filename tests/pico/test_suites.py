@@ -9,8 +9,8 @@ from specdistill.pico.suites import (
     EDIT_TOKENS,
     LINE_TOKENS,
     LONG_TOKENS,
+    PICO_SUITES,
     SHORT_TOKENS,
-    SUITES_HOLD,
     Candidate,
     chat_prompts,
     class_prompts,
@@ -95,7 +95,7 @@ def test_line_prompts_open_a_class_or_a_function():
     assert prompts_of(signature_prompts) == [{"prompt": "def grow(self, by):"}]  # the other is longer than 32
 
 
-@pytest.mark.parametrize("name", SUITES_HOLD)
+@pytest.mark.parametrize("name", PICO_SUITES)
 def test_a_committed_suite_fits_picos_context(name):
     tokenizer = AutoTokenizer.from_pretrained(PICO)
     prompts = tokenize(load_suite(name), tokenizer, max_new_tokens=128, max_length=512)
@@ -139,6 +139,6 @@ def test_the_committed_suites_are_what_their_generator_writes(tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(PICO)
     write_pico_suites(standard_library("validation"), lambda text: len(tokenizer(text)["input_ids"]), tmp_path)
     written = sorted(tmp_path.iterdir())
-    assert [path.name for path in written] == sorted(f"{name}.{kind}" for name in SUITES_HOLD for kind in ("jsonl", "yaml"))
+    assert [path.name for path in written] == sorted(f"{name}.{kind}" for name in PICO_SUITES for kind in ("jsonl", "yaml"))
     for path in written:
         assert path.read_bytes() == (SUITES / path.name).read_bytes()
