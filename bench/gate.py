@@ -32,7 +32,7 @@ from specdistill.errors import ExitCode, UserError
 from specdistill.gate.decide import Estimate, holds
 from specdistill.gate.rules import Rule, load_gate
 from specdistill.project import ROOT
-from specdistill.recipe import Section, option
+from specdistill.recipe.fields import Section, option
 from specdistill.report.files import read_report
 from specdistill.report.markdown import table
 from specdistill.statistics.intervals import relative_change

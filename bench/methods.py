@@ -21,7 +21,7 @@ from specdistill.methods import METHODS
 from specdistill.methods.recipe import Recipe
 from specdistill.planning.plan import recipe_for
 from specdistill.project import ROOT
-from specdistill.recipe import load_recipe, recipe_yaml
+from specdistill.recipe.load import load_recipe, recipe_yaml
 from specdistill.report.markdown import table
 from specdistill.report.numbers import between, duration, number, percent, size, times
 from specdistill.report.phrases import a_round, settings_line

@@ -34,7 +34,7 @@ from specdistill.methods.heads.unroll import TrainingTimeTest
 from specdistill.project import ROOT
 from specdistill.targets.frozen import FrozenTarget
 from specdistill.training.arguments import training_arguments
-from specdistill.training.optimizer import muon_adamw
+from specdistill.training.optimizer import MuonAdamW
 from specdistill.training.trainer import DraftTrainer
 
 RESULTS = Path(__file__).parent / "results"
@@ -159,7 +159,7 @@ def training_step(target: FrozenTarget, rows: int = 16, length: int = 256) -> di
         draft = build_eagle3(target)
         data = Dataset.from_dict(table)
         objective = TrainingTimeTest(draft, forward_kl, 5)
-        save, optimizer = partial(save_eagle3, draft), muon_adamw(draft, 1e-4)
+        save, optimizer = partial(save_eagle3, draft), MuonAdamW(draft, 1e-4)
         trainer = DraftTrainer(objective, target, arguments, data, data, save=save, optimizer=optimizer)
         trainer.train()
         seconds = median_seconds(lambda: trainer.train(), repeats=1) / 6

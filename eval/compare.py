@@ -22,7 +22,8 @@ from specdistill.measurement.measure import measure_together, prompt_records, ro
 from specdistill.measurement.measured import MeasuredConfiguration, draft_report
 from specdistill.methods.load import load_proposer
 from specdistill.methods.recipe import eval_keys_of_methods, options_by_method
-from specdistill.recipe import EvalConfig, Section, TargetConfig, TreeConfig, like, option, section
+from specdistill.recipe.fields import Section, like, option, section
+from specdistill.recipe.sections import EvalConfig, TargetConfig, TreeConfig
 from specdistill.report.files import check_writable
 from specdistill.suites.suite import load_suite, tokenize
 from specdistill.targets.frozen import FrozenTarget

@@ -13,7 +13,8 @@ from specdistill.gate.baseline import read_baseline
 from specdistill.gate.decide import Evidence
 from specdistill.gate.judge import judge
 from specdistill.gate.rules import load_gate
-from specdistill.recipe import EvalConfig, Section, like, option
+from specdistill.recipe.fields import Section, like, option
+from specdistill.recipe.sections import EvalConfig
 from specdistill.report.console import print_gate
 from specdistill.report.files import check_writable, read_report, write_report
 

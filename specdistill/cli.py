@@ -12,7 +12,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Literal
@@ -26,8 +26,9 @@ from specdistill.errors import ExitCode, ResourceError, UserError, explain, near
 from specdistill.methods import METHODS
 from specdistill.methods.recipe import DEFAULT_METHOD, Recipe, TrainedRecipe
 from specdistill.project import PICO, ROOT
-from specdistill.recipe import ReadWhen, Section, TargetConfig, TargetRecipe, like, load_recipe, merged, option, section
-from specdistill.recipe.fields import leaves, one_of
+from specdistill.recipe.fields import ReadWhen, Section, leaves, like, one_of, option, section
+from specdistill.recipe.load import load_recipe, merged
+from specdistill.recipe.sections import TargetConfig, TargetRecipe
 
 PATHS = {"pico": PICO}
 DEMO_RECIPE, DEMO_FOLDER = "pico/eagle3", "runs/demo"
@@ -230,8 +231,8 @@ def data(arguments: list[str]) -> int:
         raise UserError("method", got=f"{recipe.method}, which needs no training", expected="a method that is trained")
     from rich.console import Console  # here, and not above, because these import torch
 
-    from specdistill.data import training_data
     from specdistill.data.packing import document, summary
+    from specdistill.data.training_data import training_data
     from specdistill.targets.frozen import FrozenTarget
 
     target = FrozenTarget.load(**vars(recipe.target))
@@ -290,20 +291,7 @@ def path(arguments: list[str]) -> int:
     return ExitCode.DONE
 
 
-VERBS: dict[str, Callable[[list[str]], int]] = {
-    "demo": demo,
-    "plan": plan,
-    "export": export,
-    "doctor": doctor,
-    "data": data,
-    "train": train,
-    "eval": eval,
-    "compare": compare,
-    "gate": gate,
-    "path": path,
-}
-
-
+VERBS = {verb.__name__: verb for verb in (demo, plan, export, doctor, data, train, eval, compare, gate, path)}
 # What a verb's --help lists. Those that are not here say it themselves: scripts, and `path`.
 OPTIONS: dict[str, tuple[type[Section], Mapping[str, str]]] = {
     "demo": (Recipe, {}),

@@ -7,7 +7,8 @@ from typing import TypeVar
 
 from specdistill.errors import ExitCode, ResourceError, UserError, explain
 from specdistill.progress import hide_bars_of_transformers
-from specdistill.recipe import Section, describe, load_recipe
+from specdistill.recipe.fields import Section, describe
+from specdistill.recipe.load import load_recipe
 
 R = TypeVar("R", bound=Section)
 

@@ -32,9 +32,21 @@ def progress(description: str, total: int, unit: str) -> Iterator[Advance]:
             task = bar.add_task(description, total=total)
             yield lambda count=1: bar.advance(task, count)
     else:
-        lines = _Lines(description, total, unit)
-        yield lines.advance
-        lines.end()
+        done, start = 0, time.monotonic()
+        shown = start
+
+        def line(times: str) -> None:
+            print(f"{description}: {done} of {total} {unit}, {times}", file=sys.stderr, flush=True)
+
+        def advance(count: int = 1) -> None:
+            nonlocal done, shown
+            done, now = done + count, time.monotonic()
+            if now - shown >= SECONDS and 0 < done < total:
+                shown = now
+                line(f"{_clock((now - start) * (total / done - 1))} left")
+
+        yield advance
+        line(f"took {_clock(time.monotonic() - start)}")
 
 
 def hide_bars_of_transformers() -> None:
@@ -42,26 +54,6 @@ def hide_bars_of_transformers() -> None:
     logging = sys.modules.get("transformers.utils.logging")
     if logging is not None and not sys.stderr.isatty():
         logging.disable_progress_bar()
-
-
-class _Lines:
-    def __init__(self, description: str, total: int, unit: str) -> None:
-        self.description, self.total, self.unit = description, total, unit
-        self.done = 0
-        self.start = self.shown = time.monotonic()
-
-    def advance(self, count: int = 1) -> None:
-        self.done += count
-        now = time.monotonic()
-        if now - self.shown >= SECONDS and 0 < self.done < self.total:
-            self.shown = now
-            self._print(f"{_clock((now - self.start) * (self.total / self.done - 1))} left")
-
-    def end(self) -> None:
-        self._print(f"took {_clock(time.monotonic() - self.start)}")
-
-    def _print(self, times: str) -> None:
-        print(f"{self.description}: {self.done} of {self.total} {self.unit}, {times}", file=sys.stderr, flush=True)
 
 
 def _clock(seconds: float) -> str:

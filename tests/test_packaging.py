@@ -16,7 +16,7 @@ from packaging.utils import canonicalize_name
 from specdistill import __version__
 from specdistill.methods.recipe import Recipe
 from specdistill.project import ROOT
-from specdistill.recipe import load_recipe
+from specdistill.recipe.load import load_recipe
 from specdistill.training.arguments import training_arguments
 
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))

@@ -15,7 +15,7 @@ from specdistill.command import spell_out
 from specdistill.gate.rules import load_gate
 from specdistill.methods.recipe import Recipe
 from specdistill.project import ROOT, SUITES
-from specdistill.recipe import load_recipe
+from specdistill.recipe.load import load_recipe
 from tests.scripts import load_script
 
 PATH = ROOT / ".github" / "workflows" / "release-gate.yml"

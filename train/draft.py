@@ -7,7 +7,7 @@ import sys
 from functools import partial
 
 from specdistill import command
-from specdistill.data import training_data
+from specdistill.data.training_data import training_data
 from specdistill.methods.draft_model.config import Recipe as DraftModelRecipe
 from specdistill.methods.draft_model.on_policy import OnPolicyGeneration
 from specdistill.methods.load import create_draft, implementation

@@ -7,7 +7,7 @@ import sys
 from functools import partial
 
 from specdistill import command
-from specdistill.data import training_data
+from specdistill.data.training_data import training_data
 from specdistill.methods.heads.config import HeadRecipe
 from specdistill.methods.load import create_draft, implementation
 from specdistill.methods.recipe import Recipe, check_trainable

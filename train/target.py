@@ -15,8 +15,8 @@ from specdistill import command
 from specdistill.pico.card import write_card
 from specdistill.pico.corpus import standard_library
 from specdistill.pico.model import curriculum, documents, llama_config, token_stream, train_tokenizer
-from specdistill.recipe import TargetRecipe
-from specdistill.training.optimizer import muon_adamw
+from specdistill.recipe.sections import TargetRecipe
+from specdistill.training.optimizer import MuonAdamW
 from specdistill.training.run import TrainingRun
 
 
@@ -50,7 +50,7 @@ def main(recipe: TargetRecipe) -> None:
         train_dataset=train_set,
         eval_dataset=eval_set,
         data_collator=_whole_batch,
-        optimizers=(muon_adamw(model, arguments.learning_rate, arguments.weight_decay), None),
+        optimizers=(MuonAdamW(model, arguments.learning_rate, arguments.weight_decay), None),
     )
     run.train(trainer)
 

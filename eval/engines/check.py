@@ -20,8 +20,8 @@ from specdistill.export.export import export
 from specdistill.measurement import engine_counts
 from specdistill.measurement.engine_counts import Job, generate_here, num_same
 from specdistill.methods.load import load_proposer, locate, method_of
-from specdistill.recipe import EvalConfig, Section, TargetConfig, like, option
-from specdistill.recipe.fields import one_of
+from specdistill.recipe.fields import Section, like, one_of, option
+from specdistill.recipe.sections import EvalConfig, TargetConfig
 from specdistill.report.files import check_writable
 from specdistill.suites.suite import load_suite, tokenize
 from specdistill.targets.files import TargetFiles

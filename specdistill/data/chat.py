@@ -52,16 +52,17 @@ def encode_chat(
     ids = list(encoding["input_ids"])
     if loss_mask == "all":
         return Encoded(ids, [1] * len(ids))
-    if has_generation_tags(tokenizer):
-        mask = _mask_by_tags(tokenizer, messages)
+    if GENERATION_TAG.search(tokenizer.get_chat_template()):
+        options: Any = {"return_dict": True, "return_assistant_tokens_mask": True, "tokenizer_kwargs": {"verbose": False}}
+        marked: Any = tokenizer.apply_chat_template(list(messages), tokenize=True, **options)
+        mask = list(marked["assistant_masks"])
     else:
         spans = assistant_spans(lambda turns, prompt: render(tokenizer, turns, prompt, where), messages, where)
         mask = [int(any(left < end and start < right for start, end in spans)) for left, right in encoding["offset_mapping"]]
     if sum(mask) in (0, len(mask)):
         got = f"{sum(mask)} of {len(mask)} tokens from the assistant in {shortened(rendered)!r}"
-        raise UserError(
-            where, got=got, expected="a conversation with turns of the assistant and of others (or data.loss_mask=all)"
-        )
+        expected = "a conversation with turns of the assistant and of others (or data.loss_mask=all)"
+        raise UserError(where, got=got, expected=expected)
     return Encoded(ids, mask)
 
 
@@ -76,33 +77,24 @@ def render(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], generation_prompt: bool = False, where: str = "data.source"
 ) -> str:
     if tokenizer.chat_template is None:
-        raise UserError(
-            where,
-            got="conversations for a target whose tokenizer has no chat template",
-            expected="text rows, or a target.model with a chat template",
-        )
+        got = "conversations for a target whose tokenizer has no chat template"
+        raise UserError(where, got=got, expected="text rows, or a target.model with a chat template")
     try:
         return str(tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=generation_prompt))
     except TemplateError as error:
-        roles = ", ".join(message["role"] for message in messages)
-        raise UserError(
-            where, got=f"turns {roles}: {error}", expected="a conversation that the target's chat template takes"
-        ) from error
-
-
-def has_generation_tags(tokenizer: PreTrainedTokenizerBase) -> bool:
-    return bool(GENERATION_TAG.search(tokenizer.get_chat_template()))
+        got = f"turns {', '.join(message['role'] for message in messages)}: {error}"
+        raise UserError(where, got=got, expected="a conversation that the target's chat template takes") from error
 
 
 def assistant_spans(render: Render, messages: Sequence[Message], where: str = "data.source") -> list[tuple[int, int]]:
     """Character spans [start, end) of the assistant's turns in `render(messages, False)`, their closing text included."""
     whole = render(messages, False)
     turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-    marked = [_marked(message, at_end=True) if message["role"] == "assistant" else message for message in messages]
+    marked = [_marked(message, at_end=True) for message in messages]
     ends = _marker_positions(render(marked, False), whole)
     starts = [_prefix_start(render, messages[:turn], whole) for turn in turns]
     if None in starts:  # the template renders the last turns of a conversation in another way than those before them
-        opened = [_marked(message, at_end=False) if message["role"] == "assistant" else message for message in messages]
+        opened = [_marked(message, at_end=False) for message in messages]
         starts = list(_marker_positions(render(opened, False), whole))
     if not len(starts) == len(ends) == len(turns):
         got = f"a chat template that changes the assistant's content in {shortened(whole)!r}"
@@ -131,7 +123,9 @@ def _prefix_start(render: Render, before: Sequence[Message], whole: str) -> int 
 
 
 def _marked(message: Message, at_end: bool) -> Message:
-    """A message with the marker at its end or start, inside surrounding white space, which a template may strip."""
+    """An assistant's message with the marker at its end or start, inside surrounding white space, which a template may strip."""
+    if message["role"] != "assistant":
+        return message
     content = message["content"]
     body = content.strip()
     position = len(content.rstrip()) if at_end else content.find(body)
@@ -144,16 +138,6 @@ def _marker_positions(rendered: str, whole: str) -> list[int]:
     if "".join(pieces) != whole:
         return []
     return list(accumulate(len(piece) for piece in pieces[:-1]))
-
-
-def _mask_by_tags(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> list[int]:
-    options: dict[str, Any] = {
-        "return_dict": True,
-        "return_assistant_tokens_mask": True,
-        "tokenizer_kwargs": {"verbose": False},
-    }
-    encoding: Any = tokenizer.apply_chat_template(list(messages), tokenize=True, **options)
-    return list(encoding["assistant_masks"])
 
 
 def shortened(text: str) -> str:

@@ -18,6 +18,8 @@ from datasets.exceptions import DatasetsError
 
 from specdistill.data.cache import Row, cached, fingerprint_of, quiet
 from specdistill.errors import ResourceError, UserError, nearest, one_line
+from specdistill.recipe.fields import Section, option
+from specdistill.recipe.load import validate
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +55,13 @@ class Source:
     key: str
 
 
+class SourceEntry(Section):
+    source: str = option(..., "the name of a source")
+    weight: float = option(1.0, "2 uses every row twice", gt=0)
+    split: str | None = option(None, "null: data.split")
+    name: str | None = option(None, "configuration of a Hub id")
+
+
 def load_sources(source: Any, split: str, cache_dir: str | None = None) -> list[Source]:
     """Load `data.source`. Raises UserError for a wrong name or setting, ResourceError when the Hub fails."""
     if isinstance(source, str):
@@ -64,19 +73,11 @@ def load_sources(source: Any, split: str, cache_dir: str | None = None) -> list[
 
 
 def _load_entry(entry: Any, key: str, split: str, cache_dir: str | None) -> Source:
-    fields = ("source", "weight", "split", "name")
-    if not isinstance(entry, Mapping) or not isinstance(entry.get("source"), str):
+    if not isinstance(entry, Mapping):
         raise UserError(key, got=repr(entry), expected="{source, weight, split} with the name of a source")
-    for field in entry:
-        if field not in fields:
-            raise UserError(f"{key}.{field}", got="an unknown key", expected=", ".join(fields), nearest=nearest(field, fields))
-    weight = entry.get("weight", 1.0)
-    if isinstance(weight, bool) or not isinstance(weight, int | float) or not weight > 0:
-        raise UserError(f"{key}.weight", got=repr(weight), expected="a number above 0 (2 uses every row twice)")
-    rows = load_rows(
-        entry["source"], entry.get("split", split), name=entry.get("name"), key=f"{key}.source", cache_dir=cache_dir
-    )
-    return Source(rows, float(weight), f"{key}.source")
+    made = validate(SourceEntry, entry, f"{key}.")
+    rows = load_rows(made.source, made.split or split, name=made.name, key=f"{key}.source", cache_dir=cache_dir)
+    return Source(rows, made.weight, f"{key}.source")
 
 
 def load_rows(

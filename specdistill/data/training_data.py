@@ -17,7 +17,7 @@ from specdistill.data.regeneration import Prompt, chat_prompts, generated_rows, 
 from specdistill.data.sources import Source, load_sources
 from specdistill.errors import UserError
 from specdistill.progress import progress
-from specdistill.recipe import DataConfig
+from specdistill.recipe.sections import DataConfig
 from specdistill.targets.frozen import is_recurrent
 
 D = TypeVar("D")

@@ -15,8 +15,8 @@ gradient and may hold exact zeros. alpha = sum_w min(p_w, q_w) is the probabilit
 A loss is a sum and a count. Exactly one place divides, by the count of the whole global batch (specdistill.training.trainer): a mean
 taken here would make the gradient depend on how the batch was cut. For the same reason nothing here is averaged over tokens on the way.
 
-A new divergence is a function of this file and its row in DIVERGENCES. Its keyword-only arguments, numbers with a
-default, are its options in a recipe.
+A new divergence is a function of this file and its name in DIVERGENCES. Its keyword-only arguments, numbers with a default, are its
+options in a recipe.
 """
 
 import inspect
@@ -31,7 +31,8 @@ from pydantic import Field, create_model
 from torch import Tensor
 
 from specdistill.errors import UserError, nearest
-from specdistill.recipe import Section, validate
+from specdistill.recipe.fields import Section
+from specdistill.recipe.load import validate
 
 KEY = "loss.divergence"
 # How fast the LK mix turns from KL to total variation as acceptance grows.
@@ -128,17 +129,8 @@ def cross_entropy(draft_logits_RW: Tensor, target_probs_RW: Tensor) -> LossSum:
 
 
 DIVERGENCES: dict[str, Divergence] = {
-    "forward_kl": forward_kl,
-    "reverse_kl": reverse_kl,
-    "jsd": jsd,
-    "tvd": tvd,
-    "tvd_plus_plus": tvd_plus_plus,
-    "nla": nla,
-    "lk": lk,
-    "cross_entropy": cross_entropy,
+    divergence.__name__: divergence for divergence in (forward_kl, reverse_kl, jsd, tvd, tvd_plus_plus, nla, lk, cross_entropy)
 }
-
-
 FORMS = "a name, {name: jsd, beta: 0.3}, or for a sum [{name: forward_kl, weight: 0.5}, {name: tvd, weight: 0.5}]"
 
 

@@ -7,8 +7,8 @@ from pydantic import model_validator
 
 from specdistill.errors import UserError, nearest
 from specdistill.methods import METHODS
-from specdistill.recipe import DataConfig, EvalConfig, Section, TargetConfig, option, section
-from specdistill.recipe.fields import default_of
+from specdistill.recipe.fields import Section, default_of, option, section
+from specdistill.recipe.sections import DataConfig, EvalConfig, TargetConfig
 
 DEFAULT_METHOD = "eagle3"
 DEFAULT_SEED = 42  # of transformers.TrainingArguments

@@ -31,7 +31,9 @@ from pydantic import BeforeValidator, Field
 
 from specdistill.errors import ResourceError, UserError, nearest, one_line
 from specdistill.project import SUITES
-from specdistill.recipe import Section, SweepConfig, option, section, validate
+from specdistill.recipe.fields import Section, option, section
+from specdistill.recipe.load import validate
+from specdistill.recipe.sections import SweepConfig
 
 KINDS = ("prompt", "messages", "user", "text")
 SCORED_BY = ("reference", "test", "entry_point")

@@ -4,7 +4,7 @@ Muon orthogonalises the momentum of each hidden weight matrix. Its update is res
 that one learning rate, schedule and weight decay serve both parts. Embeddings, heads, norms and biases stay with AdamW.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,23 +18,22 @@ from specdistill.training.arguments import launched_with
 class MuonAdamW(torch.optim.Optimizer):
     """Two torch optimizers behind the interface of one: shared schedule, one state dict. A part without parameters is left out.
 
-    Muon needs whole matrices: refuse it under ZeRO or FSDP, where parameters are shards.
+    Of a model's trainable parameters, matrices of linear layers go to Muon, the language-model head and the rest to AdamW. Muon needs
+    whole matrices: refuse it under ZeRO or FSDP, where parameters are shards.
     """
 
-    def __init__(
-        self,
-        matrices: Iterable[nn.Parameter],
-        others: Iterable[nn.Parameter],
-        lr: float,
-        weight_decay: float = 0.0,
-        betas: tuple[float, float] = (0.9, 0.95),
-    ) -> None:
-        matrices, others = list(matrices), list(others)
+    def __init__(self, model: nn.Module, lr: float, weight_decay: float = 0.0) -> None:
+        linear = {
+            id(module.weight)
+            for name, module in model.named_modules()
+            if isinstance(module, nn.Linear) and not name.endswith("lm_head")
+        }
+        trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.parts: dict[str, torch.optim.Optimizer] = {}
-        if matrices:
+        if matrices := [parameter for parameter in trainable if id(parameter) in linear]:
             self.parts["muon"] = torch.optim.Muon(matrices, lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw")
-        if others:
-            self.parts["adamw"] = torch.optim.AdamW(others, lr=lr, betas=betas, weight_decay=0.0)
+        if others := [parameter for parameter in trainable if id(parameter) not in linear]:
+            self.parts["adamw"] = torch.optim.AdamW(others, lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
         super().__init__(self._groups(), defaults={"lr": lr})
         self.param_groups = self._groups()
 
@@ -58,22 +57,6 @@ class MuonAdamW(torch.optim.Optimizer):
         return [group for part in self.parts.values() for group in part.param_groups]
 
 
-def muon_adamw(model: nn.Module, lr: float, weight_decay: float = 0.0) -> MuonAdamW:
-    """Split a model's trainable parameters: matrices of linear layers to Muon, the language-model head and the rest to AdamW."""
-    matrices = {
-        id(module.weight)
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and not name.endswith("lm_head")
-    }
-    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return MuonAdamW(
-        [parameter for parameter in trainable if id(parameter) in matrices],
-        [parameter for parameter in trainable if id(parameter) not in matrices],
-        lr=lr,
-        weight_decay=weight_decay,
-    )
-
-
 def build_optimizer(name: str, model: nn.Module, arguments: TrainingArguments) -> torch.optim.Optimizer | None:
     """The optimizer a recipe names; None leaves `train.optim` to the Trainer. Raises UserError where Muon cannot work."""
     if name != "muon_adamw":
@@ -81,4 +64,4 @@ def build_optimizer(name: str, model: nn.Module, arguments: TrainingArguments) -
     if arguments.deepspeed or arguments.fsdp or launched_with("DEEPSPEED") or launched_with("FSDP"):
         expected = "adamw: Muon needs whole matrices, not shards"
         raise UserError("optimizer", got="muon_adamw under DeepSpeed or FSDP", expected=expected)
-    return muon_adamw(model, arguments.learning_rate, arguments.weight_decay)
+    return MuonAdamW(model, arguments.learning_rate, arguments.weight_decay)

@@ -18,7 +18,7 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from specdistill.errors import UserError
 from specdistill.project import git_revision
-from specdistill.recipe import recipe_yaml, save_recipe
+from specdistill.recipe.load import recipe_yaml, save_recipe
 from specdistill.training.arguments import check_precision, training_arguments
 from specdistill.training.history import ProgressLines, TrainingCurve
 from specdistill.training.trainer import DraftTrainer

@@ -14,7 +14,7 @@ from datasets import Dataset
 from torch import Tensor, nn
 from transformers import Trainer, TrainingArguments
 
-from specdistill.data import collate
+from specdistill.data.packing import collate
 from specdistill.targets.frozen import FrozenTarget
 from specdistill.training.objective import StepSums, step_metrics
 

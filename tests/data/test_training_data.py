@@ -10,10 +10,11 @@ import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
-from specdistill.data import collate, training_data
+from specdistill.data.packing import collate
+from specdistill.data.training_data import training_data
 from specdistill.errors import UserError
 from specdistill.pico.model import CHAT_TEMPLATE
-from specdistill.recipe import DataConfig, RegenerateConfig
+from specdistill.recipe.sections import DataConfig, RegenerateConfig
 from tests.tiny import tiny_target_model, tiny_tokenizer
 
 GENERATED = RegenerateConfig(num_tokens=300, prompt_tokens=4, batch_size=8)

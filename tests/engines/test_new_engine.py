@@ -13,7 +13,8 @@ from specdistill.engines.engine import Engine, Layout, Served, eagle3_config
 from specdistill.engines.limits import AUX_LAYERS, SEVERAL_LAYERS
 from specdistill.engines.loader import EAGLE3_SETTINGS, EAGLE3_SLOTS, Loader, Slot
 from specdistill.errors import UserError
-from specdistill.recipe import EvalConfig, load_recipe
+from specdistill.recipe.load import load_recipe
+from specdistill.recipe.sections import EvalConfig
 from specdistill.targets.frozen import FrozenTarget
 from tests.heads import head_of, save_head
 from tests.tiny import tiny_target_model, tiny_tokenizer

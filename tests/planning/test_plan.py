@@ -15,7 +15,7 @@ from specdistill.methods.recipe import Recipe
 from specdistill.planning.console import print_plan, short
 from specdistill.planning.plan import Plan, make_plan, recommend
 from specdistill.planning.reading import read
-from specdistill.recipe import load_recipe
+from specdistill.recipe.load import load_recipe
 
 LLAMA_8B = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336,

@@ -11,8 +11,9 @@ from specdistill.command import print_help
 from specdistill.errors import UserError
 from specdistill.methods.recipe import Recipe
 from specdistill.project import RECIPES
-from specdistill.recipe import TargetRecipe, TreeConfig, describe, find_recipe, load_recipe, save_recipe
-from specdistill.recipe.fields import leaves
+from specdistill.recipe.fields import describe, leaves
+from specdistill.recipe.load import find_recipe, load_recipe, save_recipe
+from specdistill.recipe.sections import TargetRecipe, TreeConfig
 from specdistill.training.arguments import training_arguments
 
 COMPLETE = ["target.model=pico", "train.output_dir=runs/x"]

@@ -8,7 +8,7 @@ from specdistill.errors import UserError
 from specdistill.pico.corpus import split_of
 from specdistill.pico.model import CHAT_TEMPLATE
 from specdistill.project import SUITES
-from specdistill.recipe import SweepConfig
+from specdistill.recipe.sections import SweepConfig
 from specdistill.suites.suite import REMOTE, cut_prompts, evenly, load_suite, tokenize
 from tests.tiny import tiny_tokenizer
 

@@ -10,7 +10,7 @@ import pytest
 from specdistill.methods.eagle3.checkpoint import load_eagle3
 from specdistill.methods.recipe import Recipe
 from specdistill.project import RECIPES, ROOT
-from specdistill.recipe import load_recipe
+from specdistill.recipe.load import load_recipe
 from specdistill.targets.frozen import FrozenTarget
 from specdistill.training.history import read_history
 from tests.tiny import tiny_target_model, tiny_tokenizer

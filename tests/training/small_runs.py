@@ -13,7 +13,7 @@ from specdistill.methods.draft_model.objective import Distillation
 from specdistill.methods.heads.unroll import TrainingTimeTest
 from specdistill.targets.frozen import FrozenTarget
 from specdistill.training.arguments import training_arguments
-from specdistill.training.optimizer import muon_adamw
+from specdistill.training.optimizer import MuonAdamW
 from specdistill.training.trainer import DraftTrainer
 from tests.heads import build_head, save_head
 from tests.tiny import tiny_target_model, tiny_tokenizer
@@ -53,7 +53,7 @@ def trainer(
         draft = build_head(method, target, **({"init": "scratch"} if method == "mtp" else {}))
         objective = TrainingTimeTest(draft, forward_kl, 4, step_decay=0.8)
         save = partial(save_head, method, draft)
-    optimizer = muon_adamw(draft, arguments.learning_rate)
+    optimizer = MuonAdamW(draft, arguments.learning_rate)
     return DraftTrainer(objective, target, arguments, data, data, save=save, optimizer=optimizer)
 
 

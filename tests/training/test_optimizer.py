@@ -6,7 +6,7 @@ from torch import nn
 
 from specdistill.errors import UserError
 from specdistill.training.arguments import training_arguments
-from specdistill.training.optimizer import build_optimizer, muon_adamw
+from specdistill.training.optimizer import MuonAdamW, build_optimizer
 
 
 class Model(nn.Module):
@@ -30,7 +30,7 @@ def step(model: Model, optimizer: torch.optim.Optimizer) -> None:
 
 def test_hidden_matrices_go_to_muon_and_the_rest_to_adamw() -> None:
     model = Model()
-    optimizer = muon_adamw(model, lr=0.1)
+    optimizer = MuonAdamW(model, lr=0.1)
     muon, adamw = ([p for group in part.param_groups for p in group["params"]] for part in optimizer.parts.values())
     assert [id(p) for p in muon] == [id(model.hidden.weight)]
     assert {id(p) for p in adamw} == {id(model.embed.weight), id(model.hidden.bias), id(model.lm_head.weight)}
@@ -38,7 +38,7 @@ def test_hidden_matrices_go_to_muon_and_the_rest_to_adamw() -> None:
 
 def test_each_part_takes_torchs_own_step() -> None:
     ours, theirs = Model(), Model()
-    optimizer = muon_adamw(ours, lr=0.1, weight_decay=0.01)
+    optimizer = MuonAdamW(ours, lr=0.1, weight_decay=0.01)
     muon = torch.optim.Muon([theirs.hidden.weight], lr=0.1, weight_decay=0.01, adjust_lr_fn="match_rms_adamw")
     others = [theirs.embed.weight, theirs.hidden.bias, theirs.lm_head.weight]
     adamw = torch.optim.AdamW(others, lr=0.1, betas=(0.9, 0.95), weight_decay=0.0)
@@ -54,7 +54,7 @@ def test_each_part_takes_torchs_own_step() -> None:
 
 def test_a_schedule_moves_both_parts() -> None:
     model = Model()
-    optimizer = muon_adamw(model, lr=0.1)
+    optimizer = MuonAdamW(model, lr=0.1)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda done: 0.5**done)
     step(model, optimizer)
     schedule.step()
@@ -63,12 +63,12 @@ def test_a_schedule_moves_both_parts() -> None:
 
 def test_resuming_from_its_state_continues_exactly() -> None:
     model = Model()
-    optimizer = muon_adamw(model, lr=0.1)
+    optimizer = MuonAdamW(model, lr=0.1)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda done: 0.5**done)
     step(model, optimizer)
     schedule.step()
     other = copy.deepcopy(model)
-    resumed = muon_adamw(other, lr=0.1)
+    resumed = MuonAdamW(other, lr=0.1)
     resumed_schedule = torch.optim.lr_scheduler.LambdaLR(resumed, lambda done: 0.5**done)
     resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     resumed_schedule.load_state_dict(schedule.state_dict())
@@ -90,7 +90,7 @@ def test_muon_is_refused_where_parameters_are_shards(monkeypatch: pytest.MonkeyP
 
 def test_a_part_without_parameters_is_left_out():
     only_matrices = torch.nn.Linear(4, 4, bias=False)
-    optimizer = muon_adamw(only_matrices, lr=0.1)
+    optimizer = MuonAdamW(only_matrices, lr=0.1)
     before = only_matrices.weight.detach().clone()
     only_matrices(torch.ones(1, 4)).sum().backward()
     optimizer.step()

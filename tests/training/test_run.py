@@ -16,7 +16,7 @@ from specdistill.errors import UserError
 from specdistill.losses.divergence import DIVERGENCES, LossSum, forward_kl
 from specdistill.methods.recipe import Recipe
 from specdistill.project import ROOT
-from specdistill.recipe import load_recipe
+from specdistill.recipe.load import load_recipe
 from specdistill.training.run import TrainingRun
 from tests.tiny import tiny_target_model, tiny_tokenizer
 

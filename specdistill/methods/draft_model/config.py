@@ -7,8 +7,8 @@ from pydantic import model_validator
 from specdistill.errors import UserError
 from specdistill.methods.heads.config import DIVERGENCE
 from specdistill.methods.recipe import TrainedRecipe
-from specdistill.recipe import EvalConfig, ReadWhen, Section, option, section
-from specdistill.recipe.sections import IN_PROCESS
+from specdistill.recipe.fields import ReadWhen, Section, option, section
+from specdistill.recipe.sections import IN_PROCESS, EvalConfig
 
 ADAPTED = ReadWhen("when draft.lora.rank is above 0", lambda lora: lora.rank > 0)
 SOFT = ReadWhen("with loss.labels=soft", lambda loss: loss.labels == "soft")

@@ -1,7 +1,7 @@
 """The recipe of EAGLE-1 heads."""
 
 from specdistill.methods.heads.config import HeadLoss, HeadRecipe, HeadSizes
-from specdistill.recipe import option, section
+from specdistill.recipe.fields import option, section
 
 
 class Draft(HeadSizes):

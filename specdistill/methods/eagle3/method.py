@@ -8,7 +8,7 @@ import torch
 from datasets import Dataset
 from torch import Tensor
 
-from specdistill.data import draft_vocabulary
+from specdistill.data.packing import draft_vocabulary
 from specdistill.engines.limits import engine_aux_layers
 from specdistill.methods.contract import Implementation
 from specdistill.methods.eagle3.checkpoint import config_from_json, export, load_eagle3, read_eagle3, save_eagle3

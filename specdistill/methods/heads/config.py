@@ -3,7 +3,7 @@
 from typing import Any
 
 from specdistill.methods.recipe import TrainedRecipe
-from specdistill.recipe import Section, option, section
+from specdistill.recipe.fields import Section, option, section
 
 DIVERGENCE = (
     "how the draft's distribution is compared with the target's: a name of specdistill/losses/divergence.py; "

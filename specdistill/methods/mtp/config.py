@@ -1,7 +1,7 @@
 """The recipe of multi-token-prediction layers, whose shape is the target's own."""
 
 from specdistill.methods.heads.config import HeadDraft, HeadRecipe
-from specdistill.recipe import option, section
+from specdistill.recipe.fields import option, section
 
 
 class Draft(HeadDraft):

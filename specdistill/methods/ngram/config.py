@@ -6,8 +6,8 @@ from pydantic import model_validator
 
 from specdistill.errors import UserError
 from specdistill.methods import recipe
-from specdistill.recipe import EvalConfig, Section, option, section
-from specdistill.recipe.sections import IN_PROCESS
+from specdistill.recipe.fields import Section, option, section
+from specdistill.recipe.sections import IN_PROCESS, EvalConfig
 
 
 class Ngram(Section):

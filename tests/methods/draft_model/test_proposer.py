@@ -19,7 +19,7 @@ from specdistill.methods.draft_model.proposer import DraftModelProposer, LlamaLa
 from specdistill.methods.draft_model.vocabulary import match_vocabularies
 from specdistill.methods.load import load_proposer
 from specdistill.methods.recipe import Recipe
-from specdistill.recipe import load_recipe
+from specdistill.recipe.load import load_recipe
 from specdistill.targets.frozen import FrozenTarget
 from tests.draft_models import half_right, other_tokenizer, tiny_draft_model, translated
 from tests.enumeration import SAMPLING, Propose, output_distribution, plain_distribution

@@ -14,7 +14,7 @@ from specdistill.methods.load import load_proposer
 from specdistill.methods.ngram.config import Ngram
 from specdistill.methods.ngram.proposer import NgramProposer
 from specdistill.methods.recipe import Recipe
-from specdistill.recipe import load_recipe
+from specdistill.recipe.load import load_recipe
 from specdistill.targets.frozen import FrozenTarget
 from tests.draft_models import tiny_draft_model
 from tests.enumeration import SAMPLING, output_distribution, plain_distribution

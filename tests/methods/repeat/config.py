@@ -1,7 +1,7 @@
 """The recipe of the toy method."""
 
 from specdistill.methods.recipe import TrainedRecipe
-from specdistill.recipe import Section, option, section
+from specdistill.recipe.fields import Section, option, section
 
 
 class Draft(Section):
