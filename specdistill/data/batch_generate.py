@@ -75,13 +75,6 @@ def _with_room(block: Tensor, length: int, tokens: int) -> Tensor:
     return larger
 
 
-def growing_cache(model: PreTrainedModel) -> DynamicCache:
-    """transformers' cache for this model, its plain full-attention layers replaced by growing ones."""
-    cache = DynamicCache(config=model.config)
-    cache.layers = [GrowingLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
-    return cache
-
-
 def grouped_attention(
     module: torch.nn.Module,
     query: Tensor,
@@ -200,7 +193,8 @@ def _generate_part(
     ends = torch.tensor(list(end_ids), dtype=torch.long, device=model.device)
     generated = torch.full((len(prompts), max_new_tokens), -1, device=model.device)
     ids, rows = _left_padded(prompts, temperatures, max_new_tokens, model.device)
-    cache, length = growing_cache(model), ids.shape[1]
+    cache, length = DynamicCache(config=model.config), ids.shape[1]
+    cache.layers = [GrowingLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
     positions = (rows.seen[:, :length].cumsum(1) - 1).clamp(min=0)
 
     for step in range(max_new_tokens):

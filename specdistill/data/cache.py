@@ -44,11 +44,6 @@ def cached(
     return dataset.select(range(len(dataset) - 1)).remove_columns("_is_row")
 
 
-def fingerprint_of(dataset: Dataset) -> str:
-    """The datasets library's fingerprint: equal inputs give equal ones."""
-    return str(dataset._fingerprint)
-
-
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
     """A hash of everything that turns text and conversations into token ids."""
     backend = json.loads(tokenizer.backend_tokenizer.to_str())

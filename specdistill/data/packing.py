@@ -20,7 +20,7 @@ from rich.text import Text
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from specdistill.data.cache import Row, cached, fingerprint_of
+from specdistill.data.cache import Row, cached
 from specdistill.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -102,7 +102,7 @@ def pack(
     rows = fill_rows(cut(lengths, max_length), max_length, packing, seed)
     share = 100 * sum(lengths) / max(1, len(rows) * max_length)
     logger.info("%d documents in %d rows of %d tokens, %.1f%% filled", len(lengths), len(rows), max_length, share)
-    inputs = ["packed", fingerprint_of(documents), max_length, packing, pad_token_id, seed]
+    inputs = ["packed", documents._fingerprint, max_length, packing, pad_token_id, seed]
     arrays = documents.with_format("numpy")  # pieces of a long document are then views, not lists of all its tokens
     return cached(lambda: (_row(arrays, row, max_length, pad_token_id) for row in rows), COLUMNS, inputs, cache_dir)
 

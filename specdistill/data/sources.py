@@ -16,7 +16,7 @@ from typing import Any
 from datasets import Dataset, List, Value, load_dataset
 from datasets.exceptions import DatasetsError
 
-from specdistill.data.cache import Row, cached, fingerprint_of, quiet
+from specdistill.data.cache import Row, cached, quiet
 from specdistill.errors import ResourceError, UserError, nearest, one_line
 from specdistill.recipe.fields import Section, option
 from specdistill.recipe.load import validate
@@ -37,6 +37,7 @@ EXCHANGES = (
     ("question", "answer"),
 )
 KNOWN_COLUMNS = ("text", *CONVERSATIONS, "instances", *dict.fromkeys(name for pair in EXCHANGES for name in pair))
+INSTANCES = ("instruction", "instances")
 EXPECTED = "text, messages, conversations, or instruction and output (prompt and response, question and answer)"
 ROLES = {
     **dict.fromkeys(("user", "human", "prompter"), "user"),
@@ -69,15 +70,15 @@ def load_sources(source: Any, split: str, cache_dir: str | None = None) -> list[
     if not isinstance(source, Sequence) or not source:
         expected = "pico, a file, a Hub id, or a list of {source, weight, split}"
         raise UserError("data.source", got=repr(source), expected=expected)
-    return [_load_entry(entry, f"data.source[{index}]", split, cache_dir) for index, entry in enumerate(source)]
-
-
-def _load_entry(entry: Any, key: str, split: str, cache_dir: str | None) -> Source:
-    if not isinstance(entry, Mapping):
-        raise UserError(key, got=repr(entry), expected="{source, weight, split} with the name of a source")
-    made = validate(SourceEntry, entry, f"{key}.")
-    rows = load_rows(made.source, made.split or split, name=made.name, key=f"{key}.source", cache_dir=cache_dir)
-    return Source(rows, made.weight, f"{key}.source")
+    sources = []
+    for index, entry in enumerate(source):
+        key = f"data.source[{index}]"
+        if not isinstance(entry, Mapping):
+            raise UserError(key, got=repr(entry), expected="{source, weight, split} with the name of a source")
+        made = validate(SourceEntry, entry, f"{key}.")
+        rows = load_rows(made.source, made.split or split, name=made.name, key=f"{key}.source", cache_dir=cache_dir)
+        sources.append(Source(rows, made.weight, f"{key}.source"))
+    return sources
 
 
 def load_rows(
@@ -90,7 +91,8 @@ def load_rows(
     raw = _load(source, split, name, key, cache_dir)
     if len(raw) == 0:
         raise UserError(key, got=f"{source}, which holds no rows", expected="a dataset with rows")
-    if not _is_known(raw.column_names):
+    columns = set(raw.column_names)
+    if not columns & {"text", *CONVERSATIONS} and not any(columns.issuperset(pair) for pair in (*EXCHANGES, INSTANCES)):
         close = next((match for column in raw.column_names if (match := nearest(column, KNOWN_COLUMNS))), None)
         raise UserError(key, got=f"{source} with columns {', '.join(raw.column_names)}", expected=EXPECTED, nearest=close)
 
@@ -103,7 +105,7 @@ def load_rows(
         if dropped:
             logger.warning("%s: %d of %d rows of %s hold no text and are left out", key, dropped, len(raw), source)
 
-    rows = cached(normalised, COLUMNS, ["rows", fingerprint_of(raw)], cache_dir)
+    rows = cached(normalised, COLUMNS, ["rows", raw._fingerprint], cache_dir)
     if len(rows) == 0:
         raise UserError(key, got=f"{source}, whose rows are all empty", expected=EXPECTED)
     return rows
@@ -166,12 +168,6 @@ def _load_file(path: Path, split: str, key: str, cache_dir: str | None) -> Datas
         reason = one_line(str(error.__cause__ or error))[:300]
         got = f"{path}, which does not read as {LOADERS[path.suffix]} ({reason})"
         raise UserError(key, got=got, expected="rows") from error
-
-
-def _is_known(columns: Sequence[str]) -> bool:
-    single = {"text", *CONVERSATIONS}
-    pairs = (*EXCHANGES, ("instruction", "instances"))
-    return bool(single & set(columns)) or any(set(pair) <= set(columns) for pair in pairs)
 
 
 def _conversation(turns: Any, where: str) -> list[dict[str, str]]:

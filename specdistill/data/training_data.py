@@ -10,7 +10,7 @@ from datasets import Dataset, List, Value, concatenate_datasets
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from specdistill.data.batch_generate import fast_dtype
-from specdistill.data.cache import Row, cached, fingerprint_of, tokenizer_fingerprint
+from specdistill.data.cache import Row, cached, tokenizer_fingerprint
 from specdistill.data.chat import encode_chat, encode_text
 from specdistill.data.packing import pack, usable
 from specdistill.data.regeneration import Prompt, chat_prompts, generated_rows, row_lengths, text_prompts
@@ -93,7 +93,7 @@ def _encoded(source: Source, tokenizer: PreTrainedTokenizerBase, loss_mask: str,
                 yield {**vars(encoded), "length": len(encoded.input_ids), "is_text": is_text}
                 advance()
 
-    inputs = ["encoded", fingerprint_of(source.rows), tokenizer_fingerprint(tokenizer), loss_mask]
+    inputs = ["encoded", source.rows._fingerprint, tokenizer_fingerprint(tokenizer), loss_mask]
     return cached(documents, {**DOCUMENT_COLUMNS, "is_text": Value("bool")}, inputs, cache_dir)
 
 
@@ -111,22 +111,21 @@ def _regenerated(
 
     def part(index: int, num_tokens: int) -> Dataset:
         def rows() -> Iterator[Row]:
-            for row in generated_rows(
+            return generated_rows(
                 model,
                 tokenizer,
                 prompts()[index],
-                num_tokens=num_tokens,
-                temperatures=settings.temperatures,
-                max_length=config.max_length,
-                batch_size=settings.batch_size,
+                num_tokens,
+                settings.temperatures,
+                config.max_length,
+                settings.batch_size,
                 seed=2 * config.seed + index,
                 dtype=dtype,
-            ):
-                loss_mask = [1] * row["length"] if config.loss_mask == "all" else row["loss_mask"]
-                yield {**row, "loss_mask": loss_mask}
+                loss_mask=config.loss_mask,
+            )
 
         model_inputs = [fingerprint, str(dtype), tokenizer_fingerprint(tokenizer)]
-        row_inputs = [[fingerprint_of(source.rows), source.weight] for source in sources]
+        row_inputs = [[source.rows._fingerprint, source.weight] for source in sources]
         shape = [config.max_length, config.validation_fraction, config.loss_mask, config.seed]
         inputs = ["generated", index, num_tokens, model_inputs, row_inputs, shape, settings.model_dump()]
         documents = cached(rows, DOCUMENT_COLUMNS, inputs, config.cache_dir)

@@ -95,9 +95,6 @@ def documented_functions(source: str) -> Iterator[tuple[str, str]]:
         summary = " ".join(docstring.split("\n\n")[0].split())
         head = lines[node.lineno - 1 : node.body[0].lineno - 1]
         body = lines[node.body[0].end_lineno or node.body[0].lineno : node.end_lineno]
-        code = _dedent([*head, *body], node.col_offset)
+        columns = node.col_offset
+        code = "\n".join(line[columns:] if not line[:columns].strip() else line for line in [*head, *body]).rstrip()
         yield f"Write `{node.name}({ast.unparse(node.args)})`: {summary}", code
-
-
-def _dedent(lines: list[str], columns: int) -> str:
-    return "\n".join(line[columns:] if not line[:columns].strip() else line for line in lines).rstrip()

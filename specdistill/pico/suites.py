@@ -58,9 +58,9 @@ def function_prompts(module: Module, count_tokens: CountTokens) -> Iterator[Cand
     for node, lines in _functions(module):
         documented = ast.get_docstring(node) is not None and len(node.body) > 1
         end = (node.body[0].end_lineno or 0) if documented else node.body[0].lineno - 1
-        text = _paragraphs_up_to(lines, end, count_tokens)
-        if text and text.endswith(('"""', ":")):
-            yield Candidate(module.name, f"function {node.lineno}", {"prompt": text}, _lines_up_to(end, text))
+        start, text = _paragraphs_up_to(lines, end, count_tokens)
+        if text.endswith(('"""', ":")):
+            yield Candidate(module.name, f"function {node.lineno}", {"prompt": text}, range(start, end))
 
 
 def docstring_prompts(module: Module, count_tokens: CountTokens) -> Iterator[Candidate]:
@@ -71,9 +71,9 @@ def docstring_prompts(module: Module, count_tokens: CountTokens) -> Iterator[Can
             continue
         opening = lines[first.lineno - 1]
         opened = [*lines[: first.lineno - 1], opening[: opening.index('"""') + 3]]
-        text = _paragraphs_up_to(opened, first.lineno, count_tokens)
+        start, text = _paragraphs_up_to(opened, first.lineno, count_tokens)
         if text:
-            yield Candidate(module.name, f"docstring {node.lineno}", {"prompt": text}, _lines_up_to(first.lineno, text))
+            yield Candidate(module.name, f"docstring {node.lineno}", {"prompt": text}, range(start, first.lineno))
 
 
 def chat_prompts(module: Module, count_tokens: CountTokens) -> Iterator[Candidate]:
@@ -221,21 +221,16 @@ def _functions_to_edit(module: Module, count_tokens: CountTokens) -> Iterator[tu
             yield user["content"], assistant["content"]
 
 
-def _lines_up_to(end: int, text: str) -> range:
-    return range(end - text.count("\n") - 1, end)
-
-
-def _paragraphs_up_to(lines: Sequence[str], end: int, count_tokens: CountTokens) -> str | None:
-    """The lines before `end`, from the nearest paragraph's start that makes them long enough; None if they get too long."""
+def _paragraphs_up_to(lines: Sequence[str], end: int, count_tokens: CountTokens) -> tuple[int, str]:
+    """The lines before `end`, from the nearest paragraph's start that makes them long enough; empty if they get too long."""
     for start in range(end - 1, -1, -1):
         text = "\n".join(lines[start:end])
         length = count_tokens(text)
         if length >= SHORT_TOKENS.stop:
-            return None
-        begins = lines[start].strip() and (start == 0 or not lines[start - 1].strip())
-        if begins and length in SHORT_TOKENS:
-            return text
-    return None
+            break
+        if length in SHORT_TOKENS and lines[start].strip() and (start == 0 or not lines[start - 1].strip()):
+            return start, text
+    return end, ""
 
 
 if __name__ == "__main__":

@@ -31,10 +31,19 @@ def load_recipe(schema: type[S], arguments: Sequence[str]) -> S:
 
 def merged(arguments: Sequence[str]) -> dict[str, Any]:
     """The values of a recipe's file under those of the command line, interpolations resolved, nothing validated yet."""
-    overrides = [split_argument(argument) for argument in arguments]
-    files = [value for key, value in overrides if key == "recipe"]
-    layers = [_read_yaml(find_recipe(files[-1]))] if files else []
-    layers += [_override(key, value) for key, value in overrides if key != "recipe"]
+    file, overrides = None, []
+    for argument in arguments:
+        key, separator, value = argument.partition("=")
+        if not separator or not re.fullmatch(r"[A-Za-z_][\w.]*", key):
+            raise UserError(argument, got="an argument without key=", expected="key=value")
+        if key == "recipe":
+            file = value
+            continue
+        try:
+            overrides.append(OmegaConf.from_dotlist([argument]))
+        except (yaml.YAMLError, OmegaConfBaseException) as error:
+            raise UserError(key, got=repr(value), expected="a YAML value") from error
+    layers = overrides if file is None else [_read_yaml(find_recipe(file)), *overrides]
     config = OmegaConf.create({})
     try:
         for layer in layers:
@@ -57,7 +66,9 @@ def validate(schema: type[S], values: Mapping[str, Any], prefix: str = "") -> S:
     try:
         made = chosen.model_validate(values)
     except ValidationError as error:
-        raise _user_error(schema, chosen, min(error.errors(), key=_is_of_a_value), prefix) from error
+        # Unknown keys come before wrong values, and those before missing ones: a misspelt key explains a missing one.
+        order = {"extra_forbidden": 0, "missing": 2}
+        raise _user_error(schema, chosen, min(error.errors(), key=lambda it: order.get(it["type"], 1)), prefix) from error
     _check_read(made, prefix)
     assert isinstance(made, schema)
     return made
@@ -81,13 +92,6 @@ def save_recipe(recipe: Section, path: Path) -> None:
     path.write_text(recipe_yaml(recipe), encoding="utf-8")
 
 
-def split_argument(argument: str) -> tuple[str, str]:
-    key, separator, value = argument.partition("=")
-    if not separator or not re.fullmatch(r"[A-Za-z_][\w.]*", key):
-        raise UserError(argument, got="an argument without key=", expected="key=value")
-    return key, value
-
-
 def _read_yaml(path: Path) -> DictConfig:
     try:
         config = OmegaConf.load(path)
@@ -98,23 +102,11 @@ def _read_yaml(path: Path) -> DictConfig:
     return config
 
 
-def _override(key: str, value: str) -> DictConfig:
-    try:
-        return OmegaConf.from_dotlist([f"{key}={value}"])
-    except (yaml.YAMLError, OmegaConfBaseException) as error:
-        raise UserError(key, got=repr(value), expected="a YAML value") from error
-
-
 def _without_required(node: Any) -> Any:
     """A tree without the values that are still to be given: pydantic then says that they are missing."""
     if isinstance(node, dict):
         return {name: _without_required(value) for name, value in node.items() if value != REQUIRED}
     return node
-
-
-def _is_of_a_value(detail: ErrorDetails) -> int:
-    """Unknown keys come before missing ones, and those before wrong values: a misspelt key explains a missing one."""
-    return {"extra_forbidden": 0, "missing": 2}.get(detail["type"], 1)
 
 
 def _user_error(schema: type[Section], chosen: type[Section], detail: ErrorDetails, prefix: str) -> UserError:

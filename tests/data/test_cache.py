@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from datasets import List, Value
 
-from specdistill.data.cache import Row, cached, fingerprint_of, tokenizer_fingerprint
+from specdistill.data.cache import Row, cached, tokenizer_fingerprint
 from specdistill.errors import ResourceError, UserError
 from tests.tiny import tiny_tokenizer
 
@@ -25,7 +25,7 @@ def test_equal_inputs_make_rows_once(tmp_path: Path) -> None:
         {"ids": [], "name": "none"}, {"ids": [0], "name": None}, {"ids": [0, 1], "name": None},
     ]  # fmt: skip
     assert len(calls) == 2
-    assert fingerprint_of(first) == fingerprint_of(again) != fingerprint_of(other)
+    assert first._fingerprint == again._fingerprint != other._fingerprint
 
 
 def test_no_rows_is_a_dataset_too(tmp_path: Path) -> None:

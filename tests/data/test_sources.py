@@ -113,7 +113,10 @@ def test_a_list_of_sources_with_weights(tmp_path: Path) -> None:
         (3, "data.source: got 3, expected pico, a file"),
         ([], "data.source: got \\[\\], expected"),
         (["pico"], r"data.source\[0\]: got 'pico', expected \{source, weight, split\}"),
-        ([{"source": "pico", "wieght": 2}], r"data.source\[0\].wieght: got an unknown key, .*; did you mean weight\?"),
+        (
+            [{"source": "pico", "wieght": 2}],
+            r"data.source\[0\].wieght: got an unknown key, .*; did you mean data.source.0..weight\?",
+        ),
         ([{"source": "pico", "weight": 0}], r"data.source\[0\].weight: got 0, expected float, above 0"),
         ([{"source": "missing.json"}], r"data.source\[0\].source: got missing.json, which does not exist"),
     ],
