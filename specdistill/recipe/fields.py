@@ -105,14 +105,14 @@ def describe(schema: type[Section]) -> list[tuple[str, str, str, str]]:
     What only some variants have is marked with their names; a key that means something else elsewhere has a row for each meaning.
     """
     variants = schema.variants()
-    readers: dict[str, dict[tuple[str, str, str], list[str]]] = {}
+    readers: dict[tuple[str, str, str, str], list[str]] = {}
     for name, variant in variants.items():
-        for key, *row in leaves(variant):
-            readers.setdefault(key, {}).setdefault((row[0], row[1], row[2]), []).append(name)
+        for row in leaves(variant):
+            readers.setdefault(row, []).append(name)
+    keys = list(dict.fromkeys(key for key, *_ in readers))
     return [
-        (key, kind, default, help if len(names) == len(variants) else f"{', '.join(names)}: {help}")
-        for key, rows in readers.items()
-        for (kind, default, help), names in rows.items()
+        (*row[:3], row[3] if len(readers[row]) == len(variants) else f"{', '.join(readers[row])}: {row[3]}")
+        for row in sorted(readers, key=lambda row: keys.index(row[0]))
     ]
 
 
@@ -130,23 +130,19 @@ def leaves(schema: type[Section], prefix: str = "") -> Iterator[tuple[str, str, 
 
 def kind_of(field: FieldInfo) -> str:
     """A field's type with its choices or limits, as help and errors state it."""
-    kind, rules = _kind(field.annotation), _rules(field)
+    kind, rules = _kind(field.annotation), [*field.metadata, *_rules(field.annotation)]
     for rule in rules:
         if isinstance(rule, AfterValidator) and isinstance(rule.func, Choices):
             kind = kind.replace("str", "|".join(rule.func.names()))
-    limits = {name: getattr(rule, name) for rule in rules for name in ("ge", "gt", "le", "lt") if hasattr(rule, name)}
     words = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
-    return ", ".join([kind, *(f"{words[name]} {limits[name]:g}" for name in words if name in limits)])
+    limits = (f"{words[name]} {getattr(rule, name):g}" for name in words for rule in rules if hasattr(rule, name))
+    return ", ".join([kind, *limits])
 
 
-def _rules(field: FieldInfo) -> list[Any]:
-    """Limits of a field, of its items, or of what it holds when it is not null."""
-    item = next(
-        (get_args(hint)[0] for hint in (field.annotation, *get_args(field.annotation)) if get_origin(hint) is list), None
-    )
-    annotated = [item, *get_args(field.annotation)]
-    inner = [rule for hint in annotated for rule in getattr(hint, "__metadata__", ())]
-    return [*field.metadata, *(part for rule in inner for part in getattr(rule, "metadata", [rule]))]
+def _rules(hint: Any) -> list[Any]:
+    """Limits of the items of a list, or of what may also be null."""
+    own = [part for rule in getattr(hint, "__metadata__", ()) for part in getattr(rule, "metadata", [rule])]
+    return own + [rule for inner in get_args(hint) for rule in _rules(inner)]
 
 
 def _kind(hint: Any) -> str:
