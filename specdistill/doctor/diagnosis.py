@@ -173,12 +173,12 @@ def _cause(
 
     before = best = fits(draft)
     best_fall, cause = 0.0, ""
-    for mistake in simulation.mistakes(draft, target):
-        after = fits(mistake.draft)
+    for mistake, repaired in simulation.mistakes(draft, target):
+        after = fits(repaired)
         falls = [1 - there / here if here else 0.0 for (here, _), (there, _) in zip(before, after, strict=True)]
         fall = fmean(falls)
         if fall > best_fall and (fall > CLEAR or (fall > LEAST and min(falls) > 0)):
-            best, best_fall, cause = after, fall, mistake.cause
+            best, best_fall, cause = after, fall, mistake
     was, becomes = (fmean(length for _, length in measured) for measured in (before, best))
     if not cause or becomes - 1 < NO_BETTER_THAN_CHANCE:  # nearer to the target, and still of no use: not what is wrong
         return None

@@ -3,6 +3,7 @@
 Tensors are read bit for bit in their stored dtype. A module is filled with NaN first, so that what is forgotten shows at once.
 """
 
+import dataclasses
 import functools
 import json
 import os
@@ -90,13 +91,8 @@ def read_config(folder: Path, key: str) -> dict[str, Any]:
     except FileNotFoundError as error:
         found = sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
         inside = next((str(folder / name) for name in found if (folder / name / "config.json").is_file()), None)
-        shown = (
-            f"holds {', '.join(found[:5])}{', …' * (len(found) > 5)}"
-            if found
-            else "is empty"
-            if folder.is_dir()
-            else "is no folder"
-        )
+        nothing = "is empty" if folder.is_dir() else "is no folder"
+        shown = f"holds {', '.join(found[:5])}{', …' * (len(found) > 5)}" if found else nothing
         raise UserError(key, got=f"{folder}, which {shown}", expected=EXPECTED, nearest=inside) from error
     except (ValueError, OSError) as error:
         raise UserError(key, got=f"{path}: {error}", expected="JSON") from error
@@ -175,18 +171,8 @@ def _kind(tensor: Tensor) -> str:
     return "integers" if tensor.dtype in (torch.int64, torch.int32) else str(tensor.dtype)
 
 
-def fill(
-    module: nn.Module,
-    tensors: Mapping[str, Tensor],
-    dtype: torch.dtype,
-    folder: Path,
-    key: str,
-    *,
-    what: str,
-    optional: Collection[str] = (),
-) -> None:
-    """Give a module its tensors in a dtype. Raises UserError as `check_tensors` does."""
-    check_tensors(module.state_dict(), tensors, folder, key, what=what, optional=optional)
+def fill(module: nn.Module, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> None:
+    """Give a module its tensors, which were checked, in a dtype."""
     for parameter in module.parameters():
         nn.init.constant_(parameter, torch.nan)
     module.to(dtype).load_state_dict(tensors, strict=False)
@@ -214,31 +200,20 @@ def shape_to_json(shape: HeadShape, dtype: torch.dtype) -> dict[str, Any]:
     """The keys of a Llama's config.json, with the rotary embedding for readers before transformers 5 and since."""
     # vLLM gives a layer its window by `layer_types` alone.
     windowed = {} if shape.sliding_window is None else {"layer_types": ["sliding_attention"] * shape.num_layers}
+    same_names = [field.name for field in dataclasses.fields(HeadShape) if field.name != "num_layers"]
     return {
         "model_type": "llama",
         "attention_bias": False,
         "attention_dropout": 0.0,
-        "bos_token_id": shape.bos_token_id,
-        "eos_token_id": shape.eos_token_id,
-        "head_dim": shape.head_dim,
         "hidden_act": "silu",
-        "hidden_size": shape.hidden_size,
         "initializer_range": 0.02,
-        "intermediate_size": shape.intermediate_size,
-        "max_position_embeddings": shape.max_position_embeddings,
         "mlp_bias": False,
-        "num_attention_heads": shape.num_attention_heads,
         "num_hidden_layers": shape.num_layers,
-        "num_key_value_heads": shape.num_key_value_heads,
-        "rms_norm_eps": shape.rms_norm_eps,
-        "rope_theta": shape.rope_theta,
-        "rope_scaling": shape.rope_scaling,
         "rope_parameters": {"rope_type": "default", "rope_theta": shape.rope_theta, **(shape.rope_scaling or {})},
-        "sliding_window": shape.sliding_window,
         "tie_word_embeddings": False,
         "torch_dtype": str(dtype).removeprefix("torch."),
         "use_cache": True,
-        "vocab_size": shape.vocab_size,
+        **{name: getattr(shape, name) for name in same_names},
         **windowed,
     }
 
@@ -267,20 +242,12 @@ def shape_from_json(raw: Mapping[str, Any], key: str, *, what: str) -> dict[str,
             raise UserError(key, got=f"a config.json without {name}", expected=f"the keys of {what}")
         if size is not None and (type(size) is not int or size < 1):
             raise UserError(key, got=f"{name} {size!r}", expected="a whole number of 1 or more")
-    shape = {
-        "vocab_size": raw["vocab_size"],
-        "hidden_size": raw["hidden_size"],
-        "intermediate_size": raw["intermediate_size"],
-        "num_attention_heads": raw["num_attention_heads"],
+    shape = {field.name: raw[field.name] for field in dataclasses.fields(HeadShape) if field.name in raw} | {
         "num_key_value_heads": raw.get("num_key_value_heads") or raw["num_attention_heads"],
         "head_dim": raw.get("head_dim") or raw["hidden_size"] // raw["num_attention_heads"],
         "num_layers": raw.get("num_hidden_layers", 1),
-        "rms_norm_eps": raw.get("rms_norm_eps", 1e-6),
         "rope_theta": theta,
         "rope_scaling": None if rope["rope_type"] == "default" else rope,
-        "max_position_embeddings": raw.get("max_position_embeddings", 2048),
-        "bos_token_id": raw.get("bos_token_id"),
-        "eos_token_id": raw.get("eos_token_id"),
         # Many configs repeat a window that no layer has.
         "sliding_window": raw.get("sliding_window") if kinds == {"sliding_attention"} else None,
     }

@@ -20,26 +20,18 @@ Draft = Any  # a method's own module
 
 
 @dataclass(frozen=True)
-class Mistake:
-    """Something that may be wrong with a draft whose files are right, and the draft with that undone."""
-
-    cause: str
-    draft: Draft
-
-
-@dataclass(frozen=True)
 class Simulation:
     """How the doctor asks why a draft accepts little: drafting simulated on completions of the target, with each likely mistake undone.
 
     Args:
         draft_of: the module in a proposer.
         objective: (draft, K) -> an objective that measures K draft tokens (see specdistill.training.trainer.Objective).
-        mistakes: (draft, target) -> one mistake at a time.
+        mistakes: (draft, target) -> one at a time, what may be wrong with a draft whose files are right, and the draft with that undone.
     """
 
     draft_of: Callable[[Any], Draft]
     objective: Callable[[Draft, int], nn.Module]
-    mistakes: Callable[[Draft, FrozenTarget], Iterator[Mistake]]
+    mistakes: Callable[[Draft, FrozenTarget], Iterator[tuple[str, Draft]]]
 
 
 @dataclass(frozen=True)

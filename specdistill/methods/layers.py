@@ -8,29 +8,23 @@ A `KVCache` holds keys and values and answers queries, so that cached decoding a
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from specdistill.errors import UserError
+from specdistill.methods.sizes import Shape
 
 
 @dataclass(frozen=True, kw_only=True)
-class HeadShape:
+class HeadShape(Shape):
     """What heads have in common: layers of Llama's shape over the target's vocabulary.
 
     sliding_window: a position sees itself and the window - 1 before it; None sees all of them.
     """
 
     vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    num_layers: int = 1
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10000.0
     rope_scaling: dict[str, float | int | str] | None = None
@@ -55,16 +49,6 @@ class KVCache(Protocol):
         ...
 
 
-class RMSNorm(nn.Module):
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
-
-
 class Attention(nn.Module):
     def __init__(self, config: HeadShape, input_size: int) -> None:
         super().__init__()
@@ -76,9 +60,8 @@ class Attention(nn.Module):
 
     def forward(self, x_BTI: Tensor, rotary: tuple[Tensor, Tensor], layer: int, kv_cache: KVCache) -> Tensor:
         split = (*x_BTI.shape[:2], -1, self.head_dim)
-        query = rotate(self.q_proj(x_BTI).view(split).transpose(1, 2), rotary)
-        key = rotate(self.k_proj(x_BTI).view(split).transpose(1, 2), rotary)
-        value = self.v_proj(x_BTI).view(split).transpose(1, 2)
+        query, key, value = (project(x_BTI).view(split).transpose(1, 2) for project in (self.q_proj, self.k_proj, self.v_proj))
+        query, key = apply_rotary_pos_emb(query, key, *rotary)
         context_BNTd = kv_cache.attend(layer, query, key, value)
         output: Tensor = self.o_proj(context_BNTd.transpose(1, 2).flatten(2))
         return output
@@ -102,22 +85,15 @@ class PlainLayer(nn.Module):
     def __init__(self, config: HeadShape, index: int, *, input_norm: bool = True) -> None:
         super().__init__()
         self.index = index
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps) if input_norm else nn.Identity()
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps) if input_norm else nn.Identity()
         self.self_attn = Attention(config, config.hidden_size)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config)
 
     def forward(self, hidden_BTH: Tensor, rotary: tuple[Tensor, Tensor], kv_cache: KVCache) -> Tensor:
         hidden = hidden_BTH + self.self_attn(self.input_layernorm(hidden_BTH), rotary, self.index, kv_cache)
         output: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
         return output
-
-
-def rotate(x_BNTd: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotary position embedding, Llama's half-split form; cos and sin are [B, T, d]."""
-    cos, sin = (table.unsqueeze(1) for table in rotary)
-    first, second = x_BNTd.chunk(2, dim=-1)
-    return x_BNTd * cos + torch.cat((-second, first), dim=-1) * sin
 
 
 class Rotary:

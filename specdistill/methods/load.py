@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from datasets import Dataset
 from safetensors import SafetensorError
 
 from specdistill.decoding.proposer import Proposer
@@ -19,37 +18,16 @@ from specdistill.errors import UserError, nearest, one_line
 from specdistill.hub import fetch, resolve, split_revision
 from specdistill.methods import METHODS
 from specdistill.methods.checkpoint import PICKLED, read_config
-from specdistill.methods.contract import Draft, Implementation
-from specdistill.methods.recipe import TrainedRecipe
+from specdistill.methods.contract import Implementation
 from specdistill.targets.files import INDEX, SINGLE, Shards
 from specdistill.targets.frozen import FrozenTarget
 
 EXPECTED = "a draft: an EAGLE or MTP head or a causal language model, config.json and weights"
 # Parallel drafts have the tensors of a head and these.
 OTHER_TENSORS = {"mask_hidden", "hidden_norm.weight"}
-WHOLE_DRAFT = (
-    "config.json",
-    "*.safetensors",
-    "*.index.json",
-    "pytorch_model*.bin",
-    "tokenizer*",
-    "*tokens*.json",
-    "vocab.*",
-    "merges.txt",
-    "*.jinja",
-    "generation_config.json",
-)
-
-
-def create_draft(recipe: TrainedRecipe, target: FrozenTarget, rows: Dataset) -> Draft:
-    """The draft that a recipe describes, before its first step: fresh, or continued from `draft.init`.
-
-    rows: training data, by which methods choose a draft vocabulary or what a pruned width keeps. Raises UserError for settings that do
-    not fit each other or the target.
-    """
-    create = implementation(recipe.method).create
-    assert create is not None, recipe.method
-    return create(recipe, target, rows)
+WEIGHTS = ("*.safetensors", "*.index.json", "pytorch_model*.bin")
+TOKENIZER = ("tokenizer*", "*tokens*.json", "vocab.*", "merges.txt", "*.jinja")
+WHOLE_DRAFT = ("config.json", "generation_config.json", *WEIGHTS, *TOKENIZER)
 
 
 def load_proposer(
@@ -101,9 +79,8 @@ def method_of(folder: Path, *, key: str = "eval.draft") -> str:
     if found := next(itertools.chain(certain, named), None):
         return found
     architectures = config.get("architectures") or []
-    what = f"architectures {', '.join(map(str, architectures)) or 'not named'}" + (
-        f" and {len(names)} tensors" if names else " and no weights"
-    )
+    weights = f"{len(names)} tensors" if names else "no weights"
+    what = f"architectures {', '.join(map(str, architectures)) or 'not named'} and {weights}"
     raise UserError(key, got=f"{folder}, which holds a config.json with {what}", expected=EXPECTED)
 
 

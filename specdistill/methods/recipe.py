@@ -1,9 +1,10 @@
-"""The recipe of a draft. Each method's own is a subclass in its folder (`config.py`): the keys that it reads and no others."""
+"""The recipe of a draft, and of a head. Each method's own is a subclass in its folder (`config.py`) with the keys that it reads alone."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from pydantic import model_validator
+from pydantic.fields import FieldInfo
 
 from specdistill.errors import UserError, nearest
 from specdistill.methods import METHODS
@@ -14,6 +15,11 @@ DEFAULT_METHOD = "eagle3"
 DEFAULT_SEED = 42  # of transformers.TrainingArguments
 # Training arguments that the Trainer reads for an optimizer of its own; of these, muon_adamw takes learning_rate and weight_decay alone.
 READ_BY_ADAMW = ("optim", "optim_args", "optim_target_modules", "adam_beta1", "adam_beta2", "adam_epsilon")
+
+DIVERGENCE = (
+    "how the draft's distribution is compared with the target's: a name of specdistill/losses/divergence.py; "
+    "{name: jsd, beta: 0.3} sets its options; a list of {name, weight} adds several up"
+)
 
 
 class Recipe(Section):
@@ -70,28 +76,54 @@ class TrainedRecipe(Recipe):
             got = f"{self.train[other]} with optimizer {self.optimizer}"
             raise UserError(f"train.{other}", got=got, expected="no such key, or optimizer=adamw")
         if self.train.get("label_smoothing_factor"):
-            got = self.train["label_smoothing_factor"]
-            raise UserError(
-                "train.label_smoothing_factor", got=got, expected="no such key: a draft's loss has no labels to smooth"
-            )
+            got, expected = self.train["label_smoothing_factor"], "no such key: a draft's loss has no labels to smooth"
+            raise UserError("train.label_smoothing_factor", got=got, expected=expected)
         return self
 
 
-def own_eval_keys(schema: type[Recipe]) -> list[str]:
+class HeadDraft(Section):
+    """The unroll and the initialization of a head."""
+
+    ttt_steps: int = option(5, "steps the training-time test unrolls; 1 is plain EAGLE, more is HASS", ge=1)
+    init: str | None = option(None, "initialization: the folder of a trained head; null: fresh weights")
+
+
+class HeadSizes(HeadDraft):
+    """Sizes of a fresh EAGLE head; null takes the target's."""
+
+    num_layers: int = option(1, "decoder layers of the head", ge=1)
+    intermediate_size: int | None = option(None, "MLP width; null: the target's", ge=1)
+    num_attention_heads: int | None = option(None, "null: the target's", ge=1)
+    num_key_value_heads: int | None = option(None, "null: the target's", ge=1)
+    head_dim: int | None = option(None, "null: the target's", ge=1)
+    sliding_window: int | None = option(None, "positions a head sees, itself included; null: all of them", ge=2)
+
+    def shape(self) -> dict[str, Any]:
+        """What a fresh head is built from: every key but the vocabulary, the unroll and the initialization."""
+        return self.model_dump(exclude={"vocab_size", "ttt_steps", "init"})
+
+
+class HeadLoss(Section):
+    divergence: Any = option("forward_kl", DIVERGENCE)
+    step_decay: float = option(0.8, "weight of unroll step k is step_decay ** k", ge=0, le=1)
+    temperature: float = option(1.0, "divides both sets of logits", ge=0.01)
+
+
+class HeadRecipe(TrainedRecipe):
+    draft: HeadDraft = section(HeadDraft)
+    loss: HeadLoss = section(HeadLoss)
+
+
+def own_eval_keys(schema: type[Recipe]) -> dict[str, FieldInfo]:
     """Keys of `eval:` that only recipes of this schema have."""
     own: Any = schema.model_fields["eval"].annotation
-    return [name for name in own.model_fields if name not in EvalConfig.model_fields]
+    return {name: field for name, field in own.model_fields.items() if name not in EvalConfig.model_fields}
 
 
 def eval_keys_of_methods() -> dict[str, tuple[Any, Any]]:
     """Keys of `eval:` that only some methods read, with type and field, as pydantic's `create_model` takes them."""
-    found: dict[str, tuple[Any, Any]] = {}
-    for method in METHODS.values():
-        evaluation = method.recipe().model_fields["eval"].annotation
-        for name in own_eval_keys(method.recipe()):
-            field = evaluation.model_fields[name]  # type: ignore[union-attr]
-            found[name] = (field.annotation, field)
-    return found
+    fields = (field for method in METHODS.values() for field in own_eval_keys(method.recipe()).items())
+    return {name: (field.annotation, field) for name, field in fields}
 
 
 def options_by_method(options: Section, methods: Sequence[str]) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ from transformers import LlamaForCausalLM, PreTrainedModel
 
 from specdistill.decoding.kv_cache import FIRST_SIZE, RaggedKVCache
 from specdistill.decoding.transformers_models import HOLE, MOST_SPARE, MaskedKVCache
-from specdistill.methods.draft_model.llama import LlamaStack
+from specdistill.methods.draft_model.layers import LlamaStack
 from tests import mtp_targets
 from tests.tiny import qwen, tiny_target_model
 

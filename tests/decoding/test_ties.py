@@ -7,7 +7,7 @@ from specdistill.decoding import decoder, ties
 from specdistill.decoding.decoder import Decoder
 from specdistill.methods.eagle3.module import build_eagle3
 from specdistill.methods.heads.proposer import HeadProposer
-from specdistill.methods.ngram.proposer import NgramProposer
+from specdistill.methods.ngram.method import NgramProposer
 from specdistill.targets.frozen import FrozenTarget
 from tests import mtp_targets
 from tests.tiny import twins

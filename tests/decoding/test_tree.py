@@ -21,7 +21,7 @@ from specdistill.methods.eagle.module import build_eagle
 from specdistill.methods.eagle3.module import build_eagle3
 from specdistill.methods.heads.proposer import HeadProposer
 from specdistill.methods.mtp.checkpoint import build_mtp
-from specdistill.methods.ngram.proposer import NgramProposer
+from specdistill.methods.ngram.method import NgramProposer
 from specdistill.targets.frozen import FrozenTarget
 from tests import mtp_targets
 from tests.draft_models import half_right, translated

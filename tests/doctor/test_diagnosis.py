@@ -14,7 +14,8 @@ from torch import Tensor
 from specdistill.cli import main
 from specdistill.decoding.decoder import Decoder
 from specdistill.doctor.diagnosis import Diagnosis, Recorded, diagnose, recorded
-from specdistill.methods.draft_model.create import create_draft_model, save_draft_model
+from specdistill.methods.draft_model.checkpoint import save_draft_model
+from specdistill.methods.draft_model.create import create_draft_model
 from specdistill.targets.frozen import FrozenTarget
 from tests.memorised import NUM_TOKENS, PROMPT, memorise
 from tests.tiny import tiny_target_model, tiny_tokenizer

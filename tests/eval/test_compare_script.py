@@ -7,7 +7,7 @@ import pytest
 from specdistill.command import run
 from specdistill.comparison.schema import validate_comparison
 from specdistill.errors import ExitCode
-from specdistill.methods.ngram.proposer import NgramProposer
+from specdistill.methods.ngram.method import NgramProposer
 from specdistill.report.schema import validate
 from specdistill.targets.frozen import FrozenTarget
 from tests.heads import build_head, save_head

@@ -14,7 +14,7 @@ from specdistill.measurement.losslessness import (
     wrong_residual,
 )
 from specdistill.methods.draft_model.proposer import DraftModelProposer
-from specdistill.methods.ngram.proposer import NgramProposer
+from specdistill.methods.ngram.method import NgramProposer
 from specdistill.suites.suite import Prompt
 from specdistill.targets.frozen import FrozenTarget
 from tests.proposers import ModelProposer, tiny_target

@@ -11,7 +11,7 @@ from specdistill.measurement.configurations import Plan, Settings
 from specdistill.measurement.losslessness import greedy_pairs
 from specdistill.measurement.measure import prompt_records, round_costs, spell
 from specdistill.methods.draft_model.proposer import DraftModelProposer
-from specdistill.methods.ngram.proposer import NgramProposer
+from specdistill.methods.ngram.method import NgramProposer
 from specdistill.suites.suite import Prompt
 from tests.measuring import measure
 from tests.proposers import ModelProposer, tiny_target

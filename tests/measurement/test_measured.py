@@ -15,7 +15,7 @@ from specdistill.measurement.measured import (
     folder_fingerprint,
     measurement_identity,
 )
-from specdistill.methods.ngram.proposer import NgramProposer
+from specdistill.methods.ngram.method import NgramProposer
 from specdistill.report import files
 from specdistill.statistics.records import Configuration
 from specdistill.suites.suite import Prompt

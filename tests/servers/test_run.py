@@ -8,7 +8,7 @@ import requests
 from specdistill.errors import ExitCode
 from specdistill.measurement.configurations import Settings
 from specdistill.measurement.measure import prompt_records
-from specdistill.methods.ngram.proposer import NgramProposer
+from specdistill.methods.ngram.method import NgramProposer
 from specdistill.project import PICO
 from specdistill.report.files import read_report
 from specdistill.report.results import result_rows

@@ -8,7 +8,8 @@ import torch
 from datasets import Dataset
 
 from specdistill.losses.divergence import forward_kl
-from specdistill.methods.draft_model.create import create_draft_model, save_draft_model
+from specdistill.methods.draft_model.checkpoint import save_draft_model
+from specdistill.methods.draft_model.create import create_draft_model
 from specdistill.methods.draft_model.objective import Distillation
 from specdistill.methods.heads.unroll import TrainingTimeTest
 from specdistill.targets.frozen import FrozenTarget

@@ -28,7 +28,7 @@ from specdistill.measurement.engine_counts import (
 from specdistill.methods.heads.unroll import TrainingTimeTest
 from specdistill.methods.load import load_proposer
 from specdistill.methods.mtp.checkpoint import build_mtp, save_mtp
-from specdistill.methods.ngram.proposer import NgramProposer
+from specdistill.methods.ngram.method import NgramProposer
 from specdistill.targets.files import TargetFiles
 from specdistill.targets.frozen import FrozenTarget
 from tests.tiny import tiny_tokenizer

@@ -5,8 +5,7 @@ from typing import Any, Literal
 from pydantic import model_validator
 
 from specdistill.errors import UserError
-from specdistill.methods.heads.config import DIVERGENCE
-from specdistill.methods.recipe import TrainedRecipe
+from specdistill.methods.recipe import DIVERGENCE, TrainedRecipe
 from specdistill.recipe.fields import ReadWhen, Section, option, section
 from specdistill.recipe.sections import IN_PROCESS, EvalConfig
 

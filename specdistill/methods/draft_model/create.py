@@ -1,4 +1,4 @@
-"""Draft models: plain Hugging Face causal language models, their initialization, and what a step of theirs costs.
+"""Draft models before training: plain Hugging Face causal language models, their initialization, LoRA, and what a step of theirs costs.
 
 What a draft step costs against a target step, c, decides how much its acceptance is worth. At batch 1 a step reads every weight once
 (memory-bound) and launches every layer in turn (launch-bound), so c is taken as the larger of two shares: of the weights read, and of
@@ -8,24 +8,21 @@ Depth is what a small model pays for (arXiv 2402.01528): proposals are wide and 
 
 import logging
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
+import peft
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from specdistill.errors import UserError, nearest
-from specdistill.hub import resolve
-from specdistill.methods.checkpoint import check_finite
-from specdistill.methods.draft_model.pruning import from_layers, from_width, reshaped
-from specdistill.methods.draft_model.vocabulary import match_vocabularies
+from specdistill.errors import UserError
+from specdistill.methods.draft_model.checkpoint import INITIALIZATIONS, check_attention, load_alike
+from specdistill.methods.draft_model.pruning import from_layers, from_width, reshaped, resized
 from specdistill.methods.sizes import Shape, shape_of, weights_read
-from specdistill.targets.frozen import FrozenTarget, is_recurrent, read_causal_lm
+from specdistill.targets.frozen import FrozenTarget
 
 logger = logging.getLogger(__name__)
 
-INITIALIZATIONS = ("layers", "width", "scratch")
 # Fewer cannot copy what followed an earlier occurrence of a token (arXiv 2209.11895).
 SHALLOWEST = 2
 
@@ -65,16 +62,30 @@ def create_draft_model(
     return draft
 
 
+def with_lora(
+    draft: PreTrainedModel, *, rank: int, alpha: int = 16, dropout: float = 0.0, target_modules: list[str] | None = None
+) -> PreTrainedModel | peft.PeftModel:
+    """Freeze the draft and give its linear layers updates B A x * alpha / rank, zero at first; rank 0 gives the draft as it is.
+
+    Raises UserError when `target_modules` are no linear layers of the draft.
+    """
+    if rank == 0:
+        return draft
+    modules: str | list[str] = "all-linear" if target_modules is None else target_modules
+    config = peft.LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules=modules, task_type="CAUSAL_LM")
+    try:
+        return peft.get_peft_model(draft, config)
+    except ValueError as error:
+        expected = "ends of names of the draft's linear layers, such as q_proj"
+        raise UserError("draft.lora.target_modules", got=target_modules, expected=expected) from error
+
+
 def from_scratch(target: PreTrainedModel, shape: Shape, seed: int = 0) -> PreTrainedModel:
     """Fresh weights in the target's architecture and vocabulary, as transformers initializes them. float32."""
     if shape.num_attention_heads % shape.num_key_value_heads:
         got = f"{shape.num_key_value_heads} for {shape.num_attention_heads} attention heads"
         raise UserError("draft.num_key_value_heads", got=got, expected="a divisor of the attention heads")
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        model: Any = type(target)(reshaped(target.config, shape))
-    draft: PreTrainedModel = model.to(device=target.device, dtype=torch.float32).eval()
-    return draft
+    return resized(target, shape, seed=seed)
 
 
 def propose_shape(target: PreTrainedModel, max_parameters: int) -> Shape:
@@ -82,15 +93,11 @@ def propose_shape(target: PreTrainedModel, max_parameters: int) -> Shape:
 
     Widths are sixteenths of the target's, with its proportions. Raises UserError when not even the narrowest fits.
     """
-    whole = shape_of(target.config)
-    shallowest = min(SHALLOWEST, whole.num_layers)
     for sixteenths in range(16, 0, -1):
-        shape = _narrowed(replace(whole, num_layers=shallowest), sixteenths)
+        shape = _narrowed(_shallowest(target), sixteenths)
         smallest = _count_parameters(target, shape)
         if smallest <= max_parameters:
-            per_layer = _count_parameters(target, replace(shape, num_layers=shallowest + 1)) - smallest
-            deeper = (max_parameters - smallest) // per_layer
-            return replace(shape, num_layers=min(shallowest + deeper, whole.num_layers))
+            return _deepened(target, shape, max_parameters)
     raise UserError("draft.max_parameters", got=f"{max_parameters:,}", expected=f"at least {smallest:,}")
 
 
@@ -108,65 +115,22 @@ def on_meta(config: Any, shape: Shape) -> PreTrainedModel:
     return model
 
 
-def save_draft_model(draft: PreTrainedModel, tokenizer: Any, folder: Path) -> None:
-    """config.json, safetensors and tokenizer: what AutoModelForCausalLM, vLLM and SGLang load."""
-    draft.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-
-
-def load_draft_model(
-    path: Path | str, *, key: str = "eval.draft", device: str | torch.device = "cpu", dtype: str = "float32"
-) -> tuple[PreTrainedModel, Any]:
-    """A draft model and its tokenizer from a folder or a Hub id; `key` is the recipe key that errors name.
-
-    Raises UserError when there are no weights or no tokenizer, or when the weights are cut short, incomplete or not finite.
-    """
-    name = str(path)
-    if "/" not in name and not Path(name).is_dir() and name != "pico":
-        expected = (
-            f"a folder, a Hub id, or one of {', '.join(INITIALIZATIONS)}" if key == "draft.init" else "a folder or a Hub id"
-        )
-        raise UserError(
-            key, got=name, expected=expected, nearest=nearest(name, INITIALIZATIONS) if key == "draft.init" else None
-        )
-    model, tokenizer = read_causal_lm(resolve(name, key), key=key, dtype=dtype)
-    check_attention(model, key, name)
-    check_finite(model.state_dict(), name, key)
-    return model.to(device).eval(), tokenizer
-
-
-def check_attention(model: PreTrainedModel, key: str, name: str) -> None:
-    """Raises UserError, naming `key`, for a draft with layers that keep a state: it could not take rejected tokens back."""
-    if is_recurrent(model.config.get_text_config()):
-        got = f"{name}, whose layers carry a state from token to token"
-        raise UserError(key, got=got, expected="a draft whose layers are all attention")
-
-
-def load_alike(path: str, target: FrozenTarget, *, key: str) -> PreTrainedModel:
-    """A trained model with the target's own vocabulary, on its device. Raises UserError when the two differ, as `load_draft_model` does."""
-    draft, tokenizer = load_draft_model(path, key=key, device=target.device)
-    width: int = draft.get_output_embeddings().weight.shape[0]
-    if match_vocabularies(target.tokenizer, target.vocab_size, tokenizer, width, key=key):
-        raise UserError(key, got=f"logits of {width} tokens", expected=f"{target.vocab_size}, as the target's")
-    return draft
-
-
 def _from_target(
     target: FrozenTarget, init: str, given: dict[str, int], max_parameters: int | None, calibration: Tensor | None, seed: int
 ) -> PreTrainedModel:
-    whole = shape_of(target.config)
+    shallowest = _shallowest(target.model)
+    shape = replace(shallowest, num_layers=max(target.num_layers // 4, shallowest.num_layers))
     if init == "layers":
-        wrong = next((name for name in given if name != "num_layers"), None)
-        if wrong:
-            raise UserError(
-                f"draft.{wrong}", got=given[wrong], expected="null: layers are copied whole; draft.init=width cuts them"
-            )
-        return from_layers(target.model, given.get("num_layers") or _num_layers(target, max_parameters))
-    shape = replace(whole, num_layers=max(whole.num_layers // 4, min(SHALLOWEST, whole.num_layers)))
-    if not given and max_parameters is None:
-        expected = "draft.max_parameters, or sizes such as draft.hidden_size"
-        raise UserError("draft.init", got=f"{init} without a size", expected=expected)
-    if not given and max_parameters is not None:
+        if wrong := next((name for name in given if name != "num_layers"), None):
+            expected = "null: layers are copied whole; draft.init=width cuts them"
+            raise UserError(f"draft.{wrong}", got=given[wrong], expected=expected)
+        if not given and max_parameters is not None:
+            shape = _deepened(target.model, shallowest, max_parameters)
+        return from_layers(target.model, given.get("num_layers", shape.num_layers))
+    if not given:
+        if max_parameters is None:
+            expected = "draft.max_parameters, or sizes such as draft.hidden_size"
+            raise UserError("draft.init", got=f"{init} without a size", expected=expected)
         shape = propose_shape(target.model, max_parameters)
     shape = replace(shape, **given)
     if init == "scratch":
@@ -176,15 +140,18 @@ def _from_target(
     return from_width(target.model, calibration, shape)
 
 
-def _num_layers(target: FrozenTarget, max_parameters: int | None) -> int:
-    """A quarter of the target's layers, or as many as fit the budget; at least SHALLOWEST."""
+def _shallowest(target: PreTrainedModel) -> Shape:
+    """The target's shape with the fewest layers that a draft is given unasked."""
     whole = shape_of(target.config)
-    least = min(SHALLOWEST, whole.num_layers)
-    if max_parameters is None:
-        return max(whole.num_layers // 4, least)
-    smallest = _count_parameters(target.model, replace(whole, num_layers=least))
-    per_layer = _count_parameters(target.model, replace(whole, num_layers=least + 1)) - smallest
-    return min(whole.num_layers, least + max(0, max_parameters - smallest) // per_layer)
+    return replace(whole, num_layers=min(SHALLOWEST, whole.num_layers))
+
+
+def _deepened(target: PreTrainedModel, shape: Shape, max_parameters: int) -> Shape:
+    """A shape with as many layers as fit the budget, none fewer than it has and none more than the target has."""
+    smallest = _count_parameters(target, shape)
+    per_layer = _count_parameters(target, replace(shape, num_layers=shape.num_layers + 1)) - smallest
+    num_layers = shape.num_layers + max(0, max_parameters - smallest) // per_layer
+    return replace(shape, num_layers=min(num_layers, shape_of(target.config).num_layers))
 
 
 def _check_size(draft: PreTrainedModel, target: FrozenTarget, max_parameters: int | None, allow_larger: bool) -> None:

@@ -18,14 +18,14 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from specdistill.errors import UserError, one_line
 from specdistill.methods.checkpoint import check_tensors, new_folder, read_tensors
-from specdistill.methods.draft_model.llama import is_plain_llama
+from specdistill.methods.draft_model.layers import is_plain_llama
 
-FILE_TYPES = {
-    "f32": gguf.LlamaFileType.ALL_F32,
-    "f16": gguf.LlamaFileType.MOSTLY_F16,
-    "q8_0": gguf.LlamaFileType.MOSTLY_Q8_0,
+# Of the weights, and of the file that has most of them so.
+TYPES = {
+    "f32": (Type.F32, gguf.LlamaFileType.ALL_F32),
+    "f16": (Type.F16, gguf.LlamaFileType.MOSTLY_F16),
+    "q8_0": (Type.Q8_0, gguf.LlamaFileType.MOSTLY_Q8_0),
 }
-TYPES = {"f32": Type.F32, "f16": Type.F16, "q8_0": Type.Q8_0}
 ROPES = ("default", "linear", "llama3")
 WORDS_OF_LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -46,9 +46,8 @@ def write_gguf(folder: Path, output: Path, dtype: str) -> None:
     try:
         config: Any = AutoConfig.from_pretrained(folder)
     except (OSError, ValueError) as error:
-        raise UserError(
-            "draft", got=f"{folder} ({one_line(str(error))[:160]})", expected="the config.json of a model"
-        ) from error
+        got = f"{folder} ({one_line(str(error))[:160]})"
+        raise UserError("draft", got=got, expected="the config.json of a model") from error
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(config)
     if not is_plain_llama(model) or config.rope_parameters.get("rope_type", "default") not in ROPES:
@@ -74,7 +73,7 @@ def write_gguf(folder: Path, output: Path, dtype: str) -> None:
 def _add_sizes(writer: gguf.GGUFWriter, config: Any, name: str, dtype: str) -> None:
     writer.add_type(gguf.GGUFType.MODEL)
     writer.add_name(name)
-    writer.add_file_type(FILE_TYPES[dtype])
+    writer.add_file_type(TYPES[dtype][1])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
@@ -124,7 +123,7 @@ def _add_weights(writer: gguf.GGUFWriter, config: Any, tensors: dict[str, Tensor
         for part, heads in (("q_proj", config.num_attention_heads), ("k_proj", config.num_key_value_heads)):
             if f".{part}." in name:
                 tensor = tensor.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
-        kind = TYPES[dtype] if tensor.dim() > 1 else Type.F32
+        kind = TYPES[dtype][0] if tensor.dim() > 1 else Type.F32
         if kind == Type.Q8_0 and tensor.shape[-1] % gguf.GGML_QUANT_SIZES[Type.Q8_0][0]:
             kind = Type.F16  # as llama.cpp falls back for rows that are no whole number of blocks
         values: np.ndarray[Any, Any] = gguf.quants.quantize(tensor.float().numpy(), kind)

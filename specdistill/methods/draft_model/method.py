@@ -10,68 +10,44 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from specdistill.decoding.proposer import Proposer
 from specdistill.losses.divergence import build_divergence
+from specdistill.methods import sizes
 from specdistill.methods.contract import Implementation
+from specdistill.methods.draft_model.checkpoint import export, load_alike, load_draft_model, save_draft_model
 from specdistill.methods.draft_model.config import Recipe
-from specdistill.methods.draft_model.create import (
-    create_draft_model,
-    load_alike,
-    load_draft_model,
-    on_meta,
-    propose_shape,
-    save_draft_model,
-)
-from specdistill.methods.draft_model.export import export
-from specdistill.methods.draft_model.lora import merged, with_lora
+from specdistill.methods.draft_model.create import create_draft_model, on_meta, propose_shape, with_lora
 from specdistill.methods.draft_model.objective import Distillation
 from specdistill.methods.draft_model.proposer import DraftModelProposer
 from specdistill.methods.draft_model.pruning import check_decoder
 from specdistill.methods.draft_model.vocabulary import match_vocabularies
-from specdistill.methods.sizes import (
-    TOKENS_PER_SAMPLE,
-    Described,
-    Parts,
-    PlannedDraft,
-    Published,
-    Shape,
-    shape_of,
-    weights_read,
-)
 from specdistill.targets.files import TargetFiles
 from specdistill.targets.frozen import FrozenTarget
 
 CALIBRATION_ROWS = 16  # rows of training data whose activations say what a pruned width keeps
 # Of the target's parameters; published draft models have 2 % (arXiv 2403.00858) to 10 % (arXiv 2402.01528).
 SHARE = 1 / 16
-PUBLISHED = Published(
+PUBLISHED = sizes.Published(
     (1 - 1 / 2.01, 0.76),
     "AL 2.01 (68M for Vicuna-33B, not distilled, Spec-Bench; K not stated, so alpha is at least 1 - 1/AL) to alpha 0.76 (160M for "
     "Vicuna-7B, distilled on the domain it serves, OSD, ICML 2024)",
-    532_000 * TOKENS_PER_SAMPLE,
+    532_000 * sizes.TOKENS_PER_SAMPLE,
     "assumed, as for eagle3: no figure is published for this shape",
 )
 
 
 def create(recipe: Recipe, target: FrozenTarget, rows: Dataset) -> Any:
     calibration = torch.tensor(rows[:CALIBRATION_ROWS]["input_ids"], device=target.device)
-    seed = recipe.seed
-    model = create_draft_model(target, calibration=calibration, seed=seed, **recipe.draft.shape())
+    model = create_draft_model(target, calibration=calibration, seed=recipe.seed, **recipe.draft.shape())
     return with_lora(model, **vars(recipe.draft.lora))
 
 
-def save(draft: Any, target: FrozenTarget, folder: Path) -> None:
-    save_draft_model(merged(draft), target.tokenizer, folder)
-
-
 def objective(draft: Any, recipe: Recipe, target: FrozenTarget) -> Distillation:
-    loss = recipe.loss
+    options, reference = recipe.loss.model_dump(exclude={"divergence", "reference"}), recipe.loss.reference
     return Distillation(
         draft,
-        build_divergence(loss.divergence),
-        temperature=loss.temperature,
-        labels=loss.labels,
+        build_divergence(recipe.loss.divergence),
         num_positions=recipe.eval.num_speculative_tokens,
-        reference=load_alike(loss.reference, target, key="loss.reference") if loss.reference else None,
-        selected=loss.selected,
+        reference=load_alike(reference, target, key="loss.reference") if reference else None,
+        **options,
     )
 
 
@@ -85,13 +61,9 @@ def load_proposer(
     heterogeneous_vocab: bool = False,
 ) -> Proposer:
     model, tokenizer = load_draft_model(folder, key=key, device=target.device, dtype=target.dtype)
+    widths = [embedding.weight.shape[0] for embedding in (target.lm_head, model.get_output_embeddings())]
     vocabulary = match_vocabularies(
-        target.tokenizer,
-        target.lm_head.weight.shape[0],
-        tokenizer,
-        model.get_output_embeddings().weight.shape[0],
-        heterogeneous=heterogeneous_vocab,
-        key=key,
+        target.tokenizer, widths[0], tokenizer, widths[1], heterogeneous=heterogeneous_vocab, key=key
     )
     return DraftModelProposer(
         model,
@@ -106,20 +78,20 @@ def inspect(folder: Path, target: TargetFiles | None) -> None:
     load_draft_model(folder, key="draft")
 
 
-def planned(target: Described, given: Described | None, settings: dict[str, Any]) -> PlannedDraft:
+def planned(target: sizes.Described, given: sizes.Described | None, settings: dict[str, Any]) -> sizes.PlannedDraft:
     """The model that is given, in the sizes of the target's own recipe, or in the shape proposed for SHARE."""
-    sizes = {name: settings[name] for name in Shape.__annotations__ if name in settings}
+    given_sizes = {name: settings[name] for name in sizes.Shape.__annotations__ if name in settings}
     if given:
         model = given.model
     else:
         check_decoder(target.model)
-        proposed = None if sizes else propose_shape(target.model, int(target.parameters * SHARE))
-        model = on_meta(target.model.config, proposed or replace(shape_of(target.text), **sizes))
-    shape = shape_of(model.config.get_text_config())
-    parts = Parts(int(model.num_parameters()), weights_read(model), shape.num_layers)
+        proposed = None if given_sizes else propose_shape(target.model, int(target.parameters * SHARE))
+        model = on_meta(target.model.config, proposed or replace(sizes.shape_of(target.text), **given_sizes))
+    shape = sizes.shape_of(model.config.get_text_config())
+    parts = sizes.Parts(int(model.num_parameters()), sizes.weights_read(model), shape.num_layers)
     keys = ("draft.init=width", "draft.num_layers=null", f"draft.max_parameters={parts.parameters}")
     note = "a smaller language model with a head of its own"
-    return PlannedDraft(parts, shape, target.text.vocab_size, note, PUBLISHED, keys)
+    return sizes.PlannedDraft(parts, shape, target.text.vocab_size, note, PUBLISHED, keys)
 
 
 METHOD = Implementation(
@@ -128,7 +100,7 @@ METHOD = Implementation(
         names and set(config.get("architectures") or []) & set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
     ),
     create=create,
-    save=save,
+    save=lambda draft, target, folder: save_draft_model(draft, target.tokenizer, folder),
     objective=objective,
     inspect=inspect,
     planned=planned,

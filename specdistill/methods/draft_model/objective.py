@@ -1,4 +1,4 @@
-"""A draft model learns the target's distribution, position by position (DistillSpec, arXiv 2310.08461).
+"""What a draft model learns: the target's distribution, position by position (DistillSpec, arXiv 2310.08461), some of it on-policy.
 
 Shapes: B rows, T positions, R loss tokens, V vocabulary, K drafted positions.
 
@@ -8,16 +8,24 @@ target's completions and plain language modelling on other sequences.
 
 Token selection (AdaSPEC, arXiv 2510.19779): given a frozen reference draft, the loss counts only the share of the tokens where the draft
 is furthest behind the reference, KL(p || q) - KL(p || q_ref). They are selected in each micro-batch.
+
+On-policy data: the draft generates, the target scores (GKD, arXiv 2306.13649; DistillSpec). A draft that is trained on the target's
+completions alone never sees the prefixes that its own mistakes lead to. In a share of the batches, therefore, the rows are cut to their
+first tokens and the draft generates the rest.
 """
 
 import math
+import random
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
+from specdistill.data.batch_generate import generate, generation_mode
 from specdistill.losses.divergence import Divergence, LossSum, acceptance
 from specdistill.targets.frozen import FrozenTarget
 from specdistill.training.objective import SoftTargets, StepSums, compute_soft_targets, has_loss, shift_left
@@ -98,24 +106,19 @@ class Distillation(nn.Module):
             self._measure(sums, logits_RV.detach(), soft_targets, has_loss_BT)
         elif reference_loss_R is not None:
             assert probs_RV is not None
-            rows = self._learnable(logits_RV.detach(), probs_RV, reference_loss_R)
+            gap_R = rowwise_kl(logits_RV.detach(), probs_RV) - reference_loss_R
+            rows = gap_R.topk(math.ceil(self.selected * len(gap_R))).indices
             logits_RV, probs_RV, next_R = logits_RV[rows], probs_RV[rows], next_R[rows]
-        loss = self._loss(logits_RV, probs_RV, next_R)
+        if self.labels == "hard":
+            loss = LossSum(F.cross_entropy(logits_RV.float(), next_R, reduction="sum"), len(next_R))
+        else:
+            assert probs_RV is not None
+            if self.temperature != 1.0:
+                probs_RV = probs_RV.clamp_min(torch.finfo(torch.float32).tiny).log().div(self.temperature).softmax(-1)
+            loss = self.divergence(logits_RV / self.temperature, probs_RV)
         sums.loss.append(loss.total.detach())
         sums.loss_tokens.append(torch.tensor(loss.count, device=logits_RV.device))
         return loss.total, sums
-
-    def _loss(self, logits_RV: Tensor, probs_RV: Tensor | None, next_R: Tensor) -> LossSum:
-        if self.labels == "hard":
-            return LossSum(F.cross_entropy(logits_RV.float(), next_R, reduction="sum"), len(next_R))
-        assert probs_RV is not None
-        if self.temperature != 1.0:
-            probs_RV = probs_RV.clamp_min(torch.finfo(torch.float32).tiny).log().div(self.temperature).softmax(-1)
-        return self.divergence(logits_RV / self.temperature, probs_RV)
-
-    def _learnable(self, logits_RV: Tensor, probs_RV: Tensor, reference_loss_R: Tensor) -> Tensor:
-        gap_R = rowwise_kl(logits_RV, probs_RV) - reference_loss_R
-        return gap_R.topk(math.ceil(self.selected * len(gap_R))).indices
 
     def _measure(self, sums: StepSums, logits_RV: Tensor, soft_targets: SoftTargets, has_loss_BT: Tensor) -> None:
         """Accuracy, acceptance at temperature 1, and chains of K correct draft tokens in a row."""
@@ -152,3 +155,52 @@ def logits_of_rows(model: PreTrainedModel, input_ids: Tensor, position_ids: Tens
 def rowwise_kl(logits_RV: Tensor, probs_RV: Tensor) -> Tensor:
     """KL(p || q) up to the entropy of p, which differences of two drafts do not see: -sum_v p_v log q_v, [R]."""
     return -(probs_RV * logits_RV.float().log_softmax(-1)).sum(-1)
+
+
+@dataclass(frozen=True)
+class OnPolicyGeneration:
+    """Replaces a `fraction` of the batches. Lengths in tokens; `end_ids` end a completion. The seed makes a run repeatable."""
+
+    draft: PreTrainedModel
+    fraction: float
+    temperature: float
+    prompt_tokens: int
+    num_tokens: int
+    end_ids: tuple[int, ...]
+    seed: int
+
+    def __call__(self, batch: dict[str, Tensor], number: int) -> dict[str, Tensor]:
+        """The batch with this `number` in the run, or what the draft generates after the first tokens of its rows.
+
+        Rows whose first document has at most `prompt_tokens` have nothing to continue; a batch of such rows alone is returned as it is.
+        """
+        if random.Random(self.seed * 1_000_003 + number).random() >= self.fraction:
+            return batch
+        first_document = (batch["document_ids"][:, : self.prompt_tokens + 1] == 0).all(1)
+        prompts = batch["input_ids"][first_document, : self.prompt_tokens].tolist()
+        if not prompts:
+            return batch
+        with generation_mode(self.draft, self.draft.dtype) as draft:
+            completions = generate(
+                draft,
+                prompts,
+                [self.temperature] * len(prompts),
+                max_new_tokens=self.num_tokens,
+                end_ids=self.end_ids,
+                seed=self.seed * 1_000_003 + number,
+                num_parts=1,
+            )
+        return self._rows(prompts, completions, batch["input_ids"].device)
+
+    def _rows(self, prompts: list[list[int]], completions: list[list[int]], device: torch.device) -> dict[str, Tensor]:
+        """One document a row; only generated tokens have a loss."""
+        rows = [torch.tensor(prompt + completion) for prompt, completion in zip(prompts, completions, strict=True)]
+        ids_BT = pad_sequence(rows, batch_first=True).to(device)
+        position_BT = torch.arange(ids_BT.shape[1], device=device).expand_as(ids_BT)
+        is_token_BT = position_BT < torch.tensor([len(row) for row in rows], device=device).unsqueeze(1)
+        return {
+            "input_ids": ids_BT,
+            "loss_mask": (is_token_BT & (position_BT >= self.prompt_tokens)).long(),
+            "document_ids": is_token_BT.long() - 1,
+            "position_ids": position_BT * is_token_BT,
+        }

@@ -4,81 +4,26 @@ What makes it fast is what it leaves out. Between rounds the draft keeps its cac
 tokens committed since go through it, usually one, two after a round accepted in full (the last draft token was never fed). A step
 is the decoder layers and one row of the head, and the draft token stays a tensor until the round ends.
 
-Shapes: T positions of one step, V the target's vocabulary, W tokens both vocabularies hold, K draft tokens.
+Shapes: B rows, T positions of one step, H hidden size, V the target's vocabulary, W tokens both vocabularies hold, K draft tokens.
 """
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
 
-from specdistill.decoding.kv_cache import DraftKVCache
-from specdistill.decoding.proposer import BatchProposer, DecodingState, Proposal
-from specdistill.decoding.sampling import Sampling, draw
-from specdistill.decoding.transformers_models import attention_masks
-from specdistill.decoding.tree import DynamicTree, StaticTree, Step, candidates_are_drawn
+from specdistill.decoding.proposer import BatchProposer, BatchState, DecodingState, Proposal
+from specdistill.decoding.sampling import Generators, Sampling, draw, uniforms
+from specdistill.decoding.transformers_models import TransformersBatch, check_batchable, last_of, padded
+from specdistill.decoding.tree import DynamicTree, StaticTree, Step, Tree, candidates_are_drawn
 from specdistill.errors import UserError
-from specdistill.methods.draft_model.llama import LlamaStack, is_plain_llama
+from specdistill.methods.draft_model.layers import LlamaBatch, LlamaLayers, TransformersLayers, is_plain_llama
 from specdistill.methods.draft_model.vocabulary import SharedVocabulary
 
 WINDOW_SHARE = 0.75  # of the context a window restarts with: rebuilding then costs one step in N/4 tokens
-
-
-class TransformersLayers:
-    """Any causal language model's layers, and the keys and values of the sequence so far: new ids [1, T] -> hidden states [1, T, H]."""
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        self.backbone: Any = model.get_decoder()
-        self.config = model.config.get_text_config()
-        self.restart()
-
-    def restart(self) -> None:
-        # Plain layers even for a model with sliding windows, whose own would not give back what they dropped; the mask does the rest.
-        self.cache = DynamicCache()
-
-    def crop(self, count: int) -> None:
-        """Forget the last `count` positions."""
-        self.cache.crop(-count)
-
-    def __call__(self, ids_1T: Tensor) -> Tensor:
-        hidden: Tensor = self.backbone(input_ids=ids_1T, past_key_values=self.cache, use_cache=True).last_hidden_state
-        return hidden
-
-    def level(self, ids_1T: Tensor, step: Step) -> Tensor:
-        """A level of a tree; `step` says what the cache holds with it."""
-        hidden: Tensor = self.backbone(
-            input_ids=ids_1T,
-            position_ids=torch.tensor([step.positions_T], device=ids_1T.device),
-            attention_mask=attention_masks(step, self.config, self.backbone.dtype),
-            past_key_values=self.cache,
-            use_cache=True,
-        ).last_hidden_state
-        return hidden
-
-
-class LlamaLayers:
-    """`TransformersLayers` of a plain Llama, faster."""
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        self.stack = LlamaStack(model)
-        self.device = model.device
-        self.restart()
-
-    def restart(self) -> None:
-        self.cache = DraftKVCache(len(self.stack.layers), self.stack.rotary, self.device)
-
-    def crop(self, count: int) -> None:
-        self.cache.length -= count
-
-    def __call__(self, ids_1T: Tensor) -> Tensor:
-        hidden: Tensor = self.stack(ids_1T, self.cache.next_rotary(ids_1T.shape[1]), self.cache)
-        return hidden
-
-    def level(self, ids_1T: Tensor, step: Step) -> Tensor:
-        hidden: Tensor = self.stack(ids_1T, self.cache.level(step), self.cache)
-        return hidden
 
 
 class DraftModelProposer:
@@ -97,6 +42,8 @@ class DraftModelProposer:
     """
 
     aux_layers: tuple[int, ...] = ()
+    vocabulary: frozenset[int] | None = None
+    draws = staticmethod(candidates_are_drawn)
 
     def __init__(
         self,
@@ -107,37 +54,27 @@ class DraftModelProposer:
         context: str = "refuse",
         target_max_length: int | None = None,
     ) -> None:
-        if confidence_threshold is not None and not 0 <= confidence_threshold <= 1:
-            raise UserError("eval.confidence_threshold", got=confidence_threshold, expected="null or 0..1")
-        if context not in ("refuse", "window"):
-            raise UserError("eval.draft_context", got=context, expected="refuse or window")
         self.draft = draft.eval()
         self.head = draft.get_output_embeddings()
-        self.layers = LlamaLayers(draft) if is_plain_llama(draft) else TransformersLayers(draft)
-        self.config = draft.config.get_text_config()
+        self.layers: Any = LlamaLayers(draft) if is_plain_llama(draft) else TransformersLayers(draft)
         self.shared_vocabulary = vocabulary
         self.confidence_threshold = confidence_threshold
         self.context = context
-        self.max_positions: int | None = getattr(self.config, "max_position_embeddings", None)
+        text_config = draft.config.get_text_config()
+        self.max_positions: int | None = getattr(text_config, "max_position_embeddings", None)
         self.target_max_length = target_max_length
         self.num_parameters = sum(parameter.numel() for parameter in draft.parameters())
         self.num_bytes = sum(parameter.numel() * parameter.element_size() for parameter in draft.parameters())
         if vocabulary:
             self._target_ids_W = vocabulary.target_ids_W.to(draft.device)
             self._draft_ids_W = vocabulary.draft_ids_W.to(draft.device)
-            self._draft_id_of = vocabulary.draft_id_of()
-
-    @property
-    def vocabulary(self) -> frozenset[int] | None:
-        return frozenset(self.shared_vocabulary.target_ids_W.tolist()) if self.shared_vocabulary else None
+            self._draft_id_of = dict(zip(vocabulary.target_ids_W.tolist(), vocabulary.draft_ids_W.tolist(), strict=True))
+            self.vocabulary = frozenset(self._draft_id_of)
 
     @property
     def settings(self) -> dict[str, Any]:
         threshold = {} if self.confidence_threshold is None else {"confidence_threshold": self.confidence_threshold}
         return {**threshold, "draft_context": self.context}
-
-    def draws(self, sampling: Sampling, tree: StaticTree | DynamicTree | None) -> bool:
-        return candidates_are_drawn(sampling, tree)
 
     def passes(self, k: int) -> int:
         return k
@@ -160,28 +97,12 @@ class DraftModelProposer:
 
     def propose_from_uniforms(self, state: DecodingState, k: int, sampling: Sampling, uniforms_K: Tensor) -> Proposal:
         """`propose` as a function of its randomness: one uniform in [0, 1) for each draft token, unused when greedy."""
-        unchanged = self._read(state.token_ids)
-        if not self._context:  # none of it can be said in the draft's tokens
+        feed, steps = self._feed(state.token_ids, k)
+        if not feed:
             return Proposal([])
-        steps = self._make_room(k)
-        next_ids = torch.tensor([self._uncached(unchanged)], device=self.draft.device)
-        uniforms_K = uniforms_K.to(self.draft.device)
-        chosen: list[Tensor] = []  # [1] each, indices into the W tokens
-        distributions: list[Tensor] = []
-        for step in range(steps):
-            num_fed = step  # draft tokens in the cache: all but the last drafted
-            logits_1W = self._forward(next_ids)
-            if self._is_unsure(logits_1W, sampling):
-                break
-            if sampling.is_greedy:
-                index = logits_1W.argmax(-1)
-            else:
-                probs_1W = sampling.probabilities(logits_1W)
-                index = draw(probs_1W, uniforms_K[step : step + 1])
-                distributions.append(probs_1W)
-            chosen.append(index)
-            next_ids = (index if self.shared_vocabulary is None else self._draft_ids_W[index]).unsqueeze(0)
-        return self._proposal(chosen, distributions, num_fed)
+        uniforms_1K = None if sampling.is_greedy else uniforms_K.unsqueeze(0)
+        (proposal,) = draft_chains(lambda ids, _: self.layers(ids)[:, -1], [self], [feed], [steps], sampling, uniforms_1K)
+        return proposal
 
     def propose_tree(
         self, state: DecodingState, shape: StaticTree | DynamicTree, sampling: Sampling, generator: torch.Generator | None
@@ -190,37 +111,42 @@ class DraftModelProposer:
         if self.confidence_threshold is not None:
             got = f"{self.confidence_threshold} with a tree"
             raise UserError("eval.confidence_threshold", got=got, expected="null: eval.tree.budget bounds a tree")
-        unchanged = self._read(state.token_ids)
-        if not self._context:
+        feed, depth = self._feed(state.token_ids, shape.depth)
+        if not feed:
             return Proposal([])
-        shape = shape.cut(self._make_room(shape.depth))
-        logits_1W = self._forward(torch.tensor([self._uncached(unchanged)], device=self.draft.device))
+        shape = shape.cut(depth)
+        logits_1W = self._logits(self.layers(torch.tensor([feed], device=self.draft.device))[:, -1])
         step = Step.before(len(self._cached), self.draft.device)
 
         def expand(index_T: Tensor, rows_T: Tensor) -> Tensor:
             nonlocal step
             step = step.descend(rows_T)
-            ids_T = index_T if self.shared_vocabulary is None else self._draft_ids_W[index_T]
-            logits_TV: Tensor = self.head(self.layers.level(ids_T.unsqueeze(0), step)[0])
-            return logits_TV if self.shared_vocabulary is None else logits_TV[:, self._draft_ids_W]
+            return self._logits(self.layers(self._draft_ids(index_T).unsqueeze(0), step)[0])
 
         index_N, tree, probs_NW = shape.grow(logits_1W, expand, sampling, generator)
         if step.positions:
             self.layers.crop(len(step.positions))
-        if self.shared_vocabulary is None:
-            return Proposal(index_N.tolist(), probs_NW, tree)
-        probs_NV = None if probs_NW is None else self._over_target_vocabulary(probs_NW)
-        return Proposal(self._target_ids_W[index_N].tolist(), probs_NV, tree)
+        return self._proposal(index_N, probs_NW, tree)
 
     def batched(self) -> BatchProposer:
-        from specdistill.methods.draft_model.batch_proposer import BatchDraftModel  # which is made of this class
-
         return BatchDraftModel(self)
 
-    def _forward(self, ids_1T: Tensor) -> Tensor:
-        """Logits [1, W] of the token after the last of the new ones."""
-        logits_1V: Tensor = self.head(self.layers(ids_1T)[:, -1])
-        return logits_1V if self.shared_vocabulary is None else logits_1V[:, self._draft_ids_W]
+    def _feed(self, token_ids: Sequence[int], k: int) -> tuple[list[int], int]:
+        """What is fed first, and how many tokens can be drafted; nothing and 0 where the draft's tokens say none of it."""
+        unchanged = self._read(token_ids)
+        if not self._context:
+            return [], 0
+        steps = self._make_room(k)
+        return self._uncached(unchanged), steps
+
+    def _logits(self, hidden_BH: Tensor) -> Tensor:
+        """[B, W]"""
+        logits_BV: Tensor = self.head(hidden_BH)
+        return logits_BV if self.shared_vocabulary is None else logits_BV[:, self._draft_ids_W]
+
+    def _draft_ids(self, index: Tensor) -> Tensor:
+        """The draft's ids of tokens among the W."""
+        return index if self.shared_vocabulary is None else self._draft_ids_W[index]
 
     def _is_unsure(self, logits_1W: Tensor, sampling: Sampling) -> bool:
         if self.confidence_threshold is None:
@@ -228,24 +154,14 @@ class DraftModelProposer:
         probs_1W = (logits_1W.float() / (sampling.temperature or 1.0)).softmax(-1)
         return float(probs_1W.max()) < self.confidence_threshold
 
-    def _proposal(self, chosen: list[Tensor], distributions: list[Tensor], num_fed: int) -> Proposal:
-        """The proposal in the target's ids; notes that the first `num_fed` draft tokens are in the cache."""
-        if not chosen:
-            return Proposal([])
-        index_K = torch.cat(chosen)
-        probs_KW = torch.cat(distributions) if distributions else None
+    def _proposal(self, index_N: Tensor, probs_NW: Tensor | None, tree: Tree | None = None) -> Proposal:
+        """In the target's ids."""
         if self.shared_vocabulary is None:
-            tokens = fed = index_K.tolist()
-        else:
-            tokens, fed = self._target_ids_W[index_K].tolist(), self._draft_ids_W[index_K].tolist()
-            probs_KW = None if probs_KW is None else self._over_target_vocabulary(probs_KW)
-        self._cached += fed[:num_fed]
-        return Proposal(tokens, probs_KW)
-
-    def _over_target_vocabulary(self, probs_TW: Tensor) -> Tensor:
-        assert self.shared_vocabulary is not None
-        probs_TV = probs_TW.new_zeros(len(probs_TW), self.shared_vocabulary.target_vocab_size)
-        return probs_TV.index_copy_(1, self._target_ids_W, probs_TW)
+            return Proposal(index_N.tolist(), probs_NW, tree)
+        if probs_NW is not None:
+            probs_NV = probs_NW.new_zeros(len(probs_NW), self.shared_vocabulary.target_vocab_size)
+            probs_NW = probs_NV.index_copy_(1, self._target_ids_W, probs_NW)
+        return Proposal(self._target_ids_W[index_N].tolist(), probs_NW, tree)
 
     def _read(self, token_ids: Sequence[int]) -> int:
         """Extend the draft's sequence by the target's new tokens; returns how many of the draft's tokens are unchanged.
@@ -311,3 +227,88 @@ class DraftModelProposer:
     def _refuse(self, length: int) -> NoReturn:
         got = f"a draft whose context is {self.max_positions} tokens for a sequence of {length}"
         raise UserError("eval.draft_context", got=got, expected="window, a draft with a longer context, or shorter sequences")
+
+
+def draft_chains(
+    forward: Callable[[Tensor, Sequence[int]], Tensor],
+    rows: Sequence[DraftModelProposer],
+    feeds: Sequence[list[int]],
+    steps: Sequence[int],
+    sampling: Sampling,
+    uniforms_BK: Tensor | None,
+) -> list[Proposal]:
+    """A chain of up to steps[b] tokens for each of B sequences of one draft, which feed feeds[b] first; notes what is in the cache.
+
+    forward: new ids [B, T], of which counts[b] are valid -> hidden states [B, H] at each row's last one. uniforms_BK: None when greedy.
+    Rows that stop early, or have no more room in the draft's context, are padded until the others are done.
+    """
+    draft, device = rows[0], rows[0].draft.device
+    counts, next_ids = [len(feed) for feed in feeds], padded(feeds, device)
+    uniforms_BK = None if uniforms_BK is None else uniforms_BK.to(device)
+    chosen: list[Tensor] = []  # [B] each, indices into the W tokens
+    distributions: list[Tensor] = []
+    num_passes, num_drafted = [0] * len(rows), [0] * len(rows)
+    for step in range(max(steps)):
+        logits_BW = draft._logits(forward(next_ids, counts))
+        if uniforms_BK is None:
+            chosen.append(logits_BW.argmax(-1))
+        else:
+            distributions.append(sampling.probabilities(logits_BW))
+            chosen.append(draw(distributions[-1], uniforms_BK[:, step]))
+        for b, count in enumerate(counts):
+            if count:
+                num_passes[b] += 1
+                sure = not draft._is_unsure(logits_BW[b : b + 1], sampling)
+                num_drafted[b] += sure
+                counts[b] = int(sure and step + 1 < steps[b])
+        if not any(counts):
+            break
+        next_ids = draft._draft_ids(chosen[-1]).unsqueeze(1)
+    proposals = [Proposal([])] * len(rows)
+    for b, (row, drafted, passes) in enumerate(zip(rows, num_drafted, num_passes, strict=True)):
+        if drafted:
+            index_K = torch.stack([index_B[b] for index_B in chosen[:drafted]])
+            probs_KW = torch.stack([probs_BW[b] for probs_BW in distributions[:drafted]]) if distributions else None
+            proposals[b] = row._proposal(index_K, probs_KW)
+            row._cached += row._draft_ids(index_K).tolist()[: passes - 1]
+    return proposals
+
+
+class BatchDraftModel:
+    """`DraftModelProposer` for B sequences: each row has one, which reads its sequence and says what to feed; the passes are shared."""
+
+    aux_layers: tuple[int, ...] = ()
+
+    def __init__(self, proposer: DraftModelProposer) -> None:
+        if not isinstance(proposer.layers, LlamaLayers):
+            check_batchable(proposer.draft, "the draft")
+        self.proposer = proposer
+        self.rows: list[DraftModelProposer] = []
+        self.layers: LlamaBatch | TransformersBatch
+
+    def begin(self, max_lengths: Sequence[int]) -> None:
+        self.rows = [copy.copy(self.proposer) for _ in max_lengths]
+        for row, max_length in zip(self.rows, max_lengths, strict=True):
+            # The batch's layers are told once for all rows what to forget.
+            row.layers = SimpleNamespace(restart=lambda: None, crop=lambda count: None)
+            row.begin(max_length)
+        layers = self.proposer.layers
+        if isinstance(layers, LlamaLayers):
+            self.layers = LlamaBatch(layers, len(self.rows))
+        else:
+            self.layers = TransformersBatch(self.proposer.draft, len(self.rows))
+
+    def propose(self, state: BatchState, k: int, sampling: Sampling, generators: Generators) -> list[Proposal]:
+        fed = [row._feed(token_ids, k) for row, token_ids in zip(self.rows, state.token_ids, strict=True)]
+        feeds, steps = [feed for feed, _ in fed], [num_steps for _, num_steps in fed]
+        self.layers.cache.truncate([len(row._cached) - len(feed) for row, feed in zip(self.rows, feeds, strict=True)])
+
+        def forward(ids_BT: Tensor, counts: Sequence[int]) -> Tensor:
+            return last_of(self.layers(ids_BT, counts), counts)
+
+        uniforms_BK = None if sampling.is_greedy else uniforms(k, generators)
+        return draft_chains(forward, self.rows, feeds, steps, sampling, uniforms_BK)
+
+    def keep(self, rows: Sequence[int]) -> None:
+        self.rows = [self.rows[row] for row in rows]
+        self.layers.cache.keep(rows)

@@ -13,8 +13,8 @@ Kept parts stay in their order. Decoders built like Llama's and Qwen's: RMS norm
 """
 
 import copy
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,19 +35,13 @@ AXES: dict[str, tuple[str | None, ...]] = {
     "k_proj.weight": ("key", "hidden"),
     "v_proj.weight": ("key", "hidden"),
     "o_proj.weight": ("hidden", "query"),
-    "q_proj.bias": ("query",),
-    "k_proj.bias": ("key",),
-    "v_proj.bias": ("key",),
-    "o_proj.bias": ("hidden",),
     "q_norm.weight": (None,),
     "k_norm.weight": (None,),
     "gate_proj.weight": ("inner", "hidden"),
     "up_proj.weight": ("inner", "hidden"),
     "down_proj.weight": ("hidden", "inner"),
-    "gate_proj.bias": ("inner",),
-    "up_proj.bias": ("inner",),
-    "down_proj.bias": ("hidden",),
 }
+AXES |= {name.replace("weight", "bias"): axes[:1] for name, axes in AXES.items() if name.endswith("proj.weight")}
 
 
 def evenly_spaced(num_layers: int, keep: int) -> list[int]:
@@ -61,13 +55,23 @@ def reshaped(config: Any, shape: Shape) -> Any:
     kinds = getattr(config, "layer_types", None)
     if kinds is not None:
         config.layer_types = [kinds[index] for index in evenly_spaced(len(kinds), shape.num_layers)]
-    config.num_hidden_layers = shape.num_layers
-    config.hidden_size = shape.hidden_size
-    config.intermediate_size = shape.intermediate_size
-    config.num_attention_heads = shape.num_attention_heads
-    config.num_key_value_heads = shape.num_key_value_heads
-    config.head_dim = shape.head_dim
+    sizes = dict(vars(shape))
+    config.update({"num_hidden_layers": sizes.pop("num_layers"), **sizes})
     return config
+
+
+def resized(
+    target: PreTrainedModel, shape: Shape, weights: dict[str, Tensor] | None = None, *, seed: int = 0
+) -> PreTrainedModel:
+    """A model of the target's class in another shape, with these weights (all of them, and no other) or fresh ones. float32."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model: Any = type(target)(reshaped(target.config, shape))
+    if weights is not None:
+        model.load_state_dict(weights)
+        model.generation_config = copy.deepcopy(target.generation_config)
+    draft: PreTrainedModel = model.to(device=target.device, dtype=torch.float32).eval()
+    return draft
 
 
 def from_layers(target: PreTrainedModel, num_layers: int) -> PreTrainedModel:
@@ -78,8 +82,7 @@ def from_layers(target: PreTrainedModel, num_layers: int) -> PreTrainedModel:
     check_decoder(target)
     shape = shape_of(target.config)
     kept = _kept_layers(shape, num_layers)
-    weights = _layers_of(target, kept)
-    return _loaded(target, Shape(**{**vars(shape), "num_layers": num_layers}), weights)
+    return resized(target, replace(shape, num_layers=num_layers), _layers_of(target, kept))
 
 
 def from_width(target: PreTrainedModel, calibration_ids_RT: Tensor, shape: Shape) -> PreTrainedModel:
@@ -95,15 +98,13 @@ def from_width(target: PreTrainedModel, calibration_ids_RT: Tensor, shape: Shape
     hidden = _largest(norms.hidden_H, shape.hidden_size)
     weights = {}
     for name, tensor in _layers_of(target, kept).items():
-        layer = int(name.split("layers.")[1].split(".")[0]) if "layers." in name else None
+        layer = int(name.split("layers.")[1].split(".")[0]) if "layers." in name else -1
         for dimension, axis in enumerate(AXES[_suffix(name)]):
-            if axis == "hidden":
-                tensor = tensor.index_select(dimension, hidden)
-            elif axis is not None:
-                assert layer is not None, name
-                tensor = tensor.index_select(dimension, norms.kept_entries(axis, layer, shape, whole))
+            if axis is not None:
+                entries = hidden if axis == "hidden" else norms.kept_entries(axis, layer, shape, whole)
+                tensor = tensor.index_select(dimension, entries)
         weights[name] = tensor
-    return _loaded(target, shape, weights)
+    return resized(target, shape, weights)
 
 
 @dataclass(frozen=True)
@@ -137,24 +138,17 @@ def activation_norms(target: PreTrainedModel, ids_RT: Tensor, layers: list[int])
     inner_LI = torch.zeros(len(layers), shape.intermediate_size, device=device)
     heads_LN = torch.zeros(len(layers), shape.num_attention_heads, device=device)
 
-    def add_output(total: Tensor) -> Callable[..., None]:
-        def hook(_module: nn.Module, _args: Any, output: Tensor) -> None:
-            total.add_(output.float().square().flatten(0, -2).sum(0))
+    def add(total: Tensor, width: int, _module: nn.Module, args: tuple[Tensor, ...], output: Tensor | None = None) -> None:
+        x = args[0] if output is None else output
+        total.add_(x.float().square().flatten(0, -2).sum(0).view(-1, width).sum(1))
 
-        return hook
-
-    def add_input(total: Tensor, width: int) -> Callable[..., None]:
-        def hook(_module: nn.Module, args: tuple[Tensor, ...]) -> None:
-            total.add_(args[0].float().square().flatten(0, -2).sum(0).view(-1, width).sum(1))
-
-        return hook
-
-    handles = [decoder.norm.register_forward_hook(add_output(hidden_H))]
+    add_hidden = partial(add, hidden_H, 1)
+    handles = [decoder.norm.register_forward_hook(add_hidden)]
     for row, index in enumerate(layers):
         layer = decoder.layers[index]
-        handles += [norm.register_forward_hook(add_output(hidden_H)) for norm in _norms(layer)]
-        handles.append(layer.mlp.down_proj.register_forward_pre_hook(add_input(inner_LI[row], 1)))
-        handles.append(layer.self_attn.o_proj.register_forward_pre_hook(add_input(heads_LN[row], shape.head_dim)))
+        handles += [norm.register_forward_hook(add_hidden) for norm in (layer.input_layernorm, layer.post_attention_layernorm)]
+        handles.append(layer.mlp.down_proj.register_forward_pre_hook(partial(add, inner_LI[row], 1)))
+        handles.append(layer.self_attn.o_proj.register_forward_pre_hook(partial(add, heads_LN[row], shape.head_dim)))
     try:
         for ids_T in ids_RT:
             decoder(input_ids=ids_T[None].to(device), use_cache=False)
@@ -170,10 +164,6 @@ def check_decoder(target: PreTrainedModel) -> None:
     if unknown or not hasattr(target.get_decoder(), "layers"):
         got = f"a {target.config.model_type} target with {', '.join(unknown[:3]) or 'no layers'}"
         raise UserError("draft.init", got=got, expected="a decoder built like Llama's or Qwen's, or a trained smaller model")
-
-
-def _norms(layer: Any) -> list[nn.Module]:
-    return [layer.input_layernorm, layer.post_attention_layernorm]
 
 
 def _suffix(name: str) -> str:
@@ -200,16 +190,6 @@ def _layers_of(target: PreTrainedModel, kept: list[int]) -> dict[str, Tensor]:
     return weights
 
 
-def _loaded(target: PreTrainedModel, shape: Shape, weights: dict[str, Tensor]) -> PreTrainedModel:
-    """A model of the target's class in another shape, with these weights: every one of them, and no other."""
-    with torch.random.fork_rng():  # the class draws weights that are then overwritten
-        model: Any = type(target)(reshaped(target.config, shape))
-    model.load_state_dict(weights)
-    model.generation_config = copy.deepcopy(target.generation_config)
-    draft: PreTrainedModel = model.to(device=target.device, dtype=torch.float32).eval()
-    return draft
-
-
 def _check_narrower(shape: Shape, whole: Shape) -> None:
     """Every size at most the target's, heads shared out evenly, head_dim the target's."""
     for name, size in vars(shape).items():
@@ -220,11 +200,8 @@ def _check_narrower(shape: Shape, whole: Shape) -> None:
     most = whole.num_attention_heads // whole.num_key_value_heads
     share, left = divmod(shape.num_attention_heads, shape.num_key_value_heads)
     if left or not 1 <= share <= most:
-        raise UserError(
-            "draft.num_attention_heads",
-            got=f"{shape.num_attention_heads} for {shape.num_key_value_heads} key/value heads",
-            expected=f"1 to {most} for each key/value head, the same for all",
-        )
+        got = f"{shape.num_attention_heads} for {shape.num_key_value_heads} key/value heads"
+        raise UserError("draft.num_attention_heads", got=got, expected=f"1 to {most} for each key/value head, the same for all")
 
 
 def _largest(norms: Tensor, keep: int) -> Tensor:

@@ -9,7 +9,7 @@ Shapes: W tokens in both vocabularies.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from torch import Tensor
 from specdistill.errors import UserError
 
 NUM_NAMED = 3  # differing tokens that an error names
-KEY = "eval.draft"
+T = TypeVar("T", int, str)
 
 
 @dataclass(frozen=True)
@@ -32,10 +32,6 @@ class SharedVocabulary:
     target_vocab_size: int
     target_tokenizer: Any
     draft_tokenizer: Any
-
-    def draft_id_of(self) -> dict[int, int]:
-        """The draft's id of each shared target id."""
-        return dict(zip(self.target_ids_W.tolist(), self.draft_ids_W.tolist(), strict=True))
 
     def reencode(self, target_ids: Sequence[int]) -> list[int]:
         """Target tokens that the draft lacks, in the draft's own tokens; possibly none.
@@ -55,7 +51,7 @@ def match_vocabularies(
     draft_vocab_size: int,
     *,
     heterogeneous: bool = False,
-    key: str = KEY,
+    key: str = "eval.draft",
 ) -> SharedVocabulary | None:
     """How a draft's ids stand to the target's: None where they are the same, down to the size of the logits.
 
@@ -86,45 +82,31 @@ def describe_difference(target_tokenizer: Any, draft_tokenizer: Any) -> str | No
 
     None when every id names the same token, and the same tokens are special in the same roles.
     """
-    target, draft = _tokens(target_tokenizer), _tokens(draft_tokenizer)
-    differing = [token_id for token_id in sorted(target.keys() | draft.keys()) if target.get(token_id) != draft.get(token_id)]
-    special = _special_difference(_special_tokens(target_tokenizer), _special_tokens(draft_tokenizer))
-    if not differing and not special:
-        return None
-    sizes = f"a draft of {len(draft)} tokens for a target of {len(target)}"
-    parts = []
-    if differing:
-        named = [f"id {i} is {_shown(draft.get(i))}, the target's {_shown(target.get(i))}" for i in differing[:NUM_NAMED]]
-        parts.append(f"{len(differing)} ids differ: {'; '.join(named)}{' …' * (len(differing) > NUM_NAMED)}")
-    if special:
-        named = special[:NUM_NAMED]
-        parts.append(f"different special tokens: {'; '.join(named)}{' …' * (len(special) > NUM_NAMED)}")
-    return f"{sizes}, where {', and '.join(parts)}"
+    tokens = [
+        {token_id: repr(token) for token, token_id in it.get_vocab().items()} for it in (target_tokenizer, draft_tokenizer)
+    ]
+    differing = _differences("id ", *tokens)
+    special = _differences("", _special_tokens(target_tokenizer), _special_tokens(draft_tokenizer))
+    parts = [f"{len(differing)} ids differ: {_first(differing)}"] if differing else []
+    parts += [f"different special tokens: {_first(special)}"] if special else []
+    sizes = f"a draft of {len(tokens[1])} tokens for a target of {len(tokens[0])}"
+    return f"{sizes}, where {', and '.join(parts)}" if parts else None
 
 
-def _tokens(tokenizer: Any) -> dict[int, str]:
-    """id -> token, added tokens included."""
-    return {token_id: token for token, token_id in tokenizer.get_vocab().items()}
-
-
-def _special_tokens(tokenizer: Any) -> dict[str, tuple[str, int]]:
-    """role -> (token, id); tokens that are special in no role of their own stand under their own name."""
-    roles = {role: token for role, token in tokenizer.special_tokens_map.items() if isinstance(token, str)}
-    roles |= {token: token for token in tokenizer.all_special_tokens if token not in roles.values()}
-    return {role: (token, tokenizer.convert_tokens_to_ids(token)) for role, token in roles.items()}
-
-
-def _special_difference(target: Mapping[str, tuple[str, int]], draft: Mapping[str, tuple[str, int]]) -> list[str]:
+def _differences(what: str, target: Mapping[T, str], draft: Mapping[T, str]) -> list[str]:
     return [
-        f"{role} is {_named(draft.get(role))}, the target's {_named(target.get(role))}"
-        for role in sorted(target.keys() | draft.keys())
-        if target.get(role) != draft.get(role)
+        f"{what}{key} is {draft.get(key, 'none')}, the target's {target.get(key, 'none')}"
+        for key in sorted(target.keys() | draft.keys())
+        if target.get(key) != draft.get(key)
     ]
 
 
-def _named(token: tuple[str, int] | None) -> str:
-    return "none" if token is None else f"{token[0]!r} (id {token[1]})"
+def _first(named: Sequence[str]) -> str:
+    return "; ".join(named[:NUM_NAMED]) + " …" * (len(named) > NUM_NAMED)
 
 
-def _shown(token: str | None) -> str:
-    return "none" if token is None else repr(token)
+def _special_tokens(tokenizer: Any) -> dict[str, str]:
+    """role -> token and id; tokens that are special in no role of their own stand under their own name."""
+    roles = {role: token for role, token in tokenizer.special_tokens_map.items() if isinstance(token, str)}
+    roles |= {token: token for token in tokenizer.all_special_tokens if token not in roles.values()}
+    return {role: f"{token!r} (id {tokenizer.convert_tokens_to_ids(token)})" for role, token in roles.items()}

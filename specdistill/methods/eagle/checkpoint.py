@@ -15,20 +15,7 @@ from torch import Tensor
 
 from specdistill.engines.engine import Engine, HeadExport
 from specdistill.errors import UserError
-from specdistill.methods.checkpoint import (
-    Target,
-    check_fit,
-    check_tensors,
-    fill,
-    is_copy,
-    new_folder,
-    read_config,
-    read_tensors,
-    shape_from_json,
-    shape_to_json,
-    stored_dtype,
-    write_draft,
-)
+from specdistill.methods import checkpoint
 from specdistill.methods.eagle.module import EagleConfig, EagleDraft
 from specdistill.targets.files import EMBEDDING, TargetFiles, needed
 from specdistill.targets.frozen import FrozenTarget
@@ -39,7 +26,7 @@ WHAT = "an EAGLE-1 head"
 def save_eagle(draft: EagleDraft, folder: Path) -> None:
     """Write the head; `load_eagle` reads it back bit for bit."""
     tensors = {name: tensor for name, tensor in draft.state_dict().items() if name not in draft.shared}
-    write_draft(folder, config_to_json(draft.config, draft.fc.weight.dtype), tensors)
+    checkpoint.write_draft(folder, config_to_json(draft.config, draft.fc.weight.dtype), tensors)
 
 
 def load_eagle(folder: Path | str, target: FrozenTarget, *, key: str = "eval.draft") -> EagleDraft:
@@ -50,31 +37,31 @@ def load_eagle(folder: Path | str, target: FrozenTarget, *, key: str = "eval.dra
     """
     folder = Path(folder)
     config, tensors = read_eagle(folder, target, key=key)
-    dtype = stored_dtype([tensor for name, tensor in tensors.items() if name not in EagleDraft.shared])
-    for name in EagleDraft.shared:
-        if not is_copy(tensors.setdefault(name, target.tensor(name)), target.tensor(name)):
+    dtype = checkpoint.stored_dtype([tensor for name, tensor in tensors.items() if name not in EagleDraft.shared])
+    for name in sorted(EagleDraft.shared):
+        if not checkpoint.is_copy(tensors.setdefault(name, target.tensor(name)), target.tensor(name)):
             raise UserError(key, got=f"{folder} with another {name} than {target.name} has", expected="a head made for it")
     draft = EagleDraft(config)
-    fill(draft, tensors, dtype, folder, key, what=WHAT)
+    checkpoint.fill(draft, tensors, dtype)
     return draft
 
 
-def read_eagle(folder: Path, target: Target | None, *, key: str) -> tuple[EagleConfig, dict[str, Tensor]]:
+def read_eagle(folder: Path, target: checkpoint.Target | None, *, key: str) -> tuple[EagleConfig, dict[str, Tensor]]:
     """A head's config and tensors, checked against each other; it may bring copies of the target's embedding and head, or not.
 
     Raises UserError as `load_eagle` does.
     """
-    raw = read_config(folder, key)
+    raw = checkpoint.read_config(folder, key)
     config = config_from_json(raw.get("model", raw), key)
     if target is not None:
-        check_fit({"hidden_size": config.hidden_size, "vocab_size": config.vocab_size}, target, folder, key)
-    tensors = read_tensors(folder, key)
+        checkpoint.check_fit({"hidden_size": config.hidden_size, "vocab_size": config.vocab_size}, target, folder, key)
+    tensors = checkpoint.read_tensors(folder, key)
     if "fc.bias" in tensors and not tensors["fc.bias"].any():
         del tensors["fc.bias"]
         config = dataclasses.replace(config, fc_bias=False)
     with torch.device("meta"):
         expected = EagleDraft(config).state_dict()
-    check_tensors(expected, tensors, folder, key, what=WHAT, optional=EagleDraft.shared)
+    checkpoint.check_tensors(expected, tensors, folder, key, what=WHAT, optional=EagleDraft.shared)
     return config, tensors
 
 
@@ -86,24 +73,24 @@ def export(draft: Path, engine: Engine, output: Path, target: TargetFiles | None
     config, tensors = read_eagle(draft, target, key="draft")
     layout.check(engine.name, config, draft)
     for name in EagleDraft.shared & tensors.keys():
-        if not is_copy(tensors.pop(name), needed(target, f"{draft} repeats its {name}").tensor(name)):
+        if not checkpoint.is_copy(tensors.pop(name), needed(target, f"{draft} repeats its {name}").tensor(name)):
             raise UserError("draft", got=f"{draft} with another {name} than its target has", expected="a head made for it")
-    dtype = stored_dtype(tensors.values())
+    dtype = checkpoint.stored_dtype(tensors.values())
     if layout.fc_bias:
         tensors.setdefault("fc.bias", torch.zeros(config.hidden_size, dtype=dtype))
     if layout.needs_target:
         target = needed(target, layout.needs_target)
         tensors[EMBEDDING] = target.tensor(EMBEDDING).to(dtype)
-    described = layout.config(HeadExport(shape_to_json(config, dtype), config, target, num_speculative_tokens))
-    with new_folder(output) as partial:
-        write_draft(partial, described, tensors)
+    described = layout.config(HeadExport(checkpoint.shape_to_json(config, dtype), config, target, num_speculative_tokens))
+    with checkpoint.new_folder(output) as partial:
+        checkpoint.write_draft(partial, described, tensors)
 
 
 def config_to_json(config: EagleConfig, dtype: torch.dtype) -> dict[str, Any]:
     """The config.json of a one-layer Llama with the key `bias`."""
-    return {"architectures": ["LlamaForCausalLM"], **shape_to_json(config, dtype), "bias": config.fc_bias}
+    return {"architectures": ["LlamaForCausalLM"], **checkpoint.shape_to_json(config, dtype), "bias": config.fc_bias}
 
 
 def config_from_json(raw: Mapping[str, Any], key: str) -> EagleConfig:
     """The inverse of `config_to_json`."""
-    return EagleConfig(**shape_from_json(raw, key, what=WHAT), fc_bias=raw.get("bias", True))
+    return EagleConfig(**checkpoint.shape_from_json(raw, key, what=WHAT), fc_bias=raw.get("bias", True))

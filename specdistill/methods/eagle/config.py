@@ -1,6 +1,6 @@
 """The recipe of EAGLE-1 heads."""
 
-from specdistill.methods.heads.config import HeadLoss, HeadRecipe, HeadSizes
+from specdistill.methods.recipe import HeadLoss, HeadRecipe, HeadSizes
 from specdistill.recipe.fields import option, section
 
 

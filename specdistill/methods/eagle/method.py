@@ -3,39 +3,23 @@
 from collections.abc import Iterator
 from typing import Any
 
+from specdistill.methods import sizes
 from specdistill.methods.contract import Implementation
 from specdistill.methods.eagle.checkpoint import config_from_json, export, load_eagle, read_eagle, save_eagle
 from specdistill.methods.eagle.module import EagleDraft, build_eagle
+from specdistill.methods.heads import mistakes
 from specdistill.methods.heads.head import create_head
-from specdistill.methods.heads.mistakes import (
-    LIKELY_CAUSES,
-    Repair,
-    mistakes_of_layers,
-    mistakes_of_shape,
-    simulation,
-    swap_halves_of,
-)
 from specdistill.methods.heads.proposer import proposer_loader
 from specdistill.methods.heads.unroll import objective
-from specdistill.methods.sizes import (
-    TOKENS_PER_SAMPLE,
-    Described,
-    Parts,
-    PlannedDraft,
-    Published,
-    Shape,
-    layer_parameters,
-    planned_shape,
-)
 from specdistill.statistics.theory import alpha_from_acceptance_length
 from specdistill.targets.frozen import FrozenTarget
 
 TENSORS = {"fc.weight", "layers.0.self_attn.q_proj.weight"}
 ARCHITECTURES = {"LlamaForCausalLMEagle", "EagleLlamaForCausalLM"}
-PUBLISHED = Published(
+PUBLISHED = sizes.Published(
     (alpha_from_acceptance_length(2.47, 7), alpha_from_acceptance_length(2.10, 2)),
     "AL 2.10 at K = 2 to 2.47 at K = 7 (Llama-3.1-8B, MT-bench, vLLM issue 20780)",
-    68_000 * TOKENS_PER_SAMPLE,
+    68_000 * sizes.TOKENS_PER_SAMPLE,
     "68k ShareGPT conversations (arXiv 2401.15077)",
 )
 
@@ -46,27 +30,27 @@ def is_named(config: Any, names: Any) -> bool:
     return bool(named) or ("layers.0.self_attn.q_proj.weight" in names and "norm.weight" not in names)
 
 
-def mistakes(head: EagleDraft, target: FrozenTarget) -> Iterator[Repair]:
+def repairs(head: EagleDraft, target: FrozenTarget) -> Iterator[mistakes.Repair]:
     """What may be wrong with an EAGLE-1 head whose files are right."""
-    yield "the two halves that fc reads, embedding and hidden state, are swapped", swap_halves_of("fc")
-    yield from mistakes_of_shape(head, target)
-    yield from mistakes_of_layers(head)
+    yield "the two halves that fc reads, embedding and hidden state, are swapped", mistakes.swap_halves_of("fc")
+    yield from mistakes.of_shape(head, target)
+    yield from mistakes.of_layers(head)
 
 
-def planned(target: Described, given: Described | None, settings: dict[str, Any]) -> PlannedDraft:
+def planned(target: sizes.Described, given: sizes.Described | None, settings: dict[str, Any]) -> sizes.PlannedDraft:
     """The head that is given, or the one that a recipe with these keys of `draft:` would train."""
     target.decoder()
-    shape, vocabulary = planned_shape(target, given, settings), target.text.vocab_size
+    shape, vocabulary = sizes.planned_shape(target, given, settings), target.text.vocab_size
     keys = tuple(f"draft.{name}=null" for name in ("intermediate_size", "num_attention_heads", "num_key_value_heads"))
     note = "reads the last hidden state, borrows the target's head"
-    return PlannedDraft(eagle_head(shape, vocabulary), shape, vocabulary, note, PUBLISHED, keys)
+    return sizes.PlannedDraft(eagle_head(shape, vocabulary), shape, vocabulary, note, PUBLISHED, keys)
 
 
-def eagle_head(shape: Shape, vocab_size: int) -> Parts:
+def eagle_head(shape: sizes.Shape, vocab_size: int) -> sizes.Parts:
     """EAGLE-1 (arXiv 2401.15077): fc [H, 2H] and layers, the first without its input norm; embedding and head are the target's."""
     hidden, table = shape.hidden_size, vocab_size * shape.hidden_size
-    parameters = 2 * hidden**2 + shape.num_layers * layer_parameters(shape, hidden) - hidden
-    return Parts(parameters, parameters + table, shape.num_layers, copied=2 * table)
+    parameters = 2 * hidden**2 + shape.num_layers * sizes.layer_parameters(shape, hidden) - hidden
+    return sizes.Parts(parameters, parameters + table, shape.num_layers, copied=2 * table)
 
 
 METHOD = Implementation(
@@ -78,8 +62,8 @@ METHOD = Implementation(
     objective=objective,
     head_shape=lambda config, num_layers: config_from_json(config.get("model", config), "draft"),
     inspect=lambda folder, target: read_eagle(folder, target, key="draft")[0],
-    simulation=simulation(mistakes),
-    likely_causes=LIKELY_CAUSES,
+    simulation=mistakes.simulation(repairs),
+    likely_causes=mistakes.LIKELY_CAUSES,
     planned=planned,
     num_layers=lambda config: config.get("model", config).get("num_hidden_layers"),
     export=export,

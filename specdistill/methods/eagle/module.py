@@ -62,7 +62,7 @@ class EagleDraft(nn.Module):
 
 
 def build_eagle(target: FrozenTarget, *, fc_bias: bool = False, seed: int = 0, **sizes: int | None) -> EagleDraft:
-    """A head before training, as wide as its target, with the `sizes` of a recipe (see specdistill.methods.heads.config).
+    """A head before training, as wide as its target, with the `sizes` of a recipe (see specdistill.methods.recipe).
 
     Raises UserError when the attention heads cannot be shared out evenly.
     """

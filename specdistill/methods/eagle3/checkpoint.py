@@ -20,21 +20,7 @@ from torch import Tensor
 from specdistill.engines.engine import Engine, HeadExport
 from specdistill.engines.limits import AUX_LAYERS, engine_aux_layers
 from specdistill.errors import UserError
-from specdistill.methods.checkpoint import (
-    Target,
-    check_fit,
-    check_settings,
-    check_tensors,
-    fill,
-    is_copy,
-    new_folder,
-    read_config,
-    read_tensors,
-    shape_from_json,
-    shape_to_json,
-    stored_dtype,
-    write_draft,
-)
+from specdistill.methods import checkpoint
 from specdistill.methods.eagle3.module import Eagle3Config, Eagle3Draft
 from specdistill.targets.files import EMBEDDING, HEAD, TargetFiles, needed
 from specdistill.targets.frozen import FrozenTarget
@@ -65,7 +51,7 @@ def save_eagle3(draft: Eagle3Draft, folder: Path) -> None:
     tensors = {
         name.replace("layers.0.", "midlayer."): tensor for name, tensor in draft.state_dict().items() if name not in left_out
     }
-    write_draft(folder, config_to_json(draft.config, draft.fc.weight.dtype), tensors)
+    checkpoint.write_draft(folder, config_to_json(draft.config, draft.fc.weight.dtype), tensors)
 
 
 def load_eagle3(folder: Path | str, target: FrozenTarget, *, key: str = "eval.draft") -> Eagle3Draft:
@@ -77,32 +63,32 @@ def load_eagle3(folder: Path | str, target: FrozenTarget, *, key: str = "eval.dr
     """
     folder = Path(folder)
     config, tensors = read_eagle3(folder, target, key=key)
-    dtype = stored_dtype(tensors.values())
+    dtype = checkpoint.stored_dtype(tensors.values())
     for name in (EMBEDDING, HEAD):
         tensors.setdefault(name, target.tensor(name))
     draft = Eagle3Draft(config)
-    fill(draft, tensors, dtype, folder, key, what=WHAT, optional={"d2t", "t2d"})
+    checkpoint.fill(draft, tensors, dtype)
     if config.prunes_vocabulary:
         draft.set_vocabulary(draft.target_ids_W)
     return draft
 
 
-def read_eagle3(folder: Path, target: Target | None, *, key: str) -> tuple[Eagle3Config, dict[str, Tensor]]:
+def read_eagle3(folder: Path, target: checkpoint.Target | None, *, key: str) -> tuple[Eagle3Config, dict[str, Tensor]]:
     """A head's config and its tensors by the names they have here, without `t2d` (which follows from `d2t`), and without `d2t` when the
     vocabulary is whole. A file may leave out what is the target's: the embedding, and the head of a whole vocabulary.
 
     An embedding that is a copy of the target's, perhaps in another dtype, is left out; the config says when it is the head's own. The
     target is needed where the config does not say how deep it is. Raises UserError as `load_eagle3` does.
     """
-    config = config_from_json(read_config(folder, key), None if target is None else target.num_layers, key)
+    config = config_from_json(checkpoint.read_config(folder, key), None if target is None else target.num_layers, key)
     if target is not None:
         sizes = {"target_hidden_size": config.target_hidden_size, "vocab_size": config.vocab_size}
-        check_fit(sizes | {"num_target_layers": config.target_num_layers}, target, folder, key)
+        checkpoint.check_fit(sizes | {"num_target_layers": config.target_num_layers}, target, folder, key)
     if not all(0 <= layer <= config.target_num_layers for layer in config.aux_layers):
         got = f"{folder} with auxiliary layers {list(config.aux_layers)}"
         raise UserError(key, got=got, expected=f"0..{config.target_num_layers}")
     tensors: dict[str, Tensor] = {}
-    for name, tensor in read_tensors(folder, key).items():
+    for name, tensor in checkpoint.read_tensors(folder, key).items():
         here = name
         for there, part in RENAMED.items():
             here = here.replace(there, part)
@@ -115,7 +101,7 @@ def read_eagle3(folder: Path, target: Target | None, *, key: str) -> tuple[Eagle
     optional = {"t2d"} | (set() if own_width else {EMBEDDING})
     if not config.prunes_vocabulary:
         optional |= {"d2t"} | (set() if own_width else {HEAD})
-    check_tensors(expected, tensors, folder, key, what=WHAT, optional=optional)
+    checkpoint.check_tensors(expected, tensors, folder, key, what=WHAT, optional=optional)
     tensors.pop("t2d", None)
     if "d2t" in tensors:
         ids = torch.arange(config.draft_vocab_size) + tensors["d2t"]
@@ -125,7 +111,7 @@ def read_eagle3(folder: Path, target: Target | None, *, key: str) -> tuple[Eagle
         if not config.prunes_vocabulary:
             del tensors["d2t"]
     if target is not None and EMBEDDING in tensors and not own_width:
-        if is_copy(tensors[EMBEDDING], target.tensor(EMBEDDING)):
+        if checkpoint.is_copy(tensors[EMBEDDING], target.tensor(EMBEDDING)):
             del tensors[EMBEDDING]
         else:
             config = dataclasses.replace(config, own_embedding=True)
@@ -139,7 +125,7 @@ def export(draft: Path, engine: Engine, output: Path, target: TargetFiles | None
     if target is None and EMBEDDING in tensors and config.hidden_size == config.target_hidden_size:
         config = dataclasses.replace(config, own_embedding=True)  # as far as is known
     layout.check(engine.name, config, draft)
-    dtype = stored_dtype(tensors.values())
+    dtype = checkpoint.stored_dtype(tensors.values())
     if HEAD not in tensors:
         tensors[HEAD] = needed(target, f"{draft} leaves out {HEAD}").tensor(HEAD).to(dtype)
     if config.prunes_vocabulary:
@@ -149,10 +135,10 @@ def export(draft: Path, engine: Engine, output: Path, target: TargetFiles | None
         target = needed(target, layout.needs_target)
         if EMBEDDING not in tensors:
             tensors[EMBEDDING] = target.tensor(EMBEDDING).to(dtype)
-    described = layout.config(HeadExport(shape_to_json(config, dtype), config, target, num_speculative_tokens))
-    with new_folder(output) as partial:
+    described = layout.config(HeadExport(checkpoint.shape_to_json(config, dtype), config, target, num_speculative_tokens))
+    with checkpoint.new_folder(output) as partial:
         named = {name.replace("layers.0.", layout.first_layer): tensor for name, tensor in tensors.items()}
-        write_draft(partial, described, named)
+        checkpoint.write_draft(partial, described, named)
 
 
 def config_to_json(config: Eagle3Config, dtype: torch.dtype) -> dict[str, Any]:
@@ -160,17 +146,13 @@ def config_to_json(config: Eagle3Config, dtype: torch.dtype) -> dict[str, Any]:
     eagle: dict[str, Any] = {"use_aux_hidden_state": True}
     if list(config.aux_layers) != engine_aux_layers(config.target_num_layers):
         eagle[AUX_LAYERS] = [layer - 1 for layer in config.aux_layers]
+    own = ("draft_vocab_size", "target_hidden_size", "fc_norm", "norm_output", "norm_before_fc", "norm_before_residual")
     return {
         "architectures": ["LlamaForCausalLMEagle3"],
-        **shape_to_json(config, dtype),
-        "draft_vocab_size": config.draft_vocab_size,
-        "target_hidden_size": config.target_hidden_size,
+        **checkpoint.shape_to_json(config, dtype),
+        **{name: getattr(config, name) for name in own},
         "num_target_layers": config.target_num_layers,
         "num_aux_hidden_states": len(config.aux_layers),
-        "fc_norm": config.fc_norm,
-        "norm_output": config.norm_output,
-        "norm_before_fc": config.norm_before_fc,
-        "norm_before_residual": config.norm_before_residual,
         "eagle_config": eagle,
     }
 
@@ -182,13 +164,13 @@ def config_from_json(raw: Mapping[str, Any], target_num_layers: int | None, key:
     """
     raw = _flat(raw, key)
     nested = raw.get("eagle_config") or {}
-    check_settings(nested, FIXED, key, what=WHAT)
+    checkpoint.check_settings(nested, FIXED, key, what=WHAT)
     num_layers = raw.get("num_target_layers") or target_num_layers
     if num_layers is None:
         raise UserError(
             "target.model", got="nothing", expected="the target: the draft's config.json does not say how deep it is"
         )
-    shape = shape_from_json(raw, key, what=WHAT)
+    shape = checkpoint.shape_from_json(raw, key, what=WHAT)
     config = Eagle3Config(
         **shape,
         draft_vocab_size=raw.get("draft_vocab_size") or shape["vocab_size"],

@@ -10,45 +10,25 @@ from torch import Tensor
 
 from specdistill.data.packing import draft_vocabulary
 from specdistill.engines.limits import engine_aux_layers
+from specdistill.methods import sizes
 from specdistill.methods.contract import Implementation
 from specdistill.methods.eagle3.checkpoint import config_from_json, export, load_eagle3, read_eagle3, save_eagle3
 from specdistill.methods.eagle3.config import Recipe
 from specdistill.methods.eagle3.module import Eagle3Draft, build_eagle3, check_aux_layers
+from specdistill.methods.heads import mistakes
 from specdistill.methods.heads.head import create_head
-from specdistill.methods.heads.mistakes import (
-    LIKELY_CAUSES,
-    Repair,
-    configure,
-    mistakes_of_layers,
-    mistakes_of_shape,
-    set_weight,
-    simulation,
-    swap,
-    swap_halves_of,
-)
 from specdistill.methods.heads.proposer import proposer_loader
 from specdistill.methods.heads.unroll import objective
-from specdistill.methods.sizes import (
-    DRAFT_VOCABULARY,
-    TOKENS_PER_SAMPLE,
-    Described,
-    Parts,
-    PlannedDraft,
-    Published,
-    Shape,
-    layer_parameters,
-    planned_shape,
-)
 from specdistill.statistics.theory import alpha_from_acceptance_length
 from specdistill.targets.frozen import FrozenTarget
 
 TENSORS = ({"fc.weight", "midlayer.hidden_norm.weight"}, {"fc.weight", "layers.0.hidden_norm.weight"})
 ARCHITECTURES = {"LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator"}
-PUBLISHED = Published(
+PUBLISHED = sizes.Published(
     (alpha_from_acceptance_length(2.26, 3), alpha_from_acceptance_length(3.08, 4)),
     "AL 2.26 at K = 3 (Qwen3-8B, vLLM's acceptance test) to 3.08 at K = 4 (Llama-3.1-8B, vLLM issue 20780), MT-bench; "
     "up to 5.3 on mathematics and code, K = 7 (arXiv 2607.05147)",
-    532_000 * TOKENS_PER_SAMPLE,
+    532_000 * sizes.TOKENS_PER_SAMPLE,
     "532k ShareGPT and UltraChat conversations (arXiv 2503.01840)",
 )
 
@@ -58,18 +38,17 @@ def is_named(config: Any, names: Any) -> bool:
     return bool(named) or any(name.startswith("midlayer.") for name in names)
 
 
-def create(recipe: Recipe, target: FrozenTarget, rows: Dataset) -> Eagle3Draft:
+def create(recipe: Recipe, target: FrozenTarget, rows: Dataset) -> Any:
     check_aux_layers(recipe.draft.aux_layers, target.num_layers)
 
     def build(target: FrozenTarget, **options: Any) -> Eagle3Draft:
         vocabulary = draft_vocabulary(rows, target.vocab_size, recipe.draft.vocab_size)
         return build_eagle3(target, draft_vocabulary=vocabulary, **options)
 
-    head: Eagle3Draft = create_head(recipe, target, build, load_eagle3)
-    return head
+    return create_head(recipe, target, build, load_eagle3)
 
 
-def mistakes(head: Eagle3Draft, target: FrozenTarget) -> Iterator[Repair]:
+def repairs(head: Eagle3Draft, target: FrozenTarget) -> Iterator[mistakes.Repair]:
     """What may be wrong with an EAGLE-3 head whose files are right."""
     config, aux_layers, depth = head.config, list(head.config.aux_layers), target.num_layers
 
@@ -77,7 +56,7 @@ def mistakes(head: Eagle3Draft, target: FrozenTarget) -> Iterator[Repair]:
         repaired.layers[0].norm_before_residual = not config.norm_before_residual
 
     yield f"norm_before_residual is {config.norm_before_residual}: it was trained with the other", residual
-    other_output = configure(norm_output=not config.norm_output)
+    other_output = mistakes.configure(norm_output=not config.norm_output)
     yield f"norm_output is {config.norm_output}: it was trained with the other", other_output
     # One more, one less, the engines' default
     others = [[layer + 1 for layer in aux_layers], [layer - 1 for layer in aux_layers]]
@@ -85,28 +64,28 @@ def mistakes(head: Eagle3Draft, target: FrozenTarget) -> Iterator[Repair]:
     for layers in dict.fromkeys(map(tuple, others)):
         if layers != config.aux_layers and all(0 <= layer <= depth for layer in layers):
             cause = f"it reads the target after layers {aux_layers}: it was trained on {list(layers)}"
-            yield cause, configure(aux_layers=layers)
+            yield cause, mistakes.configure(aux_layers=layers)
     blocks = head.fc.weight.chunk(len(aux_layers), dim=1)
     orders = itertools.permutations(range(len(blocks))) if len(blocks) <= 3 else [tuple(range(len(blocks)))[::-1]]
     for order in orders:
         if list(order) != sorted(order):
             cause = f"fc reads the auxiliary states in another order than it was trained on: {[index + 1 for index in order]}"
-            yield cause, set_weight("fc.weight", torch.cat([blocks[index] for index in order], dim=1))
+            yield cause, mistakes.set_weight("fc.weight", torch.cat([blocks[index] for index in order], dim=1))
     for one, other in itertools.combinations(("input_layernorm", "hidden_norm", "post_attention_layernorm"), 2):
-        yield f"the first layer's {one} and {other} are swapped", swap(f"layers.0.{one}", f"layers.0.{other}")
+        yield f"the first layer's {one} and {other} are swapped", mistakes.swap(f"layers.0.{one}", f"layers.0.{other}")
     projections = (f"layers.0.self_attn.{part}_proj" for part in "qkv")
     cause = "the halves that the first layer's q, k and v read, embedding and hidden state, are swapped"
-    yield cause, swap_halves_of(*projections)
+    yield cause, mistakes.swap_halves_of(*projections)
     if config.prunes_vocabulary:
-        yield from _mistakes_of_vocabulary(head)
+        yield from _repairs_of_vocabulary(head)
     if config.own_embedding:
         own = target.tensor("embed_tokens.weight")
-        yield "its embedding is not the target's: it was trained with that", set_weight("embed_tokens.weight", own)
-    yield from mistakes_of_shape(head, target)
-    yield from mistakes_of_layers(head)
+        yield "its embedding is not the target's: it was trained with that", mistakes.set_weight("embed_tokens.weight", own)
+    yield from mistakes.of_shape(head, target)
+    yield from mistakes.of_layers(head)
 
 
-def _mistakes_of_vocabulary(head: Eagle3Draft) -> Iterator[Repair]:
+def _repairs_of_vocabulary(head: Eagle3Draft) -> Iterator[mistakes.Repair]:
     draft_ids = torch.arange(len(head.d2t), device=head.d2t.device)
     for cause, d2t in (
         ("d2t is too large by one", head.d2t - 1),
@@ -122,32 +101,34 @@ def _mistakes_of_vocabulary(head: Eagle3Draft) -> Iterator[Repair]:
             yield cause, renamed
 
 
-def planned(target: Described, given: Described | None, settings: dict[str, Any]) -> PlannedDraft:
+def planned(target: sizes.Described, given: sizes.Described | None, settings: dict[str, Any]) -> sizes.PlannedDraft:
     """The head that is given, or the one that a recipe with these keys of `draft:` would train."""
     target.decoder()
     vocabulary, hidden_size = target.text.vocab_size, target.text.hidden_size
-    shape, num_aux = planned_shape(target, given, settings), 3
-    width = settings.get("vocab_size") or (vocabulary if settings else min(vocabulary, DRAFT_VOCABULARY))
+    shape, num_aux = sizes.planned_shape(target, given, settings), 3
+    width = settings.get("vocab_size") or (vocabulary if settings else min(vocabulary, sizes.DRAFT_VOCABULARY))
     if given:
         width, num_aux = given.raw.get("draft_vocab_size") or vocabulary, given.raw.get("num_aux_hidden_states") or 3
     parts = eagle3_head(shape, vocabulary, width, hidden_size, num_aux)
-    keys = (f"draft.vocab_size={DRAFT_VOCABULARY}",) if vocabulary > DRAFT_VOCABULARY else ()
+    keys = (f"draft.vocab_size={sizes.DRAFT_VOCABULARY}",) if vocabulary > sizes.DRAFT_VOCABULARY else ()
     note = f"reads {num_aux} of the target's layers, its own head of {width:,} tokens"
-    return PlannedDraft(parts, shape, width, note, PUBLISHED, keys)
+    return sizes.PlannedDraft(parts, shape, width, note, PUBLISHED, keys)
 
 
-def eagle3_head(shape: Shape, vocab_size: int, draft_vocab_size: int, target_hidden_size: int, num_aux: int = 3) -> Parts:
+def eagle3_head(
+    shape: sizes.Shape, vocab_size: int, draft_vocab_size: int, target_hidden_size: int, num_aux: int = 3
+) -> sizes.Parts:
     """EAGLE-3 (arXiv 2503.01840): fc [H, A·D], a first layer that reads 2H, two more norms, its own head [W, H].
 
     A step reads all but fc, which runs once a round. The embedding is the target's unless the widths differ.
     """
     hidden = shape.hidden_size
-    layers = layer_parameters(shape, 2 * hidden) + (shape.num_layers - 1) * layer_parameters(shape, hidden)
+    layers = sizes.layer_parameters(shape, 2 * hidden) + (shape.num_layers - 1) * sizes.layer_parameters(shape, hidden)
     read = layers + 2 * hidden + draft_vocab_size * hidden
     table = vocab_size * hidden
     shared = hidden == target_hidden_size
     parameters = num_aux * target_hidden_size * hidden + read + (0 if shared else table)
-    return Parts(parameters, read, shape.num_layers, copied=table if shared else 0)
+    return sizes.Parts(parameters, read, shape.num_layers, copied=table if shared else 0)
 
 
 METHOD = Implementation(
@@ -159,8 +140,8 @@ METHOD = Implementation(
     objective=objective,
     head_shape=lambda config, num_layers: config_from_json(config, num_layers, "draft"),
     inspect=lambda folder, target: read_eagle3(folder, target, key="draft")[0],
-    simulation=simulation(mistakes),
-    likely_causes=LIKELY_CAUSES,
+    simulation=mistakes.simulation(repairs),
+    likely_causes=mistakes.LIKELY_CAUSES,
     planned=planned,
     num_layers=lambda config: (config.get("transformer_layer_config") or config.get("model") or config).get(
         "num_hidden_layers"

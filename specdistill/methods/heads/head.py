@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from specdistill.errors import UserError
 from specdistill.methods.checkpoint import ROPE_TYPES
-from specdistill.methods.heads.config import HeadSizes
 from specdistill.methods.layers import KVCache, check_window
+from specdistill.methods.sizes import shape_of
 from specdistill.recipe.fields import default_of
 from specdistill.targets.frozen import Features, FrozenTarget
 
@@ -33,14 +33,10 @@ class Head(Protocol):
     """
 
     config: Any
+    aux_layers: tuple[int, ...]
+    shared: frozenset[str]
     lm_head: nn.Module
-
-    @property
-    def aux_layers(self) -> tuple[int, ...]: ...
-    @property
-    def shared(self) -> frozenset[str]: ...
-    @property
-    def target_ids_W(self) -> Tensor: ...
+    target_ids_W: Tensor
 
     def fuse(self, features: Features) -> Tensor:
         """The target's features -> the hidden state [B, T, H] of the first step."""
@@ -59,37 +55,31 @@ class Head(Protocol):
         ...
 
 
-def head_shape(target: FrozenTarget, *, hidden_size: int | None = None, **sizes: Any) -> dict[str, Any]:
+def head_shape(target: FrozenTarget, **sizes: Any) -> dict[str, Any]:
     """The fields of `HeadShape` from the sizes of a recipe (see `HeadSizes`): what was asked for, and for the rest what the target has.
 
     Raises UserError for a target without RMS norms and one rotary embedding, and for heads that cannot be shared out evenly.
     """
-    source, asked = target.config, HeadSizes(**sizes)
-    rope = dict(getattr(source, "rope_parameters", None) or {})
+    source, rope = target.config, dict(getattr(target.config, "rope_parameters", None) or {})
     lacking = [name for name in ("num_key_value_heads", "rms_norm_eps") if getattr(source, name, None) is None]
     if lacking or "rope_theta" not in rope or rope.get("rope_type", "default") not in ROPE_TYPES:
         what = " and ".join(lacking) or f"rope_parameters {rope}"
         got = f"{target.name}, a {source.model_type} with{'out' * bool(lacking)} {what}"
         raise UserError("target.model", got=got, expected=f"RMS norms and one rotary embedding ({', '.join(ROPE_TYPES)})")
-    heads = asked.num_attention_heads or source.num_attention_heads
-    key_value_heads = asked.num_key_value_heads or source.num_key_value_heads
+    asked = {name: size for name, size in sizes.items() if size is not None}
+    shape = {**vars(shape_of(source)), "num_layers": 1, **asked}
+    heads, key_value_heads = shape["num_attention_heads"], shape["num_key_value_heads"]
     if heads % key_value_heads:
         raise UserError("draft.num_key_value_heads", got=key_value_heads, expected=f"a divisor of {heads} attention heads")
     return {
+        **shape,
         "vocab_size": target.vocab_size,
-        "hidden_size": hidden_size or target.hidden_size,
-        "intermediate_size": asked.intermediate_size or source.intermediate_size,
-        "num_attention_heads": heads,
-        "num_key_value_heads": key_value_heads,
-        "head_dim": asked.head_dim or getattr(source, "head_dim", None) or target.hidden_size // source.num_attention_heads,
-        "num_layers": asked.num_layers,
         "rms_norm_eps": source.rms_norm_eps,
         "rope_theta": float(rope.pop("rope_theta")),
         "rope_scaling": None if rope.get("rope_type", "default") == "default" else rope,
         "max_position_embeddings": target.max_length,
         "bos_token_id": source.bos_token_id,
         "eos_token_id": source.eos_token_id,
-        "sliding_window": asked.sliding_window,
     }
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from specdistill.losses.divergence import forward_kl
-from specdistill.methods.contract import Mistake, Simulation
+from specdistill.methods.contract import Simulation
 from specdistill.methods.heads.unroll import TrainingTimeTest
 from specdistill.methods.layers import Rotary
 from specdistill.targets.frozen import FrozenTarget
@@ -25,13 +25,13 @@ LIKELY_CAUSES = ("the features it was trained on came from elsewhere (other laye
 def simulation(repairs: Callable[[Any, FrozenTarget], Iterator[Repair]]) -> Simulation:
     """The training-time test with plain KL, for as many steps as tokens are drafted, and a method's repairs made on copies of the head."""
 
-    def mistakes(head: Any, target: FrozenTarget) -> Iterator[Mistake]:
+    def mistakes(head: Any, target: FrozenTarget) -> Iterator[tuple[str, Any]]:
         modules = (head, target.model)
         shared = {id(tensor): tensor for module in modules for tensor in (*module.parameters(), *module.buffers())}
         for cause, repair in repairs(head, target):
             repaired = copy.deepcopy(head, dict(shared))
             repair(repaired)
-            yield Mistake(cause, repaired)
+            yield cause, repaired
 
     return Simulation(
         draft_of=lambda proposer: proposer.head,
@@ -40,7 +40,7 @@ def simulation(repairs: Callable[[Any, FrozenTarget], Iterator[Repair]]) -> Simu
     )
 
 
-def mistakes_of_layers(head: Any) -> Iterator[Repair]:
+def of_layers(head: Any) -> Iterator[Repair]:
     """Matrices that changed places or were transposed."""
     for index, layer in enumerate(head.layers):
         if hasattr(getattr(layer, "mlp", None), "gate_proj"):
@@ -51,7 +51,7 @@ def mistakes_of_layers(head: Any) -> Iterator[Repair]:
             yield f"{name} is transposed", set_weight(name, parameter.T)
 
 
-def mistakes_of_shape(head: Any, target: FrozenTarget) -> Iterator[Repair]:
+def of_shape(head: Any, target: FrozenTarget) -> Iterator[Repair]:
     """Rotary frequencies and heads as the target has them."""
     config, rope = head.config, dict(getattr(target.config, "rope_parameters", None) or {})
     theta, kind = rope.pop("rope_theta", None), rope.get("rope_type", "default")

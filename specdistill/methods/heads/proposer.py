@@ -33,6 +33,8 @@ def proposer_loader(load: Callable[..., Any]) -> Callable[..., Proposer]:
 class HeadProposer:
     """A chain or a tree of a head: true features for committed positions, its own hidden state for the drafted ones."""
 
+    draws = staticmethod(candidates_are_drawn)
+
     def __init__(self, head: Head) -> None:
         module: Any = head
         self.head = head
@@ -47,9 +49,6 @@ class HeadProposer:
         config, self.device = head.config, shipped[0].device
         self.cache_options = (config.num_layers, partial(head.rotary, shipped[0]), self.device, config.sliding_window)
         self.cache: DraftKVCache
-
-    def draws(self, sampling: Sampling, tree: StaticTree | DynamicTree | None) -> bool:
-        return candidates_are_drawn(sampling, tree)
 
     def passes(self, k: int) -> int:
         return k

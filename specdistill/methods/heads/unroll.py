@@ -22,8 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from specdistill.losses.divergence import Divergence, acceptance, build_divergence
-from specdistill.methods.heads.config import HeadRecipe
 from specdistill.methods.heads.head import Head
+from specdistill.methods.recipe import HeadRecipe
 from specdistill.targets.frozen import Features, FrozenTarget
 from specdistill.training.objective import SoftTargets, StepSums, compute_soft_targets, has_loss, shift_left
 

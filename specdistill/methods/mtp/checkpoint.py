@@ -23,15 +23,9 @@ from transformers.utils.hub import cached_file
 from specdistill.engines.engine import Engine
 from specdistill.errors import UserError
 from specdistill.methods.checkpoint import check_new, check_tensors, link, new_folder, read_config, read_tensors, write_draft
+from specdistill.methods.mtp import tensor_names
 from specdistill.methods.mtp.module import MtpDraft
-from specdistill.methods.mtp.tensor_names import (
-    SERVED_TYPES,
-    Naming,
-    depth_key,
-    has_fused_experts,
-    merge_experts,
-    naming_of,
-)
+from specdistill.methods.mtp.tensor_names import Naming, depth_key, has_fused_experts, naming_of
 from specdistill.targets.files import INDEX, SINGLE, Shards, TargetFiles, needed
 from specdistill.targets.frozen import FrozenTarget
 
@@ -55,14 +49,8 @@ def build_mtp(target: FrozenTarget, *, init: str | None = None, seed: int = 0) -
     draft = MtpDraft(target)
     if init == "scratch":
         _initialize(draft, target, seed)
-        return draft
-    native = _native(target)
-    if native is None:
-        got = f"null, and {target.name} has no multi-token-prediction weights"
-        raise UserError("draft.init", got=got, expected="scratch, or the folder of a trained draft")
-    naming, prefix, tensors = native
-    _check_copies(target, {name: tensors.pop(prefix + name) for name in naming.copies if prefix + name in tensors})
-    _fill(draft, tensors, naming, prefix, target.name, "target.model", assign=False)
+    else:
+        _fill_from_target(draft, target)
     return draft
 
 
@@ -80,31 +68,28 @@ def _initialize(draft: MtpDraft, target: FrozenTarget, seed: int) -> None:
         draft.layers.apply(target.model._init_weights)
 
 
-def _native(target: FrozenTarget) -> tuple[Naming, str, dict[str, Tensor]] | None:
-    """Naming, prefix and tensors of the layers that transformers leaves out at load; None when the checkpoint has none."""
+def _fill_from_target(draft: MtpDraft, target: FrozenTarget) -> None:
+    """The layer of the target's checkpoint, which transformers leaves out at load. It shares embedding and head with the target."""
+    got = f"null, and {target.name} has no multi-token-prediction weights"
+    nothing = UserError("draft.init", got=got, expected="scratch, or the folder of a trained draft")
     where = target.model.config.name_or_path
     if not where:  # a model that came from no checkpoint
-        return None
+        raise nothing
     if not Path(where).is_dir():  # it came from the Hub, whose files are in the cache by now
         where = str(Path(cached_file(where, "config.json", revision=target.revision) or where).parent)
-    shards = Shards.open(Path(where), "target.model")
-    naming = naming_of(target.config.model_type)
+    shards, naming = Shards.open(Path(where), "target.model"), naming_of(target.config.model_type)
     prefix = naming.find_prefix(shards.file_of, target.num_layers)
     if prefix is None:
-        strange = next((name for name in shards.file_of if "mtp" in name), None)
-        if strange:
+        if strange := next((name for name in shards.file_of if "mtp" in name), None):
             raise UserError("target.model", got=f"{where} with {strange}", expected=f"the names of {naming.name}")
-        return None
-    return naming, prefix, shards.load(name for name in shards.file_of if naming.owns(name, prefix))
-
-
-def _check_copies(target: FrozenTarget, copies: Mapping[str, Tensor]) -> None:
-    """What a checkpoint repeats must be the target's own: engines share that, and so does the draft."""
-    for name, tensor in copies.items():
+        raise nothing
+    tensors = shards.load(name for name in shards.file_of if naming.owns(name, prefix))
+    for name in naming.copies:
         own = target.tensor(name)
-        if not torch.equal(tensor.to(own), own):
+        if not torch.equal(tensors.pop(prefix + name, own).to(own), own):
             got = f"{target.name}, whose multi-token-prediction layer has its own {name}"
             raise UserError("target.model", got=got, expected="a layer that shares embedding and head with the target")
+    _fill(draft, tensors, naming, prefix, target.name, "target.model", assign=False)
 
 
 def _fill(
@@ -161,9 +146,11 @@ def export(draft: Path, engine: Engine, output: Path, target: TargetFiles | None
     """Write the target's checkpoint with the draft's layer. Raises UserError for a target of which no engine would look for it."""
     target = needed(target, "the layer goes into its checkpoint")
     kind = target.text_config.get("model_type")
-    if kind not in SERVED_TYPES:
+    if kind not in tensor_names.SERVED_TYPES:
         got = f"{engine.name} for a layer of {target.name}, a {kind}"
-        raise UserError("engine", got=got, expected=f"a target that it loads such layers of: {', '.join(sorted(SERVED_TYPES))}")
+        raise UserError(
+            "engine", got=got, expected=f"a target that it loads such layers of: {', '.join(sorted(tensor_names.SERVED_TYPES))}"
+        )
     merge_mtp_weights(draft, target.fetch("*"), output)
 
 
@@ -178,9 +165,12 @@ def merge_mtp_weights(draft: Path, target: Path, output: Path) -> None:
     checkpoint.check()
     config, draft_config = checkpoint.config(), read_config(draft, "draft")
     merged = _tensors(draft, draft_config, checkpoint, config)
+    text, depth = config.get("text_config") or config, depth_key(draft_config["text_config"]["model_type"])
     with new_folder(output) as partial:
         _write(checkpoint, merged, partial)
-        _write_config(config, depth_key(draft_config["text_config"]["model_type"]), partial)
+        if text.get(depth) != 1:
+            text[depth] = 1
+            (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         Shards.open(partial, "output_dir").check()
 
 
@@ -197,7 +187,7 @@ def _tensors(draft: Path, draft_config: dict[str, Any], checkpoint: Shards, conf
     present = {name for name in checkpoint.file_of if naming.owns(name, prefix)}
     tensors = {prefix + name.removeprefix(draft_prefix): tensor for name, tensor in shards.load(shards.file_of).items()}
     if has_fused_experts(present or checkpoint.file_of):
-        tensors = merge_experts(tensors)
+        tensors = tensor_names.merge_experts(tensors)
     if present:
         wrong = (present - {prefix + name for name in naming.copies}) ^ tensors.keys()
         wrong |= {name for name in tensors.keys() & present if checkpoint.describe(name)[1] != tensors[name].shape}
@@ -252,11 +242,3 @@ def _write(checkpoint: Shards, merged: dict[str, Tensor], folder: Path) -> None:
         index.setdefault("metadata", {})["total_size"] = Shards(folder, file_of, "output_dir").num_bytes
         index["metadata"].pop("total_parameters", None)
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-
-
-def _write_config(config: dict[str, Any], key: str, folder: Path) -> None:
-    """State under `key` that there is one such layer, where the text model's config stands."""
-    text = config.get("text_config") or config
-    if text.get(key) != 1:
-        text[key] = 1
-        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

@@ -5,35 +5,27 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from specdistill.methods import sizes
 from specdistill.methods.checkpoint import read_config
 from specdistill.methods.contract import Implementation
-from specdistill.methods.heads.mistakes import LIKELY_CAUSES, Repair, mistakes_of_layers, simulation, swap, swap_halves_of
+from specdistill.methods.heads import mistakes
 from specdistill.methods.heads.proposer import proposer_loader
 from specdistill.methods.heads.unroll import objective
 from specdistill.methods.mtp.checkpoint import ARCHITECTURE, build_mtp, check_fit, export, load_mtp, save_mtp
 from specdistill.methods.mtp.module import MtpDraft
 from specdistill.methods.mtp.tensor_names import NATIVE_KEYS
-from specdistill.methods.sizes import (
-    TOKENS_PER_SAMPLE,
-    Described,
-    Parts,
-    PlannedDraft,
-    Published,
-    parameters_read,
-    shape_of,
-)
 from specdistill.statistics.theory import alpha_from_acceptance_length
 from specdistill.targets.files import TargetFiles
 from specdistill.targets.frozen import FrozenTarget
 
-PUBLISHED = Published(
+PUBLISHED = sizes.Published(
     (alpha_from_acceptance_length(2.95, 3), alpha_from_acceptance_length(3.23, 3)),
     "AL 2.95 (Qwen3.5-4B, the floor that vllm-project/speculators tests) to 3.23 (Qwen3.5-9B tuned on GSM8K, same source) at "
     "K = 3; DeepSeek-V3's first draft token is accepted at 0.85 to 0.90 (arXiv 2412.19437)",
-    5_000 * TOKENS_PER_SAMPLE,
+    5_000 * sizes.TOKENS_PER_SAMPLE,
     "5k conversations tune it to a domain (vllm-project/speculators); it comes trained with the target",
 )
-FRESH = Published(None, "none is published for a fresh layer on a frozen target", None, "none is published")
+FRESH = sizes.Published(None, "none is published for a fresh layer on a frozen target", None, "none is published")
 
 
 def inspect(folder: Path, target: TargetFiles | None) -> None:
@@ -41,24 +33,24 @@ def inspect(folder: Path, target: TargetFiles | None) -> None:
         check_fit(read_config(folder, "draft"), target.text_config, folder, "draft", target.name)
 
 
-def mistakes(head: MtpDraft, target: FrozenTarget) -> Iterator[Repair]:
+def repairs(head: MtpDraft, target: FrozenTarget) -> Iterator[mistakes.Repair]:
     """What may be wrong with a multi-token-prediction layer whose files are right."""
-    yield "the two halves that fc reads, embedding and hidden state, are swapped", swap_halves_of("fc")
-    yield "the norms of embedding and hidden state are swapped", swap("token_norm", "hidden_norm")
-    yield from mistakes_of_layers(head)
+    yield "the two halves that fc reads, embedding and hidden state, are swapped", mistakes.swap_halves_of("fc")
+    yield "the norms of embedding and hidden state are swapped", mistakes.swap("token_norm", "hidden_norm")
+    yield from mistakes.of_layers(head)
 
 
-def planned(target: Described, given: Described | None, settings: dict[str, Any]) -> PlannedDraft:
+def planned(target: sizes.Described, given: sizes.Described | None, settings: dict[str, Any]) -> sizes.PlannedDraft:
     """The layers that come with the target, or a fresh one of their kind."""
     last = target.decoder().layers[-1]
     key, num_layers = target.native_mtp or (None, 1)
     own = sum(parameter.numel() for parameter in last.parameters())
-    read = parameters_read(last, target.text)
+    read = sizes.parameters_read(last, target.text)
     parts = mtp_head(target.text.hidden_size, target.text.vocab_size, own, read, num_layers)
     fresh = f"a fresh layer: the config has no {', no '.join(NATIVE_KEYS)}"
-    return PlannedDraft(
+    return sizes.PlannedDraft(
         parts,
-        replace(shape_of(target.text), num_layers=1),
+        replace(sizes.shape_of(target.text), num_layers=1),
         target.text.vocab_size,
         f"the target's own ({key}: {num_layers})" if key else fresh,
         PUBLISHED if key else FRESH,
@@ -66,14 +58,14 @@ def planned(target: Described, given: Described | None, settings: dict[str, Any]
     )
 
 
-def mtp_head(hidden_size: int, vocab_size: int, layer: int, layer_read: float, num_layers: int = 1) -> Parts:
+def mtp_head(hidden_size: int, vocab_size: int, layer: int, layer_read: float, num_layers: int = 1) -> sizes.Parts:
     """Multi-token prediction (arXiv 2412.19437): each layer is fc [H, 2H], three norms and a decoder layer of the target's own kind.
 
     layer, layer_read: the decoder layer's parameters, and those that one token reads. A step runs one of `num_layers`; embedding and head
     are the target's.
     """
     fuse, table = 2 * hidden_size**2 + 3 * hidden_size, vocab_size * hidden_size
-    return Parts(num_layers * (fuse + layer), fuse + layer_read + table, 1, copied=2 * table)
+    return sizes.Parts(num_layers * (fuse + layer), fuse + layer_read + table, 1, copied=2 * table)
 
 
 METHOD = Implementation(
@@ -83,8 +75,8 @@ METHOD = Implementation(
     save=lambda draft, target, folder: save_mtp(draft, folder),
     objective=objective,
     inspect=inspect,
-    simulation=simulation(mistakes),
-    likely_causes=LIKELY_CAUSES,
+    simulation=mistakes.simulation(repairs),
+    likely_causes=mistakes.LIKELY_CAUSES,
     planned=planned,
     num_layers=lambda config: 1,
     export=export,

@@ -1,15 +1,6 @@
 """What engines call the tensors of a multi-token-prediction layer, both ways (vLLM: qwen3_next_mtp.py, qwen3_5_mtp.py, deepseek_mtp.py).
 
-Two namings cover what engines load; n is the number of the target's layers:
-
-    here                       qwen3_next                          deepseek_v3
-    fc.weight                  mtp.fc.weight                       model.layers.{n}.eh_proj.weight
-    token_norm.weight          mtp.pre_fc_norm_embedding.weight    model.layers.{n}.enorm.weight
-    hidden_norm.weight         mtp.pre_fc_norm_hidden.weight       model.layers.{n}.hnorm.weight
-    layers.0.*                 mtp.layers.0.*                      model.layers.{n}.*
-    norm.weight                mtp.norm.weight                     model.layers.{n}.shared_head.norm.weight
-    (the target's embedding)                                       model.layers.{n}.embed_tokens.weight, a copy
-    (the target's head)                                            model.layers.{n}.shared_head.head.weight, a copy
+Two namings cover what engines load, QWEN3_NEXT and DEEPSEEK_V3. The latter repeats the target's embedding and head.
 
 Experts: transformers holds all of a layer's in `experts.gate_up_proj` [E, 2I, H] and `experts.down_proj` [E, H, I]; most checkpoints
 hold `experts.{e}.{gate,up,down}_proj.weight` one by one. Both are read.
@@ -27,7 +18,7 @@ EXPERT = re.compile(r"(?P<experts>.*\.experts)\.(?P<index>\d+)\.(?P<part>gate|up
 
 @dataclass(frozen=True)
 class Naming:
-    """One naming of the table above.
+    """One naming.
 
     template: the prefix, with {n} for the number of the target's layers.
     layer: what follows it where the draft says `layers.0.`.
@@ -75,33 +66,18 @@ class Naming:
         )
 
 
-QWEN3_NEXT = Naming(
-    "qwen3_next",
-    template="mtp.",
-    layer="layers.0.",
-    names={
-        "fc.weight": "fc.weight",
-        "token_norm.weight": "pre_fc_norm_embedding.weight",
-        "hidden_norm.weight": "pre_fc_norm_hidden.weight",
-        "norm.weight": "norm.weight",
-    },
-    copies={},
-)
-DEEPSEEK_V3 = Naming(
-    "deepseek_v3",
-    template="model.layers.{n}.",
-    layer="",
-    names={
-        "fc.weight": "eh_proj.weight",
-        "token_norm.weight": "enorm.weight",
-        "hidden_norm.weight": "hnorm.weight",
-        "norm.weight": "shared_head.norm.weight",
-    },
-    copies={
-        "embed_tokens.weight": ("embed_tokens.weight",),
-        "shared_head.head.weight": ("lm_head.weight", "embed_tokens.weight"),
-    },
-)
+NAMES = {  # here -> after the prefix: qwen3_next, deepseek_v3
+    "fc.weight": ("fc.weight", "eh_proj.weight"),
+    "token_norm.weight": ("pre_fc_norm_embedding.weight", "enorm.weight"),
+    "hidden_norm.weight": ("pre_fc_norm_hidden.weight", "hnorm.weight"),
+    "norm.weight": ("norm.weight", "shared_head.norm.weight"),
+}
+COPIES = {
+    "embed_tokens.weight": ("embed_tokens.weight",),
+    "shared_head.head.weight": ("lm_head.weight", "embed_tokens.weight"),
+}
+QWEN3_NEXT = Naming("qwen3_next", "mtp.", "layers.0.", {here: there for here, (there, _) in NAMES.items()}, {})
+DEEPSEEK_V3 = Naming("deepseek_v3", "model.layers.{n}.", "", {here: there for here, (_, there) in NAMES.items()}, COPIES)
 DEEPSEEK_TYPES = {"deepseek_v3", "glm4_moe", "glm4_moe_lite"}
 # Text models whose such layers vLLM and SGLang look for (vLLM: config/speculative.py; SGLang: configs/model_config.py).
 SERVED_TYPES = DEEPSEEK_TYPES | {"qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"}
@@ -130,14 +106,13 @@ def split_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     result: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         experts, _, last = name.rpartition(".")
+        parts: dict[str, Tensor] = {}
         if last == "gate_up_proj":
-            gate, up = tensor.chunk(2, dim=1)
-            parts = {"gate_proj": gate, "up_proj": up}
+            parts = dict(zip(("gate_proj", "up_proj"), tensor.chunk(2, dim=1), strict=True))
         elif last == "down_proj" and f"{experts}.gate_up_proj" in tensors:
             parts = {"down_proj": tensor}
         else:
             result[name] = tensor
-            continue
         result |= {
             f"{experts}.{e}.{part}.weight": all_of_them[e] for part, all_of_them in parts.items() for e in range(len(tensor))
         }

@@ -15,14 +15,18 @@ class Ngram(Section):
     max: int = option(3, "most tokens compared; the longest agreement counts", ge=1)
     lookup: Literal["sequence", "prompt"] = option("sequence", "where they are looked up: prompt and output, or the prompt")
 
+    @model_validator(mode="after")
+    def _has_lengths(self) -> "Ngram":
+        if self.min > self.max:
+            raise UserError("eval.ngram.min", got=self.min, expected=f"at most eval.ngram.max, which is {self.max}")
+        return self
+
 
 class Eval(EvalConfig):
     ngram: Ngram = option(Ngram(), "how n-grams are looked up", read_when=IN_PROCESS)
 
     @model_validator(mode="after")
     def _can_be_proposed(self) -> "Eval":
-        if self.ngram.min > self.ngram.max:
-            raise UserError("eval.ngram.min", got=self.ngram.min, expected=f"at most eval.ngram.max, which is {self.ngram.max}")
         if self.tree or self.sweep.tree:
             raise UserError("eval.tree", got="a tree with method ngram", expected="no such key: it drafts chains only")
         return self

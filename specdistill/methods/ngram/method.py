@@ -1,18 +1,32 @@
-"""N-gram look-up as a row of the table."""
+"""N-gram look-up (prompt lookup; LLMA, arXiv 2304.04487): the draft is what followed the last tokens where they occurred before.
 
+A dictionary leads from every n-gram of the sequence, `min_ngram` to `max_ngram` tokens long, to the place after its last occurrence. Each
+token is indexed once, by at most max_ngram - min_ngram + 1 entries, and a proposal asks for as many at most: a round costs what its own
+tokens cost, however long the sequence is. The index grows by about 270 bytes a token at the default lengths.
+
+The longest n-gram that is found decides, since more agreement says more about what comes next; of its occurrences the latest, whose
+surroundings are most like the present ones. With x_0 .. x_{T-1} the sequence and x_s the token after that occurrence, draft token i is
+x_{s + i}. An occurrence near the end has only p = T - s tokens after it: the sequence seems to repeat with period p, and the draft
+repeats it further, x_{s + i mod p}. So every match gives as many tokens as were asked for, and no older occurrence has to be kept.
+"""
+
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from specdistill.decoding.proposer import Proposer
+import torch
+
+from specdistill.decoding.proposer import BatchProposer, DecodingState, Proposal, Proposer, RowByRow
+from specdistill.decoding.sampling import Sampling
+from specdistill.decoding.tree import DynamicTree, StaticTree
+from specdistill.methods import sizes
 from specdistill.methods.contract import Implementation
 from specdistill.methods.ngram.config import Ngram
-from specdistill.methods.ngram.proposer import NgramProposer
-from specdistill.methods.sizes import Described, Parts, PlannedDraft, Published
 from specdistill.statistics.theory import alpha_from_acceptance_length
 from specdistill.targets.frozen import FrozenTarget
 
 DEFAULTS = Ngram()
-PUBLISHED = Published(
+PUBLISHED = sizes.Published(
     (alpha_from_acceptance_length(1.54, 10), alpha_from_acceptance_length(1.75, 10)),
     "AL 1.54 (Vicuna-33B) to 1.75 (Vicuna-7B), prompt look-up on Spec-Bench, K taken as 10",
     0,
@@ -20,14 +34,69 @@ PUBLISHED = Published(
 )
 
 
+@dataclass
+class NgramProposer:
+    """Draft tokens are certain (one-hot) at any temperature, so verification needs no distribution of theirs.
+
+    min_ngram, max_ngram: tokens of the n-grams that are looked up.
+    lookup: `sequence` finds n-grams of prompt and output, `prompt` those of the prompt alone; what followed them may reach into the output.
+        The prompt is what stands before the last token at the first proposal after `begin`.
+    """
+
+    min_ngram: int = 1
+    max_ngram: int = 3
+    lookup: str = "sequence"
+    vocabulary: None = None
+    aux_layers: tuple[int, ...] = ()
+    num_parameters: int = 0
+    num_bytes: int = 0
+    _after: dict[tuple[int, ...], int] = field(default_factory=dict)  # n-gram -> index of the token after its last occurrence
+    _indexed: int = 0  # tokens at the beginning of the sequence whose n-grams are in it
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return {"min": self.min_ngram, "max": self.max_ngram, "lookup": self.lookup}
+
+    def draws(self, sampling: Sampling, tree: StaticTree | DynamicTree | None) -> bool:
+        return False
+
+    def passes(self, k: int) -> int:
+        return 0
+
+    def begin(self, max_length: int) -> None:
+        self._after = {}
+        self._indexed = 0
+
+    def propose(self, state: DecodingState, k: int, sampling: Sampling, generator: torch.Generator | None) -> Proposal:
+        text = state.token_ids
+        if self.lookup == "sequence" or not self._indexed:
+            self._index(text)
+        for n in range(min(self.max_ngram, len(text)), self.min_ngram - 1, -1):
+            start = self._after.get(tuple(text[-n:]))
+            if start is not None:
+                period = len(text) - start
+                return Proposal([text[start + i % period] for i in range(k)])
+        return Proposal([])
+
+    def batched(self) -> BatchProposer:
+        return RowByRow(self)
+
+    def _index(self, text: list[int]) -> None:
+        """Take in the n-grams that end before the last token: nothing has followed that one yet."""
+        for end in range(self._indexed + 1, len(text)):
+            for n in range(self.min_ngram, min(self.max_ngram, end) + 1):
+                self._after[tuple(text[end - n : end])] = end
+        self._indexed = len(text) - 1
+
+
 def load_proposer(folder: Path | None, target: FrozenTarget, *, key: str, ngram: Ngram = DEFAULTS) -> Proposer:
     return NgramProposer(ngram.min, ngram.max, ngram.lookup)
 
 
-def planned(target: Described, given: Described | None, settings: dict[str, Any]) -> PlannedDraft:
+def planned(target: sizes.Described, given: sizes.Described | None, settings: dict[str, Any]) -> sizes.PlannedDraft:
     """No weights, and nothing to train."""
     note = "looks the last tokens up in the sequence so far"
-    return PlannedDraft(Parts(0, 0, 0), None, target.text.vocab_size, note, PUBLISHED)
+    return sizes.PlannedDraft(sizes.Parts(0, 0, 0), None, target.text.vocab_size, note, PUBLISHED)
 
 
 METHOD = Implementation(load_proposer=load_proposer, planned=planned, num_layers=lambda config: None)

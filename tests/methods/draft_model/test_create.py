@@ -8,12 +8,11 @@ import torch
 from transformers import MixtralConfig, MixtralForCausalLM, PreTrainedModel
 
 from specdistill.errors import UserError
+from specdistill.methods.draft_model.checkpoint import load_draft_model, save_draft_model
 from specdistill.methods.draft_model.create import (
     create_draft_model,
     from_scratch,
-    load_draft_model,
     propose_shape,
-    save_draft_model,
     step_ratio,
 )
 from specdistill.methods.draft_model.pruning import activation_norms, evenly_spaced, from_layers, from_width

@@ -15,8 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from specdistill.errors import UserError
 from specdistill.export.export import export
-from specdistill.methods.draft_model.create import load_draft_model, save_draft_model
-from specdistill.methods.draft_model.export import with_both_spellings
+from specdistill.methods.draft_model.checkpoint import load_draft_model, save_draft_model, with_both_spellings
 from specdistill.methods.draft_model.gguf import WORDS_OF_LLAMA3, WORDS_OF_QWEN2
 from specdistill.project import PICO
 from specdistill.targets.files import TargetFiles

@@ -5,7 +5,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from specdistill.decoding.kv_cache import FIRST_SIZE, DraftKVCache
-from specdistill.methods.draft_model.llama import LlamaStack, is_plain_llama
+from specdistill.methods.draft_model.layers import LlamaStack, is_plain_llama
 from tests.tiny import qwen, tiny_target_model
 
 LLAMA3 = {

@@ -5,7 +5,8 @@ import torch
 from transformers import LlamaForCausalLM, PreTrainedModel
 
 from specdistill.errors import UserError
-from specdistill.methods.draft_model.lora import merged, with_lora
+from specdistill.methods.draft_model.checkpoint import merged
+from specdistill.methods.draft_model.create import with_lora
 from tests.tiny import tiny_target_model
 
 IDS = torch.arange(4, 28)[None]

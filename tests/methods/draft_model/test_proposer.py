@@ -15,7 +15,8 @@ from specdistill.decoding.decoder import Decoder
 from specdistill.decoding.proposer import DecodingState, Proposal
 from specdistill.decoding.sampling import Sampling
 from specdistill.errors import UserError
-from specdistill.methods.draft_model.proposer import DraftModelProposer, LlamaLayers
+from specdistill.methods.draft_model.layers import LlamaLayers
+from specdistill.methods.draft_model.proposer import DraftModelProposer
 from specdistill.methods.draft_model.vocabulary import match_vocabularies
 from specdistill.methods.load import load_proposer
 from specdistill.methods.recipe import Recipe
@@ -326,9 +327,12 @@ def test_a_recipe_of_another_method_refuses_its_settings(setting: str, key: str)
 
 
 @pytest.mark.parametrize(
-    ("options", "key"),
-    [({"confidence_threshold": 1.5}, "eval.confidence_threshold"), ({"context": "crop"}, "eval.draft_context")],
+    ("setting", "key"),
+    [
+        ("eval.confidence_threshold=1.5", "eval.confidence_threshold"),
+        ("eval.draft_context=crop", "eval.draft_context"),
+    ],
 )
-def test_settings_out_of_range_name_their_key(target: FrozenTarget, options: dict, key: str):
-    with pytest.raises(UserError, match=rf"{key}: got"):
-        DraftModelProposer(target.model, **options)
+def test_settings_out_of_range_name_their_key(setting: str, key: str):
+    with pytest.raises(UserError, match=rf"^{key}: got .*expected (float or null, at least 0|one of refuse, window)"):
+        load_recipe(Recipe, ["method=draft_model", "target.model=pico", "data.source=x", "train.output_dir=runs", setting])

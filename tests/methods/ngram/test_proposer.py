@@ -12,7 +12,7 @@ from specdistill.decoding.sampling import Sampling
 from specdistill.errors import UserError
 from specdistill.methods.load import load_proposer
 from specdistill.methods.ngram.config import Ngram
-from specdistill.methods.ngram.proposer import NgramProposer
+from specdistill.methods.ngram.method import NgramProposer
 from specdistill.methods.recipe import Recipe
 from specdistill.recipe.load import load_recipe
 from specdistill.targets.frozen import FrozenTarget
@@ -201,15 +201,16 @@ def test_its_settings_come_through_the_loader(target: FrozenTarget) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"min_ngram": 0}, r"eval\.ngram\.min: got 0, expected 1 or more"),
-        ({"min_ngram": 4, "max_ngram": 3}, r"eval\.ngram\.min: got 4, expected at most eval\.ngram\.max, which is 3"),
-        ({"max_ngram": 0}, r"eval\.ngram\.min: got 1, expected at most eval\.ngram\.max, which is 0"),
-        ({"lookup": "promt"}, r"eval\.ngram\.lookup: got promt, expected sequence or prompt; did you mean prompt"),
+        (["min=0"], r"eval\.ngram\.min: got 0, expected int, at least 1"),
+        (["min=4", "max=3"], r"eval\.ngram\.min: got 4, expected at most eval\.ngram\.max, which is 3"),
+        (["max=0"], r"eval\.ngram\.max: got 0, expected int, at least 1"),
+        (["lookup=promt"], r"eval\.ngram\.lookup: got 'promt', expected one of sequence, prompt; did you mean prompt"),
     ],
 )
-def test_settings_that_cannot_work_name_their_key(options: dict[str, Any], message: str) -> None:
+def test_settings_that_cannot_work_name_their_key(options: list[str], message: str) -> None:
+    arguments = ["method=ngram", "target.model=pico", "train.output_dir=runs"]
     with pytest.raises(UserError, match=message):
-        NgramProposer(**options)
+        load_recipe(Recipe, arguments + [f"eval.ngram.{option}" for option in options])
 
 
 @pytest.mark.parametrize(("option", "value"), [("min", 2), ("max", 2), ("lookup", "prompt")])

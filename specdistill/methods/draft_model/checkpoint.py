@@ -1,0 +1,119 @@
+"""Draft models on disk: read from any folder or Hub id, saved as transformers does, and written for an engine.
+
+Engines take a GGUF file, or the model's own folder with a config.json for transformers before and since version 5.
+"""
+
+import copy
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import peft
+import torch
+from transformers import PreTrainedModel
+
+from specdistill.engines.engine import Engine
+from specdistill.errors import UserError, nearest
+from specdistill.hub import resolve
+from specdistill.methods.checkpoint import check_finite, link, new_folder, read_config, read_tensors
+from specdistill.methods.draft_model.gguf import write_gguf
+from specdistill.methods.draft_model.vocabulary import match_vocabularies
+from specdistill.targets.files import TargetFiles
+from specdistill.targets.frozen import FrozenTarget, is_recurrent, read_causal_lm
+
+INITIALIZATIONS = ("layers", "width", "scratch")
+
+
+def save_draft_model(draft: PreTrainedModel | peft.PeftModel, tokenizer: Any, folder: Path) -> None:
+    """config.json, safetensors and tokenizer: what AutoModelForCausalLM, vLLM and SGLang load. LoRA's updates are merged."""
+    merged(draft).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def load_draft_model(
+    path: Path | str, *, key: str = "eval.draft", device: str | torch.device = "cpu", dtype: str = "float32"
+) -> tuple[PreTrainedModel, Any]:
+    """A draft model and its tokenizer from a folder or a Hub id; `key` is the recipe key that errors name.
+
+    Raises UserError when there are no weights or no tokenizer, or when the weights are cut short, incomplete or not finite.
+    """
+    name = str(path)
+    if "/" not in name and not Path(name).is_dir() and name != "pico":
+        if key != "draft.init":
+            raise UserError(key, got=name, expected="a folder or a Hub id")
+        expected = f"a folder, a Hub id, or one of {', '.join(INITIALIZATIONS)}"
+        raise UserError(key, got=name, expected=expected, nearest=nearest(name, INITIALIZATIONS))
+    model, tokenizer = read_causal_lm(resolve(name, key), key=key, dtype=dtype)
+    check_attention(model, key, name)
+    check_finite(model.state_dict(), name, key)
+    return model.to(device).eval(), tokenizer
+
+
+def check_attention(model: PreTrainedModel, key: str, name: str) -> None:
+    """Raises UserError, naming `key`, for a draft with layers that keep a state: it could not take rejected tokens back."""
+    if is_recurrent(model.config.get_text_config()):
+        got = f"{name}, whose layers carry a state from token to token"
+        raise UserError(key, got=got, expected="a draft whose layers are all attention")
+
+
+def load_alike(path: str, target: FrozenTarget, *, key: str) -> PreTrainedModel:
+    """A trained model with the target's own vocabulary, on its device. Raises UserError when the two differ, as `load_draft_model` does."""
+    draft, tokenizer = load_draft_model(path, key=key, device=target.device)
+    width: int = draft.get_output_embeddings().weight.shape[0]
+    if match_vocabularies(target.tokenizer, target.vocab_size, tokenizer, width, key=key):
+        raise UserError(key, got=f"logits of {width} tokens", expected=f"{target.vocab_size}, as the target's")
+    return draft
+
+
+def merged(draft: PreTrainedModel | peft.PeftModel) -> PreTrainedModel:
+    """The plain model: W + B A * alpha / rank, in a copy, so that training can go on. A draft without LoRA is returned as it is."""
+    if not isinstance(draft, peft.PeftModel):
+        return draft
+    plain: PreTrainedModel = copy.deepcopy(draft).merge_and_unload().eval().requires_grad_(True)
+    return plain
+
+
+def export(
+    folder: Path,
+    engine: Engine,
+    output: Path,
+    target: TargetFiles | None,
+    num_speculative_tokens: int,
+    *,
+    dtype: str = "f16",
+) -> None:
+    """Write a draft model for an engine; `dtype` is that of a GGUF file.
+
+    Raises UserError, before anything is written, when its weights are broken, when its vocabulary is not as large as the target's
+    (engines compare token ids), or when it is no model that can be a GGUF file.
+    """
+    config = read_config(folder, "draft")
+    if target is not None and config.get("vocab_size") != target.vocab_size:
+        got = f"{engine.name} for {folder} with a vocabulary of {config.get('vocab_size')}"
+        raise UserError("engine", got=got, expected=f"{target.vocab_size}, as {target.name} has")
+    if engine.layouts["draft_model"].gguf_types:
+        write_gguf(folder, output, dtype)
+        return
+    read_tensors(folder, "draft")
+    with new_folder(output) as partial:
+        for path in sorted(folder.iterdir()):
+            if path.is_file() and not path.name.startswith("."):
+                (link if path.suffix in (".safetensors", ".bin") else shutil.copy2)(path, partial / path.name)
+        rewritten = json.dumps(with_both_spellings(config), indent=2) + "\n"
+        (partial / "config.json").write_text(rewritten, encoding="utf-8")
+
+
+def with_both_spellings(config: dict[str, Any]) -> dict[str, Any]:
+    """A config.json with `rope_theta`, `rope_scaling` and `torch_dtype` beside `rope_parameters` and `dtype`, or the other way round."""
+    rope = config.get("rope_parameters")
+    if rope is None and "rope_theta" in config:
+        rope = {"rope_type": "default", "rope_theta": config["rope_theta"], **(config.get("rope_scaling") or {})}
+    both = dict(config)
+    if rope and "rope_theta" in rope:  # not those of layers of several kinds
+        scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
+        both["rope_parameters"] = rope
+        both["rope_theta"] = rope["rope_theta"]
+        both["rope_scaling"] = None if scaling.get("rope_type", "default") == "default" else scaling
+    dtype = config.get("dtype") or config.get("torch_dtype")
+    return {**both, "dtype": dtype, "torch_dtype": dtype} if dtype else both

@@ -1,0 +1,130 @@
+"""A draft model's layers and its KV cache, for one sequence or for several: transformers' own, or for a plain Llama faster ones.
+
+A draft model's step is launches more than arithmetic: on two CPU cores two layers of 128 take 0.70 ms in transformers and 0.39 ms in
+`LlamaStack`, which is built of the parts of draft heads. transformers' own model stays the oracle, and serves all other architectures.
+
+Shapes: B rows, T positions of one step, H hidden size.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache, PreTrainedModel
+
+from specdistill.decoding.kv_cache import DraftKVCache, RaggedKVCache
+from specdistill.decoding.transformers_models import attention_masks
+from specdistill.decoding.tree import Step
+from specdistill.methods.layers import HeadShape, KVCache, PlainLayer, Rotary
+from specdistill.methods.sizes import shape_of
+
+
+class LlamaStack(nn.Module):
+    """Embedding, layers and final norm of a Llama. It shares the model's weights."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        assert is_plain_llama(model), model.config
+        config: Any = model.config
+        self.shape = HeadShape(
+            **vars(shape_of(config)),
+            vocab_size=config.vocab_size,
+            rms_norm_eps=config.rms_norm_eps,
+            rope_theta=config.rope_parameters["rope_theta"],
+            rope_scaling=config.rope_parameters,
+            max_position_embeddings=config.max_position_embeddings,
+        )
+        self._rotary = Rotary(self.shape)
+        with torch.device("meta"):
+            self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+            self.layers = nn.ModuleList(PlainLayer(self.shape, index) for index in range(config.num_hidden_layers))
+            self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.load_state_dict(model.get_decoder().state_dict(), assign=True)
+
+    def rotary(self, positions_BT: Tensor) -> tuple[Tensor, Tensor]:
+        """(cos, sin) [B, T, d] of positions."""
+        return self._rotary(self.norm.weight, positions_BT)
+
+    def forward(self, ids_BT: Tensor, rotary: tuple[Tensor, Tensor], kv_cache: KVCache) -> Tensor:
+        """Hidden states [B, T, H] after the final norm."""
+        hidden = self.embed_tokens(ids_BT)
+        for layer in self.layers:
+            hidden = layer(hidden, rotary, kv_cache)
+        normed: Tensor = self.norm(hidden)
+        return normed
+
+
+def is_plain_llama(model: PreTrainedModel) -> bool:
+    """Whether `LlamaStack` computes what the model does: no biases, SiLU, and rotary angles that do not depend on the sequence's length."""
+    config: Any = model.config
+    return (
+        config.model_type == "llama"
+        and getattr(config, "quantization_config", None) is None
+        and not config.attention_bias
+        and not config.mlp_bias
+        and config.hidden_act == "silu"
+        and config.rope_parameters.get("rope_type", "default") not in ("dynamic", "longrope")
+    )
+
+
+class TransformersLayers:
+    """Any causal language model's layers, and the keys and values of the sequence so far: new ids [1, T] -> hidden states [1, T, H]."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.backbone: Any = model.get_decoder()
+        self.config = model.config.get_text_config()
+        self.restart()
+
+    def restart(self) -> None:
+        # Plain layers even for a model with sliding windows, whose own would not give back what they dropped; the mask does the rest.
+        self.cache = DynamicCache()
+
+    def crop(self, count: int) -> None:
+        """Forget the last `count` positions."""
+        self.cache.crop(-count)
+
+    def __call__(self, ids_1T: Tensor, level: Step | None = None) -> Tensor:
+        """level: of a tree, if the ids are one; what the cache holds with it."""
+        options = {}
+        if level:
+            position_ids = torch.tensor([level.positions_T], device=ids_1T.device)
+            options = {
+                "position_ids": position_ids,
+                "attention_mask": attention_masks(level, self.config, self.backbone.dtype),
+            }
+        output = self.backbone(input_ids=ids_1T, past_key_values=self.cache, use_cache=True, **options)
+        hidden: Tensor = output.last_hidden_state
+        return hidden
+
+
+class LlamaLayers:
+    """`TransformersLayers` of a plain Llama, faster."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.stack = LlamaStack(model)
+        self.device = model.device
+        self.restart()
+
+    def restart(self) -> None:
+        self.cache = DraftKVCache(len(self.stack.layers), self.stack.rotary, self.device)
+
+    def crop(self, count: int) -> None:
+        self.cache.length -= count
+
+    def __call__(self, ids_1T: Tensor, level: Step | None = None) -> Tensor:
+        rotary = self.cache.level(level) if level else self.cache.next_rotary(ids_1T.shape[1])
+        hidden: Tensor = self.stack(ids_1T, rotary, self.cache)
+        return hidden
+
+
+class LlamaBatch:
+    """`TransformersBatch` of a plain Llama, faster."""
+
+    def __init__(self, layers: LlamaLayers, num_rows: int) -> None:
+        self.stack = layers.stack
+        self.cache = RaggedKVCache(num_rows, len(self.stack.layers), self.stack.rotary, layers.device)
+
+    def __call__(self, ids_BT: Tensor, counts: Sequence[int]) -> Tensor:
+        hidden: Tensor = self.stack(ids_BT, self.cache.extend(counts), self.cache)
+        return hidden
