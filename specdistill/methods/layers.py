@@ -6,12 +6,11 @@ A `KVCache` holds keys and values and answers queries, so that cached decoding a
 """
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from specdistill.errors import UserError
 from specdistill.methods.sizes import Shape
@@ -23,6 +22,9 @@ class HeadShape(Shape):
 
     sliding_window: a position sees itself and the window - 1 before it; None sees all of them.
     """
+
+    hidden_act: ClassVar = "silu"
+    mlp_bias: ClassVar = False
 
     vocab_size: int
     rms_norm_eps: float = 1e-6
@@ -67,18 +69,6 @@ class Attention(nn.Module):
         return output
 
 
-class MLP(nn.Module):
-    def __init__(self, config: HeadShape) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-        return output
-
-
 class PlainLayer(nn.Module):
     """An ordinary Llama layer: what every layer after a head's first one is. Without `input_norm`, the first of an EAGLE-1 head."""
 
@@ -88,7 +78,7 @@ class PlainLayer(nn.Module):
         self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps) if input_norm else nn.Identity()
         self.self_attn = Attention(config, config.hidden_size)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = MLP(config)
+        self.mlp = LlamaMLP(config)
 
     def forward(self, hidden_BTH: Tensor, rotary: tuple[Tensor, Tensor], kv_cache: KVCache) -> Tensor:
         hidden = hidden_BTH + self.self_attn(self.input_layernorm(hidden_BTH), rotary, self.index, kv_cache)

@@ -16,11 +16,12 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 from specdistill.engines.limits import engine_aux_layers
 from specdistill.errors import UserError
 from specdistill.methods.heads.head import head_shape, initialized
-from specdistill.methods.layers import MLP, Attention, HeadShape, KVCache, PlainLayer, Rotary
+from specdistill.methods.layers import Attention, HeadShape, KVCache, PlainLayer, Rotary
 from specdistill.targets.frozen import Features, FrozenTarget
 
 
@@ -62,7 +63,7 @@ class FirstLayer(nn.Module):
         self.hidden_norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.self_attn = Attention(config, 2 * config.hidden_size)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = MLP(config)
+        self.mlp = LlamaMLP(config)
 
     def forward(self, embedding_BTH: Tensor, hidden_BTH: Tensor, rotary: tuple[Tensor, Tensor], kv_cache: KVCache) -> Tensor:
         normed = self.hidden_norm(hidden_BTH)

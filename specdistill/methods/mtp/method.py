@@ -47,15 +47,9 @@ def planned(target: sizes.Described, given: sizes.Described | None, settings: di
     own = sum(parameter.numel() for parameter in last.parameters())
     read = sizes.parameters_read(last, target.text)
     parts = mtp_head(target.text.hidden_size, target.text.vocab_size, own, read, num_layers)
-    fresh = f"a fresh layer: the config has no {', no '.join(NATIVE_KEYS)}"
-    return sizes.PlannedDraft(
-        parts,
-        replace(sizes.shape_of(target.text), num_layers=1),
-        target.text.vocab_size,
-        f"the target's own ({key}: {num_layers})" if key else fresh,
-        PUBLISHED if key else FRESH,
-        ("draft.init=null",) if key else (),
-    )
+    note = f"the target's own ({key}: {num_layers})" if key else f"a fresh layer: the config has no {', no '.join(NATIVE_KEYS)}"
+    shape, published = replace(sizes.shape_of(target.text), num_layers=1), PUBLISHED if key else FRESH
+    return sizes.PlannedDraft(parts, shape, target.text.vocab_size, note, published, ("draft.init=null",) if key else ())
 
 
 def mtp_head(hidden_size: int, vocab_size: int, layer: int, layer_read: float, num_layers: int = 1) -> sizes.Parts:
