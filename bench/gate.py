@@ -34,7 +34,7 @@ from specdistill.gate.rules import Rule, load_gate
 from specdistill.project import ROOT
 from specdistill.recipe.fields import Section, option
 from specdistill.report.files import read_report
-from specdistill.report.markdown import table
+from specdistill.report.text import table
 from specdistill.statistics.intervals import relative_change
 from specdistill.statistics.metrics import METRICS, PromptSums
 from specdistill.statistics.records import PromptRecord

@@ -22,9 +22,8 @@ from specdistill.methods.recipe import Recipe
 from specdistill.planning.plan import recipe_for
 from specdistill.project import ROOT
 from specdistill.recipe.load import load_recipe, recipe_yaml
-from specdistill.report.markdown import table
-from specdistill.report.numbers import between, duration, number, percent, size, times
-from specdistill.report.phrases import a_round, settings_line
+from specdistill.report.phrases import a_round, between, duration, number, percent, settings_line, size, times
+from specdistill.report.text import table
 
 FOLDER = Path("runs/methods")
 RECIPES = {method: name for method in METHODS if (name := recipe_for(method, "pico")[0] or "").startswith("pico/")}

@@ -18,7 +18,7 @@ from specdistill.decoding.decoder import Decoder, now
 from specdistill.measurement.hardware import hardware, software
 from specdistill.methods.load import load_proposer
 from specdistill.project import ROOT
-from specdistill.report.markdown import table
+from specdistill.report.text import table
 from specdistill.suites.suite import evenly, load_suite, tokenize
 from specdistill.targets.frozen import FrozenTarget
 

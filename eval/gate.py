@@ -9,14 +9,12 @@ from pathlib import Path
 
 from specdistill.command import run
 from specdistill.errors import ExitCode
-from specdistill.gate.baseline import read_baseline
-from specdistill.gate.decide import Evidence
-from specdistill.gate.judge import judge
+from specdistill.gate.decide import Evidence, judge, read_baseline
 from specdistill.gate.rules import load_gate
 from specdistill.recipe.fields import Section, like, option
 from specdistill.recipe.sections import EvalConfig
-from specdistill.report.console import print_gate
 from specdistill.report.files import check_writable, read_report, write_report
+from specdistill.report.text import print_gate
 
 
 class GateOptions(Section):

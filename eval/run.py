@@ -15,9 +15,7 @@ from specdistill.decoding.batch_decoder import BatchDecoder
 from specdistill.decoding.proposer import Proposer
 from specdistill.decoding.tree import tree_shape
 from specdistill.errors import ExitCode, UserError
-from specdistill.gate.baseline import read_baseline
-from specdistill.gate.decide import Evidence
-from specdistill.gate.judge import judge
+from specdistill.gate.decide import Evidence, judge, read_baseline
 from specdistill.gate.rules import load_gate
 from specdistill.hub import resolve
 from specdistill.measurement.configurations import Plan, Settings, plan_configurations
@@ -34,8 +32,8 @@ from specdistill.measurement.quality import add_quality
 from specdistill.methods import METHODS
 from specdistill.methods.load import load_proposer
 from specdistill.methods.recipe import Recipe
-from specdistill.report.console import print_power_analysis, print_report
 from specdistill.report.files import check_writable, previous_report, write_report
+from specdistill.report.text import print_power_analysis, print_report
 from specdistill.servers.run import connect, evaluate_server
 from specdistill.statistics.records import PromptRecord
 from specdistill.statistics.sample_size import PriorRun, power_analysis
@@ -158,7 +156,7 @@ def measure_server(recipe: Recipe, suite: Suite, prior: PriorRun | None) -> tupl
         expected = f"null with eval.engine={config.engine}: name the merged model that it serves in target.model"
         raise UserError("target.adapter", got=target.adapter, expected=expected)
     tokenizer, longest = read_tokenizer(target.model, revision=target.revision, trust_remote_code=target.trust_remote_code)
-    speculative, plain = connect(
+    servers = connect(
         config.engine,
         config.server,
         config.baseline_server,
@@ -166,14 +164,13 @@ def measure_server(recipe: Recipe, suite: Suite, prior: PriorRun | None) -> tupl
         k=config.num_speculative_tokens,
         timeout=config.server_timeout,
     )
-    max_length = min(longest, speculative.identity.max_length or longest)
+    max_length = min(longest, servers[0].identity.max_length or longest)
     prompts = tokenize(
         suite, tokenizer, max_new_tokens=config.max_new_tokens, max_length=max_length, num_prompts=config.num_prompts
     )
     print_power_analysis(power_analysis(len(prompts), suite.name, prior))
     report, records = evaluate_server(
-        speculative,
-        plain,
+        servers,
         suite,
         prompts,
         Settings.of(config),

@@ -12,8 +12,7 @@ import numpy as np
 
 from specdistill.comparison.compare import Measured
 from specdistill.engines.server import ServerCounts
-from specdistill.report.build import build_report
-from specdistill.report.results import context_rows, headline, result_rows, theory
+from specdistill.report.build import build_report, context_rows, headline, result_rows, theory
 from specdistill.statistics.records import Configuration, HFGenerate, PromptRecord, RoundRecord, Timing
 from specdistill.statistics.theory import RoundCost
 from specdistill.suites import suite as suites

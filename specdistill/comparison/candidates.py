@@ -26,10 +26,10 @@ class Candidate:
 
     name: str
     method: str
-    draft: str | None
-    folder: Path | None
-    revision: str | None
-    num_layers: int | None
+    draft: str | None = None
+    folder: Path | None = None
+    revision: str | None = None
+    num_layers: int | None = None
 
 
 def find_candidates(entries: Sequence[str]) -> list[Candidate]:
@@ -41,17 +41,18 @@ def find_candidates(entries: Sequence[str]) -> list[Candidate]:
     if len(entries) < 2:
         raise UserError(KEY, got=f"{len(entries)} candidate{'s' * (len(entries) != 1)}", expected="two or more: drafts=[a,b]")
     folders = [None if entry in UNTRAINED else _locate(entry) for entry in entries]
-    _check_different(entries, folders)
-    candidates = []
-    for entry, folder, name in zip(entries, folders, _names(entries), strict=True):
-        if folder is None:
-            candidates.append(Candidate(name, entry, None, None, None, None))
-            continue
-        method = method_of(folder, key=KEY)
-        num_layers = implementation(method).num_layers(read_config(folder, KEY))
-        revision = None if Path(entry).is_dir() else folder.name
-        candidates.append(Candidate(name, method, entry, folder, revision, num_layers))
-    return candidates
+    for (first, its_folder), (second, folder) in itertools.combinations(zip(entries, folders, strict=True), 2):
+        if _copies(its_folder, folder) if its_folder and folder else first == second:
+            raise UserError(KEY, got=f"{first} and {second}, which are the same draft", expected="different candidates")
+    return [_candidate(*parts) for parts in zip(_names(entries), entries, folders, strict=True)]
+
+
+def _candidate(name: str, entry: str, folder: Path | None) -> Candidate:
+    if folder is None:
+        return Candidate(name, entry)
+    method = method_of(folder, key=KEY)
+    num_layers = implementation(method).num_layers(read_config(folder, KEY))
+    return Candidate(name, method, entry, folder, None if Path(entry).is_dir() else folder.name, num_layers)
 
 
 def _locate(entry: str) -> Path:
@@ -60,32 +61,17 @@ def _locate(entry: str) -> Path:
         return Path(entry)
     expected = f"a draft folder, a Hub id or {' or '.join(UNTRAINED)}"
     if entry.startswith((".", "/", "~")) or split_revision(entry)[0].count("/") != 1:
-        raise UserError(
-            KEY, got=f"{entry or 'an empty name'}, which is no folder", expected=expected, nearest=nearest(entry, UNTRAINED)
-        )
+        got = f"{entry or 'an empty name'}, which is no folder"
+        raise UserError(KEY, got=got, expected=expected, nearest=nearest(entry, UNTRAINED))
     return locate(entry, key=KEY, expected=expected)
 
 
-def _check_different(entries: Sequence[str], folders: Sequence[Path | None]) -> None:
-    pairs = itertools.combinations(zip(entries, folders, strict=True), 2)
-    for (first, first_folder), (second, second_folder) in pairs:
-        if first_folder is None or second_folder is None:
-            same = first == second
-        else:
-            same = first_folder.resolve() == second_folder.resolve() or _copies(first_folder, second_folder)
-        if same:
-            raise UserError(KEY, got=f"{first} and {second}, which are the same draft", expected="different candidates")
-
-
 def _copies(first: Path, second: Path) -> bool:
-    """Whether config and weights of two folders are equal byte for byte."""
-    names = [
-        {path.name for pattern in ("config.json", "*.safetensors", "*.bin") for path in folder.glob(pattern)}
-        for folder in (first, second)
-    ]
-    if not names[0] or names[0] != names[1]:
-        return False
-    return all(filecmp.cmp(first / name, second / name, shallow=False) for name in sorted(names[0]))
+    """Whether two folders are one, or config and weights of both are equal byte for byte."""
+    patterns = ("config.json", "*.safetensors", "*.bin")
+    names, others = ({path.name for pattern in patterns for path in folder.glob(pattern)} for folder in (first, second))
+    same_files = names and names == others and not any(filecmp.cmpfiles(first, second, names, shallow=False)[1:])
+    return bool(first.resolve() == second.resolve() or same_files)
 
 
 def _names(entries: Sequence[str]) -> list[str]:
@@ -93,29 +79,22 @@ def _names(entries: Sequence[str]) -> list[str]:
 
     Names become folders, so they are compared without case.
     """
-    # A revision may hold slashes, as refs/pr/1 does.
     parts = [
-        list(Path(entry).resolve().parts[1:])
+        Path(entry).resolve().parts[1:]
         if Path(entry).is_dir()
-        else [part.replace("/", "-") for part in entry.split("/", 1)]
+        else [part.replace("/", "-") for part in entry.split("/", 1)]  # a revision may hold slashes, as refs/pr/1 does
         for entry in entries
     ]
-    depths = [1] * len(entries)
-    while True:
+    depths, longer = [0] * len(entries), [1] * len(entries)
+    while longer != depths:
+        depths = longer
         names = ["-".join(part[-depth:]) for part, depth in zip(parts, depths, strict=True)]
         count = Counter(name.casefold() for name in names)
-        longer = [
-            depth + (count[name.casefold()] > 1 and depth < len(part))
-            for name, part, depth in zip(names, parts, depths, strict=True)
-        ]
-        if longer == depths:
-            break
-        depths = longer
-    unique: list[str] = []
-    taken: set[str] = set()
+        is_double = [count[name.casefold()] > 1 for name in names]
+        longer = [min(depth + double, len(part)) for depth, double, part in zip(depths, is_double, parts, strict=True)]
+    unique: dict[str, str] = {}
     for name in names:
         numbered = (f"{name}-{number}" for number in itertools.count(2))
-        chosen = next(option for option in itertools.chain([name], numbered) if option.casefold() not in taken)
-        taken.add(chosen.casefold())
-        unique.append(chosen)
-    return unique
+        chosen = next(option for option in itertools.chain([name], numbered) if option.casefold() not in unique)
+        unique[chosen.casefold()] = chosen
+    return list(unique.values())

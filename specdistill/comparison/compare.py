@@ -5,44 +5,40 @@ candidate is split into tokens a round and cost of a round, and these into accep
 over prompts.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from specdistill import __version__
 from specdistill.comparison.explanation import is_separable, reasons
+from specdistill.report.files import validate
 from specdistill.statistics.intervals import relative_change
 from specdistill.statistics.metrics import METRICS, Metric, PromptSums, prompt_sums, value
 from specdistill.statistics.records import PromptRecord
 
-SCHEMA_VERSION = 2
-_PLAIN_STEP = ("baseline_verify_seconds", "baseline_num_rounds")
+SCHEMA = Path(__file__).parent / "comparison.schema.json"
+
+
+def _in_plain_steps(*seconds: str, each: str) -> Metric:
+    """What one of `each` takes, over what a step of plain decoding does."""
+    sums = (*seconds, each, "baseline_verify_seconds", "baseline_num_rounds")
+    return Metric(sums, lambda *totals: sum(totals[:-3]) / totals[-3] / (totals[-2] / totals[-1]), "lower")
+
 
 # The parts of a difference in speed. Costs are in plain decoding steps; rounds without a draft count.
 PARTS: dict[str, Metric] = {
     "tokens_per_round": METRICS["tokens_per_round"],
-    "round_cost": Metric(
-        ("draft_seconds", "verify_seconds", "num_rounds", *_PLAIN_STEP),
-        lambda draft, verify, rounds, plain, plain_rounds: (draft + verify) / rounds / (plain / plain_rounds),
-        "lower",
-    ),
+    "round_cost": _in_plain_steps("draft_seconds", "verify_seconds", each="num_rounds"),
     "acceptance_rate": METRICS["acceptance_rate"],
     "drafted_per_round": Metric(("num_draft_tokens", "num_rounds"), lambda drafted, rounds: drafted / rounds),
     "first_position_rate": Metric(("num_accepted_first", "num_drafts"), lambda accepted, drafts: accepted / drafts),
     "later_position_rate": Metric(("num_accepted_later", "num_reached_later"), lambda accepted, reached: accepted / reached),
-    "draft_step": Metric(
-        ("draft_seconds", "num_draft_tokens", *_PLAIN_STEP),
-        lambda draft, drafted, plain, plain_rounds: draft / drafted / (plain / plain_rounds),
-        "lower",
-    ),
-    "verification": Metric(
-        ("verify_seconds", "num_rounds", *_PLAIN_STEP),
-        lambda verify, rounds, plain, plain_rounds: verify / rounds / (plain / plain_rounds),
-        "lower",
-    ),
+    "draft_step": _in_plain_steps("draft_seconds", each="num_draft_tokens"),
+    "verification": _in_plain_steps("verify_seconds", each="num_rounds"),
     "draft_share": Metric(("draft_seconds", "verify_seconds"), lambda draft, verify: draft / (draft + verify), "lower"),
 }
 
@@ -72,32 +68,38 @@ def compare(candidates: Sequence[Measured], *, seed: int = 0) -> dict[str, Any]:
     ordered = sorted(candidates, key=lambda candidate: (not is_lossless(candidate.report), -_speedup(candidate.report)))
     sums = [_sums(candidate.records) for candidate in ordered]
     frontier = pareto_frontier([candidate.report for candidate in ordered])
-    ranking = []
-    for rank, (candidate, own, on_frontier) in enumerate(zip(ordered, sums, frontier, strict=True), start=1):
-        differences = _differences(own, sums[0], seed) if rank > 1 else None
-        ranking.append(
-            {
-                "rank": rank,
-                "name": candidate.name,
-                "speedup": _speedup(candidate.report),
-                "lossless": is_lossless(candidate.report),
-                "separable_from_best": is_separable(differences["speedup"]) if differences else None,
-                "on_pareto_frontier": on_frontier,
-                "parts": {name: value(metric, own) for name, metric in PARTS.items()},
-                "difference_to_best": differences,
-            }
+    differences = [None, *(_differences(own, sums[0], seed) for own in sums[1:])]
+    ranking = [
+        {
+            "rank": rank,
+            "name": candidate.name,
+            "speedup": _speedup(candidate.report),
+            "lossless": is_lossless(candidate.report),
+            "separable_from_best": is_separable(difference["speedup"]) if difference else None,
+            "on_pareto_frontier": on_frontier,
+            "parts": {name: value(metric, own) for name, metric in PARTS.items()},
+            "difference_to_best": difference,
+        }
+        for rank, (candidate, own, on_frontier, difference) in enumerate(
+            zip(ordered, sums, frontier, differences, strict=True), start=1
         )
-    listed = [
-        {name: getattr(candidate, name) for name in ("name", "num_layers", "training", "report")} for candidate in candidates
     ]
+    listed = [{name: part for name, part in vars(candidate).items() if name != "records"} for candidate in candidates]
     return {
-        "schema_version": SCHEMA_VERSION,
+        "schema_version": 2,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "specdistill_version": __version__,
         "candidates": listed,
         "ranking": ranking,
         "why": [{"name": name, "message": message} for name, message in reasons(listed, ranking)],
     }
+
+
+def validate_comparison(comparison: Mapping[str, Any]) -> None:
+    """Raises UserError that names the first field that does not fit the schema, in the comparison or in one of its reports."""
+    validate(comparison, "comparison.json", "comparison", SCHEMA)
+    for candidate in comparison["candidates"]:
+        validate(candidate["report"], f"comparison.json ({candidate['name']})", "comparison")
 
 
 def is_lossless(report: dict[str, Any]) -> bool:
@@ -107,18 +109,15 @@ def is_lossless(report: dict[str, Any]) -> bool:
 
 def pareto_frontier(reports: Sequence[dict[str, Any]]) -> list[bool]:
     """For each report, whether no other has both a higher acceptance length and a lower c; False where nothing was drafted."""
-    points = [_point(report) for report in reports]
+    points = [
+        (report["results"][0]["mean_acceptance_length"], -report["theory"]["c"]) if "theory" in report else None
+        for report in reports
+    ]
+    drafting = [point for point in points if point]
     return [
-        point is not None
-        and not any(other[0] >= point[0] and other[1] <= point[1] and other != point for other in points if other is not None)
+        point is not None and not any(length >= point[0] and cheap >= point[1] for length, cheap in {*drafting} - {point})
         for point in points
     ]
-
-
-def _point(report: dict[str, Any]) -> tuple[float, float] | None:
-    if "theory" not in report:
-        return None
-    return report["results"][0]["mean_acceptance_length"], report["theory"]["c"]
 
 
 def _speedup(report: dict[str, Any]) -> float:
@@ -139,10 +138,10 @@ def _sums(records: Sequence[PromptRecord]) -> PromptSums:
 
 def _differences(sums: PromptSums, best: PromptSums, seed: int) -> dict[str, Any]:
     """Each part's relative change from the best candidate's, with its paired interval; None where one of them has no value."""
-    differences: dict[str, Any] = {}
-    for name, metric in {"speedup": METRICS["speedup"], **PARTS}.items():
-        differences[name] = None
+    differences: dict[str, Any] = dict.fromkeys(("speedup", *PARTS))
+    for name in differences:
+        metric = PARTS.get(name, METRICS["speedup"])
         if value(metric, sums) is not None and value(metric, best):  # a change from 0 has no size
             change, bounds = relative_change(metric, sums, best, seed=seed)
-            differences[name] = {"change": change, "ci95": list(bounds) if bounds else None}
+            differences[name] = {"change": change, "ci95": bounds and list(bounds)}
     return differences

@@ -4,10 +4,10 @@ Only differences whose paired 95 % interval excludes 0 are given as reasons.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from specdistill.report.numbers import between, number, percent, times
+from specdistill.report.phrases import counted, gain, number, percent
 
 MOSTLY = 2 / 3  # of the gap's logarithm: from this share on, the gap comes mostly from one part
 MIN_REASON = 0.005  # a smaller relative difference is not given as a reason, however certain it is
@@ -25,35 +25,41 @@ def reasons(candidates: Sequence[Entry], ranking: Sequence[Entry]) -> Iterator[t
         yield "gap", " ".join(_gap(other, best))
         if detail := " ".join([*_acceptance(other, best), *_cost(other, best, by_name)]):
             yield "cause", detail
-    yield from (("lossless", text) for text in _not_lossless(ranking, by_name))
-    yield from (("coverage", text) for text in _coverage(candidates))
+    for entry in ranking:
+        if not entry["lossless"]:
+            lossless = by_name[entry["name"]]["report"]["lossless"]
+            completions = f"{lossless['unexplained_divergences']} of {lossless['prompts_checked']} greedy completions"
+            placed = f"{entry['name']} is ranked below the lossless drafts whatever its speed"
+            yield "lossless", f"{placed}: {completions} are not the target's."
+    for name, candidate in by_name.items():
+        covered = candidate["report"]["results"][0].get("vocabulary_coverage", 1.0)
+        if covered < FULL_COVERAGE:
+            part = f"covers {covered:.1%} of the target's tokens; it cannot propose the others"
+            yield "coverage", f"The draft vocabulary of {name} {part}."
     yield from (("context", text) for text in _context(candidates))
 
 
 def shown(difference: Mapping[str, Any] | None) -> float:
     """The relative difference, or 0 where its interval includes 0 or it is too small to be a reason."""
-    if difference is None or not is_separable(difference) or abs(difference["change"]) < MIN_REASON:
-        return 0.0
-    return float(difference["change"])
+    change = float(difference["change"]) if difference and is_separable(difference) else 0.0
+    return change if abs(change) >= MIN_REASON else 0.0
 
 
 def is_separable(difference: Mapping[str, Any] | None) -> bool:
     """Whether a difference's interval excludes 0; without an interval nothing is separable."""
-    if not difference or not difference["ci95"]:
-        return False
-    low, high = difference["ci95"]
+    low, high = (difference and difference["ci95"]) or (0.0, 0.0)
     return bool(low > 0 or high < 0)
 
 
 def _fastest(best: Entry, others: Sequence[Entry], report: Mapping[str, Any]) -> str:
     row, unsure = report["results"][0], [other["name"] for other in others if not other["separable_from_best"]]
-    speed = f"{times(row['speedup'])} the speed of plain decoding{between(row, 'speedup')}"
     low, high = row.get("speedup_ci95", (0.0, math.inf))
     sign = "slower than" if high < 1 else "not separable from" if low <= 1 else ""
-    plain = f", which is {sign} plain decoding" if sign else ""
+    speed = f"{gain(row)}, which is {sign} plain decoding" if sign else gain(row)
     if not unsure:
-        return f"{best['name']} is the fastest: {speed}{plain}."
-    return f"{best['name']} measured fastest, {speed}{plain}, but {_listed(unsure)} {_is(unsure)} not separable from it."
+        return f"{best['name']} is the fastest: {speed}."
+    verb = "is" if len(unsure) == 1 else "are"
+    return f"{best['name']} measured fastest, {speed}, but {_listed(unsure)} {verb} not separable from it."
 
 
 def _gap(other: Entry, best: Entry) -> Iterator[str]:
@@ -61,8 +67,8 @@ def _gap(other: Entry, best: Entry) -> Iterator[str]:
     differences = other["difference_to_best"]
     name, first, speed = other["name"], best["name"], differences["speedup"]
     tokens, cost = shown(differences["tokens_per_round"]), shown(differences["round_cost"])
-    yields = f"a round yields {_more(tokens, 'more', 'fewer')} tokens {_against(other, best, 'tokens_per_round')}"
-    costs = f"a round costs {_more(cost, 'more', 'less')} {_against(other, best, 'round_cost', ' plain steps')}"
+    yields = f"a round yields {_more(tokens, 'fewer')} tokens ({_against(other, best, 'tokens_per_round')})"
+    costs = f"a round costs {_more(cost, 'less')} ({_against(other, best, 'round_cost', ' plain steps')})"
     if not other["separable_from_best"]:
         yield f"{name} is not separable from {first}: {_direction(speed['change'])}{_range(speed)}."
         if tokens and cost and (tokens > 0) == (cost > 0):
@@ -75,9 +81,8 @@ def _gap(other: Entry, best: Entry) -> Iterator[str]:
     from_tokens, from_cost = max(slower * math.log1p(tokens), 0.0), max(-slower * math.log1p(cost), 0.0)
     if from_tokens and from_cost:
         share = from_tokens / (from_tokens + from_cost)
-        source = (
-            "mostly from acceptance" if share >= MOSTLY else "mostly from cost" if share <= 1 - MOSTLY else "from both sides"
-        )
+        mostly = "mostly from acceptance" if share >= MOSTLY else "mostly from cost"
+        source = "from both sides" if 1 - MOSTLY < share < MOSTLY else mostly
         yield f"That comes {source}: {yields}, and {costs}."
     elif from_tokens:
         yield f"That comes from acceptance: {yields}{f', although {costs}' if cost else ''}."
@@ -96,16 +101,14 @@ def _acceptance(other: Entry, best: Entry) -> Iterator[str]:
         mine, theirs = (number(entry["parts"]["drafted_per_round"], 1) for entry in (other, best))
         yield f"{other['name']} drafts {mine} tokens a round, {best['name']} {theirs}."
     first, later = shown(differences["first_position_rate"]), shown(differences["later_position_rate"])
-    at_first = f"at the first position ({_rates(other, best, 'first_position_rate')})"
-    after = f"at later positions once they are reached ({_rates(other, best, 'later_position_rate')})"
-    if not first and not later:
-        return
+    at_first = f"at the first position ({_against(other, best, 'first_position_rate', style=percent)})"
+    after = f"at later positions once they are reached ({_against(other, best, 'later_position_rate', style=percent)})"
     if first and later:
         joint = "and" if (first > 0) == (later > 0) else f"but {_amount(later)}"
         yield f"It accepts {_amount(first)} {at_first} {joint} {after}."
     elif first:
         yield f"It accepts {_amount(first)} {at_first}; later positions are not separable."
-    else:
+    elif later:
         yield f"It accepts {_amount(later)} {after}; the first position is not separable."
 
 
@@ -124,40 +127,22 @@ def _cost(other: Entry, best: Entry, by_name: Mapping[str, Entry]) -> Iterator[s
         )
         yield from _sizes(by_name[other["name"]], by_name[best["name"]], step)
     if verification:
-        yield f"Verifying costs {_more(verification, 'more', 'less')} {_against(other, best, 'verification', ' plain steps')}."
+        yield f"Verifying costs {_more(verification, 'less')} ({_against(other, best, 'verification', ' plain steps')})."
 
 
 def _sizes(other: Entry, best: Entry, step: float) -> Iterator[str]:
     mine, theirs = (entry["report"]["draft"]["parameters"] for entry in (other, best))
-    if mine == theirs and other["num_layers"] == best["num_layers"]:
-        return
     surprise = ", so size is not the reason" if (mine - theirs) * step < 0 else ""
-    yield f"{_size(other)}, {_size(best)}{surprise}."
+    if mine != theirs or other["num_layers"] != best["num_layers"]:
+        yield f"{_size(other)}, {_size(best)}{surprise}."
 
 
 def _size(candidate: Entry) -> str:
     parameters, layers = candidate["report"]["draft"]["parameters"], candidate["num_layers"]
-    if not parameters:
-        return f"{candidate['name']} has no weights"
-    depth = "" if layers is None else f"{layers} layer{'s' * (layers != 1)} and "
-    return f"{candidate['name']} has {depth}{_count(parameters)} parameters"
-
-
-def _not_lossless(ranking: Sequence[Entry], by_name: Mapping[str, Entry]) -> Iterator[str]:
-    for entry in ranking:
-        if not entry["lossless"]:
-            lossless = by_name[entry["name"]]["report"]["lossless"]
-            completions = f"{lossless['unexplained_divergences']} of {lossless['prompts_checked']} greedy completions"
-            yield f"{entry['name']} is ranked below the lossless drafts whatever its speed: {completions} are not the target's."
-
-
-def _coverage(candidates: Sequence[Entry]) -> Iterator[str]:
-    for candidate in candidates:
-        covered = candidate["report"]["results"][0].get("vocabulary_coverage", 1.0)
-        if covered < FULL_COVERAGE:
-            yield (
-                f"The draft vocabulary of {candidate['name']} covers {covered:.1%} of the target's tokens; it cannot propose the others."
-            )
+    depth = "" if layers is None else f"{counted(layers, 'layer')} and "
+    units = {"billion": 1e9, "million": 1e6, "thousand": 1e3}
+    count = next((f"{parameters / size:.3g} {unit}" for unit, size in units.items() if parameters >= size), str(parameters))
+    return f"{candidate['name']} has {f'{depth}{count} parameters' if parameters else 'no weights'}"
 
 
 def _context(candidates: Sequence[Entry]) -> Iterator[str]:
@@ -170,10 +155,8 @@ def _context(candidates: Sequence[Entry]) -> Iterator[str]:
         elif ends[0] <= 1 <= ends[1]:
             unchanged.append(name)
         else:
-            yield (
-                f"In long contexts the acceptance length of {name} is {percent(row['context_ratio'])} of that in short ones "
-                f"({percent(ends[0])} to {percent(ends[1])})."
-            )
+            ratio = f"{percent(row['context_ratio'])} of that in short ones ({' to '.join(map(percent, ends))})"
+            yield f"In long contexts the acceptance length of {name} is {ratio}."
     if unchanged:
         yield f"No change of acceptance with the context is shown for {_listed(unchanged)}."
     if unknown:
@@ -195,36 +178,21 @@ def _range(difference: Mapping[str, Any]) -> str:
     return f", in an interval from {_direction(low)} to {_direction(high)}" if low < 0 < high else ", no difference at all"
 
 
-def _more(change: float, more: str, less: str) -> str:
-    return f"{_share(change)} {more if change > 0 else less}"
+def _more(change: float, less: str) -> str:
+    return f"{_share(change)} {'more' if change > 0 else less}"
 
 
 def _amount(change: float) -> str:
     return "more" if change > 0 else "less"
 
 
-def _against(other: Entry, best: Entry, part: str, unit: str = "") -> str:
-    return f"({number(other['parts'][part])}{unit} against {number(best['parts'][part])})"
-
-
-def _rates(other: Entry, best: Entry, part: str) -> str:
-    return f"{percent(other['parts'][part])} against {percent(best['parts'][part])}"
+def _against(other: Entry, best: Entry, part: str, unit: str = "", *, style: Callable[[float | None], str] = number) -> str:
+    return f"{style(other['parts'][part])}{unit} against {style(best['parts'][part])}"
 
 
 def _share(change: float) -> str:
     return f"{abs(change):.0%}" if abs(change) >= 0.0995 else f"{abs(change):.1%}"
 
 
-def _count(parameters: int) -> str:
-    for unit, size in (("billion", 1e9), ("million", 1e6), ("thousand", 1e3)):
-        if parameters >= size:
-            return f"{parameters / size:.3g} {unit}"
-    return str(parameters)
-
-
 def _listed(names: Sequence[str]) -> str:
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
-
-
-def _is(names: Sequence[str]) -> str:
-    return "is" if len(names) == 1 else "are"

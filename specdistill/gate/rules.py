@@ -16,12 +16,11 @@ import yaml
 
 from specdistill.errors import UserError, nearest, one_line
 from specdistill.project import GATES, ROOT
-from specdistill.report.schema import document_metrics, row_metrics
+from specdistill.report.files import document_metrics, row_metrics
 from specdistill.statistics.metrics import METRICS
 
 REQUIREMENTS = ("min", "max", "equals", "max_regression")
 SCOPES = ("suite", "category", "temperature", "context_bucket", "num_speculative_tokens", "batch_size", "tree")
-SEVERITIES = ("fail", "warn")
 KEYS = ("metric", "scope", *REQUIREMENTS, "confidence", "severity")
 DEFAULT_CONFIDENCE = 0.95
 
@@ -40,7 +39,10 @@ def load_gate(name: str) -> list[Rule]:
     """The rules of a gate, by name or path. Raises UserError for an unknown gate, key or metric, and for a rule without exactly one
     requirement.
     """
-    path = _locate(name)
+    path = next((path for path in (Path(name), GATES / f"{name}.yaml", ROOT / name) if path.is_file()), None)
+    if path is None:
+        known = sorted(path.stem for path in GATES.glob("*.yaml"))
+        raise UserError("gate", got=name, expected=f"one of {', '.join(known)}, or a gate YAML", nearest=nearest(name, known))
     try:
         entries = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, OSError, UnicodeDecodeError) as error:
@@ -50,14 +52,6 @@ def load_gate(name: str) -> list[Rule]:
     return [_rule(f"{path.name} rule {number}", entry) for number, entry in enumerate(entries, start=1)]
 
 
-def _locate(name: str) -> Path:
-    for path in (Path(name), GATES / f"{name}.yaml", ROOT / name):
-        if path.is_file():
-            return path
-    known = sorted(path.stem for path in GATES.glob("*.yaml"))
-    raise UserError("gate", got=name, expected=f"one of {', '.join(known)}, or a gate YAML", nearest=nearest(name, known))
-
-
 def _rule(place: str, entry: Any) -> Rule:
     _check_keys(place, entry, KEYS)
     requirements = [name for name in REQUIREMENTS if name in entry]
@@ -65,20 +59,19 @@ def _rule(place: str, entry: Any) -> Rule:
         got = " and ".join(requirements) or "no requirement"
         raise UserError(place, got=got, expected=f"exactly one of {', '.join(REQUIREMENTS)}")
     (requirement,) = requirements
-    metric, threshold = entry.get("metric"), entry[requirement]
+    metric, threshold, scope = entry.get("metric"), entry[requirement], entry.get("scope") or {}
+    confidence, severity = entry.get("confidence", DEFAULT_CONFIDENCE), entry.get("severity", "fail")
     _check_choice(f"{place}: metric", metric, (*row_metrics(), *document_metrics()), "a metric of the report")
     if requirement == "max_regression":
         if metric not in METRICS:
             expected = f"one of {', '.join(METRICS)}, which can be compared prompt by prompt"
             raise UserError(f"{place}: max_regression", got=f"metric {metric}", expected=expected)
-        _check_share(f"{place}: max_regression", threshold)
-    elif requirement != "equals" and not _is_number(threshold):
-        raise UserError(f"{place}: {requirement}", got=repr(threshold), expected="a number")
-    scope = entry.get("scope") or {}
+        _check_number(f"{place}: max_regression", threshold, share=True)
+    elif requirement != "equals":
+        _check_number(f"{place}: {requirement}", threshold)
     _check_keys(f"{place}: scope", scope, SCOPES)
-    confidence, severity = entry.get("confidence", DEFAULT_CONFIDENCE), entry.get("severity", "fail")
-    _check_share(f"{place}: confidence", confidence)
-    _check_choice(f"{place}: severity", severity, SEVERITIES, "fail or warn")
+    _check_number(f"{place}: confidence", confidence, share=True)
+    _check_choice(f"{place}: severity", severity, ("fail", "warn"), "fail or warn")
     return Rule(metric, requirement, threshold, scope, confidence, severity)
 
 
@@ -86,20 +79,15 @@ def _check_keys(place: str, entry: Any, known: Sequence[str]) -> None:
     if not isinstance(entry, dict):
         raise UserError(place, got=repr(entry), expected=f"keys of {', '.join(known)}")
     for key in entry:
-        if key not in known:
-            expected = f"one of {', '.join(known)}"
-            raise UserError(f"{place}: {key}", got="an unknown key", expected=expected, nearest=nearest(str(key), known))
+        _check_choice(f"{place}: {key}", key, known, f"one of {', '.join(known)}", got="an unknown key")
 
 
-def _check_choice(place: str, value: Any, known: Sequence[str], expected: str) -> None:
+def _check_choice(place: str, value: Any, known: Sequence[str], expected: str, got: str | None = None) -> None:
     if value not in known:
-        raise UserError(place, got=value, expected=expected, nearest=nearest(str(value), known))
+        raise UserError(place, got=got or value, expected=expected, nearest=nearest(str(value), known))
 
 
-def _check_share(place: str, value: Any) -> None:
-    if not _is_number(value) or not 0 <= value < 1:
-        raise UserError(place, got=repr(value), expected="a share from 0 to below 1")
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+def _check_number(place: str, value: Any, *, share: bool = False) -> None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not is_number or (share and not 0 <= value < 1):
+        raise UserError(place, got=repr(value), expected="a share from 0 to below 1" if share else "a number")

@@ -19,9 +19,8 @@ from specdistill.measurement.hardware import hardware, software
 from specdistill.measurement.losslessness import together
 from specdistill.methods.load import locate
 from specdistill.project import git_revision
-from specdistill.report.build import build_report
+from specdistill.report.build import build_report, context_rows, headline, result_rows, theory
 from specdistill.report.files import staged
-from specdistill.report.results import context_rows, headline, result_rows, theory
 from specdistill.statistics.records import PromptRecord
 from specdistill.statistics.sample_size import corrected_confidence
 from specdistill.statistics.theory import RoundCost

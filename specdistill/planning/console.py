@@ -11,7 +11,7 @@ from rich.text import Text
 from specdistill.methods import METHODS
 from specdistill.planning.plan import Plan, Row
 from specdistill.planning.reading import KnownDraft
-from specdistill.report.numbers import times
+from specdistill.report.phrases import times
 
 SHOWN_DRAFTS = 8
 

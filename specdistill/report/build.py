@@ -1,66 +1,319 @@
-"""The report as one document, from its measured parts."""
+"""The report as one document, from its measured parts: result rows made from the records of prompts (one for the whole suite, one for each
+category), the numbers to quote, and findings: what a reader should know before quoting them.
 
-from collections.abc import Mapping, Sequence
+Acceptance and speed come from the two metric modules under `eval/metrics`; every other number is a formula of
+specdistill.statistics.metrics. What was not measured is absent, with the reason under `not_measured`.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from datetime import UTC, datetime
+from types import MappingProxyType
 from typing import Any
 
+import numpy as np
+
 from specdistill import __version__
-from specdistill.report.findings import findings
+from specdistill.engines import ENGINES
+from specdistill.project import METRICS as METRIC_MODULES
+from specdistill.statistics.intervals import estimates, macro_interval
+from specdistill.statistics.metrics import (
+    METRICS,
+    PromptSums,
+    accepted_by_bucket,
+    long_context_start,
+    measured,
+    prompt_sums,
+    value,
+)
+from specdistill.statistics.records import ALL, Configuration, PromptRecord
+from specdistill.statistics.sample_size import PRECISION_METRICS, half_width
+from specdistill.statistics.theory import RoundCost, alpha_from_acceptance_length, best_point, speedup_curve
 from specdistill.suites.suite import Suite
 
-SCHEMA_VERSION = 2
+PREDICTED = ("overhead_factor", "predicted_speedup", "prediction_gap")
+WITHOUT_INTERVAL = ("draft_ms", "verify_ms", "baseline_step_ms", *PREDICTED, "decode_speedup")
+ACCEPTANCE = ("mean_acceptance_length", "acceptance_rate")
+SPEEDS = ("tokens_per_second", "baseline_tokens_per_second", "speedup")
+WITH_INTERVAL = ("mean_acceptance_length", "tokens_per_round", "acceptance_rate", *SPEEDS)
+NEED_DRAFTS = (*ACCEPTANCE, "acceptance_rate_per_position", "conditional_acceptance_rate", "draft_ms", *PREDICTED)
+NEED_ROUNDS = ("tokens_per_round", "verify_ms", "baseline_step_ms", "decode_speedup")
+SLOW_BASELINE = 0.95  # below this share of the speed of transformers' `generate()` the baseline flatters the draft
+MAX_PREDICTION_GAP = {"cpu": 0.10, "cuda": 0.03}  # by device: times on a CPU vary more
+LOOPING_SHARE = 0.1
+WIDE_INTERVAL = 0.05  # half-width, as a share of the speedup
+CONTROL_P_VALUE = 0.05
+ROUNDS_WITHOUT_DRAFT = 0.05
+BETTER_K_GAIN = 0.02  # a smaller gain of another K is not mentioned
 
 
 def build_report(
     *,
-    target: Mapping[str, Any],
-    draft: Mapping[str, Any],
-    hardware: Mapping[str, Any],
-    software: Mapping[str, str],
-    settings: Mapping[str, Any],
     suite: Suite,
-    results: Sequence[Mapping[str, Any]],
-    context: Sequence[Mapping[str, Any]],
     headline: Mapping[str, Any],
     theory: Mapping[str, Any] | None,
-    lossless: Mapping[str, Any],
     not_measured: Mapping[str, str],
     git_revision: str | None,
     engine: Mapping[str, Any] | None = None,
     incomplete: str | None = None,
+    **sections: Any,
 ) -> dict[str, Any]:
     """The report, to report.schema.json, not yet judged: its gate has no rules and does not pass.
 
-    engine: what decoded, if not this package. incomplete: why the measurement was cut short, if it was.
+    engine: what decoded, if not this package. incomplete: why the measurement was cut short, if it was. sections: target, draft, hardware,
+    software, settings, results, context and lossless, as the report has them.
     """
-    absent = dict(not_measured)
-    if git_revision is None:
-        absent["git_revision"] = "the code is not in a git checkout"
-    if theory is None:
-        absent.setdefault("theory", "nothing was drafted")
-    if incomplete is not None:
-        absent["incomplete"] = incomplete
+    absent = {
+        **({} if git_revision else {"git_revision": "the code is not in a git checkout"}),
+        **({} if theory else {"theory": "nothing was drafted"}),
+        **not_measured,
+        **({"incomplete": incomplete} if incomplete else {}),
+    }
     report: dict[str, Any] = {
-        "schema_version": SCHEMA_VERSION,
+        "schema_version": 2,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "specdistill_version": __version__,
-        **({} if git_revision is None else {"git_revision": git_revision}),
-        "target": dict(target),
-        "draft": dict(draft),
-        "hardware": dict(hardware),
-        "software": dict(software),
+        **({"git_revision": git_revision} if git_revision else {}),
+        **({"incomplete": True} if incomplete else {}),
         "engine": dict(engine or {"name": "specdistill", "version": __version__}),
-        **({} if incomplete is None else {"incomplete": True}),
-        "settings": dict(settings),
         "suite": {name: getattr(suite, name) for name in ("name", "version", "licence", "source", "sha256")},
-        "headline": dict(headline),
-        "results": [dict(row) for row in results],
-        "lossless": dict(lossless),
-        "context": [dict(row) for row in context],
-        **({} if theory is None else {"theory": dict(theory)}),
-        "findings": [],
+        "headline": headline,
+        **sections,
+        **({"theory": theory} if theory else {}),
         "gate": {"passed": False, "rules": []},
         "not_measured": absent,
     }
-    report["findings"] = [{"name": name, "message": message} for name, message in findings(report)]
-    return report
+    return {**report, "findings": [{"name": name, "message": message} for name, message in findings(report).items()]}
+
+
+def result_rows(
+    records: Sequence[PromptRecord],
+    suite: Suite,
+    configuration: Configuration,
+    *,
+    seed: int,
+    confidence: float = 0.95,
+    reasons: Mapping[str, str] = MappingProxyType({}),
+) -> list[dict[str, Any]]:
+    """A configuration's rows, from its records: the suite's (`category: all`) and one for each category, in the suite's order.
+
+    confidence: of each interval (see `estimates`). reasons: why this way of measuring cannot give some numbers.
+    """
+    groups = {ALL: list(records)}
+    for record in records:
+        groups.setdefault(record.category, []).append(record)
+    scope = {"suite": suite.name, "suite_version": suite.version}
+    return [
+        {**scope, "category": category, **asdict(configuration), **_numbers(group, configuration, seed, confidence, reasons)}
+        for category, group in groups.items()
+    ]
+
+
+def context_rows(records: Sequence[PromptRecord]) -> list[dict[str, Any]]:
+    """Acceptance by the number of tokens before a round, in powers of two."""
+    rows = []
+    for bucket, accepted in sorted(accepted_by_bucket(records).items()):
+        length = 1 + sum(accepted) / len(accepted)
+        rows.append({"bucket": f"{bucket}-{2 * bucket - 1}", "num_drafts": len(accepted), "mean_acceptance_length": length})
+    return rows
+
+
+def theory(row: dict[str, Any], costs: Sequence[RoundCost], passes: Callable[[int], int]) -> dict[str, Any] | None:
+    """What the suite's row implies: alpha, v and c at K, and the speedup to expect at K' up to K; None without drafts.
+
+    costs: rounds timed at K' up to K; only what they cost relative to each other counts. passes: K' -> forward passes of the draft
+    in such a round. Of a tree K is the depth, and c·K the cost of drafting all its nodes.
+    """
+    needed = ("acceptance_rate_per_position", "verify_ms", "draft_ms", "baseline_step_ms", "predicted_speedup")
+    if any(name not in row for name in needed):
+        return None
+    rates, step = row["acceptance_rate_per_position"], row["baseline_step_ms"]
+    num_drafted = row["num_draft_tokens"] / row["num_drafts"] if row["tree"] else len(rates)
+    cost = RoundCost(len(rates), row["verify_ms"], row["draft_ms"] * num_drafted)
+    curve = speedup_curve(rates, step, cost, costs)
+    return {
+        "alpha": alpha_from_acceptance_length(row["mean_acceptance_length"], len(rates)),
+        "K": len(rates),
+        "v": cost.verify_ms / step,
+        "c": cost.draft_ms / cost.k / step,
+        "predicted": row["predicted_speedup"],
+        "best_k": best_point(curve)["k"],
+        "curve": [{**point, "draft_passes": passes(int(point["k"]))} for point in curve],
+    }
+
+
+def headline(rows: Sequence[dict[str, Any]], records: Sequence[PromptRecord], *, confidence: float = 0.95) -> dict[str, Any]:
+    """The numbers to quote of a configuration, from its rows and records: acceptance length and speedup, as macro-averages over the
+    categories, and as the micro-averages of the whole suite, in which a category counts by its drafts or its time.
+    """
+    by_category = [row for row in rows if row["category"] != ALL]
+    quoted = [name for name in ("mean_acceptance_length", "speedup") if by_category and all(name in row for row in by_category)]
+    if not quoted:
+        return {}
+    sums, categories = prompt_sums(records), [record.category for record in records]
+    macro: dict[str, Any] = {}
+    for name in quoted:
+        macro[name] = sum(row[name] for row in by_category) / len(by_category)
+        if bounds := macro_interval(METRICS[name], sums, categories, confidence=confidence):
+            macro[f"{name}_ci95"] = list(bounds)
+    return {
+        **macro,
+        "average": f"macro over {len(by_category)} categories, each a micro-average over its drafts",
+        "micro": {
+            **{key: rows[0][key] for name in quoted for key in (name, f"{name}_ci95") if key in rows[0]},
+            "average": f"micro over {rows[0]['num_drafts']} drafts and {rows[0]['num_new_tokens']} tokens of {len(records)} prompts",
+        },
+    }
+
+
+def _numbers(
+    records: Sequence[PromptRecord], configuration: Configuration, seed: int, confidence: float, reasons: Mapping[str, str]
+) -> dict[str, Any]:
+    sums, drafts = prompt_sums(records), [record.drafts() for record in records]
+    chance: dict[str, Any] = {"seed": seed, "confidence": confidence}
+    row: dict[str, Any] = {
+        "num_prompts": len(records),
+        "num_batches": len(np.unique(sums["batch"])) if "batch" in sums else len(records),
+        "num_new_tokens": int(sums["num_tokens"].sum()),
+        **({} if np.isnan(sums["num_rounds"]).any() else {"num_rounds": int(sums["num_rounds"].sum())}),
+        **({"num_looping": sum(map(is_looping, records))} if all(record.token_ids for record in records) else {}),
+        "num_empty": int((sums["num_tokens"] <= 1).sum()),
+        **_compute(
+            "acceptance",
+            predictions=[[accepted for _, accepted in prompt] for prompt in drafts],
+            references=[[drafted for drafted, _ in prompt] for prompt in drafts],
+            num_positions=configuration.num_speculative_tokens,
+            **chance,
+        ),
+        **_speed(sums, chance),
+        **{name: number for name in WITHOUT_INTERVAL if (number := value(METRICS[name], sums)) is not None},
+        **_against_hf(records, sums, chance),
+        **estimates(("tokens_per_round", "context_ratio", "vocabulary_coverage"), sums, **chance),
+    }
+    absent = {**_reasons(row, records, configuration.temperature), **reasons}
+    return {**row, "not_measured": {name: reason for name, reason in absent.items() if name not in row}}
+
+
+def _speed(sums: PromptSums, chance: Mapping[str, Any]) -> dict[str, Any]:
+    if np.isnan(sums["baseline_seconds"]).any():
+        return estimates(("tokens_per_second",), sums, **chance)
+    *with_draft, tokens, seconds = measured(METRICS["speedup"], sums)
+    sides = [
+        [{"num_tokens": int(count), "seconds": time} for count, time in zip(*side, strict=True)]
+        for side in (with_draft, (tokens, seconds))
+    ]
+    return _compute("speedup", predictions=sides[0], references=sides[1], **chance)
+
+
+def _compute(module: str, **inputs: Any) -> dict[str, Any]:
+    """What a metric module under `eval/metrics` computes."""
+    import evaluate  # imports torch, which reading and judging reports does not need
+
+    numbers: dict[str, Any] = evaluate.load(str(METRIC_MODULES / module), keep_in_memory=True).compute(**inputs)
+    return numbers
+
+
+def _against_hf(records: Sequence[PromptRecord], sums: PromptSums, chance: Mapping[str, Any]) -> dict[str, Any]:
+    """Speed compared with transformers' `generate()`, over the prompts on which that was timed; the speedup over it when the
+    baseline is clearly slower.
+    """
+    numbers = estimates(("hf_generate_tokens_per_second", "baseline_over_hf_generate"), sums, **chance)
+    if numbers.get("baseline_over_hf_generate", SLOW_BASELINE) < SLOW_BASELINE:
+        numbers |= estimates(("speedup_over_hf_generate",), sums, **chance)
+    timed = sum(record.hf_generate is not None for record in records)
+    return {**numbers, "hf_generate_num_prompts": timed} if timed else {}
+
+
+def is_looping(record: PromptRecord) -> bool:
+    """Whether the completion ends in a loop: its last 48 tokens repeat with a period of at most 16. Loops inflate acceptance."""
+    tail = record.token_ids[-48:]
+    return len(tail) == 48 and any(tail[period:] == tail[:-period] for period in range(1, 17))
+
+
+def _reasons(row: Mapping[str, Any], records: Sequence[PromptRecord], temperature: float) -> dict[str, str]:
+    """Why a row lacks each number that it may lack."""
+    hf, context = "none of these prompts was among those timed", "nothing was drafted"
+    if temperature:
+        hf = "transformers' generate() is timed on greedy decoding only"
+    if long_context_start(records) is None:
+        context = "too few drafts at a long or a short context"
+    fast = "the baseline is as fast as transformers' generate()" if "baseline_over_hf_generate" in row else hf
+    few = "fewer than two prompts" if len(records) < 2 else "its resamples are undefined: too few prompts"
+    one_batch = row["num_batches"] == 1 < len(records)
+    timed = "its prompts share the times of one batch" if one_batch else few
+    return {
+        **dict.fromkeys(SPEEDS, "no time was measured"),
+        **dict.fromkeys(NEED_DRAFTS, "nothing was drafted"),
+        **dict.fromkeys(NEED_ROUNDS, "every completion ended with its first token"),
+        **dict.fromkeys(("hf_generate_tokens_per_second", "baseline_over_hf_generate"), hf),
+        "speedup_over_hf_generate": fast,
+        "context_ratio": context,
+        "vocabulary_coverage": "this method can propose any token",
+        **{f"{name}_ci95": timed if METRICS[name].is_timed else few for name in WITH_INTERVAL if name in row},
+    }
+
+
+def findings(report: Mapping[str, Any]) -> dict[str, str]:
+    """Name -> one sentence, for what the numbers alone do not show."""
+    row, settings, lossless = report["results"][0], report["settings"], report["lossless"]
+    found: dict[str, str] = {}
+    if report.get("incomplete"):
+        reason = report["not_measured"]["incomplete"]
+        found["incomplete"] = f"The measurement was cut short: {reason}. Its numbers are those of a part."
+    found |= _speed_findings(row, report["hardware"]["device"], settings.get("target_precision"))
+    engine = ENGINES.get(report.get("engine", {}).get("name", ""))
+    if engine and engine.counts_past_end and row["num_drafts"]:
+        most = row["num_prompts"] * settings["num_speculative_tokens"] / row["num_drafts"]
+        found["past_the_end"] = (
+            f"{engine.title} also counts tokens that it accepts past the end of a completion: "
+            f"the acceptance length is up to {most:.2f} too high."
+        )
+    if count := lossless.get("unexplained_divergences"):
+        which = f"{count} of {lossless['prompts_checked']} greedy completions"
+        found["divergence"] = f"{which} differ from plain decoding where rounding does not explain it."
+    if count := lossless.get("near_ties"):
+        found["near_ties"] = f"{count} greedy completions diverge from plain decoding at a near-tie of the top two logits."
+    if lossless.get("sampling_test", {}).get("negative_control_p_value", 0) > CONTROL_P_VALUE:
+        said = "The sampling test did not detect a rule that is wrong on purpose: it shows little here."
+        found["insensitive_sampling_test"] = said
+    without = 1 - row["num_drafts"] / row["num_rounds"] if row["num_drafts"] and "num_rounds" in row else 0.0
+    if without > ROUNDS_WITHOUT_DRAFT:
+        found["rounds_without_draft"] = (
+            f"In {without:.0%} of the rounds nothing was drafted; the acceptance length ({row['mean_acceptance_length']:.2f}) leaves these "
+            f"out, and a round yields {row['tokens_per_round']:.2f} tokens."
+        )
+    if row["num_empty"]:
+        which = f"{row['num_empty']} of {row['num_prompts']} completions"
+        found["empty_completions"] = f"{which} ended with their first token: no draft helps there."
+    if row.get("num_looping", 0) > LOOPING_SHARE * row["num_prompts"]:
+        which = f"{row['num_looping']} of {row['num_prompts']} completions"
+        found["loops"] = f"{which} end in a loop, which is easy to draft and inflates acceptance."
+    if settings["temperature"] and settings["top_k"] == 1:
+        found["top_k"] = "top_k=1 makes this sampled run greedy."
+    if (theory := report.get("theory")) and theory["best_k"] != theory["K"]:
+        best = best_point(theory["curve"])["predicted_speedup"]
+        if best > theory["predicted"] * (1 + BETTER_K_GAIN):
+            faster = f"K = {theory['best_k']} is predicted to be faster ({best:.2f}×)"
+            found["best_k"] = f"{faster} than the K = {theory['K']} measured."
+    return found
+
+
+def _speed_findings(row: Mapping[str, Any], device: str, target_precision: float | None) -> dict[str, str]:
+    found: dict[str, str] = {}
+    bound = MAX_PREDICTION_GAP.get(device, MAX_PREDICTION_GAP["cpu"])
+    if row.get("prediction_gap", 0) > bound:
+        found["prediction_gap"] = (
+            f"The measured speedup ({row['speedup']:.2f}×) is {row['prediction_gap']:.0%} away from the predicted one "
+            f"({row['predicted_speedup']:.2f}×), more than {bound:.0%}; without prefill it is {row['decode_speedup']:.2f}×."
+        )
+    if row.get("baseline_over_hf_generate", 1) < SLOW_BASELINE:
+        found["slow_baseline"] = (
+            f"The baseline has {row['baseline_over_hf_generate']:.0%} of the speed of transformers' generate(); "
+            f"over that the speedup is {row['speedup_over_hf_generate']:.2f}×."
+        )
+    if (half := half_width(row, "speedup")) > WIDE_INTERVAL and "speedup_ci95" in row:
+        found["wide_interval"] = f"With {row['num_prompts']} prompts the speedup is known to ±{half:.0%} only."
+    if target_precision and not all(half_width(row, name) <= target_precision for name in PRECISION_METRICS):
+        asked = f"the target precision of ±{target_precision:.1%} was not reached"
+        found["precision_not_reached"] = f"All {row['num_prompts']} prompts were measured and {asked}."
+    return found

@@ -1,4 +1,4 @@
-"""The coordinates of the report's plots, in units of an SVG's viewBox; the template draws them.
+"""The plots of the report and of a comparison, as SVG.
 
 Every plot is 420 units wide: two fit side by side on a desktop and one on a phone, with readable labels on both.
 """
@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from specdistill.report.latency import KINDS
-from specdistill.report.numbers import between, duration, number, percent, times
-from specdistill.statistics.theory import best_point
+from markupsafe import Markup, escape
+
+from specdistill.report.phrases import between, duration, number, percent, times
 
 WIDTH = 420
 LEFT, RIGHT = 46, 12  # margins of plots with a vertical axis
@@ -19,6 +19,15 @@ AXIS = 16  # the height of an axis's name
 BESIDE = 108  # the width of names beside what they name
 LETTER = 7.6  # the width that a character of a label takes, generously
 ABOVE, LONGEST = 14, int(WIDTH / LETTER)  # the height of a name above what it names, and the characters that fit there
+
+KINDS = {"prefill": "line", "draft": "bonus", "target": "bar", "rest": "faint"}  # what time goes into, and its colour
+STROKES = ("good", "bonus", "mine", "muted")  # of one curve after the other
+
+Row = Mapping[str, Any]
+Named = Sequence[tuple[str, Row]]
+Ticks = Sequence[tuple[float, str]]  # (value, label)
+Shown = Callable[[float], str]
+Parts = Sequence[tuple[str, float]]  # (kind, milliseconds a token)
 
 
 @dataclass(frozen=True)
@@ -34,109 +43,75 @@ class Scale:
         return round(self.start + (value - self.low) / (self.high - self.low) * (self.end - self.start), 1)
 
 
-def acceptance_by_position(row: Mapping[str, Any]) -> dict[str, Any] | None:
+def acceptance_by_position(row: Row) -> Markup | None:
     """Bars: unconditional rate of each position. Dots: the rate once the position is reached."""
     rates: Sequence[float] = row.get("acceptance_rate_per_position", [])
     if not rates:
         return None
-    height, bottom = 230, 230 - BOTTOM - AXIS
-    y = Scale(0, 1, bottom, TOP)
+    height = 230
+    y = Scale(0, 1, height - BOTTOM - AXIS, TOP)
     slot = (WIDTH - LEFT - RIGHT) / len(rates)
     width = round(min(slot * 0.56, 56), 1)
-    bars = []
+    drawn = _y_axis(y, [(share, percent(share)) for share in (0, 0.25, 0.5, 0.75, 1)], WIDTH - RIGHT)
     for index, (rate, conditional) in enumerate(zip(rates, row["conditional_acceptance_rate"], strict=True)):
-        centre = round(LEFT + slot * (index + 0.5), 1)
-        bars.append(
-            {
-                "x": round(centre - width / 2, 1),
-                "width": width,
-                "y": y(rate),
-                "height": round(y(0) - y(rate), 1),
-                "centre": centre,
-                "label": percent(rate),
-                "labelled": width > 4 * LETTER and bottom - y(rate) > 20,
-                "name": str(index + 1) if slot > 2 * LETTER or index % 4 == 0 else "",
-                "dot": None if conditional is None else y(conditional),
-                "dot_label": percent(conditional),
-            }
-        )
-    ticks = [{"y": y(share), "label": percent(share)} for share in (0, 0.25, 0.5, 0.75, 1)]
-    return {"height": height, "bottom": bottom, "bars": bars, "ticks": ticks, "left": LEFT, "right": WIDTH - RIGHT}
+        centre, top, label = round(LEFT + slot * (index + 0.5), 1), y(rate), percent(rate)
+        place = {"x": round(centre - width / 2, 1), "y": top, "width": width, "height": round(y.start - top, 1)}
+        title = f"position {index + 1}: {label} of drafts, {percent(conditional)} once reached"
+        drawn.append(_tag("rect", _tag("title", title), **place, rx=2, fill="var(--bar)"))
+        if width > 4 * LETTER and y.start - top > 20:
+            drawn.append(_text(centre, y.start - 7, label, anchor="middle", kind="strong"))
+        if conditional is not None:
+            drawn.append(_dot(centre, y(conditional), 4.5, "paper", "mine"))
+        name = index + 1 if slot > 2 * LETTER or index % 4 == 0 else ""
+        drawn.append(_text(centre, y.start + 17, name, anchor="middle"))
+    drawn.append(_axis_name("position in the draft", height))
+    return _svg(height, "Acceptance rate by position in the draft", drawn)
 
 
-def acceptance_by(names: Iterable[str], rows: Iterable[Mapping[str, Any]], k: int) -> dict[str, Any] | None:
+def acceptance_by(what: str, named: Named, k: int) -> Markup | None:
     """One line a row: the acceptance length and its interval, from 1 (no gain) to K + 1 (all accepted)."""
-    lines = [(name, row, "mean_acceptance_length") for name, row in zip(names, rows, strict=True)]
-    shown = [line for line in lines if line[2] in line[1]]
-    if not shown:
-        return None
-    return _lines(shown, 1, k + 1, [(value, str(value)) for value in range(1, k + 2, 1 + k // 8)], number)
+    x = Scale(1, k + 1, BESIDE, WIDTH - 44)
+    ticks = [(value, str(value)) for value in range(1, k + 2, 1 + k // 8)]
+    label, axis = f"Acceptance length by {what}", "acceptance length, tokens a round"
+    return _lines(named, "mean_acceptance_length", number, x, ticks, label, axis)
 
 
-def speedup_by(names: Iterable[str], rows: Iterable[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """One line a row: the speedup and its interval; `one` is the x of plain decoding."""
-    return _speedup_lines([(name, row) for name, row in zip(names, rows, strict=True) if "speedup" in row])
-
-
-def speedup_by_candidate(reports: Sequence[tuple[str, Mapping[str, Any]]]) -> dict[str, Any] | None:
-    """`speedup_by` of several candidates, with their names above their lines."""
-    return _speedup_lines([(name, report["results"][0]) for name, report in reports], left=16, above=ABOVE)
-
-
-def _speedup_lines(
-    rows: Sequence[tuple[str, Mapping[str, Any]]], left: float = BESIDE, above: float = 0
-) -> dict[str, Any] | None:
-    if not rows:
-        return None
-    ends = [end for _, row in rows for end in row.get("speedup_ci95", (row["speedup"],))]
-    floor, ceiling = _round_bounds(min(1.0, *ends), max(1.0, *ends))
-    ticks = [(value, f"{value:g}×") for value in _ticks(floor, ceiling)]
-    plot = _lines([(name, row, "speedup") for name, row in rows], floor, ceiling, ticks, times, left=left, above=above)
-    return {**plot, "one": _line_scale(floor, ceiling, left)(1.0)}
-
-
-def _line_scale(low: float, high: float, left: float) -> Scale:
-    return Scale(low, high, left, WIDTH - 44)
+def speedup_by(what: str, named: Named, axis: str, *, above: int = 0) -> Markup | None:
+    """One line a row: the speedup and its interval; dashed: plain decoding. above: as in `_lines`."""
+    ends = [1.0, *(end for _, row in named if "speedup" in row for end in _interval(row, "speedup"))]
+    x = Scale(*_round_bounds(min(ends), max(ends)), 16 if above else BESIDE, WIDTH - 44)
+    ticks = [(value, f"{value:g}×") for value in _ticks(x.low, x.high)]
+    return _lines(named, "speedup", times, x, ticks, f"Speedup {what}", axis, above)
 
 
 def _lines(
-    rows: Sequence[tuple[str, Mapping[str, Any], str]],
-    low: float,
-    high: float,
-    ticks: Sequence[tuple[float, str]],
-    label: Callable[[float], str],
-    *,
-    left: float = BESIDE,
-    above: float = 0,
-) -> dict[str, Any]:
-    """A line for each (name, row, metric): the metric's value and its interval, on one horizontal axis.
-
-    Names have `left` units beside the lines, or `above` units above each.
-    """
-    x, step, top = _line_scale(low, high, left), 30 + above, 12
-    lines = []
-    names = _short([name for name, _, _ in rows], LONGEST if above else 16)
-    for index, (name, (_, row, metric)) in enumerate(zip(names, rows, strict=True)):
-        value = row[metric]
-        start, end = row.get(f"{metric}_ci95", (value, value))
-        lines.append(
-            {
-                "y": top + step * index + above + 15,
-                "name": name,
-                "x": x(value),
-                "low": x(start),
-                "high": x(end),
-                "label": label(value),
-            }
-        )
-    bottom = top + step * len(lines)
-    marks = [{"x": x(value), "label": text} for value, text in ticks]
-    return {"height": bottom + 26, "lines": lines, "ticks": marks, "top": top, "bottom": bottom, "names_above": bool(above)}
+    named: Named, metric: str, shown: Shown, x: Scale, ticks: Ticks, label: str, axis: str, above: int = 0
+) -> Markup | None:
+    """A line for each row with the metric: its value and its interval. Names are beside the lines, or `above` units above each."""
+    rows = [(name, row) for name, row in named if metric in row]
+    if not rows:
+        return None
+    step, top = 30 + above, 12
+    bottom = top + step * len(rows)
+    drawn = _x_axis(x, ticks, top, bottom, bottom)
+    if metric == "speedup":
+        drawn.append(_line(x(1.0), top, x(1.0), bottom, "muted", stroke_dasharray="3 4"))
+    names = _short([name for name, _ in rows], LONGEST if above else 16)
+    for index, (name, (_, row)) in enumerate(zip(names, rows, strict=True)):
+        y = top + step * index + above + 15
+        low, high = _interval(row, metric)
+        kind = None if not above else "over" if index else "over strong"
+        drawn += [
+            _text(0, y - 11 if above else y + 4, name, kind=kind),
+            _line(x(low), y, x(high), y, "bar", stroke_width=6, stroke_linecap="round"),
+            _dot(x(row[metric]), y, 4.5, "good"),
+            _text(WIDTH, y + 4, shown(row[metric]), anchor="end", kind="strong"),
+        ]
+    drawn.append(_text((x(ticks[0][0]) + x(ticks[-1][0])) / 2, bottom + 34, axis, anchor="middle"))
+    return _svg(bottom + 40, label, drawn)
 
 
-def acceptance_against_cost(
-    ranking: Sequence[Mapping[str, Any]], reports: Mapping[str, Mapping[str, Any]]
-) -> dict[str, Any] | None:
+def acceptance_against_cost(ranking: Sequence[Row], reports: Mapping[str, Mapping[str, Any]]) -> Markup | None:
     """A point a candidate: c to the right, the acceptance length and its interval upward; a line joins the points of the frontier.
 
     Left and up is better. None when no candidate drafted anything.
@@ -144,28 +119,30 @@ def acceptance_against_cost(
     shown = [(entry, reports[entry["name"]]) for entry in ranking if "theory" in reports[entry["name"]]]
     if not shown:
         return None
-    height, bottom = 240, 240 - BOTTOM - 14
-    costs = [report["theory"]["c"] for _, report in shown]
-    rows = [report["results"][0] for _, report in shown]
-    intervals = [row.get("mean_acceptance_length_ci95", (row["mean_acceptance_length"],) * 2) for row in rows]
-    floor, ceiling = _round_bounds(min(low for low, _ in intervals), max(high for _, high in intervals))
-    right = max(costs) * 1.15 or 1.0
-    x, y = Scale(0, right, LEFT, WIDTH - RIGHT), Scale(floor, ceiling, bottom, TOP)
-    names = [entry["name"] for entry, _ in shown]
-    points = []
-    for index, ((entry, _), cost, row, (low, high)) in enumerate(zip(shown, costs, rows, intervals, strict=True)):
-        place = {"x": x(cost), "y": y(row["mean_acceptance_length"]), "low": y(low), "high": y(high)}
-        side = "end" if place["x"] > WIDTH * 0.6 else "start"
-        room = (place["x"] - LEFT if side == "end" else WIDTH - place["x"]) - 9
-        name = _short(names, int(room / LETTER))[index]
-        label = {"label": name, "anchor": side, "label_x": place["x"] + (-9 if side == "end" else 9)}
-        points.append({**place, **label, "frontier": entry["on_pareto_frontier"], "best": entry["rank"] == 1})
-    _spread_labels(points, 15, bottom)
-    frontier = sorted((point["x"], point["y"]) for point in points if point["frontier"])
-    return {**_axes(x, y, _ticks(0, right)), "height": height, "points": points, "path": _path(frontier)}
+    costs, rows = [report["theory"]["c"] for _, report in shown], [report["results"][0] for _, report in shown]
+    intervals = [_interval(row, "mean_acceptance_length") for row in rows]
+    bounds = _round_bounds(min(low for low, _ in intervals), max(high for _, high in intervals))
+    x = Scale(0, max(costs) * 1.15 or 1.0, LEFT, WIDTH - RIGHT)
+    y = Scale(*bounds, 240 - BOTTOM - 14, TOP)
+    places = [(x(cost), y(row["mean_acceptance_length"])) for cost, row in zip(costs, rows, strict=True)]
+    on_frontier = [place for place, (entry, _) in zip(places, shown, strict=True) if entry["on_pareto_frontier"]]
+    drawn = _axes(x, y, _ticks(0, x.high), "c, in plain decoding steps", 240)
+    drawn.append(_path(sorted(on_frontier), "bar", stroke_width=2, stroke_dasharray="2 4"))
+    names, heights = [entry["name"] for entry, _ in shown], _label_heights(places, 15, y.start)
+    for index, ((entry, _), (along, up), (low, high)) in enumerate(zip(shown, places, intervals, strict=True)):
+        side = -1 if along > WIDTH * 0.6 else 1
+        room = (along - LEFT if side < 0 else WIDTH - along) - 9
+        fill, stroke = ("good", "good") if entry["on_pareto_frontier"] else ("paper", "muted")
+        label, anchor = _short(names, int(room / LETTER))[index], "end" if side < 0 else "start"
+        drawn += [
+            _line(along, y(low), along, y(high), "bar", stroke_width=3, stroke_linecap="round"),
+            _dot(along, up, 5, fill, stroke),
+            _text(along + 9 * side, heights[index], label, anchor=anchor, kind="over strong" if entry["rank"] == 1 else "over"),
+        ]
+    return _svg(240, "Acceptance length against c, one point a candidate", drawn)
 
 
-def acceptance_while_training(candidates: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+def acceptance_while_training(candidates: Sequence[Row]) -> Markup | None:
     """A line for each candidate with a curve: simulated acceptance length against optimizer steps, its name where it ends.
 
     Left and up is better: the same acceptance for less training. None when none of them has a curve.
@@ -175,70 +152,27 @@ def acceptance_while_training(candidates: Sequence[Mapping[str, Any]]) -> dict[s
         return None
     names, line = [name for name, _ in shown], 28  # a name with the time below it
     height = max(240, TOP + BOTTOM + 14 + line * len(shown))
-    bottom, right = height - BOTTOM - 14, WIDTH - 140
     steps, lengths = zip(*(point for _, training in shown for point in training["curve"]), strict=True)
-    floor, ceiling = _round_bounds(min(lengths), max(lengths))
-    x, y = Scale(0, max(steps) or 1, LEFT, right), Scale(floor, ceiling, bottom, TOP)
-    lines = []
-    for index, (_, training) in enumerate(shown):
-        points = [(x(step), y(length)) for step, length in training["curve"]]
-        end = dict(zip("xy", points[-1], strict=True))
-        name = _short(names, int((WIDTH - end["x"] - 8) / LETTER))[index]
+    x = Scale(0, max(steps) or 1, LEFT, WIDTH - 140)
+    y = Scale(*_round_bounds(min(lengths), max(lengths)), height - BOTTOM - 14, TOP)
+    curves = [[(x(step), y(length)) for step, length in training["curve"]] for _, training in shown]
+    ends = [curve[-1] for curve in curves]
+    heights = _label_heights(ends, line, y.start - 14)
+    drawn = _axes(x, y, [int(step) for step in _ticks(0, x.high) if step == int(step)], "optimizer steps", height)
+    labels = []
+    for index, ((_, training), (along, up)) in enumerate(zip(shown, ends, strict=True)):
+        stroke, dashes = STROKES[index % len(STROKES)], "6 3" if index >= len(STROKES) else None
+        drawn.append(_path(curves[index], stroke, stroke_width=2, stroke_linejoin="round", stroke_dasharray=dashes))
+        drawn.append(_dot(along, up, 4, stroke))
+        name = _short(names, int((WIDTH - along - 8) / LETTER))[index]
         time = "" if training["seconds"] is None else duration(training["seconds"])
-        lines.append({**end, "path": _path(points), "label": name, "time": time})
-    _spread_labels(lines, line, bottom - 14)
-    whole_steps = [int(step) for step in _ticks(0, max(steps) or 1) if step == int(step)]
-    return {**_axes(x, y, whole_steps), "height": height, "lines": lines}
+        lines = [(name, heights[index]), (time, heights[index] + 13)]
+        named = [_text(along + 8, place, text, kind="over named") for text, place in lines]
+        labels.append(_tag("g", Markup("").join(named), style=f"--stroke: var(--{stroke})"))
+    return _svg(height, "Simulated acceptance length against optimizer steps, one line a candidate", drawn + labels)
 
 
-def _axes(x: Scale, y: Scale, x_values: Iterable[float], unit: str = "") -> dict[str, Any]:
-    """Ticks of both axes, and where the plot ends; unit: behind the labels of the vertical one."""
-    return {
-        "x_ticks": [{"x": x(value), "label": f"{value:,}" if isinstance(value, int) else f"{value:g}"} for value in x_values],
-        "y_ticks": [{"y": y(value), "label": f"{value:g}{unit}"} for value in _ticks(y.low, y.high)],
-        "left": LEFT,
-        "right": x.end,
-        "bottom": y.start,
-    }
-
-
-def _spread_labels(points: Sequence[dict[str, Any]], line: float, lowest: float) -> None:
-    """Gives each point a `label_y`: its own height, moved down from other labels and up from `lowest` where they would overlap."""
-    ordered = sorted(points, key=lambda point: (point["y"], point["x"]))
-
-    def nearby(point: dict[str, Any], others: Sequence[dict[str, Any]]) -> list[float]:
-        return [other["label_y"] for other in others if abs(other["x"] - point["x"]) < WIDTH / 2]
-
-    for index, point in enumerate(ordered):
-        point["label_y"] = max([point["y"] + 4, *(label + line for label in nearby(point, ordered[:index]))])
-    for index, point in reversed(list(enumerate(ordered))):
-        point["label_y"] = min([point["label_y"], lowest, *(label - line for label in nearby(point, ordered[index + 1 :]))])
-
-
-def _short(names: Sequence[str], length: int) -> list[str]:
-    """Names of at most `length` characters: long ones lose the words that all long ones begin or end with, then their middle."""
-    long = [name.split("-") for name in names if len(name) > length]
-    if len(long) < 2:
-        long = []
-    start = _num_shared(words[:-1] for words in long)
-    enough = all(len("-".join(words[start:])) < length for words in long)
-    end = 0 if enough else _num_shared(words[:start:-1] for words in long)
-    half = (length - 1) // 2
-    short = []
-    for name in names:
-        if len(name) > length:
-            words = name.split("-")
-            name = "…" * (start > 0) + "-".join(words[start : len(words) - end]) + "…" * (end > 0)
-        short.append(name if len(name) <= length else f"{name[: length - 1 - half]}…{name[-half:]}")
-    return short
-
-
-def _num_shared(lists: Iterable[Sequence[str]]) -> int:
-    """The number of equal items that all lists begin with."""
-    return len(list(itertools.takewhile(lambda items: len(set(items)) == 1, zip(*lists, strict=False))))
-
-
-def speedup_by_k(theory: Mapping[str, Any] | None, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+def speedup_by_k(theory: Mapping[str, Any] | None, rows: Sequence[Row]) -> Markup | None:
     """Over K': the predicted speedup, its ceiling (the speedup of a draft without cost: the acceptance length), and the measured
     speedup of each row with its interval. None with neither a prediction nor a second K measured.
     """
@@ -248,101 +182,143 @@ def speedup_by_k(theory: Mapping[str, Any] | None, rows: Sequence[Mapping[str, A
     curve: list[dict[str, float]] = theory["curve"] if theory else []
     ceiling = {point["k"]: point["mean_acceptance_length"] for point in curve} or {0: 1.0}
     ceiling |= {row["num_speculative_tokens"]: row["mean_acceptance_length"] for row in rows if "mean_acceptance_length" in row}
-    intervals = [row.get("speedup_ci95", (row["speedup"], row["speedup"])) for row in measured]
+    intervals = [_interval(row, "speedup") for row in measured]
     values = [1.0, *ceiling.values(), *(point["predicted_speedup"] for point in curve), *itertools.chain(*intervals)]
-    height, bottom = 260, 260 - BOTTOM - AXIS
-    low, high = _round_bounds(min(values), max(values))
+    height = 260
     longest = max(1, int(max(ceiling)), *(row["num_speculative_tokens"] for row in measured))
-    x, y = Scale(0, longest, LEFT + 8, WIDTH - RIGHT - 14), Scale(low, high, bottom, TOP)
-    return {
-        **_axes(x, y, range(0, longest + 1, 1 + longest // 13), "×"),
-        "right": WIDTH - RIGHT,
-        "height": height,
-        "predicted": [
-            {
-                "x": x(point["k"]),
-                "y": y(point["predicted_speedup"]),
-                "best": theory is not None and point["k"] == theory["best_k"],
-            }
-            for point in curve
-        ],
-        "path": _path((x(point["k"]), y(point["predicted_speedup"])) for point in curve),
-        "ceiling": _path((x(k), y(length)) for k, length in sorted(ceiling.items())),
-        "measured": [
-            {
-                "x": x(row["num_speculative_tokens"]),
-                "y": y(row["speedup"]),
-                "low": y(low_high[0]),
-                "high": y(low_high[1]),
-                "label": f"K = {row['num_speculative_tokens']}: {times(row['speedup'])}{between(row, 'speedup')}",
-            }
-            for row, low_high in zip(measured, intervals, strict=True)
-        ],
-        "best_label": f"best at K = {theory['best_k']}: {times(best_point(curve)['predicted_speedup'])}" if theory else "",
-        "one": y(1.0),
-    }
+    x = Scale(0, longest, LEFT + 8, WIDTH - RIGHT - 14)
+    y = Scale(*_round_bounds(min(values), max(values)), height - BOTTOM - AXIS, TOP)
+    drawn = _y_axis(y, [(value, f"{value:g}×") for value in _ticks(y.low, y.high)], WIDTH - RIGHT)
+    drawn += [_text(x(k), y.start + 17, k, anchor="middle") for k in range(0, longest + 1, 1 + longest // 13)]
+    drawn.append(_line(LEFT, y(1.0), WIDTH - RIGHT, y(1.0), "muted", stroke_dasharray="3 4"))
+    highest = [(x(k), y(length)) for k, length in sorted(ceiling.items())]
+    predicted = [(x(point["k"]), y(point["predicted_speedup"])) for point in curve]
+    drawn.append(_path(highest, "muted", stroke_width=1.5, stroke_dasharray="6 3"))
+    drawn.append(_path(predicted, "bar", stroke_width=2.5))
+    for point, place in zip(curve, predicted, strict=True):
+        best = theory is not None and point["k"] == theory["best_k"]
+        drawn.append(_dot(*place, 5 if best else 3.5, "good" if best else "bar"))
+    for row, (low, high) in zip(measured, intervals, strict=True):
+        along = x(row["num_speculative_tokens"])
+        drawn.append(_line(along, y(low), along, y(high), "mine", stroke_width=2))
+        drawn.append(_dot(along, y(row["speedup"]), 4.5, "paper", "mine", at_k(row)))
+    drawn.append(_axis_name("K, tokens drafted a round", height))
+    return _svg(height, "Speedup against K: predicted, its ceiling, and measured", drawn)
 
 
-def _path(points: Iterable[tuple[float, float]]) -> str:
-    return " ".join(f"{along},{up}" for along, up in points)
+def at_k(row: Row) -> str:
+    return f"K = {row['num_speculative_tokens']}: {times(row['speedup'])}{between(row, 'speedup')}"
 
 
-def time_per_token(latency: Mapping[str, Mapping[str, float]]) -> dict[str, Any] | None:
+def time_per_token(latency: Mapping[str, Mapping[str, float]]) -> Markup | None:
     """A bar each for plain decoding and decoding with the draft: milliseconds a token, by what they go into."""
-    sides = [(name, latency[side]) for side, name in (("baseline", "plain"), ("speculative", "with draft")) if side in latency]
-    bars = [(name, tuple((kind, parts[kind]) for kind in KINDS if kind in parts)) for name, parts in sides]
+    sides = {"baseline": "plain", "speculative": "with draft"}
+    bars = [(name, [*latency[side].items()]) for side, name in sides.items() if side in latency]
     return _stacked(bars) if bars else None
 
 
-def time_per_token_by_candidate(reports: Sequence[tuple[str, Mapping[str, Any]]]) -> dict[str, Any] | None:
-    """`time_per_token` of several candidates, below the plain decoding that they share."""
-    rows = [(name, report["results"][0]) for name, report in reports]
-    if any("verify_ms" not in row or "baseline_step_ms" not in row for _, row in rows):
+def time_per_token_by_candidate(named: Named) -> Markup | None:
+    """`time_per_token` of several candidates' rows, below the plain decoding that they share."""
+    if any("verify_ms" not in row or "baseline_step_ms" not in row for _, row in named):
         return None
-    names = _short([name for name, _ in rows], LONGEST)
-    drafts = [(name, _draft_parts(row)) for name, (_, row) in zip(names, rows, strict=True)]
-    return _stacked([("plain", _plain_parts(rows[0][1])), *drafts], left=0, above=ABOVE)
+    names = _short([name for name, _ in named], LONGEST)
+    first, tokens = named[0][1], named[0][1]["num_new_tokens"]
+    step = first["baseline_step_ms"] * (tokens - first["num_prompts"]) / tokens
+    bars = [("plain", _parts(first["baseline_tokens_per_second"], target=step))]
+    for name, (_, row) in zip(names, named, strict=True):
+        draft = row.get("draft_ms", 0.0) * row["num_draft_tokens"] / row["num_new_tokens"]
+        verify = row["verify_ms"] * row["num_rounds"] / row["num_new_tokens"]
+        bars.append((name, _parts(row["tokens_per_second"], draft=draft, target=verify)))
+    return _stacked(bars, left=0, above=ABOVE)
 
 
-Parts = tuple[tuple[str, float], ...]  # (kind, milliseconds a token)
+def _parts(tokens_per_second: float, **known: float) -> Parts:
+    return [*known.items(), ("rest", 1000 / tokens_per_second - sum(known.values()))]
 
 
-def _plain_parts(row: Mapping[str, Any]) -> Parts:
-    tokens, total = row["num_new_tokens"], 1000 / row["baseline_tokens_per_second"]
-    step = row["baseline_step_ms"] * (tokens - row["num_prompts"]) / tokens
-    return ("target", step), ("rest", total - step)
-
-
-def _draft_parts(row: Mapping[str, Any]) -> Parts:
-    tokens, total = row["num_new_tokens"], 1000 / row["tokens_per_second"]
-    draft = row.get("draft_ms", 0.0) * row["num_draft_tokens"] / tokens
-    verify = row["verify_ms"] * row["num_rounds"] / tokens
-    return ("draft", draft), ("target", verify), ("rest", total - draft - verify)
-
-
-def _stacked(rows: Sequence[tuple[str, Parts]], *, left: float = 88, above: float = 0) -> dict[str, Any]:
+def _stacked(rows: Sequence[tuple[str, Parts]], *, left: float = 88, above: int = 0) -> Markup:
     """A bar for each name, its parts one after the other; names as in `_lines`."""
-    step_height, top = 52 + above, 8
+    step, top = 52 + above, 8
     x = Scale(0, max(sum(milliseconds for _, milliseconds in parts) for _, parts in rows), left, WIDTH - 72)
-    bars = []
+    drawn = []
     for index, (name, parts) in enumerate(rows):
-        total, start, segments = sum(milliseconds for _, milliseconds in parts), 0.0, []
+        y, total, start = top + step * index + above, sum(milliseconds for _, milliseconds in parts), 0.0
+        drawn.append(_text(0, y - 1 if above else y + 24, name))
         for kind, milliseconds in parts:
-            milliseconds = max(milliseconds, 0.0)
-            segments.append(
-                {"kind": kind, "x": x(start), "width": round(x(start + milliseconds) - x(start), 1), "ms": milliseconds}
-            )
-            start += milliseconds
-        bars.append(
-            {
-                "name": name,
-                "y": top + step_height * index + above,
-                "segments": segments,
-                "end": x(start),
-                "label": f"{number(total, max(0, 3 - len(str(int(total)))))} ms",  # three digits
-            }
-        )
-    return {"height": top + len(rows) * step_height, "bars": bars, "left": left, "names_above": bool(above)}
+            end = start + max(milliseconds, 0.0)
+            title = _tag("title", f"{kind}: {number(end - start, 3)} ms")
+            place = {"x": x(start), "y": y + 4, "width": round(x(end) - x(start), 1), "height": 32}
+            drawn.append(_tag("rect", title, **place, fill=f"var(--{KINDS[kind]})"))
+            start = end
+        three_digits = number(total, max(0, 3 - len(str(int(total)))))
+        drawn.append(_text(x(start) + 6, y + 24, f"{three_digits} ms", kind="strong"))
+    return _svg(top + len(rows) * step, "Milliseconds that a token costs", drawn)
+
+
+# What plots are made of
+
+
+def _tag(name: str, content: object = "", **attributes: object) -> Markup:
+    """An element; `stroke_width` is the attribute stroke-width, and None leaves an attribute out. All values are escaped."""
+    given = [(key.replace("_", "-"), value) for key, value in attributes.items() if value is not None]
+    written = "".join(f' {key}="{escape(value)}"' for key, value in given)
+    return Markup(f"<{name}{written}>{escape(content)}</{name}>")
+
+
+def _svg(height: float, label: str, drawn: Iterable[Markup]) -> Markup:
+    return _tag("svg", Markup("\n").join(drawn), viewBox=f"0 0 {WIDTH} {height}", role="img", aria_label=label)
+
+
+def _text(x: float, y: float, content: object, *, anchor: str | None = None, kind: str | None = None) -> Markup:
+    return _tag("text", content, **{"class": kind}, x=x, y=y, text_anchor=anchor)
+
+
+def _line(x1: float, y1: float, x2: float, y2: float, colour: str, **style: object) -> Markup:
+    return _tag("line", x1=x1, y1=y1, x2=x2, y2=y2, stroke=f"var(--{colour})", **style)
+
+
+def _path(points: Iterable[tuple[float, float]], colour: str, **style: object) -> Markup:
+    written = " ".join(f"{along},{up}" for along, up in points)
+    return _tag("polyline", points=written, fill="none", stroke=f"var(--{colour})", **style)
+
+
+def _dot(x: float, y: float, radius: float, fill: str, stroke: str = "", title: str = "") -> Markup:
+    edge = {"stroke": f"var(--{stroke})", "stroke_width": 2} if stroke else {}
+    return _tag("circle", _tag("title", title) if title else "", cx=x, cy=y, r=radius, fill=f"var(--{fill})", **edge)
+
+
+def _axis_name(name: str, height: float) -> Markup:
+    return _text((LEFT + WIDTH - RIGHT) / 2, height - 6, name, anchor="middle")
+
+
+def _x_axis(x: Scale, ticks: Ticks, top: float, end: float, bottom: float) -> list[Markup]:
+    """Lines from `top` to `end`, and labels below `bottom`."""
+    marks = [(x(value), label) for value, label in ticks]
+    lines = [_line(place, top, place, end, "line") for place, _ in marks]
+    return lines + [_text(place, bottom + 17, label, anchor="middle") for place, label in marks]
+
+
+def _y_axis(y: Scale, ticks: Ticks, right: float) -> list[Markup]:
+    marks = [(y(value), label) for value, label in ticks]
+    lines = [_line(LEFT, place, right, place, "line") for place, _ in marks]
+    return lines + [_text(LEFT - 6, place + 4, label, anchor="end") for place, label in marks]
+
+
+def _axes(x: Scale, y: Scale, x_values: Iterable[float], x_name: str, height: float) -> list[Markup]:
+    """Both axes, and the name of the horizontal one at its end."""
+    x_ticks = [(value, f"{value:,}" if isinstance(value, int) else f"{value:g}") for value in x_values]
+    y_ticks = [(value, f"{value:g}") for value in _ticks(y.low, y.high)]
+    return [
+        *_y_axis(y, y_ticks, x.end),
+        *_x_axis(x, x_ticks, y.start, y.start + 4, y.start),
+        _text(x.end, height - 6, x_name, anchor="end"),
+    ]
+
+
+def _interval(row: Row, metric: str) -> tuple[float, float]:
+    """The metric's interval; its value twice where there is none."""
+    low, high = row.get(f"{metric}_ci95", (row[metric], row[metric]))
+    return low, high
 
 
 def _round_bounds(low: float, high: float) -> tuple[float, float]:
@@ -355,3 +331,39 @@ def _ticks(low: float, high: float) -> list[float]:
     step = next(step for step in steps if (high - low) / step <= 6)
     first = int(low / step + 0.999999) * step
     return [round(first + index * step, 3) for index in range(int((high - first) / step + 1e-9) + 1)]
+
+
+def _label_heights(places: Sequence[tuple[float, float]], line: float, lowest: float) -> list[float]:
+    """The y of each place's label: its own, moved down from other labels and up from `lowest` where they would overlap."""
+    heights = [up + 4 for _, up in places]
+    order = sorted(range(len(places)), key=lambda index: places[index][::-1])
+
+    def near(index: int, others: Iterable[int]) -> list[float]:
+        return [heights[other] for other in others if abs(places[other][0] - places[index][0]) < WIDTH / 2]
+
+    for rank, index in enumerate(order):
+        heights[index] = max([heights[index], *(label + line for label in near(index, order[:rank]))])
+    for rank, index in reversed(list(enumerate(order))):
+        heights[index] = min([heights[index], lowest, *(label - line for label in near(index, order[rank + 1 :]))])
+    return heights
+
+
+def _short(names: Sequence[str], length: int) -> list[str]:
+    """Names of at most `length` characters: long ones lose the words that all long ones begin or end with, then their middle."""
+    long = [name.split("-") for name in names if len(name) > length]
+    shared = long if len(long) > 1 else []
+    start = _num_shared(words[:-1] for words in shared)
+    enough = all(len("-".join(words[start:])) < length for words in shared)
+    end = 0 if enough else _num_shared(words[:start:-1] for words in shared)
+
+    def cut(name: str) -> str:
+        words, half = name.split("-"), (length - 1) // 2
+        name = "…" * (start > 0) + "-".join(words[start : len(words) - end]) + "…" * (end > 0)
+        return name if len(name) <= length else f"{name[: length - 1 - half]}…{name[-half:]}"
+
+    return [name if len(name) <= length else cut(name) for name in names]
+
+
+def _num_shared(lists: Iterable[Sequence[str]]) -> int:
+    """The number of equal items that all lists begin with."""
+    return len(list(itertools.takewhile(lambda items: len(set(items)) == 1, zip(*lists, strict=False))))

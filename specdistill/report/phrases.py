@@ -1,13 +1,65 @@
-"""What a report says in words, the same in every format: the verdict, sentences, and the names of rows, rules and settings."""
+"""What a report says in words and numbers, the same in every format: `–` for None, intervals from a result row, the verdict, sentences,
+and the names of rows, rules and settings.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from specdistill.report.numbers import between, counted, number, times
 from specdistill.statistics.records import ALL
 
 Report = Mapping[str, Any]
 Row = Mapping[str, Any]
+
+
+def times(value: float | None) -> str:
+    return "–" if value is None else f"{value:.2f}×"
+
+
+def number(value: float | None, digits: int = 2) -> str:
+    return "–" if value is None else f"{value:,.{digits}f}"
+
+
+def percent(value: float | None) -> str:
+    return "–" if value is None else f"{value:.0%}"
+
+
+def signed(change: float) -> str:
+    """A relative change, with a minus as wide as the plus."""
+    return f"{change:+.1%}".replace("-", "−")
+
+
+def interval(row: Row, name: str) -> str:
+    """A metric's interval, as 1.43 to 1.65; empty where there is none."""
+    return " to ".join(f"{end:.2f}" for end in row.get(f"{name}_ci95") or ())
+
+
+def between(row: Row, name: str) -> str:
+    """`interval` in brackets, to follow the number."""
+    shown = interval(row, name)
+    return f" ({shown})" if shown else ""
+
+
+def counted(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 'es' if noun.endswith('ch') else 's'}"
+
+
+def duration(seconds: float | None) -> str:
+    """In the two largest units that are not zero, as 2 min 21 s."""
+    if seconds is None:
+        return "–"
+    if seconds < 9.95:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {minutes} min"
+    return f"{minutes} min {rest} s" if minutes else f"{rest} s"
+
+
+def size(num_bytes: int) -> str:
+    """Bytes in KiB, MiB or GiB."""
+    unit, power = ("GiB", 30) if num_bytes >= 2**30 else ("MiB", 20) if num_bytes >= 2**20 else ("KiB", 10)
+    return f"{num_bytes / 2**power:,.1f} {unit}" if num_bytes else "none"
 
 
 def title(report: Report) -> str:
@@ -16,9 +68,7 @@ def title(report: Report) -> str:
 
 def verdict(report: Report) -> str:
     gate = report["gate"]
-    if not gate["rules"]:
-        return "Not judged"
-    return "Passed" if gate["passed"] else "Failed"
+    return ("Passed" if gate["passed"] else "Failed") if gate["rules"] else "Not judged"
 
 
 def summary(report: Report) -> str:
@@ -33,11 +83,12 @@ def summary(report: Report) -> str:
         same = f"{checked} equal to plain decoding up to {lossless['near_ties']} near-ties"
     else:
         same = f"{lossless['divergences']} of {checked} DIFFERENT from plain decoding"
-    if "speedup" in row:
-        gain = f"{times(row['speedup'])} the speed of plain decoding{between(row, 'speedup')}"
-    else:
-        gain = f"Speed not measured ({reason(row, 'speedup')})"
-    return f"{gain}, {same}."
+    why = reason(row, "speedup")
+    return f"Speed not measured ({why}), {same}." if why else f"{gain(row)}, {same}."
+
+
+def gain(row: Row) -> str:
+    return f"{times(row['speedup'])} the speed of plain decoding{between(row, 'speedup')}"
 
 
 def losslessness(report: Report) -> tuple[str, str]:
@@ -45,13 +96,11 @@ def losslessness(report: Report) -> tuple[str, str]:
     lossless, absent = report["lossless"], report["not_measured"]
     greedy, first = f"not compared ({absent.get('lossless.greedy_identical')})", lossless.get("first_divergence")
     if lossless["prompts_checked"]:
-        ties = (
-            f"{lossless['near_ties']} of them"
-            if "near_ties" in lossless
-            else f"number unknown ({absent['lossless.near_ties']})"
-        )
-        differ = f"{lossless['divergences']} differ (at near-ties of the target's top two logits: {ties})"
-        same = "all identical" if lossless["greedy_identical"] else differ
+        same = "all identical"
+        if not lossless["greedy_identical"]:
+            unknown = f"number unknown ({absent.get('lossless.near_ties')})"
+            ties = f"{lossless['near_ties']} of them" if "near_ties" in lossless else unknown
+            same = f"{lossless['divergences']} differ (at near-ties of the target's top two logits: {ties})"
         greedy = f"{lossless['prompts_checked']} completions compared token for token with plain decoding, {same}"
         if first:
             gap = f" (gap {first['top2_gap']:.4f})" if "top2_gap" in first else ""
@@ -97,10 +146,10 @@ def averages(report: Report) -> list[str]:
     """The macro- and the micro-average of acceptance length and speedup, each with how it was averaged."""
     headline = report["headline"]
     return [
-        f"{average['average']}: acceptance length {number(average.get('mean_acceptance_length'))}"
-        f"{between(average, 'mean_acceptance_length')}, speedup {times(average.get('speedup'))}{between(average, 'speedup')}"
-        for average in (headline, headline.get("micro"))
-        if average
+        f"{row['average']}: acceptance length {number(row.get('mean_acceptance_length'))}{between(row, 'mean_acceptance_length')}, "
+        f"speedup {times(row.get('speedup'))}{between(row, 'speedup')}"
+        for row in (headline, headline.get("micro"))
+        if row
     ]
 
 
@@ -110,15 +159,15 @@ def row_name(row: Row) -> str:
 
 def configuration_name(row: Row) -> str:
     """How a row was measured, as: simulated, K = 4, greedy, batch 1."""
-    parts = [row["suite"], f"K = {row['num_speculative_tokens']}"]
-    if row.get("tree"):
-        parts.append(tree(row["tree"]))
-    parts += [_sampling(row["temperature"]), f"batch {row['batch_size']}"]
-    return ", ".join(parts if row["context_bucket"] == ALL else [*parts, f"prompts cut to {row['context_bucket']} tokens"])
+    shape, cut = tree(row.get("tree")), "" if row["context_bucket"] == ALL else f"prompts cut to {row['context_bucket']} tokens"
+    parts = row["suite"], f"K = {row['num_speculative_tokens']}", shape, _sampling(row), f"batch {row['batch_size']}", cut
+    return ", ".join(filter(None, parts))
 
 
-def tree(settings: Mapping[str, Any]) -> str:
-    """The shape of drafted trees, as: tree of 24 tokens, 6 deep, top 4; or: tree with branching 4, 2, 1."""
+def tree(settings: Mapping[str, Any] | None) -> str:
+    """The shape of drafted trees, as: tree of 24 tokens, 6 deep, top 4; or: tree with branching 4, 2, 1. Empty for chains."""
+    if not settings:
+        return ""
     if "branching" in settings:
         return f"tree with branching {', '.join(map(str, settings['branching']))}"
     return f"tree of {settings['budget']} tokens, {settings['depth']} deep, top {settings['top_k']}"
@@ -130,37 +179,32 @@ def a_round(row: Row) -> str:
     return f"{number(row['tokens_per_round'])} a round" if differs and "tokens_per_round" in row else ""
 
 
-# Rules
-
-
 def requirement(rule: Mapping[str, Any]) -> str:
     ((kind, threshold),) = rule["requirement"].items()
     sign = {"min": "≥", "max": "≤", "equals": "=", "max_regression": "regression ≤"}[kind]
-    shown = str(threshold).lower() if isinstance(threshold, bool) else threshold
-    return f"{sign} {shown:g}" if isinstance(shown, float) else f"{sign} {shown}"
+    return f"{sign} {f'{threshold:g}' if isinstance(threshold, float) else scalar(threshold)}"
 
 
 def scope(rule: Mapping[str, Any]) -> str:
-    return ", ".join(str(value) for value in rule["scope"].values()) or "all"
+    return ", ".join(map(str, rule["scope"].values())) or "all"
+
+
+def rule_name(rule: Mapping[str, Any]) -> str:
+    return f"{rule['metric']} {requirement(rule)} [{scope(rule)}]"
 
 
 def measured(rule: Mapping[str, Any]) -> str:
-    value = rule["value"]
-    if value is None:
-        return "no evidence"
-    if isinstance(value, bool):
-        return str(value).lower()
-    shown = f"{value:.4g}" if isinstance(value, float) else str(value)
-    return f"{shown} ({rule['ci95'][0]:.3g} to {rule['ci95'][1]:.3g})" if rule["ci95"] else shown
+    bounds = f" ({rule['ci95'][0]:.3g} to {rule['ci95'][1]:.3g})" if rule["ci95"] else ""
+    return "no evidence" if rule["value"] is None else f"{scalar(rule['value'])}{bounds}"
+
+
+def scalar(value: Any) -> str:
+    """A number, a truth value or a name that a rule is about."""
+    return f"{value:.4g}" if isinstance(value, float) else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def outcome(rule: Mapping[str, Any]) -> str:
-    if rule["passed"]:
-        return "passed"
-    return "warning" if rule["severity"] == "warn" else "failed"
-
-
-# Since a baseline
+    return "passed" if rule["passed"] else "warning" if rule["severity"] == "warn" else "failed"
 
 
 def direction(change: Mapping[str, Any]) -> str:
@@ -173,8 +217,7 @@ def direction(change: Mapping[str, Any]) -> str:
 
 def since(report: Mapping[str, Any]) -> str:
     """What the report was compared with, how many numbers changed, and which regressions the gate does not allow."""
-    baseline = report["baseline"]
-    draft = baseline["draft"]
+    baseline, draft = report["baseline"], report["baseline"]["draft"]
     name = "@".join(filter(None, (draft["model"] or draft["method"], draft["revision"])))
     intro = f"Compared with {name}, measured {baseline['created'][:10]}"
     if "reason" in baseline:
@@ -193,32 +236,19 @@ def since(report: Mapping[str, Any]) -> str:
     )
 
 
-# How it was measured
-
-
 def settings_line(report: Report) -> str:
     """The settings in short: those that a comparison shares, the engine, and how drafts are proposed."""
-    settings, parts = report["settings"], [shared_settings(report)]
-    if not _is_specdistill(report):
-        parts.append(f"{report['engine']['name']} {report['engine']['version']}")
-    if settings["tree"] is not None:
-        parts.append(tree(settings["tree"]))
-    if settings["batch_size"] > 1:
-        parts.append(f"batches of {settings['batch_size']}")
-    if settings.get("drafting"):
-        parts.append(f"drafting: {_listed(settings['drafting'])}")
-    return " · ".join(parts)
+    settings = report["settings"]
+    engine = "" if _is_specdistill(report) else f"{report['engine']['name']} {report['engine']['version']}"
+    batches = f"batches of {settings['batch_size']}" if settings["batch_size"] > 1 else ""
+    drafting = f"drafting: {_listed(settings['drafting'])}" if settings.get("drafting") else ""
+    return " · ".join(filter(None, (shared_settings(report), engine, tree(settings["tree"]), batches, drafting)))
 
 
 def shared_settings(report: Report) -> str:
     """The part of the settings that all drafts of a comparison have in common."""
-    settings = report["settings"]
-    parts = (
-        f"K = {settings['num_speculative_tokens']}",
-        _sampling(settings["temperature"]),
-        f"suite {report['suite']['name']}",
-    )
-    return " · ".join((*parts, report["hardware"]["name"]))
+    settings, suite = report["settings"], f"suite {report['suite']['name']}"
+    return " · ".join((f"K = {settings['num_speculative_tokens']}", _sampling(settings), suite, report["hardware"]["name"]))
 
 
 def decoding(settings: Mapping[str, Any]) -> str:
@@ -228,17 +258,16 @@ def decoding(settings: Mapping[str, Any]) -> str:
 
 def procedure(report: Report) -> str:
     """How the numbers were measured, in sentences."""
-    settings = report["settings"]
-    size = settings["batch_size"]
-    if _is_specdistill(report) or report["engine"].get("baseline_server"):
-        decoder = "the same decoder" if _is_specdistill(report) else "a server of the same engine"
-        sides, baseline = "with and without the draft, interleaved", f"The baseline is {decoder} without a draft."
-    else:
-        sides, baseline = "with the draft", "There is no baseline."
-    times_, warmup = counted(settings["repeats"], "time"), "warm-up prompt" if size == 1 else "warm-up batch"
+    settings, size = report["settings"], report["settings"]["batch_size"]
+    sides, baseline = "with and without the draft, interleaved", "The baseline is the same decoder without a draft."
+    if not _is_specdistill(report):
+        baseline = "The baseline is a server of the same engine without a draft."
+        if not report["engine"].get("baseline_server"):
+            sides, baseline = "with the draft", "There is no baseline."
+    warmup = counted(settings["warmup"], "warm-up prompt" if size == 1 else "warm-up batch")
     batches = f" They were decoded {size} at a time; a prompt's times are its shares of its batch's." if size > 1 else ""
     return (
-        f"Every prompt was decoded {sides}, {times_} after {counted(settings['warmup'], warmup)}; the median of each prompt counts."
+        f"Every prompt was decoded {sides}, {counted(settings['repeats'], 'time')} after {warmup}; the median of each prompt counts."
         f"{batches} {baseline}"
     )
 
@@ -248,8 +277,8 @@ def _is_specdistill(report: Report) -> bool:
     return "engine" not in report or report["engine"]["name"] == "specdistill"
 
 
-def _sampling(temperature: float) -> str:
-    return f"T = {temperature:g}" if temperature else "greedy"
+def _sampling(settings: Mapping[str, Any]) -> str:
+    return f"T = {settings['temperature']:g}" if settings["temperature"] else "greedy"
 
 
 def _listed(settings: Mapping[str, Any]) -> str:

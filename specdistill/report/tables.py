@@ -1,12 +1,16 @@
-"""The tables of a report, for markdown and HTML alike: a cell is its value and, below it, what qualifies that (an interval, a note)."""
+"""The tables of a report, for markdown and HTML alike: a cell is its value and, below it, what qualifies that (an interval, a note).
 
-from collections.abc import Iterable, Mapping
+Times are told apart by what they go into: prefill, and in each round the draft, the target's step and the rest, with and without the draft.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from specdistill.report.numbers import interval, number, percent, signed, times
-from specdistill.report.phrases import configuration_name, direction, row_name
-from specdistill.statistics.records import ALL
+from specdistill.report.phrases import configuration_name, direction, interval, number, percent, row_name, signed, times
+from specdistill.statistics.records import ALL, CONFIGURATION_KEYS, PromptRecord
 
+Row = Mapping[str, Any]
 Cell = tuple[str, ...]
 
 
@@ -15,25 +19,46 @@ class Table(NamedTuple):
     rows: list[tuple[Cell, ...]]
 
 
-NUMBERS = ("prompts", "acceptance length", "rate", "tokens/s", "plain", "speedup", "predicted")
+def main_rows(report: Row) -> list[Row]:
+    """The rows of the main configuration: the whole suite and its categories."""
+    return _like_the_first(report, CONFIGURATION_KEYS)
 
 
-def by_category(rows: Iterable[Mapping[str, Any]]) -> Table:
-    return Table(("category", *NUMBERS), [((row_name(row),), *_numbers(row)) for row in rows])
+def whole_rows(report: Row) -> list[Row]:
+    """The whole suite's row of every configuration."""
+    return [row for row in report["results"] if row["category"] == ALL]
 
 
-def by_configuration(rows: Iterable[Mapping[str, Any]]) -> Table:
-    return Table(("configuration", *NUMBERS), [((configuration_name(row),), *_numbers(row)) for row in rows])
+def sweep(report: Row, setting: str) -> list[Row]:
+    """The first row and those that differ from it in `setting` alone, by its value; empty where it was not swept."""
+    rows = _like_the_first(report, [name for name in ("suite", "category", *CONFIGURATION_KEYS) if name != setting])
+    # A context bucket is a number of tokens as text, or `all`, which comes last.
+    return sorted(rows, key=lambda row: math.inf if row[setting] == ALL else float(row[setting])) if len(rows) > 1 else []
 
 
-def with_positions(table: Table, rows: Iterable[Mapping[str, Any]]) -> Table:
-    """The table with the acceptance rate at each position in the draft."""
-    rates = [" ".join(map(percent, row.get("acceptance_rate_per_position", []))) or "–" for row in rows]
-    return Table((*table.head, "per position"), [(*cells, (rate,)) for cells, rate in zip(table.rows, rates, strict=True)])
+def _like_the_first(report: Row, names: Sequence[str]) -> list[Row]:
+    first, *others = report["results"]
+    return [first, *(row for row in others if all(row[name] == first[name] for name in names))]
 
 
-def _numbers(row: Mapping[str, Any]) -> tuple[Cell, ...]:
+def by_category(report: Row, *, positions: bool = False) -> Table:
+    return _numbers("category", [_line(row_name(row), row) for row in main_rows(report)], positions)
+
+
+def by_configuration(report: Row, *, positions: bool = False) -> Table:
+    return _numbers("configuration", [_line(configuration_name(row), row) for row in whole_rows(report)], positions)
+
+
+def _numbers(what: str, lines: Sequence[tuple[Cell, ...]], positions: bool) -> Table:
+    """positions: with the acceptance rate at each position in the draft."""
+    head = (what, "prompts", "acceptance length", "rate", "tokens/s", "plain", "speedup", "predicted", "per position")
+    width = len(head) if positions else len(head) - 1
+    return Table(head[:width], [line[:width] for line in lines])
+
+
+def _line(name: str, row: Row) -> tuple[Cell, ...]:
     return (
+        (name,),
         (str(row["num_prompts"]),),
         cell(number(row.get("mean_acceptance_length")), interval(row, "mean_acceptance_length")),
         (percent(row.get("acceptance_rate")),),
@@ -41,6 +66,7 @@ def _numbers(row: Mapping[str, Any]) -> tuple[Cell, ...]:
         (number(row.get("baseline_tokens_per_second"), 0),),
         cell(times(row.get("speedup")), interval(row, "speedup")),
         (times(row.get("predicted_speedup")),),
+        (" ".join(map(percent, row.get("acceptance_rate_per_position", []))) or "–",),
     )
 
 
@@ -51,7 +77,7 @@ def cell(value: str, *notes: str) -> Cell:
 
 # Since a baseline
 
-METRICS_SHOWN = {
+METRICS_SHOWN: dict[str, tuple[str, Callable[[float | None], str]]] = {
     "mean_acceptance_length": ("acceptance length", number),
     "acceptance_rate": ("acceptance rate", percent),
     "speedup": ("speedup", times),
@@ -61,13 +87,13 @@ METRICS_SHOWN = {
 }
 
 
-def changes(report: Mapping[str, Any]) -> Table:
+def changes(report: Row) -> Table:
     """Each number before and now, its change, and whether that is better, worse or open."""
     rows = [_change(change) for change in report["baseline"]["changes"]]
     return Table(("number", "before", "now", "change", "reading"), rows)
 
 
-def _change(change: Mapping[str, Any]) -> tuple[Cell, ...]:
+def _change(change: Row) -> tuple[Cell, ...]:
     name, shown = METRICS_SHOWN[change["metric"]]
     category = "" if change["category"] == ALL else f", {change['category'].replace('_', ' ')}"
     note = " to ".join(map(signed, change["ci95"])) if "ci95" in change else change.get("reason", "")
@@ -79,24 +105,65 @@ def _change(change: Mapping[str, Any]) -> tuple[Cell, ...]:
 # Task quality
 
 
-def quality(report: Mapping[str, Any]) -> Table:
+def quality(report: Row) -> Table:
     """The share of completions that succeed with the draft and without, a row for each metric."""
     head = ("succeed by", "completions", "without draft", "with draft", "difference, points", "reading")
     return Table(head, [_quality(name, scores) for name, scores in report.get("quality", {}).items()])
 
 
-def _quality(name: str, scores: Mapping[str, Any]) -> tuple[Cell, ...]:
-    def points(share: float) -> str:
-        return f"{100 * share:+.1f}".replace("-", "−")
-
-    note, reading = "too few completions", "open"
-    if ci95 := scores.get("difference_ci95"):
-        note, reading = " to ".join(map(points, ci95)), "equal within the interval" if ci95[0] <= 0 <= ci95[1] else "different"
+def _quality(name: str, scores: Row) -> tuple[Cell, ...]:
+    ends = scores.get("difference_ci95", (0.0, 0.0))
+    reading = "equal within the interval" if ends[0] <= 0 <= ends[1] else "different"
+    only = scores["only_with_draft"]
+    points, *bounds = (signed(share)[:-1] for share in (scores["difference"], *scores.get("difference_ci95", ())))
     return (
         (name.replace("_", " "),),
         (str(scores["num_prompts"]),),
         (f"{scores['without_draft']:.1%}",),
         (f"{scores['with_draft']:.1%}",),
-        (points(scores["difference"]), note),
-        (reading, f"{scores['only_with_draft']} only with it, {scores['only_without_draft']} only without it"),
+        (points, " to ".join(bounds) or "too few completions"),
+        (reading if bounds else "open", f"{only} only with it, {scores['only_without_draft']} only without it"),
     )
+
+
+# Time
+
+
+def time_per_token(records: Sequence[PromptRecord]) -> dict[str, dict[str, float]]:
+    """Side -> kind -> milliseconds a token; the kinds add up to the whole."""
+    totals = {side: _totals(records, side) for side in ("baseline", "speculative")}
+    kinds = ("prefill", "draft", "target", "rest")
+    known = {side: total for side, total in totals.items() if total["tokens"]}
+    return {side: {kind: 1000 * total[kind] / total["tokens"] for kind in kinds} for side, total in known.items()}
+
+
+def latency(records: Sequence[PromptRecord]) -> list[tuple[str, float | None, float | None]]:
+    """(what, plain, with the draft) in milliseconds: a prompt's prefill, the parts of a round, a token; None where there is none."""
+    plain, drafted = (_totals(records, side) for side in ("baseline", "speculative"))
+    units = {
+        "prefill of a prompt": ("prefill", "prompts"),
+        "drafting, a round": ("draft", "rounds"),
+        "target's step, a round": ("target", "rounds"),
+        "rest, a round": ("rest", "rounds"),
+        "a token, in all": ("seconds", "tokens"),
+    }
+
+    def each(side: Mapping[str, float], kind: str, unit: str) -> float | None:
+        return 1000 * side[kind] / side[unit] if side[unit] and side[kind] else None
+
+    return [(name, each(plain, *what), each(drafted, *what)) for name, what in units.items()]
+
+
+def _totals(records: Sequence[PromptRecord], side: str) -> dict[str, float]:
+    """Counts, and seconds of each kind. Records of a server are left out: it does not show what their time goes into."""
+    timings = [vars(getattr(record, side)) for record in records if record.counts is None]
+
+    def total(name: str) -> float:
+        return sum(timing[name] or 0.0 for timing in timings)
+
+    # Plain decoding drafts nothing; what the clock saw there is the loop's.
+    draft = total("draft_seconds") if side == "speculative" else 0.0
+    parts = {"prefill": total("prefill_seconds"), "draft": draft, "target": total("verify_seconds")}
+    rest = max(total("seconds") - sum(parts.values()), 0.0)
+    counts = {"prompts": len(timings), "rounds": total("num_rounds"), "tokens": total("num_tokens")}
+    return {**parts, "rest": rest, "seconds": total("seconds"), **counts}

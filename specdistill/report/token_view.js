@@ -7,9 +7,7 @@ const plural = (count, noun) => `${count} ${noun}${count === 1 ? "" : "s"}`;
 let sample, spans, round, player;
 
 function add(parent, tag, kind, text) {
-  const node = document.createElement(tag);
-  node.className = kind;
-  node.textContent = text;
+  const node = Object.assign(document.createElement(tag), { className: kind, textContent: text });
   parent.append(node);
   return node;
 }
@@ -36,18 +34,15 @@ function show(index) {
   add(at("text"), "span", "prompt", prompt);
   add(at("text"), "span", "t plain", first.replaceAll("\n", "↵\n"));
   spans = rounds.map((entry, number) => entry[0].map((text, place) => {
-    const span = add(at("text"), "span", `t ${place < entry[1] ? "accepted" : closing(entry)}`, text.replaceAll("\n", "↵\n"));
-    span.onclick = () => go(number + 1);
-    return span;
+    const kind = place < entry[1] ? "accepted" : closing(entry);
+    return Object.assign(add(at("text"), "span", `t ${kind}`, text.replaceAll("\n", "↵\n")), { onclick: () => go(number + 1) });
   }));
   const most = Math.max(1, ...rounds.map(([, accepted, rejected]) => accepted + rejected.length));
   at("strip").replaceChildren(...rounds.map(([, accepted, rejected], number) => {
-    const bar = document.createElement("button");
-    bar.tabIndex = -1;
-    bar.title = `round ${number + 1}: ${accepted} of ${accepted + rejected.length} accepted`;
+    const title = `round ${number + 1}: ${accepted} of ${accepted + rejected.length} accepted`;
+    const bar = Object.assign(document.createElement("button"), { tabIndex: -1, title, onclick: () => go(number + 1) });
     add(bar, "i", "rejected", "").style.height = `${100 * rejected.length / most}%`;
     add(bar, "i", "accepted", "").style.height = `${100 * accepted / most}%`;
-    bar.onclick = () => go(number + 1);
     return bar;
   }));
   at("slider").max = Math.max(1, rounds.length);
@@ -92,11 +87,7 @@ function play() {
 
 const groups = {};
 samples.forEach(({ id, category, length }, index) => {
-  if (!groups[category]) {
-    groups[category] = document.createElement("optgroup");
-    groups[category].label = category;
-    at("sample").append(groups[category]);
-  }
+  groups[category] ??= Object.assign(add(at("sample"), "optgroup", "", ""), { label: category });
   groups[category].append(new Option(length === null ? id : `${id} · ${length.toFixed(2)}`, index));
 });
 const step = by => { stop(); show((Number(at("sample").value) + by + samples.length) % samples.length); };

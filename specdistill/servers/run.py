@@ -7,8 +7,8 @@ what a server does not show. When a server fails after the first answers, these 
 import platform
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from importlib import metadata
+from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,41 @@ from specdistill.measurement.configurations import Settings
 from specdistill.measurement.losslessness import first_difference
 from specdistill.progress import progress
 from specdistill.project import git_revision
-from specdistill.report.build import build_report
-from specdistill.report.results import headline, result_rows
-from specdistill.servers.not_measured import DOCUMENT_REASONS, NO_BASELINE, NO_BASELINE_ROW, ROW_REASONS
+from specdistill.report.build import build_report, headline, result_rows
 from specdistill.statistics.records import Configuration, PromptRecord, Timing
 from specdistill.suites.suite import Prompt, Suite, evenly
+
+SETTINGS = ("max_new_tokens", "tree", "batch_size", "seed", "warmup", "repeats")  # shown in the report, in this order
+
+# Why numbers are missing from the report of a server
+HIDDEN = "a server does not time its steps one by one"
+SUMS = "a server counts over whole outputs, not round by round"
+UNSAID = "a server does not say"
+NO_LOGITS = "a server returns no logits that would tell a near-tie from a mistake"
+NO_BASELINE = "no eval.baseline_server was given"
+HF_NUMBERS = (
+    "hf_generate_tokens_per_second",
+    "hf_generate_num_prompts",
+    "baseline_over_hf_generate",
+    "speedup_over_hf_generate",
+)
+ROW_REASONS = {
+    **dict.fromkeys(("draft_ms", "verify_ms", "baseline_step_ms", "predicted_speedup", "prediction_gap"), HIDDEN),
+    **dict.fromkeys(("num_rounds", "tokens_per_round", "context_ratio"), SUMS),
+    **dict.fromkeys(HF_NUMBERS, "transformers' generate() is not timed beside a server"),
+    "decode_speedup": "a server answers with the whole output: its prefill is not timed apart",
+    "num_looping": "the server does not return its tokens",
+    "vocabulary_coverage": "a server does not tell its draft's vocabulary",
+}
+NO_BASELINE_ROW = dict.fromkeys(("baseline_tokens_per_second", "speedup", "overhead_factor"), NO_BASELINE)
+DOCUMENT_REASONS = {
+    "theory": HIDDEN,
+    "context": SUMS,
+    "lossless.sampling_test": "a server cannot be given the rule that the test must reject",
+    "hardware": "a server does not say what it runs on",
+    **dict.fromkeys(("target.parameters", "target.dtype", "draft.parameters", "draft.bytes"), UNSAID),
+    **dict.fromkeys(("measurement.peak_memory_bytes", "settings.draft_sampling"), UNSAID),
+}
 
 
 @dataclass(frozen=True)
@@ -41,19 +71,13 @@ class Peer:
         return self.client.complete(self.server, request)
 
 
-@dataclass
-class Answers:
-    """All repetitions of one prompt."""
-
-    prompt: Prompt
-    speculative: list[Completion] = field(default_factory=list)
-    baseline: list[Completion] = field(default_factory=list)
+Answers = tuple[Prompt, list[list[Completion]]]  # all repetitions of one prompt, by each peer
 
 
 def connect(
     engine: str, address: str | None, baseline_address: str | None, *, target: Sequence[str], k: int, timeout: float
-) -> tuple[Peer, Peer | None]:
-    """The server with a draft and the one without.
+) -> list[Peer]:
+    """The server with a draft and, if it has an address, the one without.
 
     target: its possible names, a folder or Hub id last. Raises UserError when they serve another model, draft another number of tokens,
     draft where they should not, or have different versions; ResourceError when they do not answer.
@@ -61,26 +85,24 @@ def connect(
     if address is None:
         raise UserError("eval.server", got="nothing", expected=f"the address of a running {engine} server")
     speculative = _connect(engine, address, "eval.server", target, timeout)
-    served_k = speculative.identity.num_speculative_tokens
+    served_k, served_version = speculative.identity.num_speculative_tokens, speculative.identity.version
     if served_k is None:
         raise UserError("eval.server", got=f"{address}, which does not draft", expected="a server started with a draft")
     if served_k != k:
         raise UserError("eval.num_speculative_tokens", got=k, expected=f"{served_k}, as the server at {address} drafts")
     if baseline_address is None:
-        return speculative, None
-    baseline = _connect(engine, baseline_address, "eval.baseline_server", target, timeout)
+        return [speculative]
+    key = "eval.baseline_server"
+    baseline = _connect(engine, baseline_address, key, target, timeout)
     if baseline.identity.num_speculative_tokens is not None:
-        got = f"{baseline_address}, which drafts"
-        raise UserError("eval.baseline_server", got=got, expected="a server started without a draft")
-    if baseline.identity.version != speculative.identity.version:
-        got = f"{engine} {baseline.identity.version}"
-        raise UserError("eval.baseline_server", got=got, expected=f"{speculative.identity.version}, as eval.server runs")
-    return speculative, baseline
+        raise UserError(key, got=f"{baseline_address}, which drafts", expected="a server started without a draft")
+    if baseline.identity.version != served_version:
+        raise UserError(key, got=f"{engine} {baseline.identity.version}", expected=f"{served_version}, as eval.server runs")
+    return [speculative, baseline]
 
 
 def evaluate_server(
-    speculative: Peer,
-    baseline: Peer | None,
+    peers: Sequence[Peer],
     suite: Suite,
     prompts: Sequence[Prompt],
     settings: Settings,
@@ -94,35 +116,29 @@ def evaluate_server(
     target, draft: those sections of the report, as the user names them. Raises ResourceError when no prompt was answered.
     """
     start = time.perf_counter()
-    answers, failure = _measure(speculative, baseline, prompts, settings)
-    complete = [entry for entry in answers if entry.speculative and (entry.baseline or baseline is None)]
+    answers, failure = _measure(peers, prompts, settings)
+    complete = [entry for entry in answers if all(entry[1])]
     if failure is not None and not complete:
         raise failure
-    configuration = settings.configuration
-    records = [_record(suite.name, configuration, tokenizer, entry) for entry in complete]
-    identity, engine = speculative.identity, speculative.engine
-    reasons = {**ROW_REASONS, **(NO_BASELINE_ROW if baseline is None else {})}
+    (peer, *others), configuration = peers, settings.configuration
+    records = [_record(suite.name, configuration, tokenizer, *entry) for entry in complete]
+    reasons = {**ROW_REASONS, **({} if others else NO_BASELINE_ROW)}
     rows = result_rows(records, suite, configuration, seed=settings.seed, reasons=reasons)
-    lossless, not_compared = _compare(complete, baseline is not None, settings)
-    gauges = speculative.client.gauges(speculative.server) if failure is None else {}
+    lossless, not_compared = _compare(complete, bool(others), settings)
+    gauges = peer.client.gauges(peer.server) if failure is None else {}
     report = build_report(
         target=target,
         draft=draft,
-        hardware={"device": "server", "name": speculative.server.address},
+        hardware={"device": "server", "name": peer.server.address},
         software={
             "python": platform.python_version(),
-            "transformers": metadata.version("transformers"),
-            engine: identity.version,
+            "transformers": version("transformers"),
+            peer.engine: peer.identity.version,
         },
         settings={
-            "num_speculative_tokens": configuration.num_speculative_tokens,
+            "num_speculative_tokens": settings.num_speculative_tokens,
             **vars(settings.sampling),
-            "max_new_tokens": settings.max_new_tokens,
-            "tree": None,
-            "batch_size": 1,
-            "seed": settings.seed,
-            "warmup": settings.warmup,
-            "repeats": settings.repeats,
+            **{name: getattr(settings, name) for name in SETTINGS},
         },
         suite=suite,
         results=rows,
@@ -133,10 +149,10 @@ def evaluate_server(
         not_measured={**DOCUMENT_REASONS, **not_compared},
         git_revision=git_revision(),
         engine={
-            "name": engine,
-            "version": identity.version,
-            "server": speculative.server.address,
-            "baseline_server": baseline.server.address if baseline else None,
+            "name": peer.engine,
+            "version": peer.identity.version,
+            "server": peer.server.address,
+            "baseline_server": others[0].server.address if others else None,
             **({"gauges": gauges} if gauges else {}),
         },
         incomplete=None if failure is None else f"{failure} ({len(complete)} of {len(prompts)} prompts were measured)",
@@ -159,33 +175,34 @@ def _same_model(name: str, wanted: str) -> bool:
 
 
 def _measure(
-    speculative: Peer, baseline: Peer | None, prompts: Sequence[Prompt], settings: Settings
+    peers: Sequence[Peer], prompts: Sequence[Prompt], settings: Settings
 ) -> tuple[list[Answers], ResourceError | None]:
-    """Every prompt `repeats` times on both servers, and the error that ended it early, if one did."""
-    answers = [Answers(prompt) for prompt in prompts]
+    """Every prompt `repeats` times on each server, and the error that ended it early, if one did."""
+    answers: list[Answers] = [(prompt, [[] for _ in peers]) for prompt in prompts]
     try:
         with progress("Measuring", settings.warmup + settings.repeats * len(prompts), "prompts") as advance:
             for index, prompt in enumerate(evenly(prompts, [prompt.category for prompt in prompts], settings.warmup)):
-                for peer in (speculative, baseline):
-                    if peer is not None:
-                        peer.complete(prompt, settings, settings.seed + index)
+                for peer in peers:
+                    peer.complete(prompt, settings, settings.seed + index)
                 advance()
             for repeat in range(settings.repeats):
-                for index, entry in enumerate(answers):
-                    sides = [(speculative, entry.speculative), (baseline, entry.baseline)]
-                    for peer, completions in sides if (repeat + index) % 2 else reversed(sides):
-                        if peer is not None:
-                            completions.append(peer.complete(entry.prompt, settings, settings.seed + index))
+                for index, (prompt, completions) in enumerate(answers):
+                    sides = list(zip(peers, completions, strict=True))
+                    for peer, own in sides if (repeat + index) % 2 else reversed(sides):
+                        own.append(peer.complete(prompt, settings, settings.seed + index))
                     advance()
     except ResourceError as error:
         return answers, error
     return answers, None
 
 
-def _record(suite: str, configuration: Configuration, tokenizer: Any, entry: Answers) -> PromptRecord:
+def _record(
+    suite: str, configuration: Configuration, tokenizer: Any, prompt: Prompt, completions: list[list[Completion]]
+) -> PromptRecord:
     """The repetition of median speed of each side; its tokens, counts and seconds belong together."""
-    drafted, plain = _median(entry.speculative), _median(entry.baseline) if entry.baseline else None
-    prompt = entry.prompt
+    medians = [_median(own) for own in completions]
+    timings = [Timing(chosen.num_tokens, None, chosen.seconds) for chosen in medians]
+    texts = [_text(tokenizer, chosen) for chosen in medians]
     return PromptRecord(
         suite=suite,
         configuration=configuration,
@@ -193,24 +210,20 @@ def _record(suite: str, configuration: Configuration, tokenizer: Any, entry: Ans
         category=prompt.category,
         num_prompt_tokens=len(prompt.token_ids),
         prompt=prompt.text,
-        text=_text(tokenizer, drafted),
+        text=texts[0],
         first_token=None,
         first_token_text="",
         rounds=(),
-        speculative=_timing(drafted),
-        baseline=_timing(plain) if plain else None,
-        baseline_text=_text(tokenizer, plain) if plain else None,
-        counts=drafted.counts,
+        speculative=timings[0],
+        baseline=timings[1] if len(timings) > 1 else None,
+        baseline_text=texts[1] if len(texts) > 1 else None,
+        counts=medians[0].counts,
     )
 
 
 def _median(completions: Sequence[Completion]) -> Completion:
     ordered = sorted(completions, key=lambda completion: completion.seconds / completion.num_tokens)
     return ordered[(len(ordered) - 1) // 2]
-
-
-def _timing(completion: Completion) -> Timing:
-    return Timing(completion.num_tokens, None, completion.seconds)
 
 
 def _text(tokenizer: Any, completion: Completion) -> str:
@@ -223,34 +236,26 @@ def _compare(answers: Sequence[Answers], has_baseline: bool, settings: Settings)
     """The report's `lossless`, and reasons for what it lacks. Greedy outputs of both servers are compared by tokens, or else by text."""
     if not has_baseline or not settings.sampling.is_greedy:
         reason = "sampled outputs differ by chance" if has_baseline else NO_BASELINE
-        return {"prompts_checked": 0}, {"lossless.greedy_identical": reason, "lossless.unexplained_divergences": reason}
-    different = [entry for entry in answers if _differs(entry.speculative[0], entry.baseline[0])]
-    lossless: dict[str, Any] = {
-        "greedy_identical": not different,
+        return {"prompts_checked": 0}, dict.fromkeys(("lossless.greedy_identical", "lossless.unexplained_divergences"), reason)
+    divergences = [found for entry in answers if (found := _divergence(*entry))]
+    lossless = {
+        "greedy_identical": not divergences,
         "prompts_checked": len(answers),
-        "divergences": len(different),
+        "divergences": len(divergences),
+        "first_divergence": divergences[0] if divergences else None,
     }
-    if not different:
-        return {**lossless, "first_divergence": None, "near_ties": 0, "unexplained_divergences": 0}, {}
-    reason = "a server returns no logits that would tell a near-tie from a mistake"
-    lossless["first_divergence"] = _divergence(different[0])
-    return lossless, {"lossless.near_ties": reason, "lossless.unexplained_divergences": reason}
+    if not divergences:
+        return {**lossless, "near_ties": 0, "unexplained_divergences": 0}, {}
+    return lossless, dict.fromkeys(("lossless.near_ties", "lossless.unexplained_divergences"), NO_LOGITS)
 
 
-def _differs(ours: Completion, theirs: Completion) -> bool:
-    if ours.counts.token_ids and theirs.counts.token_ids:
-        return ours.counts.token_ids != theirs.counts.token_ids
-    return ours.text != theirs.text
-
-
-def _divergence(entry: Answers) -> dict[str, Any]:
-    ours, theirs = entry.speculative[0].counts.token_ids, entry.baseline[0].counts.token_ids
+def _divergence(prompt: Prompt, completions: list[list[Completion]]) -> dict[str, Any] | None:
+    """The prompt whose outputs differ, and where, if both servers return their tokens."""
+    with_draft, plain = (own[0] for own in completions)
+    ours, theirs = with_draft.counts.token_ids, plain.counts.token_ids
     if not ours or not theirs:
-        return {"prompt_id": entry.prompt.id}
+        return {"prompt_id": prompt.id} if with_draft.text != plain.text else None
+    if ours == theirs:
+        return None
     position, our_token, their_token = first_difference(ours, theirs)
-    return {
-        "prompt_id": entry.prompt.id,
-        "position": position,
-        "speculative_token": our_token,
-        "baseline_token": their_token,
-    }
+    return {"prompt_id": prompt.id, "position": position, "speculative_token": our_token, "baseline_token": their_token}

@@ -6,17 +6,18 @@ import re
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
+from xml.etree import ElementTree
 
 import jsonschema
 import pytest
 
-from specdistill.comparison.compare import PARTS, Measured, compare, pareto_frontier
+from specdistill.comparison.compare import PARTS, SCHEMA, Measured, compare, pareto_frontier, validate_comparison
 from specdistill.comparison.explanation import is_separable, reasons
 from specdistill.comparison.pages import print_comparison, to_html, to_markdown, write_comparison
-from specdistill.comparison.schema import comparison_schema, validate_comparison
 from specdistill.errors import UserError
 from specdistill.report.charts import acceptance_while_training
-from specdistill.report.numbers import duration
+from specdistill.report.files import schema
+from specdistill.report.phrases import duration
 from specdistill.statistics.records import PromptRecord, RoundRecord, Timing
 from tests.simulated import DRAFT_STEP, PLAIN_STEP, VERIFY_STEP, simulated_candidate
 
@@ -309,10 +310,10 @@ def test_contexts_are_told_apart_steady_and_unknown() -> None:
 
 
 def test_the_document_fits_its_schema(comparison: dict[str, Any]) -> None:
-    jsonschema.Draft202012Validator.check_schema(comparison_schema())
+    jsonschema.Draft202012Validator.check_schema(schema(SCHEMA))
     validate_comparison(json.loads(json.dumps(comparison)))
-    assert set(comparison) == set(comparison_schema()["properties"])
-    shape = comparison_schema()["properties"]["ranking"]["items"]["properties"]
+    assert set(comparison) == set(schema(SCHEMA)["properties"])
+    shape = schema(SCHEMA)["properties"]["ranking"]["items"]["properties"]
     assert set(shape["parts"]["required"]) == set(shape["parts"]["properties"]) == set(PARTS)
     difference = shape["difference_to_best"]["oneOf"][1]
     assert set(difference["required"]) == set(difference["properties"]) == {"speedup", *PARTS}
@@ -391,38 +392,48 @@ def test_a_cheaper_training_ends_further_left() -> None:
     cheap = {"name": "cheap", "training": {"seconds": 60.0, "steps": 200, "curve": [[100, 2.0], [200, 2.5]]}}
     long = {"name": "long", "training": {"seconds": None, "steps": 20_000, "curve": [[10_000, 2.2], [20_000, 2.5]]}}
     single = {"name": "single", "training": {"seconds": 1.0, "steps": 5, "curve": [[0, 1.0]]}}
-    plot = acceptance_while_training([cheap, long, single])
+    plot = curves([cheap, long, single])
+    axis = next(plot.iter("line"))
+    ends = [(float(dot.get("cx")), float(dot.get("cy"))) for dot in plot.iter("circle")]
+    assert ends[0][0] < ends[1][0] == float(axis.get("x2")) and ends[0][1] == ends[1][1]
+    assert ends[2][0] == float(axis.get("x1"))
+    assert [text.text for text, _ in labels(plot)] == ["cheap", "long", "single"]
+    assert [text.text for _, text in labels(plot)] == ["1 min 0 s", None, "1.0 s"]
+    assert steps(plot) == ["0", "5,000", "10,000", "15,000", "20,000"]
+    assert steps(curves([single])) == ["0", "1"]
+
+
+def curves(candidates: list[dict[str, Any]]) -> ElementTree.Element:
+    plot = acceptance_while_training(candidates)
     assert plot is not None
-    ends = {line["label"]: line for line in plot["lines"]}
-    assert ends["cheap"]["x"] < ends["long"]["x"] == plot["right"] and ends["cheap"]["y"] == ends["long"]["y"]
-    assert ends["single"]["x"] == plot["left"]
-    assert (ends["cheap"]["time"], ends["long"]["time"]) == ("1 min 0 s", "")
-    assert [tick["label"] for tick in plot["x_ticks"]] == ["0", "5,000", "10,000", "15,000", "20,000"]
-    alone = acceptance_while_training([single])
-    assert alone is not None and [tick["label"] for tick in alone["x_ticks"]] == ["0", "1"]
+    return ElementTree.fromstring(plot)
+
+
+def labels(plot: ElementTree.Element) -> list[list[ElementTree.Element]]:
+    """A name and a time for each curve."""
+    return [list(group) for group in plot.iter("g")]
+
+
+def steps(plot: ElementTree.Element) -> list[str | None]:
+    return [text.text for text in plot.iter("text") if text.get("text-anchor") == "middle"]
 
 
 def test_labels_that_meet_are_set_apart_and_stay_on_the_page() -> None:
-    curves = [[[steps, 1.0 + 1e-3 * index]] for index, steps in enumerate([100] * 8)]
-    plot = acceptance_while_training(
-        [{"name": f"draft-{index}", "training": {"seconds": 9.0, "steps": 100, "curve": curve}} for index, curve in enumerate(curves)]
-    )  # fmt: skip
-    assert plot is not None
-    heights = sorted(line["label_y"] for line in plot["lines"])
+    trainings = [{"seconds": 9.0, "steps": 100, "curve": [[100, 1.0 + 1e-3 * index]]} for index in range(8)]
+    plot = curves([{"name": f"draft-{index}", "training": training} for index, training in enumerate(trainings)])
+    heights = sorted(float(name.get("y", 0)) for name, _ in labels(plot))
+    bottom = max(float(line.get("y1", 0)) for line in plot.iter("line"))
     assert all(lower - upper >= 27.9 for upper, lower in pairwise(heights))
-    assert heights[0] > 0 and heights[-1] + 13 < plot["bottom"]
+    assert heights[0] > 0 and heights[-1] + 13 < bottom
 
 
 def test_long_names_keep_what_tells_them_apart() -> None:
     curve = {"seconds": 9.0, "steps": 100, "curve": [[100, 2.0]]}
     names = ["runs-of-may-rate-1e-3-small-draft", "runs-of-may-rate-1e-4-small-draft", "short", f"{'a' * 30}-{'b' * 30}"]
-    plot = acceptance_while_training([{"name": name, "training": curve} for name in names[:3]])
-    assert plot is not None
-    assert [line["label"] for line in plot["lines"]] == ["…3-small-draft", "…4-small-draft", "short"]
-    plot = acceptance_while_training([{"name": name, "training": curve} for name in names[2:]])
-    assert plot is not None
-    label = plot["lines"][1]["label"]
-    assert label.startswith("aaa") and label.endswith("bbb") and "…" in label and len(label) < 20
+    first, second = ([{"name": name, "training": curve} for name in part] for part in (names[:3], names[2:]))
+    assert [name.text for name, _ in labels(curves(first))] == ["…3-small-draft", "…4-small-draft", "short"]
+    label = labels(curves(second))[1][0].text
+    assert label is not None and label.startswith("aaa") and label.endswith("bbb") and "…" in label and len(label) < 20
 
 
 def test_names_cannot_become_markup(candidates: list[Measured]) -> None:

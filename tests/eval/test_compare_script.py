@@ -5,10 +5,10 @@ import json
 import pytest
 
 from specdistill.command import run
-from specdistill.comparison.schema import validate_comparison
+from specdistill.comparison.compare import validate_comparison
 from specdistill.errors import ExitCode
 from specdistill.methods.ngram.method import NgramProposer
-from specdistill.report.schema import validate
+from specdistill.report.files import validate
 from specdistill.targets.frozen import FrozenTarget
 from tests.heads import build_head, save_head
 from tests.scripts import REPORT_FILES as FILES

@@ -15,7 +15,7 @@ from specdistill.command import run
 from specdistill.errors import ExitCode
 from specdistill.methods.recipe import Recipe
 from specdistill.project import ROOT
-from specdistill.report.schema import validate
+from specdistill.report.files import validate
 from tests.scripts import REPORT_FILES as FILES
 from tests.scripts import evaluate as command
 from tests.scripts import load_script

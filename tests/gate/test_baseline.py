@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from specdistill.errors import UserError
-from specdistill.gate.baseline import read_baseline
+from specdistill.gate.decide import read_baseline
 from specdistill.hub import split_revision
 from specdistill.project import ROOT
 from specdistill.report.files import write_report

@@ -10,7 +10,7 @@ from specdistill.errors import UserError
 from specdistill.gate.decide import Evidence, decide
 from specdistill.gate.rules import Rule, load_gate
 from specdistill.project import GATES
-from specdistill.report.results import result_rows
+from specdistill.report.build import result_rows
 from specdistill.statistics.intervals import interval
 from specdistill.statistics.metrics import METRICS, prompt_sums
 from specdistill.statistics.records import Configuration

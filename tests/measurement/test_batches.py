@@ -13,7 +13,7 @@ from specdistill.measurement.configurations import Plan, Settings
 from specdistill.measurement.losslessness import compare_greedy, greedy_pairs
 from specdistill.measurement.measure import in_batches, measure_together, prompt_records, round_costs, some
 from specdistill.methods.ngram.method import NgramProposer
-from specdistill.report.results import result_rows
+from specdistill.report.build import result_rows
 from specdistill.statistics.intervals import interval, macro_interval, relative_change
 from specdistill.statistics.metrics import METRICS, measured, prompt_sums, value
 from specdistill.statistics.sample_size import spread_of

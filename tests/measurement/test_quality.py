@@ -17,7 +17,7 @@ from specdistill.gate.decide import Evidence, decide
 from specdistill.gate.rules import Rule
 from specdistill.measurement.quality import add_quality, is_match, is_python_so_far, paired, passes, program
 from specdistill.project import METRICS, SUITES
-from specdistill.report.schema import document_metrics, validate
+from specdistill.report.files import document_metrics, validate
 from specdistill.suites.suite import Suite, SuiteRow, load_suite, parse
 from tests.simulated import simulate, simulated_report
 

@@ -12,19 +12,16 @@ import jsonschema
 import pytest
 
 from specdistill.errors import ResourceError, UserError
-from specdistill.gate.decide import Evidence, decide
-from specdistill.gate.judge import judge
+from specdistill.gate.decide import Evidence, decide, judge
 from specdistill.gate.rules import Rule, load_gate
-from specdistill.report import charts, latency, token_view
-from specdistill.report.console import print_gate, print_report
-from specdistill.report.files import check_writable, previous_report, read_report, render, write_report
-from specdistill.report.findings import findings
-from specdistill.report.html import to_html
-from specdistill.report.markdown import to_markdown
+from specdistill.report import charts, tables
+from specdistill.report.build import findings, result_rows
+from specdistill.report.files import check_writable, previous_report, read_report, render, schema, validate, write_report
+from specdistill.report.html import samples, to_html
 from specdistill.report.phrases import procedure, settings_line, shared_settings
-from specdistill.report.results import result_rows, sweep
-from specdistill.report.schema import schema, validate
-from specdistill.servers.not_measured import DOCUMENT_REASONS, NO_BASELINE, NO_BASELINE_ROW, ROW_REASONS
+from specdistill.report.tables import sweep
+from specdistill.report.text import print_gate, print_report, to_markdown
+from specdistill.servers.run import DOCUMENT_REASONS, NO_BASELINE, NO_BASELINE_ROW, ROW_REASONS
 from specdistill.statistics.records import Configuration
 from tests.simulated import SUITE, as_from_server, simulate, simulated_report, simulated_sweep
 
@@ -251,7 +248,7 @@ def test_the_token_view_has_every_round(report, records):
 
 def test_the_token_view_counts_the_nodes_beside_a_tree_s_path(records):
     entry = replace(records[0].rounds[0], num_off_path=12)
-    (sample,) = token_view.samples([replace(records[0], rounds=(entry,))])
+    (sample,) = samples([replace(records[0], rounds=(entry,))])
     assert sample["rounds"] == [[entry.emitted_text, len(entry.accepted), entry.drafted_text[len(entry.accepted) :], 12]]
 
 
@@ -271,12 +268,12 @@ def test_trees_are_named_where_the_measurement_is(report, records, tree, words):
 
 
 def test_what_does_not_fit_the_page_is_left_out_evenly(report, records):
-    whole = len(json.dumps(token_view.samples(records), ensure_ascii=False, separators=(",", ":")))
-    some = token_view.samples(records, max_bytes=whole // 3)
+    whole = len(json.dumps(samples(records), ensure_ascii=False, separators=(",", ":")))
+    some = samples(records, max_bytes=whole // 3)
     assert len(json.dumps(some, ensure_ascii=False, separators=(",", ":"))) <= whole // 3
     assert 12 <= len(some) <= 16
     assert {sample["category"] for sample in some} == {"function", "docstring", "chat", "long context"}
-    assert token_view.samples(records, max_bytes=10) == []
+    assert samples(records, max_bytes=10) == []
 
 
 def test_a_page_of_huge_completions_stays_below_five_megabytes(report, records):
@@ -417,47 +414,45 @@ def test_batches_trees_and_engines_are_told_with_the_settings(report, records):
 
 
 def test_a_prompt_of_a_batch_has_no_speedup_of_its_own(records):
-    alone, together = token_view.samples(
-        [records[0], replace(records[1], configuration=replace(records[1].configuration, batch_size=4))]
-    )
+    alone, together = samples([records[0], replace(records[1], configuration=replace(records[1].configuration, batch_size=4))])
     assert alone["speedup"] > 1
     assert together["speedup"] is None
 
 
 @pytest.mark.parametrize(("ms", "label"), [(0.04, "0.04 ms"), (2.6, "2.60 ms"), (36.11, "36.1 ms"), (361.1, "361 ms")])
 def test_a_bar_says_its_milliseconds_in_three_digits(ms, label):
-    plot = charts.time_per_token({"baseline": {"target": ms}, "speculative": {"draft": ms / 4, "target": ms / 4}})
-    plain, drafted = plot["bars"]
-    assert plain["label"] == label
-    assert [part["kind"] for part in drafted["segments"]] == ["draft", "target"]
-    assert drafted["end"] - plot["left"] == pytest.approx((plain["end"] - plot["left"]) / 2, abs=0.2)
+    plot = ElementTree.fromstring(
+        charts.time_per_token({"baseline": {"target": ms}, "speculative": {"draft": ms / 4, "target": ms / 4}})
+    )
+    assert [text.text for text in plot.iter("text")][:3] == ["plain", label, "with draft"]
+    plain, *drafted = plot.iter("rect")
+    assert [bar.find("title").text.split(":")[0] for bar in drafted] == ["draft", "target"]
+    width = sum(float(bar.get("width")) for bar in drafted)
+    assert width == pytest.approx(float(plain.get("width")) / 2, abs=0.2)
 
 
 def test_the_parts_of_a_token_s_time_add_up(records):
     noisy = [replace(record, baseline=replace(record.baseline, draft_seconds=0.001)) for record in records]
-    shares = latency.per_token(noisy)
+    shares = tables.time_per_token(noisy)
     for side in ("baseline", "speculative"):
         timings = [getattr(record, side) for record in noisy]
         whole = 1000 * sum(timing.seconds for timing in timings) / sum(timing.num_tokens for timing in timings)
         assert sum(shares[side].values()) == pytest.approx(whole)
     assert shares["baseline"]["draft"] == 0.0  # plain decoding drafts nothing, whatever its clock saw
-    lines = {name: values for name, *values in latency.lines(noisy)}
+    lines = {name: values for name, *values in tables.latency(noisy)}
     assert lines["drafting, a round"] == [None, pytest.approx(4 * 0.3, rel=0.02)]
     assert lines["target's step, a round"] == [pytest.approx(2.5, rel=0.02), pytest.approx(3.2, rel=0.02)]
 
 
 def test_the_ceiling_is_the_acceptance_length(report):
     row, theory = report["results"][0], report["theory"]
-    plot = charts.speedup_by_k(theory, [row])
-    up = {point["k"]: height for point, height in zip(theory["curve"], _heights(plot["ceiling"]), strict=True)}
-    measured = plot["measured"][0]["y"]
-    assert up[0] == plot["one"] == plot["predicted"][0]["y"]  # a draft of no tokens gains nothing
-    assert all(up[k] < point["y"] for k, point in enumerate(plot["predicted"]) if k)  # higher stands further up, at less y
-    assert up[4] < measured < plot["one"]
-
-
-def _heights(path):
-    return [float(point.split(",")[1]) for point in path.split()]
+    plot = ElementTree.fromstring(charts.speedup_by_k(theory, [row]))
+    up, predicted = ([float(point.split(",")[1]) for point in curve.get("points").split()] for curve in plot.iter("polyline"))
+    (one,) = (float(line.get("y1")) for line in plot.iter("line") if line.get("stroke-dasharray") == "3 4")
+    (measured,) = (float(dot.get("cy")) for dot in plot.iter("circle") if dot.find("title") is not None)
+    assert up[0] == one == predicted[0]  # a draft of no tokens gains nothing
+    assert all(high < low for high, low in zip(up[1:], predicted[1:], strict=True))  # higher stands further up, at less y
+    assert up[4] < measured < one
 
 
 def test_the_console_says_the_main_things(report, tmp_path, capsys):
@@ -492,14 +487,14 @@ def test_findings_say_what_numbers_do_not(report, name, change):
     assert [finding["name"] for finding in quiet["findings"]] == []
     report["findings"] = []
     change(report)
-    assert name in [found for found, _ in findings(report)]
+    assert name in findings(report)
 
 
 def test_a_gpus_prediction_is_held_to_more(report):
     report["results"][0]["prediction_gap"] = 0.05
-    assert "prediction_gap" not in dict(findings(report))
+    assert "prediction_gap" not in findings(report)
     report["hardware"]["device"] = "cuda"
-    assert "prediction_gap" in dict(findings(report))
+    assert "prediction_gap" in findings(report)
 
 
 def test_reading_rendering_and_judging_need_no_torch(tmp_path, report, records):
@@ -509,8 +504,8 @@ def test_reading_rendering_and_judging_need_no_torch(tmp_path, report, records):
         "from pathlib import Path\n"
         "from specdistill.gate.decide import Evidence, decide\n"
         "from specdistill.gate.rules import load_gate\n"
-        "from specdistill.report.console import print_report\n"
         "from specdistill.report.files import read_report, render\n"
+        "from specdistill.report.text import print_report\n"
         "folder = Path(sys.argv[1])\n"
         "render(folder)\n"
         "evidence = Evidence(*read_report(folder))\n"

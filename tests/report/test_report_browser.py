@@ -4,8 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from specdistill.gate.decide import Evidence
-from specdistill.gate.judge import judge
+from specdistill.gate.decide import Evidence, judge
 from specdistill.gate.rules import load_gate
 from specdistill.report.html import to_html
 from tests.browser import look, opening

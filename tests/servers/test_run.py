@@ -10,8 +10,8 @@ from specdistill.measurement.configurations import Settings
 from specdistill.measurement.measure import prompt_records
 from specdistill.methods.ngram.method import NgramProposer
 from specdistill.project import PICO
+from specdistill.report.build import result_rows
 from specdistill.report.files import read_report
-from specdistill.report.results import result_rows
 from specdistill.suites.suite import load_suite, tokenize
 from specdistill.targets.frozen import FrozenTarget
 from tests import scripts

@@ -4,7 +4,7 @@ import pytest
 
 from specdistill.engines.server import ServerCounts
 from specdistill.errors import UserError
-from specdistill.report.results import result_rows
+from specdistill.report.build import result_rows
 from specdistill.statistics.metrics import (
     accepted_by_bucket,
     drafts_with_context,

@@ -3,8 +3,8 @@ from dataclasses import replace
 
 import pytest
 
-from specdistill.report.results import context_rows, headline, is_looping, result_rows, theory
-from specdistill.servers.not_measured import NO_BASELINE_ROW, ROW_REASONS
+from specdistill.report.build import context_rows, headline, is_looping, result_rows, theory
+from specdistill.servers.run import NO_BASELINE_ROW, ROW_REASONS
 from specdistill.statistics.records import Configuration, PromptRecord, RoundRecord
 from tests.simulated import PLAIN_STEP, SUITE, VERIFY_STEP, as_from_server, round_costs, simulate, simulated_report
 
@@ -119,7 +119,7 @@ def test_what_was_not_measured_is_absent_with_a_reason():
 
 
 def test_every_metric_of_a_row_is_there_or_has_a_reason():
-    from specdistill.report.schema import row_metrics
+    from specdistill.report.files import row_metrics
 
     for records in (simulate(16), simulate(1), simulate(3, num_rounds=2)):
         for row in rows_of(records):
@@ -128,7 +128,7 @@ def test_every_metric_of_a_row_is_there_or_has_a_reason():
 
 
 def test_a_servers_rows_hold_the_numbers_of_rounds_and_say_what_they_lack():
-    from specdistill.report.schema import row_metrics
+    from specdistill.report.files import row_metrics
 
     records = simulate(16)
     for with_baseline in (True, False):

@@ -1,0 +1,143 @@
+"""The report without a browser: report.md, junit.xml, and a few lines on stdout.
+
+report.md fits a CI job's summary, which may hold 1 MiB on GitHub: the verdict, what changed, and a line for each rule, category,
+configuration and change. junit.xml has a test case for each gate rule; a warning is a skipped case with a message: visible, no failure.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import rich.table
+from rich import box
+from rich.console import Console
+from rich.text import Text
+
+from specdistill.report import phrases, tables
+from specdistill.report.phrases import between, number, percent, times
+
+COLOURS = {"Passed": "green", "Failed": "red", "Not judged": "yellow", "passed": "green", "failed": "red", "warning": "yellow"}
+
+
+def to_markdown(report: Mapping[str, Any]) -> str:
+    return "\n\n".join(section for section in _sections(report) if section) + "\n"
+
+
+def _sections(report: Mapping[str, Any]) -> Iterator[str]:
+    rules = report["gate"]["rules"]
+    yield f"# {phrases.verdict(report)}: {plain(phrases.title(report))}"
+    yield phrases.summary(report)
+    yield phrases.failed_rules(report)
+    yield plain(phrases.settings_line(report))
+    yield _list(f"**{plain(finding['name'])}**: {plain(finding['message'])}" for finding in report["findings"])
+    if "baseline" in report:
+        yield "## Since the last release"
+        yield plain(phrases.since(report))
+        yield cells(tables.changes(report))
+    if rules:
+        yield "## Gate"
+        yield table(("", "metric", "scope", "required", "measured", "why"), map(_rule, rules))
+    yield "## Results"
+    yield cells(tables.by_category(report, positions=True))
+    yield _list(map(plain, phrases.averages(report)))
+    yield plain(phrases.absences(report["results"][0], ("mean_acceptance_length", "speedup", "predicted_speedup")))
+    if len(tables.whole_rows(report)) > 1:
+        yield "## Configurations"
+        yield cells(tables.by_configuration(report, positions=True))
+    yield "## Losslessness"
+    yield _list(map(plain, phrases.losslessness(report)))
+    if report.get("quality"):
+        yield "## Task quality"
+        yield cells(tables.quality(report))
+
+
+def _rule(rule: Mapping[str, Any]) -> tuple[str, ...]:
+    named = phrases.outcome(rule), rule["metric"], plain(phrases.scope(rule)), phrases.requirement(rule)
+    return *named, phrases.measured(rule), plain(rule["reason"])
+
+
+def _list(items: Iterable[str]) -> str:
+    return "\n".join(f"- {item}" for item in items)
+
+
+def cells(content: tables.Table) -> str:
+    """A table whose cells have their notes in brackets."""
+    rows = ([plain(f"{value} ({', '.join(notes)})" if notes else value) for value, *notes in row] for row in content.rows)
+    return table(content.head, rows)
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [f"| {' | '.join(row)} |" for row in rows]
+    return "\n".join([f"| {' | '.join(head)} |", f"|{' --- |' * len(head)}", *lines]) if lines else ""
+
+
+def plain(text: str) -> str:
+    """Text in which nothing is markup: names come from outside."""
+    escaped = "".join(f"\\{character}" if character in "\\`*_[]<>|#" else character for character in text)
+    return " ".join(escaped.split())
+
+
+def to_junit(report: Mapping[str, Any]) -> str:
+    rules = report["gate"]["rules"]
+    outcomes = [phrases.outcome(rule) for rule in rules]
+    counts = {"tests": len(rules), "failures": outcomes.count("failed"), "errors": 0, "skipped": outcomes.count("warning")}
+    head = {"name": _printable(phrases.title(report)), "timestamp": report["created"]}
+    suite = ElementTree.Element("testsuite", head | {name: str(count) for name, count in counts.items()})
+    for rule, outcome in zip(rules, outcomes, strict=True):
+        case = ElementTree.SubElement(suite, "testcase", classname="gate", name=_printable(phrases.rule_name(rule)))
+        evidence = _printable(f"{phrases.measured(rule)}: {rule['reason']}")
+        if outcome == "passed":
+            ElementTree.SubElement(case, "system-out").text = evidence
+        elif outcome == "failed":
+            ElementTree.SubElement(case, "failure", message=evidence)
+        else:
+            ElementTree.SubElement(case, "skipped", message=f"warning: {evidence}")
+    ElementTree.indent(suite)
+    return f'<?xml version="1.0" encoding="utf-8"?>\n{ElementTree.tostring(suite, encoding="unicode")}\n'
+
+
+def _printable(text: str) -> str:
+    """XML cannot hold most control characters."""
+    return "".join(character if character.isprintable() else "�" for character in text)
+
+
+def print_report(report: Mapping[str, Any], folder: Path) -> None:
+    """The main numbers, the findings, the rules that did not pass, and where the report is."""
+    row, console = report["results"][0], Console(highlight=False)
+    grid = rich.table.Table(box=box.SIMPLE, show_header=False, title=Text(phrases.title(report)), title_justify="left")
+    lines = {
+        "acceptance length": number(row.get("mean_acceptance_length")) + between(row, "mean_acceptance_length"),
+        "accepted per position": "  ".join(percent(rate) for rate in row.get("acceptance_rate_per_position", [])) or "–",
+        "speedup": times(row.get("speedup")) + between(row, "speedup"),
+        "predicted speedup": times(row.get("predicted_speedup")),
+        "tokens a second": f"{number(row.get('tokens_per_second'), 0)}, plain {number(row.get('baseline_tokens_per_second'), 0)}",
+        "gate": phrases.verdict(report),
+    }
+    for name, text in lines.items():
+        grid.add_row(Text(name, style="dim"), Text(text, style=COLOURS.get(text, "")))
+    console.print(grid)
+    console.print(Text(phrases.summary(report)), soft_wrap=True)
+    for finding in report["findings"]:
+        console.print(Text(f"note: {finding['message']}", style="yellow"), soft_wrap=True)
+    _print_rules(console, [rule for rule in report["gate"]["rules"] if not rule["passed"]])
+    console.print(Text(f"report: {folder / 'report.html'}", style="bold"), soft_wrap=True)
+
+
+def print_power_analysis(sentence: str) -> None:
+    """The change that a run can detect, before it runs."""
+    Console(highlight=False).print(Text(sentence, style="dim"), soft_wrap=True)
+
+
+def print_gate(report: Mapping[str, Any]) -> None:
+    """Every rule with its evidence, then the verdict."""
+    console, verdict = Console(highlight=False), phrases.verdict(report)
+    _print_rules(console, report["gate"]["rules"])
+    console.print(Text(verdict, style=f"bold {COLOURS[verdict]}"))
+
+
+def _print_rules(console: Console, rules: Iterable[Mapping[str, Any]]) -> None:
+    for rule in rules:
+        outcome = phrases.outcome(rule)
+        line = f"{phrases.rule_name(rule)}: {phrases.measured(rule)}; {rule['reason']}"
+        console.print(Text(f"{outcome:7}", style=COLOURS[outcome]), Text(line), soft_wrap=True)
