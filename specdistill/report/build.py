@@ -260,7 +260,23 @@ def findings(report: Mapping[str, Any]) -> dict[str, str]:
     if report.get("incomplete"):
         reason = report["not_measured"]["incomplete"]
         found["incomplete"] = f"The measurement was cut short: {reason}. Its numbers are those of a part."
-    found |= _speed_findings(row, report["hardware"]["device"], settings.get("target_precision"))
+    bound = MAX_PREDICTION_GAP.get(report["hardware"]["device"], MAX_PREDICTION_GAP["cpu"])
+    if row.get("prediction_gap", 0) > bound:
+        found["prediction_gap"] = (
+            f"The measured speedup ({row['speedup']:.2f}×) is {row['prediction_gap']:.0%} away from the predicted one "
+            f"({row['predicted_speedup']:.2f}×), more than {bound:.0%}; without prefill it is {row['decode_speedup']:.2f}×."
+        )
+    if row.get("baseline_over_hf_generate", 1) < SLOW_BASELINE:
+        found["slow_baseline"] = (
+            f"The baseline has {row['baseline_over_hf_generate']:.0%} of the speed of transformers' generate(); "
+            f"over that the speedup is {row['speedup_over_hf_generate']:.2f}×."
+        )
+    if (half := half_width(row, "speedup")) > WIDE_INTERVAL and "speedup_ci95" in row:
+        found["wide_interval"] = f"With {row['num_prompts']} prompts the speedup is known to ±{half:.0%} only."
+    precision = settings.get("target_precision")
+    if precision and not all(half_width(row, name) <= precision for name in PRECISION_METRICS):
+        asked = f"the target precision of ±{precision:.1%} was not reached"
+        found["precision_not_reached"] = f"All {row['num_prompts']} prompts were measured and {asked}."
     engine = ENGINES.get(report.get("engine", {}).get("name", ""))
     if engine and engine.counts_past_end and row["num_drafts"]:
         most = row["num_prompts"] * settings["num_speculative_tokens"] / row["num_drafts"]
@@ -295,25 +311,4 @@ def findings(report: Mapping[str, Any]) -> dict[str, str]:
         if best > theory["predicted"] * (1 + BETTER_K_GAIN):
             faster = f"K = {theory['best_k']} is predicted to be faster ({best:.2f}×)"
             found["best_k"] = f"{faster} than the K = {theory['K']} measured."
-    return found
-
-
-def _speed_findings(row: Mapping[str, Any], device: str, target_precision: float | None) -> dict[str, str]:
-    found: dict[str, str] = {}
-    bound = MAX_PREDICTION_GAP.get(device, MAX_PREDICTION_GAP["cpu"])
-    if row.get("prediction_gap", 0) > bound:
-        found["prediction_gap"] = (
-            f"The measured speedup ({row['speedup']:.2f}×) is {row['prediction_gap']:.0%} away from the predicted one "
-            f"({row['predicted_speedup']:.2f}×), more than {bound:.0%}; without prefill it is {row['decode_speedup']:.2f}×."
-        )
-    if row.get("baseline_over_hf_generate", 1) < SLOW_BASELINE:
-        found["slow_baseline"] = (
-            f"The baseline has {row['baseline_over_hf_generate']:.0%} of the speed of transformers' generate(); "
-            f"over that the speedup is {row['speedup_over_hf_generate']:.2f}×."
-        )
-    if (half := half_width(row, "speedup")) > WIDE_INTERVAL and "speedup_ci95" in row:
-        found["wide_interval"] = f"With {row['num_prompts']} prompts the speedup is known to ±{half:.0%} only."
-    if target_precision and not all(half_width(row, name) <= target_precision for name in PRECISION_METRICS):
-        asked = f"the target precision of ±{target_precision:.1%} was not reached"
-        found["precision_not_reached"] = f"All {row['num_prompts']} prompts were measured and {asked}."
     return found

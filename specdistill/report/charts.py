@@ -64,7 +64,7 @@ def acceptance_by_position(row: Row) -> Markup | None:
             drawn.append(_dot(centre, y(conditional), 4.5, "paper", "mine"))
         name = index + 1 if slot > 2 * LETTER or index % 4 == 0 else ""
         drawn.append(_text(centre, y.start + 17, name, anchor="middle"))
-    drawn.append(_axis_name("position in the draft", height))
+    drawn.append(_text((LEFT + WIDTH - RIGHT) / 2, height - 6, "position in the draft", anchor="middle"))
     return _svg(height, "Acceptance rate by position in the draft", drawn)
 
 
@@ -202,7 +202,7 @@ def speedup_by_k(theory: Mapping[str, Any] | None, rows: Sequence[Row]) -> Marku
         along = x(row["num_speculative_tokens"])
         drawn.append(_line(along, y(low), along, y(high), "mine", stroke_width=2))
         drawn.append(_dot(along, y(row["speedup"]), 4.5, "paper", "mine", at_k(row)))
-    drawn.append(_axis_name("K, tokens drafted a round", height))
+    drawn.append(_text((LEFT + WIDTH - RIGHT) / 2, height - 6, "K, tokens drafted a round", anchor="middle"))
     return _svg(height, "Speedup against K: predicted, its ceiling, and measured", drawn)
 
 
@@ -255,9 +255,6 @@ def _stacked(rows: Sequence[tuple[str, Parts]], *, left: float = 88, above: int 
     return _svg(top + len(rows) * step, "Milliseconds that a token costs", drawn)
 
 
-# What plots are made of
-
-
 def _tag(name: str, content: object = "", **attributes: object) -> Markup:
     """An element; `stroke_width` is the attribute stroke-width, and None leaves an attribute out. All values are escaped."""
     given = [(key.replace("_", "-"), value) for key, value in attributes.items() if value is not None]
@@ -285,10 +282,6 @@ def _path(points: Iterable[tuple[float, float]], colour: str, **style: object) -
 def _dot(x: float, y: float, radius: float, fill: str, stroke: str = "", title: str = "") -> Markup:
     edge = {"stroke": f"var(--{stroke})", "stroke_width": 2} if stroke else {}
     return _tag("circle", _tag("title", title) if title else "", cx=x, cy=y, r=radius, fill=f"var(--{fill})", **edge)
-
-
-def _axis_name(name: str, height: float) -> Markup:
-    return _text((LEFT + WIDTH - RIGHT) / 2, height - 6, name, anchor="middle")
 
 
 def _x_axis(x: Scale, ticks: Ticks, top: float, end: float, bottom: float) -> list[Markup]:

@@ -75,8 +75,6 @@ def cell(value: str, *notes: str) -> Cell:
     return (value, *filter(None, notes))
 
 
-# Since a baseline
-
 METRICS_SHOWN: dict[str, tuple[str, Callable[[float | None], str]]] = {
     "mean_acceptance_length": ("acceptance length", number),
     "acceptance_rate": ("acceptance rate", percent),
@@ -102,9 +100,6 @@ def _change(change: Row) -> tuple[Cell, ...]:
     return (f"{name}{category}",), (old,), (new,), cell(relative, note), (direction(change),)
 
 
-# Task quality
-
-
 def quality(report: Row) -> Table:
     """The share of completions that succeed with the draft and without, a row for each metric."""
     head = ("succeed by", "completions", "without draft", "with draft", "difference, points", "reading")
@@ -124,9 +119,6 @@ def _quality(name: str, scores: Row) -> tuple[Cell, ...]:
         (points, " to ".join(bounds) or "too few completions"),
         (reading if bounds else "open", f"{only} only with it, {scores['only_without_draft']} only without it"),
     )
-
-
-# Time
 
 
 def time_per_token(records: Sequence[PromptRecord]) -> dict[str, dict[str, float]]:

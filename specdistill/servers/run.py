@@ -31,16 +31,12 @@ SUMS = "a server counts over whole outputs, not round by round"
 UNSAID = "a server does not say"
 NO_LOGITS = "a server returns no logits that would tell a near-tie from a mistake"
 NO_BASELINE = "no eval.baseline_server was given"
-HF_NUMBERS = (
-    "hf_generate_tokens_per_second",
-    "hf_generate_num_prompts",
-    "baseline_over_hf_generate",
-    "speedup_over_hf_generate",
-)
+NO_HF = "transformers' generate() is not timed beside a server"
 ROW_REASONS = {
     **dict.fromkeys(("draft_ms", "verify_ms", "baseline_step_ms", "predicted_speedup", "prediction_gap"), HIDDEN),
     **dict.fromkeys(("num_rounds", "tokens_per_round", "context_ratio"), SUMS),
-    **dict.fromkeys(HF_NUMBERS, "transformers' generate() is not timed beside a server"),
+    **dict.fromkeys(("hf_generate_tokens_per_second", "hf_generate_num_prompts"), NO_HF),
+    **dict.fromkeys(("baseline_over_hf_generate", "speedup_over_hf_generate"), NO_HF),
     "decode_speedup": "a server answers with the whole output: its prefill is not timed apart",
     "num_looping": "the server does not return its tokens",
     "vocabulary_coverage": "a server does not tell its draft's vocabulary",

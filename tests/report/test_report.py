@@ -146,7 +146,8 @@ def test_the_page_stands_alone(report, records):
     assert [reference for reference in references if not reference.startswith("data:,")] == []
     assert "url(" not in page
     assert "@import" not in page
-    assert "http" not in page
+    silent = [replace(record, rounds=()) for record in records]  # what was generated may name an address
+    assert "http" not in to_html(report, silent)
 
 
 def test_the_verdict_comes_first(report, records):
