@@ -65,7 +65,7 @@ def compare(candidates: Sequence[Measured], *, seed: int = 0) -> dict[str, Any]:
     """
     prompts = [[record.id for record in candidate.records] for candidate in candidates]
     assert all(ids == prompts[0] for ids in prompts), "candidates were measured on different prompts"
-    ordered = sorted(candidates, key=lambda candidate: (not is_lossless(candidate.report), -_speedup(candidate.report)))
+    ordered = sorted(candidates, key=lambda entry: (not is_lossless(entry.report), -entry.report["results"][0]["speedup"]))
     sums = [_sums(candidate.records) for candidate in ordered]
     frontier = pareto_frontier([candidate.report for candidate in ordered])
     differences = [None, *(_differences(own, sums[0], seed) for own in sums[1:])]
@@ -73,7 +73,7 @@ def compare(candidates: Sequence[Measured], *, seed: int = 0) -> dict[str, Any]:
         {
             "rank": rank,
             "name": candidate.name,
-            "speedup": _speedup(candidate.report),
+            "speedup": candidate.report["results"][0]["speedup"],
             "lossless": is_lossless(candidate.report),
             "separable_from_best": is_separable(difference["speedup"]) if difference else None,
             "on_pareto_frontier": on_frontier,
@@ -118,10 +118,6 @@ def pareto_frontier(reports: Sequence[dict[str, Any]]) -> list[bool]:
         point is not None and not any(length >= point[0] and cheap >= point[1] for length, cheap in {*drafting} - {point})
         for point in points
     ]
-
-
-def _speedup(report: dict[str, Any]) -> float:
-    return float(report["results"][0]["speedup"])
 
 
 def _sums(records: Sequence[PromptRecord]) -> PromptSums:

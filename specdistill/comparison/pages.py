@@ -45,8 +45,7 @@ def write_comparison(folder: Path, comparison: Comparison, records: Mapping[str,
     for candidate in comparison["candidates"]:
         write_report(folder / candidate["name"], candidate["report"], records[candidate["name"]])
     with staged(folder) as staging:
-        text = json.dumps(comparison, indent=2, ensure_ascii=False) + "\n"
-        (staging / "comparison.json").write_text(text, encoding="utf-8")
+        (staging / "comparison.json").write_text(json.dumps(comparison, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
         (staging / "comparison.md").write_text(to_markdown(comparison), encoding="utf-8")
         (staging / "comparison.html").write_text(to_html(comparison), encoding="utf-8")
 

@@ -21,7 +21,6 @@ from specdistill.statistics.metrics import METRICS
 
 REQUIREMENTS = ("min", "max", "equals", "max_regression")
 SCOPES = ("suite", "category", "temperature", "context_bucket", "num_speculative_tokens", "batch_size", "tree")
-KEYS = ("metric", "scope", *REQUIREMENTS, "confidence", "severity")
 DEFAULT_CONFIDENCE = 0.95
 
 
@@ -53,7 +52,7 @@ def load_gate(name: str) -> list[Rule]:
 
 
 def _rule(place: str, entry: Any) -> Rule:
-    _check_keys(place, entry, KEYS)
+    _check_keys(place, entry, ("metric", "scope", *REQUIREMENTS, "confidence", "severity"))
     requirements = [name for name in REQUIREMENTS if name in entry]
     if len(requirements) != 1:
         got = " and ".join(requirements) or "no requirement"

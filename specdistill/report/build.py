@@ -40,10 +40,7 @@ NEED_DRAFTS = (*ACCEPTANCE, "acceptance_rate_per_position", "conditional_accepta
 NEED_ROUNDS = ("tokens_per_round", "verify_ms", "baseline_step_ms", "decode_speedup")
 SLOW_BASELINE = 0.95  # below this share of the speed of transformers' `generate()` the baseline flatters the draft
 MAX_PREDICTION_GAP = {"cpu": 0.10, "cuda": 0.03}  # by device: times on a CPU vary more
-LOOPING_SHARE = 0.1
 WIDE_INTERVAL = 0.05  # half-width, as a share of the speedup
-CONTROL_P_VALUE = 0.05
-ROUNDS_WITHOUT_DRAFT = 0.05
 BETTER_K_GAIN = 0.02  # a smaller gain of another K is not mentioned
 
 
@@ -289,11 +286,11 @@ def findings(report: Mapping[str, Any]) -> dict[str, str]:
         found["divergence"] = f"{which} differ from plain decoding where rounding does not explain it."
     if count := lossless.get("near_ties"):
         found["near_ties"] = f"{count} greedy completions diverge from plain decoding at a near-tie of the top two logits."
-    if lossless.get("sampling_test", {}).get("negative_control_p_value", 0) > CONTROL_P_VALUE:
+    if lossless.get("sampling_test", {}).get("negative_control_p_value", 0) > 0.05:
         said = "The sampling test did not detect a rule that is wrong on purpose: it shows little here."
         found["insensitive_sampling_test"] = said
     without = 1 - row["num_drafts"] / row["num_rounds"] if row["num_drafts"] and "num_rounds" in row else 0.0
-    if without > ROUNDS_WITHOUT_DRAFT:
+    if without > 0.05:
         found["rounds_without_draft"] = (
             f"In {without:.0%} of the rounds nothing was drafted; the acceptance length ({row['mean_acceptance_length']:.2f}) leaves these "
             f"out, and a round yields {row['tokens_per_round']:.2f} tokens."
@@ -301,7 +298,7 @@ def findings(report: Mapping[str, Any]) -> dict[str, str]:
     if row["num_empty"]:
         which = f"{row['num_empty']} of {row['num_prompts']} completions"
         found["empty_completions"] = f"{which} ended with their first token: no draft helps there."
-    if row.get("num_looping", 0) > LOOPING_SHARE * row["num_prompts"]:
+    if row.get("num_looping", 0) > 0.1 * row["num_prompts"]:
         which = f"{row['num_looping']} of {row['num_prompts']} completions"
         found["loops"] = f"{which} end in a loop, which is easy to draft and inflates acceptance."
     if settings["temperature"] and settings["top_k"] == 1:

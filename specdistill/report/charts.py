@@ -257,8 +257,8 @@ def _stacked(rows: Sequence[tuple[str, Parts]], *, left: float = 88, above: int 
 
 def _tag(name: str, content: object = "", **attributes: object) -> Markup:
     """An element; `stroke_width` is the attribute stroke-width, and None leaves an attribute out. All values are escaped."""
-    given = [(key.replace("_", "-"), value) for key, value in attributes.items() if value is not None]
-    written = "".join(f' {key}="{escape(value)}"' for key, value in given)
+    given = {key.replace("_", "-"): escape(value) for key, value in attributes.items() if value is not None}
+    written = "".join(f' {key}="{value}"' for key, value in given.items())
     return Markup(f"<{name}{written}>{escape(content)}</{name}>")
 
 

@@ -1,6 +1,4 @@
-"""What a report says in words and numbers, the same in every format: `–` for None, intervals from a result row, the verdict, sentences,
-and the names of rows, rules and settings.
-"""
+"""What a report says in words and numbers, the same in every format: the verdict, sentences, names of rows and rules, `–` for None."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -45,10 +43,8 @@ def counted(count: int, noun: str) -> str:
 
 def duration(seconds: float | None) -> str:
     """In the two largest units that are not zero, as 2 min 21 s."""
-    if seconds is None:
-        return "–"
-    if seconds < 9.95:
-        return f"{seconds:.1f} s"
+    if seconds is None or seconds < 9.95:
+        return "–" if seconds is None else f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     if hours:
