@@ -7,10 +7,9 @@ from the target's, and what an engine's loader makes of the folder.
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -29,24 +28,19 @@ KEY = "draft"
 LARGE = 1000.0  # weights of trained drafts stay far below
 
 
-class Severity(StrEnum):
-    """A problem makes a draft useless or worse than it is; a warning may; a note says what to know."""
-
-    PROBLEM = "problem"
-    WARNING = "warning"
-    NOTE = "note"
-
-
 @dataclass(frozen=True)
 class Finding:
-    """what: the fact. do: what to do about it, where that is known."""
+    """A problem makes a draft useless or worse than it is; a warning may; a note says what to know.
 
-    severity: Severity
+    what: the fact. do: what to do about it, where that is known.
+    """
+
+    severity: Literal["problem", "warning", "note"]
     what: str
     do: str = ""
 
 
-problem, warning, note = (partial(Finding, severity) for severity in Severity)
+problem, warning, note = partial(Finding, "problem"), partial(Finding, "warning"), partial(Finding, "note")
 
 
 @dataclass

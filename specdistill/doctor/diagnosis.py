@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.text import Text
 
 from specdistill.decoding.decoder import Decoder, Generation
-from specdistill.doctor.checkpoint import Examination, Finding, Severity, describe, examine, note, problem, refusals, warning
+from specdistill.doctor.checkpoint import Examination, Finding, describe, examine, note, problem, refusals, warning
 from specdistill.methods.contract import Simulation
 from specdistill.methods.load import implementation, load_proposer
 from specdistill.suites.suite import load_suite, tokenize
@@ -32,7 +32,7 @@ LEAST, CLEAR = 0.02, 0.1  # a repair counts when the divergence falls by so much
 WORTH = 1.05  # a cause is a problem when, undone, so many times as many draft tokens would be accepted
 DEFAULT_STEPS = 4
 DEFAULT_SUITE = "pico-short"  # plain text, which asks for no chat template
-STYLES = {Severity.PROBLEM: "bold red", Severity.WARNING: "yellow", Severity.NOTE: "dim"}
+STYLES = {"problem": "bold red", "warning": "yellow", "note": "dim"}  # the worst first
 INDENT = 9
 
 
@@ -65,7 +65,7 @@ class Diagnosis:
 
     @property
     def is_sound(self) -> bool:
-        return all(finding.severity != Severity.PROBLEM for finding in self.findings)
+        return all(finding.severity != "problem" for finding in self.findings)
 
 
 def diagnose(
@@ -211,7 +211,7 @@ def print_diagnosis(made: Diagnosis, console: Console | None = None) -> None:
     console = console or Console(highlight=False)
     title = Text(f"{made.files.folder}", style="bold").append(f": {describe(made.files)}", style="not bold")
     console.print(title, soft_wrap=True)
-    for finding in sorted(made.findings, key=lambda finding: list(Severity).index(finding.severity)):
+    for finding in sorted(made.findings, key=lambda finding: list(STYLES).index(finding.severity)):
         line = Text(f"{finding.severity:<{INDENT}}", style=STYLES[finding.severity]).append(finding.what, style="not bold")
         console.print(line, soft_wrap=True)
         if finding.do:
@@ -223,7 +223,5 @@ def print_diagnosis(made: Diagnosis, console: Console | None = None) -> None:
             said += f"; training simulated {simulated.length:.2f} with {simulated.num_tokens}"
         console.print(said, soft_wrap=True)
     count = Counter(finding.severity for finding in made.findings)
-    counted = [
-        f"{count[kind]} {kind}{'s' * (count[kind] != 1)}" for kind in (Severity.PROBLEM, Severity.WARNING) if count[kind]
-    ]
+    counted = [f"{count[kind]} {kind}{'s' * (count[kind] != 1)}" for kind in ("problem", "warning") if count[kind]]
     console.print(Text(", ".join(counted) or "no problem found", style="bold"))
