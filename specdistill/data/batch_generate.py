@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
@@ -49,7 +50,10 @@ class GrowingLayer(DynamicLayer):
             keys, values, self.is_initialized = key_states, value_states, True
         else:
             assert self.keys is not None and self.values is not None
-            keys, values = (_with_room(block, self.length, room(self.length, end)) for block in (self.keys, self.values))
+            keys, values, tokens = self.keys, self.values, room(self.length, end)
+            if keys.shape[2] != tokens:
+                padding = (0, 0, 0, tokens - self.length)
+                keys, values = (F.pad(block[:, :, : self.length], padding) for block in (keys, values))
             keys[:, :, self.length : end] = key_states
             values[:, :, self.length : end] = value_states
         self.keys, self.values, self.length = keys, values, end
@@ -65,14 +69,6 @@ class GrowingLayer(DynamicLayer):
 def room(seen: int, end: int) -> int:
     """Tokens that attention runs over when `seen` are cached and `end` will be: a prompt exactly, then whole blocks."""
     return end if seen == 0 else -(-end // BLOCK) * BLOCK
-
-
-def _with_room(block: Tensor, length: int, tokens: int) -> Tensor:
-    if block.shape[2] == tokens:
-        return block
-    larger = block.new_zeros(*block.shape[:2], tokens, block.shape[3])
-    larger[:, :, :length] = block[:, :, :length]
-    return larger
 
 
 def grouped_attention(
@@ -220,7 +216,9 @@ def _generate_part(
         rows.seen[:, length] = True
         ids, positions = tokens_B[:, None], rows.num_seen + step
         length += 1
-    return [_until_end(row, end_ids) for row in generated.tolist()]
+    is_end = torch.isin(generated, ends).long()
+    kept = (generated >= 0) & (is_end.cumsum(1) - is_end == 0)  # up to the first end token, included
+    return [row[mask].tolist() for row, mask in zip(generated.cpu(), kept.cpu(), strict=True)]
 
 
 def sample(logits_BV: Tensor, temperatures_B: Tensor, generator: torch.Generator) -> Tensor:
@@ -251,13 +249,3 @@ def _left_padded(
     number = torch.arange(len(prompts), device=device)
     ended = torch.zeros(len(prompts), dtype=torch.bool, device=device)
     return ids, _Rows(number, seen, num_seen, torch.tensor(temperatures, device=device), ended)
-
-
-def _until_end(row: list[int], end_ids: Sequence[int]) -> list[int]:
-    """The tokens up to the first end token, included; -1 stands where none was generated."""
-    for position, token in enumerate(row):
-        if token in end_ids:
-            return row[: position + 1]
-        if token == -1:
-            return row[:position]
-    return row
