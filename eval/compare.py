@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import create_model
 
-from specdistill.command import run
+from specdistill.command import check_writable, run
 from specdistill.comparison.candidates import find_candidates
 from specdistill.comparison.compare import Measured, compare
 from specdistill.comparison.pages import print_comparison, write_comparison
@@ -24,7 +24,6 @@ from specdistill.methods.load import load_proposer
 from specdistill.methods.recipe import eval_keys_of_methods, options_by_method
 from specdistill.recipe.fields import Section, like, option, section
 from specdistill.recipe.sections import EvalConfig, TargetConfig, TreeConfig
-from specdistill.report.files import check_writable
 from specdistill.suites.suite import load_suite, tokenize
 from specdistill.targets.frozen import FrozenTarget
 from specdistill.training.history import read_history
@@ -35,7 +34,7 @@ SHORTHANDS = {"target": "target.model"}
 class CommonOptions(Section):
     target: TargetConfig = section(TargetConfig)
     drafts: list[str] = option(..., "two or more: draft folders, Hub ids (org/name, org/name@revision), or the word ngram")
-    suite: str = like(EvalConfig, "suite")
+    suite: str | None = like(EvalConfig, "suite")
     output_dir: str = option(..., "where the comparison and the reports go")
     num_speculative_tokens: int = like(EvalConfig, "num_speculative_tokens")
     tree: TreeConfig | None = like(EvalConfig, "tree")
@@ -58,7 +57,7 @@ CompareOptions: type[CommonOptions] = create_model("CompareOptions", __base__=Co
 def main(options: CommonOptions) -> ExitCode:
     folder = Path(options.output_dir)
     check_writable(folder, "output_dir")
-    candidates, suite = find_candidates(options.drafts), load_suite(options.suite)
+    candidates, suite = find_candidates(options.drafts), load_suite(options.suite, options.target.model)
     drafting = options_by_method(options, [entry.method for entry in candidates])
 
     # Target, all the drafts, and prompts: whatever is wrong with one of them shows before anything is measured

@@ -7,13 +7,13 @@ python eval/gate.py report=runs/demo/report gates=release baseline=org/name@v1.2
 import sys
 from pathlib import Path
 
-from specdistill.command import run
+from specdistill.command import check_writable, run
 from specdistill.errors import ExitCode
 from specdistill.gate.decide import Evidence, judge, read_baseline
 from specdistill.gate.rules import load_gate
 from specdistill.recipe.fields import Section, like, option
 from specdistill.recipe.sections import EvalConfig
-from specdistill.report.files import check_writable, read_report, write_report
+from specdistill.report.files import read_report, write_report
 from specdistill.report.text import print_gate
 
 

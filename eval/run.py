@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from specdistill.command import run
+from specdistill.command import check_writable, run
 from specdistill.decoding.batch_decoder import BatchDecoder
 from specdistill.decoding.proposer import Proposer
 from specdistill.decoding.tree import tree_shape
@@ -32,7 +32,7 @@ from specdistill.measurement.quality import add_quality
 from specdistill.methods import METHODS
 from specdistill.methods.load import load_proposer
 from specdistill.methods.recipe import Recipe
-from specdistill.report.files import check_writable, previous_report, write_report
+from specdistill.report.files import previous_report, write_report
 from specdistill.report.text import print_power_analysis, print_report
 from specdistill.servers.run import connect, evaluate_server
 from specdistill.statistics.records import PromptRecord
@@ -47,7 +47,7 @@ def main(recipe: Recipe) -> ExitCode:
     config = recipe.eval
     folder = Path(config.output_dir or Path(recipe.train["output_dir"]) / "report")
     check_writable(folder, "eval.output_dir")
-    rules, suite = load_gate(recipe.gate), load_suite(config.suite)
+    rules, suite = load_gate(recipe.gate), load_suite(config.suite, recipe.target.model)
     baseline = read_baseline(config.baseline, "eval.baseline") if config.baseline else None
     known, place = ((baseline.report, baseline.records), config.baseline) if baseline else (previous_report(folder), folder)
     prior = PriorRun(*known, str(place)) if known else None
@@ -79,7 +79,11 @@ def measure_here(
 
     # Target, proposer and prompts
     trained = METHODS[recipe.method].artifact is not None
-    draft = config.draft or str(Path(recipe.train["output_dir"]) / "draft") if trained else None
+    own = Path(recipe.train["output_dir"]) / "draft"
+    if trained and config.draft is None and not own.is_dir():
+        expected = "the run's draft, which training writes at its end, or another one"
+        raise UserError("eval.draft", got=f"null, and {own} is no folder", expected=expected)
+    draft = config.draft or str(own) if trained else None
     target = FrozenTarget.load(**vars(recipe.target))
     fit_threads(target)
     proposer = load_proposer(recipe.method, draft, target, **recipe.proposer_options())

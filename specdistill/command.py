@@ -1,7 +1,9 @@
 """What every command shares: `key=value` arguments, `--help` from the recipe's schema, one line and an exit code for a failure."""
 
 import sys
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from types import MappingProxyType
 from typing import TypeVar
 
@@ -41,6 +43,10 @@ def run(
         return main(load_recipe(schema, [*first, *given])) or ExitCode.DONE
     except (UserError, ResourceError) as error:
         return explain(error, debug="debug=true" in arguments)
+    except getattr(sys.modules.get("torch"), "OutOfMemoryError", ()) as error:
+        full = ResourceError(f"the accelerator's memory is full ({error})", next_step="lower the batch size or the lengths")
+        full.__cause__ = error
+        return explain(full, debug="debug=true" in arguments)
 
 
 def print_help(introduction: str, schema: type[Section], shorthands: Mapping[str, str] = NO_SHORTHANDS) -> None:
@@ -57,3 +63,14 @@ def spell_out(argument: str, shorthands: Mapping[str, str]) -> str:
     """An argument with its short key written out."""
     key, separator, value = argument.partition("=")
     return f"{shorthands.get(key, key)}{separator}{value}"
+
+
+def check_writable(folder: Path, key: str) -> None:
+    """Raises UserError, naming `key`, for a folder that could not be made or written; leaves nothing behind."""
+    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    try:
+        with tempfile.TemporaryFile(dir=existing):
+            pass
+    except OSError as error:
+        got = f"{folder} ({existing}: {error.strerror})"
+        raise UserError(key, got=got, expected="a folder that can be written") from error

@@ -47,6 +47,8 @@ def one_line(text: str) -> str:
 
 
 def nearest(name: str, valid: Iterable[str]) -> str | None:
-    """The valid name closest to a misspelt one, or None when nothing is close."""
-    matches = difflib.get_close_matches(name, list(valid), n=1, cutoff=0.5)
-    return matches[0] if matches else None
+    """The valid name closest to a misspelt one, else one that begins with it or that it begins with; None when nothing is close."""
+    names = list(valid)
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.7)
+    begun = [other for other in names if min(len(name), len(other)) >= 3 and (other.startswith(name) or name.startswith(other))]
+    return next(iter(close + begun), None)

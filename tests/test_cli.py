@@ -11,7 +11,9 @@ import yaml
 
 from specdistill import __version__
 from specdistill.cli import VERBS, main
+from specdistill.command import run
 from specdistill.methods import METHODS
+from specdistill.methods.recipe import Recipe
 from specdistill.project import PICO, ROOT
 
 
@@ -79,6 +81,16 @@ def test_version(capsys: pytest.CaptureFixture[str]):
 )
 def test_mistakes_cost_one_line(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]):
     assert error_of(capsys, *arguments).startswith(said)
+
+
+def test_a_full_accelerator_is_an_outside_failure(capsys: pytest.CaptureFixture[str]):
+    import torch
+
+    def fills_it(recipe: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    assert run(fills_it, Recipe, ["target.model=pico", "train.output_dir=runs"]) == 3
+    assert capsys.readouterr().err.startswith("error: the accelerator's memory is full (CUDA out of memory.); lower ")
 
 
 def test_debug_shows_the_traceback_and_keeps_the_exit_code(capsys: pytest.CaptureFixture[str]):

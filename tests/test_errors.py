@@ -32,10 +32,19 @@ def test_resource_error_says_what_to_do_next():
 
 @pytest.mark.parametrize(
     ("name", "expected"),
-    [("learning_rte", "learning_rate"), ("eagle", "eagle3"), ("zzz", None), ("", None)],
+    [
+        ("learning_rte", "learning_rate"),
+        ("eagle", "eagle3"),
+        ("valid", "validation"),
+        ("learn", "learning_rate"),
+        ("logging_dir", None),  # half of its letters are a name's: not close
+        ("n", None),
+        ("zzz", None),
+        ("", None),
+    ],
 )
 def test_nearest_is_close_or_none(name: str, expected: str | None):
-    assert nearest(name, ["learning_rate", "eagle3", "ngram"]) == expected
+    assert nearest(name, ["learning_rate", "eagle3", "ngram", "validation", "logging_first_step"]) == expected
 
 
 def test_docstring_example():

@@ -13,7 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Literal
 
-from specdistill.command import run
+from specdistill.command import check_writable, run
 from specdistill.engines import ENGINES, engines_with
 from specdistill.errors import ExitCode, UserError
 from specdistill.export.export import export
@@ -22,7 +22,6 @@ from specdistill.measurement.engine_counts import Job, generate_here, num_same
 from specdistill.methods.load import load_proposer, locate, method_of
 from specdistill.recipe.fields import Section, like, one_of, option
 from specdistill.recipe.sections import EvalConfig, TargetConfig
-from specdistill.report.files import check_writable
 from specdistill.suites.suite import load_suite, tokenize
 from specdistill.targets.files import TargetFiles
 from specdistill.targets.frozen import FrozenTarget
@@ -34,7 +33,7 @@ class CheckOptions(Section):
     engine: Annotated[str, one_of(lambda: engines_with("plain_options"))] = option("vllm", "what serves it")
     python: str = option(..., "Python of the environment in which the engine is installed")
     output_dir: str = option(..., "a new folder for the served draft, the engine's log and engine.json")
-    suite: str = like(EvalConfig, "suite")
+    suite: str | None = like(EvalConfig, "suite")
     num_prompts: int = option(16, "prompts used, spread evenly over the suite's categories", ge=1)
     num_speculative_tokens: int = like(EvalConfig, "num_speculative_tokens")
     max_new_tokens: int = like(EvalConfig, "max_new_tokens")
@@ -54,7 +53,7 @@ def main(options: CheckOptions) -> ExitCode:
     target = FrozenTarget.load(options.target, dtype=options.dtype)
     engine_counts.ignore_stop_tokens(target)
     proposer = load_proposer(method, draft, target, key="draft")
-    suite = load_suite(options.suite)
+    suite = load_suite(options.suite, options.target)
     limits = {"max_new_tokens": length + k, "max_length": target.max_length, "num_prompts": options.num_prompts}
     prompts = [prompt.token_ids for prompt in tokenize(suite, target.tokenizer, **limits)]
     plain_here = generate_here(target, None, prompts, max_new_tokens=length)

@@ -144,15 +144,17 @@ def _load(source: str, split: str, name: str | None, key: str, cache_dir: str | 
         raise UserError(key, got=f"{source}, split {split}: {error}", expected="a split and configuration of it") from error
     except (DatasetsError, OSError) as error:
         reason = one_line(str(error))[:300]
+        if path.is_dir():
+            raise UserError(key, got=f"{source} ({reason})", expected="a folder with data files") from error
         next_step = "check the id, HF_TOKEN if it is private, and the network, or give a local file"
         raise ResourceError(f"{key}: {source} could not be loaded from the Hub ({reason})", next_step=next_step) from error
 
 
 def _load_file(path: Path, split: str, key: str, cache_dir: str | None) -> Dataset:
     if not path.is_file():
-        siblings = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
-        close = nearest(path.name, siblings)
-        near = str(path.parent / close) if close else None
+        siblings = {entry.stem: entry for entry in path.parent.glob("*") if entry.suffix in LOADERS}
+        close = nearest(path.stem, siblings)
+        near = str(siblings[close]) if close else None
         raise UserError(key, got=f"{path}, which does not exist", expected="a file", nearest=near)
     if path.stat().st_size == 0:
         raise UserError(key, got=f"{path}, which is empty", expected="a file with rows")

@@ -4,11 +4,14 @@ import math
 import random
 from collections.abc import Iterator, Sequence
 from functools import cache
+from pathlib import Path
 from typing import TypeVar
 
 from datasets import Dataset, List, Value, concatenate_datasets
+from datasets.config import HF_DATASETS_CACHE
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from specdistill.command import check_writable
 from specdistill.data.batch_generate import fast_dtype
 from specdistill.data.cache import Row, cached, tokenizer_fingerprint
 from specdistill.data.chat import encode_chat, encode_text
@@ -49,6 +52,7 @@ def training_data(
 
 
 def _check(config: DataConfig, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel | None) -> None:
+    check_writable(Path(config.cache_dir or HF_DATASETS_CACHE), "data.cache_dir")
     prompt_tokens = config.regenerate.prompt_tokens
     if not tokenizer.is_fast:
         raise UserError("target.model", got=f"the tokenizer {type(tokenizer).__name__}", expected="one with a tokenizer.json")

@@ -14,6 +14,7 @@ from specdistill.errors import UserError, nearest
 from specdistill.methods.checkpoint import check_new, read_config
 from specdistill.methods.load import implementation, method_of
 from specdistill.methods.recipe import Recipe, TrainedRecipe
+from specdistill.report.phrases import between, failed_rules, times, verdict
 from specdistill.targets.files import TargetFiles
 from specdistill.targets.frozen import FrozenTarget
 
@@ -91,7 +92,7 @@ def serve_md(engine: Engine, served: Served, report: Mapping[str, Any] | None) -
     """The whole file. `report`: a report.json of the draft, if there is one."""
     return f"""# How to serve this draft
 
-Method {served.method}, written by specdistill {specdistill.__version__} for {engine.title} ({engine.versions}).
+{caveats(report)}Method {served.method}, written by specdistill {specdistill.__version__} for {engine.title} ({engine.versions}).
 Paths and names are those of the machine it was written on{"" if served.target else "; TARGET stands for the draft's target"}.
 
 ```bash
@@ -104,6 +105,17 @@ Paths and names are those of the machine it was written on{"" if served.target e
 
 {engine.counters}
 """
+
+
+def caveats(report: Mapping[str, Any] | None) -> str:
+    """What speaks against serving the draft: a gate that it did not pass, and a speed below that of plain decoding. Empty for nothing."""
+    found, row = [], report["results"][0] if report else {}
+    if report and "gate" in report and (judged := verdict(report)) not in ("Passed", "Not judged"):
+        found.append(f"Its gate: {judged}. {failed_rules(report)}")
+    if row.get("speedup", 1) < 1:
+        speed = f"{times(row['speedup'])} its speed{between(row, 'speedup')}"
+        found.append(f"It was slower than plain decoding where it was measured: {speed}.")
+    return f"**Before you serve it.** {' '.join(found)}\n\n" if found else ""
 
 
 def expectation(report: Mapping[str, Any] | None) -> str:
@@ -137,7 +149,7 @@ def find_report(draft: Path, report: Path | None, method: str) -> dict[str, Any]
     try:
         read: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         measured = read["draft"]["method"]
-        expectation(read)
+        _ = caveats(read), expectation(read)
     except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
         raise UserError("report", got=f"{path} ({error or type(error).__name__})", expected=expected) from error
     if measured != method:

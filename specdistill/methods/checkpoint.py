@@ -19,6 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from specdistill.command import check_writable
 from specdistill.errors import ResourceError, UserError, one_line
 from specdistill.methods.layers import HeadShape, Rotary
 from specdistill.targets.files import INDEX, SINGLE, Shards, TargetFiles
@@ -43,9 +44,10 @@ FIXED = {
 
 
 def check_new(output: Path) -> None:
-    """Raises UserError when something stands in the place of a new folder."""
+    """Raises UserError when something stands in the place of a new folder, or it cannot be written."""
     if output.exists():
         raise UserError("output_dir", got=f"{output}, which exists", expected="a new folder")
+    check_writable(output, "output_dir")
 
 
 @contextmanager

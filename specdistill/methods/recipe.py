@@ -15,6 +15,13 @@ DEFAULT_METHOD = "eagle3"
 DEFAULT_SEED = 42  # of transformers.TrainingArguments
 # Training arguments that the Trainer reads for an optimizer of its own; of these, muon_adamw takes learning_rate and weight_decay alone.
 READ_BY_ADAMW = ("optim", "optim_args", "optim_target_modules", "adam_beta1", "adam_beta2", "adam_epsilon")
+# Training arguments that a draft's training does not follow, and why.
+UNREAD = {
+    "label_smoothing_factor": "a draft's loss has no labels to smooth",
+    "neftune_noise_alpha": "a draft reads the target's features or tokens as they are",
+    "push_to_hub": "`hf upload` publishes the finished draft's folder",
+    "resume_from_checkpoint": "an interrupted run resumes when its command is repeated",
+}
 
 DIVERGENCE = (
     "how the draft's distribution is compared with the target's: a name of specdistill/losses/divergence.py; "
@@ -75,10 +82,20 @@ class TrainedRecipe(Recipe):
         if other := next((name for name in READ_BY_ADAMW if name in self.train), None) if self.optimizer != "adamw" else None:
             got = f"{self.train[other]} with optimizer {self.optimizer}"
             raise UserError(f"train.{other}", got=got, expected="no such key, or optimizer=adamw")
-        if self.train.get("label_smoothing_factor"):
-            got, expected = self.train["label_smoothing_factor"], "no such key: a draft's loss has no labels to smooth"
-            raise UserError("train.label_smoothing_factor", got=got, expected=expected)
+        for unread, why in UNREAD.items():
+            if self.train.get(unread):
+                raise UserError(f"train.{unread}", got=self.train[unread], expected=f"no such key: {why}")
+        metric, metrics = self.train.get("metric_for_best_model"), self.metrics()
+        if metric is not None and str(metric).removeprefix("eval_") not in metrics:
+            close = nearest(str(metric), metrics)
+            raise UserError("train.metric_for_best_model", got=metric, expected=f"one of {', '.join(metrics)}", nearest=close)
         return self
+
+    def metrics(self) -> list[str]:
+        """What is measured of held-out rows in training: names for `train.metric_for_best_model`."""
+        positions = range(getattr(self.draft, "ttt_steps", 1))
+        measured = [f"{name}_{k}" for name in ("loss", "accuracy", "acceptance") for k in positions]
+        return ["acceptance_length", "loss", *measured]
 
 
 class HeadDraft(Section):
@@ -112,6 +129,14 @@ class HeadLoss(Section):
 class HeadRecipe(TrainedRecipe):
     draft: HeadDraft = section(HeadDraft)
     loss: HeadLoss = section(HeadLoss)
+
+    @model_validator(mode="after")
+    def _nothing_is_recomputed(self) -> "HeadRecipe":
+        for key in ("gradient_checkpointing", "activation_checkpointing"):
+            if self.train.get(key):
+                expected = "false: the unroll's steps share keys and values; smaller batches, accumulated, save memory"
+                raise UserError(f"train.{key}", got="true", expected=expected)
+        return self
 
 
 def own_eval_keys(schema: type[Recipe]) -> dict[str, FieldInfo]:

@@ -4,7 +4,7 @@ Its first error becomes one line that names the key and what is near it.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, cast, get_args
 
@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
-from pydantic_core import ErrorDetails
+from pydantic_core import ErrorDetails, PydanticUndefined
 
 from specdistill.errors import UserError, nearest, one_line
 from specdistill.project import RECIPES
@@ -48,11 +48,10 @@ def merged(arguments: Sequence[str]) -> dict[str, Any]:
     try:
         for layer in layers:
             config = cast(DictConfig, OmegaConf.merge(config, layer))
-        values = cast(dict[str, Any], OmegaConf.to_container(config, resolve=True))
+        return cast(dict[str, Any], OmegaConf.to_container(config, resolve=True))
     except OmegaConfBaseException as error:
         got = one_line(str(error).split("\n")[0])
         raise UserError(error.full_key or "recipe", got=got, expected="a value, or ${another.key}") from error
-    return cast(dict[str, Any], _without_required(values))
 
 
 def validate(schema: type[S], values: Mapping[str, Any], prefix: str = "") -> S:
@@ -63,8 +62,9 @@ def validate(schema: type[S], values: Mapping[str, Any], prefix: str = "") -> S:
     if not isinstance(values, Mapping):
         raise UserError(prefix.rstrip(".: ") or "recipe", got=repr(values), expected="a section with keys of its own")
     chosen = schema.schema_for(values)
+    required = {key for key, _, default, _ in leaves(chosen) if default == shown(PydanticUndefined)}
     try:
-        made = chosen.model_validate(values)
+        made = chosen.model_validate(_without_required(values, required))
     except ValidationError as error:
         # Unknown keys come before wrong values, and those before missing ones: a misspelt key explains a missing one.
         order = {"extra_forbidden": 0, "missing": 2}
@@ -102,11 +102,15 @@ def _read_yaml(path: Path) -> DictConfig:
     return config
 
 
-def _without_required(node: Any) -> Any:
-    """A tree without the values that are still to be given: pydantic then says that they are missing."""
-    if isinstance(node, dict):
-        return {name: _without_required(value) for name, value in node.items() if value != REQUIRED}
-    return node
+def _without_required(node: Any, required: Collection[str], prefix: str = "") -> Any:
+    """A tree without what is still to be given, which pydantic says is missing; a key with a default keeps its mark until it is read."""
+    if not isinstance(node, Mapping):
+        return node
+    return {
+        str(name): _without_required(value, required, f"{prefix}{name}.")
+        for name, value in node.items()
+        if value != REQUIRED or f"{prefix}{name}" not in required
+    }
 
 
 def _user_error(schema: type[Section], chosen: type[Section], detail: ErrorDetails, prefix: str) -> UserError:
@@ -147,7 +151,8 @@ def _unknown(schema: type[Section], chosen: type[Section], place: list[Any], val
         return UserError(key, got=f"{value!r} with method {mine}", expected=expected)
     known = sorted(_schema_at(chosen, place[:-1]).model_fields)
     close = nearest(name, known)
-    near = f"{key.removesuffix(name)}{close}" if close else nearest(plain, [row[0] for row in leaves(chosen)])
+    elsewhere = {row[0].rpartition(".")[2]: row[0] for row in leaves(chosen)}
+    near = f"{key.removesuffix(name)}{close}" if close else elsewhere.get(name)
     return UserError(key, got="an unknown key", expected=f"one of {', '.join(known)}" if known else "no keys", nearest=near)
 
 

@@ -19,7 +19,9 @@ IN_PROCESS = ReadWhen(
 SAMPLED = ReadWhen(
     "at a temperature above 0",
     lambda it: (
-        it.temperature > 0 or any(getattr(it, "sweep", SweepConfig()).temperature) or it.suite.endswith((".yaml", ".yml"))
+        it.temperature > 0
+        or any(getattr(it, "sweep", SweepConfig()).temperature)
+        or (it.suite or "").endswith((".yaml", ".yml"))
     ),
 )
 A_CHAIN = ReadWhen(
@@ -60,7 +62,7 @@ class DataConfig(Section):
     packing: bool = option(True, "put several documents into a row; they never see each other")
     loss_mask: Literal["assistant", "all"] = option("assistant", "tokens that carry loss")
     regenerate: RegenerateConfig = section(RegenerateConfig)
-    seed: int = option(0, "order of the documents, and sampling in regeneration")
+    seed: int = option(0, "order of the documents, and sampling in regeneration", ge=0)
     cache_dir: str | None = option(None, "where prepared rows are kept; default: the datasets library's cache")
 
     @field_validator("regenerate", mode="before")
@@ -101,7 +103,10 @@ class EvalConfig(Section):
         None, "address of a server without a draft; null: no speedup is measured", read_when=BY_SERVER
     )
     server_timeout: float = option(300.0, "seconds that one answer may take", ge=0.1, read_when=BY_SERVER)
-    suite: str = option("pico", "suite name, suite YAML, or a jsonl file with prompt | messages | text rows")
+    suite: str | None = option(
+        None,
+        "suite name, suite YAML, or a jsonl file with prompt | messages | text rows; null: pico, for the target pico alone",
+    )
     draft: str | None = option(None, "draft folder; null: <train.output_dir>/draft")
     output_dir: str | None = option(None, "where the report goes; null: <train.output_dir>/report")
     num_speculative_tokens: int = option(4, "K, draft tokens a round", ge=1, read_when=A_CHAIN)
@@ -116,7 +121,7 @@ class EvalConfig(Section):
     warmup: int = option(2, "untimed prompts, or batches of them, first", ge=0)
     run_code: bool = option(False, "run the generated programs of suite rows with a `test`, as the user that measures")
     sampling_draws: int = option(400, "draws of the two-sample losslessness test; 0 leaves it out", ge=0, read_when=IN_PROCESS)
-    seed: int = option(0, "sampling and bootstrap seed")
+    seed: int = option(0, "sampling and bootstrap seed", ge=0)
     baseline: str | None = option(
         None, "what max_regression rules compare with: a report.json, its folder, or a Hub revision's report as org/name@v1.2"
     )

@@ -75,13 +75,6 @@ def render(folder: Path) -> None:
     (folder / "junit.xml").write_text(to_junit(report), encoding="utf-8")
 
 
-def check_writable(folder: Path, key: str) -> None:
-    """Raises UserError when a report could not be written to `folder`; creates nothing."""
-    existing = next(path for path in (folder, *folder.parents) if path.exists())
-    if not existing.is_dir() or not os.access(existing, os.W_OK):
-        raise UserError(key, got=f"{folder} ({existing} is not a writable folder)", expected="a folder that can be written")
-
-
 @cache
 def schema(path: Path = SCHEMA) -> dict[str, Any]:
     document: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))

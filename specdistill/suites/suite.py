@@ -96,9 +96,12 @@ class Prompt:
     token_ids: tuple[int, ...]
 
 
-def load_suite(name: str) -> Suite:
-    """A suite by name or path. Raises UserError for an unknown name, a wrong hash or a row without a prompt."""
-    path = _find(name)
+def load_suite(name: str | None, target: str = "pico") -> Suite:
+    """A suite by name or path; None stands for pico's own prompts, which are no measure of another target.
+
+    Raises UserError for an unknown name, None with another target, a wrong hash or a row without a prompt.
+    """
+    path = _find("pico" if name is None and target == "pico" else name, target)
     if path.suffix == ".jsonl":
         content = read(str(path))
         digest = hashlib.sha256(content).hexdigest()
@@ -178,12 +181,14 @@ def evenly(items: Sequence[T], groups: Sequence[Hashable], count: int) -> list[T
     return [items[index] for index in sorted(chosen)]
 
 
-def _find(name: str) -> Path:
-    for candidate in (Path(name), SUITES / f"{name}.yaml"):
+def _find(name: str | None, target: str) -> Path:
+    for candidate in (Path(name), SUITES / f"{name}.yaml") if name else ():
         if candidate.suffix in (".yaml", ".yml", ".jsonl") and candidate.is_file():
             return candidate
     known = sorted(path.stem for path in SUITES.glob("*.yaml"))
     expected = f"one of {', '.join(known)}, a suite YAML or a jsonl file"
+    if not name:
+        raise UserError("eval.suite", got=f"nothing with target {target}", expected=f"its prompts: {expected}")
     raise UserError("eval.suite", got=name, expected=expected, nearest=nearest(name, known))
 
 

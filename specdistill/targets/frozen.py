@@ -198,7 +198,10 @@ def _reading(key: str, name: str, expected: str) -> Iterator[None]:
             yield
     except SafetensorError as error:
         raise UserError(key, got=f"{name}: {error}", expected="whole safetensors files") from error
-    except (OSError, ValueError, RuntimeError) as error:
+    except ImportError as error:  # of an attention implementation, a quantization or remote code
+        got = f"{name} ({one_line(str(error))})"
+        raise UserError(key, got=got, expected="packages that are installed, or another target.attn") from error
+    except (OSError, ValueError, RuntimeError, TypeError) as error:  # TypeError: of a config.json that holds no keys
         raise UserError(key, got=f"{name} ({str(error).splitlines()[0]})", expected=expected) from error
 
 

@@ -6,21 +6,37 @@ accelerate needs help to make them one group: without it each would train alone 
 
 import atexit
 import dataclasses
+import math
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from enum import Enum
 from types import NoneType
 from typing import Any, get_args, get_type_hints
 
 import torch
 from accelerate.utils import DistributedType
-from transformers import TrainingArguments
+from transformers import TrainingArguments, get_scheduler
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 from specdistill.errors import UserError, nearest, one_line
 
 GLOO_SECONDS = 0.5  # for gloo's threads to free the last tensors
+
+# Numbers that TrainingArguments accepts and with which training would fail later, or train nothing: what a field may be, in words too.
+Limit = tuple[Callable[[float], bool], str]
+AT_LEAST_ONE: Limit = (lambda number: number >= 1, "at least 1")
+NOT_NEGATIVE: Limit = (lambda number: number >= 0, "at least 0")
+ABOVE_ZERO: Limit = (lambda number: number > 0, "above 0")
+DECAY: Limit = (lambda number: 0 <= number < 1, "at least 0 and below 1")
+LIMITS: dict[str, Limit] = {
+    "max_steps": (lambda number: number >= 1 or number == -1, "at least 1, or -1 for train.num_train_epochs"),
+    **dict.fromkeys(("per_device_train_batch_size", "per_device_eval_batch_size"), AT_LEAST_ONE),
+    **dict.fromkeys(("gradient_accumulation_steps", "eval_accumulation_steps", "save_total_limit"), AT_LEAST_ONE),
+    **dict.fromkeys(("num_train_epochs", "logging_steps", "eval_steps", "save_steps", "adam_epsilon"), ABOVE_ZERO),
+    **dict.fromkeys(("learning_rate", "weight_decay", "max_grad_norm", "seed", "dataloader_num_workers"), NOT_NEGATIVE),
+    **dict.fromkeys(("adam_beta1", "adam_beta2"), DECAY),
+}
 
 
 def training_arguments(train: Mapping[str, Any], **defaults: Any) -> TrainingArguments:
@@ -46,6 +62,7 @@ def training_arguments(train: Mapping[str, Any], **defaults: Any) -> TrainingArg
     precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     if launched_with("DEEPSPEED") and precision != "no":
         setattr(arguments, precision, True)  # the Trainer has read it; DeepSpeed refuses arguments that do not name it
+    _check_trackers_and_schedule(arguments)
     _join_processes(arguments)
     return arguments
 
@@ -55,6 +72,24 @@ def check_precision(arguments: TrainingArguments, target_dtype: str) -> None:
     mixed = arguments.bf16 or arguments.fp16 or os.environ.get("ACCELERATE_MIXED_PRECISION", "no") != "no"
     if target_dtype != "float32" and not mixed:
         raise UserError("train.bf16", got=f"false with target.dtype={target_dtype}", expected="true, or train.fp16=true")
+
+
+def _check_trackers_and_schedule(arguments: Any) -> None:
+    """Build once what the Trainer would build later, when the data is made: raises UserError for what is not installed or lacks options."""
+    for tracker in arguments.report_to:
+        try:
+            callback: Any = INTEGRATION_TO_CALLBACK[tracker]
+            callback()
+        except (ImportError, RuntimeError, ValueError) as error:
+            expected = "none, or what is installed and set up"
+            raise UserError("train.report_to", got=f"{tracker} ({error})", expected=expected) from error
+    schedule, options = arguments.lr_scheduler_type, arguments.lr_scheduler_kwargs
+    optimizer = torch.optim.SGD([torch.zeros(1)], arguments.learning_rate)
+    try:
+        get_scheduler(schedule, optimizer, num_warmup_steps=0, num_training_steps=1, scheduler_specific_kwargs=options)
+    except (TypeError, ValueError) as error:
+        got = f"{schedule.value} with train.lr_scheduler_kwargs={options} ({error})"
+        raise UserError("train.lr_scheduler_type", got=got, expected="a schedule with what it needs") from error
 
 
 def _cpu_processes() -> dict[str, Any]:
@@ -122,4 +157,8 @@ def _checked(name: str, value: Any, hint: Any) -> Any:
     ):
         kinds = sorted("null" if kind is NoneType else kind.__name__ for kind in accepted)
         raise UserError(f"train.{name}", got=f"{value!r} ({type(value).__name__})", expected=" or ".join(kinds))
+    elif isinstance(value, int | float):
+        holds, expected = LIMITS.get(name, (math.isfinite, "a finite number"))
+        if not (math.isfinite(value) and holds(value)):
+            raise UserError(f"train.{name}", got=value, expected=expected)
     return value

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import TrainingArguments
+from transformers import Trainer, TrainingArguments
 
 from specdistill.errors import UserError
 from specdistill.training.arguments import launched_with
@@ -58,8 +58,18 @@ class MuonAdamW(torch.optim.Optimizer):
 
 
 def build_optimizer(name: str, model: nn.Module, arguments: TrainingArguments) -> torch.optim.Optimizer | None:
-    """The optimizer a recipe names; None leaves `train.optim` to the Trainer. Raises UserError where Muon cannot work."""
+    """The optimizer a recipe names; None leaves `train.optim` to the Trainer.
+
+    Raises UserError where Muon cannot work, and for a `train.optim` that is not installed or lacks options.
+    """
     if name != "muon_adamw":
+        look_up: Any = Trainer.get_optimizer_cls_and_kwargs
+        chosen: Any = arguments.optim
+        try:
+            look_up(arguments, model)
+        except (ImportError, ValueError) as error:
+            expected = "an optimizer that is installed, with what it needs"
+            raise UserError("train.optim", got=f"{chosen.value} ({error})", expected=expected) from error
         return None
     if arguments.deepspeed or arguments.fsdp or launched_with("DEEPSPEED") or launched_with("FSDP"):
         expected = "adamw: Muon needs whole matrices, not shards"

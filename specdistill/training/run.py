@@ -5,7 +5,6 @@ revision, data fingerprint), which is written before the first step.
 """
 
 import json
-import os
 import sys
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -16,6 +15,7 @@ from typing import Any
 from transformers import PrinterCallback, Trainer, TrainingArguments, set_seed
 from transformers.trainer_utils import get_last_checkpoint
 
+from specdistill.command import check_writable
 from specdistill.errors import UserError
 from specdistill.project import git_revision
 from specdistill.recipe.load import recipe_yaml, save_recipe
@@ -46,9 +46,7 @@ class TrainingRun:
         if target_dtype is not None:
             check_precision(arguments, target_dtype)
         run = cls(recipe, arguments, Path(str(arguments.output_dir)))
-        place = next(path for path in (run.path, *run.path.absolute().parents) if path.exists())
-        if not place.is_dir() or not os.access(place, os.W_OK):
-            raise UserError("train.output_dir", got=run.path, expected="a folder that can be written")
+        check_writable(run.path, "train.output_dir")
         if obstacle := run._obstacle():
             expected = "a new folder, or an interrupted run"
             raise UserError("train.output_dir", got=f"{run.path}, which holds {obstacle}", expected=expected)
@@ -57,14 +55,15 @@ class TrainingRun:
 
     def _obstacle(self) -> str | None:
         """The files in this folder that keep a run out of it, in words; None: there are none."""
-        if not self.path.exists() or not any(self.path.iterdir()):
-            return None
+        held = {entry.name for entry in self.path.iterdir()} if self.path.exists() else set()
         record = self.path / "run" / "recipe.yaml"
-        if not record.exists():
+        if held and not record.exists():
             return "other files"
+        if held <= {"run", "runs"}:  # a record and a tracker's log: that run died before its first checkpoint
+            return None
         if record.read_text(encoding="utf-8") != recipe_yaml(self.recipe):
             return "a run of another recipe"
-        return "a finished run" if (self.path / "draft").exists() else None
+        return "a finished run" if "draft" in held else None
 
     def record(self, **facts: Any) -> None:
         """Write the record, before the first step: the resolved recipe, command, versions, git revision and the facts given."""

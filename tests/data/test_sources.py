@@ -109,6 +109,7 @@ def test_a_list_of_sources_with_weights(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("source", "message"),
     [
+        ("???", r"data.source: got \?\?\?, expected pico, a jsonl"),  # a recipe that waits for one
         ("pioc", r"data.source: got pioc, expected pico, .*; did you mean pico\?"),
         (3, "data.source: got 3, expected pico, a file"),
         ([], "data.source: got \\[\\], expected"),
@@ -157,6 +158,11 @@ def test_a_missing_file_names_its_neighbour(tmp_path: Path) -> None:
 def test_what_the_hub_does_not_give_is_an_outside_failure(tmp_path: Path) -> None:
     with pytest.raises(ResourceError, match=r"nobody/nothing could not be loaded from the Hub .*; check the id"):
         load_rows("nobody/nothing", "train", cache_dir=str(tmp_path))
+
+
+def test_a_folder_without_data_is_the_user_s_mistake(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"data\.source: got .*expected a folder with data files"):
+        load_rows(str(tmp_path), "train", cache_dir=str(tmp_path / "cache"))
 
 
 def test_a_folder_loads_like_a_dataset_of_the_hub(tmp_path: Path) -> None:

@@ -205,6 +205,8 @@ def test_a_run_is_judged_against_a_baseline_and_its_own_budget(target, suite, ga
         (["method=egle"], "method: got 'egle'"),
         (["target=./nowhere"], "target.model: got"),
         (["sweet=pico"], "sweet: got an unknown key"),
+        (["eval.suite=null"], "expected its prompts: one of gsm8k, humaneval,"),
+        (["eval.seed=-1"], "eval.seed: got -1, expected int, at least 0"),
     ],
 )
 def test_bad_input_is_one_line_and_leaves_nothing(target, suite, gate, tmp_path, capsys, more, message):

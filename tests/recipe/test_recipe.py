@@ -125,11 +125,21 @@ def test_unknown_keys_of_a_file_are_errors_too(tmp_path: Path):
 
 @pytest.mark.parametrize(
     ("given", "missing"),
-    [([], "target.model"), (["target.model=pico"], "train.output_dir"), (["train.output_dir=x"], "target.model")],
+    [
+        ([], "target.model"),
+        (["target.model=pico"], "train.output_dir"),
+        (["train.output_dir=x"], "target.model"),
+        (["recipe=small/eagle3", "data.source=x"], "target.model"),
+    ],
 )
 def test_missing_keys_are_named(given: list[str], missing: str):
     with pytest.raises(UserError, match=rf"^{missing}: got nothing, expected a value"):
         load_recipe(Recipe, given)
+
+
+def test_what_a_recipe_leaves_to_be_given_is_not_filled_by_a_default():
+    """Only what reads the data asks for its source: measuring does not."""
+    assert load_recipe(Recipe, ["recipe=small/eagle3", "target.model=x"]).data.source == "???"
 
 
 @pytest.mark.parametrize(

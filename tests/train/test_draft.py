@@ -69,7 +69,7 @@ def launch(monkeypatch: pytest.MonkeyPatch, folder: Path, output_dir: Path, *ext
         ("loss.labels=hard",),
         ("loss.divergence=[{name: forward_kl, weight: 0.5}, {name: tvd, weight: 0.5}]", "loss.temperature=2.0"),
         ("on_policy.fraction=1.0", "on_policy.prompt_tokens=8", "on_policy.num_tokens=8"),
-        ("draft.lora.rank=4",),
+        ("draft.lora.rank=4", "train.activation_checkpointing=true"),
     ],
     ids=["layers", "scratch", "width", "tokens", "sum", "on-policy", "lora"],
 )

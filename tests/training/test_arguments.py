@@ -56,6 +56,18 @@ def test_trackers_by_name(tmp_path: Path, given: str | list[str]):
         ({"report_to": None}, "train.report_to: got None, expected one of "),
         ({"load_best_model_at_end": True}, "train: got --load_best_model_at_end requires .*, expected fields that "),
         ({"output_dir": None}, "train.output_dir: got nothing, expected a folder"),
+        ({"per_device_eval_batch_size": 0}, "train.per_device_eval_batch_size: got 0, expected at least 1"),
+        ({"gradient_accumulation_steps": 0}, "train.gradient_accumulation_steps: got 0, expected at least 1"),
+        ({"weight_decay": -0.1}, "train.weight_decay: got -0.1, expected at least 0"),
+        ({"learning_rate": float("nan")}, "train.learning_rate: got nan, expected at least 0"),
+        ({"warmup_steps": float("inf")}, "train.warmup_steps: got inf, expected a finite number"),
+        ({"save_steps": 0}, "train.save_steps: got 0, expected above 0"),
+        ({"adam_beta2": 1}, "train.adam_beta2: got 1, expected at least 0 and below 1"),
+        ({"max_steps": 0}, "train.max_steps: got 0, expected at least 1, or -1 for train.num_train_epochs"),
+        (
+            {"lr_scheduler_type": "polynomial", "lr_scheduler_kwargs": {"powr": 2}},
+            "train.lr_scheduler_type: got polynomial with train.lr_scheduler_kwargs={'powr': 2} (.*), expected a schedule with",
+        ),
     ],
 )
 def test_mistakes_name_the_field(tmp_path: Path, fields: dict[str, Any], said: str):

@@ -88,6 +88,12 @@ def test_muon_is_refused_where_parameters_are_shards(monkeypatch: pytest.MonkeyP
         build_optimizer("muon_adamw", Model(), arguments)
 
 
+def test_an_optimizer_that_is_not_installed_is_refused(tmp_path: object) -> None:
+    arguments = training_arguments({"output_dir": str(tmp_path), "optim": "galore_adamw"})
+    with pytest.raises(UserError, match=r"train\.optim: got .*galore_torch"):
+        build_optimizer("adamw", Model(), arguments)
+
+
 def test_a_part_without_parameters_is_left_out():
     only_matrices = torch.nn.Linear(4, 4, bias=False)
     optimizer = MuonAdamW(only_matrices, lr=0.1)

@@ -94,12 +94,21 @@ def test_a_folder_that_holds_something_else_is_refused_and_left_alone(tmp_path: 
     else:
         other = ["draft.ttt_steps=3"] if held == "another recipe" else []
         TrainingRun.open(recipe(folder, *other)).record()
+        (folder / "checkpoint-10").mkdir()
     if held == "a finished run":
         (folder / "draft").mkdir()
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     with pytest.raises(UserError, match=r"^train\.output_dir: got .*holds"):
         TrainingRun.open(recipe(folder))
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+
+
+def test_a_corrected_recipe_takes_the_place_of_one_that_died_before_its_first_checkpoint(tmp_path: Path) -> None:
+    folder, corrected = tmp_path / "run", recipe(tmp_path / "run", "draft.ttt_steps=3")
+    TrainingRun.open(recipe(folder)).record()
+    (folder / "runs").mkdir()  # a tracker's log
+    TrainingRun.open(corrected).record()
+    assert load_recipe(Recipe, [f"recipe={folder / 'run' / 'recipe.yaml'}"]) == corrected
 
 
 def test_a_place_that_cannot_be_written_is_refused(tmp_path: Path) -> None:

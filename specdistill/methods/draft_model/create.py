@@ -157,9 +157,8 @@ def _deepened(target: PreTrainedModel, shape: Shape, max_parameters: int) -> Sha
 def _check_size(draft: PreTrainedModel, target: FrozenTarget, max_parameters: int | None, allow_larger: bool) -> None:
     """Say what a step is expected to cost; refuse a draft over the budget, or larger than the target."""
     parameters, ratio = draft.num_parameters(), step_ratio(target.model, draft)
-    shape = shape_of(draft.config)
     logger.info(
-        f"draft: {parameters:,} parameters, {shape.num_layers} layers of {shape.hidden_size}; "
+        f"draft: {parameters:,} parameters, {draft.config.num_hidden_layers} layers of {draft.config.hidden_size}; "
         f"expected c = {ratio:.2f} (draft step / target step, the larger share of weights read and of layers)"
     )
     if max_parameters is not None and parameters > max_parameters:

@@ -67,6 +67,13 @@ class Distillation(nn.Module):
         """Called by transformers' Trainer after it has loaded a checkpoint without the repeated names."""
         self.draft.tie_weights()
 
+    def activation_checkpointing_enable(self, **options: Any) -> None:
+        """Called by transformers' Trainer for `train.gradient_checkpointing`, as the next one by older versions."""
+        self.draft.activation_checkpointing_enable(**options)
+
+    def gradient_checkpointing_enable(self, **options: Any) -> None:
+        self.draft.gradient_checkpointing_enable(**options)
+
     def num_loss_tokens(self, batch: dict[str, Tensor]) -> Tensor:
         """How many tokens the loss of a batch is summed over, up to the rounding of a selection."""
         return self.selected * has_loss(batch["document_ids"], batch["loss_mask"], ahead=1).sum()
