@@ -1,8 +1,8 @@
 """The measurement: every prompt with and without the draft, interleaved, on an otherwise quiet device; and the records of its runs.
 
 Timing is paired. The ways to decode a prompt (plain, and with each draft) run one right after the other, which of them comes first
-rotates, and every repetition goes through all prompts again, so that a drift of the machine affects all ways alike. Per prompt the
-medians over the repetitions count.
+rotates, and every repetition goes through all prompts again, so that a drift of the machine affects all ways alike. A prompt's times are
+those of its rounds, robust to stalls (see `timing`); prompts with disturbed rounds are decoded again.
 
 With a batch size above 1 prompts are decoded in batches, in the suite's order; all ways get the same batches. A prompt's times are then
 its shares (see `BatchDecoder.generate`), an equal part of each round that it took part in. They add up to the time of its batch, so
@@ -22,8 +22,9 @@ from specdistill.decoding.decoder import Decoder, Generation, Round, now
 from specdistill.decoding.proposer import Proposer
 from specdistill.measurement.configurations import Plan, Settings
 from specdistill.measurement.hardware import frozen_garbage_collector
+from specdistill.measurement.timing import disturbed_rounds, prompt_timing
 from specdistill.progress import progress
-from specdistill.statistics.records import Configuration, HFGenerate, PromptRecord, RoundRecord, Timing
+from specdistill.statistics.records import Configuration, HFGenerate, PromptRecord, RoundRecord
 from specdistill.statistics.sample_size import interim_sizes, reached_precision, spread_out
 from specdistill.statistics.theory import RoundCost
 from specdistill.suites.suite import Prompt, evenly
@@ -31,6 +32,7 @@ from specdistill.targets.frozen import FrozenTarget
 
 NUM_COST_PROMPTS = 4  # prompts on which rounds with fewer draft tokens are timed
 NUM_HF_PROMPTS = 32  # prompts on which transformers `generate()` is timed as well; fewer leave its interval wider than 5 %
+MOST_AGAIN = 3  # times that a prompt is decoded again because rounds of it were disturbed
 SPELLING_CONTEXT = 8  # tokens before a token that decide its text (spaces, halves of characters)
 
 AnyDecoder = Decoder | BatchDecoder
@@ -93,6 +95,17 @@ def measure_together(
     hf_batches = some(batches, math.ceil(NUM_HF_PROMPTS / settings.batch_size)) if settings.sampling.is_greedy else []
     warmup = some(batches, settings.warmup)
 
+    def decode_all_ways(batch: Batch, first: int) -> None:
+        for way in [*range(first, len(decoders)), *range(first)]:  # 0 is plain decoding
+            for index, generation in enumerate(decode(decoders[way], batch, settings), start=batch.start):
+                (runs[way - 1][index].speculative if way else baselines[index].baseline).append(generation)
+
+    def is_disturbed(batch: Batch) -> bool:
+        """Whether a prompt of the batch has fewer undisturbed repetitions than it should."""
+        ways = [[run.baseline for run in baselines], *([run.speculative for run in one] for one in runs)]
+        repetitions = [generations for way in ways for generations in way[batch.start : batch.end]]
+        return any(disturbed_rounds(generations).count(0) < settings.repeats for generations in repetitions)
+
     num_steps = len(warmup) + settings.repeats * len(batches)
     unit = "prompts" if settings.batch_size == 1 else "batches"
     with progress("Measuring", num_steps, unit) as advance, frozen_garbage_collector():
@@ -102,18 +115,16 @@ def measure_together(
             advance()
         for repeat in range(settings.repeats):
             for number, batch in enumerate(batches):
-                first = (repeat + number) % len(decoders)
-                for way in [*range(first, len(decoders)), *range(first)]:  # 0 is plain decoding
-                    generations = decode(decoders[way], batch, settings)
-                    for index, generation in enumerate(generations, start=batch.start):
-                        repetitions = runs[way - 1][index].speculative if way else baselines[index].baseline
-                        repetitions.append(generation)
+                decode_all_ways(batch, first=(repeat + number) % len(decoders))
                 if batch in hf_batches:
                     shared = baselines[batch.start : batch.end]
                     timings = _hf_generate(target, batch.prompts, [run.baseline[-1] for run in shared])
                     for run, timing in zip(shared, timings, strict=True):
                         run.hf_generate.append(timing)
                 advance()
+        for again in range(MOST_AGAIN if settings.repeats > 1 else 0):  # one repetition has nothing to be compared with
+            for number, batch in enumerate(filter(is_disturbed, batches)):
+                decode_all_ways(batch, first=(again + number) % len(decoders))
     return runs
 
 
@@ -203,7 +214,7 @@ def _hf_generate(target: FrozenTarget, prompts: Sequence[Prompt], ours: Sequence
 def prompt_records(
     suite: str, configuration: Configuration, target: FrozenTarget, proposer: Proposer, runs: Sequence[Runs]
 ) -> list[PromptRecord]:
-    """The records of a suite's prompts. Tokens are those of the first repetition, times are medians over all."""
+    """The records of a suite's prompts. Tokens are those of the first repetition, times are robust over all (see `timing`)."""
     tokenizer, vocabulary, records = target.tokenizer, proposer.vocabulary, []
     for run in runs:
         prompt, generation, context = run.prompt, run.speculative[0], [*run.prompt.token_ids]
@@ -227,26 +238,15 @@ def prompt_records(
             first_token=generation.token_ids[0],
             first_token_text=first_text,
             rounds=tuple(rounds),
-            speculative=_timing(run.speculative),
-            baseline=_timing(run.baseline),
-            hf_generate=HFGenerate(hf[0].num_tokens, statistics.median(timing.seconds for timing in hf)) if hf else None,
+            speculative=prompt_timing(run.speculative),
+            baseline=prompt_timing(run.baseline),
+            hf_generate=HFGenerate(hf[0].num_tokens, statistics.median_low(timing.seconds for timing in hf)) if hf else None,
             num_in_draft_vocabulary=None if vocabulary is None else sum(token in vocabulary for token in plain),
             batch=run.batch,
             baseline_text=tokenizer.decode(plain, skip_special_tokens=False),
         )
         records.append(record)
     return records
-
-
-def _timing(generations: Sequence[Generation]) -> Timing:
-    return Timing(
-        num_tokens=len(generations[0].token_ids),
-        num_rounds=len(generations[0].rounds),
-        seconds=statistics.median(generation.seconds for generation in generations),
-        prefill_seconds=statistics.median(generation.prefill_seconds for generation in generations),
-        draft_seconds=statistics.median(sum(entry.draft_seconds for entry in g.rounds) for g in generations),
-        verify_seconds=statistics.median(sum(entry.verify_seconds for entry in g.rounds) for g in generations),
-    )
 
 
 def spell(tokenizer: Any, context: Sequence[int], token_ids: Sequence[int]) -> tuple[str, ...]:

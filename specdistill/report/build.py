@@ -175,6 +175,9 @@ def _numbers(
         **({} if np.isnan(sums["num_rounds"]).any() else {"num_rounds": int(sums["num_rounds"].sum())}),
         **({"num_looping": sum(map(is_looping, records))} if all(record.token_ids for record in records) else {}),
         "num_empty": int((sums["num_tokens"] <= 1).sum()),
+        "num_disturbed_rounds": sum(
+            timing.num_disturbed_rounds for record in records for timing in (record.speculative, record.baseline) if timing
+        ),
         **_compute(
             "acceptance",
             predictions=[[accepted for _, accepted in prompt] for prompt in drafts],

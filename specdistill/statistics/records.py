@@ -66,9 +66,9 @@ class RoundRecord:
 
 @dataclass(frozen=True)
 class Timing:
-    """Decoding of a prompt with or without a draft: medians over repetitions, in seconds; draft and verify seconds summed over rounds.
+    """Decoding of a prompt with or without a draft: over repetitions, in seconds; draft and verify seconds summed over rounds.
 
-    None for what a server does not show.
+    None for what a server does not show. num_disturbed_rounds: those that took far longer than in other repetitions.
     """
 
     __pydantic_config__ = STRICT
@@ -78,6 +78,7 @@ class Timing:
     prefill_seconds: float | None = None
     draft_seconds: float | None = None
     verify_seconds: float | None = None
+    num_disturbed_rounds: int = 0
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from specdistill.measurement import measure as measuring
 from specdistill.measurement.configurations import Plan, Settings
 from specdistill.measurement.losslessness import compare_greedy, greedy_pairs
 from specdistill.measurement.measure import in_batches, measure_together, prompt_records, round_costs, some
+from specdistill.measurement.timing import prompt_timing
 from specdistill.methods.ngram.method import NgramProposer
 from specdistill.report.build import result_rows
 from specdistill.statistics.intervals import interval, macro_interval, relative_change
@@ -137,7 +138,7 @@ def test_rows_say_how_many_batches_their_times_come_from(target, proposer, runs)
     whole, a, _ = result_rows(found, SUITE, TOGETHER.configuration, seed=0)
     assert (whole["batch_size"], whole["num_prompts"], whole["num_batches"]) == (2, 5, 3)
     assert (a["num_prompts"], a["num_batches"]) == (3, 3)
-    seconds = sum(np.median([generation.seconds for generation in run.speculative]) for run in runs)
+    seconds = sum(prompt_timing(run.speculative).seconds for run in runs)
     assert whole["tokens_per_second"] == pytest.approx(60 / seconds)
     one = result_rows(found[:2], SUITE, TOGETHER.configuration, seed=0)[0]
     assert one["not_measured"]["speedup_ci95"] == "its prompts share the times of one batch"
