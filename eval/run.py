@@ -15,7 +15,7 @@ from specdistill.decoding.batch_decoder import BatchDecoder
 from specdistill.decoding.proposer import Proposer
 from specdistill.decoding.tree import tree_shape
 from specdistill.errors import ExitCode, UserError
-from specdistill.gate.decide import Evidence, judge, read_baseline
+from specdistill.gate.decide import FIRST_RELEASE, Evidence, judge, read_baseline
 from specdistill.gate.rules import load_gate
 from specdistill.hub import resolve
 from specdistill.measurement.configurations import Plan, Settings, plan_configurations
@@ -48,7 +48,7 @@ def main(recipe: Recipe) -> ExitCode:
     folder = Path(config.output_dir or Path(recipe.train["output_dir"]) / "report")
     check_writable(folder, "eval.output_dir")
     rules, suite = load_gate(recipe.gate), load_suite(config.suite, recipe.target.model)
-    baseline = read_baseline(config.baseline, "eval.baseline") if config.baseline else None
+    baseline = read_baseline(config.baseline, rules, "eval.baseline")
     known, place = ((baseline.report, baseline.records), config.baseline) if baseline else (previous_report(folder), folder)
     prior = PriorRun(*known, str(place)) if known else None
 
@@ -60,7 +60,7 @@ def main(recipe: Recipe) -> ExitCode:
         report, records = measure_server(recipe, suite, prior)
 
     # Judge and write
-    report = judge(rules, Evidence(report, records), baseline)
+    report = judge(rules, Evidence(report, records), baseline, first_release=config.baseline == FIRST_RELEASE)
     write_report(folder, report, records)
     if config.engine == "specdistill":
         shutil.rmtree(finished)

@@ -1,8 +1,11 @@
 """The gate's decision, from a report and its records alone, and what changed since a baseline report, prompt by prompt.
 
-A number with an interval passes only if the interval's bound on the side of the requirement does: the lower bound for `min`, the upper
-one for `max`. Missing evidence fails, and so does a run that was cut short. A gate's `max_regression` rules decide on changes; the
-report's `baseline` section shows them to a reader, whatever the rules ask.
+A number with an interval passes when all of the interval meets the requirement, fails when none of it does, and is inconclusive in between:
+more prompts would decide. A regression passes when the interval excludes a loss as large as the margin, and fails when a loss is certain
+and such a one possible: a true loss of the margin fails, no change passes, and where the interval excludes neither, the evidence cannot
+tell. Missing evidence fails, and so does a run that was cut short. Inconclusive is not passed.
+
+A gate's `max_regression` rules decide on changes; the report's `baseline` section shows them to a reader.
 """
 
 import functools
@@ -10,7 +13,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from specdistill.errors import UserError
 from specdistill.gate.rules import DEFAULT_CONFIDENCE, SCOPES, Rule
@@ -27,6 +30,9 @@ from specdistill.statistics.sample_size import corrected_confidence
 SHARED_SETTINGS = ("top_p", "top_k", "max_new_tokens")
 NUM_IDS_SHOWN = 3
 BASELINE = "a report.json, its folder, or a Hub id with its revision, as org/name@v1.2"
+FIRST_RELEASE = "none"  # in place of a baseline: there is no earlier report to compare with
+
+Verdict = Literal["passed", "failed", "inconclusive"]
 
 
 @dataclass(frozen=True)
@@ -41,7 +47,7 @@ class Evidence:
 class Estimate:
     """A rule's metric in the evidence: its value and interval, or the reason why there is none.
 
-    num_prompts: compared, for a regression.
+    num_prompts: that the interval comes from.
     """
 
     value: Any = None
@@ -50,11 +56,19 @@ class Estimate:
     num_prompts: int | None = None
 
 
-def read_baseline(name: str, key: str = "baseline") -> Evidence:
+def read_baseline(name: str | None, rules: Sequence[Rule], key: str = "baseline") -> Evidence | None:
     """The report that a draft is compared with, and its records; of a Hub repository, those in its folder `report` are fetched.
 
-    Raises UserError when there is no report or it is not what it should be, ResourceError when the Hub fails.
+    None for None and for FIRST_RELEASE. Raises UserError when no rule would use it, and when there is no report or it is not what it
+    should be; ResourceError when the Hub fails.
     """
+    if name is None:
+        return None
+    if not any(rule.requirement == "max_regression" for rule in rules):
+        got = f"{name} for a gate without max_regression rules"
+        raise UserError(key, got=got, expected="the gate `release`, or another that compares with a baseline")
+    if name == FIRST_RELEASE:
+        return None
     if Path(name).exists():
         return Evidence(*read_report(Path(name), key))
     repository, revision = split_revision(name)
@@ -67,29 +81,36 @@ def read_baseline(name: str, key: str = "baseline") -> Evidence:
     return Evidence(*read_report(snapshot / "report", key))
 
 
-def judge(rules: Sequence[Rule], evidence: Evidence, baseline: Evidence | None = None) -> dict[str, Any]:
+def judge(
+    rules: Sequence[Rule], evidence: Evidence, baseline: Evidence | None = None, *, first_release: bool = False
+) -> dict[str, Any]:
     """The report with its gate decided and, where there is a baseline, what changed since. Raises as `decide`."""
     report = {name: part for name, part in evidence.report.items() if name != "baseline"}
     if baseline is not None:
         report["baseline"] = changes(evidence, baseline)
-    return {**report, "gate": decide(rules, evidence, baseline)}
+    return {**report, "gate": decide(rules, evidence, baseline, first_release=first_release)}
 
 
-def decide(rules: Sequence[Rule], evidence: Evidence, baseline: Evidence | None = None) -> dict[str, Any]:
+def decide(
+    rules: Sequence[Rule], evidence: Evidence, baseline: Evidence | None = None, *, first_release: bool = False
+) -> dict[str, Any]:
     """The report's `gate` section. Raises UserError when a `max_regression` rule meets a baseline that measured something else.
 
-    The report of a run that was cut short gets one failed rule more, `incomplete`.
+    The report of a run that was cut short gets one failed rule more, `incomplete`. Of a first release regressions are not asked.
     """
-    results = [_decide(rule, estimate(rule, evidence, baseline)) for rule in rules]
+    asked = [rule for rule in rules if not (first_release and rule.requirement == "max_regression")]
+    results = [_decide(rule, estimate(rule, evidence, baseline)) for rule in asked]
     if evidence.report.get("incomplete"):
         reason = evidence.report["not_measured"].get("incomplete", "what it left out could say otherwise")
         cut_short = _decide(Rule("incomplete", "equals", False), Estimate(True))
         results.insert(0, {**cut_short, "reason": f"the run was cut short: {reason}"})
-    return {"passed": all(result["passed"] or result["severity"] == "warn" for result in results), "rules": results}
+    verdicts = {result["verdict"] for result in results if result["severity"] != "warn"}
+    verdict = next((name for name in ("failed", "inconclusive") if name in verdicts), "passed")
+    return {"verdict": verdict, "passed": verdict == "passed", "first_release": first_release, "rules": results}
 
 
 def _decide(rule: Rule, found: Estimate) -> dict[str, Any]:
-    passed, reason = (False, f"no evidence: {found.reason}") if found.reason else holds(rule, found)
+    verdict, reason, needed = ("failed", f"no evidence: {found.reason}", None) if found.reason else holds(rule, found)
     return {
         "metric": rule.metric,
         "scope": dict(rule.scope),
@@ -98,8 +119,10 @@ def _decide(rule: Rule, found: Estimate) -> dict[str, Any]:
         "severity": rule.severity,
         "value": found.value,
         "ci95": list(found.interval) if found.interval and rule.confidence == DEFAULT_CONFIDENCE else None,
-        "passed": passed,
+        "verdict": verdict,
+        "passed": verdict == "passed",
         "reason": reason,
+        "prompts_needed": needed,
     }
 
 
@@ -127,10 +150,10 @@ def _row_metric(rule: Rule, evidence: Evidence) -> Estimate:
         return Estimate(value)
     if rule.metric not in METRICS or rule.confidence == DEFAULT_CONFIDENCE:
         ci95, why = row.get(f"{rule.metric}_ci95"), row["not_measured"].get(f"{rule.metric}_ci95")
-        return Estimate(value, tuple(ci95) if ci95 else None, f"no interval ({why})" if why else None)
+        return Estimate(value, tuple(ci95) if ci95 else None, f"no interval ({why})" if why else None, row["num_prompts"])
     sums, seed = prompt_sums(records_of(row, evidence.records)), evidence.report["settings"]["seed"]
     bounds = interval(METRICS[rule.metric], sums, confidence=_confidence(rule, evidence), seed=seed)
-    return Estimate(value, bounds, None if bounds else "too few prompts for an interval")
+    return Estimate(value, bounds, None if bounds else "too few prompts for an interval", row["num_prompts"])
 
 
 def _document_metric(rule: Rule, report: Mapping[str, Any]) -> Estimate:
@@ -156,7 +179,7 @@ def _confidence(rule: Rule, *sides: Evidence) -> float:
 def regression(rule: Rule, evidence: Evidence, baseline: Evidence | None) -> Estimate:
     """The paired relative change, metric / baseline's metric - 1. Raises UserError when the two did not measure the same."""
     if baseline is None:
-        return Estimate(reason="no baseline report was given")
+        return Estimate(reason=f"no baseline report was given (baseline={FIRST_RELEASE} for a first release)")
     rows = []
     for name, run, side in (("the report", "the run", evidence), ("the baseline", "the baseline's run", baseline)):
         row = find_row(side.report, rule.scope)
@@ -244,32 +267,45 @@ def _change(metric: str, category: str, evidence: Evidence, baseline: Evidence) 
     return change | {name: part for name, part in found.items() if part is not None}
 
 
-def holds(rule: Rule, estimate: Estimate) -> tuple[bool, str]:
-    """Whether a rule's requirement holds for an estimate with a value, and why."""
+def holds(rule: Rule, found: Estimate) -> tuple[Verdict, str, int | None]:
+    """What an estimate with a value says of a rule, why, and, where it is inconclusive, how many prompts could decide."""
     if rule.requirement == "equals":
-        return estimate.value == rule.threshold, f"{scalar(estimate.value)}, required {scalar(rule.threshold)}"
-    low, high = estimate.interval or (estimate.value, estimate.value)
-    threshold, at = float(rule.threshold), f" {rule.confidence:.0%} bound " if estimate.interval else ""
-    lower, upper = (f"{side}{at}" if at else "" for side in ("lower", "upper"))
+        reason = f"{scalar(found.value)}, required {scalar(rule.threshold)}"
+        return "passed" if found.value == rule.threshold else "failed", reason, None
+    low, high = found.interval or (found.value, found.value)
+    threshold, point = float(rule.threshold), found.value
+    lower, upper = (f"{side} {rule.confidence:.0%} bound " if found.interval else "" for side in ("lower", "upper"))
     if rule.requirement == "min":
-        return low >= threshold, f"{lower}{scalar(low)}, required at least {scalar(rule.threshold)}"
-    if rule.requirement == "max":
-        return high <= threshold, f"{upper}{scalar(high)}, required at most {scalar(rule.threshold)}"
-    change, side, sign = (low, lower, -1) if METRICS[rule.metric].better == "higher" else (high, upper, 1)
-    passed = sign * change <= threshold
-    reason = f"{side}{change:+.1%}, allowed {sign * threshold:+.1%}"
-    return passed, reason if passed else reason + _prompts_needed(estimate, sign * estimate.value, sign * change, threshold)
+        passed, failed = low >= threshold, high < threshold
+        shown, decisive = (upper, high) if failed else (lower, low)
+        reason = f"{shown}{scalar(decisive)}, required at least {scalar(rule.threshold)}"
+        open_end, edge = (low, threshold) if point >= threshold else (high, threshold)
+    elif rule.requirement == "max":
+        passed, failed = high <= threshold, low > threshold
+        shown, decisive = (lower, low) if failed else (upper, high)
+        reason = f"{shown}{scalar(decisive)}, required at most {scalar(rule.threshold)}"
+        open_end, edge = (high, threshold) if point <= threshold else (low, threshold)
+    else:
+        worse = -1 if METRICS[rule.metric].better == "higher" else 1
+        least, most = sorted((worse * low, worse * high))  # the loss
+        passed, failed = most <= threshold, least > 0 and most > threshold
+        reason = f"{lower if worse < 0 else upper}{worse * most:+.1%}, allowed {worse * threshold:+.1%}"
+        open_end, edge = (worse * most, worse * threshold) if worse * point < threshold else (worse * least, 0.0)
+    if passed or failed:
+        return "passed" if passed else "failed", reason, None
+    needed = _prompts_needed(found, open_end, edge)
+    return "inconclusive", f"{reason}; {needed[0]}", needed[1]
 
 
-def _prompts_needed(estimate: Estimate, loss: float, bound: float, threshold: float) -> str:
-    """How many prompts would have shown that a `loss` is allowed, where only the interval's `bound` is not; else empty.
+def _prompts_needed(found: Estimate, open_end: float, edge: float) -> tuple[str, int | None]:
+    """How many prompts could decide: so many that the interval's open end reaches the edge that it now lies beyond.
 
     An interval narrows with the square root of the number of prompts.
     """
-    if estimate.num_prompts is None or loss >= threshold:
-        return ""
-    needed = math.ceil(estimate.num_prompts * ((bound - loss) / (threshold - loss)) ** 2)
-    return f"; {estimate.num_prompts} prompts cannot tell the measured {estimate.value:+.1%} from that, about {needed:,} could"
+    if not found.num_prompts or math.isclose(edge, found.value):
+        return "the interval includes both", None
+    needed = math.ceil(found.num_prompts * ((open_end - found.value) / (edge - found.value)) ** 2)
+    return f"{found.num_prompts} prompts cannot tell, about {needed:,} could", needed
 
 
 def _scope(rule: Rule) -> str:

@@ -20,6 +20,7 @@ import torch
 from specdistill.decoding.batch_decoder import BatchDecoder
 from specdistill.decoding.decoder import Decoder, Generation, Round, now
 from specdistill.decoding.proposer import Proposer
+from specdistill.decoding.sampling import Sampling
 from specdistill.measurement.configurations import Plan, Settings
 from specdistill.measurement.hardware import frozen_garbage_collector
 from specdistill.measurement.timing import disturbed_rounds, prompt_timing
@@ -92,7 +93,7 @@ def measure_together(
         for prompt in batch.prompts
     ]
     runs = [[Runs(run.prompt, run.batch, [], run.baseline, run.hf_generate) for run in baselines] for _ in proposers]
-    hf_batches = some(batches, math.ceil(NUM_HF_PROMPTS / settings.batch_size)) if settings.sampling.is_greedy else []
+    hf_batches = some(batches, math.ceil(NUM_HF_PROMPTS / settings.batch_size))
     warmup = some(batches, settings.warmup)
 
     def decode_all_ways(batch: Batch, first: int) -> None:
@@ -111,14 +112,14 @@ def measure_together(
     with progress("Measuring", num_steps, unit) as advance, frozen_garbage_collector():
         for batch in warmup:
             plain, *_ = [decode(decoder, batch, settings) for decoder in decoders]
-            _hf_generate(target, batch.prompts, plain)
+            _hf_generate(target, batch.prompts, plain, settings.sampling)
             advance()
         for repeat in range(settings.repeats):
             for number, batch in enumerate(batches):
                 decode_all_ways(batch, first=(repeat + number) % len(decoders))
                 if batch in hf_batches:
                     shared = baselines[batch.start : batch.end]
-                    timings = _hf_generate(target, batch.prompts, [run.baseline[-1] for run in shared])
+                    timings = _hf_generate(target, batch.prompts, [run.baseline[-1] for run in shared], settings.sampling)
                     for run, timing in zip(shared, timings, strict=True):
                         run.hf_generate.append(timing)
                 advance()
@@ -193,9 +194,11 @@ def decode(decoder: AnyDecoder, batch: Batch, settings: Settings) -> list[Genera
 
 
 @torch.inference_mode()
-def _hf_generate(target: FrozenTarget, prompts: Sequence[Prompt], ours: Sequence[Generation]) -> list[HFGenerate]:
-    """transformers `generate()`, greedy, for as many tokens as `ours`. A batch is padded on the left, and its prompts share the time by
-    their numbers of tokens.
+def _hf_generate(
+    target: FrozenTarget, prompts: Sequence[Prompt], ours: Sequence[Generation], sampling: Sampling
+) -> list[HFGenerate]:
+    """transformers `generate()` for as many tokens as `ours`. A batch is padded on the left, and its prompts share the time by their
+    numbers of tokens. Sampled, it draws other tokens, so stop tokens are put off until there are as many.
     """
     longest = max(len(prompt.token_ids) for prompt in prompts)
     padding, pad = [longest - len(prompt.token_ids) for prompt in prompts], min(target.eos_token_ids, default=0)
@@ -204,8 +207,11 @@ def _hf_generate(target: FrozenTarget, prompts: Sequence[Prompt], ours: Sequence
     )
     mask = torch.tensor([[0] * left + [1] * (longest - left) for left in padding], device=target.device)
     most = max(len(generation.token_ids) for generation in ours)
+    options: dict[str, Any] = (
+        {"do_sample": False} if sampling.is_greedy else {**vars(sampling), "do_sample": True, "min_new_tokens": most}
+    )
     start = now(target.device)
-    output = target.model.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=most, pad_token_id=pad)
+    output = target.model.generate(ids, attention_mask=mask, max_new_tokens=most, pad_token_id=pad, **options)
     seconds = now(target.device) - start
     counts = [min(len(generation.token_ids), output.shape[1] - longest) for generation in ours]
     return [HFGenerate(count, seconds * count / sum(counts)) for count in counts]

@@ -73,11 +73,14 @@ def build_report(
         **({"git_revision": git_revision} if git_revision else {}),
         **({"incomplete": True} if incomplete else {}),
         "engine": dict(engine or {"name": "specdistill", "version": __version__}),
-        "suite": {name: getattr(suite, name) for name in ("name", "version", "licence", "source", "sha256")},
+        "suite": {
+            **{name: getattr(suite, name) for name in ("name", "version", "licence", "source", "sha256")},
+            "num_prompts": len(suite.rows),
+        },
         "headline": headline,
         **sections,
         **({"theory": theory} if theory else {}),
-        "gate": {"passed": False, "rules": []},
+        "gate": {"verdict": None, "passed": False, "rules": []},
         "not_measured": absent,
     }
     return {**report, "findings": [{"name": name, "message": message} for name, message in findings(report).items()]}
@@ -190,7 +193,7 @@ def _numbers(
         **_against_hf(records, sums, chance),
         **estimates(("tokens_per_round", "context_ratio", "vocabulary_coverage"), sums, **chance),
     }
-    absent = {**_reasons(row, records, configuration.temperature), **reasons}
+    absent = {**_reasons(row, records), **reasons}
     return {**row, "not_measured": {name: reason for name, reason in absent.items() if name not in row}}
 
 
@@ -230,11 +233,9 @@ def is_looping(record: PromptRecord) -> bool:
     return len(tail) == 48 and any(tail[period:] == tail[:-period] for period in range(1, 17))
 
 
-def _reasons(row: Mapping[str, Any], records: Sequence[PromptRecord], temperature: float) -> dict[str, str]:
+def _reasons(row: Mapping[str, Any], records: Sequence[PromptRecord]) -> dict[str, str]:
     """Why a row lacks each number that it may lack."""
     hf, context = "none of these prompts was among those timed", "nothing was drafted"
-    if temperature:
-        hf = "transformers' generate() is timed on greedy decoding only"
     if long_context_start(records) is None:
         context = "too few drafts at a long or a short context"
     fast = "the baseline is as fast as transformers' generate()" if "baseline_over_hf_generate" in row else hf

@@ -63,8 +63,7 @@ def title(report: Report) -> str:
 
 
 def verdict(report: Report) -> str:
-    gate = report["gate"]
-    return ("Passed" if gate["passed"] else "Failed") if gate["rules"] else "Not judged"
+    return (report["gate"]["verdict"] or "not judged").capitalize()
 
 
 def summary(report: Report) -> str:
@@ -110,11 +109,28 @@ def losslessness(report: Report) -> tuple[str, str]:
     return f"Greedy: {greedy}.", f"Sampled: {sampled}."
 
 
+def undecided(report: Report) -> str:
+    """What an inconclusive verdict lacks, and the key that gets it; empty for another verdict."""
+    rules = [rule for rule in report["gate"]["rules"] if outcome(rule) == "inconclusive"]
+    if report["gate"]["verdict"] != "inconclusive":
+        return ""
+    names, needed = ", ".join(dict.fromkeys(rule["metric"] for rule in rules)), [rule["prompts_needed"] for rule in rules]
+    if None in needed or max(needed) <= report["results"][0]["num_prompts"]:
+        return f"The evidence cannot decide {names}."
+    has = report["suite"]["num_prompts"]
+    how = (
+        f"eval.num_prompts={max(needed)}"
+        if max(needed) <= has
+        else f"a suite with more than the {has} of {report['suite']['name']}"
+    )
+    return f"The evidence cannot decide {names}: about {max(needed):,} prompts could ({how})."
+
+
 def failed_rules(report: Report) -> str:
-    """Which rules failed the gate; empty without any."""
+    """Which rules failed the gate, or which it cannot decide; empty when it passed."""
     rules = report["gate"]["rules"]
     failed = [rule["metric"] for rule in rules if outcome(rule) == "failed"]
-    return f"{len(failed)} of {len(rules)} rules failed: {', '.join(dict.fromkeys(failed))}." if failed else ""
+    return f"{len(failed)} of {len(rules)} rules failed: {', '.join(dict.fromkeys(failed))}." if failed else undecided(report)
 
 
 def reason(row: Row, name: str) -> str:
@@ -200,7 +216,7 @@ def scalar(value: Any) -> str:
 
 
 def outcome(rule: Mapping[str, Any]) -> str:
-    return "passed" if rule["passed"] else "warning" if rule["severity"] == "warn" else "failed"
+    return "warning" if rule["severity"] == "warn" and not rule["passed"] else str(rule["verdict"])
 
 
 def direction(change: Mapping[str, Any]) -> str:

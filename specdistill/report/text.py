@@ -17,7 +17,7 @@ from rich.text import Text
 from specdistill.report import phrases, tables
 from specdistill.report.phrases import between, number, percent, times
 
-COLOURS = {"Passed": "green", "Failed": "red", "Not judged": "yellow", "passed": "green", "failed": "red", "warning": "yellow"}
+COLOURS = {"passed": "green", "failed": "red", "inconclusive": "yellow", "not judged": "yellow", "warning": "yellow"}
 
 
 def to_markdown(report: Mapping[str, Any]) -> str:
@@ -81,7 +81,8 @@ def plain(text: str) -> str:
 def to_junit(report: Mapping[str, Any]) -> str:
     rules = report["gate"]["rules"]
     outcomes = [phrases.outcome(rule) for rule in rules]
-    counts = {"tests": len(rules), "failures": outcomes.count("failed"), "errors": 0, "skipped": outcomes.count("warning")}
+    failures = outcomes.count("failed") + outcomes.count("inconclusive")
+    counts = {"tests": len(rules), "failures": failures, "errors": 0, "skipped": outcomes.count("warning")}
     head = {"name": _printable(phrases.title(report)), "timestamp": report["created"]}
     suite = ElementTree.Element("testsuite", head | {name: str(count) for name, count in counts.items()})
     for rule, outcome in zip(rules, outcomes, strict=True):
@@ -89,8 +90,11 @@ def to_junit(report: Mapping[str, Any]) -> str:
         evidence = _printable(f"{phrases.measured(rule)}: {rule['reason']}")
         if outcome == "passed":
             ElementTree.SubElement(case, "system-out").text = evidence
-        elif outcome == "failed":
-            ElementTree.SubElement(case, "failure", message=evidence)
+        elif outcome in (
+            "failed",
+            "inconclusive",
+        ):  # a job that lists tests knows no third outcome, and inconclusive is no pass
+            ElementTree.SubElement(case, "failure", message=evidence, type=outcome)
         else:
             ElementTree.SubElement(case, "skipped", message=f"warning: {evidence}")
     ElementTree.indent(suite)
@@ -115,12 +119,14 @@ def print_report(report: Mapping[str, Any], folder: Path) -> None:
         "gate": phrases.verdict(report),
     }
     for name, text in lines.items():
-        grid.add_row(Text(name, style="dim"), Text(text, style=COLOURS.get(text, "")))
+        grid.add_row(Text(name, style="dim"), Text(text, style=COLOURS.get(text.lower(), "")))
     console.print(grid)
     console.print(Text(phrases.summary(report)), soft_wrap=True)
     for finding in report["findings"]:
         console.print(Text(f"note: {finding['message']}", style="yellow"), soft_wrap=True)
     _print_rules(console, [rule for rule in report["gate"]["rules"] if not rule["passed"]])
+    if missing := phrases.undecided(report):
+        console.print(Text(missing), soft_wrap=True)
     console.print(Text(f"report: {folder / 'report.html'}", style="bold"), soft_wrap=True)
 
 
@@ -133,11 +139,13 @@ def print_gate(report: Mapping[str, Any]) -> None:
     """Every rule with its evidence, then the verdict."""
     console, verdict = Console(highlight=False), phrases.verdict(report)
     _print_rules(console, report["gate"]["rules"])
-    console.print(Text(verdict, style=f"bold {COLOURS[verdict]}"))
+    if missing := phrases.undecided(report):
+        console.print(Text(missing), soft_wrap=True)
+    console.print(Text(verdict, style=f"bold {COLOURS[verdict.lower()]}"))
 
 
 def _print_rules(console: Console, rules: Iterable[Mapping[str, Any]]) -> None:
     for rule in rules:
         outcome = phrases.outcome(rule)
         line = f"{phrases.rule_name(rule)}: {phrases.measured(rule)}; {rule['reason']}"
-        console.print(Text(f"{outcome:7}", style=COLOURS[outcome]), Text(line), soft_wrap=True)
+        console.print(Text(f"{outcome:12}", style=COLOURS[outcome]), Text(line), soft_wrap=True)

@@ -83,7 +83,7 @@ class Timing:
 
 @dataclass(frozen=True)
 class HFGenerate:
-    """Greedy decoding of the same prompt by transformers' `generate()`."""
+    """Decoding of the same prompt by transformers' `generate()`, greedy or sampled as the rest."""
 
     __pydantic_config__ = STRICT
     num_tokens: int
