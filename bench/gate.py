@@ -1,4 +1,4 @@
-"""How often a regression rule decides correctly: its chance to pass, against the true change of a draft and the number of prompts.
+"""How often a regression rule passes, fails and cannot decide, against the true change of a draft and the number of prompts.
 
     python bench/gate.py        # writes docs/images/gate.svg and the tables of docs/gate.md from what bench/gate.json holds
 
@@ -16,11 +16,12 @@ import itertools
 import json
 import re
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import matplotlib
 import numpy as np
@@ -29,7 +30,7 @@ from numpy.typing import NDArray
 
 from specdistill.command import run
 from specdistill.errors import ExitCode, UserError
-from specdistill.gate.decide import Estimate, holds
+from specdistill.gate.decide import Estimate, Verdict, holds
 from specdistill.gate.rules import Rule, load_gate
 from specdistill.project import ROOT
 from specdistill.recipe.fields import Section, option
@@ -43,14 +44,15 @@ MEASURED = Path(__file__).with_suffix(".json")
 PAGE, PICTURE = ROOT / "docs" / "gate.md", ROOT / "docs" / "images" / "gate.svg"
 MARKS = re.compile(r"(<!-- chances -->\n).*(<!-- /chances -->)", re.DOTALL)
 GATE = "release"
-NUM_PROMPTS = {"mean_acceptance_length": (48, 96, 192, 384), "speedup": (48, 96, 192, 384)}
+NUM_PROMPTS = {"mean_acceptance_length": (48, 128, 192, 384), "speedup": (48, 128, 192, 384)}
 CHANGES = (-0.06, -0.05, -0.04, -0.03, -0.02, -0.01, 0.0, 0.01)
 NUM_TRIALS, NUM_TRIALS_IN_TABLE = 20, 150  # simulated releases for a point of a curve, and for a number of the table
 TIMED = ("num_tokens", "seconds", "baseline_num_tokens", "baseline_seconds")
 
 Counts = NDArray[np.int64]
 Table = NDArray[np.float64]
-Curve = dict[int, dict[float, float]]  # number of prompts -> true change -> chance to pass
+Chances = dict[Verdict, float]
+Curve = dict[int, dict[float, Chances]]  # number of prompts -> true change -> chance of each verdict
 
 
 class Options(Section):
@@ -111,7 +113,7 @@ def main(options: Options) -> ExitCode:
         curves = [curve(population, rules[population.metric], pool) for population in populations]
     draw(populations, curves, rules)
     each = zip(populations, curves, strict=True)
-    shown = "\n\n".join(chances(population, passed, rules[population.metric]) for population, passed in each)
+    shown = "\n\n".join(table_of(population, curve, rules[population.metric]) for population, curve in each)
     PAGE.write_text(
         MARKS.sub(lambda marks: f"{marks[1]}{shown}\n{marks[2]}", PAGE.read_text(encoding="utf-8")), encoding="utf-8"
     )
@@ -126,30 +128,28 @@ def load(path: Path) -> list[Drafts | Timings]:
     return [*drafts, *timings]
 
 
-def chance_to_pass(
+def chances(
     population: Drafts | Timings, rule: Rule, change: float, num_prompts: int, *, trials: int, seed: int = 0
-) -> float:
-    """The share of simulated releases that pass the rule."""
+) -> Chances:
+    """The share of simulated releases that pass the rule, fail it, and leave it undecided."""
     generator = np.random.default_rng([seed, num_prompts])
-    passed = 0
+    counts: Counter[Verdict] = Counter()
     for trial in range(trials):
         after, before = population.release(change, num_prompts, generator)
         estimate = Estimate(*relative_change(METRICS[rule.metric], after, before, confidence=rule.confidence, seed=trial))
-        passed += holds(rule, estimate)[0]
-    return passed / trials
+        counts[holds(rule, estimate)[0]] += 1
+    return {verdict: counts[verdict] / trials for verdict in get_args(Verdict)}
 
 
 def curve(population: Drafts | Timings, rule: Rule, pool: Executor) -> Curve:
-    """The chance to pass for each number of prompts and each true change."""
+    """The chances for each number of prompts and each true change."""
     points = list(itertools.product(NUM_PROMPTS[population.metric], CHANGES))
     trials = {change: NUM_TRIALS_IN_TABLE if change in (0.0, -float(rule.threshold)) else NUM_TRIALS for change in CHANGES}
-    futures = [
-        pool.submit(chance_to_pass, population, rule, change, number, trials=trials[change]) for number, change in points
-    ]
-    passed: Curve = {}
+    futures = [pool.submit(chances, population, rule, change, number, trials=trials[change]) for number, change in points]
+    found: Curve = {}
     for (number, change), chance in zip(points, futures, strict=True):
-        passed.setdefault(number, {})[change] = chance.result()
-    return passed
+        found.setdefault(number, {})[change] = chance.result()
+    return found
 
 
 def shifted(rounds_PA: Counts, wanted: float, drawn: NDArray[np.int64], generator: np.random.Generator) -> Counts:
@@ -172,9 +172,9 @@ def draw(populations: Sequence[Drafts | Timings], curves: Sequence[Curve], rules
     figure = Figure(figsize=(3.6 * len(populations), 3.2), layout="constrained")
     panels = figure.subplots(1, len(populations), sharey=True, squeeze=False)[0]
     for panel, population, curve in zip(panels, populations, curves, strict=True):
-        for shade, (num_prompts, passed) in zip((0.25, 0.5, 0.75, 1.0), curve.items(), strict=True):
-            percents = [100 * change for change in passed]
-            panel.plot(percents, list(passed.values()), color=(0.1, 0.35, 0.6, shade), label=f"{num_prompts} prompts")
+        for shade, (num_prompts, found) in zip((0.25, 0.5, 0.75, 1.0), curve.items(), strict=True):
+            percents, shares = [100 * change for change in found], [each["passed"] for each in found.values()]
+            panel.plot(percents, shares, color=(0.1, 0.35, 0.6, shade), label=f"{num_prompts} prompts")
         for stated in (0.0, -100 * float(rules[population.metric].threshold)):
             panel.axvline(stated, color="0.6", linewidth=0.8, linestyle=":")
         panel.set_title(f"{population.metric.replace('_', ' ')}:\n{population.name}", fontsize=9)
@@ -185,11 +185,15 @@ def draw(populations: Sequence[Drafts | Timings], curves: Sequence[Curve], rules
     figure.savefig(PICTURE, metadata={"Date": None}, facecolor="white")
 
 
-def chances(population: Drafts | Timings, curve: Curve, rule: Rule) -> str:
+def table_of(population: Drafts | Timings, curve: Curve, rule: Rule) -> str:
     """The rule and the population, and a table with a line for each number of prompts."""
     threshold = float(rule.threshold)
-    rows = [(str(number), f"{passed[0.0]:.1%}", f"{1 - passed[-threshold]:.1%}") for number, passed in curve.items()]
-    head = ("prompts", "no change passes", f"a true drop of {threshold:.0%} fails")
+    rows = [
+        (str(number), *(f"{found[change][verdict]:.1%}" for change in (0.0, -threshold) for verdict in get_args(Verdict)))
+        for number, found in curve.items()
+    ]
+    states = ("no change", f"a true drop of {threshold:.0%}")
+    head = ("prompts", *(f"{state}: {verdict}" for state in states for verdict in get_args(Verdict)))
     return f"`{rule.metric}`, `max_regression: {threshold:g}`, {population.name}:\n\n{table(head, rows)}"
 
 

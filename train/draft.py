@@ -10,7 +10,7 @@ from specdistill import command
 from specdistill.data.training_data import training_data
 from specdistill.methods.draft_model.config import Recipe as DraftModelRecipe
 from specdistill.methods.draft_model.objective import OnPolicyGeneration
-from specdistill.methods.load import implementation
+from specdistill.methods.load import create_draft, implementation
 from specdistill.methods.recipe import Recipe, check_trainable
 from specdistill.targets.frozen import FrozenTarget
 from specdistill.training.optimizer import build_optimizer
@@ -28,7 +28,7 @@ def main(recipe: DraftModelRecipe) -> None:
     train_set, eval_set = training_data(recipe.data, target.tokenizer, target.model, fingerprint=target.fingerprint())
 
     # Draft, what it learns, and the run's record before its first step
-    draft = method.create(recipe, target, train_set)
+    draft = create_draft(recipe, target, train_set)
     objective = method.objective(draft, recipe, target)
     run.record(
         target=target.name, target_revision=target.revision, data_fingerprint=train_set._fingerprint, rows=len(train_set)

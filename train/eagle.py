@@ -8,7 +8,7 @@ from functools import partial
 
 from specdistill import command
 from specdistill.data.training_data import training_data
-from specdistill.methods.load import implementation
+from specdistill.methods.load import create_draft, implementation
 from specdistill.methods.recipe import HeadRecipe, Recipe, check_trainable
 from specdistill.targets.frozen import FrozenTarget
 from specdistill.training.optimizer import build_optimizer
@@ -26,7 +26,7 @@ def main(recipe: HeadRecipe) -> None:
     train_set, eval_set = training_data(recipe.data, target.tokenizer, target.model, fingerprint=target.fingerprint())
 
     # Draft, what it learns, and the run's record before its first step
-    draft = method.create(recipe, target, train_set)
+    draft = create_draft(recipe, target, train_set)
     objective = method.objective(draft, recipe, target)
     run.record(
         target=target.name, target_revision=target.revision, data_fingerprint=train_set._fingerprint, rows=len(train_set)

@@ -12,7 +12,7 @@ from specdistill.engines import ENGINES
 from specdistill.engines.engine import Engine, Served
 from specdistill.errors import UserError, nearest
 from specdistill.methods.checkpoint import check_new, read_config
-from specdistill.methods.load import implementation, method_of
+from specdistill.methods.load import create_draft, implementation, method_of
 from specdistill.methods.recipe import Recipe, TrainedRecipe
 from specdistill.report.phrases import between, failed_rules, times, verdict
 from specdistill.targets.files import TargetFiles
@@ -84,8 +84,8 @@ def write_untrained(recipe: Recipe, folder: Path) -> None:
     tokens = list(range(min(target.vocab_size, target.max_length)))
     rows = Dataset.from_dict({"input_ids": [tokens], "loss_mask": [[0] * len(tokens)]})
     method = implementation(recipe.method)
-    assert method.create is not None and method.save is not None, recipe.method
-    method.save(method.create(recipe, target, rows), target, folder)
+    assert method.save is not None, recipe.method
+    method.save(create_draft(recipe, target, rows), target, folder)
 
 
 def serve_md(engine: Engine, served: Served, report: Mapping[str, Any] | None) -> str:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from datasets import Dataset
 from safetensors import SafetensorError
 
 from specdistill.decoding.proposer import Proposer
@@ -18,7 +19,7 @@ from specdistill.errors import UserError, nearest, one_line
 from specdistill.hub import fetch, resolve, split_revision
 from specdistill.methods import METHODS
 from specdistill.methods.checkpoint import PICKLED, read_config
-from specdistill.methods.contract import Implementation
+from specdistill.methods.contract import Draft, Implementation
 from specdistill.targets.files import INDEX, SINGLE, Shards
 from specdistill.targets.frozen import FrozenTarget
 
@@ -28,6 +29,17 @@ OTHER_TENSORS = {"mask_hidden", "hidden_norm.weight"}
 WEIGHTS = ("*.safetensors", "*.index.json", "pytorch_model*.bin")
 TOKENIZER = ("tokenizer*", "*tokens*.json", "vocab.*", "merges.txt", "*.jinja")
 WHOLE_DRAFT = ("config.json", "generation_config.json", *WEIGHTS, *TOKENIZER)
+
+
+def create_draft(recipe: Any, target: FrozenTarget, rows: Dataset) -> Draft:
+    """The draft that a recipe describes, before its first step: fresh, or continued from `draft.init`.
+
+    rows: training data, by which methods choose a draft vocabulary or what a pruned width keeps. Raises UserError for settings that do
+    not fit each other or the target.
+    """
+    create = implementation(recipe.method).create
+    assert create is not None, recipe.method
+    return create(recipe, target, rows)
 
 
 def load_proposer(

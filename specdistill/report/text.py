@@ -148,4 +148,4 @@ def _print_rules(console: Console, rules: Iterable[Mapping[str, Any]]) -> None:
     for rule in rules:
         outcome = phrases.outcome(rule)
         line = f"{phrases.rule_name(rule)}: {phrases.measured(rule)}; {rule['reason']}"
-        console.print(Text(f"{outcome:12}", style=COLOURS[outcome]), Text(line), soft_wrap=True)
+        console.print(Text(f"{outcome:7}", style=COLOURS[outcome]), Text(line), soft_wrap=True)

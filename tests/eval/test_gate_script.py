@@ -26,12 +26,12 @@ def folder(tmp_path):
 
 
 def test_a_report_that_passes(folder, capsys):
-    assert json.loads((folder / "report.json").read_text())["gate"] == {"passed": False, "rules": []}
+    assert json.loads((folder / "report.json").read_text())["gate"] == {"verdict": None, "passed": False, "rules": []}
     assert command(f"report={folder}/report.json", "gates=default") == ExitCode.DONE
-    report = json.loads((folder / "report.json").read_text())
+    report = json.loads((folder / "default" / "report.json").read_text())
     assert report["gate"]["passed"]
-    assert (folder / "report.md").read_text().startswith("# Passed")
-    assert "Passed" in (folder / "report.html").read_text()
+    assert (folder / "default" / "report.md").read_text().startswith("# Passed")
+    assert "Passed" in (folder / "default" / "report.html").read_text()
     assert capsys.readouterr().out.rstrip().endswith("Passed")
 
 
@@ -40,7 +40,8 @@ def test_a_report_that_fails(folder, tmp_path, capsys):
     gate.write_text("- {metric: speedup, min: 5}\n")
     before = json.loads((folder / "report.json").read_text())
     assert command(f"report={folder}", f"gates={gate}") == ExitCode.CHECK_FAILED
-    after = json.loads((folder / "report.json").read_text())
+    assert json.loads((folder / "report.json").read_text()) == before
+    after = json.loads((folder / "gate" / "report.json").read_text())
     assert not after["gate"]["passed"]
     assert {**after, "gate": None} == {**before, "gate": None}
     assert "failed  speedup" in capsys.readouterr().out
@@ -57,7 +58,20 @@ def test_a_regression_against_a_baseline(folder, tmp_path, capsys):
     assert "no baseline report was given" in capsys.readouterr().out
 
 
+def test_a_first_release(folder, tmp_path, capsys):
+    gate = tmp_path / "mine.yaml"
+    gate.write_text("- {metric: speedup, min: 1}\n- {metric: mean_acceptance_length, max_regression: 0.03}\n")
+    assert command(f"report={folder}", f"gates={gate}") == ExitCode.CHECK_FAILED
+    assert "baseline=none for a first release" in capsys.readouterr().out
+    assert command(f"report={folder}", f"gates={gate}", "baseline=none") == ExitCode.DONE
+    assert "first release" in (folder / "mine" / "report.html").read_text()
+
+
 def test_bad_input(folder, tmp_path, capsys):
+    assert command(f"report={folder}", f"output_dir={folder}") == ExitCode.USER_ERROR
+    assert "the report that is judged" in capsys.readouterr().err
+    assert command(f"report={folder}", f"baseline={folder}") == ExitCode.USER_ERROR
+    assert "without max_regression rules" in capsys.readouterr().err
     assert command("gates=default") == ExitCode.USER_ERROR
     assert "report: got nothing" in capsys.readouterr().err
     assert command(f"report={tmp_path}/nowhere") == ExitCode.USER_ERROR

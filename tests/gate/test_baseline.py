@@ -15,6 +15,7 @@ import pytest
 
 from specdistill.errors import UserError
 from specdistill.gate.decide import read_baseline
+from specdistill.gate.rules import load_gate
 from specdistill.hub import split_revision
 from specdistill.project import ROOT
 from specdistill.report.files import write_report
@@ -22,6 +23,7 @@ from tests.simulated import simulate, simulated_report
 
 DRAFT, TAG, COMMIT = "someone/tiny-draft", "v1.2", "5" * 40
 BETTER = (0.95, 0.9, 0.9, 0.9)
+RULES = load_gate("release")
 
 
 @pytest.fixture(scope="module")
@@ -34,15 +36,29 @@ def released(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_file_or_its_folder(released: Path) -> None:
-    by_folder, by_file = read_baseline(str(released)), read_baseline(str(released / "report.json"))
-    assert by_folder == by_file
+    by_folder, by_file = (read_baseline(str(path), RULES) for path in (released, released / "report.json"))
+    assert by_folder is not None and by_folder == by_file
     assert len(by_folder.records) == 24
+
+
+def test_a_gate_that_compares_nothing_takes_no_baseline(released: Path) -> None:
+    with pytest.raises(
+        UserError, match=r"baseline: got .* for a gate without max_regression rules, expected the gate `release`"
+    ):
+        read_baseline(str(released), load_gate("default"))
+    with pytest.raises(UserError, match="baseline: got none for a gate without"):
+        read_baseline("none", load_gate("default"))
+
+
+def test_a_first_release_has_none() -> None:
+    assert read_baseline("none", RULES) is None
+    assert read_baseline(None, load_gate("default")) is None
 
 
 @pytest.mark.parametrize("name", ["nowhere", "./some/where", "runs/before/report", "before/report.json", "/nowhere@v1"])
 def test_what_is_neither_here_nor_a_hub_id_is_not_asked_for(name: str, in_empty_folder: Path) -> None:
     with pytest.raises(UserError, match=rf"eval\.baseline: got {name}, which does not exist, expected a report\.json"):
-        read_baseline(name, "eval.baseline")
+        read_baseline(name, RULES, "eval.baseline")
 
 
 def test_a_revision_is_what_follows_the_last_at(in_empty_folder: Path) -> None:

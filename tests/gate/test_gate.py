@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from specdistill.errors import UserError
-from specdistill.gate.decide import Evidence, decide
+from specdistill.gate.decide import Estimate, Evidence, decide, holds
 from specdistill.gate.rules import Rule, load_gate
 from specdistill.project import GATES
 from specdistill.report.build import result_rows
@@ -334,10 +334,55 @@ def test_an_interval_that_is_too_wide_says_how_many_prompts_would_do(evidence):
     assert low < -0.004 < value  # allowed itself
     needed = math.ceil(48 * ((value - low) / (value + 0.004)) ** 2)
     assert needed > 48
-    for fact in ("lower 95% bound", f"{low:+.1%}", "allowed -0.4%", "48 prompts", f"{value:+.1%}", f"about {needed:,}"):
+    for fact in ("lower 95% bound", f"{low:+.1%}", "allowed -0.4%", "48 prompts", f"about {needed:,}"):
         assert fact in result["reason"]
+    assert (result["verdict"], result["passed"], result["prompts_needed"]) == ("inconclusive", False, needed)
     worse = judged(Evidence(evidence.report, churned(records, 0.2, seed=1)), NO_WORSE, Evidence(evidence.report, records))
     assert worse["value"] < -0.03 and "prompts" not in worse["reason"]
+
+
+@pytest.mark.parametrize(
+    ("rule", "interval", "verdict"),
+    [
+        (Rule("speedup", "min", 1.2), (1.21, 1.4), "passed"),
+        (Rule("speedup", "min", 1.2), (1.1, 1.4), "inconclusive"),
+        (Rule("speedup", "min", 1.2), (1.0, 1.19), "failed"),
+        (Rule("prediction_gap", "max", 0.1), (0.01, 0.09), "passed"),
+        (Rule("prediction_gap", "max", 0.1), (0.01, 0.2), "inconclusive"),
+        (Rule("prediction_gap", "max", 0.1), (0.11, 0.2), "failed"),
+        (Rule("speedup", "max_regression", 0.05), (-0.04, 0.02), "passed"),
+        (Rule("speedup", "max_regression", 0.05), (-0.04, -0.02), "passed"),  # a loss, and within the margin
+        (Rule("speedup", "max_regression", 0.05), (-0.06, 0.02), "inconclusive"),
+        (Rule("speedup", "max_regression", 0.05), (-0.06, -0.02), "failed"),  # a loss, and perhaps beyond it
+        (Rule("verify_ms", "max_regression", 0.05), (0.02, 0.06), "failed"),  # more milliseconds are a loss
+        (Rule("verify_ms", "max_regression", 0.05), (-0.06, 0.04), "passed"),
+    ],
+)
+def test_three_verdicts(rule, interval, verdict):
+    found, _, needed = holds(rule, Estimate(sum(interval) / 2, interval, None, 48))
+    assert found == verdict
+    assert (needed is not None) == (verdict == "inconclusive")
+
+
+def test_one_failed_rule_fails_and_an_undecided_one_does_not_pass(evidence):
+    row = evidence.report["results"][0]
+    holding, open_rule, failing = (Rule("speedup", "min", threshold) for threshold in (0.5, row["speedup"], 9.0))
+    for rules, verdict in (
+        ([holding], "passed"),
+        ([holding, open_rule], "inconclusive"),
+        ([open_rule, failing], "failed"),
+        ([holding, replace(failing, severity="warn"), replace(open_rule, severity="warn")], "passed"),
+    ):
+        gate = decide(rules, evidence)
+        assert (gate["verdict"], gate["passed"]) == (verdict, verdict == "passed")
+
+
+def test_a_first_release_is_not_asked_for_regressions(evidence):
+    within = changed(evidence, ("measurement",), {"seconds": 60.0, "peak_memory_bytes": 10**9})
+    gate = decide(load_gate("release"), within, first_release=True)
+    assert gate["first_release"] and all("max_regression" not in rule["requirement"] for rule in gate["rules"])
+    assert gate["passed"]
+    assert not decide(load_gate("release"), within)["passed"]
 
 
 def test_lower_is_better_for_costs():

@@ -150,13 +150,22 @@ def test_the_verdict_comes_first(report, records):
     page = to_html(report, records)
     text = html_library.unescape(re.sub(r"<[^>]+>", " ", page[page.index("<main>") :]))
     assert text.split()[0] == "Passed"
-    report["gate"]["rules"][0].update(passed=False)
-    report["gate"]["passed"] = False
+    report["gate"]["rules"][0].update(verdict="failed", passed=False)
+    report["gate"].update(verdict="failed", passed=False)
     page = to_html(report, records)
-    assert "1 of 8 rules failed: lossless.greedy_identical." in page
+    assert "1 of 9 rules failed: lossless.greedy_identical." in page
     assert to_markdown(report).startswith("# Failed: ")
-    report["gate"]["rules"] = []
+    report["gate"] = {"verdict": None, "passed": False, "rules": []}
     assert "Not judged" in to_html(report, records)
+
+
+@pytest.mark.parametrize(("needed", "how"), [(60, "eval.num_prompts=60"), (900, "a suite with more than the 80 of")])
+def test_an_inconclusive_verdict_says_what_it_lacks(report, records, needed, how):
+    report["suite"]["num_prompts"] = 80
+    report["gate"].update(verdict="inconclusive", passed=False)
+    report["gate"]["rules"][4].update(verdict="inconclusive", passed=False, prompts_needed=needed)
+    for page in (to_html(report, records), to_markdown(report)):
+        assert "Inconclusive" in page and f"about {needed} prompts could" in page and how in page
 
 
 def test_model_output_and_names_cannot_become_markup(report, records):
@@ -295,13 +304,14 @@ def test_without_scripts_the_first_completions_are_there(report, records):
 
 
 def test_junit_has_one_case_a_rule(tmp_path, report, records):
-    report["gate"]["rules"][0].update(passed=False, reason="control \x00 character & <markup>")
-    report["gate"]["rules"][1].update(passed=False, severity="warn")
+    report["gate"]["rules"][0].update(verdict="inconclusive", passed=False, reason="control \x00 character & <markup>")
+    report["gate"]["rules"][1].update(verdict="failed", passed=False, severity="warn")
     write_report(tmp_path, report, records)
     suite = ElementTree.parse(tmp_path / "junit.xml").getroot()
-    assert [suite.get(name) for name in ("tests", "failures", "errors", "skipped")] == ["8", "1", "0", "1"]
-    assert len(suite) == 8
+    assert [suite.get(name) for name in ("tests", "failures", "errors", "skipped")] == ["9", "1", "0", "2"]
+    assert len(suite) == 9
     assert "<markup>" in suite[0].find("failure").get("message")
+    assert suite[0].find("failure").get("type") == "inconclusive"
     assert suite[1].find("failure") is None
     assert suite[1].find("skipped").get("message").startswith("warning: ")
     assert [child.tag for child in suite[2]] == ["system-out"]
@@ -453,8 +463,8 @@ def test_the_ceiling_is_the_acceptance_length(report):
 
 
 def test_the_console_says_the_main_things(report, tmp_path, capsys):
-    report["gate"]["rules"][3].update(passed=False)
-    report["gate"]["passed"] = False
+    report["gate"]["rules"][3].update(verdict="failed", passed=False)
+    report["gate"].update(verdict="failed", passed=False)
     print_report(report, tmp_path)
     said = capsys.readouterr().out
     for word in ("acceptance length", "accepted per position", "speedup", "predicted speedup", "Failed", "report.html"):
