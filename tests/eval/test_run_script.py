@@ -177,7 +177,7 @@ def test_a_run_is_judged_against_a_baseline_and_its_own_budget(target, suite, ga
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["eval.baseline=nowhere"], "eval.baseline: got nowhere, which does not exist"),
+        (["eval.baseline=nowhere", "gate=release"], "eval.baseline: got nowhere, which does not exist"),
         (["eval.num_speculative_tokens=0"], "eval.num_speculative_tokens: got 0"),
         (["eval.temperature=-1"], "eval.temperature: got -1"),
         (["eval.tree={branching: [2, 2]}"], "eval.tree: got a tree with method ngram, expected no such key"),

@@ -38,8 +38,8 @@ def proposer(target):
     return ModelProposer(target.model)
 
 
-@pytest.fixture(scope="module")
-def runs(target, proposer):
+@pytest.fixture
+def runs(target, proposer, simulated_clock):
     return measure(target, proposer, PROMPTS, TOGETHER)
 
 
