@@ -272,6 +272,9 @@ def findings(report: Mapping[str, Any]) -> dict[str, str]:
             f"The baseline has {row['baseline_over_hf_generate']:.0%} of the speed of transformers' generate(); "
             f"over that the speedup is {row['speedup_over_hf_generate']:.2f}×."
         )
+    if count := row.get("num_disturbed_rounds"):
+        which = f"{count} rounds took far longer than in other repetitions, as beside other work on the machine"
+        found["disturbed"] = f"{which}; their prompts were timed again, and they are left out."
     if (half := half_width(row, "speedup")) > WIDE_INTERVAL and "speedup_ci95" in row:
         found["wide_interval"] = f"With {row['num_prompts']} prompts the speedup is known to ±{half:.0%} only."
     precision = settings.get("target_precision")

@@ -279,7 +279,7 @@ def procedure(report: Report) -> str:
     warmup = counted(settings["warmup"], "warm-up prompt" if size == 1 else "warm-up batch")
     batches = f" They were decoded {size} at a time; a prompt's times are its shares of its batch's." if size > 1 else ""
     return (
-        f"Every prompt was decoded {sides}, {counted(settings['repeats'], 'time')} after {warmup}; the median of each prompt counts."
+        f"Every prompt was decoded {sides}, {counted(settings['repeats'], 'time')} after {warmup}; of each round the lower median counts."
         f"{batches} {baseline}"
     )
 

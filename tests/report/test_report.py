@@ -483,6 +483,7 @@ def test_the_console_says_the_main_things(report, tmp_path, capsys):
         ("divergence", lambda report: report["lossless"].update(unexplained_divergences=1)),
         ("near_ties", lambda report: report["lossless"].update(near_ties=2)),
         ("insensitive_sampling_test", lambda report: report["lossless"]["sampling_test"].update(negative_control_p_value=0.3)),
+        ("disturbed", lambda report: report["results"][0].update(num_disturbed_rounds=3)),
         ("loops", lambda report: report["results"][0].update(num_looping=9)),
         ("top_k", lambda report: report["settings"].update(temperature=1.0, top_k=1)),
         ("best_k", lambda report: report["theory"].update(best_k=2, predicted=1.2)),
