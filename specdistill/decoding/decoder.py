@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from specdistill.decoding import verify, verify_tree
+from specdistill.decoding import verify
 from specdistill.decoding.proposer import DecodingState, Proposal, Proposer, TreeProposer
 from specdistill.decoding.sampling import GREEDY, Random, Sampling, uniforms
 from specdistill.decoding.ties import break_ties
@@ -28,11 +28,11 @@ Rule = Callable[[Proposal, Tensor, Random], tuple[Sequence[int], int]]
 
 
 def exact(proposal: Proposal, probs_NV: Tensor, generator: Random) -> tuple[Sequence[int], int]:
-    """The rule above temperature 0: `verify.rejection` of a chain, `verify_tree.sampled` of a tree."""
+    """The rule above temperature 0: `verify.rejection` of a chain, `verify.sampled` of a tree."""
     tokens, draft_probs = proposal.tokens, proposal.probabilities
     uniforms_1N = uniforms(len(tokens) + 1, [generator]).to(probs_NV.device)
     if proposal.tree:
-        return verify_tree.sampled(tokens, proposal.tree, probs_NV, draft_probs, uniforms_1N[0])
+        return verify.sampled(tokens, proposal.tree, probs_NV, draft_probs, uniforms_1N[0])
     tokens_1N = torch.tensor([tokens], dtype=torch.long, device=probs_NV.device)
     num_accepted, next_token = verify.rejection(
         tokens_1N, probs_NV[None], None if draft_probs is None else draft_probs[None], uniforms_1N
@@ -223,7 +223,7 @@ class Decoder:
         choices = logits_1NV.argmax(-1)[0].tolist()
         broken: set[int] = set()  # rows whose ties are
         while True:
-            path, next_token = verify_tree.follow(tokens, tree, choices)
+            path, next_token = verify.follow(tokens, tree, choices)
             rows = [0, *(node + 1 for node in path)]
             if broken.issuperset(rows):
                 return path, next_token

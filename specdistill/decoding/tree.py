@@ -10,7 +10,7 @@ of all nodes are proposed. Best means the highest product of the draft's probabi
 probabilities are the target's, that is the chance of being accepted.
 
 What is drawn and what is certain, at a temperature above 0. In a static tree the children of a node are drawn from the draft's
-distribution q without replacement, which `specdistill.decoding.verify_tree` corrects exactly. In a dynamic tree they are the draft's best
+distribution q without replacement, which `specdistill.decoding.verify` corrects exactly. In a dynamic tree they are the draft's best
 tokens, and their probabilities decide which are proposed. If they were drawn, choosing among them would change their distribution, and no
 rule that knows only q could correct that. So they are not drawn: the whole tree is a function of the sequence, each candidate is certain
 (one-hot), and certain candidates leave the output's distribution unchanged however they were chosen.

@@ -38,30 +38,19 @@ INDENT = 9
 
 @dataclass(frozen=True)
 class Acceptance:
-    """num_tokens: drafted a round. length: tokens a round, the target's own included. first: share of first draft tokens accepted."""
-
-    num_tokens: int
-    num_rounds: int
-    length: float
-    first: float
-
-
-@dataclass(frozen=True)
-class Recorded:
-    """What training simulated when it chose these weights."""
+    """num_tokens: drafted a round. length: tokens a round, the target's own included. num_rounds: 0 where training simulated it."""
 
     num_tokens: int
     length: float
+    num_rounds: int = 0
 
 
-@dataclass(frozen=True)
-class Diagnosis:
-    """acceptance: None where nothing was decoded. recorded: what training saw; None where there is no history."""
+@dataclass
+class Diagnosis(Examination):
+    """acceptance: None where nothing was decoded. recorded: what training simulated when it chose these weights; None without a history."""
 
-    files: Examination
-    findings: list[Finding]
-    acceptance: Acceptance | None
-    recorded: Recorded | None
+    acceptance: Acceptance | None = None
+    recorded: Acceptance | None = None
 
     @property
     def is_sound(self) -> bool:
@@ -88,19 +77,19 @@ def diagnose(
     Raises UserError for a target or a suite that is none, ResourceError when the Hub fails.
     """
     files = examine(draft, TargetFiles.of(model, target.get("revision")) if model else None, engine)
-    acceptance = None
-    if model and decode and files.method is not None and not files.refused:
+    made = Diagnosis(**vars(files), recorded=recorded(draft))
+    if model and decode and made.method is not None and not made.refused:
         loaded = FrozenTarget.load(model, **target)
         prompts = prompts_of(draft, suite, loaded, num_prompts)
-        with refusals(files):
-            acceptance, more = check_acceptance(draft, files.method, loaded, prompts)
-            files.findings += more
+        with refusals(made):
+            made.acceptance, more = check_acceptance(draft, made.method, loaded, prompts, made.recorded)
+            made.findings += more
     elif model and decode:
-        files.findings.append(note("not decoded: what is broken comes first"))
-    return Diagnosis(files, files.findings, acceptance, recorded(draft))
+        made.findings.append(note("not decoded: what is broken comes first"))
+    return made
 
 
-def recorded(draft: Path) -> Recorded | None:
+def recorded(draft: Path) -> Acceptance | None:
     """The best acceptance length in the run's history, which is what the weights were chosen by; None where there is none."""
     history = read_history(draft, key="draft")
     evaluations = [entry for entry in history.log if "eval_acceptance_length" in entry] if history else []
@@ -108,7 +97,7 @@ def recorded(draft: Path) -> Recorded | None:
         return None
     best = max(evaluations, key=lambda entry: float(entry["eval_acceptance_length"]))
     steps = [key for key in best if key.startswith("eval_acceptance_") and key != "eval_acceptance_length"]
-    return Recorded(len(steps) or DEFAULT_STEPS, float(best["eval_acceptance_length"]))
+    return Acceptance(len(steps) or DEFAULT_STEPS, float(best["eval_acceptance_length"]))
 
 
 def prompts_of(draft: Path, suite: str | None, target: FrozenTarget, num_prompts: int) -> list[tuple[int, ...]]:
@@ -125,10 +114,10 @@ def prompts_of(draft: Path, suite: str | None, target: FrozenTarget, num_prompts
 
 
 def check_acceptance(
-    draft: Path, method: str, target: FrozenTarget, prompts: Sequence[Sequence[int]]
+    draft: Path, method: str, target: FrozenTarget, prompts: Sequence[Sequence[int]], expected: Acceptance | None
 ) -> tuple[Acceptance, list[Finding]]:
     """Decode prompts (token ids) with a draft. Raises UserError where the draft cannot be loaded for the target."""
-    proposer, expected = load_proposer(method, draft, target, key="draft"), recorded(draft)
+    proposer = load_proposer(method, draft, target, key="draft")
     num_tokens = expected.num_tokens if expected else DEFAULT_STEPS
     decoder = Decoder(target, proposer)
     completions = [decoder.generate(prompt, max_new_tokens=NUM_TOKENS, num_speculative_tokens=num_tokens) for prompt in prompts]
@@ -147,16 +136,12 @@ def check_acceptance(
     if cause:
         found.append(cause)
     elif found:
-        likely = [
-            "it was trained for another target, or another revision of it",
-            "it was hardly trained",
-            *of_method.likely_causes,
-        ]
-        likely.append("the prompts are unlike its training data: choose others with suite=")
+        likely = ["it was trained for another target, or another revision of it", "it was hardly trained"]
+        likely += [*of_method.likely_causes, "the prompts are unlike its training data: choose others with suite="]
         found.append(note(f"likely causes: {'; '.join(likely)}"))
     elif expected is None:
         found.append(warning("no training history to compare with", "`specdistill eval` measures the draft"))
-    return Acceptance(num_tokens, len(accepted), length, first), found
+    return Acceptance(num_tokens, length, len(accepted)), found
 
 
 def _cause(
@@ -209,7 +194,7 @@ def _fit(objective: Any, target: FrozenTarget, completion: Generation) -> tuple[
 def print_diagnosis(made: Diagnosis, console: Console | None = None) -> None:
     """What the draft is, every finding with what to do about it, what was accepted, and the verdict."""
     console = console or Console(highlight=False)
-    title = Text(f"{made.files.folder}", style="bold").append(f": {describe(made.files)}", style="not bold")
+    title = Text(f"{made.folder}", style="bold").append(f": {describe(made)}", style="not bold")
     console.print(title, soft_wrap=True)
     for finding in sorted(made.findings, key=lambda finding: list(STYLES).index(finding.severity)):
         line = Text(f"{finding.severity:<{INDENT}}", style=STYLES[finding.severity]).append(finding.what, style="not bold")

@@ -51,9 +51,7 @@ LAST_STATE_READ = Limit(
     "states that enter a layer",
 )
 LAYERS_OUT_OF_ORDER = Limit(
-    "auxiliary layers out of order",
-    lambda head: list(head.aux_layers) != sorted(set(head.aux_layers)),
-    "ascending layers",
+    "auxiliary layers out of order", lambda head: list(head.aux_layers) != sorted(set(head.aux_layers)), "ascending layers"
 )
 WIDTH_OF_FC_INPUT = Limit(
     "a state as wide as what fc reads",

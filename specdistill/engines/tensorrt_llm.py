@@ -23,9 +23,4 @@ EAGLE3 = Loader(
     arguments={"aux_layers": "eagle3_layers_to_capture"},
     limits=(limits.LAYERS_OUT_OF_ORDER, limits.WIDTH_OF_FC_INPUT),
 )
-TENSORRT_LLM = Engine(
-    name="trtllm",
-    title="TensorRT-LLM",
-    versions="PyTorch backend at 00679c6",
-    loaders={"eagle3": (EAGLE3,)},
-)
+TENSORRT_LLM = Engine(name="trtllm", title="TensorRT-LLM", versions="PyTorch backend at 00679c6", loaders={"eagle3": (EAGLE3,)})

@@ -22,13 +22,14 @@ from torch import Tensor, nn
 from specdistill.command import check_writable
 from specdistill.errors import ResourceError, UserError, one_line
 from specdistill.methods.layers import HeadShape, Rotary
+from specdistill.targets import files
 from specdistill.targets.files import INDEX, SINGLE, Shards, TargetFiles
 from specdistill.targets.frozen import FrozenTarget
 
 Target = FrozenTarget | TargetFiles
 # Whose angles do not depend on the sequence's length, so that cached keys stay right as it grows.
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-EXPECTED = "the folder of a trained draft: config.json and weights"
+read_config = functools.partial(files.read_config, expected="the folder of a trained draft: config.json and weights")
 PICKLED = "pytorch_model.bin"
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads")
@@ -83,24 +84,6 @@ def write_draft(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, T
     plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     save_file(plain, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-
-
-def read_config(folder: Path, key: str) -> dict[str, Any]:
-    """A folder's config.json. Raises UserError, saying what is there instead, when it has none."""
-    path = folder / "config.json"
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        found = sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
-        inside = next((str(folder / name) for name in found if (folder / name / "config.json").is_file()), None)
-        nothing = "is empty" if folder.is_dir() else "is no folder"
-        shown = f"holds {', '.join(found[:5])}{', …' * (len(found) > 5)}" if found else nothing
-        raise UserError(key, got=f"{folder}, which {shown}", expected=EXPECTED, nearest=inside) from error
-    except (ValueError, OSError) as error:
-        raise UserError(key, got=f"{path}: {error}", expected="JSON") from error
-    if not isinstance(config, dict):
-        raise UserError(key, got=f"{path}, which holds no keys", expected="the config.json of a draft")
-    return config
 
 
 def read_tensors(folder: Path, key: str) -> dict[str, Tensor]:

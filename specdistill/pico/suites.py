@@ -147,10 +147,7 @@ PICO_SUITES: dict[str, tuple[str, dict[str, FindPrompts]]] = {
     "pico-dev": ("function bodies, docstrings, chats and long context", PLAIN),
     "pico-edit": ("chats that ask for a function that they hold", {"revision": revision_prompts, "rename": rename_prompts}),
     "pico-short": ("single lines", {"class": class_prompts, "signature": signature_prompts}),
-    "pico-context": (
-        "long stretches of modules, cut to their ends and whole",
-        {"end": cut_prompts, "whole": long_prompts},
-    ),
+    "pico-context": ("long stretches of modules, cut to their ends and whole", {"end": cut_prompts, "whole": long_prompts}),
 }
 
 

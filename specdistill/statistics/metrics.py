@@ -119,20 +119,6 @@ def _speedup(num_tokens: Any, seconds: Any, baseline_num_tokens: Any, baseline_s
     return (num_tokens / seconds) / (baseline_num_tokens / baseline_seconds)
 
 
-def _decode_speedup(
-    num_prompts: Any,
-    num_tokens: Any,
-    seconds: Any,
-    prefill_seconds: Any,
-    baseline_num_tokens: Any,
-    baseline_seconds: Any,
-    baseline_prefill_seconds: Any,
-) -> Any:
-    """`_speedup` without the prefill, which yields the first token of each prompt."""
-    baseline = baseline_num_tokens - num_prompts, baseline_seconds - baseline_prefill_seconds
-    return _speedup(num_tokens - num_prompts, seconds - prefill_seconds, *baseline)
-
-
 def _predicted(
     num_accepted_tokens: Any,
     num_draft_tokens: Any,
@@ -159,7 +145,13 @@ METRICS: dict[str, Metric] = {
     "tokens_per_second": _of(lambda num_tokens, seconds: num_tokens / seconds),
     "baseline_tokens_per_second": _of(lambda baseline_num_tokens, baseline_seconds: baseline_num_tokens / baseline_seconds),
     "speedup": _SPEEDUP,
-    "decode_speedup": _of(_decode_speedup),
+    # Without the prefill, which yields the first token of each prompt.
+    "decode_speedup": Metric(
+        (*_SPEEDUP.sums, "num_prompts", "prefill_seconds", "baseline_prefill_seconds"),
+        lambda tokens, seconds, plain_tokens, plain_seconds, prompts, prefill, plain_prefill: _speedup(
+            tokens - prompts, seconds - prefill, plain_tokens - prompts, plain_seconds - plain_prefill
+        ),
+    ),
     "draft_ms": _of(lambda draft_seconds, num_draft_tokens: 1000 * draft_seconds / num_draft_tokens, "lower"),
     "verify_ms": _of(lambda verify_seconds, num_rounds: 1000 * verify_seconds / num_rounds, "lower"),
     "baseline_step_ms": Metric(

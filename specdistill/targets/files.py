@@ -66,7 +66,7 @@ class Shards:
 
     def config(self) -> dict[str, Any]:
         """The checkpoint's config.json. Raises UserError when there is none."""
-        return read_json(self.folder / "config.json", self.key)
+        return read_config(self.folder, self.key)
 
     def describe(self, name: str) -> tuple[torch.dtype, torch.Size]:
         """Dtype and shape of a tensor, which is not read."""
@@ -98,14 +98,21 @@ class Shards:
             raise UserError(self.key, got=got, expected="every tensor in the one file that the index names")
 
 
-def read_json(path: Path, key: str) -> dict[str, Any]:
-    """The keys of a checkpoint's config.json. Raises UserError when it is missing or broken."""
+def read_config(folder: Path, key: str, expected: str = "a checkpoint with its config.json") -> dict[str, Any]:
+    """A folder's config.json. Raises UserError, saying what is there instead, when it has none."""
+    path = folder / "config.json"
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(key, got=f"{path}: {error}", expected="a checkpoint with its config.json") from error
+    except FileNotFoundError as error:
+        found = sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
+        inside = next((str(folder / name) for name in found if (folder / name / "config.json").is_file()), None)
+        nothing = "is empty" if folder.is_dir() else "is no folder"
+        shown = f"holds {', '.join(found[:5])}{', …' * (len(found) > 5)}" if found else nothing
+        raise UserError(key, got=f"{folder}, which {shown}", expected=expected, nearest=inside) from error
+    except (ValueError, OSError) as error:
+        raise UserError(key, got=f"{path}: {error}", expected="JSON") from error
     if not isinstance(config, dict):
-        raise UserError(key, got=f"{path}, which holds no keys", expected="the config.json of a checkpoint")
+        raise UserError(key, got=f"{path}, which holds no keys", expected=expected)
     return config
 
 
@@ -134,7 +141,7 @@ class TargetFiles:
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        return read_json(self.fetch("config.json", INDEX) / "config.json", KEY)
+        return read_config(self.fetch("config.json", INDEX), KEY)
 
     @property
     def text_config(self) -> dict[str, Any]:

@@ -53,24 +53,12 @@ def read_history(draft_folder: Path, *, key: str) -> History | None:
         raise UserError(key, got=f"{path} ({error})", expected="seconds, steps and log, as training saves them") from error
 
 
-class TrainingCurve(TrainerCallback):
-    """When training ends, saves the drawing at `path`, in the run's folder, and the history beside the run's record."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.resumed = False
-
-    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self.resumed = state.global_step > 0
-
-    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        if state.is_world_process_zero:
-            draw(state.log_history, self.path)
-            seconds = None if self.resumed else state.log_history[-1]["train_runtime"]
-            path = self.path.parent / HISTORY
-            path.parent.mkdir(parents=True, exist_ok=True)
-            history = asdict(History(seconds, state.global_step, state.log_history))
-            path.write_text(json.dumps(history, indent=2) + "\n", encoding="utf-8")
+def save_history(state: TrainerState, folder: Path, *, resumed: bool) -> None:
+    """Of a training that has ended: the drawing in the run's folder, and the history beside the run's record."""
+    draw(state.log_history, folder / "training_curve.png")
+    history = History(None if resumed else state.log_history[-1]["train_runtime"], state.global_step, state.log_history)
+    (folder / HISTORY).parent.mkdir(parents=True, exist_ok=True)
+    (folder / HISTORY).write_text(json.dumps(asdict(history), indent=2) + "\n", encoding="utf-8")
 
 
 class ProgressLines(TrainerCallback):

@@ -20,7 +20,7 @@ from specdistill.errors import UserError
 from specdistill.project import git_revision
 from specdistill.recipe.load import recipe_yaml, save_recipe
 from specdistill.training.arguments import check_precision, training_arguments
-from specdistill.training.history import ProgressLines, TrainingCurve
+from specdistill.training.history import ProgressLines, save_history
 from specdistill.training.trainer import DraftTrainer
 
 PACKAGES = ("specdistill", "torch", "transformers", "accelerate", "datasets", "tokenizers", "safetensors")
@@ -87,8 +87,8 @@ class TrainingRun:
         if self.arguments.disable_tqdm:
             trainer.remove_callback(PrinterCallback)  # it prints every log as a dictionary
             trainer.add_callback(ProgressLines())
-        if isinstance(trainer, DraftTrainer):
-            trainer.add_callback(TrainingCurve(self.path / "training_curve.png"))
-        trainer.train(resume_from_checkpoint=get_last_checkpoint(str(self.path)))
+        checkpoint = get_last_checkpoint(str(self.path))
+        trainer.train(resume_from_checkpoint=checkpoint)
         if isinstance(trainer, DraftTrainer) and trainer.is_world_process_zero():
+            save_history(trainer.state, self.path, resumed=checkpoint is not None)
             trainer.save_draft(self.path / "draft")

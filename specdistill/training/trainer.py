@@ -86,11 +86,7 @@ class DraftTrainer(Trainer):
         return batches, count.clamp_min(1)
 
     def compute_loss(
-        self,
-        model: nn.Module,
-        inputs: Batch,
-        return_outputs: bool = False,
-        num_items_in_batch: Tensor | int | None = None,
+        self, model: nn.Module, inputs: Batch, return_outputs: bool = False, num_items_in_batch: Tensor | int | None = None
     ) -> Any:
         """The one division: a sum over this micro-batch, over the count of the whole global batch.
 

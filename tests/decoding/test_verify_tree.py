@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from specdistill.decoding.tree import ROOT, Tree, draw_distinct
-from specdistill.decoding.verify import rejection
-from specdistill.decoding.verify_tree import follow, sampled
+from specdistill.decoding.verify import follow, rejection, sampled
 from tests.enumeration import cells
 
 ROUNDING = 1e-15

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from specdistill.cli import main
 from specdistill.decoding.decoder import Decoder
-from specdistill.doctor.diagnosis import Diagnosis, Recorded, diagnose, recorded
+from specdistill.doctor.diagnosis import Acceptance, Diagnosis, diagnose, recorded
 from specdistill.methods.draft_model.checkpoint import save_draft_model
 from specdistill.methods.draft_model.create import create_draft_model
 from specdistill.targets.frozen import FrozenTarget
@@ -203,7 +203,7 @@ def test_the_best_evaluation_is_what_was_recorded(tmp_path: Path) -> None:
     log += [{"step": step, "eval_acceptance_length": length, "eval_acceptance_0": 0.5} for step, length in ((2, 3.5), (4, 3.0))]
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "history.json").write_text(json.dumps({"seconds": None, "steps": 4, "log": log}))
-    assert recorded(tmp_path / "draft") == Recorded(1, 3.5)
+    assert recorded(tmp_path / "draft") == Acceptance(1, 3.5)
 
 
 def test_the_verb(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,7 @@ from torch import nn
 from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
 
 from specdistill.errors import UserError
-from specdistill.training.history import History, ProgressLines, TrainingCurve, draw, read_history
+from specdistill.training.history import History, ProgressLines, draw, read_history, save_history
 
 
 def test_the_curve_is_drawn_from_the_trainers_log(tmp_path: Path) -> None:
@@ -42,14 +42,15 @@ def train(run: Path, steps: int, **more: Any) -> None:
     )  # fmt: skip
     rows = [{"x": float(number), "labels": 2.0 * number} for number in range(4)]
     lengths = iter([1.5, float("nan"), 2.5])
-    Trainer(
+    trainer = Trainer(
         Line(),
         arguments,
         train_dataset=rows,
         eval_dataset=rows,
         compute_metrics=lambda _: {"acceptance_length": next(lengths)},
-        callbacks=[TrainingCurve(run / "training_curve.png")],
-    ).train(**more)
+    )
+    trainer.train(**more)
+    save_history(trainer.state, run, resumed=bool(more))
 
 
 def test_a_run_leaves_its_history(tmp_path: Path) -> None:

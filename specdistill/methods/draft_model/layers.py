@@ -89,10 +89,7 @@ class TransformersLayers:
         options = {}
         if level:
             position_ids = torch.tensor([level.positions_T], device=ids_1T.device)
-            options = {
-                "position_ids": position_ids,
-                "attention_mask": attention_masks(level, self.config, self.backbone.dtype),
-            }
+            options = {"position_ids": position_ids, "attention_mask": attention_masks(level, self.config, self.backbone.dtype)}
         output = self.backbone(input_ids=ids_1T, past_key_values=self.cache, use_cache=True, **options)
         hidden: Tensor = output.last_hidden_state
         return hidden

@@ -32,7 +32,7 @@ def is_named(config: Any, names: Any) -> bool:
 
 def repairs(head: EagleDraft, target: FrozenTarget) -> Iterator[mistakes.Repair]:
     """What may be wrong with an EAGLE-1 head whose files are right."""
-    yield "the two halves that fc reads, embedding and hidden state, are swapped", mistakes.swap_halves_of("fc")
+    yield "the two halves that fc reads, embedding and hidden state, are swapped", mistakes.swap_halves_of, "fc"
     yield from mistakes.of_shape(head, target)
     yield from mistakes.of_layers(head)
 

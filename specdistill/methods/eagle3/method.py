@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from torch import Tensor
 
 from specdistill.data.packing import draft_vocabulary
 from specdistill.engines.limits import engine_aux_layers
@@ -56,31 +55,31 @@ def repairs(head: Eagle3Draft, target: FrozenTarget) -> Iterator[mistakes.Repair
         repaired.layers[0].norm_before_residual = not config.norm_before_residual
 
     yield f"norm_before_residual is {config.norm_before_residual}: it was trained with the other", residual
-    other_output = mistakes.configure(norm_output=not config.norm_output)
-    yield f"norm_output is {config.norm_output}: it was trained with the other", other_output
+    other_output = {"norm_output": not config.norm_output}
+    yield f"norm_output is {config.norm_output}: it was trained with the other", mistakes.configure, other_output
     # One more, one less, the engines' default
     others = [[layer + 1 for layer in aux_layers], [layer - 1 for layer in aux_layers]]
     others += [engine_aux_layers(depth)] if len(aux_layers) == 3 else []
     for layers in dict.fromkeys(map(tuple, others)):
         if layers != config.aux_layers and all(0 <= layer <= depth for layer in layers):
             cause = f"it reads the target after layers {aux_layers}: it was trained on {list(layers)}"
-            yield cause, mistakes.configure(aux_layers=layers)
+            yield cause, mistakes.configure, {"aux_layers": layers}
     blocks = head.fc.weight.chunk(len(aux_layers), dim=1)
     orders = itertools.permutations(range(len(blocks))) if len(blocks) <= 3 else [tuple(range(len(blocks)))[::-1]]
     for order in orders:
         if list(order) != sorted(order):
             cause = f"fc reads the auxiliary states in another order than it was trained on: {[index + 1 for index in order]}"
-            yield cause, mistakes.set_weight("fc.weight", torch.cat([blocks[index] for index in order], dim=1))
+            yield cause, mistakes.set_weight, "fc.weight", torch.cat([blocks[index] for index in order], dim=1)
     for one, other in itertools.combinations(("input_layernorm", "hidden_norm", "post_attention_layernorm"), 2):
-        yield f"the first layer's {one} and {other} are swapped", mistakes.swap(f"layers.0.{one}", f"layers.0.{other}")
+        yield f"the first layer's {one} and {other} are swapped", mistakes.swap, f"layers.0.{one}", f"layers.0.{other}"
     projections = (f"layers.0.self_attn.{part}_proj" for part in "qkv")
     cause = "the halves that the first layer's q, k and v read, embedding and hidden state, are swapped"
-    yield cause, mistakes.swap_halves_of(*projections)
+    yield cause, mistakes.swap_halves_of, *projections
     if config.prunes_vocabulary:
         yield from _repairs_of_vocabulary(head)
     if config.own_embedding:
         own = target.tensor("embed_tokens.weight")
-        yield "its embedding is not the target's: it was trained with that", mistakes.set_weight("embed_tokens.weight", own)
+        yield "its embedding is not the target's: it was trained with that", mistakes.set_weight, "embed_tokens.weight", own
     yield from mistakes.of_shape(head, target)
     yield from mistakes.of_layers(head)
 
@@ -94,11 +93,7 @@ def _repairs_of_vocabulary(head: Eagle3Draft) -> Iterator[mistakes.Repair]:
     ):
         ids = d2t + draft_ids
         if bool((ids >= 0).all()) and bool((ids < head.config.vocab_size).all()) and bool((ids.diff() > 0).all()):
-
-            def renamed(repaired: Any, offsets: Tensor = d2t) -> None:
-                repaired.d2t = offsets
-
-            yield cause, renamed
+            yield cause, setattr, "d2t", d2t
 
 
 def planned(target: sizes.Described, given: sizes.Described | None, settings: dict[str, Any]) -> sizes.PlannedDraft:

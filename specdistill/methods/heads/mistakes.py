@@ -18,7 +18,7 @@ from specdistill.methods.heads.unroll import TrainingTimeTest
 from specdistill.methods.layers import Rotary
 from specdistill.targets.frozen import FrozenTarget
 
-Repair = tuple[str, Callable[[Any], None]]  # a cause, and what undoes it in a head
+Repair = tuple[Any, ...]  # a cause, and what undoes it: a function of a head, and its other arguments
 LIKELY_CAUSES = ("the features it was trained on came from elsewhere (other layers, quantised, before the final norm)",)
 
 
@@ -28,9 +28,9 @@ def simulation(repairs: Callable[[Any, FrozenTarget], Iterator[Repair]]) -> Simu
     def mistakes(head: Any, target: FrozenTarget) -> Iterator[tuple[str, Any]]:
         modules = (head, target.model)
         shared = {id(tensor): tensor for module in modules for tensor in (*module.parameters(), *module.buffers())}
-        for cause, repair in repairs(head, target):
+        for cause, repair, *arguments in repairs(head, target):
             repaired = copy.deepcopy(head, dict(shared))
-            repair(repaired)
+            repair(repaired, *arguments)
             yield cause, repaired
 
     return Simulation(
@@ -45,10 +45,10 @@ def of_layers(head: Any) -> Iterator[Repair]:
     for index, layer in enumerate(head.layers):
         if hasattr(getattr(layer, "mlp", None), "gate_proj"):
             mlp = f"layers.{index}.mlp"
-            yield f"{mlp}.gate_proj and up_proj are swapped", swap(f"{mlp}.gate_proj", f"{mlp}.up_proj")
+            yield f"{mlp}.gate_proj and up_proj are swapped", swap, f"{mlp}.gate_proj", f"{mlp}.up_proj"
     for name, parameter in head.named_parameters():
         if name not in head.shared and parameter.dim() == 2 and parameter.shape[0] == parameter.shape[1]:
-            yield f"{name} is transposed", set_weight(name, parameter.T)
+            yield f"{name} is transposed", set_weight, name, parameter.T
 
 
 def of_shape(head: Any, target: FrozenTarget) -> Iterator[Repair]:
@@ -58,46 +58,35 @@ def of_shape(head: Any, target: FrozenTarget) -> Iterator[Repair]:
     scaling = None if kind == "default" else rope
     if theta is not None and (float(theta), scaling) != (config.rope_theta, config.rope_scaling):
         cause = f"its rotary base (rope_theta) is {config.rope_theta:g}: it was trained with the target's, {theta:g}"
-        yield cause, configure(rope_theta=float(theta), rope_scaling=scaling)
+        yield cause, configure, {"rope_theta": float(theta), "rope_scaling": scaling}
     size = getattr(target.config, "head_dim", None) or target.hidden_size // target.config.num_attention_heads
     rows, groups = (number * config.head_dim for number in (config.num_attention_heads, config.num_key_value_heads))
     if size != config.head_dim and rows % size == 0 and groups % size == 0:
         num_heads = config.num_attention_heads
         cause = f"its heads are of {config.head_dim} (num_attention_heads {num_heads}): it was trained with {size}"
-        yield cause, configure(head_dim=size, num_attention_heads=rows // size, num_key_value_heads=groups // size)
+        sizes = {"head_dim": size, "num_attention_heads": rows // size, "num_key_value_heads": groups // size}
+        yield cause, configure, sizes
 
 
-def configure(**fields: Any) -> Callable[[Any], None]:
-    def change(head: Any) -> None:
-        head.config = replace(head.config, **fields)
-        if fields.keys() & {"rope_theta", "head_dim"}:
-            head.rotary = Rotary(head.config)
-            for layer in head.layers:
-                layer.self_attn.head_dim = head.config.head_dim
-
-    return change
+def configure(head: Any, fields: dict[str, Any]) -> None:
+    head.config = replace(head.config, **fields)
+    if fields.keys() & {"rope_theta", "head_dim"}:
+        head.rotary = Rotary(head.config)
+        for layer in head.layers:
+            layer.self_attn.head_dim = head.config.head_dim
 
 
-def set_weight(name: str, weight: Tensor) -> Callable[[Any], None]:
-    def change(head: Any) -> None:
-        module, _, last = name.rpartition(".")
-        setattr(head.get_submodule(module), last, nn.Parameter(weight.detach().contiguous(), requires_grad=False))
-
-    return change
+def set_weight(head: Any, name: str, weight: Tensor) -> None:
+    module, _, last = name.rpartition(".")
+    setattr(head.get_submodule(module), last, nn.Parameter(weight.detach().contiguous(), requires_grad=False))
 
 
-def swap(one: str, other: str) -> Callable[[Any], None]:
-    def change(head: Any) -> None:
-        first, second = head.get_submodule(one), head.get_submodule(other)
-        first.weight, second.weight = second.weight, first.weight
-
-    return change
+def swap(head: Any, one: str, other: str) -> None:
+    first, second = head.get_submodule(one), head.get_submodule(other)
+    first.weight, second.weight = second.weight, first.weight
 
 
-def swap_halves_of(*names: str) -> Callable[[Any], None]:
-    def change(head: Any) -> None:
-        for name in names:
-            first, second = head.get_submodule(name).weight.chunk(2, dim=1)
-            set_weight(f"{name}.weight", torch.cat((second, first), dim=1))(head)
-
-    return change
+def swap_halves_of(head: Any, *names: str) -> None:
+    for name in names:
+        first, second = head.get_submodule(name).weight.chunk(2, dim=1)
+        set_weight(head, f"{name}.weight", torch.cat((second, first), dim=1))

@@ -35,8 +35,8 @@ def inspect(folder: Path, target: TargetFiles | None) -> None:
 
 def repairs(head: MtpDraft, target: FrozenTarget) -> Iterator[mistakes.Repair]:
     """What may be wrong with a multi-token-prediction layer whose files are right."""
-    yield "the two halves that fc reads, embedding and hidden state, are swapped", mistakes.swap_halves_of("fc")
-    yield "the norms of embedding and hidden state are swapped", mistakes.swap("token_norm", "hidden_norm")
+    yield "the two halves that fc reads, embedding and hidden state, are swapped", mistakes.swap_halves_of, "fc"
+    yield "the norms of embedding and hidden state are swapped", mistakes.swap, "token_norm", "hidden_norm"
     yield from mistakes.of_layers(head)
 
 

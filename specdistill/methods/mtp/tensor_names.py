@@ -72,10 +72,7 @@ NAMES = {  # here -> after the prefix: qwen3_next, deepseek_v3
     "hidden_norm.weight": ("pre_fc_norm_hidden.weight", "hnorm.weight"),
     "norm.weight": ("norm.weight", "shared_head.norm.weight"),
 }
-COPIES = {
-    "embed_tokens.weight": ("embed_tokens.weight",),
-    "shared_head.head.weight": ("lm_head.weight", "embed_tokens.weight"),
-}
+COPIES = {"embed_tokens.weight": ("embed_tokens.weight",), "shared_head.head.weight": ("lm_head.weight", "embed_tokens.weight")}
 QWEN3_NEXT = Naming("qwen3_next", "mtp.", "layers.0.", {here: there for here, (there, _) in NAMES.items()}, {})
 DEEPSEEK_V3 = Naming("deepseek_v3", "model.layers.{n}.", "", {here: there for here, (_, there) in NAMES.items()}, COPIES)
 DEEPSEEK_TYPES = {"deepseek_v3", "glm4_moe", "glm4_moe_lite"}
