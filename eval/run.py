@@ -7,6 +7,9 @@ python eval/run.py target=pico draft=runs/demo/draft method=eagle3 suite=pico ou
 
 import shutil
 import sys
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +18,7 @@ from specdistill.decoding.batch_decoder import BatchDecoder
 from specdistill.decoding.proposer import Proposer
 from specdistill.decoding.tree import tree_shape
 from specdistill.errors import ExitCode, UserError
-from specdistill.gate.decide import FIRST_RELEASE, Evidence, judge, read_baseline
+from specdistill.gate.decide import FIRST_RELEASE, Evidence, is_decided, judge, read_baseline
 from specdistill.gate.rules import load_gate
 from specdistill.hub import resolve
 from specdistill.measurement.configurations import Plan, Settings, plan_configurations
@@ -55,7 +58,7 @@ def main(recipe: Recipe) -> ExitCode:
     # Measure: in this process, or running servers
     finished = folder / "configurations"
     if config.engine == "specdistill":
-        report, records = measure_here(recipe, suite, prior, finished)
+        report, records = measure_here(recipe, suite, prior, finished, is_decided=partial(is_decided, rules, baseline))
     else:
         report, records = measure_server(recipe, suite, prior)
 
@@ -72,10 +75,18 @@ def main(recipe: Recipe) -> ExitCode:
 
 
 def measure_here(
-    recipe: Recipe, suite: Suite, prior: PriorRun | None, folder: Path
+    recipe: Recipe,
+    suite: Suite,
+    prior: PriorRun | None,
+    folder: Path,
+    *,
+    is_decided: Callable[[Evidence], bool],
 ) -> tuple[dict[str, Any], list[PromptRecord]]:
-    """Decode in this process. folder: where finished configurations are kept, so that an interrupted run resumes."""
-    config = recipe.eval
+    """Decode in this process. folder: where finished configurations are kept, so that an interrupted run resumes.
+
+    is_decided: whether evidence leaves no rule of the gate inconclusive; until then eval.max_minutes goes on.
+    """
+    config, start = recipe.eval, time.monotonic()
 
     # Target, proposer and prompts
     trained = METHODS[recipe.method].artifact is not None
@@ -92,10 +103,14 @@ def measure_here(
     prompts = tokenize(suite, target.tokenizer, max_length=target.max_length, **limits)
     contexts = cut_prompts(suite, target.tokenizer, axes.context, max_length=target.max_length, **limits)
     print_power_analysis(power_analysis(len(prompts), suite.name, prior))
+    further = []
+    if config.max_minutes:
+        everything = tokenize(suite, target.tokenizer, max_new_tokens=config.max_new_tokens, max_length=target.max_length)
+        further = [prompt for prompt in everything if prompt not in prompts]
 
     # The configurations to measure, the one that the report is about first
     plans = plan_configurations(
-        Plan(Settings.of(config), prompts, config.target_precision),
+        Plan(Settings.of(config), prompts, config.target_precision, further),
         num_speculative_tokens=axes.num_speculative_tokens,
         temperatures=axes.temperature,
         batch_sizes=axes.batch_size,
@@ -105,6 +120,17 @@ def measure_here(
     if any(plan.settings.batch_size > 1 for plan in plans):
         BatchDecoder(target, proposer)  # refuses what cannot be batched, before anything is measured
 
+    report_of = partial(
+        draft_report, target, proposer, suite, draft={"model": draft, "revision": None, "method": recipe.method}
+    )
+
+    def is_enough(records: Sequence[PromptRecord]) -> bool:
+        """Of the main configuration: its gate is decided, or its time is over."""
+        used = {"seconds": time.monotonic() - start}
+        known = [MeasuredConfiguration(list(records), None, used)]
+        report = report_of(plans[:1], known, sampling_test="not tested yet", costs=(), took=used)
+        return used["seconds"] > 60 * (config.max_minutes or 0) or is_decided(Evidence(report, records))
+
     # Measure each that an earlier run has not finished
     finished = FinishedConfigurations(folder, measurement_identity(target, proposer, suite, method=recipe.method, draft=draft))
     measured = []
@@ -112,7 +138,8 @@ def measure_here(
         if (known := finished.read(plan)) is None:
             if len(plans) > 1:
                 print(f"Configuration {number} of {len(plans)}", file=sys.stderr)
-            known = finished.write(plan, measure_configuration(target, proposer, suite, plan, check_sampled=number == 1))
+            now_measured = measure_configuration(target, proposer, suite, plan, is_enough, check_sampled=number == 1)
+            known = finished.write(plan, now_measured)
         measured.append(known)
 
     # Of the main configuration also: is sampling lossless, and what do rounds of fewer draft tokens cost?
@@ -121,32 +148,30 @@ def measure_here(
         costs = round_costs(target, proposer, prompts, plans[0].settings)
 
     # Report
-    report = draft_report(
-        target,
-        proposer,
-        suite,
-        plans,
-        measured,
-        draft={"model": draft, "revision": None, "method": recipe.method},
-        sampling_test=tested,
-        costs=costs,
-        took=total_used([*(entry.took for entry in measured), took]),
-    )
+    used = total_used([*(entry.took for entry in measured), took])
+    report = report_of(plans, measured, sampling_test=tested, costs=costs, took=used)
     records = [record for entry in measured for record in entry.records]
     add_quality(report, records, suite, special_tokens=target.tokenizer.all_special_tokens, run_code=config.run_code)
     return report, records
 
 
 def measure_configuration(
-    target: FrozenTarget, proposer: Proposer, suite: Suite, plan: Plan, *, check_sampled: bool
+    target: FrozenTarget,
+    proposer: Proposer,
+    suite: Suite,
+    plan: Plan,
+    is_enough: Callable[[Sequence[PromptRecord]], bool],
+    *,
+    check_sampled: bool,
 ) -> MeasuredConfiguration:
     """Decode every prompt with and without the draft, and check that greedy decoding is lossless.
 
+    is_enough: whether the records of a plan's prompts leave its further ones unmeasured.
     check_sampled: prompts of a sampled configuration are decoded greedily as well, for that check.
     """
     settings = plan.settings
     with resources_used(target.device) as took:
-        runs = measure(target, proposer, suite.name, plan)
+        runs = measure(target, proposer, suite.name, plan, is_enough)
         checked = check_sampled or settings.sampling.is_greedy
         lossless = greedy_check(target, proposer, runs, settings) if checked else None
         records = prompt_records(suite.name, settings.configuration, target, proposer, runs)

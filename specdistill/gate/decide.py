@@ -109,6 +109,12 @@ def decide(
     return {"verdict": verdict, "passed": verdict == "passed", "first_release": first_release, "rules": results}
 
 
+def is_decided(rules: Sequence[Rule], baseline: Evidence | None, evidence: Evidence) -> bool:
+    """Whether no rule that decides is inconclusive: more prompts would change nothing."""
+    results = decide([rule for rule in rules if rule.severity != "warn"], evidence, baseline)["rules"]
+    return all(result["verdict"] != "inconclusive" for result in results)
+
+
 def _decide(rule: Rule, found: Estimate) -> dict[str, Any]:
     verdict, reason, needed = ("failed", f"no evidence: {found.reason}", None) if found.reason else holds(rule, found)
     return {
@@ -172,7 +178,7 @@ def _document_metric(rule: Rule, report: Mapping[str, Any]) -> Estimate:
 
 def _confidence(rule: Rule, *sides: Evidence) -> float:
     """The rule's, corrected where a run had interim analyses."""
-    with_interim_analyses = any(side.report["settings"].get("target_precision") for side in sides)
+    with_interim_analyses = any(side.report["settings"].get("interim_analyses") for side in sides)
     return corrected_confidence(rule.confidence) if with_interim_analyses else rule.confidence
 
 

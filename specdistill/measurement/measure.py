@@ -11,8 +11,9 @@ totals and speedups are right. A single prompt's share depends on its neighbours
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -53,24 +54,36 @@ class Runs:
     hf_generate: list[HFGenerate] = field(default_factory=list)
 
 
-def measure(target: FrozenTarget, proposer: Proposer, suite: str, plan: Plan) -> list[Runs]:
-    """The runs of a plan's prompts: all of them, or as many as its target precision takes.
+def measure(
+    target: FrozenTarget,
+    proposer: Proposer,
+    suite: str,
+    plan: Plan,
+    is_decided: Callable[[Sequence[PromptRecord]], bool] = lambda records: True,
+) -> list[Runs]:
+    """The runs of a plan's prompts: all of them, or as many as its target precision takes; its further ones until `is_decided`.
 
     Prompts keep the suite's order, or in batches the order in which they were decoded.
     """
-    settings = plan.settings
-    if plan.target_precision is None:
+    settings, everything = plan.settings, [*plan.prompts, *plan.further]
+    categories, first = [prompt.category for prompt in everything], len(plan.prompts)
+    if plan.target_precision is not None:
+        is_decided = partial(reached_precision, target_precision=plan.target_precision, seed=settings.seed)
+        order, sizes = spread_out(categories, settings.seed), interim_sizes(first)
+    elif plan.further:
+        order = [*range(first), *(first + index for index in spread_out(categories[first:], settings.seed))]
+        sizes = interim_sizes(len(everything), first)
+    else:
         return measure_together(target, [proposer], plan.prompts, settings)[0]
-    order = spread_out([prompt.category for prompt in plan.prompts], settings.seed)
     runs: list[Runs] = []
-    for num_prompts in interim_sizes(len(order)):
+    for num_prompts in sizes:
         end = math.ceil(num_prompts / settings.batch_size) * settings.batch_size  # whole batches
-        prompts = [plan.prompts[index] for index in order[len(runs) : end]]
+        prompts = [everything[index] for index in order[len(runs) : end]]
         # The seed continues, so that no two prompts are sampled with the same one.
         part = replace(settings, seed=settings.seed + len(runs), warmup=0 if runs else settings.warmup)
         runs += measure_together(target, [proposer], prompts, part)[0]
         records = prompt_records(suite, settings.configuration, target, proposer, runs)
-        if reached_precision(records, plan.target_precision, settings.seed):
+        if is_decided(records):
             break
     if settings.batch_size > 1:
         return runs

@@ -81,8 +81,8 @@ def measurement_identity(
 
 def fingerprint(plan: Plan, identity: Mapping[str, Any]) -> str:
     """A hash of all that the plan's records depend on."""
-    prompts = [(prompt.id, prompt.category, prompt.token_ids) for prompt in plan.prompts]
-    content = json.dumps([identity, asdict(plan.settings), plan.target_precision, prompts], sort_keys=True)
+    prompts = [(prompt.id, prompt.category, prompt.token_ids) for prompt in (*plan.prompts, *plan.further)]
+    content = json.dumps([identity, asdict(plan.settings), plan.target_precision, len(plan.prompts), prompts], sort_keys=True)
     return hashlib.sha256(content.encode()).hexdigest()[:FINGERPRINT_DIGITS]
 
 
@@ -112,8 +112,8 @@ def draft_report(
     draft: its `model`, the folder or Hub id it was loaded from, with that id's commit as `revision`, and its `method`. sampling_test: its
     result, or the reason why there is none. costs: of rounds at every K' up to K. took: see `resources_used`.
     """
-    settings, precision = plans[0].settings, plans[0].target_precision
-    confidence = corrected_confidence(0.95) if precision else 0.95
+    settings = plans[0].settings
+    confidence = corrected_confidence(0.95) if plans[0].has_interim_analyses else 0.95
     rows = [
         result_rows(entry.records, suite, plan.settings.configuration, seed=settings.seed, confidence=confidence)
         for plan, entry in zip(plans, measured, strict=True)
@@ -132,7 +132,8 @@ def draft_report(
             "draft_sampling": "probabilistic" if proposer.draws(settings.sampling, settings.tree) else "greedy",
             "drafting": dict(proposer.settings),
             **{name: getattr(settings, name) for name in ("batch_size", "seed", "warmup", "repeats")},
-            "target_precision": precision,
+            "target_precision": plans[0].target_precision,
+            "interim_analyses": plans[0].has_interim_analyses,
         },
         suite=suite,
         results=[row for of_configuration in rows for row in of_configuration],

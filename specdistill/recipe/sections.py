@@ -27,6 +27,10 @@ SAMPLED = ReadWhen(
 A_CHAIN = ReadWhen(
     "without eval.tree, or as the depth of that", lambda it: it.tree is None or it.num_speculative_tokens == it.tree.levels
 )
+SOME_PROMPTS = ReadWhen(
+    "with eval.num_prompts, eval.engine=specdistill and without eval.target_precision",
+    lambda it: it.num_prompts is not None and it.target_precision is None and it.engine == "specdistill",
+)
 FROM_HUB = ReadWhen(
     "of a model on the Hub: pico and folders have no revisions",
     lambda it: it.model is not None and it.model != "pico" and not Path(it.model).is_dir(),
@@ -132,6 +136,12 @@ class EvalConfig(Section):
         ge=0.0001,
         le=1,
         read_when=IN_PROCESS,
+    )
+    max_minutes: float | None = option(
+        None,
+        "while a rule of the gate is inconclusive, measure prompts beyond num_prompts as well, for up to so many minutes",
+        gt=0,
+        read_when=SOME_PROMPTS,
     )
 
     @model_validator(mode="after")

@@ -92,9 +92,9 @@ def corrected_confidence(confidence: float) -> float:
     return 1 - (1 - confidence) / NUM_INTERIM_ANALYSES
 
 
-def interim_sizes(num_prompts: int) -> list[int]:
-    """Numbers of prompts at the interim analyses, growing by a constant factor up to all of them."""
-    sizes = np.geomspace(min(FIRST_ANALYSIS, num_prompts), num_prompts, NUM_INTERIM_ANALYSES)
+def interim_sizes(num_prompts: int, first: int = FIRST_ANALYSIS) -> list[int]:
+    """Numbers of prompts at the interim analyses, growing from `first` by a constant factor up to all of them."""
+    sizes = np.geomspace(min(first, num_prompts), num_prompts, NUM_INTERIM_ANALYSES)
     return [int(size) for size in np.unique(sizes.round())]
 
 

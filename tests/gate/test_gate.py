@@ -84,7 +84,7 @@ def test_a_run_with_interim_analyses_is_judged_by_stricter_intervals(evidence):
     low, _ = interval(METRICS["speedup"], prompt_sums(evidence.records), confidence=0.9, seed=0)
     rule = Rule("speedup", "min", low, confidence=0.9)
     assert judged(evidence, rule)["passed"]
-    stopped = changed(evidence, ("settings", "target_precision"), 0.01)
+    stopped = changed(evidence, ("settings", "interim_analyses"), True)
     assert not judged(stopped, rule)["passed"]
     assert judged(stopped, replace(rule, confidence=0.5))["passed"]
 
