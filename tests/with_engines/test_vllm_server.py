@@ -1,141 +1,167 @@
-"""eval.engine=vllm against a real vLLM server that looks n-grams up, and one that does not, both on a CPU in float32."""
+"""`specdistill eval eval.engine=vllm` starts a real vLLM, on a CPU in float32, and counts what we count; nothing of it is left."""
 
 import os
-import socket
+import re
 import subprocess
+import sys
 import time
-import urllib.error
-import urllib.request
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 
-from specdistill.cli import main
-from specdistill.decoding.decoder import Decoder
+from specdistill.engines import ENGINES
 from specdistill.errors import ExitCode
-from specdistill.project import PICO
+from specdistill.export.export import export
+from specdistill.measurement.engine_counts import generate_here
+from specdistill.methods.load import load_proposer
+from specdistill.project import ROOT
 from specdistill.report.files import read_report
 from specdistill.suites.suite import load_suite, tokenize
+from specdistill.targets.files import TargetFiles
 from specdistill.targets.frozen import FrozenTarget
-from tests.with_engines.environments import environment
+from tests.with_engines.conftest import K
+from tests.with_engines.environments import environment, run
 
 pytestmark = [pytest.mark.engines, pytest.mark.slow]
 
-K, NUM_PROMPTS, NEW_TOKENS = 3, 8, 32
-SPECULATION = f'{{"method": "ngram", "num_speculative_tokens": {K}, "prompt_lookup_min": 1, "prompt_lookup_max": 3}}'
-START_SECONDS = 600
+NUM_PROMPTS, NEW_TOKENS, LOADS = 8, 48, (1, 4)
 QUIET = {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+SHARED_MEMORY = Path("/dev/shm")
 
 
-@contextmanager
-def launched(folder: Path, port: int, log: Path, *options: str) -> Iterator["subprocess.Popen[bytes]"]:
-    """A server that starts, ended afterwards."""
-    command = [
-        folder / "bin" / "python",
-        "-m",
-        "vllm.entrypoints.openai.api_server",
-        "--model",
-        PICO,
-        "--served-model-name",
-        "pico",
-    ]
-    fixed = [
-        "--dtype",
-        "float32",
-        "--max-model-len",
-        "512",
-        "--enforce-eager",
-        "--block-size",
-        "32",
-        "--no-enable-prefix-caching",
-    ]
-    surroundings = {
-        name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
-    }
-    surroundings |= {**QUIET, "PATH": f"{folder / 'bin'}:{surroundings['PATH']}"}
-    arguments = [*map(str, command), *fixed, "--host", "127.0.0.1", "--port", str(port), *options]
-    with (
-        log.open("wb") as output,
-        subprocess.Popen(arguments, stdout=output, stderr=subprocess.STDOUT, env=surroundings) as process,
-    ):
-        try:
-            yield process
-        finally:
-            process.terminate()
+def command(draft: Path, folder: Path) -> list[str]:
+    engine = f"{environment('vllm') / 'bin' / 'vllm'} serve --enforce-eager --block-size 32"
+    given = ["target=pico", "method=eagle3", f"draft={draft}", "suite=pico", "gate=server", f"output_dir={folder}"]
+    given += ["eval.engine=vllm", f"eval.engine_command={engine}", f"eval.num_speculative_tokens={K}", "eval.repeats=1"]
+    given += [f"eval.num_prompts={NUM_PROMPTS}", f"eval.max_new_tokens={NEW_TOKENS}", f"eval.sweep.concurrency={[*LOADS]}"]
+    return [sys.executable, "-m", "specdistill", "eval", *given]
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def evaluating(draft: Path, folder: Path) -> "subprocess.Popen[str]":
+    surroundings = {**os.environ, **QUIET, "PYTHONPATH": str(ROOT)}
+    return subprocess.Popen(command(draft, folder), env=surroundings, cwd=ROOT, stderr=subprocess.PIPE, text=True)
 
 
-def wait_for(process: "subprocess.Popen[bytes]", address: str, log: Path) -> None:
-    deadline = time.monotonic() + START_SECONDS
-    while not answers(f"{address}/version"):
-        assert process.poll() is None and time.monotonic() < deadline, log.read_text()[-4000:]
-        time.sleep(1)
+def when_asked(side: "subprocess.Popen[str]", folder: Path) -> list[psutil.Process]:
+    """All processes of vLLM's server and of the guard, once it is measured."""
+    log, deadline = folder / "engine" / "plain.log", time.monotonic() + 600
+    while not (log.is_file() and "POST /v1/completions" in log.read_text()):
+        assert side.poll() is None and time.monotonic() < deadline, side.stderr and side.stderr.read()[-4000:]
+        time.sleep(0.2)
+    return psutil.Process(side.pid).children(recursive=True)
 
 
-def answers(url: str) -> bool:
-    try:
-        with urllib.request.urlopen(url, timeout=5):
-            return True
-    except (urllib.error.URLError, TimeoutError):
-        return False
+def check_gone(processes: list[psutil.Process], shared: set[Path]) -> None:
+    assert len(processes) > 3  # vLLM's server, its core, and the guard
+    _, alive = psutil.wait_procs([process for process in processes if process.is_running()], timeout=20)
+    assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+    assert set(SHARED_MEMORY.glob("*")) <= shared
+
+
+@pytest.fixture
+def shared() -> set[Path]:
+    """What is in shared memory before."""
+    return set(SHARED_MEMORY.glob("*"))
 
 
 @pytest.fixture(scope="module")
-def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
-    """Addresses of the server that drafts and of the one that does not, which start side by side."""
-    folder, logs = environment("vllm"), tmp_path_factory.mktemp("logs")
-    with ExitStack() as stack:
-        started = []
-        for name, options in (("ngram", ("--speculative-config", SPECULATION)), ("plain", ())):
-            port, log = free_port(), logs / f"{name}.log"
-            process = stack.enter_context(launched(folder, port, log, *options))
-            started.append((process, f"http://127.0.0.1:{port}", log))
-        for process, address, log in started:
-            wait_for(process, address, log)
-        yield started[0][1], started[1][1]
+def measured(trained: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the report. Its speed is not what is tested here, so the gate may say either."""
+    folder, before = tmp_path_factory.mktemp("measured") / "report", set(SHARED_MEMORY.glob("*"))
+    with evaluating(trained("EAGLE-3.1"), folder) as side:
+        said = side.communicate()[1]
+    assert side.returncode in (ExitCode.DONE, ExitCode.CHECK_FAILED), said[-4000:]
+    assert set(SHARED_MEMORY.glob("*")) <= before
+    return folder
 
 
-def measure(folder: Path, servers: tuple[str, str], *more: str) -> ExitCode:
-    given = ["target=pico", "method=ngram", "suite=pico", "gate=server", f"output_dir={folder}", "eval.engine=vllm"]
-    sizes = [f"eval.num_prompts={NUM_PROMPTS}", f"eval.max_new_tokens={NEW_TOKENS}", "eval.repeats=1", "eval.warmup=1"]
-    addresses = [f"eval.server={servers[0]}", f"eval.baseline_server={servers[1]}"]
-    with pytest.raises(SystemExit) as ended:  # the script's own end
-        main(["eval", *given, *sizes, *addresses, f"eval.num_speculative_tokens={K}", *more])
-    return ExitCode(ended.value.code)
-
-
-def test_a_report_of_vllm_holds_its_texts_and_counts(servers: tuple[str, str], tmp_path: Path) -> None:
-    # Its speed is not what is tested here, so the gate may say either.
-    assert measure(tmp_path / "report", servers) in (ExitCode.DONE, ExitCode.CHECK_FAILED)
-    report, samples = read_report(tmp_path / "report")
+def test_one_command_measures_what_we_count(measured: Path, pico: FrozenTarget, trained: Callable[[str], Path]) -> None:
+    """vLLM also counts what it accepts past the end of a completion, as `generate_here` does."""
+    report, samples = read_report(measured)
     assert report["lossless"]["greedy_identical"]
     assert report["lossless"]["prompts_checked"] == NUM_PROMPTS
     assert report["engine"]["version"].startswith("0.32.")
-
-    target = FrozenTarget.load("pico")
-    prompts = tokenize(
-        load_suite("pico"), target.tokenizer, max_new_tokens=NEW_TOKENS, max_length=target.max_length, num_prompts=NUM_PROMPTS
-    )
-    plain = [Decoder(target).generate(prompt.token_ids, max_new_tokens=NEW_TOKENS).token_ids for prompt in prompts]
-    assert [sample.token_ids for sample in samples] == plain
-
-    row = report["results"][0]
-    assert row["num_new_tokens"] == sum(map(len, plain))
-    assert sum(row["accepted_per_position"]) == row["num_accepted_tokens"] > 0
-    assert row["num_accepted_tokens"] <= row["num_draft_tokens"] <= K * row["num_drafts"]
-    for sample in samples:
+    prompts = tokenize(load_suite("pico"), pico.tokenizer, max_new_tokens=NEW_TOKENS, max_length=512, num_prompts=NUM_PROMPTS)
+    proposer = load_proposer("eagle3", trained("EAGLE-3.1"), pico)
+    alone, together = samples[:NUM_PROMPTS], samples[NUM_PROMPTS:]
+    assert [sample.configuration.batch_size for sample in (alone[0], together[0])] == [*LOADS]
+    for prompt, sample in zip(prompts, alone, strict=True):
+        (here,) = generate_here(
+            pico, proposer, [prompt.token_ids], max_new_tokens=len(sample.token_ids), num_speculative_tokens=K
+        )
+        assert sample.token_ids == here.token_ids
         assert sample.counts is not None
-        # Each draft yields its accepted tokens and one more, all but the last of them inside the text.
-        assert sample.counts.num_accepted_tokens + sample.counts.num_drafts <= len(sample.token_ids) - 1 + K
+        counts = (sample.counts.num_drafts, sample.counts.num_draft_tokens, sample.counts.accepted_per_position)
+        assert counts == (here.counts.num_drafts, here.counts.num_draft_tokens, here.counts.accepted_per_position)
+    assert [sample.token_ids for sample in together] == [sample.token_ids for sample in alone]
+    assert [sample.counts for sample in together] == [sample.counts for sample in alone]
 
 
-def test_another_k_is_refused(servers: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert measure(tmp_path / "report", servers, f"eval.num_speculative_tokens={K + 2}") == ExitCode.USER_ERROR
-    assert f"got {K + 2}, expected {K}, as the server at {servers[0]} drafts" in capsys.readouterr().err
+def test_speed_is_measured_at_both_loads(measured: Path) -> None:
+    report, _ = read_report(measured)
+    alone, together = (row for row in report["results"] if row["category"] == "all")
+    assert together["baseline_tokens_per_second"] > alone["baseline_tokens_per_second"]
+    assert together["speedup"] > 0
+    assert "| requests at once | fastest K |" in (measured / "report.md").read_text()
+
+
+@pytest.mark.parametrize("killed", ["this side", "the server"])
+def test_after_sigkill_no_process_is_left(
+    trained: Callable[[str], Path], tmp_path: Path, shared: set[Path], killed: str
+) -> None:
+    with evaluating(trained("EAGLE-3.1"), tmp_path / "report") as side:
+        processes = when_asked(side, tmp_path / "report")
+        if killed == "this side":
+            side.kill()
+        else:
+            next(process for process in processes if "serve" in process.cmdline() and "-P" not in process.cmdline()).kill()
+            said = side.communicate()[1]
+            assert side.returncode == ExitCode.RESOURCE_ERROR
+            assert "The last lines of" in said and "does not answer" in said.splitlines()[-1]
+    check_gone(processes, shared)
+
+
+def test_a_draft_that_vllm_does_not_load_is_told_by_its_first_exception(trained: Callable[[str], Path], tmp_path: Path) -> None:
+    with evaluating(trained("EAGLE-3.1"), tmp_path / "report") as side:
+        draft = tmp_path / "report" / "engine" / "draft" / "config.json"
+        while not (draft.parent / "SERVE.md").is_file():
+            assert side.poll() is None
+            time.sleep(0.1)
+        draft.write_text(draft.read_text().replace("LlamaForCausalLMEagle3", "Unheard"))
+        said = side.communicate()[1]
+    assert side.returncode == ExitCode.RESOURCE_ERROR
+    assert "Unheard" in said.splitlines()[-1]
+
+
+def test_serve_md_is_true(trained: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM runs the Python of it, and knows every option in it."""
+    export(trained("EAGLE-3.1"), "vllm", tmp_path / "out", TargetFiles.of("pico"), num_speculative_tokens=K)
+    text = (tmp_path / "out" / "SERVE.md").read_text()
+    snippet = tmp_path / "snippet.py"
+    changes = "dtype='float32', enforce_eager=True, block_size=32, disable_log_stats=False"
+    snippet.write_text(re.search(r"```python\n(.*?)\n```", text, re.S)[1].replace("disable_log_stats=False", changes))  # type: ignore[index]
+    for name, value in QUIET.items():
+        monkeypatch.setenv(name, value)
+    bin_folder = environment("vllm") / "bin"
+    length = float(re.search(r"acceptance length ([\d.]+)", run(bin_folder / "python", snippet))[1])  # type: ignore[index]
+    assert 1 < length < K + 1
+    known = run(bin_folder / "vllm", "serve", "--help=all")
+    program = ENGINES["vllm"].program
+    assert program is not None
+    options = {
+        *re.findall(r"--[a-z][a-z-]*", text),
+        *(word for word in (*program.measured, *program.measured_draft) if word.startswith("--")),
+    }
+    assert len(options) > 8
+    for option in options:
+        assert re.search(rf"^  .*{option}\b", known, re.M), option
+
+
+def test_llama_cpp_knows_the_options_of_its_serve_md() -> None:
+    source = (environment("llama.cpp") / "source/vendor/llama.cpp/common/arg.cpp").read_text()
+    flags: dict[str, Any] = dict(ENGINES["gguf"].flags)
+    for option in re.findall(r"--[a-z-]+", " ".join(flags.values())):
+        assert f'"{option}"' in source
