@@ -1,28 +1,35 @@
 """Measure a draft by real speculative decoding and judge it: report.json, samples.jsonl, report.md, report.html and junit.xml.
 
 python eval/run.py recipe=pico/eagle3
+python eval/run.py recipe=pico/eagle3 eval.engine=vllm 'eval.sweep.concurrency=[4,16]'
 python eval/run.py recipe=pico/eagle3 eval.engine=vllm eval.server=http://127.0.0.1:8000 eval.baseline_server=http://127.0.0.1:8001
 python eval/run.py target=pico draft=runs/demo/draft method=eagle3 suite=pico output_dir=runs/report
 """
 
+import shlex
 import shutil
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from specdistill.command import check_writable, run
 from specdistill.decoding.batch_decoder import BatchDecoder
 from specdistill.decoding.proposer import Proposer
 from specdistill.decoding.tree import tree_shape
+from specdistill.engines import ENGINES
 from specdistill.errors import ExitCode, UserError
+from specdistill.export.export import export
 from specdistill.gate.decide import FIRST_RELEASE, Evidence, is_decided, judge, read_baseline
 from specdistill.gate.rules import load_gate
 from specdistill.hub import resolve
 from specdistill.measurement.configurations import Plan, Settings, plan_configurations
-from specdistill.measurement.hardware import fit_threads, resources_used, total_used
+from specdistill.measurement.hardware import fit_threads, hardware, resources_used, total_used
 from specdistill.measurement.losslessness import greedy_check, sampling_test
 from specdistill.measurement.measure import measure, prompt_records, round_costs
 from specdistill.measurement.measured import (
@@ -33,14 +40,17 @@ from specdistill.measurement.measured import (
 )
 from specdistill.measurement.quality import add_quality
 from specdistill.methods import METHODS
-from specdistill.methods.load import load_proposer
+from specdistill.methods.load import load_proposer, locate
 from specdistill.methods.recipe import Recipe
 from specdistill.report.files import previous_report, write_report
 from specdistill.report.text import print_power_analysis, print_report
-from specdistill.servers.run import connect, evaluate_server
+from specdistill.servers.measure import Start, Task, measure_running, measure_started
+from specdistill.servers.peers import connect_pair
+from specdistill.servers.run import engine_report
 from specdistill.statistics.records import PromptRecord
 from specdistill.statistics.sample_size import PriorRun, power_analysis
 from specdistill.suites.suite import Suite, cut_prompts, load_suite, tokenize
+from specdistill.targets.files import TargetFiles
 from specdistill.targets.frozen import FrozenTarget, read_tokenizer
 
 SHORTHANDS = {"target": "target.model", "draft": "eval.draft", "suite": "eval.suite", "output_dir": "eval.output_dir"}
@@ -55,12 +65,12 @@ def main(recipe: Recipe) -> ExitCode:
     known, place = ((baseline.report, baseline.records), config.baseline) if baseline else (previous_report(folder), folder)
     prior = PriorRun(*known, str(place)) if known else None
 
-    # Measure: in this process, or running servers
+    # Measure: in this process, or in an inference engine
     finished = folder / "configurations"
     if config.engine == "specdistill":
         report, records = measure_here(recipe, suite, prior, finished, is_decided=partial(is_decided, rules, baseline))
     else:
-        report, records = measure_server(recipe, suite, prior)
+        report, records = measure_engine(recipe, suite, prior, folder / "engine")
 
     # Judge and write
     report = judge(rules, Evidence(report, records), baseline, first_release=config.baseline == FIRST_RELEASE)
@@ -178,37 +188,83 @@ def measure_configuration(
     return MeasuredConfiguration(records, lossless, took)
 
 
-def measure_server(recipe: Recipe, suite: Suite, prior: PriorRun | None) -> tuple[dict[str, Any], list[PromptRecord]]:
-    """Send the suite to running servers. They do not say which draft they loaded: the report repeats eval.draft."""
-    config, target = recipe.eval, recipe.target
+def measure_engine(
+    recipe: Recipe, suite: Suite, prior: PriorRun | None, folder: Path
+) -> tuple[dict[str, Any], list[PromptRecord]]:
+    """Send the suite to an engine's servers, running ones or those that are started here. folder: for what these serve and print."""
+    config, target, k = recipe.eval, recipe.target, recipe.eval.num_speculative_tokens
     if target.adapter:
         expected = f"null with eval.engine={config.engine}: name the merged model that it serves in target.model"
         raise UserError("target.adapter", got=target.adapter, expected=expected)
     tokenizer, longest = read_tokenizer(target.model, revision=target.revision, trust_remote_code=target.trust_remote_code)
-    servers = connect(
-        config.engine,
-        config.server,
-        config.baseline_server,
-        target=(target.model, resolve(target.model)),
-        k=config.num_speculative_tokens,
-        timeout=config.server_timeout,
-    )
-    max_length = min(longest, servers[0].identity.max_length or longest)
+    named: dict[str, dict[str, Any]] = {
+        "target": {"model": target.model, "revision": target.revision},
+        "draft": {"model": config.draft, "revision": None, "method": recipe.method},
+    }
+    asked = partial(engine_task, recipe, suite, prior, tokenizer)
+
+    # Running servers do not say which draft they loaded, nor on what they run
+    if config.server:
+        names, timeout = (target.model, resolve(target.model)), config.server_timeout
+        speculative, plain = connect_pair(
+            config.engine, config.server, config.baseline_server, target=names, k=k, timeout=timeout
+        )
+        task = asked(min(longest, speculative.identity.max_length or longest))
+        outcome, has_baseline = measure_running(task, speculative, plain), plain is not None
+        machine: dict[str, Any] = {"device": "server", "name": config.server}
+
+    # Servers started here have the draft as it is exported for them
+    else:
+        draft = config.draft or str(Path(recipe.train["output_dir"]) / "draft")
+        task, start = asked(longest), engine_start(recipe, draft, folder)
+        outcome, has_baseline = measure_started(task, start), True
+        found = hardware(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+        machine = {name: found[name] for name in ("device", "name", "count", "memory_bytes")}  # threads are the engine's own
+        named["target"]["dtype"] = target.dtype
+        named["draft"] |= {"model": draft, "method": start.served.method}
+
+    report, records = engine_report(task, outcome, has_baseline=has_baseline, hardware=machine, **named)
+    add_quality(report, records, suite, special_tokens=tokenizer.all_special_tokens, run_code=config.run_code)
+    return report, records
+
+
+def engine_task(recipe: Recipe, suite: Suite, prior: PriorRun | None, tokenizer: Any, max_length: int) -> Task:
+    """What servers are asked: every K at every load, the recipe's own first."""
+    config = recipe.eval
     prompts = tokenize(
         suite, tokenizer, max_new_tokens=config.max_new_tokens, max_length=max_length, num_prompts=config.num_prompts
     )
     print_power_analysis(power_analysis(len(prompts), suite.name, prior))
-    report, records = evaluate_server(
-        servers,
-        suite,
-        prompts,
-        Settings.of(config),
-        tokenizer=tokenizer,
-        target={"model": target.model, "revision": target.revision},
-        draft={"model": config.draft, "revision": None, "method": recipe.method},
+    ks = dict.fromkeys([config.num_speculative_tokens, *config.sweep.num_speculative_tokens])
+    loads = dict.fromkeys([config.concurrency, *config.sweep.concurrency])
+    if max(loads) > len(prompts):
+        got = f"{max(loads)} for {len(prompts)} prompts"
+        raise UserError("eval.concurrency", got=got, expected="at most as many as there are prompts")
+    return Task(suite, prompts, tokenizer, replace(Settings.of(config), batch_size=config.concurrency), [*ks], [*loads])
+
+
+def engine_start(recipe: Recipe, draft: str, folder: Path) -> Start:
+    """Export the draft for the engine, into `<folder>/draft`."""
+    config, target, program = recipe.eval, recipe.target, ENGINES[recipe.eval.engine].program
+    if program is None:
+        raise UserError("eval.server", got="null", expected=f"the address of a running {config.engine} server")
+    if METHODS[recipe.method].artifact is None:
+        got = f"{recipe.method} with eval.engine={config.engine}"
+        raise UserError("method", got=got, expected="a method with a draft to serve, or a running server in eval.server")
+    files, served = TargetFiles.of(target.model, target.revision), folder / "draft"
+    shutil.rmtree(folder, ignore_errors=True)
+    options = ["--dtype", target.dtype]
+    options += ["--revision", target.revision] if target.revision else []
+    options += ["--trust-remote-code"] if target.trust_remote_code else []
+    return Start(
+        config.engine,
+        command=shlex.split(config.engine_command or program.command),
+        served=export(locate(draft), config.engine, served, files, num_speculative_tokens=config.num_speculative_tokens),
+        options=options,
+        target=(target.model, str(served), files.name),  # multi-token prediction is served in the draft's own folder
+        timeout=config.server_timeout,
+        logs=folder,
     )
-    add_quality(report, records, suite, special_tokens=tokenizer.all_special_tokens, run_code=config.run_code)
-    return report, records
 
 
 if __name__ == "__main__":

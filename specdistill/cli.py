@@ -192,7 +192,7 @@ def export(arguments: list[str]) -> int:
             write_untrained(recipe, draft)
         else:
             draft = locate(str(options.draft), key="draft")
-        method = write(
+        served = write(
             draft,
             options.engine,
             Path(options.output_dir),
@@ -201,7 +201,7 @@ def export(arguments: list[str]) -> int:
             dtype=options.dtype,
             num_speculative_tokens=options.num_speculative_tokens,
         )
-    print(f"{'an untrained draft' if recipe else 'draft'} of method {method} for {options.engine}: {options.output_dir}")
+    print(f"{'an untrained draft' if recipe else 'draft'} of method {served.method} for {options.engine}: {options.output_dir}")
     print(f"how to serve it: {Path(options.output_dir) / 'SERVE.md'}")
     return ExitCode.DONE
 

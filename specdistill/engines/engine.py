@@ -77,13 +77,14 @@ def eagle3_config(
 
 @dataclass(frozen=True)
 class Served:
-    """What a command that serves is made of. target: the name an engine is given, None where it is not known.
+    """What a command that serves is made of. method: None serves the target without a draft.
 
+    target: the name an engine is given, None where it is not known.
     samples: whether the draft was measured with drafts that are drawn, not greedy.
     config: the config.json that was written, empty for a GGUF file.
     """
 
-    method: str
+    method: str | None
     output: Path
     target: str | None
     num_tokens: int
@@ -96,7 +97,30 @@ class Served:
 
     @property
     def quoted_target(self) -> str:
-        return shlex.quote(self.target or "TARGET")
+        return shlex.quote(self.target_name)
+
+    @property
+    def target_name(self) -> str:
+        return self.target or "TARGET"
+
+
+@dataclass(frozen=True)
+class Program:
+    """What starts an engine's server.
+
+    command: as users type it. arguments: what they add for a target and its draft. measured: options that measuring needs, also of the
+    target alone; measured_draft: of one with a draft.
+    """
+
+    command: str
+    arguments: Callable[[Served], list[str]]
+    measured: tuple[str, ...]
+    measured_draft: tuple[str, ...] = ()
+
+    def shell(self, served: Served) -> str:
+        """The command with its arguments, a line for each option."""
+        words = [shlex.quote(word) for word in self.arguments(served)]
+        return " ".join([self.command, *(f"\\\n    {word}" if word.startswith("--") else word for word in words)])
 
 
 @dataclass(frozen=True)
@@ -105,7 +129,9 @@ class Engine:
 
     name: in commands and recipes; title: in prose. versions: those whose sources its facts were read in.
     layouts: method -> how a draft is exported; methods that are not there cannot be.
-    serve_command: lines for a shell. counters: where a running engine says what it accepts.
+    serve_command: lines for a shell. counters: where a running engine says what it accepts. flags: what else is set when it is started, and
+    how. snippet: serving in Python.
+    program: of its server, None where that is not started here.
     loaders: method -> how a folder is loaded; the first whose `inner` key is None or in config.json is taken.
     loader_version: of the loaders, where it is one of several.
     client: of its server, None where that is not measured. counts_past_end: whether it counts draft tokens that it accepts past the end of
@@ -120,6 +146,9 @@ class Engine:
     layouts: Mapping[str, Layout] = field(default_factory=dict)
     serve_command: Callable[[Served], str] = lambda served: ""
     counters: str = ""
+    flags: Mapping[str, str] = field(default_factory=dict)
+    snippet: Callable[[Served], str] | None = None
+    program: Program | None = None
     loaders: Mapping[str, tuple[Loader, ...]] = field(default_factory=dict)
     loader_version: str = ""
     client: Client | None = None

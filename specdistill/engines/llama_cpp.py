@@ -44,4 +44,14 @@ LLAMA_CPP = Engine(
     },
     serve_command=serve_command,
     counters="`llama-server` logs drafted and accepted tokens.",
+    flags={
+        "several GPUs": "`--split-mode layer --tensor-split 1,1`",
+        "layers on the GPU": "`--gpu-layers 99`; of the draft: `--spec-draft-ngl 99`",
+        "device of the draft": "`--spec-draft-device CUDA1`",
+        "threads": "`--threads 8`; of the draft: `--spec-draft-threads 8`",
+        "requests at once, tokens of all together": "`--parallel 4`, `--ctx-size 32768`",
+        "type of keys and values": (
+            "`--cache-type-k q8_0 --cache-type-v q8_0`; of the draft: `--spec-draft-type-k q8_0 --spec-draft-type-v q8_0`"
+        ),
+    },
 )

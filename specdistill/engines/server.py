@@ -1,7 +1,7 @@
 """A running server: one HTTP session, and completions with what the server counts of them.
 
-Counters stand on a Prometheus page and only grow, so that what a completion took is the difference of two pages. A page follows the answer
-that it counts with a short delay; the tokens that it counts tell when it is there, and that nobody else was served meanwhile.
+Each answer counts its own drafts, whatever else is served meanwhile. That nothing else is, which would disturb the times, the tokens say
+that the server's Prometheus page counts: as many as ours. The page follows an answer with a short delay.
 """
 
 import time
@@ -19,6 +19,7 @@ CONNECT_SECONDS = 10.0
 SHOWN_CHARACTERS = 200  # of an answer that is an error
 POLL_SECONDS = 0.01
 MAX_DELAY_SECONDS = 10.0
+MOST_IN_FLIGHT = 512  # requests to one server
 GENERATED = "generation_tokens_total"
 
 
@@ -31,6 +32,8 @@ class Server:
         import requests
 
         self.address, self.timeout, self.session = address.rstrip("/"), timeout, requests.Session()
+        for scheme in ("http://", "https://"):
+            self.session.mount(scheme, requests.adapters.HTTPAdapter(pool_maxsize=MOST_IN_FLIGHT))
 
     def text(self, path: str, *, hint: str = "is it this engine's server?") -> str:
         """The page at a path. `hint`: what to do when there is none."""
@@ -101,6 +104,11 @@ class ServerCounts:
     accepted_per_position: tuple[int, ...]
 
 
+def reached(histogram: Sequence[int]) -> tuple[int, ...]:
+    """Drafts whose position was accepted, of each position, from the drafts of which 0, 1, … K tokens were."""
+    return tuple(sum(histogram[position:]) for position in range(1, len(histogram)))
+
+
 @dataclass(frozen=True)
 class Completion:
     """A completion from a server. `seconds` from the request to the whole answer; `text` as the server spells it."""
@@ -121,7 +129,7 @@ class Client:
     prefix: of the names on its page of counters, `/metrics`; hint: how to start a server that has it.
     describe: (server, counters) -> what it says of itself.
     path, body: where a request is posted, and as which JSON.
-    text_and_length: answer -> its text and number of tokens. counts: (answer, what its tokens added to the counters) -> what was drafted.
+    text_and_length: answer -> its text and number of tokens. counts: (answer, K of the server, 0 without a draft) -> what was drafted.
     gauges: server -> the engine's own averages; empty where it has none.
     """
 
@@ -131,7 +139,7 @@ class Client:
     path: str
     body: Callable[[Request], dict[str, Any]]
     text_and_length: Callable[[Any], tuple[str, int]]
-    counts: Callable[[Any, Counters], ServerCounts]
+    counts: Callable[[Any, int], ServerCounts]
     gauges: Callable[[Server], dict[str, float]] = lambda server: {}
 
     def identify(self, server: Server) -> Identity:
@@ -141,13 +149,14 @@ class Client:
             raise ResourceError(missing, next_step=f"{self.hint}, or name the engine that serves")
         return self.describe(server, counters)
 
-    def complete(self, server: Server, request: Request) -> Completion:
-        before, body = self.read(server), self.body(request)
+    def complete(self, server: Server, request: Request, k: int) -> Completion:
+        """A completion by a server that drafts `k` tokens a round, 0 without a draft. Several threads may ask at once."""
+        body = self.body(request)
         start = time.perf_counter()
         answer = server.json(self.path, body)
         seconds = time.perf_counter() - start
         text, num_tokens = self.text_and_length(answer)
-        return Completion(text, num_tokens, seconds, self.counts(answer, self._read_after(server, before, num_tokens)))
+        return Completion(text, num_tokens, seconds, self.counts(answer, k))
 
     def read(self, server: Server) -> Counters:
         """The counters as they stand."""
@@ -165,19 +174,15 @@ class Client:
                 counters[name.removeprefix(f"{self.prefix}:") + labels.get("position", "")] += value
         return dict(counters)
 
-    def _read_after(self, server: Server, before: Counters, num_tokens: int) -> Counters:
-        """What was counted since `before`, once it holds a completion of `num_tokens`, and nothing else."""
+    def check_alone(self, server: Server, before: Counters, num_tokens: int) -> None:
+        """Raises ResourceError unless the server generated `num_tokens` since `before`, ours, and no others."""
         deadline = time.monotonic() + MAX_DELAY_SECONDS
-        while True:
-            counters = {name: value - before.get(name, 0) for name, value in self.read(server).items()}
-            counted = int(counters.get(GENERATED, 0))
-            if counted == num_tokens:
-                return counters
+        while (counted := int(self.read(server)[GENERATED] - before[GENERATED])) != num_tokens:
             if counted > num_tokens:
                 got = f"{server.address} served others too: it generated {counted} tokens, of which {num_tokens} are ours"
                 raise ResourceError(got, next_step="measure a server that nobody else uses")
             if time.monotonic() > deadline:
-                got = f"{server.address} counted {counted} tokens of an answer of {num_tokens}"
+                got = f"{server.address} counted {counted} tokens of answers of {num_tokens}"
                 raise ResourceError(got, next_step="is a proxy in front of several servers? measure one")
             time.sleep(POLL_SECONDS)
 

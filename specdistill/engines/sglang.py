@@ -6,14 +6,13 @@
 - Drafts are counted in each answer's `meta_info`, under names that changed between versions.
 """
 
-import shlex
 from typing import Any
 
 from specdistill.engines import limits, loader
-from specdistill.engines.engine import NORMS, SIZES, Engine, Layout, Served, eagle3_config
+from specdistill.engines.engine import NORMS, SIZES, Engine, Layout, Program, Served, eagle3_config
 from specdistill.engines.limits import AUX_LAYERS
 from specdistill.engines.loader import Loader, Setting, Slot
-from specdistill.engines.server import Client, Counters, Identity, Request, Server, ServerCounts, samples
+from specdistill.engines.server import Client, Counters, Identity, Request, Server, ServerCounts, reached, samples
 from specdistill.engines.vllm import sampling_parameters
 from specdistill.errors import ResourceError
 
@@ -67,12 +66,24 @@ def draft_options(method: str, folder: str, num_tokens: int) -> dict[str, Any]:
     }
 
 
-def serve_command(served: Served) -> str:
-    options = {"model_path": served.target or "TARGET", **draft_options(served.method, str(served.output), served.num_tokens)}
+def arguments(served: Served) -> list[str]:
+    options: dict[str, Any] = {"model_path": served.target_name}
+    if served.method is not None:
+        options |= draft_options(served.method, str(served.output), served.num_tokens)
     if served.method == "eagle3" and served.config.get("layer_types"):
         options["speculative_draft_window_size"] = served.config["sliding_window"]
-    flags = [f"--{name.replace('_', '-')} {shlex.quote(str(value))}" for name, value in options.items()]
-    return " \\\n    ".join(["python -m sglang.launch_server", *flags])
+    return [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+
+
+PROGRAM = Program("python -m sglang.launch_server", arguments, measured=("--enable-metrics", "--disable-radix-cache"))
+FLAGS = {
+    "several GPUs": "`--tp-size 2`",
+    "share of the GPU's memory": "`--mem-fraction-static 0.8`",
+    "requests at once, tokens of a sequence": "`--max-running-requests 256`, `--context-length 8192`",
+    "chunked prefill": "`--chunked-prefill-size 8192` tokens a step; -1: off",
+    "eager, without CUDA graphs": "`--disable-cuda-graph`",
+    "weights' dtype": "`--dtype bfloat16`",
+}
 
 
 def describe_server(server: Server, counters: Counters) -> Identity:
@@ -92,7 +103,7 @@ def request_body(request: Request) -> dict[str, Any]:
     return {"input_ids": list(request.prompt_ids), "sampling_params": parameters}
 
 
-def answer_counts(answer: Any, counters: Counters) -> ServerCounts:
+def answer_counts(answer: Any, k: int) -> ServerCounts:
     """Drafts of one answer; zeros where nothing was drafted. Raises ResourceError when a server does not count what it accepts."""
     meta, token_ids = answer["meta_info"], tuple(answer.get("output_ids") or ())
     rounds = meta.get("spec_verify_ct") or 0
@@ -106,9 +117,7 @@ def answer_counts(answer: Any, counters: Counters) -> ServerCounts:
             raise ResourceError(lacks, next_step="use a version of SGLang that does")
         found.append(meta[name])
     drafted, accepted, histogram = found
-    return ServerCounts(
-        token_ids, rounds, drafted, accepted, tuple(sum(histogram[position:]) for position in range(1, len(histogram)))
-    )
+    return ServerCounts(token_ids, rounds, drafted, accepted, reached(histogram))
 
 
 def page_gauges(page: str) -> dict[str, float]:
@@ -144,8 +153,10 @@ SGLANG = Engine(
         "draft_model": Layout(),
         "mtp": Layout(),
     },
-    serve_command=serve_command,
+    serve_command=PROGRAM.shell,
     counters="Its log says `accept len`, `/server_info` says `avg_spec_accept_length`.",
+    flags=FLAGS,
+    program=PROGRAM,
     loaders={"eagle3": (EAGLE3,), "eagle": (EAGLE,)},
     client=Client(
         prefix="sglang",

@@ -5,19 +5,19 @@
 - A true `bias` is taken for one of the attention, too; `fc` of EAGLE-1 has none.
 - A layer has a window by `layer_types` alone.
 - Names of tensors that are not known are an error; a tensor that is missing is not.
-- Drafts are counted on the Prometheus page, before the completion is cut at its limit or at a stop token.
+- Drafts are counted in each answer, where it is asked for, before the completion is cut at its limit or at a stop token.
 """
 
 import json
-import shlex
 from dataclasses import replace
 from typing import Any
 
 from specdistill.engines import limits, loader
-from specdistill.engines.engine import NORMS, SIZES, Engine, HeadExport, Layout, Served, eagle3_config
+from specdistill.engines.engine import NORMS, SIZES, Engine, HeadExport, Layout, Program, Served, eagle3_config
 from specdistill.engines.limits import AUX_LAYERS
 from specdistill.engines.loader import Loader, Setting, Slot
-from specdistill.engines.server import Client, Counters, Identity, Request, Server, ServerCounts
+from specdistill.engines.server import Client, Counters, Identity, Request, Server, ServerCounts, reached
+from specdistill.errors import ResourceError
 
 EAGLE3 = Loader(
     unknown="refused",
@@ -80,12 +80,46 @@ def speculative_config(method: str, folder: str, num_tokens: int) -> dict[str, A
     return {"method": method, **({} if method == "mtp" else {"model": folder}), "num_speculative_tokens": num_tokens}
 
 
-def serve_command(served: Served) -> str:
-    settings = speculative_config(served.method, str(served.output), served.num_tokens)
-    if served.samples:
-        settings["draft_sample_method"] = "probabilistic"
-    model = served.quoted_output if served.method == "mtp" else served.quoted_target
-    return f"vllm serve {model} --speculative-config {shlex.quote(json.dumps(settings))}"
+def served_config(served: Served) -> dict[str, Any]:
+    assert served.method is not None
+    sampled = {"draft_sample_method": "probabilistic"} if served.samples else {}
+    return speculative_config(served.method, str(served.output), served.num_tokens) | sampled
+
+
+def arguments(served: Served) -> list[str]:
+    if served.method is None:
+        return [served.target_name]
+    model = str(served.output) if served.method == "mtp" else served.target_name
+    return [model, "--speculative-config", json.dumps(served_config(served))]
+
+
+PROGRAM = Program(
+    "vllm serve",
+    arguments,
+    measured=("--no-enable-prefix-caching",),
+    measured_draft=("--per-request-spec-decode-metrics", "summary"),
+)
+FLAGS = {
+    "several GPUs": '`--tensor-parallel-size 2`; a draft on fewer of them: `"draft_tensor_parallel_size": 1` in the speculative config',
+    "share of the GPU's memory": "`--gpu-memory-utilization 0.9`",
+    "requests at once, tokens of a sequence": "`--max-num-seqs 256`, `--max-model-len 8192`",
+    "chunked prefill": "`--max-num-batched-tokens 8192` tokens a step; `--no-enable-chunked-prefill`",
+    "eager, without CUDA graphs": "`--enforce-eager`",
+    "weights' dtype": "`--dtype bfloat16`",
+}
+
+
+def snippet(served: Served) -> str:
+    model = str(served.output) if served.method == "mtp" else served.target_name
+    return f"""from vllm import LLM, SamplingParams
+
+if __name__ == "__main__":
+    llm = LLM({model!r}, speculative_config={served_config(served)!r}, disable_log_stats=False)
+    (output,) = llm.generate("def main():", SamplingParams(temperature=0, max_tokens=64))
+    print(output.outputs[0].text)
+    counted = {{metric.name: metric for metric in llm.get_metrics() if "spec_decode" in metric.name}}
+    drafts, accepted = (counted[f"vllm:spec_decode_num_{{name}}"].value for name in ("drafts", "accepted_tokens"))
+    print("acceptance length", 1 + accepted / drafts)"""
 
 
 def draft_options(method: str, folder: str, num_tokens: int) -> dict[str, Any]:
@@ -99,7 +133,7 @@ def describe_server(server: Server, counters: Counters) -> Identity:
         version=str(server.json("/version")["version"]),
         models=tuple(filter(None, (served["id"], served.get("root")))),
         max_length=served.get("max_model_len"),
-        num_speculative_tokens=len(accepted_per_position(counters)) or None,
+        num_speculative_tokens=sum(PER_POSITION in name for name in counters) or None,
     )
 
 
@@ -114,15 +148,23 @@ def request_body(request: Request) -> dict[str, Any]:
     }
 
 
-def answer_counts(answer: Any, counters: Counters) -> ServerCounts:
-    token_ids, names = answer["choices"][0].get("token_ids") or (), ("drafts", "draft_tokens", "accepted_tokens")
-    drafts, drafted, accepted = (int(counters.get(f"spec_decode_num_{name}_total", 0)) for name in names)
-    return ServerCounts(tuple(token_ids), drafts, drafted, accepted, accepted_per_position(counters))
-
-
-def accepted_per_position(counters: Counters) -> tuple[int, ...]:
-    counts = {int(name.removeprefix(PER_POSITION)): int(count) for name, count in counters.items() if PER_POSITION in name}
-    return tuple(counts[position] for position in sorted(counts))
+def answer_counts(answer: Any, k: int) -> ServerCounts:
+    """Raises ResourceError where a server that drafts does not count in its answers."""
+    token_ids = tuple(answer["choices"][0].get("token_ids") or ())
+    if not k:
+        return ServerCounts(token_ids, 0, 0, 0, ())
+    counted = (answer.get("metrics") or {}).get("speculative_decoding")
+    if counted is None:
+        option = " ".join(PROGRAM.measured_draft)
+        raise ResourceError("vLLM does not say in its answers what it accepted", next_step=f"start it with {option}")
+    histogram = counted["acceptance_histogram"]
+    return ServerCounts(
+        token_ids,
+        counted["num_spec_steps"],
+        counted["num_draft_tokens"],
+        counted["num_accepted_draft_tokens"],
+        reached(histogram),
+    )
 
 
 def sampling_parameters(request: Request) -> dict[str, Any]:
@@ -150,11 +192,14 @@ VLLM = Engine(
         "draft_model": Layout(),
         "mtp": Layout(),
     },
-    serve_command=serve_command,
+    serve_command=PROGRAM.shell,
     counters=(
         "At `/metrics`, acceptance length is 1 + `vllm:spec_decode_num_accepted_tokens_total` / "
         "`vllm:spec_decode_num_drafts_total`."
     ),
+    flags=FLAGS,
+    snippet=snippet,
+    program=PROGRAM,
     loaders={"eagle3": (SPECULATORS_EAGLE3, EAGLE3), "eagle": (WRAPPED_EAGLE, EAGLE)},
     loader_version="0.33",
     # OpenAI's completions, with a prompt of token ids.

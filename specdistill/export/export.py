@@ -15,6 +15,8 @@ from specdistill.methods.checkpoint import check_new, read_config
 from specdistill.methods.load import create_draft, implementation, method_of
 from specdistill.methods.recipe import Recipe, TrainedRecipe
 from specdistill.report.phrases import between, failed_rules, times, verdict
+from specdistill.report.tables import by_load
+from specdistill.report.text import cells, table
 from specdistill.targets.files import TargetFiles
 from specdistill.targets.frozen import FrozenTarget
 
@@ -30,7 +32,7 @@ def export(
     report: Path | None = None,
     dtype: str | None = None,
     num_speculative_tokens: int | None = None,
-) -> str:
+) -> Served:
     """Write the draft of a folder, in any layout that is read, into a new folder in the layout of an engine, with SERVE.md beside it.
 
     Args:
@@ -40,8 +42,8 @@ def export(
         dtype: of a GGUF file: f32, f16 (also None) or q8_0.
         num_speculative_tokens: drafted in a round, for the commands; None takes the report's.
 
-    Returns the draft's method. Raises UserError, before anything is written, for what is no whole draft and for what the engine cannot
-    express; ResourceError when the Hub or the disk fails.
+    Returns what a command that serves it is made of. Raises UserError, before anything is written, for what is no whole draft and for what
+    the engine cannot express; ResourceError when the Hub or the disk fails.
     """
     check_new(output_dir)
     method, to = method_of(draft, key="draft"), ENGINES[engine]
@@ -69,7 +71,7 @@ def export(
         config={} if types else read_config(output_dir, "output_dir"),
     )
     (output_dir / "SERVE.md").write_text(serve_md(to, served, measured), encoding="utf-8")
-    return method
+    return served
 
 
 def write_untrained(recipe: Recipe, folder: Path) -> None:
@@ -90,21 +92,22 @@ def write_untrained(recipe: Recipe, folder: Path) -> None:
 
 def serve_md(engine: Engine, served: Served, report: Mapping[str, Any] | None) -> str:
     """The whole file. `report`: a report.json of the draft, if there is one."""
-    return f"""# How to serve this draft
+    sections = [
+        f"""# How to serve this draft
 
 {caveats(report)}Method {served.method}, written by specdistill {specdistill.__version__} for {engine.title} ({engine.versions}).
 Paths and names are those of the machine it was written on{"" if served.target else "; TARGET stands for the draft's target"}.
 
 ```bash
 {engine.serve_command(served)}
-```
-
-## What to expect
-
-{expectation(report)}
-
-{engine.counters}
-"""
+```""",
+        table(("what else is set", "how"), engine.flags.items()),
+        f"In Python:\n\n```python\n{engine.snippet(served)}\n```" if engine.snippet else "",
+        f"## What to expect\n\n{expectation(report)}",
+        cells(by_load(report)) if report and report.get("engine", {}).get("name") in ENGINES else "",
+        engine.counters,
+    ]
+    return "\n\n".join(filter(None, sections)) + "\n"
 
 
 def caveats(report: Mapping[str, Any] | None) -> str:
@@ -122,17 +125,18 @@ def expectation(report: Mapping[str, Any] | None) -> str:
     """The acceptance that was measured, and under which settings."""
     if report is None:
         return "Not measured: no report.json was named by `report=` or lay in `../report` beside the draft. `specdistill eval` writes one."
-    row, settings = report["results"][0], report["settings"]
+    row, settings, engine = report["results"][0], report["settings"], report.get("engine", {"name": "specdistill"})
     length = row.get("mean_acceptance_length")
     if length is None:
         return "Not measured: the report has no acceptance length."
     low, high = row.get("mean_acceptance_length_ci95") or (length, length)
     positions = " / ".join(f"{rate:.0%}" for rate in row["acceptance_rate_per_position"])
+    decoder = "transformers" if engine["name"] == "specdistill" else f"{ENGINES[engine['name']].title} {engine['version']}"
     drafted = f"{settings['num_speculative_tokens']} draft tokens in a chain at temperature {settings['temperature']:g}"
     where = f"{row['num_prompts']} prompts of suite {row['suite']}"
-    target = f"{report['target']['model']} in {report['target']['dtype']}"
+    target = " in ".join(filter(None, (report["target"]["model"], report["target"].get("dtype"))))
     return f"""Acceptance length **{length:.2f}** (95 % interval {low:.2f} to {high:.2f}), the target's own token included; accepted by
-position: {positions}. Measured in transformers with {drafted}, on {where},
+position: {positions}. Measured in {decoder} with {drafted}, on {where},
 target {target}. Other prompts and temperatures give other numbers, and trees more."""
 
 

@@ -6,11 +6,18 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from specdistill.engines import engines_with
+from specdistill.engines.server import MOST_IN_FLIGHT
 from specdistill.errors import UserError
-from specdistill.recipe.fields import AtLeastOne, NonNegative, ReadWhen, Section, one_of, option, section
+from specdistill.recipe.fields import AtLeastOne, NonNegative, ReadWhen, Section, one_of, option, section, shown
 
 # Commands that measure have some of the keys of `eval:` and not others: without an engine they decode in this process.
 BY_SERVER = ReadWhen(f"with eval.engine={' or '.join(engines_with('client'))}", lambda it: it.engine != "specdistill")
+STARTED = ReadWhen(
+    f"with eval.engine={' or '.join(engines_with('program'))} and no eval.server",
+    lambda it: it.engine != "specdistill" and it.server is None,
+)
+RUNNING = ReadWhen("with eval.server", lambda it: it.server is not None)
+NOT_RUNNING = ReadWhen("without eval.server: a server drafts as it was started", lambda it: it.server is None)
 IN_PROCESS = ReadWhen(
     "with eval.engine=specdistill: a server drafts as it was started",
     lambda it: getattr(it, "engine", "specdistill") == "specdistill",
@@ -92,6 +99,9 @@ class SweepConfig(Section):
     num_speculative_tokens: list[AtLeastOne] = option([], "other K to measure, one axis at a time around eval's own settings")
     temperature: list[NonNegative] = option([], "other temperatures to measure")
     batch_size: list[Annotated[int, Field(ge=1, le=64)]] = option([], "other numbers of prompts decoded together")
+    concurrency: list[Annotated[int, Field(ge=1, le=MOST_IN_FLIGHT)]] = option(
+        [], "other numbers of requests in flight at a server"
+    )
     tree: list[TreeConfig] = option([], "trees to measure, each with the keys of eval.tree")
     context: list[AtLeastOne] = option([], "prompt lengths to measure, powers of two: long prompts cut to so many tokens")
 
@@ -100,11 +110,18 @@ class EvalConfig(Section):
     """How a draft is measured; methods add the keys that only they read."""
 
     engine: Annotated[str, one_of(lambda: ["specdistill", *engines_with("client")])] = option(
-        "specdistill", "what decodes: this package, or a running server (eval.server)"
+        "specdistill", "what decodes: this package, or an inference engine, which is started here or runs already (eval.server)"
     )
-    server: str | None = option(None, "address of the server that drafts, as http://127.0.0.1:8000", read_when=BY_SERVER)
+    engine_command: str | None = option(
+        None,
+        "command that starts the engine, with options of yours, as 'vllm serve --tensor-parallel-size 2'; null: the engine's own",
+        read_when=STARTED,
+    )
+    server: str | None = option(
+        None, "address of a running server that drafts, as http://127.0.0.1:8000; null: start one", read_when=BY_SERVER
+    )
     baseline_server: str | None = option(
-        None, "address of a server without a draft; null: no speedup is measured", read_when=BY_SERVER
+        None, "address of a running server without a draft; null: no speedup is measured", read_when=RUNNING
     )
     server_timeout: float = option(300.0, "seconds that one answer may take", ge=0.1, read_when=BY_SERVER)
     suite: str | None = option(
@@ -121,6 +138,7 @@ class EvalConfig(Section):
     max_new_tokens: int = option(128, "tokens generated for each prompt", ge=1)
     num_prompts: int | None = option(None, "prompts used, spread evenly over the categories; null: all", ge=1)
     batch_size: int = option(1, "prompts decoded together, with and without the draft", ge=1, le=64, read_when=IN_PROCESS)
+    concurrency: int = option(1, "requests in flight at a server", ge=1, le=MOST_IN_FLIGHT, read_when=BY_SERVER)
     repeats: int = option(3, "timed repetitions of each prompt, with and without the draft; medians count", ge=1)
     warmup: int = option(2, "untimed prompts, or batches of them, first", ge=0)
     run_code: bool = option(False, "run the generated programs of suite rows with a `test`, as the user that measures")
@@ -129,7 +147,9 @@ class EvalConfig(Section):
     baseline: str | None = option(
         None, "what max_regression rules compare with: a report.json, its folder, or a Hub revision's report as org/name@v1.2"
     )
-    sweep: SweepConfig = option(SweepConfig(), "other settings to measure, one axis at a time", read_when=IN_PROCESS)
+    sweep: SweepConfig = option(
+        SweepConfig(), "other settings to measure; one axis at a time, of engines every K at every load"
+    )
     target_precision: float | None = option(
         None,
         "stop once acceptance length and speedup are known to this share, either way, as 0.01; null: measure every prompt",
@@ -148,6 +168,14 @@ class EvalConfig(Section):
     def _trees_are_decoded_alone(self) -> "EvalConfig":
         if self.tree and self.batch_size > 1:
             raise UserError("eval.batch_size", got=f"{self.batch_size} with a tree", expected="1, or eval.tree=null")
+        return self
+
+    @model_validator(mode="after")
+    def _sweeps_are_of_what_decodes(self) -> "EvalConfig":
+        for name, values in vars(self.sweep).items():
+            condition = {"concurrency": BY_SERVER, "num_speculative_tokens": NOT_RUNNING}.get(name, IN_PROCESS)
+            if values and not condition.holds(self):
+                raise UserError(f"eval.sweep.{name}", got=shown(values), expected=f"[]: it is read only {condition.text}")
         return self
 
 

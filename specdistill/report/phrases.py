@@ -252,7 +252,8 @@ def settings_line(report: Report) -> str:
     """The settings in short: those that a comparison shares, the engine, and how drafts are proposed."""
     settings = report["settings"]
     engine = "" if _is_specdistill(report) else f"{report['engine']['name']} {report['engine']['version']}"
-    batches = f"batches of {settings['batch_size']}" if settings["batch_size"] > 1 else ""
+    size, together = settings["batch_size"], "batches of {}" if _is_specdistill(report) else "{} requests in flight"
+    batches = together.format(size) if size > 1 else ""
     drafting = f"drafting: {_listed(settings['drafting'])}" if settings.get("drafting") else ""
     return " · ".join(filter(None, (shared_settings(report), engine, tree(settings["tree"]), batches, drafting)))
 
@@ -270,18 +271,26 @@ def decoding(settings: Mapping[str, Any]) -> str:
 
 def procedure(report: Report) -> str:
     """How the numbers were measured, in sentences."""
-    settings, size = report["settings"], report["settings"]["batch_size"]
-    sides, baseline = "with and without the draft, interleaved", "The baseline is the same decoder without a draft."
-    if not _is_specdistill(report):
-        baseline = "The baseline is a server of the same engine without a draft."
-        if not report["engine"].get("baseline_server"):
-            sides, baseline = "with the draft", "There is no baseline."
-    warmup = counted(settings["warmup"], "warm-up prompt" if size == 1 else "warm-up batch")
-    batches = f" They were decoded {size} at a time; a prompt's times are its shares of its batch's." if size > 1 else ""
-    return (
-        f"Every prompt was decoded {sides}, {counted(settings['repeats'], 'time')} after {warmup}; of each round the lower median counts."
-        f"{batches} {baseline}"
-    )
+    settings, engine = report["settings"], report.get("engine", {})
+    size, repeats = settings["batch_size"], counted(settings["repeats"], "time")
+    if _is_specdistill(report):
+        warmup = counted(settings["warmup"], "warm-up prompt" if size == 1 else "warm-up batch")
+        batches = f" They were decoded {size} at a time; a prompt's times are its shares of its batch's." if size > 1 else ""
+        return (
+            f"Every prompt was decoded with and without the draft, interleaved, {repeats} after {warmup}; "
+            f"of each round the lower median counts.{batches} The baseline is the same decoder without a draft."
+        )
+    if "command" in engine:
+        order = "The engine was started without the draft, measured and ended, and then so with it, on this machine."
+    else:
+        order = (
+            "Running servers with and without the draft took turns."
+            if engine.get("baseline_server")
+            else "There is no baseline."
+        )
+    load = f" With {size} requests in flight a prompt's time is its share of the server's." if size > 1 else ""
+    warmup = counted(settings["warmup"], "warm-up prompt")
+    return f"{order} Every prompt was sent {repeats} after {warmup}; the median of each prompt counts.{load}"
 
 
 def _is_specdistill(report: Report) -> bool:

@@ -36,6 +36,16 @@ def sweep(report: Row, setting: str) -> list[Row]:
     return sorted(rows, key=lambda row: math.inf if row[setting] == ALL else float(row[setting])) if len(rows) > 1 else []
 
 
+def fastest_k(report: Row) -> list[Row]:
+    """Of each number of prompts decoded together, the row with the highest speedup over the K that were measured; empty without one."""
+    others = [
+        name for name in ("suite", "category", *CONFIGURATION_KEYS) if name not in ("num_speculative_tokens", "batch_size")
+    ]
+    rows = [row for row in _like_the_first(report, others) if "speedup" in row]
+    fastest = {row["batch_size"]: row for row in sorted(rows, key=lambda row: float(row["speedup"]))}
+    return [fastest[size] for size in sorted(fastest)]
+
+
 def _like_the_first(report: Row, names: Sequence[str]) -> list[Row]:
     first, *others = report["results"]
     return [first, *(row for row in others if all(row[name] == first[name] for name in names))]
@@ -67,6 +77,23 @@ def _line(name: str, row: Row) -> tuple[Cell, ...]:
         cell(times(row.get("speedup")), interval(row, "speedup")),
         (times(row.get("predicted_speedup")),),
         (" ".join(map(percent, row.get("acceptance_rate_per_position", []))) or "–",),
+    )
+
+
+def by_load(report: Row) -> Table:
+    """The fastest K for each load; where no draft is faster, the K that loses least."""
+    head = ("requests at once", "fastest K", "speedup", "tokens/s", "plain")
+    return Table(head, [_at_load(row) for row in fastest_k(report)])
+
+
+def _at_load(row: Row) -> tuple[Cell, ...]:
+    k = str(row["num_speculative_tokens"])
+    return (
+        (str(row["batch_size"]),),
+        (k,) if row["speedup"] > 1 else ("none", f"K = {k} is slower than no draft"),
+        cell(times(row["speedup"]), interval(row, "speedup")),
+        (number(row["tokens_per_second"], 0),),
+        (number(row["baseline_tokens_per_second"], 0),),
     )
 
 

@@ -45,6 +45,7 @@ def _sections(report: Mapping[str, Any]) -> Iterator[str]:
     if len(tables.whole_rows(report)) > 1:
         yield "## Configurations"
         yield cells(tables.by_configuration(report, positions=True))
+        yield cells(tables.by_load(report)) if tables.sweep(report, "batch_size") else ""
     yield "## Losslessness"
     yield _list(map(plain, phrases.losslessness(report)))
     if report.get("quality"):

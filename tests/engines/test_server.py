@@ -1,20 +1,21 @@
-"""Metrics pages. vllm.txt was recorded from vLLM 0.32.0 on a CPU, with an EAGLE-3 head of K = 4 and after 26 texts (the families that
-matter here, the model's name shortened). sglang.txt is built after the names and help texts in SGLang's sources
+"""What servers count. vllm.txt was recorded from vLLM 0.32.0 on a CPU, with an EAGLE-3 head of K = 4 and after 26 texts (the families that
+matter here, the model's name shortened), vllm_answer.json with n-gram look-up of K = 3; its page then said 7 drafts, 19 draft tokens, and
+3 / 2 / 1 accepted by position. sglang.txt is built after the names and help texts in SGLang's sources
 (srt/observability/metrics_collector.py, 2026), not taken from a running server.
 """
 
+import json
 from pathlib import Path
 
 import pytest
 
 from specdistill.engines import sglang, vllm
-from specdistill.engines.server import Request, Server, ServerCounts
+from specdistill.engines.server import Server, ServerCounts
 from specdistill.engines.sglang import SGLANG
 from specdistill.engines.vllm import VLLM
 from specdistill.errors import ResourceError
 
 HERE = Path(__file__).parent
-NO_IDS = {"choices": [{"text": ""}]}
 
 
 @pytest.fixture
@@ -22,43 +23,37 @@ def sglang_page():
     return (HERE / "sglang.txt").read_text()
 
 
-def test_what_an_engine_counts_is_summed_over_its_ranks_and_differences_are_taken(monkeypatch):
-    page = "".join(
-        f'# TYPE vllm:{name} counter\nvllm:{name}_total{{engine="{engine}"{more}}} {value}\n'
-        for engine in "01"
-        for name, more, value in (
-            ("generation_tokens", "", 100.0),
-            ("spec_decode_num_drafts", "", 30.0),
-            ("spec_decode_num_draft_tokens", "", 60.0),
-            ("spec_decode_num_accepted_tokens", "", 45.0),
-            ("spec_decode_num_accepted_tokens_per_pos", ',position="1"', 20.0),
-            ("spec_decode_num_accepted_tokens_per_pos", ',position="0"', 25.0),
-        )
-    )
-    pages = iter([page.replace(" 100.0", " 50.0").replace(" 25.0", " 20.0"), page])
+def test_tokens_are_summed_over_an_engines_ranks_and_must_be_ours_alone(monkeypatch):
+    line = 'vllm:generation_tokens_total{{engine="{}"}} {}\n'
+    pages = iter([line.format(0, 40.0) + line.format(1, 10.0 * step) for step in (1, 1, 3, 3)])
     monkeypatch.setattr(Server, "text", lambda *_, **__: next(pages))
-    answer = {"choices": [{"text": "it", "token_ids": [1, 2]}], "usage": {"completion_tokens": 100}}
-    monkeypatch.setattr(Server, "json", lambda *_, **__: answer)
-    server, request = Server("http://nowhere", key="eval.server", timeout=1), Request("it", [5], 100, 0.0, 1.0, 0, seed=0)
-    completion = VLLM.client.complete(server, request)
-    assert (completion.text, completion.num_tokens) == ("it", 100)
-    assert completion.counts == ServerCounts((1, 2), 0, 0, 0, (10, 0))
-    assert vllm.answer_counts(answer, VLLM.client.parse(page)) == ServerCounts((1, 2), 60, 120, 90, (50, 40))
-    assert SGLANG.client.parse(page) == {}
+    server = Server("http://nowhere", key="eval.server", timeout=1)
+    before = VLLM.client.read(server)
+    assert before == {"generation_tokens_total": 50.0}
+    VLLM.client.check_alone(server, before, 20)  # the first page is too early
+    with pytest.raises(ResourceError, match="served others too: it generated 20 tokens, of which 15 are ours"):
+        VLLM.client.check_alone(server, before, 15)
 
 
-def test_vllm_counts_what_it_wrote_and_drafted():
-    counters = VLLM.client.parse((HERE / "vllm.txt").read_text())
-    assert counters["generation_tokens_total"] == 1586
-    counts = vllm.answer_counts(NO_IDS, counters)
-    assert counts == ServerCounts((), 601, 2404, 994, (377, 258, 200, 159))
-    assert sum(counts.accepted_per_position) == counts.num_accepted_tokens
-    assert counts.num_draft_tokens == 4 * counts.num_drafts
+def test_vllm_says_k_on_its_page_and_counts_in_its_answers(monkeypatch):
+    page = VLLM.client.parse((HERE / "vllm.txt").read_text())
+    assert page["generation_tokens_total"] == 1586
+    pages = {"/version": {"version": "0.32.0"}, "/v1/models": {"data": [{"id": "pico", "root": "/pico"}]}}
+    monkeypatch.setattr(Server, "json", lambda _, path: pages[path])
+    identity = vllm.describe_server(Server("http://nowhere", key="eval.server", timeout=1), page)
+    assert (identity.version, identity.models, identity.num_speculative_tokens) == ("0.32.0", ("pico", "/pico"), 4)
+
+    answer = json.loads((HERE / "vllm_answer.json").read_text())
+    counts = vllm.answer_counts(answer, 3)
+    assert counts == ServerCounts(tuple(answer["choices"][0]["token_ids"]), 7, 19, 6, (3, 2, 1))
+    assert vllm.answer_counts(answer, 0) == ServerCounts(counts.token_ids, 0, 0, 0, ())
+    del answer["metrics"]["speculative_decoding"]
+    with pytest.raises(ResourceError, match="start it with --per-request-spec-decode-metrics summary"):
+        vllm.answer_counts(answer, 3)
 
 
 def test_sglang_says_tokens_and_gauges(sglang_page):
     assert SGLANG.client.parse(sglang_page)["generation_tokens_total"] == 7557
-    assert vllm.answer_counts(NO_IDS, SGLANG.client.parse(sglang_page)) == ServerCounts((), 0, 0, 0, ())
     assert sglang.page_gauges(sglang_page) == {"mean_acceptance_length": 2.9, "acceptance_rate": 0.27}
     assert sglang.page_gauges(sglang_page.replace(" 2.9\n", " 0.0\n").replace(" 0.27\n", " 0.0\n")) == {}
 
@@ -80,8 +75,8 @@ def test_sglang_counts_drafts_in_its_answers_under_two_sets_of_names(names):
     drafted, accepted, histogram = names
     meta = {"completion_tokens": 12, "spec_verify_ct": 5, drafted: 15, accepted: 6, histogram: [1, 3, 0, 1]}
     answer = {"meta_info": meta, "output_ids": [1, 2]}
-    assert sglang.answer_counts(answer, {}) == ServerCounts((1, 2), 5, 15, 6, (4, 1, 1))
+    assert sglang.answer_counts(answer, 3) == ServerCounts((1, 2), 5, 15, 6, (4, 1, 1))
     del meta[histogram]
     with pytest.raises(ResourceError, match=f"has no .*{histogram}"):
-        sglang.answer_counts(answer, {})
-    assert sglang.answer_counts({"meta_info": {"completion_tokens": 12}}, {}) == ServerCounts((), 0, 0, 0, ())
+        sglang.answer_counts(answer, 3)
+    assert sglang.answer_counts({"meta_info": {"completion_tokens": 12}}, 3) == ServerCounts((), 0, 0, 0, ())

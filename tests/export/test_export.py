@@ -154,6 +154,50 @@ def test_what_speaks_against_serving_a_draft_stands_before_the_command(folder: P
     assert "Before you serve it" not in served(tmp_path / "good")[1]
 
 
+def test_an_engines_report_says_the_fastest_k_for_each_load(folder: Path, tmp_path: Path) -> None:
+    measured = report()
+    del measured["target"]["dtype"]  # a running server does not say
+    measured["engine"] = {"name": "vllm", "version": "0.32.0"}
+    (row,) = measured["results"]
+    row |= {"category": "all", "temperature": 0.0, "tree": None, "context_bucket": "all"}
+    speeds = [(4, 1, 1.5), (2, 1, 1.8), (4, 16, 0.7), (2, 16, 0.9)]
+    measured["results"] = [
+        {
+            **row,
+            "num_speculative_tokens": k,
+            "batch_size": load,
+            "speedup": speedup,
+            "tokens_per_second": 100 * speedup,
+            "baseline_tokens_per_second": 100.0,
+        }
+        for k, load, speedup in speeds
+    ]
+    (tmp_path / "report.json").write_text(json.dumps(measured))
+    export(folder / "run" / "draft", "vllm", tmp_path / "out", report=tmp_path / "report.json")
+    text = served(tmp_path / "out")[1]
+    assert "Measured in vLLM 0.32.0 with 4 draft tokens" in text
+    assert "| 1 | 2 | 1.80× | 180 | 100 |" in text
+    assert "| 16 | none (K = 2 is slower than no draft) | 0.90× | 90 | 100 |" in text
+
+
+@pytest.mark.parametrize(
+    ("engine", "options"),
+    [
+        ("vllm", ["--tensor-parallel-size", "--gpu-memory-utilization", "--enforce-eager", "draft_tensor_parallel_size"]),
+        ("sglang", ["--tp-size", "--mem-fraction-static", "--chunked-prefill-size", "--disable-cuda-graph"]),
+        ("gguf", ["--spec-draft-device", "--threads", "--cache-type-k"]),
+    ],
+)
+def test_the_options_that_people_look_for_are_there(engine: str, options: list[str], folder: Path, tmp_path: Path) -> None:
+    export(folder / "run" / "draft", engine, tmp_path / "out", TargetFiles(str(folder / "target")))
+    text = served(tmp_path / "out")[1]
+    assert all(f"`{option}" in text or f'"{option}"' in text for option in options)
+    if engine == "vllm":
+        program = text.split("```python\n")[1].split("\n```")[0]
+        compile(program, "SERVE.md", "exec")
+        assert f"LLM({str(folder / 'target')!r}, speculative_config=" in program and "llm.get_metrics()" in program
+
+
 def test_vllm_samples_as_the_measurement_did(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "report.json").write_text(json.dumps(report(temperature=0.8, draft_sampling="probabilistic")))
     export(folder / "run" / "draft", "vllm", tmp_path / "out", report=tmp_path / "report.json")
@@ -183,7 +227,7 @@ def test_a_report_that_is_none(content: str | None, said: str, folder: Path, tmp
 def test_a_multi_token_prediction_layer_goes_into_its_target(engine: str, tmp_path: Path) -> None:
     target = write_checkpoint("qwen3_next", tmp_path / "target")
     save_mtp(build_mtp(target), tmp_path / "draft")
-    assert export(tmp_path / "draft", engine, tmp_path / "out", TargetFiles(str(tmp_path / "target"))) == "mtp"
+    assert export(tmp_path / "draft", engine, tmp_path / "out", TargetFiles(str(tmp_path / "target"))).method == "mtp"
     words, _ = served(tmp_path / "out")
     assert words[2 if engine == "vllm" else 4] == str(tmp_path / "out")
     assert ('"method": "mtp"' in words[-1]) if engine == "vllm" else ("NEXTN" in words)

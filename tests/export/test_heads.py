@@ -88,7 +88,7 @@ def test_a_head_comes_back_bit_for_bit_or_is_refused(
             export(tmp_path / "ours", engine, tmp_path / "out", TargetFiles(target.name))
         assert [path.name for path in tmp_path.iterdir()] == ["ours"]
         return
-    assert export(tmp_path / "ours", engine, tmp_path / "out", TargetFiles(target.name)) == method
+    assert export(tmp_path / "ours", engine, tmp_path / "out", TargetFiles(target.name)).method == method
     back = load_head(method, tmp_path / "out", target)
     assert back.config == head.config
     for name, tensor in head.state_dict().items():

@@ -407,16 +407,18 @@ def test_task_quality_stands_beside_losslessness(report, records):
 
 def test_batches_trees_and_engines_are_told_with_the_settings(report, records):
     report["settings"] |= {"batch_size": 8, "tree": {"budget": 24, "depth": 6, "top_k": 4}}
+    assert "3 times after 2 warm-up batches; of each round the lower median counts. They were decoded 8 at a time" in procedure(
+        report
+    )
     report["engine"] = {"name": "vllm", "version": "0.32.0", "server": "http://a", "baseline_server": None}
-    assert "Every prompt was decoded with the draft, 3 times after 2 warm-up batches" in procedure(report)
     report["settings"] |= {"repeats": 1, "warmup": 1}
-    assert "1 time after 1 warm-up batch;" in procedure(report)
-    assert "There is no baseline." in procedure(report)
+    assert "There is no baseline. Every prompt was sent 1 time after 1 warm-up prompt;" in procedure(report)
     report["engine"]["baseline_server"] = "http://b"
     page = to_html(report, records)
-    assert " · vllm 0.32.0 · tree of 24 tokens, 6 deep, top 4 · batches of 8" in page
-    assert "They were decoded 8 at a time" in page
-    assert "The baseline is a server of the same engine without a draft." in page
+    assert " · vllm 0.32.0 · tree of 24 tokens, 6 deep, top 4 · 8 requests in flight" in page
+    assert "Running servers with and without the draft took turns." in page
+    report["engine"] = {"name": "vllm", "version": "0.32.0", "command": "vllm serve it", "baseline_command": "vllm serve"}
+    assert "The engine was started without the draft, measured and ended, and then so with it" in procedure(report)
     assert "{'budget'" not in html_library.unescape(page)
 
 

@@ -27,6 +27,7 @@ class Behaviour:
     counts_of_others: int = 0  # tokens counted for somebody else, with each answer
     returns_tokens: bool = True
     metrics: bool = True
+    counts: bool = True  # in vLLM's answers
     old_names: bool = False  # of SGLang's counts
 
 
@@ -39,11 +40,9 @@ class PeerServer:
         self.registry, self.num_answers, self.lock, self.closed = CollectorRegistry(), 0, threading.Lock(), threading.Event()
         self.generated = self._counter("generation_tokens")
         if engine == "vllm" and proposer:
-            self.drafts, self.drafted, self.accepted = (
-                self._counter(f"spec_decode_num_{name}") for name in ("drafts", "draft_tokens", "accepted_tokens")
-            )
             per_position = self._family(Counter, "spec_decode_num_accepted_tokens_per_pos", "position")
-            self.per_position = [per_position.labels(**LABELS, position=str(position)) for position in range(k)]
+            for position in range(k):
+                per_position.labels(**LABELS, position=str(position))
         if engine == "sglang":
             self.length = self._family(Gauge, "spec_accept_length").labels(**LABELS)
         peer = self
@@ -117,28 +116,30 @@ class PeerServer:
         return self.answer(handler, json.dumps(answer).encode())
 
     def vllm_answer(self, generated):
-        for entry in generated.rounds:
-            if entry.drafted:
-                self.drafts.inc()
-                self.drafted.inc(len(entry.drafted))
-                self.accepted.inc(entry.num_accepted)
-                for position in range(entry.num_accepted):
-                    self.per_position[position].inc()
         usage = {"prompt_tokens": len(generated.prompt_ids), "completion_tokens": len(generated.token_ids)}
         tokens = {"token_ids": list(generated.token_ids)} if self.behaviour.returns_tokens else {}
-        return {"choices": [{"text": self.text(generated), **tokens}], "usage": usage}
+        answer = {"choices": [{"text": self.text(generated), **tokens}], "usage": usage}
+        if not self.k or not self.behaviour.counts:
+            return answer
+        drafted, accepted, histogram = self.counted(generated)
+        counted = {"num_spec_steps": len(accepted), "num_draft_tokens": drafted, "num_accepted_draft_tokens": sum(accepted)}
+        return answer | {"metrics": {"speculative_decoding": {**counted, "acceptance_histogram": histogram}}}
+
+    def counted(self, generated):
+        """Tokens drafted, those that each draft had accepted, and the number of drafts that had 0, 1, … K accepted."""
+        rounds = [entry for entry in generated.rounds if entry.drafted]
+        accepted = [entry.num_accepted for entry in rounds]
+        return sum(len(entry.drafted) for entry in rounds), accepted, [accepted.count(n) for n in range(self.k + 1)]
 
     def sglang_answer(self, generated):
-        rounds = [entry for entry in generated.rounds if entry.drafted]
+        drafted, accepted, histogram = self.counted(generated)
         meta = {"completion_tokens": len(generated.token_ids)}
-        if rounds:
-            accepted = [entry.num_accepted for entry in rounds]
-            drafted, histogram = sum(len(entry.drafted) for entry in rounds), [accepted.count(n) for n in range(self.k + 1)]
+        if accepted:
             names = ("spec_draft_token_num", "spec_accept_token_num", "spec_accept_histogram")
             if not self.behaviour.old_names:
                 names = ("spec_num_proposed_drafts", "spec_num_correct_drafts", "spec_correct_drafts_histogram")
-            meta |= {"spec_verify_ct": len(rounds), **dict(zip(names, (drafted, sum(accepted), histogram), strict=True))}
-            self.length.set(1 + sum(accepted) / len(rounds))
+            meta |= {"spec_verify_ct": len(accepted), **dict(zip(names, (drafted, sum(accepted), histogram), strict=True))}
+            self.length.set(1 + sum(accepted) / len(accepted))
         return {"text": self.text(generated), "output_ids": list(generated.token_ids), "meta_info": meta}
 
     def text(self, generated):

@@ -230,7 +230,28 @@ def test_what_is_no_such_server_is_refused(speculative, plain, tmp_path, capsys)
     folder, drafting, other = tmp_path / "report", speculative(), plain()
     good = f"eval.server={drafting.address}"
     for arguments, code, message in (
-        (["eval.engine=vllm"], 2, "eval.server: got nothing, expected the address of a running vllm server"),
+        (
+            ["eval.engine=vllm"],
+            2,
+            "method: got ngram with eval.engine=vllm, expected a method with a draft to serve, or a running",
+        ),
+        (
+            ["eval.engine=vllm", good, "eval.engine_command=vllm serve"],
+            2,
+            "read only with eval.engine=vllm or sglang and no eval.server",
+        ),
+        (
+            ["eval.engine=vllm", "eval.baseline_server=http://a"],
+            2,
+            "eval.baseline_server: got http://a, expected null: it is read only",
+        ),
+        (["eval.engine=vllm", good, "eval.sweep.num_speculative_tokens=[2]"], 2, "it is read only without eval.server"),
+        (
+            ["eval.sweep.concurrency=[2]"],
+            2,
+            "eval.sweep.concurrency: got [2], expected []: it is read only with eval.engine=vllm",
+        ),
+        (["eval.concurrency=2"], 2, "eval.concurrency: got 2, expected 1: it is read only with eval.engine=vllm"),
         (["eval.engine=vlm"], 2, "did you mean vllm?"),
         ([good], 2, f"eval.server: got {drafting.address}, expected null: it is read only with eval.engine=vllm or sglang"),
         (["eval.engine=vllm", "eval.server=localhost:8000"], 2, "expected the address of a running server, as http://"),

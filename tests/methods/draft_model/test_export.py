@@ -51,7 +51,7 @@ def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, np.ndarray[Any, Any
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 def test_a_small_draft_comes_back_bit_for_bit(engine: str, tmp_path: Path) -> None:
     save(tmp_path / "ours", tiny_target_model(num_layers=2).bfloat16())
-    assert export(tmp_path / "ours", engine, tmp_path / "out") == "draft_model"
+    assert export(tmp_path / "ours", engine, tmp_path / "out").method == "draft_model"
     before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("ours", "out"))
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) and before[name].dtype == after[name].dtype for name in before)

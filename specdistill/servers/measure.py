@@ -1,0 +1,154 @@
+"""A suite sent to an engine's servers: every K at every load, which is the number of requests that are in flight all the time.
+
+Servers that run already take turns. Those that are started here run one after the other, the one without a draft first: a device holds one
+at a time.
+"""
+
+import shlex
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from specdistill.engines import ENGINES
+from specdistill.engines.engine import Served
+from specdistill.engines.server import Completion
+from specdistill.errors import ResourceError
+from specdistill.measurement.configurations import Settings
+from specdistill.progress import progress
+from specdistill.servers.peers import Peer, connect
+from specdistill.servers.start import started
+from specdistill.suites.suite import Prompt, Suite, evenly
+
+# (K, 0 without a draft; load) -> the repetitions of each prompt. One that a server no longer answered is missing.
+Answers = dict[tuple[int, int], list[list[Completion]]]
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is asked of servers: every K at every load. settings: of the main configuration, whose batch size is its load."""
+
+    suite: Suite
+    prompts: Sequence[Prompt]
+    tokenizer: Any
+    settings: Settings
+    ks: Sequence[int]
+    loads: Sequence[int]
+
+    @property
+    def configurations(self) -> list[Settings]:
+        """The main one first."""
+        grid = [replace(self.settings, num_speculative_tokens=k, batch_size=load) for load in self.loads for k in self.ks]
+        return [self.settings, *(settings for settings in grid if settings != self.settings)]
+
+
+@dataclass(frozen=True)
+class Start:
+    """How an engine is started. command: its words before those for the target and the draft; options: its words behind them.
+
+    target: the names that its model may have. timeout: seconds that one answer may take. logs: the folder of what it prints.
+    """
+
+    engine: str
+    command: Sequence[str]
+    served: Served
+    options: Sequence[str]
+    target: Sequence[str]
+    timeout: float
+    logs: Path
+
+    def words(self, k: int) -> list[str]:
+        """The command that serves with K draft tokens a round; 0: without a draft."""
+        program = ENGINES[self.engine].program
+        assert program is not None, self.engine
+        served = replace(self.served, num_tokens=k) if k else replace(self.served, method=None)
+        measured = [*program.measured, *(program.measured_draft if k else ())]
+        return [*self.command, *program.arguments(served), *self.options, *measured]
+
+
+@dataclass
+class Outcome:
+    """What servers answered. engine: that section of the report; failure: what ended the measurement early."""
+
+    engine: dict[str, Any]
+    answers: Answers = field(default_factory=dict)
+    seconds: float = 0.0
+    failure: ResourceError | None = None
+
+    def ask(self, peers: Sequence[Peer], task: Task) -> None:
+        """Measure servers that run. The last is the one whose own averages are kept."""
+        start, last = time.perf_counter(), peers[-1]
+        self.engine["version"] = last.identity.version
+        try:
+            measure(peers, task.prompts, task.settings, task.loads, self.answers)
+            if gauges := last.client.gauges(last.server):
+                self.engine["gauges"] = gauges
+        finally:
+            self.seconds += time.perf_counter() - start
+
+
+def measure_running(task: Task, speculative: Peer, baseline: Peer | None) -> Outcome:
+    addresses = {"server": speculative.server.address, "baseline_server": baseline.server.address if baseline else None}
+    outcome = Outcome({"name": speculative.engine, **addresses})
+    try:
+        outcome.ask([*filter(None, (baseline, speculative))], task)
+    except ResourceError as error:
+        outcome.failure = error
+    return outcome
+
+
+def measure_started(task: Task, start: Start) -> Outcome:
+    """Start the engine without the draft, measure it and end it; then so with the draft, for every K, the main one last."""
+    main, key = task.settings.num_speculative_tokens, "eval.engine_command"
+    commands = {"command": shlex.join(start.words(main)), "baseline_command": shlex.join(start.words(0))}
+    outcome = Outcome({"name": start.engine, **commands})
+    try:
+        for k in (0, *sorted(task.ks, key=lambda k: k == main)):
+            log = start.logs / (f"k{k}.log" if k else "plain.log")
+            with started(start.words(k), log, key=key) as address:
+                peer = connect(start.engine, address, key, start.target, start.timeout)
+                if peer.k != k:
+                    raise ResourceError(f"{start.engine} drafts {peer.k} tokens a round, not {k}", next_step=f"look at {log}")
+                outcome.ask([peer], task)
+    except ResourceError as error:
+        outcome.failure = error
+    return outcome
+
+
+def measure(
+    peers: Sequence[Peer], prompts: Sequence[Prompt], settings: Settings, loads: Sequence[int], answers: Answers
+) -> None:
+    """Adds every prompt's completions by each server at each load. Servers take turns, and which is first does too.
+
+    Raises ResourceError when a server fails; what it answered before is in `answers`.
+    """
+    categories = [prompt.category for prompt in prompts]
+    warmups = {load: evenly(prompts, categories, load * settings.warmup) for load in loads}
+    num_untimed, num_timed = sum(map(len, warmups.values())), len(loads) * settings.repeats * len(prompts)
+    with progress("Measuring", len(peers) * (num_untimed + num_timed), "completions") as advance:
+        for load in loads:
+            for peer in peers:
+                for _ in complete_all(peer, warmups[load], settings, load):
+                    advance()
+            for repeat in range(settings.repeats):
+                for peer in reversed(peers) if repeat % 2 else peers:
+                    repetitions = answers.setdefault((peer.k, load), [[] for _ in prompts])
+                    for completions, completion in zip(repetitions, complete_all(peer, prompts, settings, load), strict=True):
+                        completions.append(completion)
+                        advance()
+
+
+def complete_all(peer: Peer, prompts: Sequence[Prompt], settings: Settings, load: int) -> Iterator[Completion]:
+    """The completions in the order of the prompts, `load` requests in flight until the last have begun.
+
+    Raises ResourceError when the server served others meanwhile.
+    """
+    before, num_tokens = peer.client.read(peer.server), 0
+    with ThreadPoolExecutor(load) as pool:
+        seeds = range(settings.seed, settings.seed + len(prompts))
+        for completion in pool.map(lambda prompt, seed: peer.complete(prompt, settings, seed), prompts, seeds):
+            num_tokens += completion.num_tokens
+            yield completion
+    peer.client.check_alone(peer.server, before, num_tokens)

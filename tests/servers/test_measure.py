@@ -1,0 +1,105 @@
+"""eval/run.py starts an engine, without the draft and with it, and measures it at every load: here a program with known speeds."""
+
+import shlex
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from specdistill.errors import ExitCode
+from specdistill.report.files import read_report
+from specdistill.servers import start
+from specdistill.targets.frozen import FrozenTarget
+from tests import scripts
+from tests.heads import build_head, save_head
+
+PROGRAM = Path(__file__).with_name("engine_program.py")
+NUM_PROMPTS, NEW_TOKENS = 12, 20
+GATE = "- {metric: speedup, min: 1.0}\n- {metric: speedup, scope: {batch_size: 8, num_speculative_tokens: 3}, max: 1.0}\n"
+
+
+@pytest.fixture(autouse=True)
+def short_grace(monkeypatch):
+    monkeypatch.setattr(start, "GRACE_SECONDS", 0.2)
+
+
+@pytest.fixture(scope="module")
+def draft(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run") / "draft"
+    save_head("eagle3", build_head("eagle3", FrozenTarget.load("pico")), folder)
+    return folder
+
+
+def evaluate(folder, draft, engine, *arguments):
+    (folder.parent / "gate.yaml").write_text(GATE)
+    return scripts.evaluate(
+        "target=pico",
+        "method=eagle3",
+        f"draft={draft}",
+        f"output_dir={folder}",
+        f"gate={folder.parent / 'gate.yaml'}",
+        f"eval.engine={engine}",
+        f"eval.engine_command={shlex.join([sys.executable, str(PROGRAM), engine])}",
+        f"eval.max_new_tokens={NEW_TOKENS}",
+        f"eval.num_prompts={NUM_PROMPTS}",
+        "eval.repeats=1",
+        "eval.warmup=1",
+        *arguments,
+    )
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_every_k_is_measured_at_every_load(draft, tmp_path, engine):
+    folder = tmp_path / "report"
+    sweep = ("eval.num_speculative_tokens=3", "eval.sweep.num_speculative_tokens=[1,3]", "eval.sweep.concurrency=[1,8]")
+    assert evaluate(folder, draft, engine, *sweep) == ExitCode.DONE
+    report, samples = read_report(folder)
+    rows = {(row["num_speculative_tokens"], row["batch_size"]): row for row in report["results"] if row["category"] == "all"}
+    assert list(rows) == [(3, 1), (1, 1), (3, 8), (1, 8)]
+    assert len(samples) == 4 * NUM_PROMPTS
+    for (k, _), row in rows.items():
+        # K + 1 tokens and one by turns: for 20 tokens 13 or 14 rounds of K = 1, and 8 of K = 3.
+        rounds, accepted = {1: (13, 7), 3: (8, 4)}[k]
+        assert (row["num_drafts"], row["num_draft_tokens"]) == (NUM_PROMPTS * rounds, NUM_PROMPTS * rounds * k)
+        assert row["accepted_per_position"] == [NUM_PROMPTS * accepted] * k
+        assert row["num_new_tokens"] == NUM_PROMPTS * NEW_TOKENS
+        assert row["speedup"] == pytest.approx(row["tokens_per_second"] / row["baseline_tokens_per_second"])
+    # Alone, more draft tokens pay. In a crowd there is room for the tokens of plain decoding only.
+    assert rows[3, 8]["baseline_tokens_per_second"] > 4 * rows[3, 1]["baseline_tokens_per_second"]
+    assert rows[3, 1]["speedup"] > rows[1, 1]["speedup"] > 1 > rows[1, 8]["speedup"] > rows[3, 8]["speedup"]
+    assert report["lossless"]["greedy_identical"]
+    assert report["hardware"]["device"] in ("cpu", "cuda")
+    assert report["target"]["dtype"] == "float32"
+    program = "--model-path" if engine == "sglang" else "--speculative-config"
+    assert program in report["engine"]["command"]
+    assert "spec" not in report["engine"]["baseline_command"].replace("specdistill", "")
+    page = (folder / "report.md").read_text()
+    assert "| 1 | 3 | " in page
+    assert "| 8 | none (K = 1 is slower than no draft) | " in page
+    assert {path.name for path in (folder / "engine").iterdir()} == {"draft", "plain.log", "k1.log", "k3.log"}
+
+
+def test_a_failure_leaves_nothing_running_and_says_why(draft, tmp_path, capsys):
+    command = shlex.join([sys.executable, str(PROGRAM), "vllm", "--broken"])
+    assert evaluate(tmp_path / "report", draft, "vllm", f"eval.engine_command={command}") == ExitCode.RESOURCE_ERROR
+    said = capsys.readouterr().err.strip().splitlines()
+    assert "ended with status 1" in said
+    assert said[-1].startswith(
+        "error: the engine ended before it answered (ValueError: this model has no draft and never had); look at"
+    )
+    assert not (tmp_path / "report" / "report.json").exists()
+    ours = [process for process in psutil.process_iter(["cmdline"]) if str(tmp_path) in " ".join(process.info["cmdline"] or [])]
+    assert not ours
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["eval.engine_command=vlm serve"], "eval.engine_command: got vlm, expected a program on the PATH"),
+        (["eval.concurrency=13"], "eval.concurrency: got 13 for 12 prompts, expected at most as many"),
+    ],
+)
+def test_what_cannot_be_started_is_refused(draft, tmp_path, capsys, arguments, message):
+    assert evaluate(tmp_path / "report", draft, "vllm", *arguments) == ExitCode.USER_ERROR
+    assert message in capsys.readouterr().err

@@ -1,0 +1,138 @@
+"""A server that is started here: no process of it is left, whichever side ends or is killed, and it says why it failed."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from specdistill.engines.server import Server
+from specdistill.errors import ResourceError, UserError
+from specdistill.project import ROOT
+from specdistill.servers import start
+from specdistill.servers.start import started
+
+PROGRAM = Path(__file__).with_name("engine_program.py")
+SIDE = """
+import sys, time
+from pathlib import Path
+from specdistill.servers import start
+start.GRACE_SECONDS = 0.1
+with start.started(sys.argv[2:], Path(sys.argv[1]), key="eval.engine_command"):
+    print("ready", flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.fixture(autouse=True)
+def short_grace(monkeypatch):
+    monkeypatch.setattr(start, "GRACE_SECONDS", 0.1)
+
+
+def command(model, *options):
+    return [sys.executable, str(PROGRAM), "vllm", str(model), *options]
+
+
+def processes(model):
+    """The engine, its child and the guard: all have the model among their words."""
+    found = []
+    for process in psutil.process_iter(["cmdline", "status"]):
+        words = process.info["cmdline"] or []
+        if str(model) in words and process.info["status"] != psutil.STATUS_ZOMBIE:
+            found.append(process)
+    return found
+
+
+def engine_of(model):
+    return next(process for process in processes(model) if process.cmdline()[1] == str(PROGRAM))
+
+
+def left_of(model, seconds=10):
+    deadline = time.monotonic() + seconds
+    while (left := processes(model)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return left
+
+
+def test_it_answers_and_is_gone_afterwards(tmp_path):
+    with started(command(tmp_path), tmp_path / "log", key="eval.engine_command") as address:
+        assert Server(address, key="", timeout=5).json("/version") == {"version": "0.32.0"}
+        assert len(processes(tmp_path)) == 3  # the guard, the engine and its child
+    assert not processes(tmp_path)
+
+
+def test_sigkill_of_this_side_leaves_nothing(tmp_path):
+    script = [sys.executable, "-c", SIDE, str(tmp_path / "log"), *command(tmp_path)]
+    with subprocess.Popen(script, stdout=subprocess.PIPE, cwd=ROOT) as side:
+        assert side.stdout.readline() == b"ready\n"
+        side.send_signal(signal.SIGKILL)
+    assert not left_of(tmp_path)
+
+
+@pytest.mark.parametrize("killed", ["engine", "guard"])
+def test_sigkill_of_the_other_side_leaves_nothing(tmp_path, killed):
+    with started(command(tmp_path), tmp_path / "log", key="eval.engine_command"):
+        engine = engine_of(tmp_path)
+        if killed == "engine":
+            engine.kill()
+            assert not left_of(tmp_path)
+        else:
+            engine.parent().kill()
+    assert not left_of(tmp_path)
+
+
+def test_an_engine_that_dies_later_shows_its_last_lines(tmp_path, capsys):
+    log = tmp_path / "log"
+
+    def die(address):
+        engine_of(tmp_path).kill()
+        Server(address, key="", timeout=5).json("/version")
+
+    with (
+        pytest.raises(ResourceError, match="does not answer"),
+        started(command(tmp_path), log, key="eval.engine_command") as address,
+    ):
+        die(address)
+    shown = capsys.readouterr().err.splitlines()
+    assert shown[0] == f"The last lines of {log}:"
+    assert "ended with status -9" in shown
+
+
+def test_an_engine_that_fails_says_why(tmp_path, capsys):
+    told = r"the engine ended before it answered \(ValueError: this model has no draft and never had\); look at its log, .*log"
+    with (
+        pytest.raises(ResourceError, match=told),
+        started(command(tmp_path, "--broken"), tmp_path / "log", key="eval.engine_command"),
+    ):
+        pytest.fail("it started")
+    shown = capsys.readouterr().err.splitlines()
+    assert shown[-2:] == ["RuntimeError: see above", "ended with status 1"]
+    assert not left_of(tmp_path)
+
+
+def test_an_engine_that_never_answers_is_ended(tmp_path, monkeypatch):
+    monkeypatch.setattr(start, "START_SECONDS", 0.3)
+    with (
+        pytest.raises(ResourceError, match=r"did not answer in 0\.3 s"),
+        started([sys.executable, "-c", "import time; time.sleep(600)"], tmp_path / "log", key="eval.engine_command"),
+    ):
+        pytest.fail("it answered")
+
+
+def test_a_program_that_is_not_there_is_named(tmp_path):
+    with (
+        pytest.raises(UserError, match=r"eval\.engine_command: got vlm, expected a program on the PATH"),
+        started(["vlm", "serve"], tmp_path / "log", key="eval.engine_command"),
+    ):
+        pytest.fail("it started")
+
+
+def test_the_engine_sees_its_own_python_only(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", "/ours")
+    environment = start.surroundings("/opt/vllm/bin/vllm")
+    assert "PYTHONPATH" not in environment
+    assert environment["PATH"].startswith(f"/opt/vllm/bin{os.pathsep}")
