@@ -13,16 +13,24 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
 
 
 def main(grace_seconds: str, *command: str) -> None:
-    engine = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+    engine = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=surroundings(command[0]))
     while engine.poll() is None and not select.select([sys.stdin], [], [], 0.1)[0]:
         pass
     print(f"ended with status {engine.poll()}" if engine.poll() is not None else "ended from outside", flush=True)
     end_session(os.getpid(), float(grace_seconds))
+
+
+def surroundings(program: str) -> dict[str, str]:
+    """The environment of a program in another Python than this one: it sees none of ours, and finds the tools beside it."""
+    hidden = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
+    kept = {name: value for name, value in os.environ.items() if name not in hidden}
+    return kept | {"PATH": f"{Path(program).parent}{os.pathsep}{kept.get('PATH', os.defpath)}"}
 
 
 def end_session(session: int, grace_seconds: float) -> None:

@@ -1,6 +1,5 @@
 """An engine's server that is started here, and ended whatever happens to either side: `guard.py` stands between the two."""
 
-import os
 import re
 import shutil
 import socket
@@ -15,7 +14,6 @@ from specdistill.errors import ResourceError, UserError
 from specdistill.servers.guard import end_session
 
 GUARD = Path(__file__).with_name("guard.py")
-
 HOST = "127.0.0.1"
 START_SECONDS = 3600.0  # large weights take minutes to load, and engines compile
 GRACE_SECONDS = 20.0  # from SIGTERM to SIGKILL
@@ -43,7 +41,6 @@ def started(command: Sequence[str], log: Path, *, key: str) -> Iterator[str]:
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            env=surroundings(program),
         )
     address = f"http://{HOST}:{port}"
     try:
@@ -55,13 +52,6 @@ def started(command: Sequence[str], log: Path, *, key: str) -> Iterator[str]:
         raise
     finally:
         end(guard)
-
-
-def surroundings(program: str) -> dict[str, str]:
-    """The environment of a program in another Python than this one: it sees none of ours, and finds the tools beside it."""
-    hidden = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
-    kept = {name: value for name, value in os.environ.items() if name not in hidden}
-    return kept | {"PATH": f"{Path(program).parent}{os.pathsep}{kept.get('PATH', os.defpath)}"}
 
 
 def free_port() -> int:

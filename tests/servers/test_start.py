@@ -14,6 +14,7 @@ from specdistill.engines.server import Server
 from specdistill.errors import ResourceError, UserError
 from specdistill.project import ROOT
 from specdistill.servers import start
+from specdistill.servers.guard import surroundings
 from specdistill.servers.start import started
 
 PROGRAM = Path(__file__).with_name("engine_program.py")
@@ -133,6 +134,6 @@ def test_a_program_that_is_not_there_is_named(tmp_path):
 
 def test_the_engine_sees_its_own_python_only(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", "/ours")
-    environment = start.surroundings("/opt/vllm/bin/vllm")
+    environment = surroundings("/opt/vllm/bin/vllm")
     assert "PYTHONPATH" not in environment
     assert environment["PATH"].startswith(f"/opt/vllm/bin{os.pathsep}")
