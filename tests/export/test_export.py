@@ -140,15 +140,15 @@ def test_what_was_measured_is_what_to_expect(named: bool, folder: Path, tmp_path
 
 
 def test_what_speaks_against_serving_a_draft_stands_before_the_command(folder: Path, tmp_path: Path) -> None:
-    rules = [{"metric": "speedup", "passed": passed, "severity": "error"} for passed in (False, True)]
-    judged = {**report(), "gate": {"passed": False, "rules": rules}}
+    rules = [{"metric": "speedup", "verdict": verdict, "severity": "error"} for verdict in ("failed", "passed")]
+    judged = {**report(), "gate": {"verdict": "failed", "passed": False, "rules": rules}}
     judged["results"][0].update(speedup=0.87, speedup_ci95=[0.83, 0.91])
     (tmp_path / "report.json").write_text(json.dumps(judged))
     export(folder / "run" / "draft", "vllm", tmp_path / "out", report=tmp_path / "report.json")
     said = served(tmp_path / "out")[1].partition("```bash")[0]
     assert "Its gate: Failed. 1 of 2 rules failed: speedup." in said
     assert "slower than plain decoding where it was measured: 0.87× its speed (0.83 to 0.91)." in said
-    judged["gate"]["passed"], judged["results"][0]["speedup"] = True, 1.2
+    judged["gate"]["verdict"], judged["results"][0]["speedup"] = "passed", 1.2
     (tmp_path / "report.json").write_text(json.dumps(judged))
     export(folder / "run" / "draft", "vllm", tmp_path / "good", report=tmp_path / "report.json")
     assert "Before you serve it" not in served(tmp_path / "good")[1]

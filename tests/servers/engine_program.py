@@ -3,7 +3,7 @@
     python engine_program.py vllm MODEL [--speculative-config '{…}'] … --port PORT
     python engine_program.py sglang --model-path MODEL [--speculative-num-steps K …] … --port PORT
 
-A step of an answer takes 2 ms. With drafts it costs a tenth more for each draft token, yields K + 1 tokens and one by turns, and takes as
+A step of an answer takes 4 ms. With drafts it costs a tenth more for each draft token, yields K + 1 tokens and one by turns, and takes as
 many times longer as the tokens of all requests in flight outnumber 8. It starts a process that outlives it and does not heed SIGTERM.
 """
 
@@ -14,7 +14,7 @@ import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-STEP_SECONDS, FREE_TOKENS = 0.002, 8
+STEP_SECONDS, FREE_TOKENS = 0.004, 8
 OPTIONS = {"--enable-metrics", "--disable-radix-cache", "--no-enable-prefix-caching", "--trust-remote-code", "--broken"}
 
 
