@@ -3,10 +3,9 @@
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Protocol
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -14,13 +13,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 SECONDS = 30.0  # between two plain lines
 
 
-class Advance(Protocol):
-    def __call__(self, count: int = 1) -> None: ...
-
-
 @contextmanager
-def progress(description: str, total: int, unit: str) -> Iterator[Advance]:
-    """Show on stderr how many of `total` units are done; yields the function that adds to them.
+def progress(description: str, total: int, unit: str) -> Iterator[Callable[..., None]]:
+    """Show on stderr how many of `total` units are done; yields the function that adds a number of them, or 1.
 
     Without a terminal: a line every SECONDS at most, and one at the end. Of several processes only the first shows anything.
     """

@@ -133,7 +133,12 @@ def generated_rows(
 
     The target computes in `dtype`, by default the fastest of its device. Deterministic for a seed and number of cores.
     """
-    pools = _pools(prompts, temperatures, max_length, batch_size, seed)
+    pools = []
+    for is_chat, share in ((False, 1 - CHAT_SHARE), (True, CHAT_SHARE)):
+        if own := [prompt for prompt in prompts if prompt.is_chat == is_chat]:
+            pairs, lengths = repeated(own, temperatures), [max_length] if is_chat else row_lengths(max_length, len(own[0].ids))
+            batches = _by_length(pairs, batch_size, seed) if is_chat else _batched(pairs, batch_size)
+            pools.append(_PromptPool(share, batches, itertools.cycle(lengths)))
     end_ids, total = end_token_ids(model, tokenizer), 0
     fast_model = generation_mode(model, dtype or fast_dtype(model.device))
     with fast_model as fast, progress("Generating training data", num_tokens, "tokens") as advance:
@@ -178,21 +183,6 @@ def end_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) ->
     for declared in (model.generation_config.eos_token_id, model.config.eos_token_id, tokenizer.eos_token_id):
         ends.update(declared if isinstance(declared, list) else [] if declared is None else [declared])
     return sorted(ends)
-
-
-def _pools(
-    prompts: Sequence[Prompt], temperatures: Sequence[float], max_length: int, batch_size: int, seed: int
-) -> list[_PromptPool]:
-    chats = [prompt for prompt in prompts if prompt.is_chat]
-    texts = [prompt for prompt in prompts if not prompt.is_chat]
-    pools = []
-    if texts:
-        lengths = itertools.cycle(row_lengths(max_length, len(texts[0].ids)))
-        pools.append(_PromptPool(1 - CHAT_SHARE, _batched(repeated(texts, temperatures), batch_size), lengths))
-    if chats:
-        batches = _by_length(repeated(chats, temperatures), batch_size, seed)
-        pools.append(_PromptPool(CHAT_SHARE, batches, itertools.repeat(max_length)))
-    return pools
 
 
 def _batched(items: Iterator[tuple[Prompt, float]], size: int) -> Iterator[list[tuple[Prompt, float]]]:

@@ -134,10 +134,6 @@ DIVERGENCES: dict[str, Divergence] = {
 FORMS = "a name, {name: jsd, beta: 0.3}, or for a sum [{name: forward_kl, weight: 0.5}, {name: tvd, weight: 0.5}]"
 
 
-class _Weight(Section):
-    weight: float = Field(gt=0, lt=math.inf)
-
-
 def build_divergence(spec: Any) -> Divergence:
     """The divergence of a recipe: a name, a mapping of `name` and options, or a list of such mappings with a `weight` each for a sum.
 
@@ -152,8 +148,8 @@ def build_divergence(spec: Any) -> Divergence:
         key = f"{KEY}[{index}]"
         if not isinstance(term, Mapping) or "weight" not in term:
             raise UserError(key, got=repr(term), expected="{name: …, weight: …}, with the options of the divergence if any")
-        named = {name: value for name, value in term.items() if name != "weight"}
-        terms.append((validate(_Weight, {"weight": term["weight"]}, f"{key}.").weight, _named(named, key)))
+        divergence = _named(term, key, weight=(float, Field(gt=0, lt=math.inf)))
+        terms.append((divergence.keywords.pop("weight"), divergence))
 
     def weighted_sum(draft_logits_RW: Tensor, target_probs_RW: Tensor) -> LossSum:
         totals = [weight * divergence(draft_logits_RW, target_probs_RW).total for weight, divergence in terms]
@@ -162,7 +158,8 @@ def build_divergence(spec: Any) -> Divergence:
     return weighted_sum
 
 
-def _named(spec: Any, key: str) -> Divergence:
+def _named(spec: Any, key: str, **more: Any) -> partial[LossSum]:
+    """The divergence with its options, beside them those of `more`."""
     if not isinstance(spec, Mapping) or "name" not in spec:
         raise UserError(key, got=repr(spec), expected=FORMS)
     name = spec["name"]
@@ -170,11 +167,10 @@ def _named(spec: Any, key: str) -> Divergence:
         close = nearest(str(name), DIVERGENCES)
         raise UserError(key, got=repr(name), expected=f"one of {', '.join(DIVERGENCES)}", nearest=close)
     parameters = inspect.signature(DIVERGENCES[name]).parameters.values()
-    fields: Any = {
-        option.name: (option.annotation, option.default) for option in parameters if option.kind is option.KEYWORD_ONLY
-    }
+    own: Any = {option.name: (option.annotation, option.default) for option in parameters if option.kind is option.KEYWORD_ONLY}
+    schema: type[Section] = create_model(name, __base__=Section, **own, **more)
     given = {option: value for option, value in spec.items() if option != "name"}
-    return partial(DIVERGENCES[name], **vars(validate(create_model(name, __base__=Section, **fields), given, f"{key}.")))
+    return partial(DIVERGENCES[name], **vars(validate(schema, given, f"{key}.")))
 
 
 def _floored_log(probs_RW: Tensor) -> Tensor:

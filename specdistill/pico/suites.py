@@ -107,19 +107,16 @@ def cut_prompts(module: Module, count_tokens: CountTokens) -> Iterator[Candidate
         yield Candidate(whole.module, whole.place, {"prompt": cut}, whole.lines)
 
 
-def revision_prompts(module: Module, count_tokens: CountTokens) -> Iterator[Candidate]:
-    """A request for a function, with the function under it."""
-    for request, answer in _functions_to_edit(module, count_tokens):
-        user = {"role": "user", "content": f"{request}\n\n{answer}"}
-        yield Candidate(module.name, f"revision {request}", {"messages": [user]})
-
-
-def rename_prompts(module: Module, count_tokens: CountTokens) -> Iterator[Candidate]:
-    """A (docstring -> function) chat, then a request for the same function with another name."""
-    for request, answer in _functions_to_edit(module, count_tokens):
-        turns = [("user", request), ("assistant", answer), ("user", request.replace("(", "_2(", 1))]
-        messages = [{"role": role, "content": content} for role, content in turns]
-        yield Candidate(module.name, f"rename {request}", {"messages": messages})
+def edit_prompts(module: Module, count_tokens: CountTokens, kind: str) -> Iterator[Candidate]:
+    """A `revision`: a request for a function, with the function under it. A `rename`: a (docstring -> function) chat, then a request for
+    the same function with another name.
+    """
+    for chat in chats([module]):
+        request, answer = (turn["content"] for turn in chat)
+        if count_tokens(request) + count_tokens(answer) in EDIT_TOKENS:
+            renamed = [*chat, {"role": "user", "content": request.replace("(", "_2(", 1)}]
+            revised = [{"role": "user", "content": f"{request}\n\n{answer}"}]
+            yield Candidate(module.name, f"{kind} {request}", {"messages": renamed if kind == "rename" else revised})
 
 
 def line_prompts(module: Module, count_tokens: CountTokens, opens: type[ast.ClassDef | ast.FunctionDef]) -> Iterator[Candidate]:
@@ -133,6 +130,7 @@ def line_prompts(module: Module, count_tokens: CountTokens, opens: type[ast.Clas
 
 
 class_prompts, signature_prompts = (partial(line_prompts, opens=kind) for kind in (ast.ClassDef, ast.FunctionDef))
+revision_prompts, rename_prompts = (partial(edit_prompts, kind=kind) for kind in ("revision", "rename"))
 
 FindPrompts = Callable[[Module, CountTokens], Iterator[Candidate]]
 PLAIN: dict[str, FindPrompts] = {
@@ -171,7 +169,7 @@ def pico_suites(modules: Sequence[Module], count_tokens: CountTokens) -> dict[st
                 pool = [prompt for prompt in pool if not any(prompt is other or prompt.overlaps(other) for other in judging)]
             if (
                 name == "pico-context"
-            ):  # each category by itself: their pools have the same order, so that the same places are chosen
+            ):  # each category by itself: their pools have one order, so that the same places are chosen
                 used.clear()
             for number in range(PROMPTS_PER_CATEGORY):
                 # The module used least so far, over all categories; ties go by the fixed shuffle.
@@ -209,13 +207,6 @@ def _functions(module: Module) -> Iterator[tuple[ast.FunctionDef, list[str]]]:
     for node in ast.walk(ast.parse(module.text)):
         if isinstance(node, ast.FunctionDef) and lines[node.body[0].lineno - 2].rstrip().endswith(":"):
             yield node, lines
-
-
-def _functions_to_edit(module: Module, count_tokens: CountTokens) -> Iterator[tuple[str, str]]:
-    """(request, function) of the chats short enough for a prompt with both."""
-    for user, assistant in chats([module]):
-        if count_tokens(user["content"]) + count_tokens(assistant["content"]) in EDIT_TOKENS:
-            yield user["content"], assistant["content"]
 
 
 def _paragraphs_up_to(lines: Sequence[str], end: int, count_tokens: CountTokens) -> tuple[int, str]:

@@ -12,7 +12,6 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
-from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, PydanticUndefined
 
 from specdistill.errors import UserError, nearest, one_line
@@ -118,7 +117,8 @@ def _user_error(schema: type[Section], chosen: type[Section], detail: ErrorDetai
     key = prefix + _spelled(place)
     if kind == "extra_forbidden":
         return _unknown(schema, chosen, place, value, prefix)
-    field = _field(chosen, place)
+    last = max(index for index, part in enumerate(place) if isinstance(part, str))
+    field = _schema_at(chosen, place[:last]).model_fields[str(place[last])]
     if kind == "missing":
         while inner := section_of(field.annotation):  # a section that has a required key
             name, field = next((name, entry) for name, entry in inner.model_fields.items() if entry.is_required())
@@ -165,11 +165,6 @@ def _schema_at(schema: type[Section], place: list[Any]) -> type[Section]:
             assert inner is not None, place
             schema = inner
     return schema
-
-
-def _field(schema: type[Section], place: list[Any]) -> FieldInfo:
-    last = max(index for index, part in enumerate(place) if isinstance(part, str))
-    return _schema_at(schema, place[:last]).model_fields[place[last]]
 
 
 def _spelled(place: list[Any]) -> str:

@@ -37,11 +37,6 @@ class Configuration:
 CONFIGURATION_KEYS = tuple(field.name for field in fields(Configuration))
 
 
-def configuration_of(row: Mapping[str, Any]) -> Configuration:
-    """The configuration of a report's row."""
-    return Configuration(**{name: row[name] for name in CONFIGURATION_KEYS})
-
-
 @dataclass(frozen=True)
 class RoundRecord:
     """One draft-verify round: token ids, and each token's text as it continues the tokens before it.
@@ -139,7 +134,8 @@ class PromptRecord:
 
 def records_of(row: Mapping[str, Any], records: Sequence[PromptRecord]) -> list[PromptRecord]:
     """The records that a report's row is made of."""
-    suite, configuration, category = row["suite"], configuration_of(row), row["category"]
+    suite, category = row["suite"], row["category"]
+    configuration = Configuration(**{name: row[name] for name in CONFIGURATION_KEYS})
     return [
         record
         for record in records
