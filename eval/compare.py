@@ -22,8 +22,8 @@ from specdistill.measurement.measure import measure_together, prompt_records, ro
 from specdistill.measurement.measured import MeasuredConfiguration, draft_report
 from specdistill.methods.load import load_proposer
 from specdistill.methods.recipe import eval_keys_of_methods, options_by_method
-from specdistill.recipe.fields import Section, like, option, section
-from specdistill.recipe.sections import EvalConfig, TargetConfig, TreeConfig
+from specdistill.recipe.fields import option, section
+from specdistill.recipe.sections import MeasurementConfig, TargetConfig
 from specdistill.suites.suite import load_suite, tokenize
 from specdistill.targets.frozen import FrozenTarget
 from specdistill.training.history import read_history
@@ -31,23 +31,10 @@ from specdistill.training.history import read_history
 SHORTHANDS = {"target": "target.model"}
 
 
-class CommonOptions(Section):
+class CommonOptions(MeasurementConfig):
     target: TargetConfig = section(TargetConfig)
     drafts: list[str] = option(..., "two or more: draft folders, Hub ids (org/name, org/name@revision), or the word ngram")
-    suite: str | None = like(EvalConfig, "suite")
     output_dir: str = option(..., "where the comparison and the reports go")
-    num_speculative_tokens: int = like(EvalConfig, "num_speculative_tokens")
-    tree: TreeConfig | None = like(EvalConfig, "tree")
-    temperature: float = like(EvalConfig, "temperature")
-    top_p: float = like(EvalConfig, "top_p")
-    top_k: int = like(EvalConfig, "top_k")
-    max_new_tokens: int = like(EvalConfig, "max_new_tokens")
-    num_prompts: int | None = like(EvalConfig, "num_prompts")
-    batch_size: int = like(EvalConfig, "batch_size")
-    repeats: int = like(EvalConfig, "repeats")
-    warmup: int = like(EvalConfig, "warmup")
-    sampling_draws: int = like(EvalConfig, "sampling_draws")
-    seed: int = like(EvalConfig, "seed")
 
 
 KEYS_OF_METHODS: dict[str, Any] = dict(eval_keys_of_methods())

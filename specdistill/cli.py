@@ -146,8 +146,7 @@ def train(arguments: list[str]) -> int:
 def plan(arguments: list[str]) -> int:
     """say which method a target should get before anything is trained: what each costs, the speedup to expect, and on what grounds"""
     options = load_recipe(PlanOptions, _keys(arguments, SHORTHANDS))
-    from specdistill.planning.console import print_plan  # here, and not above, because these import torch
-    from specdistill.planning.plan import make_plan
+    from specdistill.planning.plan import make_plan, print_plan  # here, and not above, because these import torch
     from specdistill.planning.reading import known_drafts, read
 
     remote = options.target.trust_remote_code

@@ -15,10 +15,9 @@ def resolve(model: str, key: str = "target.model") -> str:
     """The folder of `pico`, which ships with the package; any other name unchanged. Raises UserError for a missing folder."""
     if model == "pico":
         return str(PICO)
-    if not Path(model).is_dir() and (model.startswith((".", "/", "~")) or (model.count("/") != 1 and "/" in model)):
-        raise UserError(key, got=f"{model}, which is no folder", expected="pico, a folder or a Hub id")
-    if "/" not in model and not Path(model).is_dir():
-        raise UserError(key, got=model, expected="pico, a folder or a Hub id", nearest=nearest(model, ["pico"]))
+    if not Path(model).is_dir() and (model.startswith((".", "/", "~")) or model.count("/") != 1):
+        close = nearest(model, ["pico"])
+        raise UserError(key, got=f"{model}, which is no folder", expected="pico, a folder or a Hub id", nearest=close)
     return model
 
 

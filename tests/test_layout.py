@@ -21,7 +21,6 @@ TESTED_ELSEWHERE = {
     "methods/heads/mistakes": "doctor/test_diagnosis.py",
     "methods/load": "methods/heads/test_heads.py",
     "methods/sizes": "planning/test_costs.py",
-    "pico/model": "data/test_training_data.py",
     "targets/files": "export/test_heads.py",
 }
 

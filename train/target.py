@@ -13,8 +13,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM, Trainer
 
 from specdistill import command
 from specdistill.pico.card import write_card
-from specdistill.pico.corpus import standard_library
-from specdistill.pico.model import curriculum, documents, llama_config, token_stream, train_tokenizer
+from specdistill.pico.corpus import curriculum, documents, llama_config, standard_library, token_stream, train_tokenizer
 from specdistill.recipe.sections import TargetRecipe
 from specdistill.training.optimizer import MuonAdamW
 from specdistill.training.run import TrainingRun

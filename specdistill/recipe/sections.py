@@ -106,7 +106,28 @@ class SweepConfig(Section):
     context: list[AtLeastOne] = option([], "prompt lengths to measure, powers of two: long prompts cut to so many tokens")
 
 
-class EvalConfig(Section):
+class MeasurementConfig(Section):
+    """How prompts are decoded to measure a draft, whatever the command."""
+
+    suite: str | None = option(
+        None,
+        "suite name, suite YAML, or a jsonl file with prompt | messages | text rows; null: pico, for the target pico alone",
+    )
+    num_speculative_tokens: int = option(4, "K, draft tokens a round", ge=1, read_when=A_CHAIN)
+    tree: TreeConfig | None = option(None, "a tree in place of a chain; null: a chain", read_when=IN_PROCESS)
+    temperature: float = option(0.0, "0 is greedy", ge=0)
+    top_p: float = option(1.0, "nucleus kept, for the target and the draft alike", ge=0.01, le=1, read_when=SAMPLED)
+    top_k: int = option(0, "tokens kept; 0 keeps all", ge=0, read_when=SAMPLED)
+    max_new_tokens: int = option(128, "tokens generated for each prompt", ge=1)
+    num_prompts: int | None = option(None, "prompts used, spread evenly over the categories; null: all", ge=1)
+    batch_size: int = option(1, "prompts decoded together, with and without the draft", ge=1, le=64, read_when=IN_PROCESS)
+    repeats: int = option(3, "timed repetitions of each prompt, with and without the draft; medians count", ge=1)
+    warmup: int = option(2, "untimed prompts, or batches of them, first", ge=0)
+    sampling_draws: int = option(400, "draws of the two-sample losslessness test; 0 leaves it out", ge=0, read_when=IN_PROCESS)
+    seed: int = option(0, "sampling and bootstrap seed", ge=0)
+
+
+class EvalConfig(MeasurementConfig):
     """How a draft is measured; methods add the keys that only they read."""
 
     engine: Annotated[str, one_of(lambda: ["specdistill", *engines_with("client")])] = option(
@@ -124,26 +145,10 @@ class EvalConfig(Section):
         None, "address of a running server without a draft; null: no speedup is measured", read_when=RUNNING
     )
     server_timeout: float = option(300.0, "seconds that one answer may take", ge=0.1, read_when=BY_SERVER)
-    suite: str | None = option(
-        None,
-        "suite name, suite YAML, or a jsonl file with prompt | messages | text rows; null: pico, for the target pico alone",
-    )
     draft: str | None = option(None, "draft folder; null: <train.output_dir>/draft")
     output_dir: str | None = option(None, "where the report goes; null: <train.output_dir>/report")
-    num_speculative_tokens: int = option(4, "K, draft tokens a round", ge=1, read_when=A_CHAIN)
-    tree: TreeConfig | None = option(None, "a tree in place of a chain; null: a chain", read_when=IN_PROCESS)
-    temperature: float = option(0.0, "0 is greedy", ge=0)
-    top_p: float = option(1.0, "nucleus kept, for the target and the draft alike", ge=0.01, le=1, read_when=SAMPLED)
-    top_k: int = option(0, "tokens kept; 0 keeps all", ge=0, read_when=SAMPLED)
-    max_new_tokens: int = option(128, "tokens generated for each prompt", ge=1)
-    num_prompts: int | None = option(None, "prompts used, spread evenly over the categories; null: all", ge=1)
-    batch_size: int = option(1, "prompts decoded together, with and without the draft", ge=1, le=64, read_when=IN_PROCESS)
     concurrency: int = option(1, "requests in flight at a server", ge=1, le=MOST_IN_FLIGHT, read_when=BY_SERVER)
-    repeats: int = option(3, "timed repetitions of each prompt, with and without the draft; medians count", ge=1)
-    warmup: int = option(2, "untimed prompts, or batches of them, first", ge=0)
     run_code: bool = option(False, "run the generated programs of suite rows with a `test`, as the user that measures")
-    sampling_draws: int = option(400, "draws of the two-sample losslessness test; 0 leaves it out", ge=0, read_when=IN_PROCESS)
-    seed: int = option(0, "sampling and bootstrap seed", ge=0)
     baseline: str | None = option(
         None, "what max_regression rules compare with: a report.json, its folder, or a Hub revision's report as org/name@v1.2"
     )

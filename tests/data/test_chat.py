@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 from specdistill.data.chat import GENERATION_TAG, assistant_spans, encode_chat, encode_text, prompt_ids, render
 from specdistill.data.sources import normalise
 from specdistill.errors import UserError
-from specdistill.pico.model import CHAT_TEMPLATE as TAGGED
+from specdistill.pico.corpus import CHAT_TEMPLATE as TAGGED
 from tests.tiny import tiny_tokenizer
 
 UNTAGGED = re.sub(r"\{%-?\s*(end)?generation\s*-?%\}", "", TAGGED)

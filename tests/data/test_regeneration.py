@@ -17,7 +17,7 @@ from specdistill.data.regeneration import (
     row_lengths,
     text_prompts,
 )
-from specdistill.pico.model import CHAT_TEMPLATE
+from specdistill.pico.corpus import CHAT_TEMPLATE
 from tests.tiny import tiny_target_model, tiny_tokenizer
 
 TEXTS = ["".join(f"def f{number}_{line}():\n    return {line}\n\n" for line in range(30)) for number in range(6)]

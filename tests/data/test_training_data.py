@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 from specdistill.data.packing import collate
 from specdistill.data.training_data import training_data
 from specdistill.errors import UserError
-from specdistill.pico.model import CHAT_TEMPLATE
+from specdistill.pico.corpus import CHAT_TEMPLATE
 from specdistill.recipe.sections import DataConfig, RegenerateConfig
 from tests.tiny import tiny_target_model, tiny_tokenizer
 

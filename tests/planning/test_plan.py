@@ -12,8 +12,7 @@ from rich.console import Console
 from specdistill.errors import UserError
 from specdistill.methods.draft_model.create import propose_shape
 from specdistill.methods.recipe import Recipe
-from specdistill.planning.console import print_plan, short
-from specdistill.planning.plan import Plan, make_plan, recommend
+from specdistill.planning.plan import Plan, make_plan, print_plan, recommend, short
 from specdistill.planning.reading import read
 from specdistill.recipe.load import load_recipe
 

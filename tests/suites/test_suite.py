@@ -5,8 +5,7 @@ import pytest
 import yaml
 
 from specdistill.errors import UserError
-from specdistill.pico.corpus import split_of
-from specdistill.pico.model import CHAT_TEMPLATE
+from specdistill.pico.corpus import CHAT_TEMPLATE, split_of
 from specdistill.project import SUITES
 from specdistill.recipe.sections import SweepConfig
 from specdistill.suites.suite import REMOTE, cut_prompts, evenly, load_suite, tokenize
