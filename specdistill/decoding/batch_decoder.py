@@ -3,7 +3,7 @@
 Rows accept different numbers of tokens and advance independently. What a row rejects stays in the target's cache as a hole
 (`MaskedKVCache`). A finished row leaves the batch, which continues with the others.
 
-Greedy output of a float32 target equals `Decoder`'s token for token, near-ties included (specdistill.decoding.ties). Sampled output
+Greedy output of a float32 target equals `Decoder`'s token for token, near-ties included (specdistill.decoding.decoder). Sampled output
 follows the target's distribution in each row, whatever the other rows hold. Row b draws from its own generator, as many numbers in the
 same order as `Decoder`, so its output is the same unless a number falls within float rounding of a boundary.
 
@@ -16,10 +16,9 @@ import torch
 from torch import Tensor
 
 from specdistill.decoding import verify
-from specdistill.decoding.decoder import Generation, Running, now
+from specdistill.decoding.decoder import Generation, Running, break_ties, now
 from specdistill.decoding.proposer import BatchState, Proposal, Proposer
 from specdistill.decoding.sampling import GREEDY, Generators, Sampling, uniforms
-from specdistill.decoding.ties import break_ties
 from specdistill.decoding.transformers_models import MaskedKVCache, check_batchable, last_of, padded
 from specdistill.errors import UserError
 from specdistill.targets.frozen import Features, FrozenTarget

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from specdistill.decoding import decoder, ties
+from specdistill.decoding import decoder
 from specdistill.decoding.decoder import Decoder
 from specdistill.methods.eagle3.module import build_eagle3
 from specdistill.methods.heads.proposer import HeadProposer
@@ -24,7 +24,7 @@ def target() -> FrozenTarget:
 def test_greedy_text_is_what_float64_prefers(target):
     before = {name: tensor.clone() for name, tensor in target.model.state_dict().items()}
     plain = Decoder(target).generate(PROMPT, max_new_tokens=NEW_TOKENS).token_ids
-    best = ties.in_float64(target, [*PROMPT, *plain])[0].argmax(-1)
+    best = decoder.in_float64(target, [*PROMPT, *plain])[0].argmax(-1)
     assert list(plain) == best[len(PROMPT) - 1 : -1].tolist()
     assert any(token >= 130 for token in plain)
     assert any(token < 130 for token in plain)
@@ -47,15 +47,15 @@ def test_float32_alone_decides_otherwise(target, monkeypatch):
 
 def test_clear_choices_and_16_bit_logits_are_left_alone(target):
     clear = torch.tensor([[[1.0, 2.0, 3.0]]])
-    assert ties.break_ties(target, [PROMPT], clear) is clear
+    assert decoder.break_ties(target, [PROMPT], clear) is clear
     tied = torch.tensor([[[3.0, 3.0, 1.0]]], dtype=torch.bfloat16)
-    assert ties.break_ties(target, [PROMPT], tied) is tied
+    assert decoder.break_ties(target, [PROMPT], tied) is tied
 
 
 def test_a_mixture_of_experts_breaks_ties_too():
     target = mtp_targets.tiny_target("deepseek_v3")
     experts = target.config._experts_implementation
-    exact = ties.in_float64(target, PROMPT)
+    exact = decoder.in_float64(target, PROMPT)
     with torch.no_grad():
         logits = target.logits(target.features(torch.tensor([PROMPT]), ()).last_hidden)
     assert exact.dtype == torch.float64 and logits.dtype == torch.float32

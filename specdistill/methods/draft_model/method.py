@@ -56,22 +56,17 @@ def load_proposer(
     target: FrozenTarget,
     *,
     key: str,
-    confidence_threshold: float | None = None,
     draft_context: str = "refuse",
     heterogeneous_vocab: bool = False,
+    **options: Any,
 ) -> Proposer:
     model, tokenizer = load_draft_model(folder, key=key, device=target.device, dtype=target.dtype)
     widths = [embedding.weight.shape[0] for embedding in (target.lm_head, model.get_output_embeddings())]
     vocabulary = match_vocabularies(
         target.tokenizer, widths[0], tokenizer, widths[1], heterogeneous=heterogeneous_vocab, key=key
     )
-    return DraftModelProposer(
-        model,
-        vocabulary=vocabulary,
-        confidence_threshold=confidence_threshold,
-        context=draft_context,
-        target_max_length=target.max_length,
-    )
+    limits: dict[str, Any] = {"context": draft_context, "target_max_length": target.max_length}
+    return DraftModelProposer(model, vocabulary=vocabulary, **limits, **options)
 
 
 def inspect(folder: Path, target: TargetFiles | None) -> None:

@@ -103,16 +103,12 @@ def split_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     result: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         experts, _, last = name.rpartition(".")
-        parts: dict[str, Tensor] = {}
-        if last == "gate_up_proj":
-            parts = dict(zip(("gate_proj", "up_proj"), tensor.chunk(2, dim=1), strict=True))
-        elif last == "down_proj" and f"{experts}.gate_up_proj" in tensors:
-            parts = {"down_proj": tensor}
-        else:
+        halves = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(last)
+        if halves is None or f"{experts}.gate_up_proj" not in tensors:
             result[name] = tensor
-        result |= {
-            f"{experts}.{e}.{part}.weight": all_of_them[e] for part, all_of_them in parts.items() for e in range(len(tensor))
-        }
+            continue
+        for part, all_of_them in zip(halves, tensor.chunk(len(halves), dim=1), strict=True):
+            result |= {f"{experts}.{e}.{part}.weight": one for e, one in enumerate(all_of_them)}
     return result
 
 
@@ -121,8 +117,7 @@ def merge_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     result: dict[str, Tensor] = {}
     parts: dict[str, dict[str, dict[int, Tensor]]] = {}
     for name, tensor in tensors.items():
-        match = EXPERT.fullmatch(name)
-        if match:
+        if match := EXPERT.fullmatch(name):
             parts.setdefault(match["experts"], {}).setdefault(match["part"], {})[int(match["index"])] = tensor
         else:
             result[name] = tensor
