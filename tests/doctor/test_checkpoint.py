@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from specdistill.cli import main
-from specdistill.doctor.checkpoint import Examination, examine
+from specdistill.doctor.diagnosis import Diagnosis, examine
 from specdistill.export.export import export
 from specdistill.targets.files import TargetFiles
 from specdistill.targets.frozen import FrozenTarget
@@ -38,11 +38,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def examined(folder: Path, draft: Path, engine: str | None = None) -> Examination:
+def examined(folder: Path, draft: Path, engine: str | None = None) -> Diagnosis:
     return examine(draft, TargetFiles.of(str(folder / "target")), engine)
 
 
-def whats(seen: Examination, severity: str = "problem") -> list[str]:
+def whats(seen: Diagnosis, severity: str = "problem") -> list[str]:
     return [finding.what for finding in seen.findings if finding.severity == severity]
 
 
