@@ -25,8 +25,8 @@ from specdistill.data.batch_generate import fast_dtype, generate, generation_mod
 from specdistill.decoding.decoder import Decoder
 from specdistill.losses.divergence import forward_kl
 from specdistill.measurement.hardware import hardware, software
+from specdistill.methods.draft_model.create import from_layers
 from specdistill.methods.draft_model.proposer import DraftModelProposer
-from specdistill.methods.draft_model.pruning import from_layers
 from specdistill.methods.eagle3.checkpoint import save_eagle3
 from specdistill.methods.eagle3.module import build_eagle3
 from specdistill.methods.heads.proposer import HeadProposer

@@ -11,8 +11,16 @@ from xml.etree import ElementTree
 import jsonschema
 import pytest
 
-from specdistill.comparison.compare import PARTS, SCHEMA, Measured, compare, pareto_frontier, validate_comparison
-from specdistill.comparison.explanation import is_separable, reasons
+from specdistill.comparison.compare import (
+    PARTS,
+    SCHEMA,
+    Measured,
+    compare,
+    is_separable,
+    pareto_frontier,
+    reasons,
+    validate_comparison,
+)
 from specdistill.comparison.pages import print_comparison, to_html, to_markdown, write_comparison
 from specdistill.errors import UserError
 from specdistill.report.charts import acceptance_while_training

@@ -14,10 +14,9 @@ from specdistill.methods import sizes
 from specdistill.methods.contract import Implementation
 from specdistill.methods.draft_model.checkpoint import export, load_alike, load_draft_model, save_draft_model
 from specdistill.methods.draft_model.config import Recipe
-from specdistill.methods.draft_model.create import create_draft_model, on_meta, propose_shape, with_lora
+from specdistill.methods.draft_model.create import check_decoder, create_draft_model, on_meta, propose_shape, with_lora
 from specdistill.methods.draft_model.objective import Distillation
 from specdistill.methods.draft_model.proposer import DraftModelProposer
-from specdistill.methods.draft_model.pruning import check_decoder
 from specdistill.methods.draft_model.vocabulary import match_vocabularies
 from specdistill.targets.files import TargetFiles
 from specdistill.targets.frozen import FrozenTarget

@@ -10,12 +10,15 @@ from transformers import MixtralConfig, MixtralForCausalLM, PreTrainedModel
 from specdistill.errors import UserError
 from specdistill.methods.draft_model.checkpoint import load_draft_model, save_draft_model
 from specdistill.methods.draft_model.create import (
+    activation_norms,
     create_draft_model,
+    evenly_spaced,
+    from_layers,
     from_scratch,
+    from_width,
     propose_shape,
     step_ratio,
 )
-from specdistill.methods.draft_model.pruning import activation_norms, evenly_spaced, from_layers, from_width
 from specdistill.methods.sizes import Shape, parameters_read, shape_of, weights_read
 from specdistill.targets.frozen import FrozenTarget
 from tests.tiny import qwen, tiny_target_model, tiny_tokenizer
