@@ -119,23 +119,16 @@ def _speedup(num_tokens: Any, seconds: Any, baseline_num_tokens: Any, baseline_s
     return (num_tokens / seconds) / (baseline_num_tokens / baseline_seconds)
 
 
-def _predicted(
-    num_accepted_tokens: Any,
-    num_draft_tokens: Any,
-    num_rounds: Any,
-    draft_seconds: Any,
-    verify_seconds: Any,
-    baseline_num_rounds: Any,
-    baseline_verify_seconds: Any,
-) -> Any:
+def _predicted(accepted: Any, drafted: Any, rounds: Any, draft: Any, verify: Any, plain_rounds: Any, plain: Any) -> Any:
     """`theory.predicted_speedup`, with AL, v and d as means over all rounds, also those in which nothing was drafted."""
-    step = baseline_verify_seconds / baseline_num_rounds
-    a_token = draft_seconds / num_draft_tokens / step  # undefined where nothing was drafted, and with it the prediction
-    length, v = 1 + num_accepted_tokens / num_rounds, verify_seconds / num_rounds / step
-    return predicted_speedup(length, v, a_token * (num_draft_tokens / num_rounds))
+    step = plain / plain_rounds
+    a_token = draft / drafted / step  # undefined where nothing was drafted, and with it the prediction
+    return predicted_speedup(1 + accepted / rounds, verify / rounds / step, a_token * (drafted / rounds))
 
 
-_SPEEDUP, _PREDICTED = _of(_speedup), _of(_predicted)
+_COUNTS, _SECONDS = ("num_accepted_tokens", "num_draft_tokens", "num_rounds"), ("draft_seconds", "verify_seconds")
+_PREDICTED = Metric((*_COUNTS, *_SECONDS, "baseline_num_rounds", "baseline_verify_seconds"), _predicted)
+_SPEEDUP = _of(_speedup)
 
 METRICS: dict[str, Metric] = {
     "mean_acceptance_length": _of(lambda num_accepted_tokens, num_drafts: 1 + num_accepted_tokens / num_drafts),

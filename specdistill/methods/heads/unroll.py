@@ -149,7 +149,10 @@ class TrainingTimeTest(nn.Module):
             step = self.divergence(logits_RW, soft_targets.probs_RW[rows])
             total = total + self.step_weights[k] * step.total
             if self.feature_weight:
-                error = self._feature_error(hidden, features.last_hidden, has_loss_BT, ahead=1 + k)
+                # What the head gave back, beside the target's feature 1 + k positions on: a mean over H, summed over the loss tokens
+                wanted_BTH = F.pad(features.last_hidden[:, 1 + k :], (0, 0, 0, min(1 + k, hidden.shape[1])))
+                pair_RH = hidden[has_loss_BT].float(), wanted_BTH[has_loss_BT].float()
+                error = F.smooth_l1_loss(*pair_RH, reduction="none").mean(-1).sum()
                 total = total + self.step_weights[k] * self.feature_weight * error
             with torch.no_grad():
                 sums.loss.append(step.total.detach())
@@ -164,13 +167,6 @@ class TrainingTimeTest(nn.Module):
                     sums.chain_correct.append((correct_BT & chain_BT).sum())
                     sums.chains.append(chain_BT.sum())
         return total, sums
-
-    @staticmethod
-    def _feature_error(hidden_BTH: Tensor, last_hidden_BTH: Tensor, has_loss_BT: Tensor, *, ahead: int) -> Tensor:
-        """SmoothL1 of what the head gave back to the target's feature `ahead` positions on: mean over H, summed over the loss tokens."""
-        wanted_BTH = F.pad(last_hidden_BTH[:, ahead:], (0, 0, 0, min(ahead, last_hidden_BTH.shape[1])))
-        error_RH = F.smooth_l1_loss(hidden_BTH[has_loss_BT].float(), wanted_BTH[has_loss_BT].float(), reduction="none")
-        return error_RH.mean(-1).sum()
 
 
 def objective(draft: Head, recipe: HeadRecipe, target: FrozenTarget) -> TrainingTimeTest:
