@@ -12,8 +12,7 @@ from rich.text import Text
 
 from specdistill.comparison.compare import validate_comparison
 from specdistill.report import phrases, tables
-from specdistill.report.files import staged, write_report
-from specdistill.report.html import template
+from specdistill.report.files import staged, template, write_report
 from specdistill.report.phrases import duration, interval, number, percent, size, times
 from specdistill.report.tables import Cell, cell
 from specdistill.report.text import cells, plain

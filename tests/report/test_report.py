@@ -16,8 +16,7 @@ from specdistill.gate.decide import Evidence, decide, judge
 from specdistill.gate.rules import Rule, load_gate
 from specdistill.report import charts, tables
 from specdistill.report.build import findings, result_rows
-from specdistill.report.files import previous_report, read_report, render, schema, validate, write_report
-from specdistill.report.html import samples, to_html
+from specdistill.report.files import previous_report, read_report, render, samples, schema, to_html, validate, write_report
 from specdistill.report.phrases import procedure, settings_line, shared_settings
 from specdistill.report.tables import sweep
 from specdistill.report.text import print_gate, print_report, to_markdown

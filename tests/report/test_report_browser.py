@@ -6,7 +6,7 @@ import pytest
 
 from specdistill.gate.decide import Evidence, judge
 from specdistill.gate.rules import load_gate
-from specdistill.report.html import to_html
+from specdistill.report.files import to_html
 from tests.browser import look, opening
 from tests.simulated import simulate, simulated_report, simulated_sweep
 
