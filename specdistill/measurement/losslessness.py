@@ -1,11 +1,12 @@
-"""Whether speculation changes what the target generates. It must not: greedy output token for token, sampled output in distribution.
+"""Whether what is generated is the target's own. It must be: greedy completions token for token, sampled ones in distribution.
 
-Greedy decoding in float32 must be identical. In a 16-bit dtype the verification of several tokens at once rounds differently
-from one step at a time, so outputs may diverge where the target's two best tokens are almost tied. A divergence without a near-tie is a
-bug.
+The reference is transformers' `generate()` (specdistill.measurement.reference), never decoding here without a draft, which would share its
+mistakes. Both compute in the target's dtype, but a verification of several tokens rounds differently from one token at a time, and near-ties
+of a float32 target are broken in float64 here. So completions may diverge where the target's best tokens are almost tied, which is counted;
+a divergence without a near-tie is a bug.
 
-Sampling is tested by a two-sample chi-square test: the first two tokens are drawn many times with and without the draft. A test that never
-fails proves nothing, so the same test must reject a rule that is wrong on purpose.
+Sampling is tested by chi-square: two tokens are drawn many times with the draft, and their distribution is known. A test that never fails
+proves nothing, so the same test must reject a rule that is wrong on purpose.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -20,16 +21,17 @@ from torch import Tensor
 from specdistill.decoding.decoder import Decoder, Generation, exact
 from specdistill.decoding.proposer import Proposal, Proposer
 from specdistill.decoding.sampling import GREEDY, Sampling
+from specdistill.decoding.ties import NEAR_TIE
 from specdistill.decoding.tree import ROOT
+from specdistill.measurement import reference
 from specdistill.measurement.configurations import Settings
 from specdistill.measurement.measure import Runs, decode, decoder_for, in_batches
 from specdistill.progress import progress
-from specdistill.statistics.intervals import two_sample_chi_square
+from specdistill.statistics.intervals import MIN_EXPECTED, chi_square
 from specdistill.suites.suite import Prompt
 from specdistill.targets.frozen import FrozenTarget
 
-NEAR_TIE_ROUNDINGS = 4  # two logits this many roundings apart, at their magnitude, are a near-tie
-TESTED_TOKENS = 2
+NEAR_TIE_ROUNDINGS = 4  # two 16-bit logits this many roundings apart, at their magnitude, are a near-tie; float32 ones at NEAR_TIE
 COUNTS = ("prompts_checked", "divergences", "near_ties", "unexplained_divergences")
 NUM_PROBED_PROMPTS = 16
 NUM_PROBED_TOKENS = 48  # generated after each of them, in search of a place where a wrong rule would show
@@ -42,29 +44,31 @@ def greedy_check(target: FrozenTarget, proposer: Proposer, runs: Sequence[Runs],
 
 def greedy_pairs(
     target: FrozenTarget, proposer: Proposer, runs: Sequence[Runs], settings: Settings
-) -> Iterator[tuple[Prompt, Generation, Generation]]:
-    """(prompt, greedy with the draft, greedy without) of every prompt, the latter always decoded alone.
+) -> Iterator[tuple[Prompt, Generation, tuple[int, ...]]]:
+    """(prompt, greedy with the draft, the token ids of the reference) of every prompt.
 
-    Taken from the runs, or decoded once more if those were sampled or in batches.
+    Both are taken from greedy runs, and generated where these do not hold them. In batches a reference that differs is generated once more
+    for its prompt alone, which counts: padding rounds differently, and some classes read it wrongly.
     """
-    if settings.sampling.is_greedy and settings.batch_size == 1:
-        yield from ((run.prompt, run.speculative[0], run.baseline[0]) for run in runs)
-        return
-    greedy = replace(settings, sampling=GREEDY)
-    with_draft, plain = decoder_for(target, greedy, proposer), Decoder(target)
+    greedy, is_sampled = replace(settings, sampling=GREEDY), not settings.sampling.is_greedy
+    with_draft, most = decoder_for(target, greedy, proposer), settings.max_new_tokens
     with progress("Checking greedy output", len(runs), "prompts") as advance:
         for batch in in_batches([run.prompt for run in runs], settings.batch_size):
-            if settings.sampling.is_greedy:
-                generations = [run.speculative[0] for run in runs[batch.start : batch.end]]
+            own, prompts = runs[batch.start : batch.end], [prompt.token_ids for prompt in batch.prompts]
+            ours = decode(with_draft, batch, greedy) if is_sampled else [run.speculative[0] for run in own]
+            if is_sampled or not own[0].hf_generate:
+                references = reference.generate(target, prompts, max_new_tokens=most)
             else:
-                generations = decode(with_draft, batch, greedy)
-            for prompt, generation in zip(batch.prompts, generations, strict=True):
-                yield prompt, generation, plain.generate(prompt.token_ids, max_new_tokens=greedy.max_new_tokens)
+                references = [run.hf_generate[0].token_ids for run in own]
+            for prompt, generation, token_ids in zip(batch.prompts, ours, references, strict=True):
+                if len(prompts) > 1 and generation.token_ids != token_ids:
+                    (token_ids,) = reference.generate(target, [prompt.token_ids], max_new_tokens=most)
+                yield prompt, generation, token_ids
                 advance()
 
 
-def compare_greedy(target: FrozenTarget, pairs: Iterable[tuple[Prompt, Generation, Generation]]) -> dict[str, Any]:
-    """`greedy_check` of (prompt, with the draft, without) of every prompt."""
+def compare_greedy(target: FrozenTarget, pairs: Iterable[tuple[Prompt, Generation, tuple[int, ...]]]) -> dict[str, Any]:
+    """`greedy_check` of (prompt, with the draft, the reference's token ids) of every prompt."""
     compared = [_divergence(target, *pair) for pair in pairs]
     divergences = [divergence for divergence in compared if divergence]
     near_ties = sum(divergence["near_tie"] for divergence in divergences)
@@ -87,34 +91,30 @@ def together(checks: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _divergence(target: FrozenTarget, prompt: Prompt, with_draft: Generation, plain: Generation) -> dict[str, Any] | None:
-    """The first position where the two outputs of a prompt differ. `top2_gap`: the target's best logit less its second best."""
-    ours, theirs = with_draft.token_ids, plain.token_ids
-    if ours == theirs:
+def _divergence(target: FrozenTarget, prompt: Prompt, ours: Generation, theirs: tuple[int, ...]) -> dict[str, Any] | None:
+    """The first position where the completion of a prompt is not the reference. At a near-tie both tokens are among the model's best.
+
+    `top2_gap`: the model's best logit less its second best.
+    """
+    if ours.token_ids == theirs:
         return None
-    position, our_token, their_token = first_difference(ours, theirs)
-    best, second = _logits(target, [*prompt.token_ids, *theirs[:position]])[-1].topk(2).values.tolist()
-    bound = NEAR_TIE_ROUNDINGS * torch.finfo(getattr(torch, target.dtype)).eps * abs(best)
+    position, our_token, their_token = first_difference(ours.token_ids, theirs)
+    logits_V = reference.logits(target, [*prompt.token_ids, *theirs[:position]])[-1]
+    best, second = logits_V.topk(2).values.tolist()
+    bound = max(NEAR_TIE, NEAR_TIE_ROUNDINGS * torch.finfo(getattr(torch, target.dtype)).eps) * abs(best)
     return {
         "prompt_id": prompt.id,
         "position": position,
         "speculative_token": our_token,
         "baseline_token": their_token,
         "top2_gap": best - second,
-        "near_tie": target.dtype != "float32" and best - second <= bound,
+        "near_tie": all(token is not None and best - float(logits_V[token]) <= bound for token in (our_token, their_token)),
     }
 
 
 def first_difference(ours: Sequence[int], theirs: Sequence[int]) -> tuple[int, int | None, int | None]:
     """The first position where two sequences differ, and their tokens there; None where one has ended."""
     return next((position, *pair) for position, pair in enumerate(zip_longest(ours, theirs)) if pair[0] != pair[1])
-
-
-@torch.inference_mode()
-def _logits(target: FrozenTarget, token_ids: Sequence[int]) -> Tensor:
-    """[T, V] float32, after each token."""
-    ids = torch.tensor([list(token_ids)], device=target.device)
-    return target.logits(target.features(ids, ()).last_hidden)[0].float()
 
 
 def candidates(proposal: Proposal, path: Sequence[int]) -> Sequence[int]:
@@ -137,46 +137,63 @@ def wrong_residual(proposal: Proposal, probs_NV: Tensor, generator: torch.Genera
 def sampling_test(
     target: FrozenTarget, proposer: Proposer, prompts: Sequence[Prompt], settings: Settings, *, num_draws: int
 ) -> dict[str, Any] | str:
-    """The report's `lossless.sampling_test`, or the reason why there is none.
+    """The report's `lossless.sampling_test`, or the reason why there is none: two tokens sampled as measured, greedy settings at T = 1.
 
     Of a chain or a tree only the first level is drafted: it decides the second token.
     """
     if not num_draws:
         return "eval.sampling_draws is 0"
+    if settings.sampling.is_greedy:
+        settings = replace(settings, sampling=Sampling(temperature=1.0))
     prompt_ids, prompt_id = most_telling_prompt(target, proposer, prompts, settings)
+    probabilities = pair_probabilities(target, prompt_ids, settings.sampling, MIN_EXPECTED / num_draws)
     tree = settings.tree.cut(1) if settings.tree else None
 
-    def draw(decoder: Decoder, arm: int) -> list[tuple[int, ...]]:
-        generator = torch.Generator().manual_seed(settings.seed * 3 + arm)
+    def test(decoder: Decoder, arm: int) -> tuple[float, float, int] | None:
+        generator = torch.Generator().manual_seed(settings.seed * 2 + arm)
         outcomes = []
         for _ in range(num_draws):
             generation = decoder.generate(
                 prompt_ids,
-                max_new_tokens=TESTED_TOKENS,
-                num_speculative_tokens=1 if decoder.proposer else 0,
-                tree=tree if decoder.proposer else None,
-                sampling=Sampling(temperature=1.0),
+                max_new_tokens=2,
+                num_speculative_tokens=1,
+                tree=tree,
+                sampling=settings.sampling,
                 generator=generator,
             )
             outcomes.append(generation.token_ids)
             advance()
-        return outcomes
+        return chi_square(outcomes, probabilities)
 
-    with progress("Testing sampling", 3 * num_draws, "draws") as advance:
-        plain = draw(Decoder(target), 0)
-        result = two_sample_chi_square(plain, draw(Decoder(target, proposer), 1))
-        control = two_sample_chi_square(plain, draw(Decoder(target, proposer, rule=wrong_residual), 2))
+    with progress("Testing sampling", 2 * num_draws, "draws") as advance:
+        result, control = (test(Decoder(target, proposer, rule=rule), arm) for arm, rule in enumerate((exact, wrong_residual)))
     if result is None or control is None:
         return f"{num_draws} draws hold no two outcomes that are frequent enough to compare; draw more"
+    statistic, p_value, num_cells = result
     return {
-        "statistic": float(result.statistic),
-        "p_value": float(result.pvalue),
-        "negative_control_p_value": float(control.pvalue),
-        "num_cells": len(result.expected_freq),
+        "statistic": statistic,
+        "p_value": p_value,
+        "negative_control_p_value": control[1],
+        "num_cells": num_cells,
         "num_draws": num_draws,
         "prompt_id": prompt_id,
         "num_prompt_tokens": len(prompt_ids),
     }
+
+
+def pair_probabilities(
+    target: FrozenTarget, prompt_ids: Sequence[int], sampling: Sampling, least: float
+) -> dict[tuple[int, ...], float]:
+    """The two tokens after a prompt, or a stop token alone: the reference's probability of each outcome that has at least `least`."""
+    found: dict[tuple[int, ...], float] = {}
+    first_V = reference.next_token_probabilities(target, prompt_ids, sampling)
+    for token in (first_V >= least).nonzero().flatten().tolist():
+        if token in target.eos_token_ids:
+            found[(token,)] = float(first_V[token])
+            continue
+        pair_V = first_V[token] * reference.next_token_probabilities(target, [*prompt_ids, token], sampling)
+        found |= {(token, other): float(pair_V[other]) for other in (pair_V >= least).nonzero().flatten().tolist()}
+    return found
 
 
 def most_telling_prompt(
@@ -185,7 +202,7 @@ def most_telling_prompt(
     """The beginning of a sequence after which `wrong_residual` shows most, and the id of its prompt.
 
     The first token comes from the prefill and the second from a round, so the score of a position is the probability of the token
-    before it times the distance of the wrong rule's distribution from the right one.
+    before it times the distance of the wrong rule's distribution from the right one. The settings are sampled ones.
     """
     deviations: list[float] = []
 
@@ -202,11 +219,11 @@ def most_telling_prompt(
             max_new_tokens=min(NUM_PROBED_TOKENS, target.max_length - len(prompt.token_ids)),
             num_speculative_tokens=settings.num_speculative_tokens,
             tree=settings.tree,
-            sampling=Sampling(temperature=1.0),
+            sampling=settings.sampling,
             generator=torch.Generator().manual_seed(settings.seed),
         )
         sequence = (*prompt.token_ids, *generation.token_ids)
-        probs_TV = _logits(target, sequence).softmax(-1)
+        probs_TV = settings.sampling.probabilities(reference.logits(target, sequence))
         length = len(prompt.token_ids) + 1  # before the round
         for entry, deviation in zip(generation.rounds, deviations[1:], strict=True):  # the first verification is the prefill's
             score = float(probs_TV[length - 2, sequence[length - 1]]) * deviation

@@ -1,4 +1,4 @@
-"""Intervals by bootstrap over prompts, and the two-sample test of sampled tokens, both by scipy.
+"""Intervals by bootstrap over prompts, and the test of sampled tokens, both by scipy.
 
 A prompt's rounds succeed and fail together, so prompts are resampled, all sums of a prompt together (paired). Prompts that were decoded
 in one batch also share their times; intervals of times resample batches (see `metrics.measured`).
@@ -6,7 +6,7 @@ in one batch also share their times; intervals of times resample batches (see `m
 
 import warnings
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -120,19 +120,20 @@ def _bootstrap(metric: Metric, data: list[NDArray[np.float64]], confidence: floa
     return (point, point) if np.allclose(result.bootstrap_distribution, point, rtol=1e-12) else None
 
 
-def two_sample_chi_square(first: Sequence[Hashable], second: Sequence[Hashable]) -> Any | None:
-    """Whether two samples of outcomes follow one distribution: scipy's `statistic`, `pvalue` and `expected_freq`.
+def chi_square(outcomes: Sequence[Hashable], probabilities: Mapping[Hashable, float]) -> tuple[float, float, int] | None:
+    """Whether a sample follows a distribution: Pearson's statistic, its p-value and the number of cells.
 
-    Outcomes expected fewer than five times in a sample are pooled. None when fewer than two cells of the contingency table remain: then
-    the samples cannot tell.
+    Outcomes without a probability share what is left to 1. Those expected fewer than five times are pooled with them. None when fewer
+    than two cells remain: then the sample cannot tell.
     """
-    counts, sizes = [Counter(first), Counter(second)], [len(first), len(second)]
-    table = np.array([[count[outcome] for count in counts] for outcome in counts[0] | counts[1]])
-    least = MIN_EXPECTED * sum(sizes) / min(sizes)
-    is_common = table.sum(axis=1) >= least
-    common, rare = table[is_common], table[~is_common].sum(axis=0)
-    if rare.sum() >= least:
-        common = np.vstack((common, rare))
-    elif len(common):  # the pool is too rare as well: it joins the smallest cell
-        common[common.sum(axis=1).argmin()] += rare
-    return stats.chi2_contingency(common, correction=False) if len(common) >= 2 else None
+    counts, size = Counter(outcomes), len(outcomes)
+    expected = {outcome: size * p for outcome, p in probabilities.items() if size * p >= MIN_EXPECTED}
+    cells = sorted((count, counts[outcome]) for outcome, count in expected.items())
+    rest = size - sum(expected.values()), size - sum(counts[outcome] for outcome in expected)
+    if rest[0] < MIN_EXPECTED and cells:  # the pool is too rare as well: it joins the smallest cell
+        rest = rest[0] + cells[0][0], rest[1] + cells.pop(0)[1]
+    cells.append(rest)
+    if len(cells) < 2:
+        return None
+    result = stats.chisquare([observed for _, observed in cells], [count for count, _ in cells])
+    return float(result.statistic), float(result.pvalue), len(cells)
