@@ -1,9 +1,8 @@
 """Whether what is generated is the target's own. It must be: greedy completions token for token, sampled ones in distribution.
 
 The reference is transformers' `generate()` (specdistill.measurement.reference), never decoding here without a draft, which would share its
-mistakes. Both compute in the target's dtype, but a verification of several tokens rounds differently from one token at a time, and near-ties
-of a float32 target are broken in float64 here. So completions may diverge where the target's best tokens are almost tied, which is counted;
-a divergence without a near-tie is a bug.
+mistakes. A verification of several tokens rounds differently from passes over one, and near-ties of a float32 target are broken in float64
+here. So completions may diverge where the target's best tokens are almost tied: this is counted. A divergence without a near-tie is a bug.
 
 Sampling is tested by chi-square: two tokens are drawn many times with the draft, and their distribution is known. A test that never fails
 proves nothing, so the same test must reject a rule that is wrong on purpose.
@@ -31,7 +30,9 @@ from specdistill.statistics.intervals import MIN_EXPECTED, chi_square
 from specdistill.suites.suite import Prompt
 from specdistill.targets.frozen import FrozenTarget
 
-NEAR_TIE_ROUNDINGS = 4  # two 16-bit logits this many roundings apart, at their magnitude, are a near-tie; float32 ones at NEAR_TIE
+NEAR_TIE_ROUNDINGS = (
+    4  # two 16-bit logits this many roundings apart, at their magnitude, are a near-tie; float32 ones at NEAR_TIE
+)
 COUNTS = ("prompts_checked", "divergences", "near_ties", "unexplained_divergences")
 NUM_PROBED_PROMPTS = 16
 NUM_PROBED_TOKENS = 48  # generated after each of them, in search of a place where a wrong rule would show

@@ -21,9 +21,9 @@ import torch
 from specdistill.decoding.batch_decoder import BatchDecoder
 from specdistill.decoding.decoder import Decoder, Generation, Round, now
 from specdistill.decoding.proposer import Proposer
-from specdistill.decoding.sampling import Sampling
 from specdistill.measurement.configurations import Plan, Settings
 from specdistill.measurement.hardware import frozen_garbage_collector
+from specdistill.measurement.reference import generate
 from specdistill.measurement.timing import disturbed_rounds, prompt_timing
 from specdistill.progress import progress
 from specdistill.statistics.records import Configuration, HFGenerate, PromptRecord, RoundRecord
@@ -40,6 +40,14 @@ SPELLING_CONTEXT = 8  # tokens before a token that decide its text (spaces, halv
 AnyDecoder = Decoder | BatchDecoder
 
 
+@dataclass(frozen=True)
+class HFRun:
+    """A run of transformers' `generate()`."""
+
+    token_ids: tuple[int, ...]
+    seconds: float
+
+
 @dataclass
 class Runs:
     """All repetitions of one prompt. Drafts that are measured together share the lists of the plain runs.
@@ -51,7 +59,7 @@ class Runs:
     batch: int | None = None
     speculative: list[Generation] = field(default_factory=list)
     baseline: list[Generation] = field(default_factory=list)
-    hf_generate: list[HFGenerate] = field(default_factory=list)
+    hf_generate: list[HFRun] = field(default_factory=list)
 
 
 def measure(
@@ -125,14 +133,14 @@ def measure_together(
     with progress("Measuring", num_steps, unit) as advance, frozen_garbage_collector():
         for batch in warmup:
             plain, *_ = [decode(decoder, batch, settings) for decoder in decoders]
-            _hf_generate(target, batch.prompts, plain, settings.sampling)
+            _hf_generate(target, batch.prompts, plain, settings)
             advance()
         for repeat in range(settings.repeats):
             for number, batch in enumerate(batches):
                 decode_all_ways(batch, first=(repeat + number) % len(decoders))
                 if batch in hf_batches:
                     shared = baselines[batch.start : batch.end]
-                    timings = _hf_generate(target, batch.prompts, [run.baseline[-1] for run in shared], settings.sampling)
+                    timings = _hf_generate(target, batch.prompts, [run.baseline[-1] for run in shared], settings)
                     for run, timing in zip(shared, timings, strict=True):
                         run.hf_generate.append(timing)
                 advance()
@@ -206,28 +214,21 @@ def decode(decoder: AnyDecoder, batch: Batch, settings: Settings) -> list[Genera
     return [decoder.generate(prompt.token_ids, generator=generator, tree=tree, **options)]
 
 
-@torch.inference_mode()
 def _hf_generate(
-    target: FrozenTarget, prompts: Sequence[Prompt], ours: Sequence[Generation], sampling: Sampling
-) -> list[HFGenerate]:
-    """transformers `generate()` for as many tokens as `ours`. A batch is padded on the left, and its prompts share the time by their
-    numbers of tokens. Sampled, it draws other tokens, so stop tokens are put off until there are as many.
+    target: FrozenTarget, prompts: Sequence[Prompt], ours: Sequence[Generation], settings: Settings
+) -> list[HFRun]:
+    """Runs of transformers' `generate()`; the prompts of a batch share its time by their numbers of tokens.
+
+    Sampled, it draws other tokens than `ours`: it then generates as many, and stops at no stop token before.
     """
-    longest = max(len(prompt.token_ids) for prompt in prompts)
-    padding, pad = [longest - len(prompt.token_ids) for prompt in prompts], min(target.eos_token_ids, default=0)
-    ids = torch.tensor(
-        [[pad] * left + [*prompt.token_ids] for left, prompt in zip(padding, prompts, strict=True)], device=target.device
-    )
-    mask = torch.tensor([[0] * left + [1] * (longest - left) for left in padding], device=target.device)
-    most = max(len(generation.token_ids) for generation in ours)
-    options: dict[str, Any] = (
-        {"do_sample": False} if sampling.is_greedy else {**vars(sampling), "do_sample": True, "min_new_tokens": most}
-    )
+    counts = [settings.max_new_tokens if settings.sampling.is_greedy else len(generation.token_ids) for generation in ours]
+    limits = {"max_new_tokens": max(counts), "min_new_tokens": 0 if settings.sampling.is_greedy else max(counts)}
     start = now(target.device)
-    output = target.model.generate(ids, attention_mask=mask, max_new_tokens=most, pad_token_id=pad, **options)
+    completions = generate(target, [prompt.token_ids for prompt in prompts], sampling=settings.sampling, **limits)
     seconds = now(target.device) - start
-    counts = [min(len(generation.token_ids), output.shape[1] - longest) for generation in ours]
-    return [HFGenerate(count, seconds * count / sum(counts)) for count in counts]
+    kept = [completion[:count] for completion, count in zip(completions, counts, strict=True)]
+    num_tokens = sum(map(len, kept))
+    return [HFRun(token_ids, seconds * len(token_ids) / num_tokens) for token_ids in kept]
 
 
 def prompt_records(
@@ -259,7 +260,9 @@ def prompt_records(
             rounds=tuple(rounds),
             speculative=prompt_timing(run.speculative),
             baseline=prompt_timing(run.baseline),
-            hf_generate=HFGenerate(hf[0].num_tokens, statistics.median_low(timing.seconds for timing in hf)) if hf else None,
+            hf_generate=HFGenerate(len(hf[0].token_ids), statistics.median_low(timing.seconds for timing in hf))
+            if hf
+            else None,
             num_in_draft_vocabulary=None if vocabulary is None else sum(token in vocabulary for token in plain),
             batch=run.batch,
             baseline_text=tokenizer.decode(plain, skip_special_tokens=False),

@@ -23,7 +23,7 @@ def generate(
     prompts: Sequence[Sequence[int]],
     *,
     max_new_tokens: int,
-    min_new_tokens: int | None = None,
+    min_new_tokens: int = 0,
     sampling: Sampling = GREEDY,
 ) -> list[tuple[int, ...]]:
     """The completions of token ids, each up to and with its first stop token. Shorter prompts of a batch are padded on the left."""

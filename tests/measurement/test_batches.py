@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from specdistill.decoding.batch_decoder import BatchDecoder
-from specdistill.decoding.decoder import Decoder
 from specdistill.decoding.sampling import Sampling
 from specdistill.measurement import measure as measuring
+from specdistill.measurement import reference
 from specdistill.measurement.configurations import Plan, Settings
 from specdistill.measurement.losslessness import compare_greedy, greedy_pairs
 from specdistill.measurement.measure import in_batches, measure_together, prompt_records, round_costs, some
@@ -77,12 +77,12 @@ def test_drafts_measured_together_share_batches_and_a_baseline(target, proposer)
 
 
 def test_the_librarys_loop_writes_the_same_batches(target, runs):
-    """Its tokens are counted as ours, and a batch's seconds are shared by them."""
+    """They are ours, and a batch's seconds are shared by their numbers of tokens."""
     for run in runs:
-        assert [timing.num_tokens for timing in run.hf_generate] == [len(run.baseline[0].token_ids)] * 2
+        assert [timing.token_ids for timing in run.hf_generate] == [run.baseline[0].token_ids] * 2
     for first, second in ((runs[0], runs[1]), (runs[2], runs[3])):
         for one, other in zip(first.hf_generate, second.hf_generate, strict=True):
-            assert one.seconds / one.num_tokens == pytest.approx(other.seconds / other.num_tokens)
+            assert one.seconds / len(one.token_ids) == pytest.approx(other.seconds / len(other.token_ids))
 
 
 def test_a_prompts_sample_does_not_depend_on_the_batch_size(target, proposer):
@@ -95,22 +95,27 @@ def test_a_prompts_sample_does_not_depend_on_the_batch_size(target, proposer):
     assert len(set(texts[0])) == 5
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_identity_is_checked_against_each_prompt_alone(target, proposer, monkeypatch, temperature):
+@pytest.mark.parametrize(("temperature", "sizes"), [(0.0, []), (1.0, [2, 2, 1])])
+def test_identity_is_checked_against_transformers(target, proposer, monkeypatch, temperature, sizes):
     settings = replace(TOGETHER, sampling=Sampling(temperature), repeats=1, warmup=0)
     runs = measure(target, proposer, PROMPTS, settings)
-    alone = []
-    generate = Decoder.generate
-
-    def watched(decoder, prompt_ids, **options):
-        assert decoder.proposer is None
-        alone.append(prompt_ids)
-        return generate(decoder, prompt_ids, **options)
-
-    monkeypatch.setattr(Decoder, "generate", watched)
+    generated = []
+    generate = reference.generate
+    monkeypatch.setattr(
+        reference,
+        "generate",
+        lambda target, prompts, **options: generated.append(len(prompts)) or generate(target, prompts, **options),
+    )
     found = compare_greedy(target, greedy_pairs(target, proposer, runs, settings))
     assert (found["greedy_identical"], found["prompts_checked"]) == (True, 5)
-    assert alone == [prompt.token_ids for prompt in PROMPTS]
+    assert generated == sizes
+
+
+def test_a_reference_that_padding_changed_is_generated_alone(target, proposer, runs):
+    misread = [replace(run, hf_generate=[replace(run.hf_generate[0], token_ids=(1, 2))]) for run in runs]
+    found = compare_greedy(target, greedy_pairs(target, proposer, misread, TOGETHER))
+    assert (found["greedy_identical"], found["prompts_checked"]) == (False, 5)
+    assert found["first_divergence"]["prompt_id"] == "p4"  # alone in its batch: nothing padded it
 
 
 def test_a_batch_that_writes_something_else_is_noticed(target, proposer, runs):

@@ -3,6 +3,7 @@ import torch
 
 from specdistill.decoding.decoder import Decoder, Generation, Round, exact
 from specdistill.decoding.proposer import Proposal
+from specdistill.decoding.sampling import Sampling
 from specdistill.decoding.tree import DynamicTree, StaticTree
 from specdistill.measurement.configurations import Settings
 from specdistill.measurement.losslessness import (
@@ -18,10 +19,11 @@ from specdistill.methods.ngram.method import NgramProposer
 from specdistill.suites.suite import Prompt
 from specdistill.targets.frozen import FrozenTarget
 from tests.proposers import ModelProposer, tiny_target
-from tests.tiny import tiny_target_model, tiny_tokenizer
+from tests.tiny import tiny_target_model, tiny_tokenizer, twins
 
 PROMPT = Prompt("p", "c", "text", (7, 2, 1, 6))
 OTHER = Prompt("q", "c", "text", (5, 5, 5))
+SAMPLED = Settings(2, 8, sampling=Sampling(1.0))
 
 
 def generation(tokens: tuple[int, ...]) -> Generation:
@@ -29,14 +31,13 @@ def generation(tokens: tuple[int, ...]) -> Generation:
 
 
 def test_equal_texts_are_identical():
-    found = compare_greedy(tiny_target(), [(PROMPT, generation((1, 2, 3)), generation((1, 2, 3)))] * 2)
+    found = compare_greedy(tiny_target(), [(PROMPT, generation((1, 2, 3)), (1, 2, 3))] * 2)
     assert found["greedy_identical"]
     assert (found["prompts_checked"], found["divergences"], found["first_divergence"]) == (2, 0, None)
 
 
 def test_the_first_divergence_is_named():
-    pairs = [(OTHER, generation((1, 2)), generation((1, 2))), (PROMPT, generation((1, 2, 3)), generation((1, 2, 4, 5)))]
-    found = compare_greedy(tiny_target(), pairs)
+    found = compare_greedy(tiny_target(), [(OTHER, generation((1, 2)), (1, 2)), (PROMPT, generation((1, 2, 3)), (1, 2, 4, 5))])
     first = found["first_divergence"]
     assert not found["greedy_identical"]
     assert (first["prompt_id"], first["position"], first["speculative_token"], first["baseline_token"]) == ("p", 2, 3, 4)
@@ -52,24 +53,22 @@ def test_the_first_difference_of_two_sequences():
 
 
 def test_a_text_that_ends_early_diverges_where_it_ends():
-    found = compare_greedy(tiny_target(), [(PROMPT, generation((1, 2)), generation((1, 2, 4)))])
+    found = compare_greedy(twins(), [(PROMPT, generation((1, 2)), (1, 2, 4))])
     assert found["first_divergence"]["position"] == 2
     assert found["first_divergence"]["speculative_token"] is None
+    assert found["unexplained_divergences"] == 1
 
 
-def test_near_ties_excuse_a_divergence_in_16_bits_only():
-    pairs = [(PROMPT, generation((1, 2, 3)), generation((1, 2, 4)))]
-    target = tiny_target()
-    target.lm_head.weight.data[1:] = target.lm_head.weight.data[1]  # all tokens but one tie
-    target.lm_head.weight.data[0] = -target.lm_head.weight.data[1]
-    float32 = compare_greedy(target, pairs)
-    assert (float32["near_ties"], float32["unexplained_divergences"]) == (0, 1)
-    target.model.to(torch.bfloat16)
-    bfloat16 = compare_greedy(target, pairs)
-    assert (bfloat16["near_ties"], bfloat16["unexplained_divergences"]) == (1, 0)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_near_tie_explains_a_divergence_between_the_best_tokens_only(dtype):
+    target = twins()  # token 130 + n is the twin of token n
+    target.model.to(dtype)
+    best = int(target.model(torch.tensor([PROMPT.token_ids])).logits[0, -1].argmax()) % 130
+    found = [compare_greedy(target, [(PROMPT, generation((token,)), (best,))]) for token in (best + 130, (best + 1) % 130)]
+    assert [(one["near_ties"], one["unexplained_divergences"]) for one in found] == [(1, 0), (0, 1)]
     clear = tiny_target()
-    clear.model.to(torch.bfloat16)
-    assert compare_greedy(clear, pairs)["unexplained_divergences"] == 1
+    clear.model.to(dtype)
+    assert compare_greedy(clear, [(PROMPT, generation((1, 2, 3)), (1, 2, 4))])["unexplained_divergences"] == 1
 
 
 def test_the_wrong_rule_accepts_as_the_right_one_and_then_draws_from_p():
@@ -119,11 +118,11 @@ def test_too_few_draws_are_said_to_be_too_few():
 
 def test_the_most_telling_prompt_is_a_beginning_of_a_continuation():
     target, draft = tiny_target(), ModelProposer(tiny_target(seed=3).model, one_hot=True)
-    ids, name = most_telling_prompt(target, draft, [PROMPT, OTHER], Settings(2, 8))
+    ids, name = most_telling_prompt(target, draft, [PROMPT, OTHER], SAMPLED)
     prompt = {"p": PROMPT, "q": OTHER}[name]
     assert ids[: len(prompt.token_ids)] == prompt.token_ids
     assert ids != Decoder(target).generate(prompt.token_ids, max_new_tokens=1).token_ids
-    assert most_telling_prompt(target, NgramProposer(), [PROMPT], Settings(2, 8))[1] == "p"
+    assert most_telling_prompt(target, NgramProposer(), [PROMPT], SAMPLED)[1] == "p"
 
 
 def test_losslessness_of_several_configurations_is_that_of_all_their_prompts():

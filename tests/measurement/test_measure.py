@@ -7,6 +7,7 @@ import torch
 from specdistill.decoding.decoder import Decoder
 from specdistill.decoding.sampling import Sampling
 from specdistill.decoding.tree import DynamicTree, StaticTree
+from specdistill.measurement import losslessness
 from specdistill.measurement import measure as measuring
 from specdistill.measurement.configurations import Plan, Settings
 from specdistill.measurement.losslessness import greedy_pairs
@@ -91,21 +92,27 @@ def test_records_say_what_was_decoded(target, proposer, runs):
         assert 0 < timing.draft_seconds + timing.verify_seconds + timing.prefill_seconds <= timing.seconds
 
 
-def test_greedy_pairs_are_the_runs_themselves(target, proposer, runs):
+def test_greedy_completions_are_compared_with_those_that_were_timed(target, proposer, runs, monkeypatch):
+    monkeypatch.setattr(losslessness.reference, "generate", None)  # nothing is generated once more
     pairs = list(greedy_pairs(target, proposer, runs, SETTINGS))
     assert [prompt.id for prompt, _, _ in pairs] == ["p0", "p1", "p2"]
-    assert all(with_draft.token_ids == plain.token_ids for _, with_draft, plain in pairs)
+    assert all(with_draft.token_ids == token_ids for _, with_draft, token_ids in pairs)
+
+
+def test_what_was_not_timed_is_generated(target, proposer, runs):
+    untimed = [replace(run, hf_generate=[]) if run.prompt.id == "p1" else run for run in runs]
+    assert list(greedy_pairs(target, proposer, untimed, SETTINGS)) == list(greedy_pairs(target, proposer, runs, SETTINGS))
 
 
 def test_sampled_text_repeats_and_is_decoded_greedily_once_more(target, proposer):
     settings = Settings(num_speculative_tokens=2, max_new_tokens=12, sampling=Sampling(1.0), repeats=2, warmup=0, seed=5)
     runs = measure(target, proposer, PROMPTS, settings)
     assert all(run.speculative[0].token_ids == run.speculative[1].token_ids for run in runs)
-    assert all(timed.num_tokens == len(run.baseline[0].token_ids) for run in runs for timed in run.hf_generate)
+    assert all(len(timed.token_ids) == len(run.baseline[0].token_ids) for run in runs for timed in run.hf_generate)
     assert all(len(run.hf_generate) == 2 for run in runs)
     assert any(run.speculative[0].token_ids != run.baseline[0].token_ids for run in runs)
     pairs = list(greedy_pairs(target, proposer, runs, settings))
-    assert all(with_draft.token_ids == plain.token_ids for _, with_draft, plain in pairs)
+    assert all(with_draft.token_ids == token_ids for _, with_draft, token_ids in pairs)
 
 
 def test_a_sampled_run_is_not_greedy_in_disguise(target, proposer):
@@ -139,7 +146,7 @@ def test_records_of_trees_count_every_node_and_show_one_path(target, tree):
     assert round_costs(target, draft, PROMPTS, settings) == []
     sampled = Settings(num_speculative_tokens=2, max_new_tokens=8, sampling=Sampling(1.0), repeats=1, warmup=0, tree=tree)
     pairs = list(greedy_pairs(target, draft, measure(target, draft, PROMPTS, sampled), sampled))
-    assert all(with_draft.token_ids == plain.token_ids for _, with_draft, plain in pairs)
+    assert all(with_draft.token_ids == token_ids for _, with_draft, token_ids in pairs)
     assert all(entry.num_off_path for _, with_draft, _ in pairs for entry in with_draft.rounds)
 
 

@@ -3,12 +3,12 @@ import pytest
 from scipy import stats
 
 from specdistill.statistics.intervals import (
+    chi_square,
     estimates,
     interval,
     macro_interval,
     relative_change,
     standard_error,
-    two_sample_chi_square,
 )
 from specdistill.statistics.metrics import METRICS, Metric, prompt_sums
 from tests.simulated import simulate
@@ -60,32 +60,35 @@ def test_paired_comparison_sees_what_unpaired_intervals_hide():
 
 
 def test_chi_square_is_scipys_on_frequent_outcomes():
-    first, second = ["a"] * 50 + ["b"] * 50, ["a"] * 70 + ["b"] * 30
-    found = two_sample_chi_square(first, second)
-    expected = stats.chi2_contingency([[50, 70], [50, 30]], correction=False)
-    assert found.statistic == pytest.approx(expected.statistic)
-    assert found.pvalue == pytest.approx(expected.pvalue)
+    expected = stats.chisquare([70, 20, 10], [60, 25, 15])
+    assert chi_square(["a"] * 70 + ["b"] * 20 + ["c"] * 10, {"a": 0.6, "b": 0.25, "c": 0.15}) == (
+        pytest.approx(expected.statistic),
+        pytest.approx(expected.pvalue),
+        3,
+    )
 
 
 def test_rare_outcomes_are_pooled():
-    first = ["a"] * 60 + [f"rare{n}" for n in range(40)]
-    second = ["a"] * 60 + [f"seldom{n}" for n in range(40)]
-    found = two_sample_chi_square(first, second)
-    assert (len(found.expected_freq), found.statistic) == (2, 0)
-    assert two_sample_chi_square(["a"] * 60 + ["b"] * 37 + ["x"], ["a"] * 58 + ["b"] * 40).expected_freq.shape == (2, 2)
+    common, rare = ["a"] * 60, [f"rare{n}" for n in range(40)]
+    assert chi_square(common + rare, {"a": 0.6, "seldom": 0.04}) == (0, 1, 2)
+    statistic, _, num_cells = chi_square(["a"] * 60 + ["b"] * 30 + rare[:10], {"a": 0.6, "b": 0.4})  # in the cell of b
+    assert (statistic, num_cells) == (0, 2)
 
 
 def test_samples_that_cannot_tell_are_not_called_equal():
-    assert two_sample_chi_square(["a"] * 10, ["a"] * 10) is None
-    assert two_sample_chi_square(list(range(4)), list(range(4, 8))) is None
+    assert chi_square(["a"] * 10, {"a": 1.0}) is None
+    assert chi_square(list(range(4)), dict.fromkeys(range(4), 0.25)) is None
 
 
-def test_equal_distributions_pass_and_different_ones_do_not():
+def test_a_sample_of_the_distribution_passes_and_another_does_not():
     generator = np.random.default_rng(0)
-    distribution, other = [0.5, 0.3, 0.2], [0.7, 0.2, 0.1]
-    draws = [generator.choice(3, 400, p=p).tolist() for p in (distribution, distribution, other)]
-    assert two_sample_chi_square(draws[0], draws[1]).pvalue > 0.01
-    assert two_sample_chi_square(draws[0], draws[2]).pvalue < 1e-4
+    distribution, other = [0.5, 0.3, 0.2], [0.6, 0.25, 0.15]
+    right, wrong = (
+        [chi_square(generator.choice(3, 400, p=p).tolist(), dict(enumerate(distribution)))[1] for _ in range(200)]
+        for p in (distribution, other)
+    )
+    assert 2 <= sum(p_value < 0.05 for p_value in right) <= 20
+    assert sum(p_value < 0.05 for p_value in wrong) > 180
 
 
 def test_the_standard_error_of_a_mean_by_hand():
