@@ -112,7 +112,7 @@ def validate_comparison(comparison: Mapping[str, Any]) -> None:
 
 
 def is_lossless(report: dict[str, Any]) -> bool:
-    """Whether greedy completions are those of plain decoding, but for near-ties that rounding explains."""
+    """Whether greedy completions are the target's, but for near-ties that rounding explains."""
     return not report["lossless"]["unexplained_divergences"]
 
 

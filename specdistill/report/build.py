@@ -290,9 +290,9 @@ def findings(report: Mapping[str, Any]) -> dict[str, str]:
         )
     if count := lossless.get("unexplained_divergences"):
         which = f"{count} of {lossless['prompts_checked']} greedy completions"
-        found["divergence"] = f"{which} differ from plain decoding where rounding does not explain it."
+        found["divergence"] = f"{which} are not the target's, where rounding does not explain it."
     if count := lossless.get("near_ties"):
-        found["near_ties"] = f"{count} greedy completions diverge from plain decoding at a near-tie of the top two logits."
+        found["near_ties"] = f"{count} greedy completions diverge from the target's at a near-tie of its best logits."
     if lossless.get("sampling_test", {}).get("negative_control_p_value", 0) > 0.05:
         said = "The sampling test did not detect a rule that is wrong on purpose: it shows little here."
         found["insensitive_sampling_test"] = said

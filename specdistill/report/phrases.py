@@ -69,17 +69,22 @@ def verdict(report: Report) -> str:
 def summary(report: Report) -> str:
     """One sentence: the speedup, how sure it is, and whether the output is the target's."""
     row, lossless = report["results"][0], report["lossless"]
-    checked = f"{lossless['prompts_checked']} greedy completions"
+    checked, judge = f"{lossless['prompts_checked']} greedy completions", reference(report)
     if not lossless["prompts_checked"]:
-        same = "no completion compared with plain decoding"
+        same = f"no completion compared with {judge}"
     elif lossless["greedy_identical"]:
-        same = f"all {checked} identical to plain decoding"
+        same = f"all {checked} identical to {judge}"
     elif lossless.get("unexplained_divergences") == 0:
-        same = f"{checked} equal to plain decoding up to {lossless['near_ties']} near-ties"
+        same = f"{checked} equal to {judge} up to {lossless['near_ties']} near-ties"
     else:
-        same = f"{lossless['divergences']} of {checked} DIFFERENT from plain decoding"
+        same = f"{lossless['divergences']} of {checked} DIFFERENT from {judge}"
     why = reason(row, "speedup")
     return f"Speed not measured ({why}), {same}." if why else f"{gain(row)}, {same}."
+
+
+def reference(report: Report) -> str:
+    """What generated the completions that those with the draft must equal."""
+    return "transformers' generate()" if _is_specdistill(report) else "the server without a draft"
 
 
 def gain(row: Row) -> str:
@@ -95,15 +100,15 @@ def losslessness(report: Report) -> tuple[str, str]:
         if not lossless["greedy_identical"]:
             unknown = f"number unknown ({absent.get('lossless.near_ties')})"
             ties = f"{lossless['near_ties']} of them" if "near_ties" in lossless else unknown
-            same = f"{lossless['divergences']} differ (at near-ties of the target's top two logits: {ties})"
-        greedy = f"{lossless['prompts_checked']} completions compared token for token with plain decoding, {same}"
+            same = f"{lossless['divergences']} differ (at near-ties of the target's best logits: {ties})"
+        greedy = f"{lossless['prompts_checked']} completions compared token for token with {reference(report)}, {same}"
         if first:
             gap = f" (gap {first['top2_gap']:.4f})" if "top2_gap" in first else ""
             greedy += f"; the first is {first['prompt_id']} at token {first.get('position', '–')}{gap}"
     sampled = f"not measured ({absent.get('lossless.sampling_test')})"
     if test := lossless.get("sampling_test"):
         sampled = (
-            f"chi-square test that {test['num_draws']} continuations of two tokens with the draft and without follow one distribution, "
+            f"chi-square test that {test['num_draws']} continuations of two tokens follow {reference(report)}, "
             f"p = {test['p_value']:.3g}; for a rule that is wrong on purpose, p = {test['negative_control_p_value']:.1g}"
         )
     return f"Greedy: {greedy}.", f"Sampled: {sampled}."

@@ -152,7 +152,7 @@ def test_the_verdict_comes_first(report, records):
     report["gate"]["rules"][0].update(verdict="failed", passed=False)
     report["gate"].update(verdict="failed", passed=False)
     page = to_html(report, records)
-    assert "1 of 9 rules failed: lossless.greedy_identical." in page
+    assert "1 of 9 rules failed: lossless.unexplained_divergences." in page
     assert to_markdown(report).startswith("# Failed: ")
     report["gate"] = {"verdict": None, "passed": False, "rules": []}
     assert "Not judged" in to_html(report, records)
@@ -221,7 +221,10 @@ def test_a_report_of_a_server_without_a_baseline_renders(tmp_path, records):
         software={"python": "3.11.7", "vllm": "0.32.0"},
         engine={"name": "vllm", "version": "0.32.0", "server": "http://127.0.0.1:8000", "baseline_server": None},
         lossless={"prompts_checked": 0},
-        not_measured={"lossless.greedy_identical": NO_BASELINE, **DOCUMENT_REASONS},
+        not_measured={
+            **dict.fromkeys(("lossless.greedy_identical", "lossless.unexplained_divergences"), NO_BASELINE),
+            **DOCUMENT_REASONS,
+        },
         incomplete="the server died",
         theory=None,
     )
@@ -229,7 +232,7 @@ def test_a_report_of_a_server_without_a_baseline_renders(tmp_path, records):
     write_report(tmp_path, report, served)
     assert not report["gate"]["passed"]
     failed = {rule["metric"]: rule["reason"] for rule in report["gate"]["rules"] if not rule["passed"]}
-    assert failed["lossless.greedy_identical"] == f"no evidence: {NO_BASELINE}"
+    assert failed["lossless.unexplained_divergences"] == f"no evidence: {NO_BASELINE}"
     assert "incomplete" in failed
     page, text = (tmp_path / "report.html").read_text(), (tmp_path / "report.md").read_text()
     for rendered in (page, text):
