@@ -17,10 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specdistill.decoding.decoder import Decoder, Generation, exact
+from specdistill.decoding.decoder import NEAR_TIE, Decoder, Generation, exact
 from specdistill.decoding.proposer import Proposal, Proposer
 from specdistill.decoding.sampling import GREEDY, Sampling
-from specdistill.decoding.ties import NEAR_TIE
 from specdistill.decoding.tree import ROOT
 from specdistill.measurement import reference
 from specdistill.measurement.configurations import Settings
@@ -57,10 +56,10 @@ def greedy_pairs(
         for batch in in_batches([run.prompt for run in runs], settings.batch_size):
             own, prompts = runs[batch.start : batch.end], [prompt.token_ids for prompt in batch.prompts]
             ours = decode(with_draft, batch, greedy) if is_sampled else [run.speculative[0] for run in own]
-            if is_sampled or not own[0].hf_generate:
-                references = reference.generate(target, prompts, max_new_tokens=most)
-            else:
+            if not is_sampled and all(run.hf_generate for run in own):
                 references = [run.hf_generate[0].token_ids for run in own]
+            else:
+                references = reference.generate(target, prompts, max_new_tokens=most)
             for prompt, generation, token_ids in zip(batch.prompts, ours, references, strict=True):
                 if len(prompts) > 1 and generation.token_ids != token_ids:
                     (token_ids,) = reference.generate(target, [prompt.token_ids], max_new_tokens=most)

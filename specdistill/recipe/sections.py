@@ -123,7 +123,9 @@ class MeasurementConfig(Section):
     batch_size: int = option(1, "prompts decoded together, with and without the draft", ge=1, le=64, read_when=IN_PROCESS)
     repeats: int = option(3, "timed repetitions of each prompt, with and without the draft; medians count", ge=1)
     warmup: int = option(2, "untimed prompts, or batches of them, first", ge=0)
-    sampling_draws: int = option(400, "draws of the test that sampling is lossless; 0 leaves it out", ge=0, read_when=IN_PROCESS)
+    sampling_draws: int = option(
+        400, "draws of the test that sampling is lossless; 0 leaves it out", ge=0, read_when=IN_PROCESS
+    )
     seed: int = option(0, "sampling and bootstrap seed", ge=0)
 
 

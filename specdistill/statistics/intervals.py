@@ -120,7 +120,7 @@ def _bootstrap(metric: Metric, data: list[NDArray[np.float64]], confidence: floa
     return (point, point) if np.allclose(result.bootstrap_distribution, point, rtol=1e-12) else None
 
 
-def chi_square(outcomes: Sequence[Hashable], probabilities: Mapping[Hashable, float]) -> tuple[float, float, int] | None:
+def chi_square(outcomes: Sequence[Hashable], probabilities: Mapping[Any, float]) -> tuple[float, float, int] | None:
     """Whether a sample follows a distribution: Pearson's statistic, its p-value and the number of cells.
 
     Outcomes without a probability share what is left to 1. Those expected fewer than five times are pooled with them. None when fewer
