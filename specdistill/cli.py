@@ -74,7 +74,7 @@ class ExaminedTarget(Section):
     revision: str | None = like(TargetConfig, "revision")
     adapter: str | None = like(TargetConfig, "adapter", read_when=WITH_TARGET)
     dtype: Literal["float32", "bfloat16", "float16"] = like(TargetConfig, "dtype", read_when=WITH_TARGET)
-    attn: Literal["sdpa", "eager", "flash_attention_2"] = like(TargetConfig, "attn", read_when=WITH_TARGET)
+    attn: Literal["sdpa", "eager", "flash_attention_2"] | None = like(TargetConfig, "attn", read_when=WITH_TARGET)
     trust_remote_code: bool = like(TargetConfig, "trust_remote_code", read_when=WITH_TARGET)
 
 

@@ -21,7 +21,7 @@ from specdistill.data.sources import Source, load_sources
 from specdistill.errors import UserError
 from specdistill.progress import progress
 from specdistill.recipe.sections import DataConfig
-from specdistill.targets.frozen import is_recurrent
+from specdistill.targets.anatomy import reads_documents_apart
 
 D = TypeVar("D")
 
@@ -59,8 +59,8 @@ def _check(config: DataConfig, tokenizer: PreTrainedTokenizerBase, model: PreTra
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) if model is not None else None
     if positions is not None and config.max_length > positions:
         raise UserError("data.max_length", got=config.max_length, expected=f"at most {positions}, the target's context length")
-    if config.packing and model is not None and is_recurrent(model.config.get_text_config()):
-        got = "true with a target whose layers carry a state from one document into the next"
+    if config.packing and model is not None and not reads_documents_apart(model):
+        got = "true with a target whose layers read one document into the next"
         raise UserError("data.packing", got=got, expected="false")
     if config.regenerate.num_tokens > 0 and prompt_tokens >= config.max_length:
         expected = f"1 to {config.max_length - 1} tokens, less than data.max_length"

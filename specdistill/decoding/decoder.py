@@ -27,6 +27,7 @@ from specdistill.decoding.sampling import GREEDY, Random, Sampling, uniforms
 from specdistill.decoding.transformers_models import check_reads_trees, keep_path, read
 from specdistill.decoding.tree import Step, Tree, TreeShape
 from specdistill.errors import UserError
+from specdistill.targets.anatomy import new_cache
 from specdistill.targets.frozen import Features, FrozenTarget
 
 NEAR_TIE = 2.0**-14  # of the best logit: 512 roundings of float32, where a 16-layer target was seen to err by 5
@@ -160,8 +161,7 @@ class Decoder:
             self.proposer.begin(row.limit + num_speculative_tokens)
 
         start = self._now()
-        # Full layers even for sliding windows: a windowed layer could not restore what it dropped. The mask applies the window.
-        cache = DynamicCache(config=self.target.config) if self.target.is_recurrent else DynamicCache()
+        cache = new_cache(self.target.config)
         logits, features = self._forward(row.token_ids, cache, only_last=True)
         _, first = self._verify(row.token_ids, Proposal([]), logits, sampling, generator)
         row.token_ids.append(first)
@@ -262,7 +262,7 @@ def now(device: torch.device) -> float:
 
 def break_ties(target: FrozenTarget, token_ids: Sequence[Sequence[int]], logits_BTV: Tensor) -> Tensor:
     """The logits after the last T tokens of each sequence; those whose two best lie within NEAR_TIE are replaced by float64 ones."""
-    if logits_BTV.dtype != torch.float32:
+    if not target.model.dtype == logits_BTV.dtype == torch.float32:
         return logits_BTV
     best_BT, second_BT = logits_BTV.topk(2).values.unbind(-1)
     tied_BT = best_BT - second_BT <= NEAR_TIE * best_BT.abs()
@@ -276,14 +276,22 @@ def break_ties(target: FrozenTarget, token_ids: Sequence[Sequence[int]], logits_
 
 
 def in_float64(target: FrozenTarget, token_ids: Sequence[int]) -> Tensor:
-    """Logits [1, T, V] after each token. The float32 weights are converted in place and back, which loses nothing."""
-    experts = target.config._experts_implementation
+    """Logits [1, T, V] after each token. The float32 weights are converted in place and back, which loses nothing.
+
+    Raises UserError for a class that insists on another dtype.
+    """
+    experts, dtype = target.config._experts_implementation, torch.get_default_dtype()
     with torch.inference_mode(False), torch.no_grad():
         target.model.double()
+        torch.set_default_dtype(torch.float64)  # of constants that a class makes in its forward
         target.model.set_experts_implementation("eager")  # torch's grouped product of experts has no float64
         try:
             ids = torch.tensor([list(token_ids)], device=target.device)
             return target.logits(target.features(ids, ()).last_hidden)
+        except RuntimeError as error:
+            got = f"float32 for {target.name}, whose class does not compute in float64, by which near-ties are broken"
+            raise UserError("target.dtype", got=got, expected="bfloat16 or float16") from error
         finally:
+            torch.set_default_dtype(dtype)
             target.model.set_experts_implementation(experts)
             target.model.float()

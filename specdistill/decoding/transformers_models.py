@@ -13,7 +13,8 @@ from transformers import DynamicCache
 
 from specdistill.decoding.tree import ROOT, Step, Tree
 from specdistill.errors import UserError
-from specdistill.targets.frozen import Features, FrozenTarget, is_recurrent
+from specdistill.targets.anatomy import backbone_of, is_recurrent, new_cache, reads_alike
+from specdistill.targets.frozen import Features, FrozenTarget
 
 MASKED = ("sdpa", "eager")  # attention implementations of transformers that take any mask
 KINDS = {"full_attention", "sliding_attention"}  # of layers that a mask of ours can be made for
@@ -40,11 +41,6 @@ def masks(config: Any, dtype: torch.dtype, visible: Callable[[int | None], Tenso
         by_kind[kind] = torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill(~seen, torch.finfo(dtype).min)
     # Models with one kind of layer take its mask, models with several a mapping.
     return by_kind if len(by_kind) > 1 else by_kind.popitem()[1]
-
-
-def reads_alike(together_TH: Tensor, alone_TH: Tensor) -> bool:
-    """Whether hidden states are the same up to rounding."""
-    return bool((together_TH - alone_TH).norm() / alone_TH.norm() < torch.finfo(alone_TH.dtype).eps ** 0.5)
 
 
 # Trees
@@ -93,16 +89,30 @@ def check_reads_trees(target: FrozenTarget) -> None:
     if target.config._attn_implementation not in MASKED:
         got = f"a tree with attention {target.config._attn_implementation}"
         raise UserError("target.attn", got=got, expected=f"{' or '.join(MASKED)}, or eval.tree=null")
+    if not _succeeds(lambda: _reads_branches_apart(target)):
+        got = f"{name}, which reads a branch of a tree differently from the same tokens alone"
+        raise UserError(key, got=got, expected="null, or a target that respects mask and position ids")
+
+
+def _reads_branches_apart(target: FrozenTarget) -> bool:
     text, nodes = [1, 2, 3], [4, 5, 6, 7]
-    cache = DynamicCache()
+    cache = new_cache(target.config)
     read(target, text[:-1], cache)
     step = Step.whole(PROBE, len(text) - 1, target.device)
     together_TH = read(target, [text[-1], *nodes], cache, step=step).last_hidden[0]
     for path in ([0, 2], [1, 3]):
-        alone_TH = read(target, [*text, *(nodes[node] for node in path)], DynamicCache()).last_hidden[0, -2:]
+        alone_TH = read(target, [*text, *(nodes[node] for node in path)], new_cache(target.config)).last_hidden[0, -2:]
         if not reads_alike(together_TH[[node + 1 for node in path]], alone_TH):
-            got = f"{name}, which reads a branch of a tree differently from the same tokens alone"
-            raise UserError(key, got=got, expected="null, or a target that respects mask and position ids")
+            return False
+    return True
+
+
+def _succeeds(attempt: Callable[[], bool]) -> bool:
+    """False also for a class that takes no such mask at all, and may raise anything."""
+    try:
+        return attempt()
+    except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
+        return False
 
 
 # Batches
@@ -174,8 +184,8 @@ class TransformersBatch:
     """Any causal language model's layers for B sequences: new ids [B, T], counts[b] of them valid -> hidden states [B, T, H]."""
 
     def __init__(self, draft: Any, num_rows: int) -> None:
-        self.backbone = draft.get_decoder()
-        self.cache = MaskedKVCache(draft.config.get_text_config(), num_rows, draft.dtype, draft.device)
+        self.backbone: Any = backbone_of(draft)
+        self.cache = MaskedKVCache(draft.config.get_text_config(decoder=True), num_rows, draft.dtype, draft.device)
 
     def __call__(self, ids_BT: Tensor, counts: Sequence[int]) -> Tensor:
         position_BT, mask = self.cache.extend(counts)
@@ -203,7 +213,7 @@ def check_batchable(model: Any, name: str) -> None:
 
     The latter is tested by a forward pass: some models ignore the mask or the positions that they are given.
     """
-    config = model.config.get_text_config()
+    config = model.config.get_text_config(decoder=True)
     rope = getattr(config, "rope_parameters", None) or {}
     ropes = [entry for entry in rope.values() if isinstance(entry, dict)] or [rope]
     if is_recurrent(config):
@@ -214,7 +224,7 @@ def check_batchable(model: Any, name: str) -> None:
         reason = f"attn {config._attn_implementation}, which takes no masks with holes"
     elif any(entry.get("rope_type") in ("dynamic", "longrope") for entry in ropes):
         reason = "rotary angles that depend on the longest sequence of a batch"
-    elif not _reads_rows_apart(model):
+    elif not _succeeds(lambda: _reads_rows_apart(model)):
         reason = "layers that read a row of a batch differently from the same sequence alone"
     else:
         return
@@ -229,7 +239,7 @@ def _reads_rows_apart(model: Any) -> bool:
     together_BTH = layers(padded([[3, 1], [3]], model.device), [2, 1])
     for row_TH, token_ids in zip(together_BTH, ([1, 2, 3, 1], [2, 3]), strict=True):
         ids = torch.tensor([token_ids], device=model.device)
-        alone_TH = model.get_decoder()(input_ids=ids).last_hidden_state[0, len(token_ids) // 2 :]
+        alone_TH = layers.backbone(input_ids=ids).last_hidden_state[0, len(token_ids) // 2 :]
         if not reads_alike(row_TH[: len(alone_TH)], alone_TH):
             return False
     return True

@@ -52,7 +52,9 @@ class TargetConfig(Section):
         None, "LoRA adapter of the target (peft), a folder or a Hub id; the draft learns the adapted target"
     )
     dtype: Literal["float32", "bfloat16", "float16"] = option("float32", "weights' dtype")
-    attn: Literal["sdpa", "eager", "flash_attention_2"] = option("sdpa", "attention implementation of transformers")
+    attn: Literal["sdpa", "eager", "flash_attention_2"] | None = option(
+        None, "attention implementation of transformers; null: the default of the target's class"
+    )
     trust_remote_code: bool = option(False, "run Python code that the model's repository carries")
 
 

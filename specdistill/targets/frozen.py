@@ -24,6 +24,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Cache,
 from specdistill.errors import UserError, one_line
 from specdistill.hub import hub_errors, resolve
 from specdistill.progress import hide_bars_of_transformers
+from specdistill.targets.anatomy import examine, is_recurrent
 
 
 @dataclass(frozen=True)
@@ -58,9 +59,11 @@ class FrozenTarget:
         self.tokenizer = tokenizer
         self.name = name
         self.revision = revision
-        self.backbone: Any = model.get_decoder()
-        self.lm_head: Any = model.get_output_embeddings()
-        self.config: Any = model.config.get_text_config()
+        self.config: Any = model.config.get_text_config(decoder=True)
+        anatomy = examine(self.model, name)
+        self.is_recurrent = is_recurrent(self.config)
+        self.backbone, self.layers, self.norm = anatomy.backbone, anatomy.layers, anatomy.norm
+        self.logits, self.lm_head = anatomy.head, anatomy.head.linear
         self.hidden_size, self.vocab_size = int(self.config.hidden_size), int(self.config.vocab_size)
 
     @classmethod
@@ -71,7 +74,7 @@ class FrozenTarget:
         revision: str | None = None,
         adapter: str | None = None,
         dtype: str = "float32",
-        attn: str = "sdpa",
+        attn: str | None = None,
         trust_remote_code: bool = False,
         device: str | torch.device | None = None,
     ) -> "FrozenTarget":
@@ -103,17 +106,12 @@ class FrozenTarget:
 
     @property
     def num_layers(self) -> int:
-        return len(self.backbone.layers)
-
-    @property
-    def is_recurrent(self) -> bool:
-        """Whether some layers keep a state that every token changes, in place of keys and values (linear attention, state spaces)."""
-        return is_recurrent(self.config)
+        return len(self.layers)
 
     @property
     def max_length(self) -> int:
         """The longest sequence, prompt and generation together, in tokens."""
-        return int(self.config.max_position_embeddings)
+        return max_length(self.config, self.tokenizer)
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
@@ -151,7 +149,7 @@ class FrozenTarget:
         layer. With `past_key_values` the tokens continue the cached ones, and the cache grows. An `attention_mask` replaces the causal
         mask: [B, 1, T, S] over cached and new positions, added to the scores; or a dictionary with one for each kind of layer.
         """
-        with _capture(self.backbone, aux_layers) as captured:
+        with _capture(self.layers, aux_layers) as captured:
             output = self.backbone(
                 input_ids=input_ids_BT,
                 position_ids=position_ids_BT,
@@ -159,34 +157,37 @@ class FrozenTarget:
                 past_key_values=past_key_values,
                 use_cache=past_key_values is not None,
             )
-        return Features(tuple(captured[layer] for layer in aux_layers), output.last_hidden_state)
-
-    def logits(self, last_hidden_BTD: Tensor) -> Tensor:
-        """The target's head: [B, T, V]."""
-        logits: Tensor = self.lm_head(last_hidden_BTD)
-        return logits
-
-
-RECURRENT = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}  # transformers' names of layers with a recurrent state
+        aux, last_hidden = tuple(captured[layer] for layer in aux_layers), output.last_hidden_state
+        if other := {tuple(feature.shape) for feature in aux} - {tuple(last_hidden.shape)}:
+            got = f"{self.name}, whose layers pass on {other.pop()} for {tuple(last_hidden.shape)}"
+            raise UserError(
+                "draft.aux_layers", got=got, expected="layers of one residual stream, or a head that reads none of them"
+            )
+        return Features(aux, last_hidden)
 
 
-def is_recurrent(text_config: Any) -> bool:
-    """Whether a text config names a layer with a recurrent state."""
-    return bool(RECURRENT & set(getattr(text_config, "layer_types", None) or ()))
+def max_length(text_config: Any, tokenizer: Any) -> int:
+    """Tokens of a target's context. Models without positions, or with relative ones, have no such number: their tokenizer names one."""
+    return int(getattr(text_config, "max_position_embeddings", None) or tokenizer.model_max_length)
 
 
 @contextmanager
-def _capture(backbone: Any, aux_layers: Sequence[int]) -> Iterator[dict[int, Tensor]]:
-    """Capture the inputs of the layers asked for; that of the final norm is "after all layers"."""
+def _capture(layers: nn.ModuleList, wanted: Sequence[int]) -> Iterator[dict[int, Tensor]]:
+    """Capture the inputs of the layers asked for, and the last layer's output."""
     captured: dict[int, Tensor] = {}
 
-    def keep(layer: int, _module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
+    def keep_input(layer: int, _module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
         captured[layer] = args[0] if args else kwargs["hidden_states"]
 
-    modules = [*backbone.layers, backbone.norm]
+    def keep_output(_module: nn.Module, _args: Any, output: Any) -> None:
+        captured[len(layers)] = output[0] if isinstance(output, tuple) else output
+
     with ExitStack() as hooks:
-        for layer in aux_layers:
-            hooks.enter_context(modules[layer].register_forward_pre_hook(partial(keep, layer), with_kwargs=True))
+        for layer in wanted:
+            if layer < len(layers):
+                hooks.enter_context(layers[layer].register_forward_pre_hook(partial(keep_input, layer), with_kwargs=True))
+            else:
+                hooks.enter_context(layers[-1].register_forward_hook(keep_output))
         yield captured
 
 
@@ -211,7 +212,7 @@ def read_causal_lm(
     key: str = "target.model",
     revision: str | None = None,
     dtype: str = "float32",
-    attn: str = "sdpa",
+    attn: str | None = None,
     trust_remote_code: bool = False,
 ) -> tuple[Any, Any]:
     """A causal language model and its tokenizer from a folder or the Hub; `key` is the recipe key that errors name.
@@ -240,7 +241,7 @@ def read_tokenizer(model: str, *, revision: str | None = None, trust_remote_code
     with _reading("target.model", path, "pico, a folder with config and tokenizer, or a Hub id"):
         tokenizer = AutoTokenizer.from_pretrained(path, **options)
         config = AutoConfig.from_pretrained(path, **options).get_text_config()
-    return tokenizer, int(config.max_position_embeddings)
+    return tokenizer, max_length(config, tokenizer)
 
 
 def with_adapter(model: PreTrainedModel, adapter: str, *, base: str) -> PreTrainedModel:

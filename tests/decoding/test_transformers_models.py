@@ -19,7 +19,7 @@ def test_the_last_of_each_row() -> None:
     ("change", "says"),
     [
         ({"layer_types": ["linear_attention", "full_attention"]}, "recurrent layers"),
-        ({"layer_types": ["chunked_attention", "full_attention"]}, "chunked_attention"),
+        ({"layer_types": ["chunked_attention", "full_attention"], "attention_chunk_size": 8}, "chunked_attention"),
         ({"_attn_implementation": "flash_attention_2"}, "flash_attention_2"),
         ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "rotary angles"),
         ({"rope_parameters": {"full_attention": {"rope_type": "longrope"}}}, "rotary angles"),

@@ -19,8 +19,9 @@ from specdistill.hub import resolve
 from specdistill.methods.checkpoint import check_finite, link, new_folder, read_config, read_tensors
 from specdistill.methods.draft_model.gguf import write_gguf
 from specdistill.methods.draft_model.vocabulary import match_vocabularies
+from specdistill.targets.anatomy import is_recurrent
 from specdistill.targets.files import TargetFiles
-from specdistill.targets.frozen import FrozenTarget, is_recurrent, read_causal_lm
+from specdistill.targets.frozen import FrozenTarget, read_causal_lm
 
 INITIALIZATIONS = ("layers", "width", "scratch")
 

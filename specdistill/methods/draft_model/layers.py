@@ -11,13 +11,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
 from specdistill.decoding.kv_cache import DraftKVCache, RaggedKVCache
 from specdistill.decoding.transformers_models import attention_masks
 from specdistill.decoding.tree import Step
 from specdistill.methods.layers import HeadShape, KVCache, PlainLayer, Rotary
 from specdistill.methods.sizes import shape_of
+from specdistill.targets.anatomy import backbone_of, new_cache
 
 
 class LlamaStack(nn.Module):
@@ -72,13 +73,12 @@ class TransformersLayers:
     """Any causal language model's layers, and the keys and values of the sequence so far: new ids [1, T] -> hidden states [1, T, H]."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self.backbone: Any = model.get_decoder()
-        self.config = model.config.get_text_config()
+        self.backbone: Any = backbone_of(model)
+        self.config = model.config.get_text_config(decoder=True)
         self.restart()
 
     def restart(self) -> None:
-        # Plain layers even for a model with sliding windows, whose own would not give back what they dropped; the mask does the rest.
-        self.cache = DynamicCache()
+        self.cache = new_cache(self.config)
 
     def crop(self, count: int) -> None:
         """Forget the last `count` positions."""

@@ -27,6 +27,7 @@ from transformers import PreTrainedModel
 
 from specdistill.data.batch_generate import generate, generation_mode
 from specdistill.losses.divergence import Divergence, LossSum, acceptance
+from specdistill.targets.anatomy import Anatomy, examine
 from specdistill.targets.frozen import FrozenTarget
 from specdistill.training.objective import SoftTargets, StepSums, compute_soft_targets, has_loss, shift_left
 
@@ -59,7 +60,9 @@ class Distillation(nn.Module):
         self.labels = labels
         self.num_positions = num_positions
         self.selected = selected if reference is not None else 1.0
-        self._reference = (reference,)  # in a tuple, so that it is neither trained nor saved
+        self._draft = examine(draft, "the draft", key="draft.init")
+        # No submodule: it is neither trained nor saved.
+        self._reference = None if reference is None else examine(reference, "the reference", key="loss.reference")
         # transformers' Trainer reads this name: what is the same tensor under another name is saved once.
         self._keys_to_ignore_on_save = repeated_names(self)
 
@@ -80,16 +83,15 @@ class Distillation(nn.Module):
 
     def read_target(self, target: FrozenTarget, inputs: dict[str, Tensor]) -> dict[str, Any]:
         """Soft targets at temperature 1 and the reference's loss; neither when hard labels are all that the loss needs."""
-        (reference,) = self._reference
-        if self.training and self.labels == "hard" and reference is None:
+        if self.training and self.labels == "hard" and self._reference is None:
             return {"soft_targets": None}
         has_loss_BT = has_loss(inputs["document_ids"], inputs["loss_mask"], ahead=1)
         features = target.features(inputs["input_ids"], (), position_ids_BT=inputs["position_ids"])
         all_ids = torch.arange(target.vocab_size, device=target.device)
-        soft_targets = compute_soft_targets(target.lm_head, features.last_hidden, has_loss_BT, all_ids, 1.0)
-        if reference is None:
+        soft_targets = compute_soft_targets(target.logits, features.last_hidden, has_loss_BT, all_ids, 1.0)
+        if self._reference is None:
             return {"soft_targets": soft_targets}
-        logits_RV = logits_of_rows(reference, inputs["input_ids"], inputs["position_ids"], has_loss_BT)
+        logits_RV = logits_of_rows(self._reference, inputs["input_ids"], inputs["position_ids"], has_loss_BT)
         return {"soft_targets": soft_targets, "reference_loss_R": rowwise_kl(logits_RV, soft_targets.probs_RW)}
 
     def forward(
@@ -104,7 +106,7 @@ class Distillation(nn.Module):
     ) -> tuple[Tensor, StepSums]:
         """The loss summed over the loss tokens of packed rows [B, T] (see specdistill.data.packing), and the sums of the metrics."""
         has_loss_BT = has_loss(document_ids, loss_mask, ahead=1)
-        logits_RV = logits_of_rows(self.draft, input_ids, position_ids, has_loss_BT)
+        logits_RV = logits_of_rows(self._draft, input_ids, position_ids, has_loss_BT)
         next_R = shift_left(input_ids, 1, 0)[has_loss_BT]
         probs_RV = None if soft_targets is None else soft_targets.probs_RW
         sums = StepSums()
@@ -152,11 +154,10 @@ def repeated_names(module: nn.Module) -> list[str]:
     ]
 
 
-def logits_of_rows(model: PreTrainedModel, input_ids: Tensor, position_ids: Tensor, has_loss_BT: Tensor) -> Tensor:
+def logits_of_rows(draft: Anatomy, input_ids: Tensor, position_ids: Tensor, has_loss_BT: Tensor) -> Tensor:
     """A causal language model's logits [R, V] at the positions of packed rows that have a loss; its head sees no others."""
-    hidden = model.get_decoder()(input_ids=input_ids, position_ids=position_ids, use_cache=False).last_hidden_state
-    logits: Tensor = model.get_output_embeddings()(hidden[has_loss_BT])
-    return logits
+    hidden = draft.backbone(input_ids=input_ids, position_ids=position_ids, use_cache=False).last_hidden_state
+    return draft.head(hidden[has_loss_BT])
 
 
 def rowwise_kl(logits_RV: Tensor, probs_RV: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ from specdistill.decoding.tree import DynamicTree, StaticTree, Step, Tree, candi
 from specdistill.errors import UserError
 from specdistill.methods.draft_model.layers import LlamaBatch, LlamaLayers, TransformersLayers, is_plain_llama
 from specdistill.methods.draft_model.vocabulary import SharedVocabulary
+from specdistill.targets.anatomy import examine
 
 WINDOW_SHARE = 0.75  # of the context a window restarts with: rebuilding then costs one step in N/4 tokens
 
@@ -55,7 +56,7 @@ class DraftModelProposer:
         target_max_length: int | None = None,
     ) -> None:
         self.draft = draft.eval()
-        self.head = draft.get_output_embeddings()
+        self.head = examine(draft, "the draft", key="eval.draft").head
         self.layers: Any = LlamaLayers(draft) if is_plain_llama(draft) else TransformersLayers(draft)
         self.shared_vocabulary = vocabulary
         self.confidence_threshold = confidence_threshold

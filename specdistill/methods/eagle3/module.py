@@ -167,14 +167,16 @@ def build_eagle3(
         norm_output=norm_output,
         norm_before_residual=norm_before_residual,
     )
+    target.features(torch.zeros(1, 1, dtype=torch.long, device=target.device), config.aux_layers)  # which may refuse
     draft = initialized(lambda: Eagle3Draft(config), seed)
     if draft_vocabulary is not None:
         draft.set_vocabulary(draft_vocabulary)
     if config.hidden_size == target.hidden_size:  # the draft then starts in the target's own space
         with torch.no_grad():
             draft.embed_tokens.weight.copy_(target.model.get_input_embeddings().weight)
-            draft.lm_head.weight.copy_(target.lm_head.weight[draft.target_ids_W])
-            draft.norm.weight.copy_(target.backbone.norm.weight)
+            draft.lm_head.weight.copy_(target.lm_head.weight[draft.target_ids_W] * target.logits.scale)
+            if (final := getattr(target.norm, "weight", None)) is not None:  # some norms have none
+                draft.norm.weight.copy_(final)
     return draft.to(target.device)
 
 

@@ -61,7 +61,14 @@ def head_shape(target: FrozenTarget, **sizes: Any) -> dict[str, Any]:
     Raises UserError for a target without RMS norms and one rotary embedding, and for heads that cannot be shared out evenly.
     """
     source, rope = target.config, dict(getattr(target.config, "rope_parameters", None) or {})
-    lacking = [name for name in ("num_key_value_heads", "rms_norm_eps") if getattr(source, name, None) is None]
+    needed = {"num_attention_heads": int, "num_key_value_heads": int, "rms_norm_eps": float, "intermediate_size": int}
+    try:
+        lacking = [name for name, kind in needed.items() if not isinstance(getattr(source, name, None), kind)]
+        getattr(source, "head_dim", None)
+        embedding = target.tensor("embed_tokens.weight").shape
+        lacking += ["an embedding of its vocabulary and hidden size"] * (embedding != (target.vocab_size, target.hidden_size))
+    except RuntimeError:  # transformers names no size that differs from layer to layer
+        lacking = ["sizes that all layers share"]
     if lacking or "rope_theta" not in rope or rope.get("rope_type", "default") not in ROPE_TYPES:
         what = " and ".join(lacking) or f"rope_parameters {rope}"
         got = f"{target.name}, a {source.model_type} with{'out' * bool(lacking)} {what}"

@@ -107,7 +107,7 @@ class TrainingTimeTest(nn.Module):
         features = target.features(inputs["input_ids"], self.draft.aux_layers, position_ids_BT=inputs["position_ids"])
         has_loss_BT = has_loss(inputs["document_ids"], inputs["loss_mask"], ahead=1)
         soft_targets = compute_soft_targets(
-            target.lm_head, features.last_hidden, has_loss_BT, self.draft.target_ids_W, self.temperature
+            target.logits, features.last_hidden, has_loss_BT, self.draft.target_ids_W, self.temperature
         )
         return {"features": features, "soft_targets": soft_targets}
 

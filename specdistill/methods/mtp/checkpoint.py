@@ -62,7 +62,7 @@ def _initialize(draft: MtpDraft, target: FrozenTarget, seed: int) -> None:
     """
     size = draft.fc.out_features
     draft.fc.weight.copy_(torch.cat((torch.zeros(size, size), torch.eye(size)), dim=1))
-    draft.norm.load_state_dict(target.backbone.norm.state_dict())
+    draft.norm.load_state_dict(target.norm.state_dict())
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         draft.layers.apply(target.model._init_weights)

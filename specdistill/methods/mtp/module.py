@@ -18,7 +18,8 @@ boundaries of documents are the kv_cache's, so no mask is made here.
 import copy
 import inspect
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from types import SimpleNamespace
@@ -57,7 +58,7 @@ class MtpDraft(nn.Module):
     aux_layers = ()
     shared: frozenset[str] = frozenset()
     embed_tokens: nn.Module
-    lm_head: nn.Module
+    lm_head: Any
 
     def __init__(self, target: FrozenTarget) -> None:
         super().__init__()
@@ -68,18 +69,19 @@ class MtpDraft(nn.Module):
             got = f"{target.name} with layers {', '.join(sorted(set(kinds)))}"
             raise UserError("target.model", got=got, expected="a target with a full-attention layer")
         index = max(index for index, kind in enumerate(kinds) if kind == "full_attention")
-        layer_class, rotary = type(target.backbone.layers[index]), getattr(target.backbone, "rotary_emb", None)
-        if rotary is None or not hasattr(source, "rms_norm_eps"):
+        layer_class, rotary = type(target.layers[index]), getattr(target.backbone, "rotary_emb", None)
+        if rotary is None or target.norm is None or getattr(source, "rms_norm_eps", None) is None:
             expected = "layers with RMS norms and a rotary embedding"
             raise UserError("target.model", got=layer_class.__name__, expected=expected)
-        size, norm_class = target.hidden_size, type(target.backbone.norm)
+        size, norm_class = target.hidden_size, type(target.norm)
         self.config = MtpConfig(target.vocab_size, json.loads(target.config.to_json_string(use_diff=False)), index)
-        self.token_norm, self.hidden_norm, self.norm = (norm_class(size, eps=source.rms_norm_eps) for _ in range(3))
         self.fc = nn.Linear(2 * size, size, bias=False)
-        self.layers = nn.ModuleList([layer_class(source, index)])
+        with _refused(layer_class):
+            self.token_norm, self.hidden_norm, self.norm = (norm_class(size, eps=source.rms_norm_eps) for _ in range(3))
+            self.layers = nn.ModuleList([layer_class(source, index)])
         # No submodules, hence past nn.Module's own and as a method: checkpoints leave them out, and `.to(bfloat16)` of the draft rounds
         # neither the target's weights nor rotary frequencies. The rotary embedding is a copy, for some remember the longest sequence.
-        vars(self).update(embed_tokens=target.model.get_input_embeddings(), lm_head=target.lm_head)
+        vars(self).update(embed_tokens=target.model.get_input_embeddings(), lm_head=target.logits)
         self._rotary: Callable[..., Any] = copy.deepcopy(rotary).forward
         by_kind = "layer_type" in inspect.signature(rotary.forward).parameters
         self._rotary_options = {"layer_type": "full_attention"} if by_kind else {}
@@ -123,14 +125,12 @@ class MtpDraft(nn.Module):
             asked.append(layer)
             return value_BGTd.repeat_interleave(query_BNTd.shape[1] // value_BGTd.shape[1], dim=1)
 
-        name, hidden = type(self.layers[0]).__name__, self.fc.weight.new_zeros(1, 1, self.fc.out_features)
-        rotary = self.rotary(hidden, torch.zeros(1, 1, dtype=torch.long, device=hidden.device))
-        try:
+        layer_class, hidden = type(self.layers[0]), self.fc.weight.new_zeros(1, 1, self.fc.out_features)
+        with _refused(layer_class):
+            rotary = self.rotary(hidden, torch.zeros(1, 1, dtype=torch.long, device=hidden.device))
             self._layer(hidden, rotary, SimpleNamespace(attend=attend))
-        except TypeError as error:  # the layer does not take the arguments that transformers' layers share
-            raise UserError("target.model", got=f"{name} ({error})", expected=EXPECTED) from error
         if not asked:
-            raise UserError("target.model", got=f"{name}, whose attention is its own", expected=EXPECTED)
+            raise UserError("target.model", got=f"{layer_class.__name__}, whose attention is its own", expected=EXPECTED)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "MtpDraft":
         """What transformers keeps in float32, such as DeepSeek's routing bias, stays so when the draft changes dtype."""
@@ -144,6 +144,17 @@ class MtpDraft(nn.Module):
         for name, tensor in exact().items():
             tensor.data = before[name].to(tensor.device)
         return self
+
+
+@contextmanager
+def _refused(layer_class: type) -> Iterator[None]:
+    """Raises UserError for whatever a class raises that is not made or called as most layers of transformers are."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError("target.model", got=f"{layer_class.__name__} ({error})", expected=EXPECTED) from error
 
 
 def kv_cache_attention(

@@ -309,7 +309,7 @@ class OwnAttention(LlamaDecoderLayer):
 
 
 class OtherArguments(LlamaDecoderLayer):
-    def forward(self, hidden_states: Tensor, alibi: Tensor) -> Tensor:
+    def forward(self, hidden_states: Tensor, position_ids: Tensor, **kwargs: Any) -> Tensor:
         return hidden_states
 
 

@@ -1,0 +1,204 @@
+"""What a causal language model of transformers is made of, found by how it computes: each class has its own names and its own arithmetic.
+
+Some classes scale or cap the output of their head (Gemma's soft cap, Cohere's logit_scale, Granite's logits_scaling), some scale the
+hidden states before it. One pass of the model's own forward, in which the head gives known numbers, shows what it does with either. Passes
+over a KV cache then show whether the model continues a sequence, as decoding needs.
+
+Shapes: T positions, D hidden size, V vocabulary.
+"""
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache
+from transformers.cache_utils import DummyLayer, DynamicIndexedLayer, DynamicLayer, DynamicSlidingWindowLayer
+
+from specdistill.errors import UserError, one_line
+
+CROPPED = (DynamicLayer, DynamicIndexedLayer, DummyLayer)  # layers of a KV cache that can forget their last tokens
+NUM_TOKENS, NUM_CACHED, NUM_REJECTED = 12, 6, 3
+ROUNDING = 1e-5  # of float32 arithmetic
+
+
+@dataclass(frozen=True)
+class Head:
+    """From hidden states after the final norm to logits, as the model's own forward computes them.
+
+    cap · tanh(scale · linear(h) / cap), or scale · linear(h) without a cap. `float32`: what follows the linear layer is computed in it.
+    """
+
+    linear: Any
+    scale: float = 1.0
+    cap: float | None = None
+    float32: bool = False
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        return self.finish(self.linear(hidden))
+
+    def finish(self, raw: Tensor) -> Tensor:
+        """Logits from the linear layer's output, each number for itself."""
+        logits = raw.float() if self.float32 and raw.dtype != torch.float64 else raw
+        logits = logits if self.scale == 1 else logits * self.scale
+        return logits if self.cap is None else self.cap * torch.tanh(logits / self.cap)
+
+
+@dataclass(frozen=True)
+class Anatomy:
+    """backbone: token ids -> hidden states after the final norm. layers: its decoder layers in order. norm: the final one, or None."""
+
+    backbone: Any
+    layers: nn.ModuleList
+    norm: Any
+    head: Head
+
+
+def new_cache(text_config: Any) -> DynamicCache:
+    """An empty KV cache. Full layers even for sliding windows: a windowed layer could not restore what it dropped. The mask applies it."""
+    cache = DynamicCache(config=text_config)
+    cache.layers = [DynamicLayer() if type(layer) is DynamicSlidingWindowLayer else layer for layer in cache.layers]
+    return cache
+
+
+def is_recurrent(text_config: Any) -> bool:
+    """Whether some layers keep a state that every token changes, in place of keys and values (linear attention, state spaces)."""
+    return any(type(layer) not in CROPPED for layer in new_cache(text_config).layers)
+
+
+@torch.no_grad()
+def examine(model: Any, name: str, *, key: str = "target.model") -> Anatomy:
+    """The parts of a model. Raises UserError, naming its class and why, when its logits or its cache follow no rule that is known here."""
+    training = model.training
+    try:
+        model.eval()  # no dropout
+        linear, config = model.get_output_embeddings(), model.config.get_text_config(decoder=True)
+        backbone = backbone_of(model)
+        size = linear.weight.shape[0]
+        ids_1T = torch.arange(size // 2, size // 2 + NUM_TOKENS, device=model.device).unsqueeze(0) % size  # no special tokens
+        anatomy, hidden_1TD = _parts(model, backbone, linear, ids_1T)
+        _check_continues(backbone, config, ids_1T, hidden_1TD)
+    except Exception as error:  # a class may raise anything where it is no plain decoder: that is the reason to give
+        got = f"{name}, a {type(model).__name__}: {one_line(str(error))[:200]}"
+        raise UserError(key, got=got, expected="a causal language model that continues its KV cache") from error
+    finally:
+        if training:
+            model.train()
+    return anatomy
+
+
+@torch.no_grad()
+def reads_documents_apart(model: Any) -> bool:
+    """Whether position ids that start again at 0 keep the documents of a packed row apart. Recurrent layers and ALiBi do not read them."""
+    backbone = backbone_of(model)
+    ids_1T = torch.arange(NUM_TOKENS, device=model.device).unsqueeze(0)
+    position_1T = ids_1T % NUM_CACHED
+    together = backbone(input_ids=ids_1T, position_ids=position_1T, use_cache=False).last_hidden_state
+    alone = backbone(input_ids=ids_1T[:, NUM_CACHED:], use_cache=False).last_hidden_state
+    return reads_alike(together[0, NUM_CACHED:], alone[0])
+
+
+def reads_alike(together_TD: Tensor, alone_TD: Tensor) -> bool:
+    """Whether hidden states are the same up to rounding."""
+    return bool((together_TD - alone_TD).norm() / alone_TD.norm() < torch.finfo(alone_TD.dtype).eps ** 0.5)
+
+
+def backbone_of(model: Any) -> Any:
+    """Token ids -> hidden states after the final norm: what the class calls its decoder, or else its first part with as many layers.
+
+    Raises LookupError when there is none.
+    """
+    for part in (model.get_decoder(), *model.children()):
+        if part is not model and _lists(model, part):
+            return part
+    raise LookupError("it holds no list of its layers")
+
+
+def _lists(model: Any, part: nn.Module) -> list[nn.ModuleList]:
+    """A part's lists that are as long as the model has layers."""
+    count = model.config.get_text_config(decoder=True).num_hidden_layers
+    return [module for module in part.modules() if isinstance(module, nn.ModuleList) and len(module) == count]
+
+
+def _parts(model: Any, backbone: nn.Module, linear: nn.Module, ids_1T: Tensor) -> tuple[Anatomy, Tensor]:
+    """(the model's parts, hidden states [1, T, D] of its own forward, in which its head is given another output).
+
+    Raises LookupError for logits of another formula than a `Head`'s.
+    """
+    lists = _lists(model, backbone)
+    outputs: dict[nn.Module, Any] = {}  # of the backbone's parts, and of the first module of each list
+    hidden: list[Tensor] = []
+    given: list[Tensor] = []  # to the head
+    raw: list[Tensor] = []  # by the head
+
+    def replace(_module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        given.append(args[0])
+        raw.append(_powers_of_two(output))
+        return raw[0]
+
+    def keep(part: nn.Module, _args: Any, output: Any) -> None:
+        outputs[part] = output
+
+    with ExitStack() as hooks:
+        for part in {*backbone.children(), *(layers[0] for layers in lists)}:
+            hooks.enter_context(part.register_forward_hook(keep))
+        hooks.enter_context(
+            backbone.register_forward_hook(lambda _module, _args, output: hidden.append(output.last_hidden_state))
+        )
+        hooks.enter_context(linear.register_forward_hook(replace))
+        logits = model(input_ids=ids_1T, use_cache=False).logits
+    if not len(hidden) == len(given) == 1:
+        raise LookupError("its head is not given its decoder's hidden states")
+    before, after = _factor(hidden[0], given[0]), _scale_and_cap(raw[0], logits)
+    if before is None or after is None or (before != 1 and getattr(linear, "bias", None) is not None):
+        raise LookupError("its logits are not its head's output, scaled or capped")
+    head = Head(linear, before * after[0], after[1], logits.dtype == torch.float32)
+    layers = next(layers for layers in lists if layers[0] in outputs)  # others may be those of an image encoder
+    norm = next((part for part in backbone.children() if outputs.get(part) is hidden[0]), None)
+    return Anatomy(backbone, layers, norm, head), hidden[0]
+
+
+def _factor(x: Tensor, y: Tensor) -> float | None:
+    """c of y = c · x, by least squares, since 16 bits round each number; None if there is none."""
+    if x.shape != y.shape:
+        return None
+    x, y, rounding = x.double(), y.double(), torch.finfo(x.dtype).eps
+    factor = float((x * y).sum() / x.square().sum())
+    return _exact(factor) if (y - factor * x).norm() <= rounding * y.norm() else None
+
+
+def _scale_and_cap(x: Tensor, y: Tensor) -> tuple[float, float | None] | None:
+    """(scale, cap) of y = cap · tanh(scale · x / cap), the cap None where y = scale · x; None for another function."""
+    if x.shape != y.shape:
+        return None
+    x, y = x.flatten(), y.flatten().double()
+    scale, most = _exact(float(y[0] / x[0])), float(y.abs().max())  # x[0] is so small that a cap does not show
+    for cap in (None, most):
+        if torch.allclose(y, Head(None, scale, cap).finish(x), rtol=ROUNDING, atol=0):
+            return scale, cap
+    return None
+
+
+def _exact(factor: float) -> float:
+    return 1.0 if abs(factor - 1) < ROUNDING else factor
+
+
+def _powers_of_two(like: Tensor) -> Tensor:
+    """Numbers from 2^-12 to 2^24 of both signs; float64, to see the exact arithmetic of a class."""
+    index = torch.arange(like.numel(), device=like.device, dtype=torch.float64)
+    return (2 ** (index % 37 - 12) * (1 - index % 2 * 2)).view(like.shape)
+
+
+def _check_continues(backbone: Any, text_config: Any, ids_1T: Tensor, hidden_1TD: Tensor) -> None:
+    """Raises LookupError unless passes over a KV cache, with tokens taken back where it can, give the hidden states of one pass."""
+    cache, parts = new_cache(text_config), []
+    fed = 0
+    for end in (NUM_CACHED, NUM_CACHED + 1, NUM_TOKENS):  # a prompt, a token, a round's tokens
+        parts.append(backbone(input_ids=ids_1T[:, fed:end], past_key_values=cache, use_cache=True).last_hidden_state)
+        if not is_recurrent(text_config):
+            backbone(input_ids=ids_1T[:, :NUM_REJECTED], past_key_values=cache, use_cache=True)
+            cache.crop(-NUM_REJECTED)
+        fed = end
+    if not reads_alike(torch.cat(parts, dim=1)[0], hidden_1TD[0]):
+        raise LookupError("passes over a KV cache give other hidden states than one pass")

@@ -1,0 +1,140 @@
+"""Every kind of causal language model in transformers, judged by the library's own forward and `generate()`."""
+
+from collections import Counter
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+from specdistill.decoding.batch_decoder import BatchDecoder
+from specdistill.decoding.decoder import Decoder, exact, in_float64
+from specdistill.decoding.proposer import Proposal, Proposer
+from specdistill.decoding.sampling import Random, Sampling
+from specdistill.methods.heads.proposer import HeadProposer
+from specdistill.methods.ngram.method import NgramProposer
+from specdistill.targets.frozen import FrozenTarget
+from tests.targets.architectures import HEADS, KINDS, PAGE, page, read_page, row_of
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # warnings of some of two hundred classes
+PROMPT = torch.tensor([[*range(3, 15), 9, 10, 11, 9, 10, 11]])
+SAMPLING = Sampling(temperature=0.7, top_p=0.9, top_k=8)
+LIBRARY = LogitsProcessorList([TemperatureLogitsWarper(0.7), TopKLogitsWarper(8), TopPLogitsWarper(0.9)])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_kind_decodes_losslessly_or_is_refused(kind: str) -> None:
+    """One test of a kind does it all: building the model is what takes the time."""
+    row, target = row_of(kind)
+    assert row in read_page()
+    if target is None:
+        return
+    *_, logits, heads, _, batches = row.cells
+    spread(target)
+    proposers: list[Proposer] = [NgramProposer()]
+    if heads != "–":
+        name = "eagle3" if "eagle3" in heads else heads.partition(",")[0]
+        proposers.append(HeadProposer(HEADS[name](target)))
+    check_features(target)
+    check_greedy(target, proposers)
+    check_ties(target)
+    if logits != "–":
+        for proposer in proposers:
+            check_distributions(target, proposer)
+    if logits != "–" and batches == "yes":
+        check_samples(target, proposers[-1])
+
+
+@torch.no_grad()
+def spread(target: FrozenTarget) -> None:
+    """Logits several units apart, as trained models have them, so that a factor or a cap changes the distribution."""
+    raw = target.lm_head(target.features(PROMPT, ()).last_hidden)
+    target.lm_head.weight.mul_(4 / float(raw.std() * target.logits.scale))
+
+
+def check_features(target: FrozenTarget) -> None:
+    output = target.model(PROMPT, output_hidden_states=True)
+    streams = output.hidden_states or ()
+    one_stream = len(streams) == target.num_layers + 1 and streams[1].shape == (*PROMPT.shape, target.hidden_size)
+    layers = (1, target.num_layers - 1) if one_stream else ()
+    features = target.features(PROMPT, layers)
+    assert torch.allclose(target.logits(features.last_hidden), output.logits, atol=1e-4)
+    for layer, captured in zip(layers, features.aux, strict=True):
+        assert torch.equal(captured, streams[layer])
+
+
+def check_greedy(target: FrozenTarget, proposers: list[Proposer]) -> None:
+    target.model.generation_config = GenerationConfig(do_sample=False, pad_token_id=0, eos_token_id=2)  # no forced tokens
+    expected = target.model.generate(PROMPT, max_new_tokens=10)[0, PROMPT.shape[1] :].tolist()
+    for proposer in proposers:
+        result = Decoder(target, proposer).generate(PROMPT[0].tolist(), max_new_tokens=10, num_speculative_tokens=3)
+        assert list(result.token_ids) == expected, type(proposer).__name__
+
+
+def check_ties(target: FrozenTarget) -> None:
+    """Float64, by which near-ties are broken, gives float32's logits, and leaves the weights as they were."""
+    expected, fingerprint = target.model(PROMPT).logits, target.fingerprint()
+    assert torch.allclose(in_float64(target, PROMPT[0].tolist()).float(), expected, atol=1e-3)
+    assert target.fingerprint() == fingerprint
+
+
+def library_probabilities(target: FrozenTarget, ids_BT: Tensor) -> Tensor:
+    """[B, V] after the last token, by the model's own forward and transformers' own logits processors."""
+    return LIBRARY(ids_BT, target.model(ids_BT).logits[:, -1].float()).softmax(-1)
+
+
+def check_distributions(target: FrozenTarget, proposer: Proposer) -> None:
+    """Every distribution that the rule above temperature 0 is given."""
+    given: list[tuple[list[int], Tensor]] = []
+
+    def rule(proposal: Proposal, probs_NV: Tensor, generator: Random) -> tuple[Sequence[int], int]:
+        given.append((proposal.tokens, probs_NV))
+        return exact(proposal, probs_NV, generator)
+
+    result = Decoder(target, proposer, rule=rule).generate(
+        PROMPT[0].tolist(),
+        max_new_tokens=4,
+        num_speculative_tokens=2,
+        sampling=SAMPLING,
+        generator=torch.Generator().manual_seed(0),
+    )
+    ids, length = [*PROMPT[0].tolist(), *result.token_ids], PROMPT.shape[1]
+    for (drafted, probs_NV), num_emitted in zip(given, [1, *(len(one.emitted) for one in result.rounds)], strict=True):
+        for position, probs_V in enumerate(probs_NV):
+            expected_V = library_probabilities(target, torch.tensor([[*ids[:length], *drafted[:position]]]))[0]
+            assert (probs_V - expected_V).abs().sum() / 2 < 1e-4
+        length += num_emitted
+
+
+def check_samples(target: FrozenTarget, proposer: Proposer, num_batches: int = 4) -> None:
+    """Samples of two tokens, the second of a round: total variation from the library's joint distribution.
+
+    n samples of a distribution on S outcomes lie sqrt(S / n) / 2 from it at most on average, and more than sqrt(7 / n) further in less
+    than one run of a million.
+    """
+    decoder = BatchDecoder(target, proposer)
+    generators = [torch.Generator().manual_seed(row) for row in range(64)]
+    counts: Counter[tuple[int, ...]] = Counter()
+    for _ in range(num_batches):
+        results = decoder.generate(
+            [PROMPT[0].tolist()] * 64, max_new_tokens=2, num_speculative_tokens=1, sampling=SAMPLING, generators=generators
+        )
+        counts.update(result.token_ids for result in results)
+    first_V = library_probabilities(target, PROMPT)[0]
+    firsts = first_V.nonzero().flatten()
+    second_SV = library_probabilities(target, torch.cat((PROMPT.expand(len(firsts), -1), firsts[:, None]), dim=1))
+    expected = {
+        (int(first), int(second)): float(first_V[first] * second_SV[row, second])
+        for row, first in enumerate(firsts)
+        for second in second_SV[row].nonzero().flatten()
+    }
+    num = sum(counts.values())
+    distance = sum(abs(counts[pair] / num - expected.get(pair, 0.0)) for pair in {*counts, *expected}) / 2
+    assert distance < (len(expected) / num) ** 0.5 / 2 + (7 / num) ** 0.5, (distance, len(expected))
+
+
+def test_the_page_is_what_its_rows_make() -> None:
+    rows = read_page()
+    assert sorted(row.cells[0] for row in rows) == sorted(KINDS)
+    assert page(rows) == PAGE.read_text(encoding="utf-8")
