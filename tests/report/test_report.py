@@ -421,6 +421,7 @@ def test_batches_trees_and_engines_are_told_with_the_settings(report, records):
     assert "Running servers with and without the draft took turns." in page
     report["engine"] = {"name": "vllm", "version": "0.32.0", "command": "vllm serve it", "baseline_command": "vllm serve"}
     assert "The engine was started without the draft, measured and ended, and then so with it" in procedure(report)
+    assert "<code>vllm serve it</code>; without the draft <code>vllm serve</code>" in to_html(report, records)
     assert "{'budget'" not in html_library.unescape(page)
 
 
