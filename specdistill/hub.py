@@ -29,6 +29,8 @@ def hub_errors(key: str, name: str, *, expected: str) -> Iterator[None]:
     except HFValidationError as error:
         raise UserError(key, got=name, expected=expected) from error
     except (HfHubHTTPError, OfflineModeIsEnabled, LocalEntryNotFoundError) as error:
+        if Path(name).is_dir():
+            raise UserError(key, got=f"{name}, which lacks files", expected=expected) from error
         raise ResourceError(
             f"{key}: {name} is no folder here, and could not be fetched from the Hub ({str(error).splitlines()[0]})",
             next_step="check the path or the id, HF_TOKEN and the network",

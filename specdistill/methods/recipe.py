@@ -20,6 +20,7 @@ UNREAD = {
     "label_smoothing_factor": "a draft's loss has no labels to smooth",
     "neftune_noise_alpha": "a draft reads the target's features or tokens as they are",
     "push_to_hub": "`hf upload` publishes the finished draft's folder",
+    "use_liger_kernel": "its kernels are for whole models of transformers",
     "resume_from_checkpoint": "an interrupted run resumes when its command is repeated",
 }
 
@@ -112,7 +113,7 @@ class HeadSizes(HeadDraft):
     intermediate_size: int | None = option(None, "MLP width; null: the target's", ge=1)
     num_attention_heads: int | None = option(None, "null: the target's", ge=1)
     num_key_value_heads: int | None = option(None, "null: the target's", ge=1)
-    head_dim: int | None = option(None, "null: the target's", ge=1)
+    head_dim: int | None = option(None, "null: the target's", ge=2, multiple_of=2)
     sliding_window: int | None = option(None, "positions a head sees, itself included; null: all of them", ge=2)
 
     def shape(self) -> dict[str, Any]:

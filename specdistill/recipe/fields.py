@@ -134,7 +134,7 @@ def kind_of(field: FieldInfo) -> str:
     for rule in rules:
         if isinstance(rule, AfterValidator) and isinstance(rule.func, Choices):
             kind = kind.replace("str", "|".join(rule.func.names()))
-    words = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
+    words = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below", "multiple_of": "a multiple of"}
     limits = (f"{words[name]} {getattr(rule, name):g}" for name in words for rule in rules if hasattr(rule, name))
     return ", ".join([kind, *limits])
 

@@ -57,7 +57,7 @@ def training_arguments(train: Mapping[str, Any], **defaults: Any) -> TrainingArg
         raise UserError("train.output_dir", got="nothing", expected="a folder")
     try:
         arguments = TrainingArguments(**{**_cpu_processes(), **fields})
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, OSError) as error:
         raise UserError("train", got=one_line(str(error)), expected="fields that TrainingArguments accepts together") from error
     precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     if launched_with("DEEPSPEED") and precision != "no":

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import Trainer, TrainingArguments
 
 from specdistill.data.packing import collate
+from specdistill.errors import UserError
 from specdistill.targets.frozen import FrozenTarget
 from specdistill.training.objective import StepSums, step_metrics
 
@@ -57,15 +58,18 @@ class DraftTrainer(Trainer):
         optimizer: torch.optim.Optimizer | None = None,
         on_policy: Callable[[Batch, int], Batch] | None = None,
     ) -> None:
-        super().__init__(
-            model=objective,
-            args=arguments,
-            train_dataset=train_set,
-            eval_dataset=eval_set,
-            data_collator=collate,
-            compute_metrics=step_metrics,
-            optimizers=(optimizer, None),
-        )
+        try:
+            super().__init__(
+                model=objective,
+                args=arguments,
+                train_dataset=train_set,
+                eval_dataset=eval_set,
+                data_collator=collate,
+                compute_metrics=step_metrics,
+                optimizers=(optimizer, None),
+            )
+        except ValueError as error:
+            raise UserError("train", got=error, expected="arguments that the Trainer accepts together") from error
         self.objective: Any = objective
         self.target = target
         self.save_draft = save

@@ -224,6 +224,27 @@ def test_a_section_may_be_null_until_one_of_its_keys_is_given():
     )
 
 
+@pytest.mark.parametrize(
+    ("argument", "said"),
+    [
+        ("shape.hidden_size=100", "shape.hidden_size: got 100, expected int, at least 64, a multiple of 64"),
+        ("curriculum.shares=[0.5, 0.1]", "curriculum.shares: got [0.5, 0.1], expected shares that sum to 1"),
+        ("curriculum.lengths=[256]", "curriculum.lengths: got [256], expected as many as curriculum.shares"),
+        (
+            "curriculum.lengths=[256, 1024]",
+            "curriculum.lengths: got [256, 1024], expected at most 512: the context and a batch",
+        ),
+        ("curriculum.batch_tokens=64", "curriculum.lengths: got [256, 512], expected at most 64: the context and a batch"),
+        ("train.max_steps=-1", "train.max_steps: got -1, expected a number of steps to share out"),
+        ("train.per_device_train_batch_size=4", "train.per_device_train_batch_size: got 4, expected no such key"),
+    ],
+)
+def test_a_target_that_could_not_be_trained_is_refused(argument: str, said: str):
+    with pytest.raises(UserError) as caught:
+        load_recipe(TargetRecipe, ["recipe=pico/target", argument])
+    assert str(caught.value).startswith(said)
+
+
 @pytest.mark.parametrize("schema", [Recipe, TargetRecipe])
 def test_help_lists_every_key_with_type_default_and_meaning(schema: type, capsys: pytest.CaptureFixture[str]):
     print_help("What it does.", schema)

@@ -125,12 +125,17 @@ def test_an_existing_model_and_a_reference_that_chooses_tokens(
         ("method=eagle3", "method"),
         ("method=ngram", "data"),
         ("draft.ttt_steps=3", "draft.ttt_steps"),
+        ("draft.init=scratch draft.hidden_size=33", "draft"),
+        ("draft.init=scratch draft.head_dim=7", "draft.head_dim"),
+        ("train.metric_for_best_model=accuracy_1", "train.metric_for_best_model"),
+        ("train.use_liger_kernel=true", "train.use_liger_kernel"),
+        ("train.accelerator_config=nowhere.json", "train"),
     ],
 )
 def test_wrong_input_is_one_line_and_leaves_nothing(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], extra: str, key: str
 ) -> None:
-    assert launch(monkeypatch, folder, tmp_path / "run", extra) == 2
+    assert launch(monkeypatch, folder, tmp_path / "run", *extra.split()) == 2
     error = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error: ")]
     assert len(error) == 1
     assert error[0].startswith(f"error: {key}: got ")

@@ -10,9 +10,12 @@ import torch
 from datasets import Dataset
 
 from specdistill.decoding.decoder import Decoder
+from specdistill.errors import UserError
 from specdistill.methods.draft_model.proposer import DraftModelProposer
 from specdistill.methods.heads.proposer import HeadProposer
+from specdistill.methods.recipe import Recipe, TrainedRecipe
 from specdistill.project import ROOT
+from specdistill.recipe.load import load_recipe
 from tests.heads import HEADS
 from tests.training.small_runs import gradient_of_one_step, rows, tiny_target, trainer
 
@@ -39,6 +42,20 @@ def test_the_gradient_does_not_depend_on_processes(tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr
     for index in range(2):
         assert_same(whole, torch.load(tmp_path / f"gradients-{index}.pt"))
+
+
+@pytest.mark.parametrize(("method", "keys"), [("eagle3", ["draft.ttt_steps=4"]), ("draft_model", [])])
+def test_a_recipe_knows_the_metrics_that_an_evaluation_has(tmp_path: Path, method: str, keys: list[str]) -> None:
+    recipe = load_recipe(Recipe, [f"method={method}", "target.model=pico", "train.output_dir=runs", *keys])
+    measured = {name.removeprefix("eval_") for name in trainer(tmp_path, rows(2, 24), method=method).evaluate()}
+    assert isinstance(recipe, TrainedRecipe) and set(recipe.metrics()) == {
+        name for name in measured if name.startswith(("loss", "accuracy", "acceptance"))
+    }
+
+
+def test_what_the_trainer_refuses_is_the_recipe_s_mistake(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"^train: got .*batch_eval_metrics"):
+        trainer(tmp_path, rows(2, 24), batch_eval_metrics=True)
 
 
 # To learn 48 tokens by heart. AdamW, whose steps take half the time of Muon's on a CPU.

@@ -18,7 +18,7 @@ GENERATES = ReadWhen("when on_policy.fraction is above 0", lambda on_policy: on_
 class Lora(Section):
     rank: int = option(0, "rank of the update of each adapted matrix; 0 trains all weights", ge=0)
     alpha: int = option(16, "the update is scaled by alpha / rank", ge=1, read_when=ADAPTED)
-    dropout: float = option(0.0, "dropout of the update's input", ge=0, le=1, read_when=ADAPTED)
+    dropout: float = option(0.0, "dropout of the update's input", ge=0, lt=1, read_when=ADAPTED)
     target_modules: list[str] | None = option(
         None, "linear layers adapted, by the end of their name; null: all but the head", read_when=ADAPTED
     )
@@ -33,7 +33,7 @@ class Draft(Section):
     intermediate_size: int | None = option(None, "MLP width; null: the target's", ge=1)
     num_attention_heads: int | None = option(None, "null: the target's", ge=1)
     num_key_value_heads: int | None = option(None, "null: the target's", ge=1)
-    head_dim: int | None = option(None, "null: the target's", ge=1)
+    head_dim: int | None = option(None, "null: the target's", ge=2, multiple_of=2)
     max_parameters: int | None = option(None, "most parameters of the draft; its shape is then proposed", ge=1)
     allow_larger: bool = option(False, "go on with a draft that has more parameters than the target")
     lora: Lora = section(Lora)

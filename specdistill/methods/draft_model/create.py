@@ -27,6 +27,7 @@ from typing import Any
 
 import peft
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -241,9 +242,14 @@ def resized(
     target: PreTrainedModel, shape: Shape, weights: dict[str, Tensor] | None = None, *, seed: int = 0
 ) -> PreTrainedModel:
     """A model of the target's class in another shape, with these weights (all of them, and no other) or fresh ones. float32."""
+    config = reshaped(target.config, shape)
+    try:
+        config.validate()
+    except StrictDataclassError as error:
+        raise UserError("draft", got=f"sizes of which {error.__cause__}", expected="sizes that fit each other") from error
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model: Any = type(target)(reshaped(target.config, shape))
+        model: Any = type(target)(config)
     if weights is not None:
         model.load_state_dict(weights)
         model.generation_config = copy.deepcopy(target.generation_config)
