@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from transformers import PrinterCallback, Trainer, TrainingArguments, set_seed
-from transformers.trainer_utils import get_last_checkpoint
 
 from specdistill.command import check_writable
 from specdistill.errors import UserError
@@ -87,8 +86,10 @@ class TrainingRun:
         if self.arguments.disable_tqdm:
             trainer.remove_callback(PrinterCallback)  # it prints every log as a dictionary
             trainer.add_callback(ProgressLines())
-        checkpoint = get_last_checkpoint(str(self.path))
-        trainer.train(resume_from_checkpoint=checkpoint)
+        # The newest that is whole: a checkpoint's state is written last, and one whose run was killed while it saved has none.
+        whole = [state.parent for state in self.path.glob("checkpoint-*/trainer_state.json")]
+        checkpoint = max(whole, key=lambda place: int(place.name.rpartition("-")[2]), default=None)
+        trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
         if isinstance(trainer, DraftTrainer) and trainer.is_world_process_zero():
             save_history(trainer.state, self.path, resumed=checkpoint is not None)
             trainer.save_draft(self.path / "draft")

@@ -79,10 +79,12 @@ def test_an_interrupted_run_goes_on_from_its_last_checkpoint(tmp_path: Path) -> 
     trainer = Mock(spec=Trainer)
     run.train(trainer)
     trainer.train.assert_called_with(resume_from_checkpoint=None)
-    (folder / "checkpoint-10").mkdir()
-    (folder / "checkpoint-20").mkdir()
+    for step in (9, 10, 100, 101):
+        (folder / f"checkpoint-{step}").mkdir()
+        (folder / f"checkpoint-{step}" / "trainer_state.json").touch()
+    (folder / "checkpoint-101" / "trainer_state.json").unlink()  # killed while it was saved
     TrainingRun.open(recipe(folder)).train(trainer)
-    trainer.train.assert_called_with(resume_from_checkpoint=str(folder / "checkpoint-20"))
+    trainer.train.assert_called_with(resume_from_checkpoint=str(folder / "checkpoint-100"))
 
 
 @pytest.mark.parametrize("held", ["another recipe", "a finished run", "other files"])
