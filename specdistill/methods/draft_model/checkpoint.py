@@ -52,7 +52,12 @@ def load_draft_model(
 
 
 def check_attention(model: PreTrainedModel, key: str, name: str) -> None:
-    """Raises UserError, naming `key`, for a draft with layers that keep a state: it could not take rejected tokens back."""
+    """Raises UserError, naming `key`, for a draft that could not take rejected tokens back, or whose logits depend on later tokens."""
+    pairs = torch.tensor([[0, 1], [0, 2]], device=model.device)
+    with torch.no_grad():
+        first, other = (model(input_ids=pair.unsqueeze(0)).logits[0, 0].float() for pair in pairs)
+    if (first - other).abs().max() > 1e-4 * first.abs().max():
+        raise UserError(key, got=f"{name}, an encoder: its tokens see later ones", expected="a causal language model")
     if is_recurrent(model.config.get_text_config()):
         got = f"{name}, whose layers carry a state from token to token"
         raise UserError(key, got=got, expected="a draft whose layers are all attention")

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import MixtralConfig, MixtralForCausalLM, PreTrainedModel
+from transformers import BertConfig, BertForMaskedLM, MixtralConfig, MixtralForCausalLM, PreTrainedModel
 
 from specdistill.errors import UserError
 from specdistill.methods.draft_model.checkpoint import load_draft_model, save_draft_model
@@ -243,6 +243,16 @@ def test_save_and_load_are_bit_equal(target: FrozenTarget, model: PreTrainedMode
     loaded, tokenizer = load_draft_model(tmp_path, key="draft.init")
     assert torch.equal(logits(loaded), logits(draft)) and tokenizer.get_vocab() == target.tokenizer.get_vocab()
     assert torch.equal(logits(create_draft_model(target, init=str(tmp_path))), logits(draft))
+
+
+def test_an_encoder_is_no_draft(tmp_path: Path) -> None:
+    """transformers loads it as a causal language model, whose every position sees the whole text."""
+    BertForMaskedLM(BertConfig(vocab_size=260, hidden_size=32, num_hidden_layers=1, num_attention_heads=2)).save_pretrained(
+        tmp_path
+    )
+    tiny_tokenizer().save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=r"^draft\.init: got .*an encoder"):
+        load_draft_model(tmp_path, key="draft.init")
 
 
 @pytest.mark.parametrize("broken", ["model.safetensors", "tokenizer.json", "config.json", "truncated"])
