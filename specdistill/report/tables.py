@@ -90,7 +90,7 @@ def _at_load(row: Row) -> tuple[Cell, ...]:
     k = str(row["num_speculative_tokens"])
     return (
         (str(row["batch_size"]),),
-        (k,) if row["speedup"] > 1 else ("none", f"K = {k} is slower than no draft"),
+        (k,) if row["speedup"] > 1 else ("none", f"K = {k} loses least"),
         cell(times(row["speedup"]), interval(row, "speedup")),
         (number(row["tokens_per_second"], 0),),
         (number(row["baseline_tokens_per_second"], 0),),

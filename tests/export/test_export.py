@@ -177,7 +177,7 @@ def test_an_engines_report_says_the_fastest_k_for_each_load(folder: Path, tmp_pa
     text = served(tmp_path / "out")[1]
     assert "Measured in vLLM 0.32.0 with 4 draft tokens" in text
     assert "| 1 | 2 | 1.80× | 180 | 100 |" in text
-    assert "| 16 | none (K = 2 is slower than no draft) | 0.90× | 90 | 100 |" in text
+    assert "| 16 | none (K = 2 loses least) | 0.90× | 90 | 100 |" in text
 
 
 @pytest.mark.parametrize(
