@@ -38,7 +38,7 @@ def failed_rules(make_mistake: Callable[[FrozenTarget], None]) -> list[str]:
     """The rules on losslessness, of the gate that any draft must pass, that a measurement with the mistake fails."""
     target, draft = FrozenTarget(model(0), tiny_tokenizer(), name="eight"), ModelProposer(model(3))
     make_mistake(target)
-    settings = Settings(2, 24, sampling=Sampling(TEMPERATURE), repeats=1, warmup=0)
+    settings = Settings(2, 16, sampling=Sampling(TEMPERATURE), repeats=1, warmup=0)
     lossless: dict[str, Any] = greedy_check(target, draft, measure(target, draft, PROMPTS, settings), settings)
     sampled = sampling_test(target, draft, PROMPTS, settings, num_draws=160)
     lossless["sampling_test"] = sampled if isinstance(sampled, dict) else {}
