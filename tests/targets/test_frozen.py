@@ -5,7 +5,7 @@ import peft
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import DynamicCache
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, DynamicCache
 
 from specdistill.errors import UserError
 from specdistill.hub import resolve
@@ -164,3 +164,36 @@ def test_weights_that_are_missing_are_not_made_up(base: Path, tmp_path: Path) ->
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(UserError, match=r"^target\.model: got .* without model\.layers\.1\.mlp\.up_proj\.weight"):
         FrozenTarget.load(str(tmp_path))
+
+
+@pytest.mark.parametrize("kind", ["musicgen", "reformer", "t5", "mamba", "bert"])
+def test_a_class_that_is_no_target_is_refused_in_one_line(tmp_path: Path, kind: str) -> None:
+    """musicgen: a config that transformers' own class cannot read; reformer: one that its class asserts against; t5: no causal model."""
+    config = CONFIG_MAPPING[kind](
+        **{"vocab_size": 160, "num_hidden_layers": 1, "hidden_size": 48} if kind in ("mamba", "bert") else {}
+    )
+    if kind in ("mamba", "bert"):
+        AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    else:
+        config.save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=r"^target\.model: got ") as refused:
+        FrozenTarget.load(str(tmp_path))
+    assert "\n" not in str(refused.value)
+
+
+def test_the_attention_is_the_classs_own_unless_one_is_named(base: Path, tmp_path: Path) -> None:
+    config = CONFIG_MAPPING["gemma2"](
+        vocab_size=160,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    assert FrozenTarget.load(str(tmp_path)).config._attn_implementation == "eager"
+    assert FrozenTarget.load(str(base)).config._attn_implementation == "sdpa"
+    assert FrozenTarget.load(str(base), attn="eager").config._attn_implementation == "eager"
