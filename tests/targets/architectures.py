@@ -19,6 +19,7 @@ from specdistill.errors import UserError
 from specdistill.methods.eagle.module import build_eagle
 from specdistill.methods.eagle3.module import build_eagle3
 from specdistill.methods.mtp.checkpoint import build_mtp
+from specdistill.targets.anatomy import reads_documents_apart
 from specdistill.targets.frozen import FrozenTarget
 from tests.tiny import tiny_tokenizer
 
@@ -162,6 +163,7 @@ def row_of(kind: str) -> tuple[Row, FrozenTarget | None]:
         ", ".join(name for name, build in HEADS.items() if _works(lambda build=build: build(target))) or "–",
         "yes" if _works(lambda: check_reads_trees(target)) else "–",
         "yes" if _works(lambda: check_batchable(target.model, kind)) else "–",
+        "yes" if reads_documents_apart(target.model) else "–",
     )
     return Row(SERVED, (*name, *cells)), target
 
@@ -207,11 +209,11 @@ again when it is loaded.
 
 N-gram look-up and draft models work for all of them. *Layers*: recurrent ones keep a state, of which decoding takes copies. *Logits*:
 what the class does to its head's output, and so decoding, soft targets and near-ties. *Heads*: which can be made; a class may lack RMS
-norms, one rotary embedding, one residual stream, or attention that takes plain queries, keys and values. *Trees*, *batches*: `eval.tree`,
-and `eval.batch_size` above 1.
+norms, one rotary embedding, one residual stream, or attention that takes plain queries, keys and values. *Trees*, *batches*, *packing*:
+`eval.tree`, `eval.batch_size` above 1, and `data.packing`; a class that does not read masks or position ids is refused there alone.
 
-| kind | class | layers | logits | heads | trees | batches |
-| --- | --- | --- | --- | --- | --- | --- |
+| kind | class | layers | logits | heads | trees | batches | packing |
+| --- | --- | --- | --- | --- | --- | --- | --- |
 {_lines(served)}
 
 ## {REFUSED}: {len(refused)}

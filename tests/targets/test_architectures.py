@@ -30,7 +30,7 @@ def test_a_kind_decodes_losslessly_or_is_refused(kind: str) -> None:
     assert row in read_page()
     if target is None:
         return
-    *_, logits, heads, _, batches = row.cells
+    *_, logits, heads, _, batches, _ = row.cells
     spread(target)
     proposers: list[Proposer] = [NgramProposer()]
     if heads != "–":
