@@ -136,7 +136,7 @@ def work(tmp_path: Path) -> Path:
 def test_a_draft_is_judged_against_the_report_of_a_tag(hub: str, work: Path) -> None:
     result = gate(work, hub, f"{DRAFT}@{TAG}")
     assert result.returncode == 1, result.stderr
-    (rule,) = json.loads((work / "report/report.json").read_text())["gate"]["rules"]
+    (rule,) = json.loads((work / "report/gate/report.json").read_text())["gate"]["rules"]
     assert rule["metric"] == "mean_acceptance_length" and rule["value"] < -0.2
     fetched = {path.name for path in (work / "home").rglob(f"snapshots/{COMMIT}/**/*") if path.is_file()}
     assert fetched == {"report.json", "samples.jsonl"}

@@ -66,9 +66,6 @@ def test_every_k_is_measured_at_every_load(draft, tmp_path, engine):
         assert row["accepted_per_position"] == [NUM_PROMPTS * accepted] * k
         assert row["num_new_tokens"] == NUM_PROMPTS * NEW_TOKENS
         assert row["speedup"] == pytest.approx(row["tokens_per_second"] / row["baseline_tokens_per_second"])
-    # Alone, more draft tokens pay. In a crowd there is room for the tokens of plain decoding only.
-    assert rows[3, 8]["baseline_tokens_per_second"] > 3 * rows[3, 1]["baseline_tokens_per_second"]
-    assert rows[3, 1]["speedup"] > 1 > rows[3, 8]["speedup"]
     assert report["lossless"]["greedy_identical"]
     assert report["hardware"]["device"] in ("cpu", "cuda")
     assert report["target"]["dtype"] == "float32"
