@@ -42,6 +42,7 @@ from specdistill.measurement.quality import add_quality
 from specdistill.methods import METHODS
 from specdistill.methods.load import load_proposer, locate
 from specdistill.methods.recipe import Recipe
+from specdistill.methods.target_record import check_target
 from specdistill.report.files import previous_report, write_report
 from specdistill.report.text import print_power_analysis, print_report
 from specdistill.servers.measure import Start, Task, measure_running, measure_started
@@ -196,6 +197,9 @@ def measure_engine(
     if target.adapter:
         expected = f"null with eval.engine={config.engine}: name the merged model that it serves in target.model"
         raise UserError("target.adapter", got=target.adapter, expected=expected)
+    # A layer is in the checkpoint that is served, a GGUF file has no config.json
+    if METHODS[recipe.method].artifact != "layer" and (Path(config.draft or "none") / "config.json").is_file():
+        check_target(Path(str(config.draft)), TargetFiles.of(target.model, target.revision), "eval.draft")
     tokenizer, longest = read_tokenizer(target.model, revision=target.revision, trust_remote_code=target.trust_remote_code)
     named: dict[str, dict[str, Any]] = {
         "target": {"model": target.model, "revision": target.revision},

@@ -15,16 +15,16 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import model_validator
+from pydantic import create_model, model_validator
 
 import specdistill
 from specdistill.command import NO_SHORTHANDS, print_help, spell_out
 from specdistill.engines import engines_with
 from specdistill.errors import ExitCode, ResourceError, UserError, explain, nearest
 from specdistill.methods import METHODS
-from specdistill.methods.recipe import DEFAULT_METHOD, Recipe, TrainedRecipe
+from specdistill.methods.recipe import DEFAULT_METHOD, Recipe, TrainedRecipe, eval_keys_of_methods, options_by_method
 from specdistill.project import PICO, ROOT
 from specdistill.recipe.fields import ReadWhen, Section, leaves, like, one_of, option, section
 from specdistill.recipe.load import load_recipe, merged
@@ -53,6 +53,7 @@ class PlanOptions(Section):
 class ExportedTarget(Section):
     model: str | None = option(None, "the draft's target, pico, a folder or a Hub id; for method mtp and some layouts of heads")
     revision: str | None = like(TargetConfig, "revision")
+    adapter: str | None = like(TargetConfig, "adapter")
 
 
 class ExportOptions(Section):
@@ -85,7 +86,7 @@ class DoctorPrompts(Section):
     num_prompts: int = option(8, "prompts to decode, spread over the suite", ge=1)
 
 
-class DoctorOptions(Section):
+class CommonDoctorOptions(Section):
     draft: str = option(..., "folder or Hub id of a trained draft, in any layout that is read")
     target: ExaminedTarget = section(ExaminedTarget)
     engine: Annotated[str, one_of(lambda: engines_with("loaders"))] | None = option(
@@ -97,10 +98,15 @@ class DoctorOptions(Section):
     eval: DoctorPrompts = section(DoctorPrompts)
 
     @model_validator(mode="after")
-    def _prompts_are_decoded(self) -> "DoctorOptions":
+    def _prompts_are_decoded(self) -> "CommonDoctorOptions":
         if self.eval != DoctorPrompts() and not (self.decode and self.target.model):
             raise UserError("eval", got="prompts to decode", expected="none without target=…, or with decode=false")
         return self
+
+
+WITH_A_TARGET = ReadWhen("with target=…", lambda it: it.target.model is not None)
+KEYS_OF_METHODS: dict[str, Any] = dict(eval_keys_of_methods(read_when=WITH_A_TARGET))
+DoctorOptions: type[CommonDoctorOptions] = create_model("DoctorOptions", __base__=CommonDoctorOptions, **KEYS_OF_METHODS)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -195,7 +201,7 @@ def export(arguments: list[str]) -> int:
             draft,
             options.engine,
             Path(options.output_dir),
-            TargetFiles.of(source.model, source.revision) if source.model else None,
+            TargetFiles.of(source.model, source.revision, source.adapter) if source.model else None,
             report=Path(options.report) if options.report else None,
             dtype=options.dtype,
             num_speculative_tokens=options.num_speculative_tokens,
@@ -217,6 +223,7 @@ def doctor(arguments: list[str]) -> int:
         decode=options.decode,
         suite=options.eval.suite,
         num_prompts=options.eval.num_prompts,
+        options_of=lambda method: options_by_method(options, [method])[0],
         **({} if options.target.model is None else vars(options.target)),
     )
     print_diagnosis(made)
@@ -235,7 +242,7 @@ def data(arguments: list[str]) -> int:
     from specdistill.targets.frozen import FrozenTarget
 
     target = FrozenTarget.load(**vars(recipe.target))
-    train_set, eval_set = training_data(recipe.data, target.tokenizer, target.model, fingerprint=target.fingerprint())
+    train_set, eval_set = training_data(recipe.data, target.tokenizer, target.model, fingerprint=target.identity.weights)
     console = Console()
     console.print(summary({"train": train_set, "validation": eval_set}))
     console.print("\nThe first document of the first row; tokens that carry loss are green:\n")

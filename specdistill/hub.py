@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from huggingface_hub import snapshot_download
+from huggingface_hub import HfApi, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
 
 from specdistill.errors import ResourceError, UserError, nearest
@@ -51,3 +51,10 @@ def fetch(name: str, *, key: str, expected: str, revision: str | None = None, pa
         return Path(name)
     with hub_errors(key, f"{name}@{revision}" if revision else name, expected=expected):
         return Path(snapshot_download(name, revision=revision, allow_patterns=None if patterns is None else list(patterns)))
+
+
+def large_file_hashes(repository: str, revision: str, *, key: str) -> dict[str, str]:
+    """The sha256 of a Hub repository's large files, by name; nothing is fetched. Raises ResourceError when the Hub fails."""
+    with hub_errors(key, f"{repository}@{revision}", expected="a Hub id"):
+        files = HfApi().model_info(repository, revision=revision, files_metadata=True).siblings or []
+    return {file.rfilename: file.lfs.sha256 for file in files if file.lfs}

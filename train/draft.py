@@ -12,6 +12,7 @@ from specdistill.methods.draft_model.config import Recipe as DraftModelRecipe
 from specdistill.methods.draft_model.objective import OnPolicyGeneration
 from specdistill.methods.load import create_draft, implementation
 from specdistill.methods.recipe import Recipe, check_trainable
+from specdistill.methods.target_record import save_draft
 from specdistill.targets.frozen import FrozenTarget
 from specdistill.training.optimizer import build_optimizer
 from specdistill.training.run import TrainingRun
@@ -25,7 +26,7 @@ def main(recipe: DraftModelRecipe) -> None:
 
     # Target and data
     target = FrozenTarget.load(**vars(recipe.target))
-    train_set, eval_set = training_data(recipe.data, target.tokenizer, target.model, fingerprint=target.fingerprint())
+    train_set, eval_set = training_data(recipe.data, target.tokenizer, target.model, fingerprint=target.identity.weights)
 
     # Draft, what it learns, and the run's record before its first step
     draft = create_draft(recipe, target, train_set)
@@ -36,7 +37,7 @@ def main(recipe: DraftModelRecipe) -> None:
 
     # Train, some of it on what the draft generates, and save the best
     optimizer = build_optimizer(recipe.optimizer, draft, run.arguments)
-    save = partial(method.save, draft, target)
+    save = partial(save_draft, method, draft, target)
     on_policy = OnPolicyGeneration(draft, **vars(recipe.on_policy), end_ids=tuple(target.eos_token_ids), seed=recipe.seed)
     run.train(
         DraftTrainer(objective, target, run.arguments, train_set, eval_set, save=save, optimizer=optimizer, on_policy=on_policy)

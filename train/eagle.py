@@ -10,6 +10,7 @@ from specdistill import command
 from specdistill.data.training_data import training_data
 from specdistill.methods.load import create_draft, implementation
 from specdistill.methods.recipe import HeadRecipe, Recipe, check_trainable
+from specdistill.methods.target_record import save_draft
 from specdistill.targets.frozen import FrozenTarget
 from specdistill.training.optimizer import build_optimizer
 from specdistill.training.run import TrainingRun
@@ -23,7 +24,7 @@ def main(recipe: HeadRecipe) -> None:
 
     # Target and data
     target = FrozenTarget.load(**vars(recipe.target))
-    train_set, eval_set = training_data(recipe.data, target.tokenizer, target.model, fingerprint=target.fingerprint())
+    train_set, eval_set = training_data(recipe.data, target.tokenizer, target.model, fingerprint=target.identity.weights)
 
     # Draft, what it learns, and the run's record before its first step
     draft = create_draft(recipe, target, train_set)
@@ -34,7 +35,7 @@ def main(recipe: HeadRecipe) -> None:
 
     # Train, and save the best
     optimizer = build_optimizer(recipe.optimizer, draft, run.arguments)
-    save = partial(method.save, draft, target)
+    save = partial(save_draft, method, draft, target)
     run.train(DraftTrainer(objective, target, run.arguments, train_set, eval_set, save=save, optimizer=optimizer))
 
 

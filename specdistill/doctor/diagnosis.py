@@ -9,7 +9,7 @@ greedy completions, enough to tell a draft that works from one that does not.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,6 +24,7 @@ from rich.text import Text
 from torch import Tensor
 
 from specdistill.decoding.decoder import Decoder, Generation
+from specdistill.decoding.proposer import Proposer
 from specdistill.engines import ENGINES
 from specdistill.engines.engine import Engine
 from specdistill.engines.loader import check_loader, loader_of
@@ -33,12 +34,14 @@ from specdistill.methods.checkpoint import FLOATS, read_config, read_tensors, st
 from specdistill.methods.contract import Simulation
 from specdistill.methods.layers import HeadShape
 from specdistill.methods.load import implementation, load_proposer, method_of
+from specdistill.methods.target_record import check_target
 from specdistill.suites.suite import load_suite, tokenize
 from specdistill.targets.files import TargetFiles
 from specdistill.targets.frozen import FrozenTarget
 from specdistill.training.history import read_history
 
 KEY = "draft"
+OptionsOf = Callable[[str], Mapping[str, Any]]
 LARGE = 1000.0  # weights of trained drafts stay far below
 NUM_TOKENS = 96  # generated for each prompt: completions repeat themselves later on, so short ones accept less than long ones
 NO_BETTER_THAN_CHANCE = 0.05  # share of first draft tokens that are accepted
@@ -98,6 +101,11 @@ class Diagnosis:
         return all(finding.severity != "problem" for finding in self.findings)
 
 
+def no_options(method: str) -> dict[str, Any]:
+    """A method's own options of decoding, all at their defaults."""
+    return {}
+
+
 def diagnose(
     draft: Path,
     engine: str | None = None,
@@ -105,6 +113,7 @@ def diagnose(
     decode: bool = True,
     suite: str | None = None,
     num_prompts: int = 8,
+    options_of: OptionsOf = no_options,
     model: str | None = None,
     **target: Any,
 ) -> Diagnosis:
@@ -113,25 +122,31 @@ def diagnose(
     Args:
         engine: one with `loaders`, which the draft is checked against.
         decode: with a target, decode `num_prompts` prompts of a suite (see `prompts_of`).
+        options_of: a method -> its own options of decoding.
         model: its target, pico, a folder or a Hub id; `target`: the other arguments of `FrozenTarget.load`.
 
     Raises UserError for a target or a suite that is none, ResourceError when the Hub fails.
     """
-    made = examine(draft, TargetFiles.of(model, target.get("revision")) if model else None, engine)
+    of_files = {name: target[name] for name in ("revision", "adapter", "trust_remote_code") if name in target}
+    made = examine(draft, TargetFiles.of(model, **of_files) if model else None, engine, options_of)
     made.recorded = recorded(draft)
     if model and decode and made.method is not None and not made.refused:
         loaded = FrozenTarget.load(model, **target)
         prompts = prompts_of(draft, suite, loaded, num_prompts)
         with refusals(made):
-            made.acceptance, more = check_acceptance(draft, made.method, loaded, prompts, made.recorded)
+            proposer = load_proposer(made.method, draft, loaded, key="draft", **options_of(made.method))
+            made.acceptance, more = check_acceptance(made.method, loaded, proposer, prompts, made.recorded)
             made.findings += more
     elif model and decode:
         made.findings.append(note("not decoded: what is broken comes first"))
     return made
 
 
-def examine(folder: Path, target: TargetFiles | None = None, engine: str | None = None) -> Diagnosis:
-    """Examine a folder that holds a draft. `target`: what it drafts for; `engine`: one with `loaders`.
+def examine(
+    folder: Path, target: TargetFiles | None = None, engine: str | None = None, options_of: OptionsOf = no_options
+) -> Diagnosis:
+    """Examine a folder that holds a draft. `target`: what it drafts for; `engine`: one with `loaders`; `options_of`: a method -> its own
+    options of decoding.
 
     Raises UserError for a target that is none, ResourceError when the Hub fails.
     """
@@ -145,8 +160,12 @@ def examine(folder: Path, target: TargetFiles | None = None, engine: str | None 
     floats = [tensor for tensor in tensors.values() if tensor.is_floating_point()]
     seen.num_tensors, seen.dtype = len(tensors), stored_dtype(floats) if floats else None
     seen.findings += [*_values(tensors), *_config(config, seen)]
+    options = options_of(seen.method)
+    if target is not None:
+        with refusals(seen):
+            check_target(folder, target, KEY, **options)
     with refusals(seen):
-        seen.config = method.inspect(folder, target)
+        seen.config = method.inspect(folder, target, **options)
     if isinstance(seen.config, HeadShape):
         seen.findings += _vocabulary(tensors, seen.config)
         if target is not None:
@@ -277,10 +296,9 @@ def prompts_of(draft: Path, suite: str | None, target: FrozenTarget, num_prompts
 
 
 def check_acceptance(
-    draft: Path, method: str, target: FrozenTarget, prompts: Sequence[Sequence[int]], expected: Acceptance | None
+    method: str, target: FrozenTarget, proposer: Proposer, prompts: Sequence[Sequence[int]], expected: Acceptance | None
 ) -> tuple[Acceptance, list[Finding]]:
-    """Decode prompts (token ids) with a draft. Raises UserError where the draft cannot be loaded for the target."""
-    proposer = load_proposer(method, draft, target, key="draft")
+    """Decode prompts (token ids) with a draft."""
     num_tokens = expected.num_tokens if expected else DEFAULT_STEPS
     decoder = Decoder(target, proposer)
     completions = [decoder.generate(prompt, max_new_tokens=NUM_TOKENS, num_speculative_tokens=num_tokens) for prompt in prompts]

@@ -11,9 +11,11 @@ import specdistill
 from specdistill.engines import ENGINES
 from specdistill.engines.engine import Engine, Served
 from specdistill.errors import UserError, nearest
+from specdistill.methods import METHODS
 from specdistill.methods.checkpoint import check_new, read_config
 from specdistill.methods.load import create_draft, implementation, method_of
 from specdistill.methods.recipe import Recipe, TrainedRecipe
+from specdistill.methods.target_record import check_target, copy_record, save_draft
 from specdistill.report.phrases import between, failed_rules, times, verdict
 from specdistill.report.tables import by_load
 from specdistill.report.text import cells, table
@@ -37,7 +39,7 @@ def export(
 
     Args:
         target: the draft's target; needed where a layout holds some of it (`mtp`, speculators, SafeAILab's EAGLE-1), and where a draft in
-            another project's layout leaves something to it. Whenever it is given, the draft must fit it.
+            another project's layout leaves something to it. Whenever it is given, the draft must be its own.
         report: report.json of the draft; None looks for `../report/report.json` beside it.
         dtype: of a GGUF file: f32, f16 (also None) or q8_0.
         num_speculative_tokens: drafted in a round, for the commands; None takes the report's.
@@ -56,12 +58,16 @@ def export(
         got = dtype if types else f"{dtype} with engine {engine} and method {method}"
         expected = f"one of {', '.join(types)}" if types else "null: weights keep their own"
         raise UserError("dtype", got=got, expected=expected, nearest=nearest(dtype, types))
+    if target is not None:
+        check_target(draft, target, "draft")
     measured = find_report(draft, report, method)
     settings = measured["settings"] if measured else {}
     num_tokens = num_speculative_tokens or settings.get("num_speculative_tokens", DEFAULT_NUM_TOKENS)
     write, options = implementation(method).export, {"dtype": dtype} if dtype else {}
     assert write is not None, method
     write(draft, to, output_dir, target, num_tokens, **options)
+    if METHODS[method].artifact != "layer" and not types:  # a target with the layer in it, a file without a config.json
+        copy_record(draft, output_dir)
     served = Served(
         method=method,
         output=output_dir,
@@ -85,9 +91,7 @@ def write_untrained(recipe: Recipe, folder: Path) -> None:
     target = FrozenTarget.load(**vars(recipe.target))
     tokens = list(range(min(target.vocab_size, target.max_length)))
     rows = Dataset.from_dict({"input_ids": [tokens], "loss_mask": [[0] * len(tokens)]})
-    method = implementation(recipe.method)
-    assert method.save is not None, recipe.method
-    method.save(create_draft(recipe, target, rows), target, folder)
+    save_draft(implementation(recipe.method), create_draft(recipe, target, rows), target, folder)
 
 
 def serve_md(engine: Engine, served: Served, report: Mapping[str, Any] | None) -> str:

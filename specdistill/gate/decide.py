@@ -221,6 +221,10 @@ def _paired_records(
 ) -> tuple[list[PromptRecord], list[PromptRecord]]:
     """The records of both rows, in the same order of prompts. Raises UserError that names the first difference."""
     report, old = evidence.report, baseline.report
+    weights, old_weights = (side["target"].get("weights") for side in (report, old))
+    if weights and old_weights and weights != old_weights:
+        named, other = (f"{it['target']['model']} (weights {it['target']['weights'][:8]})" for it in (report, old))
+        raise UserError("baseline", got=f"a report on {other}", expected=f"one on {named}, as the report is")
     compared = {
         **{name: (row.get(name), old_row.get(name)) for name in ("suite_version", *SCOPES)},
         **{name: (report["settings"][name], old["settings"][name]) for name in SHARED_SETTINGS},

@@ -72,7 +72,7 @@ def measurement_identity(
     weights = draft and folder_fingerprint(locate(draft, key="eval.draft"))
     return {
         "specdistill": [__version__, git_revision()],
-        "target": [target.fingerprint(), target.dtype, target.config._attn_implementation],
+        "target": [target.identity.weights, target.dtype, target.config._attn_implementation],
         "draft": [method, weights, dict(proposer.settings), proposer.vocabulary is None],
         "suite": [suite.name, suite.version, suite.sha256],
         "machine": [hardware(target.device), software()],
@@ -119,8 +119,10 @@ def draft_report(
         for plan, entry in zip(plans, measured, strict=True)
     ]
     tested = not isinstance(sampling_test, str)
+    weights = {"weights": target.identity.weights} if target.files else {}
+    described = {"model": target.name, "revision": target.revision, "dtype": target.dtype, **weights}
     report = build_report(
-        target={"model": target.name, "revision": target.revision, "dtype": target.dtype, "parameters": target.num_parameters},
+        target={**described, "parameters": target.num_parameters},
         draft={**draft, "parameters": proposer.num_parameters, "bytes": proposer.num_bytes},
         hardware=hardware(target.device),
         software=software(),

@@ -13,7 +13,6 @@ from datasets import Dataset
 from torch import nn
 
 from specdistill.decoding.proposer import Proposer
-from specdistill.targets.files import TargetFiles
 from specdistill.targets.frozen import FrozenTarget
 
 Draft = Any  # a method's own module
@@ -48,8 +47,8 @@ class Implementation:
         save: (draft, target, folder): write the draft in its public layout.
         objective: (draft, recipe, target) -> the draft with its loss (see specdistill.training.trainer.Objective).
         head_shape: (config.json, layers of the target or None) -> the shape of a head as it was trained; None for other drafts.
-        inspect: (folder, target or None) -> `head_shape` as decoding would read it. Raises UserError, under the key
-            `draft`, for a draft that is broken or does not fit the target.
+        inspect: (folder, target or None, **options, as of load_proposer) -> `head_shape` as decoding would read it. Raises UserError,
+            under the key `draft`, for a draft that is broken or does not fit the target.
         simulation: None where drafting cannot be simulated on completions of the target.
         likely_causes: why a draft of this method may accept little, where no mistake explains it.
         export: (folder, engine, output, target or None, K): write the draft for an engine (see specdistill.engines); `dtype=` where its
@@ -65,7 +64,7 @@ class Implementation:
     save: Callable[[Draft, FrozenTarget, Path], None] | None = None
     objective: Callable[[Draft, Any, FrozenTarget], nn.Module] | None = None
     head_shape: Callable[[Mapping[str, Any], int | None], Any] = lambda config, num_layers: None
-    inspect: Callable[[Path, TargetFiles | None], Any] = lambda folder, target: None
+    inspect: Callable[..., Any] = lambda folder, target, **options: None
     simulation: Simulation | None = None
     likely_causes: Sequence[str] = ()
     export: Callable[..., None] | None = None

@@ -20,6 +20,7 @@ from specdistill.hub import fetch, resolve, split_revision
 from specdistill.methods import METHODS
 from specdistill.methods.checkpoint import PICKLED, read_config
 from specdistill.methods.contract import Draft, Implementation
+from specdistill.methods.target_record import check_target
 from specdistill.targets.files import INDEX, SINGLE, Shards
 from specdistill.targets.frozen import FrozenTarget
 
@@ -48,7 +49,7 @@ def load_proposer(
     """The proposer of a method; `options` are the method's own, as `Recipe.proposer_options` gives them.
 
     The draft is a folder or a Hub id, in any layout that is read; `key` is the key that it came from, which errors name.
-    Raises UserError when the method is unknown or the draft does not fit the target; ResourceError when the Hub fails.
+    Raises UserError when the method is unknown, or the draft is another target's or does not fit; ResourceError when the Hub fails.
     """
     load = implementation(method).load_proposer
     if METHODS[method].artifact is None:
@@ -58,6 +59,8 @@ def load_proposer(
     folder = locate(str(draft), key=key)
     if (found := method_of(folder, key=key)) != method:
         raise UserError(key, got=f"{draft}, which holds a draft of method {found}", expected=f"one of method {method}")
+    if target.files is not None:
+        check_target(folder, target.files, key, **options)
     return load(folder, target, key=key, **options)
 
 

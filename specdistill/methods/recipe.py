@@ -8,7 +8,7 @@ from pydantic.fields import FieldInfo
 
 from specdistill.errors import UserError, nearest
 from specdistill.methods import METHODS
-from specdistill.recipe.fields import Section, default_of, option, section
+from specdistill.recipe.fields import ReadWhen, Section, default_of, like, option, section
 from specdistill.recipe.sections import DataConfig, EvalConfig, TargetConfig
 
 DEFAULT_METHOD = "eagle3"
@@ -146,10 +146,17 @@ def own_eval_keys(schema: type[Recipe]) -> dict[str, FieldInfo]:
     return {name: field for name, field in own.model_fields.items() if name not in EvalConfig.model_fields}
 
 
-def eval_keys_of_methods() -> dict[str, tuple[Any, Any]]:
-    """Keys of `eval:` that only some methods read, with type and field, as pydantic's `create_model` takes them."""
-    fields = (field for method in METHODS.values() for field in own_eval_keys(method.recipe()).items())
-    return {name: (field.annotation, field) for name, field in fields}
+def eval_keys_of_methods(*, read_when: ReadWhen | None = None) -> dict[str, tuple[Any, Any]]:
+    """Keys of `eval:` that only some methods read, with type and field, as pydantic's `create_model` takes them.
+
+    read_when: in place of the keys' own, for a command that has no `eval.engine`.
+    """
+    keys = {}
+    for method in METHODS.values():
+        section: Any = method.recipe().model_fields["eval"].annotation
+        for name, field in own_eval_keys(method.recipe()).items():
+            keys[name] = (field.annotation, like(section, name, read_when=read_when))
+    return keys
 
 
 def options_by_method(options: Section, methods: Sequence[str]) -> list[dict[str, Any]]:

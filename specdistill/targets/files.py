@@ -4,6 +4,7 @@ import json
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,15 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from specdistill.errors import UserError, one_line
-from specdistill.hub import fetch, resolve
+from specdistill.hub import fetch, large_file_hashes, resolve
+from specdistill.project import PICO
+from specdistill.targets.identity import TargetIdentity, combined, file_hashes
 
 KEY = "target.model"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
+# What turns text into token ids. Templates, defaults and the names of special tokens stand in other files.
+TOKENIZER = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "vocab.txt")
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
 
 
@@ -128,16 +134,52 @@ def _names(path: Path, key: str) -> list[str]:
 class TargetFiles:
     """A target's files, in a folder or on the Hub, from where they are fetched one by one when they are read.
 
-    name: the folder or the Hub id, as engines take it. Methods raise UserError and ResourceError.
+    name: the folder or the Hub id, as engines take it. adapter: LoRA, merged where the target is loaded; of the files here it is in
+    `identity` alone. trust_remote_code: run the repository's own code. Methods raise UserError and ResourceError.
     """
 
     name: str
     revision: str | None = None
+    adapter: str | None = None
+    trust_remote_code: bool = False
 
     @classmethod
-    def of(cls, model: str, revision: str | None = None) -> "TargetFiles":
+    def of(
+        cls, model: str, revision: str | None = None, adapter: str | None = None, trust_remote_code: bool = False
+    ) -> "TargetFiles":
         """`pico`, a folder or a Hub id; raises UserError for a path that is no folder."""
-        return cls(resolve(model, KEY), revision)
+        return cls(resolve(model, KEY), revision, adapter, trust_remote_code)
+
+    @cached_property
+    def identity(self) -> TargetIdentity:
+        """From hashes of the files, of which none is fetched but the tokenizer's."""
+        folder = self.fetch("config.json", INDEX, *TOKENIZER)
+        weights = self._weight_hashes(folder)
+        if self.adapter is not None:
+            found = fetch(
+                self.adapter, key="target.adapter", expected="the folder or Hub id of a LoRA adapter", patterns=ADAPTER
+            )
+            weights += file_hashes(path for name in ADAPTER if (path := found / name).is_file())
+        return TargetIdentity(
+            name_or_path="pico" if self.name == str(PICO) else self.name,
+            revision=None if Path(self.name).is_dir() else folder.name,
+            adapter=self.adapter,
+            weights=combined(weights),
+            tokenizer=combined(file_hashes(path for name in TOKENIZER if (path := folder / name).is_file())),
+        )
+
+    def _weight_hashes(self, folder: Path) -> list[str]:
+        """The sha256 of every file of weights; of a Hub id whose files are not in `folder` yet, as the Hub states them."""
+        there = {path.name for path in folder.iterdir()}
+        listed = Shards.open(folder, KEY, complete=False).files if INDEX in there else []
+        files = listed or _unlisted_weights(there)
+        if files and there >= set(files):
+            return file_hashes(folder / file for file in files)
+        stated = {} if Path(self.name).is_dir() else large_file_hashes(self.name, folder.name, key=KEY)
+        files = listed or _unlisted_weights(stated)
+        if not files or not stated.keys() >= set(files):
+            raise UserError(KEY, got=f"{self.name} without weights", expected="every weight that its config asks for")
+        return [stated[file] for file in files]
 
     @cached_property
     def config(self) -> dict[str, Any]:
@@ -183,6 +225,11 @@ class TargetFiles:
         if type(size) is not int:
             raise UserError(KEY, got=f"{self.name} with {name} {size}", expected="the config.json of a language model")
         return size
+
+
+def _unlisted_weights(names: Iterable[str]) -> list[str]:
+    """The files that hold the weights of a checkpoint without an index in safetensors."""
+    return [SINGLE] if SINGLE in names else sorted(name for name in names if fnmatch(name, "pytorch_model*.bin"))
 
 
 def needed(target: TargetFiles | None, why: str) -> TargetFiles:

@@ -7,7 +7,6 @@ that is Hugging Face's `hidden_states[L]`, the input of decoder layer L, and for
 vLLM and speculators count the same way; SGLang and SpecForge count L - 1, which `specdistill.methods.eagle3.checkpoint` translates.
 """
 
-import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -25,6 +24,8 @@ from specdistill.errors import UserError, one_line
 from specdistill.hub import hub_errors, resolve
 from specdistill.progress import hide_bars_of_transformers
 from specdistill.targets.anatomy import examine, is_recurrent
+from specdistill.targets.files import TargetFiles
+from specdistill.targets.identity import TargetIdentity
 
 
 @dataclass(frozen=True)
@@ -54,11 +55,20 @@ class Features:
 class FrozenTarget:
     """A target in evaluation mode whose parameters take no gradient."""
 
-    def __init__(self, model: PreTrainedModel, tokenizer: Any, *, name: str, revision: str | None = None) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: Any,
+        *,
+        name: str,
+        revision: str | None = None,
+        files: TargetFiles | None = None,
+    ) -> None:
         self.model: Any = model.eval().requires_grad_(False)
         self.tokenizer = tokenizer
         self.name = name
         self.revision = revision
+        self.files = files
         self.config: Any = model.config.get_text_config(decoder=True)
         anatomy = examine(self.model, name)
         self.is_recurrent = is_recurrent(self.config)
@@ -89,7 +99,9 @@ class FrozenTarget:
             loaded = with_adapter(loaded, adapter, base=model)
         name = model if adapter is None else f"{model} + {adapter}"
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-        return cls(loaded.to(device), tokenizer, name=name, revision=revision or getattr(loaded.config, "_commit_hash", None))
+        revision = revision or getattr(loaded.config, "_commit_hash", None)
+        files = TargetFiles.of(model, revision, adapter)
+        return cls(loaded.to(device), tokenizer, name=name, revision=revision, files=files)
 
     @property
     def device(self) -> torch.device:
@@ -126,13 +138,11 @@ class FrozenTarget:
         weight: Tensor = module.weight
         return weight
 
-    def fingerprint(self) -> str:
-        """A hash of the weights: generations are kept for one target and never taken for another's."""
-        digest = hashlib.sha256()
-        for name, tensor in sorted(self.model.state_dict().items()):
-            digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
-            digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
-        return digest.hexdigest()[:32]
+    @property
+    def identity(self) -> TargetIdentity:
+        """From hashes of its files (see `TargetFiles.identity`), which a model made in memory has none of."""
+        assert self.files is not None, f"{self.name} was not loaded from files"
+        return self.files.identity
 
     def features(
         self,

@@ -168,8 +168,8 @@ EXPORTS = {
         "draft.init=null",
     ),
 }
-# In a config.json: versions of libraries, and places on this machine.
-NOT_COMPARED = {"transformers_version", "speculators_version", "name_or_path", "_name_or_path"}
+# In a config.json: versions of libraries, places on this machine, and the record of a target that lies there.
+NOT_COMPARED = {"transformers_version", "speculators_version", "name_or_path", "_name_or_path", "specdistill"}
 
 # -------------------------------------------------------------------------------------------------------------------------------------
 

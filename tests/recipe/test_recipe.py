@@ -284,7 +284,7 @@ def test_a_list_of_sections_is_as_strict_as_a_section():
     ("arguments", "key", "reader"),
     [
         ("draft.lora.alpha=32 method=draft_model", "draft.lora.alpha", "rank"),
-        ("draft.heterogeneous_vocab=true method=eagle3", "draft.heterogeneous_vocab", "draft_model"),
+        ("eval.heterogeneous_vocab=true method=eagle3", "eval.heterogeneous_vocab", "draft_model"),
         ("on_policy.temperature=0.5 method=draft_model", "on_policy.temperature", "fraction"),
         ("on_policy.fraction=0.5 method=eagle", "on_policy", "draft_model"),
         ("eval.confidence_threshold=0.5 method=eagle3", "eval.confidence_threshold", "draft_model"),

@@ -88,12 +88,6 @@ def test_a_folder_without_weights_or_tokenizer_is_refused(tmp_path: Path, missin
         FrozenTarget.load(str(tmp_path))
 
 
-def test_fingerprint_tells_weights_apart(target: FrozenTarget) -> None:
-    other = FrozenTarget(tiny_target_model(seed=1), tiny_tokenizer(), name="tiny")
-    same = FrozenTarget(tiny_target_model(), tiny_tokenizer(), name="tiny")
-    assert target.fingerprint() == same.fingerprint() != other.fingerprint()
-
-
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("targets") / "base"
@@ -116,14 +110,20 @@ def save_adapter(folder: Path, base: str, **model: Any) -> Any:
     return adapted.eval()
 
 
-def test_an_adapter_is_merged_and_changes_the_fingerprint(base: Path, tmp_path: Path) -> None:
+def test_an_adapter_is_merged_and_another_target(base: Path, tmp_path: Path) -> None:
     adapted = save_adapter(tmp_path, str(base))
     plain, target = FrozenTarget.load(str(base)), FrozenTarget.load(str(base), adapter=str(tmp_path))
     ids = torch.arange(4, 28)[None]
     assert torch.allclose(target.model(ids).logits, adapted(ids).logits.detach(), atol=1e-5)
     assert not torch.allclose(target.model(ids).logits, plain.model(ids).logits, atol=1e-2)
     assert type(target.model) is type(plain.model) and target.num_parameters == plain.num_parameters
-    assert target.fingerprint() != plain.fingerprint() and target.name == f"{base} + {tmp_path}"
+    assert target.name == f"{base} + {tmp_path}" and target.identity.adapter == str(tmp_path)
+    assert target.identity.weights != plain.identity.weights and target.identity.tokenizer == plain.identity.tokenizer
+    config = tmp_path / "adapter_config.json"
+    config.write_text(config.read_text().replace('"lora_alpha": 8', '"lora_alpha": 16'))
+    rescaled = FrozenTarget.load(str(base), adapter=str(tmp_path))
+    assert not torch.allclose(rescaled.model(ids).logits, target.model(ids).logits, atol=1e-2)
+    assert not rescaled.identity.is_same(target.identity)
 
 
 def test_an_adapter_knows_its_base_wherever_it_lies(base: Path, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from specdistill.errors import UserError, nearest
 from specdistill.hub import resolve
 from specdistill.methods.checkpoint import check_finite, link, new_folder, read_config, read_tensors
 from specdistill.methods.draft_model.gguf import write_gguf
-from specdistill.methods.draft_model.vocabulary import match_vocabularies
+from specdistill.methods.draft_model.vocabulary import describe_difference
 from specdistill.targets.anatomy import is_recurrent
 from specdistill.targets.files import TargetFiles
 from specdistill.targets.frozen import FrozenTarget, read_causal_lm
@@ -66,8 +66,10 @@ def check_attention(model: PreTrainedModel, key: str, name: str) -> None:
 def load_alike(path: str, target: FrozenTarget, *, key: str) -> PreTrainedModel:
     """A trained model with the target's own vocabulary, on its device. Raises UserError when the two differ, as `load_draft_model` does."""
     draft, tokenizer = load_draft_model(path, key=key, device=target.device)
+    if difference := describe_difference(target.tokenizer, tokenizer):
+        raise UserError(key, got=difference, expected="the target's tokenizer")
     width: int = draft.get_output_embeddings().weight.shape[0]
-    if match_vocabularies(target.tokenizer, target.vocab_size, tokenizer, width, key=key):
+    if width != target.vocab_size:
         raise UserError(key, got=f"logits of {width} tokens", expected=f"{target.vocab_size}, as the target's")
     return draft
 

@@ -37,11 +37,10 @@ class Draft(Section):
     max_parameters: int | None = option(None, "most parameters of the draft; its shape is then proposed", ge=1)
     allow_larger: bool = option(False, "go on with a draft that has more parameters than the target")
     lora: Lora = section(Lora)
-    heterogeneous_vocab: bool = option(False, "a draft with another tokenizer: draft over the tokens both have")
 
     def shape(self) -> dict[str, Any]:
         """Initialization, sizes and their limits."""
-        return self.model_dump(exclude={"lora", "heterogeneous_vocab"})
+        return self.model_dump(exclude={"lora"})
 
 
 class Loss(Section):
@@ -67,6 +66,9 @@ class Eval(EvalConfig):
     draft_context: Literal["refuse", "window"] = option(
         "refuse", "a sequence longer than the draft's context: refused, or seen in part", read_when=IN_PROCESS
     )
+    heterogeneous_vocab: bool = option(
+        False, "a draft with another tokenizer: draft over the tokens both have", read_when=IN_PROCESS
+    )
 
 
 class Recipe(TrainedRecipe):
@@ -81,6 +83,3 @@ class Recipe(TrainedRecipe):
             expected = "0: with loss.labels=hard the target does not score what the draft generates"
             raise UserError("on_policy.fraction", got=self.on_policy.fraction, expected=expected)
         return self
-
-    def proposer_options(self) -> dict[str, Any]:
-        return {**super().proposer_options(), "heterogeneous_vocab": self.draft.heterogeneous_vocab}

@@ -19,7 +19,7 @@ from specdistill.methods.draft_model.objective import Distillation
 from specdistill.methods.draft_model.proposer import DraftModelProposer
 from specdistill.methods.draft_model.vocabulary import match_vocabularies
 from specdistill.targets.files import TargetFiles
-from specdistill.targets.frozen import FrozenTarget
+from specdistill.targets.frozen import FrozenTarget, read_tokenizer
 
 CALIBRATION_ROWS = 16  # rows of training data whose activations say what a pruned width keeps
 # Of the target's parameters; published draft models have 2 % (arXiv 2403.00858) to 10 % (arXiv 2402.01528).
@@ -60,16 +60,25 @@ def load_proposer(
     **options: Any,
 ) -> Proposer:
     model, tokenizer = load_draft_model(folder, key=key, device=target.device, dtype=target.dtype)
-    widths = [embedding.weight.shape[0] for embedding in (target.lm_head, model.get_output_embeddings())]
     vocabulary = match_vocabularies(
-        target.tokenizer, widths[0], tokenizer, widths[1], heterogeneous=heterogeneous_vocab, key=key
+        target.tokenizer, len(target.lm_head.weight), tokenizer, _width(model), heterogeneous=heterogeneous_vocab, key=key
     )
     limits: dict[str, Any] = {"context": draft_context, "target_max_length": target.max_length}
     return DraftModelProposer(model, vocabulary=vocabulary, **limits, **options)
 
 
-def inspect(folder: Path, target: TargetFiles | None) -> None:
-    load_draft_model(folder, key="draft")
+def inspect(folder: Path, target: TargetFiles | None, *, heterogeneous_vocab: bool = False, **others: Any) -> None:
+    model, tokenizer = load_draft_model(folder, key="draft")
+    if target is not None:
+        of_target, _ = read_tokenizer(target.name, revision=target.revision, trust_remote_code=target.trust_remote_code)
+        match_vocabularies(
+            of_target, target.vocab_size, tokenizer, _width(model), heterogeneous=heterogeneous_vocab, key="draft"
+        )
+
+
+def _width(model: Any) -> int:
+    """Of the logits, which may be more than the tokenizer's tokens."""
+    return len(model.get_output_embeddings().weight)
 
 
 def planned(target: sizes.Described, given: sizes.Described | None, settings: dict[str, Any]) -> sizes.PlannedDraft:

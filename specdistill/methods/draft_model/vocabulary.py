@@ -1,7 +1,7 @@
 """Whether a draft and its target speak the same tokens, and what to do when they do not.
 
 Two tokenizers are compared token by token, special tokens and their ids included. By default a difference is refused. With
-`draft.heterogeneous_vocab=true` the draft proposes only tokens that both vocabularies spell alike: token-level intersection (TLI,
+`eval.heterogeneous_vocab=true` the draft proposes only tokens that both vocabularies spell alike: token-level intersection (TLI,
 arXiv 2502.05202). Embedding matrices may be larger than the tokenizer; rows that no token names are nobody's token.
 
 Shapes: W tokens in both vocabularies.
@@ -62,7 +62,8 @@ def match_vocabularies(
     if difference is None and target_vocab_size == draft_vocab_size:
         return None
     if difference is not None and not heterogeneous:
-        expected = "the target's tokenizer, or draft.heterogeneous_vocab=true to draft over the tokens of both"
+        switch = "eval.heterogeneous_vocab=true" if key.startswith("eval.") else "heterogeneous_vocab=true"
+        expected = f"the target's tokenizer, or {switch} to draft over the tokens of both"
         raise UserError(key, got=difference, expected=expected)
     target_ids, draft_ids = target_tokenizer.get_vocab(), draft_tokenizer.get_vocab()
     pairs = sorted(

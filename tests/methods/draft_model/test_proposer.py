@@ -318,7 +318,7 @@ def test_a_folder_with_another_tokenizer_is_refused_unless_told(target: FrozenTa
     [
         ("eval.confidence_threshold=0.5", "eval.confidence_threshold"),
         ("eval.draft_context=window", "eval.draft_context"),
-        ("draft.heterogeneous_vocab=true", "draft.heterogeneous_vocab"),
+        ("eval.heterogeneous_vocab=true", "eval.heterogeneous_vocab"),
     ],
 )
 def test_a_recipe_of_another_method_refuses_its_settings(setting: str, key: str):

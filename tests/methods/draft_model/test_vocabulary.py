@@ -25,7 +25,7 @@ def test_differing_tokens_are_named_with_both_sizes():
     message = str(error.value)
     assert message.startswith("eval.draft: got a draft of 5 tokens for a target of 6, where 4 ids differ: ")
     assert "id 2 is 'x', the target's 'b'; id 3 is 'y', the target's 'c'; id 4 is 'z', the target's 'd' …" in message
-    assert "draft.heterogeneous_vocab=true" in message
+    assert "eval.heterogeneous_vocab=true" in message
 
 
 def test_a_token_only_one_side_has_is_none_on_the_other():

@@ -1,0 +1,65 @@
+"""The record of its target in a draft's config.json, `{"specdistill": {"target": …}}`: what else is given as its target is refused.
+
+It stands there because it is uploaded, exported and copied with the weights; engines and transformers leave keys alone that they do not
+know. Drafts without it, as other projects write them, are for whichever target they fit.
+"""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+from specdistill.errors import UserError
+from specdistill.methods.checkpoint import read_config
+from specdistill.methods.contract import Draft, Implementation
+from specdistill.targets.files import TargetFiles
+from specdistill.targets.frozen import FrozenTarget
+from specdistill.targets.identity import TargetIdentity
+
+SECTION = "specdistill"
+
+
+def save_draft(method: Implementation, draft: Draft, target: FrozenTarget, folder: Path) -> None:
+    """Write a draft in its method's public layout, with the record of its target; of one made in memory there is none."""
+    assert method.save is not None
+    method.save(draft, target, folder)
+    _write(folder, target.identity if target.files else None)
+
+
+def copy_record(draft: Path, output: Path) -> None:
+    """Give an export the record that the exported draft has."""
+    _write(output, recorded_target(draft, "draft"))
+
+
+def recorded_target(draft: Path, key: str) -> TargetIdentity | None:
+    """What the draft in a folder was made for; None where that is not recorded. Raises UserError for a record that is none."""
+    section = read_config(draft, key).get(SECTION)
+    if section is None:
+        return None
+    try:
+        return TargetIdentity(**section["target"])
+    except (TypeError, KeyError) as error:
+        got = f'{draft / "config.json"} with "{SECTION}": {json.dumps(section)[:120]}'
+        raise UserError(key, got=got, expected="the record of the draft's target, or no such key") from error
+
+
+def check_target(draft: Path, target: TargetFiles, key: str, *, heterogeneous_vocab: bool = False, **options: Any) -> None:
+    """Raises UserError when the draft in a folder was made for another target.
+
+    options: of decoding. With `heterogeneous_vocab` a draft of another family is asked for, one for a target with another tokenizer.
+    """
+    made_for = recorded_target(draft, key)
+    if made_for is None or (heterogeneous_vocab and made_for.tokenizer != target.identity.tokenizer):
+        return
+    if not made_for.is_same(target.identity):
+        way_out = f'to try it nonetheless, delete "{SECTION}" from its config.json'
+        raise UserError(key, got=f"{draft}, a draft for {made_for}", expected=f"a draft for {target.identity}; {way_out}")
+
+
+def _write(folder: Path, identity: TargetIdentity | None) -> None:
+    """Replace the record in a folder's config.json: a draft may have been initialized from one that was made for another target."""
+    path = folder / "config.json"
+    config: dict[str, Any] = {name: value for name, value in read_config(folder, "draft").items() if name != SECTION}
+    if identity is not None:
+        config[SECTION] = {"target": dataclasses.asdict(identity)}
+    path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

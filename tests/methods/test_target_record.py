@@ -1,0 +1,115 @@
+"""What a draft was made for stands in its config.json, stays there when it is exported, and refuses every other target by name."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoConfig
+
+from specdistill.cli import main
+from specdistill.command import run
+from specdistill.errors import ExitCode, UserError
+from specdistill.methods.draft_model.create import create_draft_model
+from specdistill.methods.load import implementation, load_proposer
+from specdistill.methods.recipe import Recipe
+from specdistill.methods.target_record import SECTION, save_draft
+from specdistill.targets.frozen import FrozenTarget
+from tests.heads import build_head
+from tests.scripts import load_script
+from tests.tiny import tiny_target_model, tiny_tokenizer
+
+METHODS = ("eagle3", "eagle", "mtp", "draft_model")
+eval_run = load_script("eval/run.py")
+
+
+def made(method: str, target: FrozenTarget) -> Any:
+    if method == "draft_model":
+        return create_draft_model(target, init="layers", num_layers=1)
+    return build_head(method, target, **({"init": "scratch"} if method == "mtp" else {}))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`target`, a draft of each method for it, and `other`, a target that differs in nothing but its weights."""
+    path = tmp_path_factory.mktemp("records")
+    for seed, name in enumerate(("target", "other")):
+        tiny_target_model(seed=seed).save_pretrained(path / name)
+        tiny_tokenizer().save_pretrained(path / name)
+    target = FrozenTarget.load(str(path / "target"))
+    for method in METHODS:
+        save_draft(implementation(method), made(method, target), target, path / method)
+    return path
+
+
+def record(draft: Path) -> Any:
+    return json.loads((draft / "config.json").read_text()).get(SECTION)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_draft_is_for_its_target_and_for_no_other(method: str, folder: Path, tmp_path: Path) -> None:
+    draft, other = folder / method, FrozenTarget.load(str(folder / "other"))
+    assert record(draft)["target"]["name_or_path"] == str(folder / "target")
+    shutil.copytree(folder / "target", tmp_path / "moved")
+    load_proposer(method, draft, FrozenTarget.load(str(tmp_path / "moved")))
+    refused = rf"^eval\.draft: got {draft}, a draft for {folder}/target \(weights .*expected a draft for {folder}/other \("
+    with pytest.raises(UserError, match=refused):
+        load_proposer(method, draft, other)
+    without = shutil.copytree(draft, tmp_path / "without")
+    config = json.loads((without / "config.json").read_text())
+    (without / "config.json").write_text(json.dumps({name: value for name, value in config.items() if name != SECTION}))
+    load_proposer(method, without, other)  # as other projects write drafts
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_command_names_both_targets(
+    method: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    draft, other, out = folder / method, folder / "other", tmp_path / "out"
+    for_target, for_other = f"{draft}, a draft for {folder / 'target'} (", f"expected a draft for {other} ("
+    assert main(["doctor", f"draft={draft}", f"target={folder / 'target'}", "decode=false"]) == ExitCode.DONE
+    capsys.readouterr()
+    assert main(["doctor", f"draft={draft}", f"target={other}"]) == ExitCode.CHECK_FAILED
+    said = capsys.readouterr().out
+    assert for_target in said and for_other in said and "1 problem" in said and "acceptance length" not in said
+    assert main(["export", f"draft={draft}", f"target={other}", "engine=vllm", f"output_dir={out}"]) == ExitCode.USER_ERROR
+    keys = [f"target={other}", f"draft={draft}", f"method={method}", "suite=pico-short", f"output_dir={out}"]
+    options = {"shorthands": eval_run.SHORTHANDS, "without_recipe": ["train.output_dir=runs/eval"]}
+    assert run(eval_run.main, Recipe, keys, **options) == ExitCode.USER_ERROR
+    in_export, in_eval = capsys.readouterr().err.strip().splitlines()[-2:]
+    assert in_export.startswith(f"error: draft: got {for_target}") and for_other in in_export
+    assert in_eval.startswith(f"error: eval.draft: got {for_target}") and for_other in in_eval
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("method", "engine"),
+    [("eagle3", "vllm"), ("eagle3", "sglang"), ("eagle3", "speculators"), ("eagle", "vllm"), ("draft_model", "sglang")],
+)
+def test_an_export_keeps_the_record(method: str, engine: str, folder: Path, tmp_path: Path) -> None:
+    keys = [f"draft={folder / method}", f"target={folder / 'target'}", f"engine={engine}", f"output_dir={tmp_path / 'out'}"]
+    assert main(["export", *keys]) == ExitCode.DONE
+    assert record(tmp_path / "out") == record(folder / method) is not None
+    if engine != "speculators" and method != "eagle":  # whose configs transformers does not know
+        assert getattr(AutoConfig.from_pretrained(tmp_path / "out"), SECTION) == record(folder / method)
+
+
+def test_a_draft_that_began_as_another_targets_is_for_the_one_it_was_trained_on(folder: Path, tmp_path: Path) -> None:
+    other = FrozenTarget.load(str(folder / "other"))
+    method = implementation("draft_model")
+    begun = create_draft_model(other, init=str(folder / "draft_model"))
+    save_draft(method, begun, other, tmp_path / "draft")
+    assert record(tmp_path / "draft")["target"]["name_or_path"] == str(folder / "other")
+    in_memory = FrozenTarget(tiny_target_model(), tiny_tokenizer(), name="tiny")
+    save_draft(method, begun, in_memory, tmp_path / "unknown")
+    assert record(tmp_path / "unknown") is None
+
+
+@pytest.mark.parametrize("section", ["pico", {}, {"target": {"weights": "1"}}, {"target": "pico"}])
+def test_a_record_that_is_none_is_refused(section: Any, folder: Path, tmp_path: Path) -> None:
+    draft = shutil.copytree(folder / "eagle", tmp_path / "draft")
+    config = json.loads((draft / "config.json").read_text())
+    (draft / "config.json").write_text(json.dumps({**config, SECTION: section}))
+    with pytest.raises(UserError, match=r"^eval\.draft: got .*config\.json with .*expected the record of the draft's target"):
+        load_proposer("eagle", draft, FrozenTarget.load(str(folder / "target")))
