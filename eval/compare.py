@@ -82,8 +82,16 @@ def main(options: CommonOptions) -> ExitCode:
 
     # Compare and write
     measured = [
-        Measured(entry.name, entry.num_layers, history.summary() if history else None, report, result.records)
-        for entry, history, report, result in zip(candidates, histories, reports, results, strict=True)
+        Measured(
+            name=entry.name,
+            num_layers=entry.num_layers,
+            hidden_size=entry.hidden_size,
+            vocabulary=1.0 if proposer.vocabulary is None else len(proposer.vocabulary) / target.vocab_size,
+            training=history.summary() if history else None,
+            report=report,
+            records=result.records,
+        )
+        for entry, proposer, history, report, result in zip(candidates, proposers, histories, reports, results, strict=True)
     ]
     comparison = compare(measured, seed=options.seed)
     write_comparison(folder, comparison, {entry.name: entry.records for entry in measured})

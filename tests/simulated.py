@@ -193,6 +193,9 @@ def simulated_candidate(
     name: str,
     *,
     num_layers: int | None = 1,
+    hidden_size: int | None = 128,
+    vocabulary: float = 1.0,
+    passes: int = 4,
     parameters: int = 410_000,
     training: dict[str, Any] | None = None,
     unexplained: int = 0,
@@ -207,7 +210,9 @@ def simulated_candidate(
         "unexplained_divergences": unexplained,
         "divergences": unexplained,
     }
-    return Measured(name, num_layers, training, report, records)
+    for point in report["theory"]["curve"]:
+        point["draft_passes"] = min(point["k"], passes)
+    return Measured(name, num_layers, hidden_size, vocabulary, training, report, records)
 
 
 def as_from_server(record: PromptRecord, *, with_baseline: bool = True) -> PromptRecord:

@@ -14,12 +14,14 @@ from specdistill.methods.checkpoint import read_config
 from specdistill.methods.load import implementation, locate, method_of
 
 KEY = "drafts"
+NESTED = ("transformer_layer_config", "model", "text_config")  # where some layouts have a decoder's sizes
 UNTRAINED = [name for name, method in METHODS.items() if method.artifact is None]  # named in place of a folder
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One draft. draft: the entry as given; folder: of its files; revision: a Hub commit; num_layers: decoder layers, by its config.json.
+    """One draft. draft: the entry as given; folder: of its files; revision: a Hub commit; num_layers, hidden_size: of its decoder, by
+    its config.json.
 
     All of these are None for a method without a draft.
     """
@@ -30,6 +32,7 @@ class Candidate:
     folder: Path | None = None
     revision: str | None = None
     num_layers: int | None = None
+    hidden_size: int | None = None
 
 
 def find_candidates(entries: Sequence[str]) -> list[Candidate]:
@@ -51,8 +54,11 @@ def _candidate(name: str, entry: str, folder: Path | None) -> Candidate:
     if folder is None:
         return Candidate(name, entry)
     method = method_of(folder, key=KEY)
-    num_layers = implementation(method).num_layers(read_config(folder, KEY))
-    return Candidate(name, method, entry, folder, None if Path(entry).is_dir() else folder.name, num_layers)
+    config, revision = read_config(folder, KEY), None if Path(entry).is_dir() else folder.name
+    nested = next((config[part] for part in NESTED if isinstance(config.get(part), dict)), config)
+    return Candidate(
+        name, method, entry, folder, revision, implementation(method).num_layers(config), nested.get("hidden_size")
+    )
 
 
 def _locate(entry: str) -> Path:

@@ -56,11 +56,14 @@ PARTS: dict[str, Metric] = {
 class Measured:
     """One candidate's measurement.
 
-    num_layers: decoder layers of the draft, None without weights; training: its `History.summary()`, None where it is unknown.
+    num_layers, hidden_size: of the draft's decoder, None without weights. vocabulary: of the target's tokens, the share that it can
+    propose. training: its `History.summary()`, None where it is unknown.
     """
 
     name: str
     num_layers: int | None
+    hidden_size: int | None
+    vocabulary: float
     training: dict[str, Any] | None
     report: dict[str, Any]
     records: Sequence[PromptRecord]
@@ -168,10 +171,15 @@ def reasons(candidates: Sequence[Entry], ranking: Sequence[Entry]) -> Iterator[t
             placed = f"{entry['name']} is ranked below the lossless drafts whatever its speed"
             yield "lossless", f"{placed}: {completions} are not the target's."
     for name, candidate in by_name.items():
-        covered = candidate["report"]["results"][0].get("vocabulary_coverage", 1.0)
+        report = candidate["report"]
+        covered = report["results"][0].get("vocabulary_coverage", 1.0)
         if covered < FULL_COVERAGE:
+            both = ", the tokens that both tokenizers have" * report["settings"].get("drafting", {}).get(
+                "heterogeneous_vocab", False
+            )
+            size = f"{candidate['vocabulary']:.1%} of the target's{both}"
             part = f"covers {covered:.1%} of the target's tokens; it cannot propose the others"
-            yield "coverage", f"The draft vocabulary of {name} {part}."
+            yield "coverage", f"The draft vocabulary of {name} ({size}) {part}."
     yield from (("context", text) for text in _context(candidates))
 
 
@@ -261,21 +269,36 @@ def _cost(other: Entry, best: Entry, by_name: Mapping[str, Entry]) -> Iterator[s
             f"{number(theirs['draft_step'], 3)}, and drafting takes {percent(mine['draft_share'])} of a round against "
             f"{percent(theirs['draft_share'])}."
         )
-        yield from _sizes(by_name[other["name"]], by_name[best["name"]], step)
+        pair = by_name[other["name"]], by_name[best["name"]]
+        yield from _passes(*pair)
+        yield from _sizes(*pair, step)
     if verification:
         yield f"Verifying costs {_more(verification, 'less')} ({_against(other, best, 'verification', ' plain steps')})."
+
+
+def _passes(*pair: Entry) -> Iterator[str]:
+    """How often each draft runs in a round, where that differs: a step may draft one token, or all of them, or need no pass at all."""
+    counts = []
+    for candidate in pair:
+        report = candidate["report"]
+        k, curve = report["settings"]["num_speculative_tokens"], report.get("theory", {}).get("curve", [])
+        counts += [point["draft_passes"] for point in curve if point["k"] == k]
+    if len(counts) == 2 and counts[0] != counts[1]:
+        runs = (f"{it['name']} runs its draft {counted(count, 'time')}" for it, count in zip(pair, counts, strict=True))
+        yield f"In a full round {', '.join(runs)}."
 
 
 def _sizes(other: Entry, best: Entry, step: float) -> Iterator[str]:
     mine, theirs = (entry["report"]["draft"]["parameters"] for entry in (other, best))
     surprise = ", so size is not the reason" if (mine - theirs) * step < 0 else ""
-    if mine != theirs or other["num_layers"] != best["num_layers"]:
+    if mine != theirs or any(other[size] != best[size] for size in ("num_layers", "hidden_size")):
         yield f"{_size(other)}, {_size(best)}{surprise}."
 
 
 def _size(candidate: Entry) -> str:
     parameters, layers = candidate["report"]["draft"]["parameters"], candidate["num_layers"]
-    depth = "" if layers is None else f"{counted(layers, 'layer')} and "
+    width = "" if candidate["hidden_size"] is None else f" of {candidate['hidden_size']}"
+    depth = "" if layers is None else f"{counted(layers, 'layer')}{width} and "
     units = {"billion": 1e9, "million": 1e6, "thousand": 1e3}
     count = next((f"{parameters / size:.3g} {unit}" for unit, size in units.items() if parameters >= size), str(parameters))
     return f"{candidate['name']} has {f'{depth}{count} parameters' if parameters else 'no weights'}"

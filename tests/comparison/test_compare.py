@@ -208,7 +208,8 @@ def test_a_costlier_step_is_named_as_the_cause(comparison: dict[str, Any]) -> No
     gap, cause = sentences(comparison, "gap")[1], sentences(comparison, "cause")[1]
     assert "That comes from cost: a round costs " in gap and "tokens" not in gap
     assert "A draft step of dear costs c = 0.360 plain steps against 0.120" in cause
-    assert "dear has 3 layers and 1.23 million parameters, best has 1 layer and 410 thousand parameters." in cause
+    assert "dear has 3 layers of 128 and 1.23 million parameters, best has 1 layer of 128 and 410 thousand parameters." in cause
+    assert "runs its draft" not in cause
     assert "accepts" not in cause
 
 
@@ -225,13 +226,13 @@ def test_both_causes_are_weighed(candidates: list[Measured], rates: tuple[float,
 @pytest.mark.parametrize(
     ("parameters", "num_layers", "sizes"),
     [
-        (0, None, "other has no weights, best has 1 layer and 410 thousand parameters, so size is not the reason."),
+        (0, None, "other has no weights, best has 1 layer of 128 and 410 thousand parameters, so size is not the reason."),
         (
             99_000,
             1,
-            "other has 1 layer and 99 thousand parameters, best has 1 layer and 410 thousand parameters, so size is not",
+            "other has 1 layer of 128 and 99 thousand parameters, best has 1 layer of 128 and 410 thousand parameters, so size is not",
         ),
-        (2_340_000_000, None, "other has 2.34 billion parameters, best has 1 layer and 410 thousand parameters."),
+        (2_340_000_000, None, "other has 2.34 billion parameters, best has 1 layer of 128 and 410 thousand parameters."),
         (410_000, 1, ""),
     ],
 )
@@ -239,6 +240,15 @@ def test_a_step_that_size_does_not_explain(candidates: list[Measured], parameter
     other = simulated_candidate("other", parameters=parameters, num_layers=num_layers, draft_step=3 * DRAFT_STEP)
     cause = sentences(compare([candidates[1], other]), "cause")[0]
     assert cause.endswith(" of a round against 27%.") if not sizes else sizes in cause
+
+
+def test_width_and_passes_are_named_where_they_differ(candidates: list[Measured]) -> None:
+    wide = simulated_candidate("wide", hidden_size=256, draft_step=3 * DRAFT_STEP)
+    at_once = simulated_candidate("at once", passes=1, draft_step=3 * DRAFT_STEP)
+    causes = sentences(compare([candidates[1], wide]), "cause") + sentences(compare([candidates[1], at_once]), "cause")
+    assert "wide has 1 layer of 256 and 410 thousand parameters, best has 1 layer of 128 and" in causes[0]
+    assert "In a full round at once runs its draft 1 time, best runs its draft 4 times." in causes[1]
+    assert "runs its draft" not in causes[0] and " parameters" not in causes[1]
 
 
 def test_more_tokens_at_a_higher_price_are_said_to_be_both(candidates: list[Measured]) -> None:
@@ -293,10 +303,13 @@ def test_drafts_of_another_length_are_said_to_be(candidates: list[Measured]) -> 
 
 
 def test_a_vocabulary_that_leaves_tokens_out_is_said_so(candidates: list[Measured]) -> None:
-    pruned = simulated_candidate("pruned")
+    pruned = simulated_candidate("pruned", vocabulary=0.25)
     pruned.report["results"][0]["vocabulary_coverage"] = 0.913
     (sentence,) = sentences(compare([candidates[1], pruned]), "coverage")
-    assert "draft vocabulary of pruned" in sentence and "91.3% of the target's tokens" in sentence
+    assert sentence.startswith("The draft vocabulary of pruned (25.0% of the target's) covers 91.3% of the target's tokens")
+    pruned.report["settings"]["drafting"] = {"heterogeneous_vocab": True}
+    (sentence,) = sentences(compare([candidates[1], pruned]), "coverage")
+    assert "(25.0% of the target's, the tokens that both tokenizers have)" in sentence
     assert sentences(compare(candidates), "coverage") == []
 
 

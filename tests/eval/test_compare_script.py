@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from transformers import AutoTokenizer
 
 from specdistill.command import run
 from specdistill.comparison.compare import validate_comparison
@@ -10,6 +11,7 @@ from specdistill.errors import ExitCode
 from specdistill.methods.ngram.method import NgramProposer
 from specdistill.report.files import validate
 from specdistill.targets.frozen import FrozenTarget
+from tests.draft_models import other_tokenizer, tiny_draft_model
 from tests.heads import build_head, save_head
 from tests.scripts import REPORT_FILES as FILES
 from tests.scripts import load_script
@@ -39,6 +41,9 @@ def work(tmp_path_factory):
     for name, owner in (("run/draft", model), ("wide", wider)):
         head = build_head("eagle3", FrozenTarget(owner, tokenizer, name="tiny"))
         save_head("eagle3", head, folder / name)
+    foreign = other_tokenizer("a")
+    tiny_draft_model(len(foreign), seed=2).save_pretrained(folder / "foreign")
+    foreign.save_pretrained(folder / "foreign")
     (folder / "run" / "run").mkdir()
     (folder / "run" / "run" / "history.json").write_text(json.dumps(HISTORY))
     rows = [{"id": f"{kind}{n}", "category": kind, "prompt": f"{kind} {n} {kind} {n} "} for kind in "ab" for n in range(2)]
@@ -97,6 +102,23 @@ def test_options_of_one_method_go_to_its_candidates(arguments, tmp_path):
         "small": {"confidence_threshold": 0.5, "draft_context": "window"},
         "ngram": {"min": 2, "max": 5, "lookup": "prompt"},
     }
+
+
+def test_a_draft_of_another_family_is_compared(arguments, tmp_path, capsys):
+    family = (*arguments, "drafts=[foreign,small]", "num_prompts=2")
+    assert command(*family) == ExitCode.USER_ERROR
+    said = capsys.readouterr().err
+    assert "drafts: got a draft of 256 tokens for a target of 260, where" in said
+    assert "or heterogeneous_vocab=true to draft over the tokens of both" in said
+    assert command(*family, "heterogeneous_vocab=true") == ExitCode.DONE
+    comparison = json.loads((tmp_path / "out" / "comparison.json").read_text())
+    candidates = {candidate["name"]: candidate for candidate in comparison["candidates"]}
+    target = AutoTokenizer.from_pretrained("target").get_vocab()
+    both = target.keys() & AutoTokenizer.from_pretrained("foreign").get_vocab().keys()
+    assert candidates["foreign"]["vocabulary"] == len(both) / 260 < candidates["small"]["vocabulary"] == 1
+    assert [candidates[name]["hidden_size"] for name in ("foreign", "small")] == [32, 64]
+    assert candidates["foreign"]["report"]["settings"]["drafting"]["heterogeneous_vocab"] is True
+    assert all(entry["lossless"] for entry in comparison["ranking"])
 
 
 def test_a_draft_that_changes_the_text_is_exit_code_one(arguments, tmp_path, monkeypatch):

@@ -271,6 +271,16 @@ def test_a_baseline_that_measured_something_else_is_refused(evidence, path, valu
         judged(evidence, NO_WORSE, changed(evidence, path, value))
 
 
+def test_a_baseline_on_another_target_is_refused_by_name(evidence):
+    report = changed(evidence, ("target", "weights"), "a" * 64)
+    other = changed(changed(evidence, ("target", "model"), "another"), ("target", "weights"), "b" * 64)
+    message = r"got a report on another \(weights bbbbbbbb\), expected one on \S+ \(weights aaaaaaaa\), as the report is"
+    with pytest.raises(UserError, match=message):
+        judged(report, NO_WORSE, other)
+    moved = changed(changed(evidence, ("target", "model"), "elsewhere"), ("target", "weights"), "a" * 64)
+    assert judged(report, NO_WORSE, moved)["passed"] and judged(report, NO_WORSE, evidence)["passed"]
+
+
 @pytest.mark.parametrize(
     ("path", "value", "place"),
     [

@@ -106,6 +106,17 @@ def test_a_draft_that_began_as_another_targets_is_for_the_one_it_was_trained_on(
     assert record(tmp_path / "unknown") is None
 
 
+def test_another_projects_draft_model_with_another_tokenizer_is_found_without_decoding(
+    shared_data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keys = ["doctor", f"draft={shared_data / 'models' / 'stories260K-hf'}", "target=pico", "decode=false"]
+    assert main(keys) == ExitCode.CHECK_FAILED
+    assert "a draft of 512 tokens for a target of 1024, where 1024 ids differ" in capsys.readouterr().out
+    assert main([*keys, "heterogeneous_vocab=true"]) == ExitCode.DONE
+    assert main([*keys[:2], "decode=false", "heterogeneous_vocab=true"]) == ExitCode.USER_ERROR
+    assert main([*keys, "ngram.max=5"]) == ExitCode.USER_ERROR
+
+
 @pytest.mark.parametrize("section", ["pico", {}, {"target": {"weights": "1"}}, {"target": "pico"}])
 def test_a_record_that_is_none_is_refused(section: Any, folder: Path, tmp_path: Path) -> None:
     draft = shutil.copytree(folder / "eagle", tmp_path / "draft")

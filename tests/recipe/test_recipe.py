@@ -280,6 +280,11 @@ def test_a_list_of_sections_is_as_strict_as_a_section():
             trees(text)
 
 
+def test_a_key_that_decoding_alone_reads_is_one_of_eval():
+    with pytest.raises(UserError, match=r"^draft\.heterogeneous_vocab: got an unknown .*mean eval\.heterogeneous_vocab\?"):
+        load_recipe(Recipe, ["method=draft_model", "data.source=x", "train.output_dir=runs", "draft.heterogeneous_vocab=true"])
+
+
 @pytest.mark.parametrize(
     ("arguments", "key", "reader"),
     [

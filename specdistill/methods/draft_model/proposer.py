@@ -75,7 +75,8 @@ class DraftModelProposer:
     @property
     def settings(self) -> dict[str, Any]:
         threshold = {} if self.confidence_threshold is None else {"confidence_threshold": self.confidence_threshold}
-        return {**threshold, "draft_context": self.context}
+        shared = {"heterogeneous_vocab": True} if self.shared_vocabulary else {}
+        return {**threshold, "draft_context": self.context, **shared}
 
     def passes(self, k: int) -> int:
         return k
