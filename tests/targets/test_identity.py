@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from huggingface_hub.hf_api import ModelInfo
 
 from specdistill import hub
 from specdistill.errors import UserError
@@ -79,12 +80,12 @@ def test_a_folder_without_weights_is_none(tmp_path: Path) -> None:
 
 
 def test_files_in_the_hubs_cache_are_not_read_again(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    snapshot = in_cache(tmp_path, saved, [SINGLE, "tokenizer.json"])
+    expected, snapshot = identity(saved), in_cache(tmp_path, saved, [SINGLE, "tokenizer.json"])
     monkeypatch.setattr(files, "fetch", lambda name, **_: snapshot)
     for blob in (tmp_path / "blobs").iterdir():
         blob.write_bytes(b"never read")
     found = TargetFiles("org/name").identity
-    assert found.is_same(identity(saved)) and (found.name_or_path, found.revision) == ("org/name", COMMIT)
+    assert found.is_same(expected) and (found.name_or_path, found.revision) == ("org/name", COMMIT)
 
 
 def test_weights_that_were_not_fetched_are_known_by_what_the_hub_says(
@@ -95,16 +96,14 @@ def test_weights_that_were_not_fetched_are_known_by_what_the_hub_says(
     class Api:
         def model_info(self, repository: str, *, revision: str, files_metadata: bool) -> Any:
             asked.append((repository, revision, files_metadata))
-            from huggingface_hub.hf_api import ModelInfo
-
             lfs = {"sha256": hashlib.sha256((saved / SINGLE).read_bytes()).hexdigest(), "size": 1, "pointerSize": 1}
             listed = [{"rfilename": SINGLE, "lfs": lfs, "size": 1}, {"rfilename": "config.json", "size": 1}]
             return ModelInfo(id=repository, siblings=listed)
 
-    snapshot = in_cache(tmp_path, saved, ["tokenizer.json"])
+    expected, snapshot = identity(saved), in_cache(tmp_path, saved, ["tokenizer.json"])
     monkeypatch.setattr(files, "fetch", lambda name, **_: snapshot)
     monkeypatch.setattr(hub, "HfApi", Api)
-    assert TargetFiles("org/name", "main").identity.is_same(identity(saved))
+    assert TargetFiles("org/name", "main").identity.is_same(expected)
     assert asked == [("org/name", COMMIT, True)]
 
 
