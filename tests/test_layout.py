@@ -16,12 +16,7 @@ TESTED_ELSEWHERE = {
     "hub": "gate/test_baseline.py",
     "methods/*/config": "recipe/test_recipe.py",
     "methods/*/method": "test_cli.py",
-    "methods/checkpoint": "methods/heads/test_heads.py",
-    "methods/layers": "methods/heads/test_heads.py",
     "methods/heads/mistakes": "doctor/test_diagnosis.py",
-    "methods/load": "methods/heads/test_heads.py",
-    "methods/sizes": "planning/test_costs.py",
-    "targets/files": "export/test_heads.py",
 }
 
 
