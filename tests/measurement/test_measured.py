@@ -19,7 +19,7 @@ from specdistill.methods.ngram.method import NgramProposer
 from specdistill.report import files
 from specdistill.statistics.records import Configuration
 from specdistill.suites.suite import Prompt
-from tests.proposers import tiny_target
+from specdistill.targets.frozen import FrozenTarget
 from tests.simulated import SUITE, simulate
 
 PROMPTS = [Prompt(f"p{number}", "ab"[number % 2], "x", (20 + number, 30, 40)) for number in range(2)]
@@ -44,7 +44,7 @@ def test_a_tree_is_read_back_too(tmp_path):
 
 
 def test_the_identity_names_target_draft_suite_and_machine():
-    target = tiny_target()
+    target = FrozenTarget.load("pico")
     one, other = (
         measurement_identity(target, NgramProposer(max_ngram=longest), SUITE, method="ngram", draft=None) for longest in (3, 4)
     )
