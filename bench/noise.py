@@ -21,7 +21,7 @@ from typing import Any
 
 from specdistill.command import run
 from specdistill.errors import ExitCode
-from specdistill.recipe import Section, option
+from specdistill.recipe.fields import Section, option
 
 RESULTS = Path(__file__).with_name("results") / "noise.json"
 NUM_STOPS, STOP_SECONDS = 10, 5.0

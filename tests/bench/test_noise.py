@@ -1,5 +1,6 @@
 """What bench/noise.py counts as undisturbed, and when it stops a run."""
 
+import itertools
 from typing import Any
 
 import pytest
@@ -21,5 +22,5 @@ def test_the_same_verdict_and_nearly_the_same_speedup(verdict: str, speedup: flo
 def test_each_stop_comes_after_the_one_before_it() -> None:
     moments = noise.moments(100.0, seed=3)
     assert len(moments) == noise.NUM_STOPS and moments != noise.moments(100.0, seed=4)
-    assert all(later - earlier >= noise.STOP_SECONDS for earlier, later in zip(moments, moments[1:], strict=False))
-    assert 0 <= moments[0] and moments[-1] <= 100.0 + noise.NUM_STOPS * noise.STOP_SECONDS
+    assert all(later - earlier >= noise.STOP_SECONDS for earlier, later in itertools.pairwise(moments))
+    assert moments[0] >= 0 and moments[-1] <= 100.0 + noise.NUM_STOPS * noise.STOP_SECONDS
