@@ -43,6 +43,7 @@ from specdistill.methods import METHODS
 from specdistill.methods.load import load_proposer, locate
 from specdistill.methods.recipe import Recipe
 from specdistill.methods.target_record import check_target
+from specdistill.recipe.sections import EvalConfig
 from specdistill.report.files import previous_report, write_report
 from specdistill.report.text import print_power_analysis, print_report
 from specdistill.servers.measure import Start, Task, measure_running, measure_started
@@ -98,36 +99,10 @@ def measure_here(
     is_decided: whether evidence leaves no rule of the gate inconclusive; until then eval.max_minutes goes on.
     """
     config, start = recipe.eval, time.monotonic()
-
-    # Target, proposer and prompts
-    trained = METHODS[recipe.method].artifact is not None
-    own = Path(recipe.train["output_dir"]) / "draft"
-    if trained and config.draft is None and not own.is_dir():
-        expected = "the run's draft, which training writes at its end, or another one"
-        raise UserError("eval.draft", got=f"null, and {own} is no folder", expected=expected)
-    draft = config.draft or str(own) if trained else None
-    target = FrozenTarget.load(**vars(recipe.target))
-    fit_threads(target)
-    proposer = load_proposer(recipe.method, draft, target, **recipe.proposer_options())
-    axes = suite.sweep.model_copy(update={name: values for name, values in vars(config.sweep).items() if values})
-    limits: dict[str, Any] = {"max_new_tokens": config.max_new_tokens, "num_prompts": config.num_prompts}
-    prompts = tokenize(suite, target.tokenizer, max_length=target.max_length, **limits)
-    contexts = cut_prompts(suite, target.tokenizer, axes.context, max_length=target.max_length, **limits)
+    target, proposer, draft = load_pair(recipe)
+    plans = plan_all(config, suite, target)
+    prompts = plans[0].prompts
     print_power_analysis(power_analysis(len(prompts), suite.name, prior))
-    further = []
-    if config.max_minutes:
-        everything = tokenize(suite, target.tokenizer, max_new_tokens=config.max_new_tokens, max_length=target.max_length)
-        further = [prompt for prompt in everything if prompt not in prompts]
-
-    # The configurations to measure, the one that the report is about first
-    plans = plan_configurations(
-        Plan(Settings.of(config), prompts, config.target_precision, further),
-        num_speculative_tokens=axes.num_speculative_tokens,
-        temperatures=axes.temperature,
-        batch_sizes=axes.batch_size,
-        trees=[tree_shape(**vars(tree)) for tree in axes.tree],
-        contexts=contexts,
-    )
     if any(plan.settings.batch_size > 1 for plan in plans):
         BatchDecoder(target, proposer)  # refuses what cannot be batched, before anything is measured
 
@@ -164,6 +139,39 @@ def measure_here(
     records = [record for entry in measured for record in entry.records]
     add_quality(report, records, suite, special_tokens=target.tokenizer.all_special_tokens, run_code=config.run_code)
     return report, records
+
+
+def load_pair(recipe: Recipe) -> tuple[FrozenTarget, Proposer, str | None]:
+    """The target, what drafts for it, and the folder or Hub id of the draft; None for a method without weights."""
+    trained, own = METHODS[recipe.method].artifact is not None, Path(recipe.train["output_dir"]) / "draft"
+    if trained and recipe.eval.draft is None and not own.is_dir():
+        expected = "the run's draft, which training writes at its end, or another one"
+        raise UserError("eval.draft", got=f"null, and {own} is no folder", expected=expected)
+    draft = recipe.eval.draft or str(own) if trained else None
+    target = FrozenTarget.load(**vars(recipe.target))
+    fit_threads(target)
+    return target, load_proposer(recipe.method, draft, target, **recipe.proposer_options()), draft
+
+
+def plan_all(config: EvalConfig, suite: Suite, target: FrozenTarget) -> list[Plan]:
+    """The configurations to measure, the one that the report is about first."""
+    axes = suite.sweep.model_copy(update={name: values for name, values in vars(config.sweep).items() if values})
+    room = {"max_new_tokens": config.max_new_tokens, "max_length": target.max_length}
+    prompts = tokenize(suite, target.tokenizer, num_prompts=config.num_prompts, **room)
+    further = []
+    if config.max_minutes:
+        further = [prompt for prompt in tokenize(suite, target.tokenizer, **room) if prompt not in prompts]
+        if not further:
+            expected = f"eval.num_prompts below the {len(prompts)} of {suite.name}, so that there are more to measure"
+            raise UserError("eval.max_minutes", got=config.max_minutes, expected=expected)
+    return plan_configurations(
+        Plan(Settings.of(config), prompts, config.target_precision, further),
+        num_speculative_tokens=axes.num_speculative_tokens,
+        temperatures=axes.temperature,
+        batch_sizes=axes.batch_size,
+        trees=[tree_shape(**vars(tree)) for tree in axes.tree],
+        contexts=cut_prompts(suite, target.tokenizer, axes.context, num_prompts=config.num_prompts, **room),
+    )
 
 
 def measure_configuration(

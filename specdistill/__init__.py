@@ -5,7 +5,7 @@ import os
 __version__ = "0.1.0"
 
 # Threads that wait for one another spin, and where another process is busy they keep the core that the awaited thread needs: a step of a
-# small model then takes up to a hundred times as long. Spinning for some ten microseconds costs a quiet machine nothing. libgomp reads this
-# when torch loads; a user's own settings stand.
+# small model then takes fifty times as long and more. So they spin briefly, which a quiet machine hardly notices. libgomp reads this when
+# torch loads; a user's own settings stand.
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")

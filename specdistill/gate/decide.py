@@ -2,8 +2,8 @@
 
 A number with an interval passes when all of the interval meets the requirement, fails when none of it does, and is inconclusive in between:
 more prompts would decide. A regression passes when the interval excludes a loss as large as the margin, and fails when a loss is certain
-and such a one possible: a true loss of the margin fails, no change passes, and where the interval excludes neither, the evidence cannot
-tell. Missing evidence fails, and so does a run that was cut short. Inconclusive is not passed.
+and such a one possible. So with prompts enough a true loss of the margin fails and no change passes; where the interval excludes neither,
+the evidence cannot tell. Missing evidence fails, and so does a run that was cut short. Inconclusive is not passed.
 
 A gate's `max_regression` rules decide on changes; the report's `baseline` section shows them to a reader.
 """

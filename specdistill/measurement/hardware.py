@@ -24,7 +24,7 @@ LIBRARIES = ("torch", "transformers", "accelerate", "datasets", "evaluate", "tok
 def fit_threads(target: FrozenTarget) -> None:
     """Compute with as many threads as the target's weights keep busy, at most torch's own number; OMP_NUM_THREADS decides where it is set.
 
-    Two threads are no faster than one on a model of a few megabytes, but stall a hundredfold when another process takes a core.
+    Two threads are no faster than one on a model of a few megabytes, but many times slower when another process takes a core.
     """
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, min(torch.get_num_threads(), target.model.get_memory_footprint() // WEIGHTS_A_THREAD)))

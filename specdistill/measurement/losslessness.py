@@ -29,9 +29,8 @@ from specdistill.statistics.intervals import MIN_EXPECTED, chi_square
 from specdistill.suites.suite import Prompt
 from specdistill.targets.frozen import FrozenTarget
 
-NEAR_TIE_ROUNDINGS = (
-    4  # two 16-bit logits this many roundings apart, at their magnitude, are a near-tie; float32 ones at NEAR_TIE
-)
+# Two 16-bit logits this many roundings apart, at their magnitude, are a near-tie; float32 ones at NEAR_TIE.
+NEAR_TIE_ROUNDINGS = 4
 COUNTS = ("prompts_checked", "divergences", "near_ties", "unexplained_divergences")
 NUM_PROBED_PROMPTS = 16
 NUM_PROBED_TOKENS = 48  # generated after each of them, in search of a place where a wrong rule would show

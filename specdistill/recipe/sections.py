@@ -123,7 +123,9 @@ class MeasurementConfig(Section):
     max_new_tokens: int = option(128, "tokens generated for each prompt", ge=1)
     num_prompts: int | None = option(None, "prompts used, spread evenly over the categories; null: all", ge=1)
     batch_size: int = option(1, "prompts decoded together, with and without the draft", ge=1, le=64, read_when=IN_PROCESS)
-    repeats: int = option(3, "timed repetitions of each prompt, with and without the draft; medians count", ge=1)
+    repeats: int = option(
+        3, "timed repetitions of each prompt, with and without the draft; of each round the lower median counts", ge=1
+    )
     warmup: int = option(2, "untimed prompts, or batches of them, first", ge=0)
     sampling_draws: int = option(
         400, "draws of the test that sampling is lossless; 0 leaves it out", ge=0, read_when=IN_PROCESS

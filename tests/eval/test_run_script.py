@@ -177,6 +177,7 @@ def test_a_run_is_judged_against_a_baseline_and_its_own_budget(target, suite, ga
 @pytest.mark.parametrize(
     ("more", "message"),
     [
+        (["eval.num_prompts=4", "eval.max_minutes=1"], "eval.max_minutes: got 1.0, expected eval.num_prompts below the 4"),
         (["eval.baseline=nowhere", "gate=release"], "eval.baseline: got nowhere, which does not exist"),
         (["eval.num_speculative_tokens=0"], "eval.num_speculative_tokens: got 0"),
         (["eval.temperature=-1"], "eval.temperature: got -1"),
