@@ -19,11 +19,11 @@ from typing import Any
 import torch
 
 from specdistill.decoding.batch_decoder import BatchDecoder
-from specdistill.decoding.decoder import Decoder, Generation, Round, now
+from specdistill.decoding.decoder import Decoder, Generation, Round
 from specdistill.decoding.proposer import Proposer
 from specdistill.measurement.configurations import Plan, Settings
 from specdistill.measurement.hardware import frozen_garbage_collector
-from specdistill.measurement.reference import generate
+from specdistill.measurement.reference import timed_generate
 from specdistill.measurement.timing import disturbed_rounds, prompt_timing
 from specdistill.progress import progress
 from specdistill.statistics.records import Configuration, HFGenerate, PromptRecord, RoundRecord
@@ -40,14 +40,6 @@ SPELLING_CONTEXT = 8  # tokens before a token that decide its text (spaces, halv
 AnyDecoder = Decoder | BatchDecoder
 
 
-@dataclass(frozen=True)
-class HFRun:
-    """A run of transformers' `generate()`."""
-
-    token_ids: tuple[int, ...]
-    seconds: float
-
-
 @dataclass
 class Runs:
     """All repetitions of one prompt. Drafts that are measured together share the lists of the plain runs.
@@ -59,7 +51,7 @@ class Runs:
     batch: int | None = None
     speculative: list[Generation] = field(default_factory=list)
     baseline: list[Generation] = field(default_factory=list)
-    hf_generate: list[HFRun] = field(default_factory=list)
+    hf_generate: list[Generation] = field(default_factory=list)
 
 
 def measure(
@@ -121,11 +113,17 @@ def measure_together(
         for way in [*range(first, len(decoders)), *range(first)]:  # 0 is plain decoding
             for index, generation in enumerate(decode(decoders[way], batch, settings), start=batch.start):
                 (runs[way - 1][index].speculative if way else baselines[index].baseline).append(generation)
+        if batch in hf_batches:
+            shared = baselines[batch.start : batch.end]
+            timed = generate_as_long(target, batch, [run.baseline[-1] for run in shared], settings)
+            for run, generation in zip(shared, timed, strict=True):
+                run.hf_generate.append(generation)
 
     def is_disturbed(batch: Batch) -> bool:
         """Whether a prompt of the batch has fewer undisturbed repetitions than it should."""
-        ways = [[run.baseline for run in baselines], *([run.speculative for run in one] for one in runs)]
-        repetitions = [generations for way in ways for generations in way[batch.start : batch.end]]
+        plain = [generations for run in baselines[batch.start : batch.end] for generations in (run.baseline, run.hf_generate)]
+        drafted = [run.speculative for one in runs for run in one[batch.start : batch.end]]
+        repetitions = filter(None, [*plain, *drafted])
         return any(disturbed_rounds(generations).count(0) < settings.repeats for generations in repetitions)
 
     num_steps = len(warmup) + settings.repeats * len(batches)
@@ -133,16 +131,11 @@ def measure_together(
     with progress("Measuring", num_steps, unit) as advance, frozen_garbage_collector():
         for batch in warmup:
             plain, *_ = [decode(decoder, batch, settings) for decoder in decoders]
-            _hf_generate(target, batch.prompts, plain, settings)
+            generate_as_long(target, batch, plain, settings)
             advance()
         for repeat in range(settings.repeats):
             for number, batch in enumerate(batches):
                 decode_all_ways(batch, first=(repeat + number) % len(decoders))
-                if batch in hf_batches:
-                    shared = baselines[batch.start : batch.end]
-                    timings = _hf_generate(target, batch.prompts, [run.baseline[-1] for run in shared], settings)
-                    for run, timing in zip(shared, timings, strict=True):
-                        run.hf_generate.append(timing)
                 advance()
         for again in range(MOST_AGAIN if settings.repeats > 1 else 0):  # one repetition has nothing to be compared with
             for number, batch in enumerate(filter(is_disturbed, batches)):
@@ -214,21 +207,11 @@ def decode(decoder: AnyDecoder, batch: Batch, settings: Settings) -> list[Genera
     return [decoder.generate(prompt.token_ids, generator=generator, tree=tree, **options)]
 
 
-def _hf_generate(
-    target: FrozenTarget, prompts: Sequence[Prompt], ours: Sequence[Generation], settings: Settings
-) -> list[HFRun]:
-    """Runs of transformers' `generate()`; the prompts of a batch share its time by their numbers of tokens.
-
-    Sampled, it draws other tokens than `ours`: it then generates as many, and stops at no stop token before.
-    """
-    counts = [settings.max_new_tokens if settings.sampling.is_greedy else len(generation.token_ids) for generation in ours]
-    limits = {"max_new_tokens": max(counts), "min_new_tokens": 0 if settings.sampling.is_greedy else max(counts)}
-    start = now(target.device)
-    completions = generate(target, [prompt.token_ids for prompt in prompts], sampling=settings.sampling, **limits)
-    seconds = now(target.device) - start
-    kept = [completion[:count] for completion, count in zip(completions, counts, strict=True)]
-    num_tokens = sum(map(len, kept))
-    return [HFRun(token_ids, seconds * len(token_ids) / num_tokens) for token_ids in kept]
+def generate_as_long(target: FrozenTarget, batch: Batch, plain: Sequence[Generation], settings: Settings) -> list[Generation]:
+    """The batch in transformers' `generate()`: sampled, as many tokens as the `plain` generations have."""
+    greedy = settings.sampling.is_greedy
+    counts = [settings.max_new_tokens if greedy else len(generation.token_ids) for generation in plain]
+    return timed_generate(target, [prompt.token_ids for prompt in batch.prompts], counts, sampling=settings.sampling)
 
 
 def prompt_records(
@@ -260,9 +243,7 @@ def prompt_records(
             rounds=tuple(rounds),
             speculative=prompt_timing(run.speculative),
             baseline=prompt_timing(run.baseline),
-            hf_generate=HFGenerate(len(hf[0].token_ids), statistics.median_low(timing.seconds for timing in hf))
-            if hf
-            else None,
+            hf_generate=HFGenerate(len(hf[0].token_ids), prompt_timing(hf).seconds) if hf else None,
             num_in_draft_vocabulary=None if vocabulary is None else sum(token in vocabulary for token in plain),
             batch=run.batch,
             baseline_text=tokenizer.decode(plain, skip_special_tokens=False),

@@ -7,7 +7,7 @@ import torch
 from specdistill.decoding.decoder import Decoder
 from specdistill.decoding.sampling import Sampling
 from specdistill.decoding.tree import DynamicTree, StaticTree
-from specdistill.measurement import losslessness
+from specdistill.measurement import losslessness, reference
 from specdistill.measurement import measure as measuring
 from specdistill.measurement.configurations import Plan, Settings
 from specdistill.measurement.losslessness import greedy_pairs
@@ -61,6 +61,26 @@ def test_a_prompt_with_a_stalled_round_is_decoded_again(target, monkeypatch):
     assert len(runs[1].speculative) > SETTINGS.repeats
     assert records[1].speculative.num_disturbed_rounds >= 1
     assert records[1].speculative.seconds < 0.5
+
+
+def test_a_stall_in_the_library_s_generate_is_found_alike(target, monkeypatch):
+    """Its steps are timed one by one, as rounds are: its speed is compared with that of plain decoding."""
+    put, calls = reference._Clock.put, 0
+
+    def stalling(clock, value):
+        nonlocal calls
+        calls += 1
+        if calls == SETTINGS.max_new_tokens + 5:  # in the second prompt
+            time.sleep(0.5)
+        put(clock, value)
+
+    monkeypatch.setattr(reference._Clock, "put", stalling)
+    proposer = ModelProposer(tiny_target(seed=0).model)
+    runs = measure(target, proposer, PROMPTS, replace(SETTINGS, warmup=0))
+    records = prompt_records("suite", SETTINGS.configuration, target, proposer, runs)
+    assert len(runs[1].hf_generate) == len(runs[1].baseline) > SETTINGS.repeats
+    assert records[1].hf_generate.num_tokens == SETTINGS.max_new_tokens
+    assert records[1].hf_generate.seconds < 0.5 < max(run.seconds for run in runs[1].hf_generate)
 
 
 def test_the_order_alternates_over_prompts_and_repetitions(target, proposer, monkeypatch, simulated_clock):
