@@ -8,9 +8,11 @@ from functools import partial
 
 from specdistill import command
 from specdistill.data.training_data import training_data
+from specdistill.gate.rules import load_gate
 from specdistill.methods.load import create_draft, implementation
 from specdistill.methods.recipe import HeadRecipe, Recipe, check_trainable
 from specdistill.methods.target_record import save_draft
+from specdistill.suites.suite import check_suite
 from specdistill.targets.frozen import FrozenTarget
 from specdistill.training.optimizer import build_optimizer
 from specdistill.training.run import TrainingRun
@@ -19,6 +21,8 @@ from specdistill.training.trainer import DraftTrainer
 
 def main(recipe: HeadRecipe) -> None:
     check_trainable(recipe, "train/eagle.py")
+    check_suite(recipe.eval.suite)  # with the gate it judges the draft later: a mistake in them shows now
+    load_gate(recipe.gate)
     run = TrainingRun.open(recipe, target_dtype=recipe.target.dtype)
     method = implementation(recipe.method)
 

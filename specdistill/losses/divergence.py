@@ -148,7 +148,7 @@ def build_divergence(spec: Any) -> Divergence:
         key = f"{KEY}[{index}]"
         if not isinstance(term, Mapping) or "weight" not in term:
             raise UserError(key, got=repr(term), expected="{name: …, weight: …}, with the options of the divergence if any")
-        divergence = _named(term, key, weight=(float, Field(gt=0, lt=math.inf)))
+        divergence = _named(term, key, weight=(float, Field(gt=0)))
         terms.append((divergence.keywords.pop("weight"), divergence))
 
     def weighted_sum(draft_logits_RW: Tensor, target_probs_RW: Tensor) -> LossSum:

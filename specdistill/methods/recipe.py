@@ -20,7 +20,10 @@ UNREAD = {
     "label_smoothing_factor": "a draft's loss has no labels to smooth",
     "neftune_noise_alpha": "a draft reads the target's features or tokens as they are",
     "push_to_hub": "`hf upload` publishes the finished draft's folder",
-    "use_liger_kernel": "its kernels are for whole models of transformers",
+    **dict.fromkeys(("use_liger_kernel", "liger_kernel_config"), "its kernels are for whole models of transformers"),
+    **dict.fromkeys(("fp16_full_eval", "bf16_full_eval"), "a draft is evaluated as it is trained"),
+    "label_names": "a draft's batches have no labels",
+    **dict.fromkeys(("fsdp", "fsdp_config", "deepspeed", "parallelism_config"), "accelerate_configs/ say how to shard"),
     "resume_from_checkpoint": "an interrupted run resumes when its command is repeated",
 }
 
@@ -84,8 +87,8 @@ class TrainedRecipe(Recipe):
             got = f"{self.train[other]} with optimizer {self.optimizer}"
             raise UserError(f"train.{other}", got=got, expected="no such key, or optimizer=adamw")
         for unread, why in UNREAD.items():
-            if self.train.get(unread):
-                raise UserError(f"train.{unread}", got=self.train[unread], expected=f"no such key: {why}")
+            if (value := self.train.get(unread)) is not None and value is not False:
+                raise UserError(f"train.{unread}", got=value, expected=f"no such key: {why}")
         metric, metrics = self.train.get("metric_for_best_model"), self.metrics()
         if metric is not None and str(metric).removeprefix("eval_") not in metrics:
             close = nearest(str(metric), metrics)

@@ -18,7 +18,7 @@ NonNegative = Annotated[float, Field(ge=0)]
 class Section(BaseModel):
     """A section of a recipe, or the options of a command."""
 
-    model_config: ClassVar[ConfigDict] = ConfigDict(extra="forbid", frozen=True, strict=True)
+    model_config: ClassVar[ConfigDict] = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
     @classmethod
     def schema_for(cls, values: Mapping[str, Any]) -> "type[Section]":

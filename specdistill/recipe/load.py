@@ -132,6 +132,8 @@ def _user_error(schema: type[Section], chosen: type[Section], detail: ErrorDetai
         return UserError(key, got=repr(value), expected=f"{null}a section with keys of its own")
     if isinstance(value, dict) and value:
         return UserError(key, got=f"keys below it ({', '.join(map(str, value))})", expected=kind_of(field))
+    if kind == "finite_number":
+        return UserError(key, got=value, expected=f"{kind_of(field)}, finite")
     is_number = {"ge", "gt", "le", "lt", "multiple_of"} & detail.get("ctx", {}).keys()
     got = str(value) if is_number else f"{value!r} ({'null' if value is None else type(value).__name__})"
     return UserError(key, got=got, expected=kind_of(field))

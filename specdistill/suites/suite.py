@@ -118,6 +118,16 @@ def load_suite(name: str | None, target: str = "pico") -> Suite:
     return Suite(*stated, digest, rows, header.sweep, header.quality)
 
 
+def check_suite(name: str | None) -> None:
+    """Raises UserError for a suite that `load_suite` would refuse. None is not judged, and prompts elsewhere are not fetched: who only
+    wants to know needs no network.
+    """
+    if name is not None:
+        path = _find(name)
+        if path.suffix == ".jsonl" or not _header(path).prompts.startswith(REMOTE):
+            load_suite(name)
+
+
 def tokenize(
     suite: Suite, tokenizer: Any, *, max_new_tokens: int, max_length: int, num_prompts: int | None = None
 ) -> list[Prompt]:
@@ -181,7 +191,7 @@ def evenly(items: Sequence[T], groups: Sequence[Hashable], count: int) -> list[T
     return [items[index] for index in sorted(chosen)]
 
 
-def _find(name: str | None, target: str) -> Path:
+def _find(name: str | None, target: str = "pico") -> Path:
     for candidate in (Path(name), SUITES / f"{name}.yaml") if name else ():
         if candidate.suffix in (".yaml", ".yml", ".jsonl") and candidate.is_file():
             return candidate

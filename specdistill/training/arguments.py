@@ -9,13 +9,13 @@ import dataclasses
 import math
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
 from types import NoneType
-from typing import Any, get_args, get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
 
 import torch
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedType, DynamoBackend
 from transformers import TrainingArguments, get_scheduler
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
@@ -34,8 +34,21 @@ LIMITS: dict[str, Limit] = {
     **dict.fromkeys(("per_device_train_batch_size", "per_device_eval_batch_size"), AT_LEAST_ONE),
     **dict.fromkeys(("gradient_accumulation_steps", "eval_accumulation_steps", "save_total_limit"), AT_LEAST_ONE),
     **dict.fromkeys(("num_train_epochs", "logging_steps", "eval_steps", "save_steps", "adam_epsilon"), ABOVE_ZERO),
-    **dict.fromkeys(("learning_rate", "weight_decay", "max_grad_norm", "seed", "dataloader_num_workers"), NOT_NEGATIVE),
+    **dict.fromkeys(("learning_rate", "weight_decay", "max_grad_norm", "seed"), NOT_NEGATIVE),
+    "dataloader_num_workers": (lambda number: 0 <= number <= 1024, "0 to 1024"),
     **dict.fromkeys(("adam_beta1", "adam_beta2"), DECAY),
+}
+# Names that a field's own definition does not list: trackers, and what compiles.
+NAMES = {
+    "report_to": ["all", "none", *INTEGRATION_TO_CALLBACK],
+    "torch_compile_backend": [backend.value.lower() for backend in DynamoBackend],
+    "torch_compile_mode": ["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"],
+}
+# Fields that are read only where another one is set.
+READ_WITH = {
+    **dict.fromkeys(("dataloader_persistent_workers", "dataloader_multiprocessing_context"), "dataloader_num_workers"),
+    "activation_checkpointing_kwargs": "activation_checkpointing",
+    "gradient_checkpointing_kwargs": "gradient_checkpointing",
 }
 
 
@@ -45,14 +58,17 @@ def training_arguments(train: Mapping[str, Any], **defaults: Any) -> TrainingArg
     Raises UserError for unknown or mistyped fields, and for a launch whose processes would each train alone.
     """
     hints = get_type_hints(TrainingArguments)
-    known = [entry.name for entry in dataclasses.fields(TrainingArguments) if entry.init]
+    known = {entry.name: entry.metadata for entry in dataclasses.fields(TrainingArguments) if entry.init}
     fields = dict(defaults)
     for name, value in train.items():
         if name not in known:
             close = f"train.{near}" if (near := nearest(name, known)) else None
             expected = "a field of transformers.TrainingArguments"
             raise UserError(f"train.{name}", got="an unknown key", expected=expected, nearest=close)
-        fields[name] = _checked(name, value, hints[name])
+        fields[name] = _checked(name, value, hints[name], NAMES.get(name) or known[name].get("choices"))
+    for name, other in READ_WITH.items():
+        if fields.get(name) and not fields.get(other):
+            raise UserError(f"train.{name}", got=fields[name], expected=f"no such key without train.{other}")
     if fields.get("output_dir") is None:
         raise UserError("train.output_dir", got="nothing", expected="a folder")
     try:
@@ -62,6 +78,9 @@ def training_arguments(train: Mapping[str, Any], **defaults: Any) -> TrainingArg
     precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     if launched_with("DEEPSPEED") and precision != "no":
         setattr(arguments, precision, True)  # the Trainer has read it; DeepSpeed refuses arguments that do not name it
+    if arguments.mixed_precision == "fp16" and arguments.device.type == "cpu":
+        expected = "train.bf16=true, or neither: accelerate would train in float32 and not say so"
+        raise UserError("train.fp16", got="float16 on a CPU", expected=expected)
     _check_trackers_and_schedule(arguments)
     _join_processes(arguments)
     return arguments
@@ -69,8 +88,7 @@ def training_arguments(train: Mapping[str, Any], **defaults: Any) -> TrainingArg
 
 def check_precision(arguments: TrainingArguments, target_dtype: str) -> None:
     """Raises UserError for a 16-bit target whose features a float32 draft could not read: that takes mixed precision."""
-    mixed = arguments.bf16 or arguments.fp16 or os.environ.get("ACCELERATE_MIXED_PRECISION", "no") != "no"
-    if target_dtype != "float32" and not mixed:
+    if target_dtype != "float32" and arguments.mixed_precision == "no":
         raise UserError("train.bf16", got=f"false with target.dtype={target_dtype}", expected="true, or train.fp16=true")
 
 
@@ -140,23 +158,28 @@ def launched_with(sharding: str) -> bool:
     return os.environ.get(f"ACCELERATE_USE_{sharding}", "false").lower() == "true"
 
 
-def _checked(name: str, value: Any, hint: Any) -> Any:
-    """The value, if it fits a field of a simple type or with a set of names; other fields are left to TrainingArguments."""
+def _checked(name: str, value: Any, hint: Any, choices: Iterable[str] | None) -> Any:
+    """The value, if it is of a type that the field has, one of its names, and a number within its limits.
+
+    What may be a mapping must be one: a file of its own would be no part of the recipe.
+    """
     accepted = set(get_args(hint)) or {hint}
-    names = [member.value for kind in accepted if isinstance(kind, type) and issubclass(kind, Enum) for member in kind]
-    if name == "report_to":
-        names = ["all", "none", *INTEGRATION_TO_CALLBACK]
+    kinds = {kind for entry in accepted if isinstance(kind := get_origin(entry) or entry, type)}
+    kinds -= {str} if dict in kinds else set()
+    members = accepted.union(*map(get_args, accepted))
+    enums = [kind for kind in members if isinstance(kind, type) and issubclass(kind, Enum)]
+    names = [*(choices or ()), *(member.value for kind in enums for member in kind)]
+    if value is None and NoneType in kinds and name != "report_to":  # there null would be a tracker of that name
+        return value
     if names:
         value = "no" if value is False and "no" in names else value  # YAML reads an unquoted no as false
         for item in value if isinstance(value, list) else [value]:
             if item not in names:
                 close = nearest(str(item), names)
                 raise UserError(f"train.{name}", got=repr(item), expected=f"one of {', '.join(names)}", nearest=close)
-    elif accepted <= {int, float, bool, str, NoneType} and type(value) not in accepted | (
-        {int} if float in accepted else set()
-    ):
-        kinds = sorted("null" if kind is NoneType else kind.__name__ for kind in accepted)
-        raise UserError(f"train.{name}", got=f"{value!r} ({type(value).__name__})", expected=" or ".join(kinds))
+    elif type(value) not in kinds | ({int} if float in kinds else set()):
+        known = sorted({NoneType: "null", dict: "mapping"}.get(kind, kind.__name__) for kind in kinds)
+        raise UserError(f"train.{name}", got=f"{value!r} ({type(value).__name__})", expected=" or ".join(known))
     elif isinstance(value, int | float):
         holds, expected = LIMITS.get(name, (math.isfinite, "a finite number"))
         if not (math.isfinite(value) and holds(value)):

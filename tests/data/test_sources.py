@@ -1,6 +1,7 @@
 """Sources: every form of a row becomes a text or a conversation; what cannot be used is named."""
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -119,6 +120,8 @@ def test_a_list_of_sources_with_weights(tmp_path: Path) -> None:
             r"data.source\[0\].wieght: got an unknown key, .*; did you mean data.source.0..weight\?",
         ),
         ([{"source": "pico", "weight": 0}], r"data.source\[0\].weight: got 0, expected float, above 0"),
+        ([{"source": "pico", "weight": math.inf}], r"data.source\[0\].weight: got inf, expected float, above 0, finite"),
+        ([{"source": "pico", "weight": math.nan}], r"data.source\[0\].weight: got nan, expected float, above 0, finite"),
         ([{"source": "missing.json"}], r"data.source\[0\].source: got missing.json, which does not exist"),
     ],
 )

@@ -169,7 +169,16 @@ def test_what_a_recipe_leaves_to_be_given_is_not_filled_by_a_default():
         ("method=eagle4", "method: got 'eagle4', expected one of eagle3, eagle, mtp, draft_model, ngram; did you mean eagle"),
         ("eval.num_speculative_tokens=0", "eval.num_speculative_tokens: got 0, expected int, at least 1"),
         ("eval.temperature=-0.5", "eval.temperature: got -0.5, expected float, at least 0"),
-        ("eval.temperature=.nan", "eval.temperature: got nan, expected float, at least 0"),
+        ("eval.temperature=.nan", "eval.temperature: got nan, expected float, at least 0, finite"),
+        (
+            "eval.target_precision=.nan",
+            "eval.target_precision: got nan, expected float or null, at least 0.0001, at most 1, finite",
+        ),
+        ("eval.max_minutes=.inf", "eval.max_minutes: got inf, expected float or null, above 0, finite"),
+        (
+            "data.regenerate.temperatures=[.inf]",
+            "data.regenerate.temperatures[0]: got inf, expected list of float, at least 0, finite",
+        ),
         ("eval.top_p=1.5", "eval.top_p: got 1.5, expected float, at least 0.01, at most 1"),
         ("data.regenerate.temperatures=[0,-1]", "data.regenerate.temperatures[1]: got -1, expected list of float, at least 0"),
         ("eval.tree=4", "eval.tree: got 4, expected null or a section with keys of its own"),

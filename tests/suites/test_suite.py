@@ -8,7 +8,7 @@ from specdistill.errors import UserError
 from specdistill.pico.corpus import CHAT_TEMPLATE, split_of
 from specdistill.project import SUITES
 from specdistill.recipe.sections import SweepConfig
-from specdistill.suites.suite import REMOTE, cut_prompts, evenly, load_suite, tokenize
+from specdistill.suites.suite import REMOTE, check_suite, cut_prompts, evenly, load_suite, tokenize
 from tests.tiny import tiny_tokenizer
 
 
@@ -49,6 +49,17 @@ def test_a_jsonl_file_is_a_suite_named_by_its_content(tmp_path):
     assert suite.name == "stories"
     assert suite.version == hashlib.sha256(path.read_bytes()).hexdigest()[:12]
     assert [(row.id, row.category) for row in suite.rows] == [("1", "default"), ("2", "default")]
+
+
+def test_what_training_will_be_judged_by_is_checked_without_a_network(tmp_path):
+    for name in (None, "pico", "mt-bench"):  # whose prompts are on the web
+        check_suite(name)
+    wrong = {"pico-shrt": "did you mean pico-short?", "nowhere.jsonl": "expected one of"}
+    wrong[str(write_jsonl(tmp_path / "rows.jsonl", [{"promt": "ab"}]))] = "did you mean prompt?"
+    wrong[str(write_suite(tmp_path, [{"prompt": "ab"}], sha256="0" * 64))] = "with sha256"
+    for name, said in wrong.items():
+        with pytest.raises(UserError, match=rf"^eval\.suite: .*{said.replace('?', '[?]')}"):
+            check_suite(name)
 
 
 def test_the_three_kinds_of_prompts(tmp_path):

@@ -129,7 +129,11 @@ def test_an_existing_model_and_a_reference_that_chooses_tokens(
         ("draft.init=scratch draft.head_dim=7", "draft.head_dim"),
         ("train.metric_for_best_model=accuracy_1", "train.metric_for_best_model"),
         ("train.use_liger_kernel=true", "train.use_liger_kernel"),
-        ("train.accelerator_config=nowhere.json", "train"),
+        ("train.accelerator_config=nowhere.json", "train.accelerator_config"),
+        ("train.deepspeed=zero3.json", "train.deepspeed"),
+        ("draft.lora.rank=65", "draft.lora.rank"),
+        ("eval.suite=nowhere.jsonl", "eval.suite"),
+        ("gate=README.md", "gate"),
     ],
 )
 def test_wrong_input_is_one_line_and_leaves_nothing(

@@ -62,6 +62,22 @@ def test_trackers_by_name(tmp_path: Path, given: str | list[str]):
         ({"learning_rate": float("nan")}, "train.learning_rate: got nan, expected at least 0"),
         ({"warmup_steps": float("inf")}, "train.warmup_steps: got inf, expected a finite number"),
         ({"save_steps": 0}, "train.save_steps: got 0, expected above 0"),
+        ({"dataloader_num_workers": 10**9}, "train.dataloader_num_workers: got 1000000000, expected 0 to 1024"),
+        (
+            {"dataloader_persistent_workers": True},
+            "train.dataloader_persistent_workers: got True, expected no such key without",
+        ),
+        (
+            {"activation_checkpointing_kwargs": {"use_reentrant": True}},
+            "train.activation_checkpointing_kwargs: got {.*}, expected no",
+        ),
+        ({"parallelism_config": "x"}, "train.parallelism_config: got 'x' (str), expected ParallelismConfig or null"),
+        ({"accelerator_config": 0}, "train.accelerator_config: got 0 (int), expected mapping or null"),  # a file descriptor
+        ({"lr_scheduler_kwargs": "x"}, "train.lr_scheduler_kwargs: got 'x' (str), expected mapping or null"),
+        ({"log_level": "warn"}, "train.log_level: got 'warn', expected one of .*; did you mean warning?"),
+        ({"debug": 1}, "train.debug: got 1, expected one of underflow_overflow, "),
+        ({"torch_compile_mode": "x"}, "train.torch_compile_mode: got 'x', expected one of default, "),
+        ({"torch_compile_backend": "inductr"}, "train.torch_compile_backend: got 'inductr', .*; did you mean inductor?"),
         ({"adam_beta2": 1}, "train.adam_beta2: got 1, expected at least 0 and below 1"),
         ({"max_steps": 0}, "train.max_steps: got 0, expected at least 1, or -1 for train.num_train_epochs"),
         (

@@ -100,10 +100,12 @@ def with_lora(
 ) -> PreTrainedModel | peft.PeftModel:
     """Freeze the draft and give its linear layers updates B A x * alpha / rank, zero at first; rank 0 gives the draft as it is.
 
-    Raises UserError when `target_modules` are no linear layers of the draft.
+    Raises UserError when `target_modules` are no linear layers of the draft, and for a rank beyond that of its matrices.
     """
     if rank == 0:
         return draft
+    if rank > (most := draft.config.get_text_config().hidden_size):
+        raise UserError("draft.lora.rank", got=rank, expected=f"at most {most}, the rank of the draft's own matrices")
     modules: str | list[str] = "all-linear" if target_modules is None else target_modules
     config = peft.LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules=modules, task_type="CAUSAL_LM")
     try:
