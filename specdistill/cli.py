@@ -14,6 +14,7 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from itertools import compress
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -23,6 +24,7 @@ import specdistill
 from specdistill.command import NO_SHORTHANDS, print_help, spell_out
 from specdistill.engines import engines_with
 from specdistill.errors import ExitCode, ResourceError, UserError, explain, nearest
+from specdistill.launch import LaunchOptions, launch
 from specdistill.methods import METHODS
 from specdistill.methods.recipe import DEFAULT_METHOD, Recipe, TrainedRecipe, eval_keys_of_methods, options_by_method
 from specdistill.project import PICO, ROOT
@@ -121,7 +123,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"specdistill {specdistill.__version__}")
         return ExitCode.DONE
     if verb in OPTIONS and HELP & set(rest):
-        print_help(f"specdistill {verb}: {VERBS[verb].__doc__}", *OPTIONS[verb])
+        schema, shorthands = OPTIONS[verb]
+        print_help(f"specdistill {verb}: {VERBS[verb].__doc__}", schema, shorthands=shorthands)
         return ExitCode.DONE
     try:
         if verb not in VERBS:
@@ -133,19 +136,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def train(arguments: list[str]) -> int:
-    """train a draft on a recipe (one process; `accelerate launch train/….py` for more), or a target of its own"""
+    """train a draft on a recipe, or a target of its own; launch=… in several processes, as `accelerate launch train/….py` does"""
+    is_launch = [argument.partition("=")[0] in LaunchOptions.model_fields for argument in arguments]
+    options = load_recipe(LaunchOptions, list(compress(arguments, is_launch)))
+    arguments = [argument for argument, of_launch in zip(arguments, is_launch, strict=True) if not of_launch]
     keys = _keys(arguments)
     schema = _schema_of(keys)
     method = METHODS.get(str(merged(keys).get("method", DEFAULT_METHOD)))
     script = "train/target.py" if schema is TargetRecipe else (method and method.script) or "train/eagle.py"
     if HELP & set(arguments):
         introduction = ast.get_docstring(ast.parse((ROOT / script).read_text(encoding="utf-8")))  # not imported: it needs torch
-        print_help(introduction or "", schema)
+        print_help(introduction or "", schema, LaunchOptions)
         return ExitCode.DONE
     if schema is Recipe and method and method.script is None:
         trained = [name for name, row in METHODS.items() if row.script]
         raise UserError("method", got="one that needs no training", expected=" or ".join(trained))
     load_recipe(schema, keys)
+    if options.launch is not None:
+        return launch(ROOT / script, arguments, options)
     return _run_script(script, arguments)
 
 

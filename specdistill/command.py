@@ -3,6 +3,7 @@
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
 from typing import TypeVar
@@ -34,7 +35,7 @@ def run(
     """
     arguments = sys.argv[1:] if arguments is None else arguments
     if {"-h", "--help"} & set(arguments):
-        print_help(main.__globals__.get("__doc__") or "", schema, shorthands)
+        print_help(main.__globals__.get("__doc__") or "", schema, shorthands=shorthands)
         return ExitCode.DONE
     hide_bars_of_transformers()
     try:
@@ -49,10 +50,10 @@ def run(
         return explain(full, debug="debug=true" in arguments)
 
 
-def print_help(introduction: str, schema: type[Section], shorthands: Mapping[str, str] = NO_SHORTHANDS) -> None:
+def print_help(introduction: str, *schemas: type[Section], shorthands: Mapping[str, str] = NO_SHORTHANDS) -> None:
     """The command's docstring, then its keys with type, default and meaning."""
     print(introduction.strip(), "\n\nKeys (key=value):")
-    for key, kind, default, meaning in describe(schema):
+    for key, kind, default, meaning in chain.from_iterable(map(describe, schemas)):
         print(f"  {key:34} {meaning} [{kind}; default {default}]")
     for short, key in shorthands.items():
         print(f"  {short:34} short for {key}")

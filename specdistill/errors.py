@@ -1,10 +1,14 @@
 """What a command says when it cannot do what was asked, and the exit code it leaves."""
 
 import difflib
+import os
 import sys
+import time
 import traceback
 from collections.abc import Iterable
 from enum import IntEnum
+
+SECONDS_APART = 2.0  # a launcher ends the other processes well before that
 
 
 class ExitCode(IntEnum):
@@ -35,7 +39,12 @@ class ResourceError(Exception):
 
 
 def explain(error: UserError | ResourceError, *, debug: bool = False) -> ExitCode:
-    """Say on stderr, in one line, what went wrong (with the traceback when debugging); returns the exit code that goes with it."""
+    """Say on stderr, in one line, what went wrong (with the traceback when debugging); returns the exit code that goes with it.
+
+    What all processes of a launch find alike, the first on each machine says: its launcher ends the others before they do.
+    """
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        time.sleep(SECONDS_APART)
     if debug:
         traceback.print_exception(error)
     print(f"error: {error}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Where the files beside the library are: recipes, suites, gates, metric modules and the scripts themselves.
+"""Where the files beside the library are: recipes, launch configurations, suites, gates, metric modules and the scripts themselves.
 
 In a checkout they stand at the repository's root; a wheel carries them under `specdistill/_project`.
 """
@@ -9,6 +9,7 @@ from pathlib import Path
 _PACKAGE = Path(__file__).parent
 ROOT = _PACKAGE / "_project" if (_PACKAGE / "_project").is_dir() else _PACKAGE.parent
 RECIPES = ROOT / "recipes"
+LAUNCHES = ROOT / "accelerate_configs"
 SUITES = ROOT / "eval" / "suites"
 GATES = ROOT / "eval" / "gates"
 METRICS = ROOT / "eval" / "metrics"

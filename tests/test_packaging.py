@@ -1,5 +1,6 @@
 """What is shipped and how it is set up: the wheel, the pins, and the commands that people and CI run."""
 
+import json
 import os
 import re
 import subprocess
@@ -48,19 +49,28 @@ def test_wheel_holds_the_package_and_nothing_else(wheel: Path):
 
 def test_wheel_carries_recipes_scripts_suites_and_assets(wheel: Path):
     names = set(zipfile.ZipFile(wheel).namelist())
-    beside = in_repository("recipes", ".yaml") | in_repository("train", ".py") | in_repository("eval", ".py", ".yaml", ".jsonl")
+    beside = in_repository("recipes", ".yaml") | in_repository("accelerate_configs", ".yaml") | in_repository("train", ".py")
+    beside |= in_repository("eval", ".py", ".yaml", ".jsonl")
     assert {f"specdistill/_project/{name}" for name in beside} <= names
     assert in_repository("specdistill", ".py", ".json", ".html", ".css", ".js", ".jinja", ".j2", ".md", ".safetensors") <= names
 
 
-def test_wheel_works_from_an_empty_folder(wheel: Path, tmp_path: Path, in_empty_folder: Path):
-    site = tmp_path / "site"
-    zipfile.ZipFile(wheel).extractall(site)
+@pytest.fixture(scope="module")
+def site(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The package as pip puts it beside others."""
+    folder = tmp_path_factory.mktemp("site")
+    zipfile.ZipFile(wheel).extractall(folder)
+    return folder
 
+
+def installed(site: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "specdistill", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": str(site)})
+
+
+def test_wheel_works_from_an_empty_folder(site: Path, in_empty_folder: Path):
     def specdistill(*arguments: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "specdistill", *arguments]
-        environment = {**os.environ, "PYTHONPATH": str(site)}
-        return subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+        return installed(site, *arguments)
 
     assert specdistill("--version").stdout == f"specdistill {__version__}\n"
     assert specdistill("path", "pico").stdout == f"{site / 'specdistill' / 'assets' / 'pico'}\n"
@@ -68,6 +78,27 @@ def test_wheel_works_from_an_empty_folder(wheel: Path, tmp_path: Path, in_empty_
     mistake = specdistill("train", "recipe=pico/eagle3", "draft.layers=1")
     assert mistake.returncode == 2
     assert mistake.stderr.startswith("error: draft.layers: got an unknown key")
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_wheel_trains_in_two_processes_from_an_empty_folder(site: Path, in_empty_folder: Path):
+    rows = [{"text": f"def add_{number}(a, b):\n    return a + b + {number}\n"} for number in range(8)]
+    Path("rows.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    keys = ["data.source=rows.jsonl", "data.regenerate=null", "data.max_length=32", "draft.ttt_steps=1", "train.max_steps=1"]
+    result = installed(site, "train", "recipe=pico/eagle3", "launch=ddp", "num_processes=2", "train.output_dir=run", *keys)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith(
+        f"$ accelerate launch --config_file={site}/specdistill/_project/accelerate_configs/ddp.yaml "
+    )
+    script, *_ = json.loads(Path("run/run/provenance.json").read_text(encoding="utf-8"))["command"]
+    assert script == f"{site}/specdistill/_project/train/eagle.py"
+    assert Path("run/draft/model.safetensors").is_file()
+    # What every process finds is said once, and its exit code is the launch's.
+    again = installed(site, "train", "recipe=pico/eagle3", "launch=ddp", "num_processes=2", "train.output_dir=run", *keys)
+    assert again.returncode == 2
+    said = "error: train.output_dir: got run, which holds a finished run, expected a new folder, or an interrupted run"
+    assert re.findall("error: .*", again.stderr) == [said]
 
 
 def pins() -> dict[str, str]:

@@ -1,0 +1,141 @@
+"""`specdistill train … launch=NAME`: the script in several processes, started by accelerate's own launcher.
+
+A name is a file of `accelerate_configs/`, which the wheel carries. What is refused here would otherwise start processes that fail one by
+one, or wait for each other. The exit code is that of the process that failed first; signals reach the processes.
+"""
+
+import logging
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from specdistill.errors import ExitCode, ResourceError, UserError, nearest, one_line
+from specdistill.project import LAUNCHES
+from specdistill.recipe.fields import ReadWhen, Section, option
+
+LAUNCHED = ReadWhen("with launch=…", lambda it: it.launch is not None)
+OF_ACCELERATE = ("num_processes", "num_machines", "machine_rank", "main_process_ip", "main_process_port")
+
+
+class LaunchOptions(Section):
+    launch: str | None = option(
+        None, "start it with accelerate: a name under accelerate_configs/, or a YAML file; null: in this process"
+    )
+    num_processes: int | None = option(
+        None, "of all machines together, one for each GPU; null: the configuration's", ge=1, read_when=LAUNCHED
+    )
+    num_machines: int | None = option(None, "null: the configuration's", ge=1, read_when=LAUNCHED)
+    machine_rank: int | None = option(None, "of several machines this one, from 0", ge=0, read_when=LAUNCHED)
+    main_process_ip: str | None = option(None, "of several machines the address of machine 0", read_when=LAUNCHED)
+    main_process_port: int | None = option(
+        None, "through which several machines meet; null: the configuration's", ge=1, le=65535, read_when=LAUNCHED
+    )
+
+
+def launch(script: Path, arguments: Sequence[str], options: LaunchOptions) -> int:
+    """Run `accelerate launch`; returns the exit code. Raises UserError for what cannot be started, ResourceError for a killed process."""
+    from accelerate.commands.launch import launch_command, launch_command_parser  # here, and not above: these import torch
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    configuration = find_configuration(str(options.launch))
+    given = {name: value for name in OF_ACCELERATE if (value := getattr(options, name)) is not None}
+    launching = _checked(configuration, given)
+    flags = [f"--config_file={configuration}", *(f"--{name}={value}" for name, value in launching.items())]
+    command = [*flags, str(script), *arguments]
+    print(f"$ accelerate launch {shlex.join(command)}", flush=True)
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # what it would say is said below
+    # To a single process accelerate forwards nothing, and a terminal interrupts it directly; for several torch sets handlers of its own.
+    signal.signal(signal.SIGTERM, _forward)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        launch_command(launch_command_parser().parse_args(command))
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        return _exit_code(failure.exitcode, f"process {rank}")
+    except subprocess.CalledProcessError as error:
+        return _exit_code(error.returncode, "the process")
+    except SignalException as error:
+        return 128 + error.sigval
+    return ExitCode.DONE
+
+
+def find_configuration(name: str) -> Path:
+    """A launch configuration's path: the path itself, or a name under `accelerate_configs/` without the ending."""
+    for candidate in (Path(name), LAUNCHES / f"{name}.yaml"):
+        if candidate.is_file():
+            return candidate
+    known = sorted(path.stem for path in LAUNCHES.glob("*.yaml"))
+    expected = f"a YAML file of accelerate, or one of {', '.join(known)}"
+    raise UserError("launch", got=repr(name), expected=expected, nearest=nearest(name, known))
+
+
+def check_devices(num_processes: int, key: str) -> None:
+    """Raises UserError for more processes on this machine than it has GPUs; without one, says when they have to share its cores."""
+    import torch
+
+    devices, cores = torch.cuda.device_count(), len(os.sched_getaffinity(0))
+    if 0 < devices < num_processes:
+        got = f"{num_processes} processes on a machine with {devices} GPU{'s' * (devices > 1)}"
+        raise UserError(key, got=got, expected=f"at most {devices} on each machine")
+    if devices == 0 and num_processes > cores:
+        print(f"warning: {num_processes} processes share {cores} CPU core{'s' * (cores > 1)}", file=sys.stderr)
+
+
+def _checked(configuration: Path, given: dict[str, Any]) -> dict[str, Any]:
+    """What accelerate is told beside its configuration. Raises UserError for processes that cannot start, or could not meet."""
+    from accelerate.commands.config.config_args import load_config_from_file
+    from accelerate.utils import DistributedType, is_deepspeed_available, is_port_in_use
+
+    try:
+        settings = load_config_from_file(str(configuration))
+    except (ValueError, TypeError, KeyError) as error:
+        raise UserError(
+            "launch", got=f"{configuration} ({one_line(str(error))})", expected="a configuration of accelerate"
+        ) from error
+    if settings.distributed_type == DistributedType.DEEPSPEED and not is_deepspeed_available():
+        expected = "DeepSpeed beside torch: DS_BUILD_OPS=0 pip install --no-build-isolation deepspeed"
+        raise UserError("launch", got=f"{configuration.stem} without DeepSpeed", expected=expected)
+    processes, machines = (given.get(name, getattr(settings, name)) for name in ("num_processes", "num_machines"))
+    if processes % machines:
+        raise UserError("num_processes", got=f"{processes} on {machines} machines", expected="as many on each machine")
+    check_devices(processes // machines, "num_processes")
+    if machines == 1:
+        refused = next((name for name in ("machine_rank", "main_process_ip") if name in given), None)
+        if refused:
+            raise UserError(refused, got=given[refused], expected="no such key, or num_machines above 1")
+        given = {"main_process_port": 0, **given}  # any that is free
+    for name in ("machine_rank", "main_process_ip") if machines > 1 else ():
+        if name not in given:
+            what = LaunchOptions.model_fields[name].description
+            raise UserError(name, got=f"nothing with {machines} machines", expected=f"a value ({what})")
+    if given.get("machine_rank", 0) >= machines:
+        raise UserError("machine_rank", got=given["machine_rank"], expected=f"below {machines}, the number of machines")
+    port = given.get("main_process_port", settings.main_process_port)
+    if port and given.get("machine_rank", 0) == 0 and is_port_in_use(port):
+        expected = "a free port, the same on every machine"
+        raise UserError("main_process_port", got=f"{port}, which another program on this machine uses", expected=expected)
+    return given
+
+
+def _exit_code(code: int, process: str) -> int:
+    if code >= 0:
+        return code
+    killed = f"{process} was killed by {signal.Signals(-code).name}"
+    raise ResourceError(
+        killed, next_step="the same command resumes from the newest checkpoint; SIGKILL mostly means: free memory"
+    )
+
+
+def _forward(number: int, _frame: FrameType | None) -> None:
+    """Pass a signal on to the processes that this one has started."""
+    import psutil
+
+    for child in psutil.Process().children():
+        child.send_signal(number)

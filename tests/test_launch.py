@@ -1,0 +1,140 @@
+"""`specdistill train launch=…`: accelerate starts the processes, and what they leave comes back; what could not start is one line."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from specdistill.cli import main
+from specdistill.launch import check_devices
+from specdistill.project import ROOT
+
+# Run by the processes of a launch: says which one it is, then ends as it is told to.
+PROCESS = """
+import os, signal, sys, time
+folder, end = sys.argv[1:]
+rank = os.environ.get("RANK", "0")
+def leave(number, frame):
+    open(f"{folder}/{rank}-signal-{number}", "w").close()
+    sys.exit(0)
+signal.signal(signal.SIGTERM, leave)
+open(f"{folder}/{rank}-of-{os.environ.get('WORLD_SIZE', '1')}", "w").close()
+if end == "code" and rank == "1":
+    sys.exit(3)
+if end == "killed" and rank == "0":
+    os.kill(os.getpid(), signal.SIGKILL)
+time.sleep(60)
+"""
+
+
+def start(folder: Path, end: str, *keys: str) -> subprocess.Popen[str]:
+    (folder / "process.py").write_text(PROCESS, encoding="utf-8")
+    call = (
+        "import sys; from pathlib import Path; from specdistill.launch import *; from specdistill.recipe.load import load_recipe; "
+        f"sys.exit(launch(Path({str(folder / 'process.py')!r}), [{str(folder)!r}, {end!r}], load_recipe(LaunchOptions, {list(keys)})))"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.Popen([sys.executable, "-c", call], env=environment, text=True, stderr=subprocess.PIPE)
+
+
+def left_by(folder: Path) -> set[str]:
+    return {path.name for path in folder.glob("[0-9]-*")}
+
+
+@pytest.mark.distributed
+def test_the_exit_code_is_that_of_the_process_that_failed(tmp_path: Path) -> None:
+    run = start(tmp_path, "code", "launch=ddp", "num_processes=2")
+    _, said = run.communicate(timeout=60)
+    assert run.returncode == 3
+    assert said == ""
+    assert {"0-of-2", "1-of-2"} <= left_by(tmp_path)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("keys", "code"), [(["launch=cpu"], 0), (["launch=ddp", "num_processes=2"], 128 + signal.SIGTERM)])
+def test_a_signal_reaches_every_process(keys: list[str], code: int, tmp_path: Path) -> None:
+    run = start(tmp_path, "signal", *keys)
+    started = {"0-of-1"} if len(keys) == 1 else {"0-of-2", "1-of-2"}
+    for _ in range(600):
+        if left_by(tmp_path) >= started:
+            break
+        time.sleep(0.1)
+    run.send_signal(signal.SIGTERM)
+    run.communicate(timeout=60)
+    assert run.returncode == code
+    assert left_by(tmp_path) - started == {name[0] + "-signal-15" for name in started}
+
+
+@pytest.mark.distributed
+def test_a_killed_process_is_named(tmp_path: Path) -> None:
+    run = start(tmp_path, "killed", "launch=cpu")
+    _, said = run.communicate(timeout=60)
+    assert run.returncode == 1 and "ResourceError: the process was killed by SIGKILL; the same command resumes" in said
+
+
+@pytest.fixture
+def used_port() -> int:
+    import socket
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        yield taken.getsockname()[1]
+
+
+TWO = ["launch=ddp_multinode", "num_processes=2"]
+FIRST = [*TWO, "machine_rank=0", "main_process_ip=127.0.0.1"]
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        (["launch=zero"], "launch: got 'zero', expected a YAML file of accelerate, or one of cpu, "),
+        (["num_processes=2"], "num_processes: got 2, expected null: it is read only with launch=…"),
+        (["launch=ddp", "num_processes=0"], "num_processes: got 0, expected int or null, at least 1"),
+        (["launch=ddp", "machine_rank=1"], "machine_rank: got 1, expected no such key, or num_machines above 1"),
+        (["launch=ddp_multinode", "num_processes=3"], "num_processes: got 3 on 2 machines, expected as many on each machine"),
+        (TWO, "machine_rank: got nothing with 2 machines, expected a value (of several machines this one, from 0)"),
+        ([*TWO, "machine_rank=1"], "main_process_ip: got nothing with 2 machines, expected a value ("),
+        ([*TWO, "machine_rank=2", "main_process_ip=a"], "machine_rank: got 2, expected below 2, the number of machines"),
+        ([*FIRST, "main_process_port={used}"], "main_process_port: got {used}, which another program on this machine uses"),
+        (
+            ["launch=ddp", "main_process_port={used}"],
+            "main_process_port: got {used}, which another program on this machine uses",
+        ),
+        (["launch={yaml}"], "launch: got {yaml} (The config file at {yaml} had unknown keys (['processes'])"),
+    ],
+)
+def test_what_cannot_start_is_one_line(
+    keys: list[str], said: str, used_port: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("distributed_type: MULTI_GPU\nprocesses: 2\n", encoding="utf-8")
+    values = {"used": used_port, "yaml": file}
+    arguments = ["recipe=pico/eagle3", *(key.format(**values) for key in keys)]
+    assert main(["train", *arguments]) == 2
+    output = capsys.readouterr()
+    assert output.out == "" and output.err.count("\n") == 1
+    assert said.format(**values) in output.err
+
+
+def test_more_processes_than_gpus_are_refused(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert main(["train", "recipe=pico/eagle3", "launch=ddp", "num_processes=8"]) == 2
+    expected = "num_processes: got 8 processes on a machine with 2 GPUs, expected at most 2 on each machine"
+    assert expected in capsys.readouterr().err
+    check_devices(2, "num_processes")
+
+
+def test_more_processes_than_cores_are_a_warning(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
+    check_devices(2, "num_processes")
+    assert capsys.readouterr().err == ""
+    check_devices(3, "num_processes")
+    assert capsys.readouterr().err == "warning: 3 processes share 2 CPU cores\n"
