@@ -36,7 +36,11 @@ def main(recipe: DraftModelRecipe) -> None:
     draft = create_draft(recipe, target, train_set)
     objective = method.objective(draft, recipe, target)
     run.record(
-        target=target.name, target_revision=target.revision, data_fingerprint=train_set._fingerprint, rows=len(train_set)
+        target=target.name,
+        target_revision=target.revision,
+        target_weights=target.identity.weights,
+        data_fingerprint=train_set._fingerprint,
+        rows=len(train_set),
     )
 
     # Train, some of it on what the draft generates, and save the best

@@ -34,7 +34,11 @@ def main(recipe: HeadRecipe) -> None:
     draft = create_draft(recipe, target, train_set)
     objective = method.objective(draft, recipe, target)
     run.record(
-        target=target.name, target_revision=target.revision, data_fingerprint=train_set._fingerprint, rows=len(train_set)
+        target=target.name,
+        target_revision=target.revision,
+        target_weights=target.identity.weights,
+        data_fingerprint=train_set._fingerprint,
+        rows=len(train_set),
     )
 
     # Train, and save the best

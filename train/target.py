@@ -9,13 +9,14 @@ from pathlib import Path
 
 import torch
 from datasets import Dataset, IterableDataset
-from transformers import AutoModelForCausalLM, LlamaForCausalLM, Trainer
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from specdistill import command
 from specdistill.pico.card import write_card
 from specdistill.pico.corpus import curriculum, documents, llama_config, standard_library, token_stream, train_tokenizer
 from specdistill.recipe.sections import TargetRecipe
 from specdistill.training.optimizer import MuonAdamW
+from specdistill.training.resumable import ResumableTrainer
 from specdistill.training.run import TrainingRun
 
 
@@ -43,7 +44,7 @@ def main(recipe: TargetRecipe) -> None:
     model.compile(dynamic=False)
 
     # Train
-    trainer = Trainer(
+    trainer = ResumableTrainer(
         model,
         arguments,
         train_dataset=train_set,

@@ -24,6 +24,7 @@ UNREAD = {
     **dict.fromkeys(("fp16_full_eval", "bf16_full_eval"), "a draft is evaluated as it is trained"),
     "label_names": "a draft's batches have no labels",
     **dict.fromkeys(("fsdp", "fsdp_config", "deepspeed", "parallelism_config"), "accelerate_configs/ say how to shard"),
+    **dict.fromkeys(("save_only_model", "ignore_data_skip"), "an interrupted run resumes to the same draft"),
     "resume_from_checkpoint": "an interrupted run resumes when its command is repeated",
 }
 

@@ -5,69 +5,87 @@ revision, data fingerprint), which is written before the first step.
 """
 
 import json
+import os
+import shutil
 import sys
+import time
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from transformers import PrinterCallback, Trainer, TrainingArguments, set_seed
+import yaml
+from accelerate.utils import gather_object
+from transformers import PrinterCallback, TrainingArguments, set_seed
 
 from specdistill.command import check_writable
 from specdistill.errors import UserError
 from specdistill.project import git_revision
 from specdistill.recipe.load import recipe_yaml, save_recipe
 from specdistill.training.arguments import check_precision, training_arguments
+from specdistill.training.checkpoints import ASIDE, check_launch, check_shapes, checkpoint, saving, whole_steps
 from specdistill.training.history import ProgressLines, save_history
+from specdistill.training.resumable import ResumableTrainer
 from specdistill.training.trainer import DraftTrainer
 
 PACKAGES = ("specdistill", "torch", "transformers", "accelerate", "datasets", "tokenizers", "safetensors")
+RECIPE, PROVENANCE = "recipe.yaml", "provenance.json"
+SEEN_WITHIN = 60.0  # seconds in which a network file system shows all machines what one of them wrote
+
+
+# Keys of `train:` that say how processes share a step's rows. A run goes on with others of them, as long as a step has as many rows.
+SHARE_OUT = ("per_device_train_batch_size", "gradient_accumulation_steps", "per_device_eval_batch_size", "ddp_timeout")
 
 
 @dataclass(frozen=True)
 class TrainingRun:
-    """arguments: of transformers' Trainer; path: the run's folder."""
+    """arguments: of transformers' Trainer; path: the run's folder; checkpoint: what it resumes from, None: a new run."""
 
     recipe: Any
     arguments: TrainingArguments
     path: Path
+    checkpoint: Path | None = None
 
     @classmethod
     def open(cls, recipe: Any, *, target_dtype: str | None = None, **defaults: Any) -> "TrainingRun":
         """A new run, or an interrupted one: join the processes of the launch and seed the run; writes nothing.
 
         target_dtype: of the frozen target, if there is one. defaults: for fields that `train:` leaves out. Raises UserError for a
-        section or a dtype that cannot be used, and for a folder that cannot be written or holds other files, another run or a finished
-        one.
+        section or a dtype that cannot be used, for a folder that cannot be written or holds other files, another run or a finished one,
+        and for a checkpoint that this launch cannot resume.
         """
         arguments = training_arguments(recipe.train, **{"disable_tqdm": not sys.stderr.isatty(), **defaults})
         if target_dtype is not None:
             check_precision(arguments, target_dtype)
-        run = cls(recipe, arguments, Path(str(arguments.output_dir)))
-        check_writable(run.path, "train.output_dir")
-        if obstacle := run._obstacle():
+        path = Path(str(arguments.output_dir))
+        check_writable(path, "train.output_dir")
+        # All processes look before any of them writes.
+        obstacles, whole = zip(*_of_all(arguments, (_obstacle(path, recipe), whole_steps(path))), strict=True)
+        if obstacle := next(filter(None, obstacles), None):
             expected = "a new folder, or an interrupted run"
-            raise UserError("train.output_dir", got=f"{run.path}, which holds {obstacle}", expected=expected)
+            raise UserError("train.output_dir", got=f"{path}, which holds {obstacle}", expected=expected)
+        step = max(set(whole[0]).intersection(*whole), default=None)
+        if step is None and any(whole):
+            raise UserError("train.output_dir", got=f"{path}, whose checkpoints not every machine has", expected="a new folder")
+        run = cls(recipe, arguments, path, None if step is None else checkpoint(path, step))
+        if run.checkpoint is not None:
+            check_launch(run.checkpoint, arguments)
         set_seed(arguments.seed)
         return run
 
-    def _obstacle(self) -> str | None:
-        """The files in this folder that keep a run out of it, in words; None: there are none."""
-        held = {entry.name for entry in self.path.iterdir()} if self.path.exists() else set()
-        record = self.path / "run" / "recipe.yaml"
-        if held and not record.exists():
-            return "other files"
-        if held <= {"run", "runs"}:  # a record and a tracker's log: that run died before its first checkpoint
-            return None
-        if record.read_text(encoding="utf-8") != recipe_yaml(self.recipe):
-            return "a run of another recipe"
-        return "a finished run" if "draft" in held else None
-
     def record(self, **facts: Any) -> None:
-        """Write the record, before the first step: the resolved recipe, command, versions, git revision and the facts given."""
-        if self.arguments.process_index != 0:
-            return
+        """Write the record, before the first step: the resolved recipe, command, versions, git revision and the facts given.
+
+        Raises UserError when the facts are not those of the run that is resumed, and where machines that share no folder keep no
+        checkpoints of their own.
+        """
+        folder, aside = self.path / "run", self.path / ASIDE / "run"
+        old = {} if self.checkpoint is None else json.loads((folder / PROVENANCE).read_text(encoding="utf-8"))
+        other = next((name for name, now in facts.items() if old.get(name, now) != now), None)
+        if other := next(filter(None, _of_all(self.arguments, other)), None):  # all have read it before it is written again
+            got = f"{self.path}, an interrupted run with {other} {old.get(other)}"
+            raise UserError("train.output_dir", got=got, expected=f"a new folder, or {other} {facts[other]}")
         provenance = {
             "created": datetime.now(UTC).isoformat(timespec="seconds"),
             "command": sys.argv,
@@ -76,20 +94,63 @@ class TrainingRun:
             "git_revision": git_revision(),
             **facts,
         }
-        folder = self.path / "run"
-        folder.mkdir(parents=True, exist_ok=True)
-        save_recipe(self.recipe, folder / "recipe.yaml")
-        (folder / "provenance.json").write_text(json.dumps(provenance, indent=2) + "\n", encoding="utf-8")
+        if self.arguments.should_save:
+            with saving(str(folder)):
+                aside.mkdir(parents=True, exist_ok=True)
+                save_recipe(self.recipe, aside / RECIPE)
+                (aside / PROVENANCE).write_text(json.dumps(provenance, indent=2) + "\n", encoding="utf-8")
+                if not folder.exists():
+                    os.replace(aside, folder)
+                else:
+                    for path in aside.iterdir():
+                        os.replace(path, folder / path.name)
+        _of_all(self.arguments, None)
+        end = time.monotonic() + SEEN_WITHIN
+        while not (folder / RECIPE).exists():
+            if time.monotonic() > end:
+                got = f"false, and process {self.arguments.process_index} does not see {folder}"
+                raise UserError("train.save_on_each_node", got=got, expected="true, or a folder that all machines share")
+            time.sleep(1)
 
-    def train(self, trainer: Trainer) -> None:
+    def train(self, trainer: ResumableTrainer) -> None:
         """Train, or resume where an interrupted run stopped; save the best draft, which a DraftTrainer has loaded back by then."""
         if self.arguments.disable_tqdm:
             trainer.remove_callback(PrinterCallback)  # it prints every log as a dictionary
             trainer.add_callback(ProgressLines())
-        # The newest that is whole: a checkpoint's state is written last, and one whose run was killed while it saved has none.
-        whole = [state.parent for state in self.path.glob("checkpoint-*/trainer_state.json")]
-        checkpoint = max(whole, key=lambda place: int(place.name.rpartition("-")[2]), default=None)
-        trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+        if self.arguments.should_save:
+            shutil.rmtree(self.path / ASIDE, ignore_errors=True)
+        _of_all(self.arguments, None)
+        if self.checkpoint is not None and trainer.model is not None:
+            check_shapes(self.checkpoint, trainer.model.state_dict())
+        with trainer.stop_signals.caught():
+            trainer.train(resume_from_checkpoint=None if self.checkpoint is None else str(self.checkpoint))
         if isinstance(trainer, DraftTrainer) and trainer.is_world_process_zero():
-            save_history(trainer.state, self.path, resumed=checkpoint is not None)
-            trainer.save_draft(self.path / "draft")
+            with saving(str(self.path / "draft")):
+                save_history(trainer.state, self.path, resumed=self.checkpoint is not None)
+                trainer.save_draft(self.path / ASIDE / "draft")
+                os.replace(self.path / ASIDE / "draft", self.path / "draft")
+                (self.path / ASIDE).rmdir()
+
+
+def _obstacle(path: Path, recipe: Any) -> str | None:
+    """The files in a folder that keep a run out of it, in words; None: there are none."""
+    held = {entry.name for entry in path.iterdir()} if path.exists() else set()
+    record = path / "run" / RECIPE
+    if not record.exists():
+        return "other files" if held - {ASIDE} else None
+    if held <= {"run", "runs", ASIDE}:  # a record and a tracker's log: that run died before its first checkpoint
+        return None
+    if _same_steps(record.read_text(encoding="utf-8")) != _same_steps(recipe_yaml(recipe)):
+        return "a run of another recipe"
+    return "a finished run" if "draft" in held else None
+
+
+def _same_steps(recipe: str) -> Any:
+    """A recipe without the keys that share out the rows of its steps."""
+    values = yaml.safe_load(recipe)
+    return {**values, "train": {name: value for name, value in values["train"].items() if name not in SHARE_OUT}}
+
+
+def _of_all(arguments: TrainingArguments, finding: Any) -> list[Any]:
+    """What each process found, in the order of processes; returns when all have come here."""
+    return list(gather_object([finding])) if arguments.world_size > 1 else [finding]

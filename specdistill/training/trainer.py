@@ -12,12 +12,13 @@ from typing import Any, Protocol
 import torch
 from datasets import Dataset
 from torch import Tensor, nn
-from transformers import Trainer, TrainingArguments
+from transformers import TrainingArguments
 
 from specdistill.data.packing import collate
 from specdistill.errors import UserError
 from specdistill.targets.frozen import FrozenTarget
 from specdistill.training.objective import StepSums, step_metrics
+from specdistill.training.resumable import ResumableTrainer
 
 Batch = dict[str, Tensor]
 
@@ -37,7 +38,7 @@ class Objective(Protocol):
         ...
 
 
-class DraftTrainer(Trainer):
+class DraftTrainer(ResumableTrainer):
     """Trains a draft on rows of `specdistill.data` (input_ids, loss_mask, document_ids, position_ids).
 
     Args:
@@ -123,4 +124,5 @@ class DraftTrainer(Trainer):
         state = self.objective.state_dict() if state_dict is None else state_dict
         repeated = set(getattr(self.objective, "_keys_to_ignore_on_save", ()))
         super()._save(output_dir, {name: tensor for name, tensor in state.items() if name not in repeated})
-        self.save_draft(Path(output_dir or str(self.args.output_dir)) / "draft")
+        if self.args.should_save:
+            self.save_draft(Path(output_dir or str(self.args.output_dir)) / "draft")

@@ -152,6 +152,7 @@ def test_training_goes_on_from_an_earlier_draft(
         ("gate=defualt", "gate"),
         ("train.push_to_hub=true", "train.push_to_hub"),
         ("train.resume_from_checkpoint=nowhere", "train.resume_from_checkpoint"),
+        ("train.save_only_model=true", "train.save_only_model"),
         ("train.output_dir=pyproject.toml/run", "train.output_dir"),
         ("data.cache_dir=pyproject.toml/cache", "data.cache_dir"),
         ("target.attn=flash_attention_2", "target.model"),

@@ -5,11 +5,9 @@ import os
 import re
 import runpy
 from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
 import torch
-from transformers import Trainer
 from transformers.utils import logging
 
 from specdistill.errors import UserError
@@ -70,21 +68,6 @@ def test_the_record_comes_first_and_reads_back_equal(tmp_path: Path) -> None:
     assert load_recipe(Recipe, [f"recipe={run.path / 'run' / 'recipe.yaml'}"]) == made
     provenance = json.loads((run.path / "run" / "provenance.json").read_text())
     assert provenance["data_fingerprint"] == "abc" and "torch" in provenance["packages"] and provenance["command"]
-
-
-def test_an_interrupted_run_goes_on_from_its_last_checkpoint(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    run = TrainingRun.open(recipe(folder))
-    run.record()
-    trainer = Mock(spec=Trainer)
-    run.train(trainer)
-    trainer.train.assert_called_with(resume_from_checkpoint=None)
-    for step in (9, 10, 100, 101):
-        (folder / f"checkpoint-{step}").mkdir()
-        (folder / f"checkpoint-{step}" / "trainer_state.json").touch()
-    (folder / "checkpoint-101" / "trainer_state.json").unlink()  # killed while it was saved
-    TrainingRun.open(recipe(folder)).train(trainer)
-    trainer.train.assert_called_with(resume_from_checkpoint=str(folder / "checkpoint-100"))
 
 
 @pytest.mark.parametrize("held", ["another recipe", "a finished run", "other files"])

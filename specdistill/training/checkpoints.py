@@ -1,0 +1,132 @@
+"""Checkpoints of a run on disk: whole or not there, so that a run that was killed at any moment resumes.
+
+`checkpoint-N` is written under another name by all processes and renamed when the last of them is done. Its manifest, written just before,
+lists every file with its size, and the launch that it can be resumed by; what was damaged later is recognized by it and passed over.
+"""
+
+import json
+import logging
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from transformers import TrainingArguments
+
+from specdistill.errors import ResourceError, UserError
+from specdistill.training.arguments import launched_with
+
+logger = logging.getLogger(__name__)
+
+MANIFEST = "manifest.json"
+STATE = "trainer_state.json"
+ASIDE = "saving"  # folder of a run that holds what is not whole yet; no pattern of the Trainer matches it
+
+
+def checkpoint(run: Path, step: int) -> Path:
+    return run / f"checkpoint-{step}"
+
+
+def steps(run: Path) -> list[int]:
+    """The steps of a run's checkpoints, whole or not, in order."""
+    names = [re.fullmatch(r"checkpoint-(\d+)", path.name) for path in run.glob("checkpoint-*")]
+    return sorted(int(match[1]) for match in names if match)
+
+
+def publish(folder: Path, run: Path, launch: dict[str, Any]) -> None:
+    """Give a checkpoint that all processes have written its manifest, and its place in the run."""
+    files = {path.relative_to(folder).as_posix(): path.stat().st_size for path in sorted(folder.rglob("*")) if path.is_file()}
+    (folder / MANIFEST).write_text(json.dumps({"files": files, "launch": launch}, indent=2) + "\n", encoding="utf-8")
+    shutil.rmtree(run / folder.name, ignore_errors=True)  # one of this step that was passed over
+    os.replace(folder, run / folder.name)
+
+
+def prune(run: Path, limit: int | None, kept: set[Path]) -> None:
+    """Remove the oldest checkpoints beyond `limit`, but none of those `kept`: the newest and the best."""
+    folders = [checkpoint(run, step) for step in steps(run)]
+    surplus = len(folders) - limit if limit else 0
+    for folder in [folder for folder in folders if folder not in kept][: max(0, surplus)]:
+        shutil.rmtree(folder)
+
+
+def launch(arguments: Any) -> dict[str, Any]:
+    """What of this launch a checkpoint depends on. rows: of one optimizer step."""
+    zero = launched_with("DEEPSPEED")
+    return {
+        "sharding": f"zero{arguments.deepspeed_plugin.zero_stage}" if zero else "fsdp" if launched_with("FSDP") else "none",
+        "processes": arguments.world_size,
+        "rows": arguments.train_batch_size * arguments.gradient_accumulation_steps * arguments.world_size,
+    }
+
+
+def check_launch(folder: Path, arguments: TrainingArguments) -> None:
+    """Raises UserError when a whole checkpoint cannot be resumed by this launch: shards fit only as many processes as saved them."""
+    saved, now = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["launch"], launch(arguments)
+    if saved["sharding"] != now["sharding"]:
+        expected = f"{saved['sharding']}, by which {folder} was saved"
+        raise UserError("accelerate launch", got=f"sharding {now['sharding']}", expected=expected)
+    if saved["sharding"] != "none" and saved["processes"] != now["processes"]:
+        expected = f"{saved['processes']}, which saved the shards of {folder}"
+        raise UserError("accelerate launch --num_processes", got=now["processes"], expected=expected)
+    if saved["rows"] != now["rows"]:
+        got = f"{now['rows']} rows a step over {now['processes']} processes"
+        expected = f"the {saved['rows']} of {folder}: with train.gradient_accumulation_steps or the batch size"
+        raise UserError("train.per_device_train_batch_size", got=got, expected=expected)
+    if saved["processes"] != now["processes"]:
+        change = f"{saved['processes']} processes, now {now['processes']}"
+        logger.warning("%s was saved by %s: sums round differently, and noise and dropout are drawn anew", folder, change)
+
+
+def check_shapes(folder: Path, state: Mapping[str, Tensor]) -> None:
+    """Raises UserError when a whole checkpoint holds another draft than the one that is to go on from it."""
+    with safe_open(folder / "model.safetensors", framework="pt") as file:
+        names = file.keys()
+        saved = {name: list(file.get_slice(name).get_shape()) for name in names}
+    own = {name: list(tensor.shape) for name, tensor in state.items() if name in saved}
+    if other := next((name for name in saved if saved[name] != own.get(name)), None):
+        got = f"{folder}, whose {other} is {saved[other]}"
+        raise UserError("train.output_dir", got=got, expected=f"{own.get(other)}, or a new folder")
+
+
+def whole_steps(run: Path) -> list[int]:
+    """The steps that a run can resume from, newest first; says which newer ones are damaged, and how."""
+    whole: list[int] = []
+    for step in reversed(steps(run)):
+        if (flaw := damage(checkpoint(run, step))) is None:
+            whole.append(step)
+        elif not whole:
+            logger.warning("%s is passed over: %s", checkpoint(run, step), flaw)
+    return whole
+
+
+def damage(folder: Path) -> str | None:
+    """What a checkpoint, or the best one that it refers to, lacks; None: it is whole."""
+    try:
+        files = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"]
+        for name, size in files.items():
+            if (found := (folder / name).stat().st_size) != size:
+                return f"{name} has {found} of {size} bytes"
+        best = json.loads((folder / STATE).read_text(encoding="utf-8"))["best_model_checkpoint"]
+    except FileNotFoundError as error:
+        return f"it has no {Path(error.filename).relative_to(folder)}"
+    except (ValueError, KeyError) as error:
+        return f"its {MANIFEST} cannot be read ({error})"
+    if best is None or Path(best).name == folder.name:
+        return None
+    flaw = damage(folder.parent / Path(best).name)
+    return flaw and f"of its best, {Path(best).name}: {flaw}"
+
+
+@contextmanager
+def saving(what: str) -> Iterator[None]:
+    """Raises ResourceError for a disk that is full or cannot be written; torch reports either as a RuntimeError."""
+    try:
+        yield
+    except (OSError, SafetensorError, RuntimeError) as error:
+        next_step = "free the disk, then repeat the command: it goes on from the last checkpoint"
+        raise ResourceError(f"{what} could not be saved ({error})", next_step=next_step) from error

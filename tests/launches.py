@@ -1,0 +1,72 @@
+"""train/eagle.py in the processes of `accelerate launch`, as a user starts it on a machine without a GPU."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from specdistill.project import ROOT
+from tests.tiny import tiny_target_model, tiny_tokenizer
+
+CONFIGS = ROOT / "accelerate_configs"
+
+
+def tiny_files(folder: Path) -> list[str]:
+    """A tiny target and a text file in a folder; the keys that name them, and those of a run of twelve steps over three epochs."""
+    tiny_target_model().save_pretrained(folder / "model")
+    tiny_tokenizer().save_pretrained(folder / "model")
+    rows = [json.dumps({"text": f"Row {index} says {index * 7} and then again {index * 7}."}) for index in range(60)]
+    (folder / "rows.jsonl").write_text("\n".join(rows))
+    return [
+        "method=eagle",
+        "loss.noise=0.1",  # of the processes' random numbers
+        f"target.model={folder / 'model'}",
+        f"data.source={folder / 'rows.jsonl'}",
+        f"data.cache_dir={folder / 'cache'}",
+        "data.max_length=64",
+        "data.validation_fraction=0.1",
+        "draft.ttt_steps=2",
+        "train.max_steps=12",
+        "train.per_device_train_batch_size=4",
+        "train.learning_rate=1e-3",
+        "train.eval_strategy=steps",
+        "train.eval_steps=2",
+        "train.save_steps=2",
+        "train.load_best_model_at_end=true",
+        "train.metric_for_best_model=acceptance_length",
+        "train.report_to=none",
+    ]
+
+
+def start(*arguments: str, num_processes: int = 2, config: str = "ddp") -> subprocess.Popen[str]:
+    """In a process group of its own, which a test may kill."""
+    launch = [sys.executable, "-m", "accelerate.commands.launch", f"--config_file={CONFIGS / config}.yaml"]
+    if num_processes > 1:
+        launch += [f"--num_processes={num_processes}", "--mixed_precision=no", "--main_process_port=0"]
+    environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    return subprocess.Popen(
+        [*launch, str(ROOT / "train" / "eagle.py"), *arguments],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def finish(process: subprocess.Popen[str]) -> str:
+    """What it printed; kills what is left of its group."""
+    output, _ = process.communicate(timeout=300)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    return output
+
+
+def wait_for(path: Path, process: subprocess.Popen[str]) -> None:
+    while not path.exists():
+        assert process.poll() is None, finish(process)
+        time.sleep(0.01)

@@ -1,0 +1,133 @@
+"""Checkpoints: which one a run resumes from when some are damaged, which ones go, and which launch can resume one."""
+
+import json
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from specdistill.errors import ResourceError, UserError
+from specdistill.training.checkpoints import check_launch, check_shapes, checkpoint, prune, publish, saving, steps, whole_steps
+
+
+def save(run: Path, step: int, best: int | None = None, **launch: Any) -> Path:
+    """A checkpoint as training leaves it, with `best` as the best so far."""
+    aside = checkpoint(run / "saving", step)
+    (aside / "draft").mkdir(parents=True)
+    (aside / "draft" / "config.json").write_text("{}")
+    save_file({"fc.weight": torch.zeros(2, 3)}, aside / "model.safetensors")
+    place = None if best is None else str(checkpoint(run, best))
+    (aside / "trainer_state.json").write_text(json.dumps({"best_model_checkpoint": place}))
+    publish(aside, run, {"sharding": "none", "processes": 2, "rows": 8, **launch})
+    return checkpoint(run, step)
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def remove(path: Path) -> None:
+    path.unlink()
+
+
+@pytest.mark.parametrize(
+    ("damage", "name", "said"),
+    [
+        (cut, "model.safetensors", "model.safetensors has 103 of 104 bytes"),
+        (remove, "draft/config.json", "it has no draft/config.json"),
+        (remove, "manifest.json", "it has no manifest.json"),
+        (lambda path: path.write_text('{"files": '), "manifest.json", "its manifest.json cannot be read"),
+    ],
+)
+def test_a_damaged_checkpoint_is_passed_over_in_one_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: Any, name: str, said: str
+) -> None:
+    for step in (2, 4, 10):
+        save(tmp_path, step)
+    assert whole_steps(tmp_path) == [10, 4, 2] and not caplog.records
+    damage(checkpoint(tmp_path, 10) / name)
+    assert whole_steps(tmp_path) == [4, 2]
+    assert [
+        record.getMessage().startswith(f"{checkpoint(tmp_path, 10)} is passed over: {said}") for record in caplog.records
+    ] == [True]
+
+
+def test_a_checkpoint_whose_best_is_damaged_is_passed_over(tmp_path: Path) -> None:
+    for step in (2, 4, 6):
+        save(tmp_path, step, best=None if step == 2 else 4)
+    cut(checkpoint(tmp_path, 4) / "model.safetensors")
+    assert whole_steps(tmp_path) == [2]
+    shutil.rmtree(checkpoint(tmp_path, 4))
+    assert whole_steps(tmp_path) == [2]
+
+
+def test_one_that_was_passed_over_is_replaced(tmp_path: Path) -> None:
+    save(tmp_path, 2)
+    cut(checkpoint(tmp_path, 2) / "model.safetensors")
+    save(tmp_path, 2)
+    assert whole_steps(tmp_path) == [2]
+
+
+@pytest.mark.parametrize(("limit", "left"), [(None, [2, 4, 8, 16]), (3, [4, 8, 16]), (2, [4, 16]), (1, [4, 16])])
+def test_the_newest_and_the_best_are_never_removed(tmp_path: Path, limit: int | None, left: list[int]) -> None:
+    for step in (2, 4, 8, 16):
+        save(tmp_path, step)
+    prune(tmp_path, limit, {checkpoint(tmp_path, 4), checkpoint(tmp_path, 16)})
+    assert steps(tmp_path) == left
+
+
+@pytest.mark.parametrize(
+    ("sharding", "environment", "processes", "batch", "key"),
+    [
+        ("none", {}, 1, 8, None),
+        ("none", {}, 2, 4, None),
+        ("none", {}, 2, 8, "train.per_device_train_batch_size"),
+        ("none", {"ACCELERATE_USE_FSDP": "true"}, 2, 4, "accelerate launch"),
+        ("zero2", {"ACCELERATE_USE_FSDP": "true"}, 2, 4, "accelerate launch"),
+        ("zero2", {"ACCELERATE_USE_DEEPSPEED": "true"}, 2, 4, "accelerate launch"),
+        ("zero3", {"ACCELERATE_USE_DEEPSPEED": "true"}, 2, 4, None),
+        ("fsdp", {"ACCELERATE_USE_FSDP": "true"}, 1, 8, "accelerate launch --num_processes"),
+    ],
+)
+def test_a_launch_that_cannot_resume_it_is_refused(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    sharding: str,
+    environment: dict[str, str],
+    processes: int,
+    batch: int,
+    key: str | None,
+) -> None:
+    folder = save(tmp_path, 2, sharding=sharding)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    arguments: Any = SimpleNamespace(
+        world_size=processes,
+        train_batch_size=batch,
+        gradient_accumulation_steps=1,
+        deepspeed_plugin=SimpleNamespace(zero_stage=3),
+    )
+    if key is None:
+        check_launch(folder, arguments)
+        assert len(caplog.records) == (processes != 2)
+    else:
+        with pytest.raises(UserError, match=f"^{key}: got .*checkpoint-2"):
+            check_launch(folder, arguments)
+
+
+def test_a_draft_of_another_shape_is_refused(tmp_path: Path) -> None:
+    folder = save(tmp_path, 2)
+    check_shapes(folder, {"fc.weight": torch.zeros(2, 3), "embedding": torch.zeros(1)})
+    with pytest.raises(UserError, match=r"^train\.output_dir: got .*whose fc\.weight is \[2, 3\], expected \[4, 3\]"):
+        check_shapes(folder, {"fc.weight": torch.zeros(4, 3)})
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), RuntimeError("PytorchStreamWriter failed")])
+def test_a_full_disk_is_one_line_that_says_how_to_go_on(error: Exception) -> None:
+    with pytest.raises(ResourceError, match=r"^checkpoint-2 could not be saved \(.*repeat the command"), saving("checkpoint-2"):
+        raise error

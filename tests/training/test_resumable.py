@@ -1,0 +1,155 @@
+"""Runs that are killed, stopped or meet a full disk, through train/eagle.py, and resumed: the draft is that of an uninterrupted run."""
+
+import json
+import os
+import resource
+import runpy
+import shutil
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from specdistill.project import ROOT
+from tests.launches import finish, start, tiny_files, wait_for
+from tests.tiny import tiny_target_model
+
+
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    return tiny_files(tmp_path_factory.mktemp("tiny"))
+
+
+def train(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["train/eagle.py", *arguments])
+    with pytest.raises(SystemExit) as caught:
+        runpy.run_path(str(ROOT / "train" / "eagle.py"), run_name="__main__")
+    return int(caught.value.code or 0)
+
+
+@pytest.fixture(scope="module")
+def whole(keys: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run of one process, uninterrupted."""
+    path = tmp_path_factory.mktemp("whole") / "run"
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        assert train(monkeypatch, *keys, f"train.output_dir={path}") == 0
+    return path
+
+
+def copy_without_draft(whole: Path, run: Path) -> None:
+    """A run as it is when it was killed after its last checkpoint."""
+    shutil.copytree(whole, run)
+    shutil.rmtree(run / "draft")
+    recipe = run / "run" / "recipe.yaml"
+    recipe.write_text(recipe.read_text().replace(str(whole), str(run)))
+
+
+def weights(run: Path) -> bytes:
+    return (run / "draft" / "model.safetensors").read_bytes()
+
+
+def record(run: Path) -> tuple[int, float, list[float]]:
+    """What the last checkpoint says: the best step, its metric, and every evaluation."""
+    state = json.loads((run / "checkpoint-12" / "trainer_state.json").read_text())
+    evaluations = [entry["eval_acceptance_length"] for entry in state["log_history"] if "eval_acceptance_length" in entry]
+    return state["best_global_step"], state["best_metric"], evaluations
+
+
+def test_a_signal_saves_and_the_same_command_goes_on_to_the_same_draft(
+    keys: list[str], whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    command = [*keys, f"train.output_dir={tmp_path / 'run'}"]
+
+    def interrupt() -> None:
+        while not (tmp_path / "run" / "checkpoint-4").exists():
+            time.sleep(0.001)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=interrupt).start()
+    assert train(monkeypatch, *command) == 143
+    newest = max((tmp_path / "run").glob("checkpoint-*"), key=lambda path: path.stat().st_ctime)
+    said = capfd.readouterr().err
+    assert f"saved in {newest}. The same command goes on from it." in said and "Traceback" not in said
+    assert not (tmp_path / "run" / "draft").exists()
+    assert train(monkeypatch, *command) == 0
+    assert weights(tmp_path / "run") == weights(whole) and record(tmp_path / "run") == record(whole)
+
+
+def test_a_run_that_only_lost_its_end_takes_no_further_step(
+    keys: list[str], whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy_without_draft(whole, tmp_path / "run")
+    assert train(monkeypatch, *keys, f"train.output_dir={tmp_path / 'run'}") == 0
+    assert weights(tmp_path / "run") == weights(whole)
+    assert json.loads((tmp_path / "run" / "run" / "history.json").read_text())["steps"] == 12
+
+
+def test_a_full_disk_is_one_line_and_the_run_goes_on_when_there_is_room(
+    keys: list[str], whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A limit on the size of a file fails as a full disk does, in the middle of one."""
+    command = [*keys, f"train.output_dir={tmp_path / 'run'}"]
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+    try:
+        assert train(monkeypatch, *command) == 3
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    errors = [line for line in capfd.readouterr().err.splitlines() if "error" in line.lower()]
+    assert len(errors) == 1 and errors[0].startswith(f"error: {tmp_path / 'run' / 'checkpoint-2'} could not be saved (")
+    assert train(monkeypatch, *command) == 0
+    assert weights(tmp_path / "run") == weights(whole)
+
+
+@pytest.mark.parametrize(("changed", "fact"), [("model", "target_weights"), ("rows", "data_fingerprint")])
+def test_another_target_or_other_rows_under_the_same_recipe_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], changed: str, fact: str
+) -> None:
+    command = [*tiny_files(tmp_path), f"train.output_dir={tmp_path / 'run'}", "train.max_steps=2"]
+    assert train(monkeypatch, *command) == 0
+    shutil.rmtree(tmp_path / "run" / "draft")  # as if it had been killed there
+    if changed == "model":
+        tiny_target_model(seed=1).save_pretrained(tmp_path / "model")
+    else:
+        rows = tmp_path / "rows.jsonl"
+        rows.write_text(rows.read_text().replace("and then", "or else"))
+    assert train(monkeypatch, *command) == 2
+    errors = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1 and f"{tmp_path / 'run'}, an interrupted run with {fact} " in errors[0]
+
+
+def test_a_checkpoint_that_was_cut_is_passed_over(
+    keys: list[str], whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    copy_without_draft(whole, tmp_path / "run")
+    optimizer = tmp_path / "run" / "checkpoint-12" / "optimizer.pt"
+    optimizer.write_bytes(optimizer.read_bytes()[:-1])
+    assert train(monkeypatch, *keys, f"train.output_dir={tmp_path / 'run'}") == 0
+    assert ["checkpoint-12 is passed over: optimizer.pt has" in record.getMessage() for record in caplog.records] == [True]
+    assert weights(tmp_path / "run") == weights(whole) and record(tmp_path / "run") == record(whole)
+
+
+@pytest.mark.distributed
+def test_two_processes_stop_together_and_one_goes_on(keys: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`accelerate launch` passes the signal on. One process that accumulates twice then takes the same steps, but for rounding."""
+    # Plain gradient steps: Muon and Adam make much of rounding.
+    sgd = ["optimizer=adamw", "train.optim=sgd", "train.learning_rate=0.1", "train.load_best_model_at_end=false"]
+    first_epoch = [*keys, *sgd, "loss.noise=0", "train.max_steps=4", "train.save_steps=1", "train.eval_steps=1"]
+    alone = [*first_epoch, "train.gradient_accumulation_steps=2"]
+    process = start(*first_epoch, f"train.output_dir={tmp_path / 'run'}")
+    wait_for(tmp_path / "run" / "checkpoint-1", process)
+    process.send_signal(signal.SIGTERM)
+    output = finish(process)
+    assert output.count("The same command goes on from it.") == 1, output
+    assert not (tmp_path / "run" / "draft").exists()
+    assert train(monkeypatch, *alone, f"train.output_dir={tmp_path / 'run'}", "train.per_device_train_batch_size=8") == 2
+    assert train(monkeypatch, *alone, f"train.output_dir={tmp_path / 'run'}") == 0
+    assert train(monkeypatch, *alone, f"train.output_dir={tmp_path / 'whole'}") == 0
+    one, other = (load_file(tmp_path / run / "draft" / "model.safetensors") for run in ("whole", "run"))
+    for name in one:
+        torch.testing.assert_close(one[name], other[name], rtol=0, atol=1e-5)

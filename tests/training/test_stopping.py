@@ -1,0 +1,74 @@
+"""How a run ends early: a second signal ends it at once, and a loss that is not finite names the rows of its batch."""
+
+import json
+import runpy
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from transformers import LlamaForCausalLM
+
+from specdistill.data.training_data import training_data
+from specdistill.methods.recipe import Recipe, TrainedRecipe
+from specdistill.project import ROOT
+from specdistill.recipe.load import load_recipe
+from tests.launches import tiny_files
+from tests.tiny import tiny_tokenizer
+
+# The main thread waits where no Python handler runs, as in a collective operation.
+WAITING = """
+import ctypes, os
+from specdistill.training.stopping import StopSignals
+with StopSignals().caught():
+    reader, _ = os.pipe()
+    print("ready", flush=True)
+    while True:
+        ctypes.CDLL(None).read(reader, ctypes.create_string_buffer(1), 1)
+"""
+
+
+@pytest.mark.slow
+def test_a_second_signal_ends_at_once_even_while_the_process_waits_for_others() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", WAITING], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout and process.stderr and process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGINT)
+        process.send_signal(signal.SIGINT)  # of the launcher: the same Ctrl-C
+        time.sleep(1.2)
+        assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        assert process.wait(5) == 130
+        assert process.stderr.read() == "SIGINT: saving after this step; again ends at once\n"
+
+
+def test_a_loss_that_is_not_finite_names_its_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """One document holds the one token whose embedding is not a number."""
+    keys = [*tiny_files(tmp_path), "train.gradient_accumulation_steps=2", f"train.output_dir={tmp_path / 'run'}"]
+    (bad,) = tiny_tokenizer()("@").input_ids
+    target = LlamaForCausalLM.from_pretrained(tmp_path / "model")
+    target.model.embed_tokens.weight.data[bad] = float("nan")
+    target.save_pretrained(tmp_path / "model")
+    rows = (tmp_path / "rows.jsonl").read_text().splitlines()
+    rows[30] = json.dumps({"text": "What is @ home?"})
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
+
+    monkeypatch.setattr(sys, "argv", ["train/eagle.py", *keys])
+    with pytest.raises(SystemExit) as caught:
+        runpy.run_path(str(ROOT / "train" / "eagle.py"), run_name="__main__")
+    assert caught.value.code == 3
+    found = json.loads((tmp_path / "run" / "run" / "loss_not_finite.json").read_text())
+    recipe = load_recipe(Recipe, keys)
+    assert isinstance(recipe, TrainedRecipe)
+    train_set, _ = training_data(recipe.data, tiny_tokenizer(), None, fingerprint="")
+    holds = [bad in train_set[row]["input_ids"] for row in found["rows"]]
+    assert len(holds) == 4 and sum(holds) == 1  # a micro-batch
+    said = capfd.readouterr().err
+    assert f"error: the loss of step {found['step']} is not finite, in a batch of rows {found['rows'][0]}, " in said
+    later = [path for path in (tmp_path / "run").glob("checkpoint-*") if int(path.name.split("-")[1]) >= found["step"]]
+    assert later == []
