@@ -12,7 +12,7 @@ READY := $(VENV)/.ready
 export PATH := $(abspath $(BIN)):$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint format bench methods engines test-engines
+.PHONY: help setup demo test test-launches lint format bench methods engines test-engines
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -24,7 +24,10 @@ demo: $(READY)  ## train a draft for pico, decode with it, measure, write runs/d
 
 # A worker for each core, up to eight; ARGS="-n 0" runs all in one process.
 test: $(READY)  ## all tests that this machine can run; ARGS="-m 'not slow'" for the quick ones
-	$(BIN)/python -m pytest -n logical --maxprocesses 8 --dist worksteal --ignore=tests/with_engines $(ARGS)
+	$(BIN)/python -m pytest -n logical --maxprocesses 8 --dist worksteal --ignore=tests/with_engines -m 'not launches' $(ARGS)
+
+test-launches: $(READY)  ## every method under every launch configuration, two processes each
+	$(BIN)/python -m pytest tests/train/test_launches.py $(ARGS)
 
 lint: $(READY)  ## formatting, lint, types and the import direction; changes nothing
 	$(BIN)/ruff format --check .

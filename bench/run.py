@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -159,8 +158,8 @@ def training_step(target: FrozenTarget, rows: int = 16, length: int = 256) -> di
         draft = build_eagle3(target)
         data = Dataset.from_dict(table)
         objective = TrainingTimeTest(draft, forward_kl, 5)
-        save, optimizer = partial(save_eagle3, draft), MuonAdamW(draft, 1e-4)
-        trainer = DraftTrainer(objective, target, arguments, data, data, save=save, optimizer=optimizer)
+        optimizer = MuonAdamW(draft, 1e-4)
+        trainer = DraftTrainer(objective, target, arguments, data, data, save=save_eagle3, optimizer=optimizer)
         trainer.train()
         seconds = median_seconds(lambda: trainer.train(), repeats=1) / 6
     return {"step_seconds": seconds, "tokens_per_second": rows * length / seconds}

@@ -49,7 +49,7 @@ def memorise(method: str, target: FrozenTarget, run: Path, *, max_steps: int = 2
         arguments,
         sample,
         sample,
-        save=partial(save_head, method, head),
+        save=partial(save_head, method),
         optimizer=torch.optim.AdamW(head.parameters(), lr=arguments.learning_rate),  # half the time of Muon on a CPU
     )
     fit.train()

@@ -7,12 +7,12 @@ from accelerate.commands.config.config_args import load_config_from_file
 from specdistill.project import ROOT
 
 CONFIGURATIONS = sorted((ROOT / "accelerate_configs").glob("*.yaml"))
-OWNED_BY_RECIPES = {"gradient_accumulation_steps", "gradient_clipping", "train_batch_size"}
+OWNED_BY_RECIPES = {"gradient_accumulation_steps", "gradient_clipping", "train_batch_size", "mixed_precision"}
 
 
 def test_all_are_here():
-    expected = ["cpu", "ddp", "ddp_multinode", "fsdp2", "zero2", "zero3", "zero3_multinode"]
-    assert [path.stem for path in CONFIGURATIONS] == expected
+    expected = ["cpu", "cpu_processes", "ddp", "ddp_multinode", "fsdp2", "zero1", "zero2", "zero3", "zero3_multinode"]
+    assert [path.stem for path in CONFIGURATIONS] == [*expected, "zero3_offload"]
 
 
 @pytest.mark.parametrize("path", CONFIGURATIONS, ids=lambda path: path.stem)

@@ -45,7 +45,7 @@ def main(recipe: DraftModelRecipe) -> None:
 
     # Train, some of it on what the draft generates, and save the best
     optimizer = build_optimizer(recipe.optimizer, draft, run.arguments)
-    save = partial(save_draft, method, draft, target)
+    save = partial(save_draft, method, target)
     on_policy = OnPolicyGeneration(draft, **vars(recipe.on_policy), end_ids=tuple(target.eos_token_ids), seed=recipe.seed)
     run.train(
         DraftTrainer(objective, target, run.arguments, train_set, eval_set, save=save, optimizer=optimizer, on_policy=on_policy)

@@ -43,7 +43,7 @@ def main(recipe: HeadRecipe) -> None:
 
     # Train, and save the best
     optimizer = build_optimizer(recipe.optimizer, draft, run.arguments)
-    save = partial(save_draft, method, draft, target)
+    save = partial(save_draft, method, target)
     run.train(DraftTrainer(objective, target, run.arguments, train_set, eval_set, save=save, optimizer=optimizer))
 
 

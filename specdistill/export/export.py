@@ -91,7 +91,7 @@ def write_untrained(recipe: Recipe, folder: Path) -> None:
     target = FrozenTarget.load(**vars(recipe.target))
     tokens = list(range(min(target.vocab_size, target.max_length)))
     rows = Dataset.from_dict({"input_ids": [tokens], "loss_mask": [[0] * len(tokens)]})
-    save_draft(implementation(recipe.method), create_draft(recipe, target, rows), target, folder)
+    save_draft(implementation(recipe.method), target, create_draft(recipe, target, rows), folder)
 
 
 def serve_md(engine: Engine, served: Served, report: Mapping[str, Any] | None) -> str:

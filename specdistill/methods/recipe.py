@@ -135,14 +135,6 @@ class HeadRecipe(TrainedRecipe):
     draft: HeadDraft = section(HeadDraft)
     loss: HeadLoss = section(HeadLoss)
 
-    @model_validator(mode="after")
-    def _nothing_is_recomputed(self) -> "HeadRecipe":
-        for key in ("gradient_checkpointing", "activation_checkpointing"):
-            if self.train.get(key):
-                expected = "false: the unroll's steps share keys and values; smaller batches, accumulated, save memory"
-                raise UserError(f"train.{key}", got="true", expected=expected)
-        return self
-
 
 def own_eval_keys(schema: type[Recipe]) -> dict[str, FieldInfo]:
     """Keys of `eval:` that only recipes of this schema have."""

@@ -19,7 +19,7 @@ from specdistill.targets.identity import TargetIdentity
 SECTION = "specdistill"
 
 
-def save_draft(method: Implementation, draft: Draft, target: FrozenTarget, folder: Path) -> None:
+def save_draft(method: Implementation, target: FrozenTarget, draft: Draft, folder: Path) -> None:
     """Write a draft in its method's public layout, with the record of its target; of one made in memory there is none."""
     assert method.save is not None
     method.save(draft, target, folder)

@@ -17,6 +17,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 import torch
 from accelerate.utils import DistributedType, DynamoBackend
 from transformers import TrainingArguments, get_scheduler
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 from specdistill.errors import UserError, nearest, one_line
@@ -71,16 +72,15 @@ def training_arguments(train: Mapping[str, Any], **defaults: Any) -> TrainingArg
             raise UserError(f"train.{name}", got=fields[name], expected=f"no such key without train.{other}")
     if fields.get("output_dir") is None:
         raise UserError("train.output_dir", got="nothing", expected="a folder")
+    precision = _take_precision(fields)
     try:
-        arguments = TrainingArguments(**{**_cpu_processes(), **fields})
+        arguments = TrainingArguments(**{**_launch_defaults(), **fields})
     except (ValueError, TypeError, OSError) as error:
         raise UserError("train", got=one_line(str(error)), expected="fields that TrainingArguments accepts together") from error
-    precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-    if launched_with("DEEPSPEED") and precision != "no":
-        setattr(arguments, precision, True)  # the Trainer has read it; DeepSpeed refuses arguments that do not name it
-    if arguments.mixed_precision == "fp16" and arguments.device.type == "cpu":
+    if precision == "fp16" and arguments.device.type == "cpu":
         expected = "train.bf16=true, or neither: accelerate would train in float32 and not say so"
         raise UserError("train.fp16", got="float16 on a CPU", expected=expected)
+    _autocast_sharded(arguments, precision)
     _check_trackers_and_schedule(arguments)
     _join_processes(arguments)
     return arguments
@@ -88,8 +88,46 @@ def training_arguments(train: Mapping[str, Any], **defaults: Any) -> TrainingArg
 
 def check_precision(arguments: TrainingArguments, target_dtype: str) -> None:
     """Raises UserError for a 16-bit target whose features a float32 draft could not read: that takes mixed precision."""
-    if target_dtype != "float32" and arguments.mixed_precision == "no":
+    if target_dtype != "float32" and not (arguments.bf16 or arguments.fp16):
         raise UserError("train.bf16", got=f"false with target.dtype={target_dtype}", expected="true, or train.fp16=true")
+
+
+def is_sharded() -> bool:
+    """Whether this launch shards the draft: by DeepSpeed's ZeRO or torch's FSDP."""
+    return launched_with("DEEPSPEED") or launched_with("FSDP")
+
+
+def _take_precision(fields: dict[str, Any]) -> str:
+    """`bf16`, `fp16` or `no`, as the recipe says or else the launch: set in `fields` for replicated drafts, removed for sharded ones.
+
+    DeepSpeed and FSDP would turn the weights to 16 bits, each in its own way. Left in float32, and autocast, they learn the same
+    everywhere.
+    """
+    asked = [name for name in ("bf16", "fp16") if fields.get(name)]
+    launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    precision: str = next(iter(asked), launched if not {"bf16", "fp16"} & set(fields) else "no")
+    if not is_sharded():
+        if precision != "no":
+            fields[precision] = True
+        return precision
+    if precision == "fp16":
+        raise UserError(
+            "train.fp16", got="true under DeepSpeed or FSDP", expected="train.bf16=true, or accelerate_configs/ddp.yaml"
+        )
+    fields.pop("bf16", None)
+    os.environ["ACCELERATE_MIXED_PRECISION"] = "no"
+    return precision
+
+
+def _autocast_sharded(arguments: Any, precision: str) -> None:
+    """Let a sharded launch autocast (see `_take_precision`), and load models whole: transformers shards what it loads under ZeRO-3."""
+    if not is_sharded():
+        return
+    arguments.bf16 = precision == "bf16"
+    if arguments.deepspeed_plugin is not None:
+        settings = {"enabled": arguments.bf16, "dtype": "bfloat16", "lower_precision_safe_modules": []}
+        arguments.deepspeed_plugin.deepspeed_config["torch_autocast"] = settings
+        unset_hf_deepspeed_config()
 
 
 def _check_trackers_and_schedule(arguments: Any) -> None:
@@ -110,18 +148,23 @@ def _check_trackers_and_schedule(arguments: Any) -> None:
         raise UserError("train.lr_scheduler_type", got=got, expected="a schedule with what it needs") from error
 
 
-def _cpu_processes() -> dict[str, Any]:
-    """For a machine without a GPU: no pinned memory, and a backend through which several processes communicate."""
+def _launch_defaults() -> dict[str, Any]:
+    """Every parameter of a draft is used in every step. Without a GPU: no pinned memory, and a backend for several processes."""
+    defaults: dict[str, Any] = {"ddp_find_unused_parameters": False}
     if torch.cuda.is_available():
-        return {}
-    unpinned = {"dataloader_pin_memory": False}
-    if not (launched_with("DEEPSPEED") or launched_with("FSDP")):
-        return {**unpinned, "use_cpu": True}  # under those two it would switch sharding off
-    return {**unpinned, "ddp_backend": "gloo"} if _num_processes() > 1 else unpinned
+        return defaults
+    defaults["dataloader_pin_memory"] = False
+    if not is_sharded():
+        return {**defaults, "use_cpu": True}  # under sharding that would switch it off
+    return {**defaults, "ddp_backend": "gloo"} if _num_processes() > 1 else defaults
 
 
 def _join_processes(arguments: TrainingArguments) -> None:
     """Start the process group and check that every process of the launch is in it."""
+    if arguments.n_gpu > 1:
+        got = f"one process on a machine of {arguments.n_gpu} GPUs"
+        expected = "a process for each GPU (accelerate_configs/ddp.yaml), or CUDA_VISIBLE_DEVICES=0"
+        raise UserError("accelerate launch", got=got, expected=expected)
     if _num_processes() == 1:
         return
     _ = arguments.device  # building the device starts the group

@@ -85,14 +85,15 @@ class StepSums:
 
 
 def step_metrics(prediction: EvalPrediction) -> dict[str, float]:
-    """loss_k, accuracy_k, acceptance_k for every drafted position that was measured, and the simulated acceptance length.
+    """The loss; loss_k, accuracy_k, acceptance_k for every drafted position that was measured; the simulated acceptance length.
 
     acceptance_length = 1 + sum_k P(the first k + 1 draft tokens are all correct), counted chain by chain and not as a product of
     marginals. The 1 is the bonus token, so that it compares with the acceptance length of greedy decoding.
     """
     table = torch.as_tensor(prediction.predictions).double().sum(0)
     loss, loss_tokens, correct, accepted, chain_correct, chains = table
-    metrics = {}
+    total, count = torch.as_tensor(prediction.label_ids).double().sum(0)
+    metrics = {"loss": float(total / count)}
     for k in loss_tokens.isfinite().nonzero().flatten().tolist():
         metrics[f"loss_{k}"] = float(loss[k] / loss_tokens[k])
         metrics[f"accuracy_{k}"] = float(correct[k] / loss_tokens[k])

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import Trainer, TrainingArguments
 
 from specdistill.errors import UserError
-from specdistill.training.arguments import launched_with
+from specdistill.training.arguments import is_sharded
 
 
 class MuonAdamW(torch.optim.Optimizer):
@@ -71,7 +71,7 @@ def build_optimizer(name: str, model: nn.Module, arguments: TrainingArguments) -
             expected = "an optimizer that is installed, with what it needs"
             raise UserError("train.optim", got=f"{chosen.value} ({error})", expected=expected) from error
         return None
-    if arguments.deepspeed or arguments.fsdp or launched_with("DEEPSPEED") or launched_with("FSDP"):
+    if arguments.deepspeed or arguments.fsdp or is_sharded():
         expected = "adamw: Muon needs whole matrices, not shards"
         raise UserError("optimizer", got="muon_adamw under DeepSpeed or FSDP", expected=expected)
     return MuonAdamW(model, arguments.learning_rate, arguments.weight_decay)

@@ -124,10 +124,12 @@ class TrainingRun:
             check_shapes(self.checkpoint, trainer.model.state_dict())
         with trainer.stop_signals.caught():
             trainer.train(resume_from_checkpoint=None if self.checkpoint is None else str(self.checkpoint))
-        if isinstance(trainer, DraftTrainer) and trainer.is_world_process_zero():
-            with saving(str(self.path / "draft")):
+        if not isinstance(trainer, DraftTrainer):
+            return
+        with saving(str(self.path / "draft")):
+            trainer.save_draft(self.path / ASIDE / "draft")
+            if trainer.is_world_process_zero():
                 save_history(trainer.state, self.path, resumed=self.checkpoint is not None)
-                trainer.save_draft(self.path / ASIDE / "draft")
                 os.replace(self.path / ASIDE / "draft", self.path / "draft")
                 (self.path / ASIDE).rmdir()
 

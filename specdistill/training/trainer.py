@@ -1,9 +1,11 @@
 """DraftTrainer: transformers' Trainer, plus the frozen target and the one place where losses are divided.
 
-The loop, accumulation, mixed precision, data parallelism, checkpoints and resuming are the Trainer's. The loss is the objective's:
-`TrainingTimeTest` for heads, `Distillation` for draft models.
+The loop, accumulation, data parallelism, sharding, checkpoints and resuming are the Trainer's. The loss is the objective's:
+`TrainingTimeTest` for heads, `Distillation` for draft models. Trained weights are float32; mixed precision is autocast over them, however
+they are sharded.
 """
 
+import copy
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
@@ -12,6 +14,7 @@ from typing import Any, Protocol
 import torch
 from datasets import Dataset
 from torch import Tensor, nn
+from torch.utils.data import Sampler
 from transformers import TrainingArguments
 
 from specdistill.data.packing import collate
@@ -19,6 +22,7 @@ from specdistill.errors import UserError
 from specdistill.targets.frozen import FrozenTarget
 from specdistill.training.objective import StepSums, step_metrics
 from specdistill.training.resumable import ResumableTrainer
+from specdistill.training.rows import RandomOrder, fill_up
 
 Batch = dict[str, Tensor]
 
@@ -43,7 +47,7 @@ class DraftTrainer(ResumableTrainer):
 
     Args:
         objective: the draft with its loss.
-        save: saves the draft to a folder in its public layout; checkpoints hold it beside the Trainer's own file.
+        save: (draft, folder): write it in its public layout; checkpoints hold it beside the Trainer's own file.
         on_policy: (batch, its number in the run) -> that batch, or one that the draft generated in its place.
     """
 
@@ -55,16 +59,19 @@ class DraftTrainer(ResumableTrainer):
         train_set: Dataset,
         eval_set: Dataset,
         *,
-        save: Callable[[Path], None],
+        save: Callable[[Any, Path], None],
         optimizer: torch.optim.Optimizer | None = None,
         on_policy: Callable[[Batch, int], Batch] | None = None,
     ) -> None:
+        self.num_rows = len(train_set)
+        filled = fill_up(train_set, arguments.train_batch_size * arguments.world_size)
+        self.num_empty = len(filled) - self.num_rows
         try:
             super().__init__(
                 model=objective,
                 args=arguments,
-                train_dataset=train_set,
-                eval_dataset=eval_set,
+                train_dataset=filled,
+                eval_dataset=fill_up(eval_set, arguments.eval_batch_size * arguments.world_size),
                 data_collator=collate,
                 compute_metrics=step_metrics,
                 optimizers=(optimizer, None),
@@ -73,10 +80,21 @@ class DraftTrainer(ResumableTrainer):
             raise UserError("train", got=error, expected="arguments that the Trainer accepts together") from error
         self.objective: Any = objective
         self.target = target
-        self.save_draft = save
+        self.save = save
         self.on_policy = on_policy
         # compute_loss divides by the whole batch's count itself: the Trainer must not divide again.
         self.model_accepts_loss_kwargs = True
+        objective._no_split_modules = layer_classes(self.objective.draft)  # type: ignore[assignment]  # what FSDP shards one by one
+        # Sharded weights are gathered into this copy to be saved.
+        self.is_sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled
+        self.whole: Any = copy.deepcopy(self.objective.draft).cpu() if self.is_sharded and arguments.should_save else None
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int] | None:
+        if self.args.train_sampling_strategy != "random":
+            sampler: Sampler[int] | None = super()._get_train_sampler(train_dataset)
+            return sampler
+        seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
+        return RandomOrder(self.num_rows, self.num_empty, seed)
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Batch], num_batches: int, device: torch.device
@@ -105,24 +123,49 @@ class DraftTrainer(ResumableTrainer):
 
     def prediction_step(
         self, model: nn.Module, inputs: Batch, prediction_loss_only: bool, ignore_keys: list[str] | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Evaluation: the per-step sums [1, 6, K] take the place of logits, so that compute_metrics can add them up."""
+    ) -> tuple[None, Tensor, Tensor]:
+        """Evaluation: the per-step sums [1, 6, K] take the place of logits, the loss's sum and count [1, 2] that of labels, so that
+        compute_metrics can add them up.
+        """
         inputs = self._prepare_inputs(inputs)
-        with torch.no_grad(), self.compute_loss_context_manager():
+        with torch.no_grad():
             total, sums = self._loss_sum(model, inputs, measure=True)
-        table = sums.table().unsqueeze(0)
-        return (total / sums.loss_tokens[0].clamp_min(1)).detach(), table, torch.zeros(1, device=table.device)
+        return None, sums.table().unsqueeze(0), torch.stack((total, sums.loss_tokens[0].to(total))).unsqueeze(0)
 
     def _loss_sum(self, model: nn.Module, inputs: Batch, measure: bool) -> tuple[Tensor, StepSums]:
-        with torch.no_grad(), self.accelerator.autocast():
-            target_outputs = self.objective.read_target(self.target, inputs)
-        result: tuple[Tensor, StepSums] = model(**inputs, **target_outputs, measure=measure)
+        dtype = torch.float16 if self.args.fp16 else torch.bfloat16
+        with torch.autocast(self.args.device.type, dtype, enabled=self.args.fp16 or self.args.bf16):
+            with torch.no_grad():
+                target_outputs = self.objective.read_target(self.target, inputs)
+            result: tuple[Tensor, StepSums] = model(**inputs, **target_outputs, measure=measure)
         return result
+
+    def save_draft(self, folder: Path) -> None:
+        """Write the draft in its public layout. Every process calls this, since all may hold a part of it; the first one writes."""
+        state = self.accelerator.get_state_dict(self.model_wrapped) if self.is_sharded else None
+        if self.args.should_save:
+            self._write_draft(folder, state)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
         """Checkpoints hold the Trainer's own file, for resuming, and the draft in its public layout, for measuring."""
+        if not self.args.should_save:
+            return
         state = self.objective.state_dict() if state_dict is None else state_dict
         repeated = set(getattr(self.objective, "_keys_to_ignore_on_save", ()))
         super()._save(output_dir, {name: tensor for name, tensor in state.items() if name not in repeated})
-        if self.args.should_save:
-            self.save_draft(Path(output_dir or str(self.args.output_dir)) / "draft")
+        self._write_draft(Path(output_dir or str(self.args.output_dir)) / "draft", state)
+
+    def _write_draft(self, folder: Path, state: dict[str, Tensor] | None) -> None:
+        if self.whole is None:
+            return self.save(self.objective.draft, folder)
+        assert state is not None
+        self.whole.load_state_dict(
+            {name.removeprefix("draft."): tensor for name, tensor in state.items() if name.startswith("draft.")}
+        )
+        return self.save(self.whole, folder)
+
+
+def layer_classes(draft: Any) -> list[str]:
+    """Names of the classes of a draft's layers: of a language model as transformers knows them, of a head by its list."""
+    known = getattr(draft, "_no_split_modules", None)
+    return sorted(known) if known else sorted({type(layer).__name__ for layer in draft.layers})

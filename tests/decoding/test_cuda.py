@@ -1,6 +1,5 @@
 """What a GPU must do as a CPU does; skipped, saying so, where there is none."""
 
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -78,7 +77,7 @@ def test_a_training_step_runs_and_lowers_the_loss(target: FrozenTarget, tmp_path
     arguments = training_arguments({"output_dir": str(tmp_path), "per_device_train_batch_size": 4, **settings})
     draft = build_eagle3(target)
     objective = TrainingTimeTest(draft, forward_kl, 3)
-    trainer = DraftTrainer(objective, target, arguments, data, data, save=partial(save_eagle3, draft))
+    trainer = DraftTrainer(objective, target, arguments, data, data, save=save_eagle3)
     before = trainer.evaluate()["eval_loss"]
     trainer.train()
     assert trainer.evaluate()["eval_loss"] < before

@@ -39,7 +39,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         tiny_tokenizer().save_pretrained(path / name)
     target = FrozenTarget.load(str(path / "target"))
     for method in METHODS:
-        save_draft(implementation(method), made(method, target), target, path / method)
+        save_draft(implementation(method), target, made(method, target), path / method)
     return path
 
 
@@ -99,10 +99,10 @@ def test_a_draft_that_began_as_another_targets_is_for_the_one_it_was_trained_on(
     other = FrozenTarget.load(str(folder / "other"))
     method = implementation("draft_model")
     begun = create_draft_model(other, init=str(folder / "draft_model"))
-    save_draft(method, begun, other, tmp_path / "draft")
+    save_draft(method, other, begun, tmp_path / "draft")
     assert record(tmp_path / "draft")["target"]["name_or_path"] == str(folder / "other")
     in_memory = FrozenTarget(tiny_target_model(), tiny_tokenizer(), name="tiny")
-    save_draft(method, begun, in_memory, tmp_path / "unknown")
+    save_draft(method, in_memory, begun, tmp_path / "unknown")
     assert record(tmp_path / "unknown") is None
 
 

@@ -139,7 +139,6 @@ def test_training_goes_on_from_an_earlier_draft(
         ("train.per_device_train_batch_size=0", "train.per_device_train_batch_size"),
         ("train.learning_rate=-1", "train.learning_rate"),
         ("train.num_train_epochs=0", "train.num_train_epochs"),
-        ("train.gradient_checkpointing=true", "train.gradient_checkpointing"),
         ("train.metric_for_best_model=aceptance_length", "train.metric_for_best_model"),
         ("train.metric_for_best_model=accuracy_3", "train.metric_for_best_model"),
         ("train.report_to=wandb", "train.report_to"),

@@ -49,11 +49,14 @@ def trainer(
     if method == "draft_model":
         draft: Any = create_draft_model(target, init="layers", num_layers=2)
         objective: torch.nn.Module = Distillation(draft, forward_kl)
-        save = partial(save_draft_model, draft, target.tokenizer)
+
+        def save(draft: Any, folder: Path) -> None:
+            save_draft_model(draft, target.tokenizer, folder)
+
     else:
         draft = build_head(method, target, **({"init": "scratch"} if method == "mtp" else {}))
         objective = TrainingTimeTest(draft, forward_kl, 4, step_decay=0.8)
-        save = partial(save_head, method, draft)
+        save = partial(save_head, method)  # type: ignore[assignment]
     optimizer = MuonAdamW(draft, arguments.learning_rate)
     return DraftTrainer(objective, target, arguments, data, data, save=save, optimizer=optimizer)
 

@@ -15,12 +15,15 @@ A head whose output is meant to be the target's own next feature, as EAGLE's is 
 to the target's last hidden state at t + 1 + k, by SmoothL1.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
+from specdistill.errors import UserError
 from specdistill.losses.divergence import Divergence, acceptance, build_divergence
 from specdistill.methods.heads.head import Head
 from specdistill.methods.recipe import HeadRecipe
@@ -97,6 +100,22 @@ class TrainingTimeTest(nn.Module):
         weights = torch.tensor([step_decay**k for k in range(num_steps)])
         # Weights sum to one, so that the learning rate does not depend on how deep the unroll is.
         self.register_buffer("step_weights", weights / weights.sum(), persistent=False)
+
+    def activation_checkpointing_enable(self, **options: Any) -> None:
+        """Called by transformers' Trainer for `train.gradient_checkpointing`: backward computes the MLPs again, whose wide states are
+        most of what a layer keeps for it. Not the attention, which would enter its keys and values into the cache a second time.
+        """
+        names = ("mlp", "feed_forward", "block_sparse_moe")
+        mlps = [module for name, module in self.draft.layers.named_modules() if name.rpartition(".")[2] in names]
+        if not mlps:
+            layer = type(self.draft.layers[0]).__name__
+            raise UserError(
+                "train.gradient_checkpointing", got=f"true with layers of {layer}", expected=f"layers with {names[0]}"
+            )
+        for mlp in mlps:
+            mlp.forward = partial(checkpoint, mlp.forward, use_reentrant=False)
+
+    gradient_checkpointing_enable = activation_checkpointing_enable  # older versions' name
 
     def num_loss_tokens(self, batch: dict[str, Tensor]) -> Tensor:
         """Loss tokens of step 0: what the loss of a batch is divided by."""

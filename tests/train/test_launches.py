@@ -1,0 +1,184 @@
+"""Every launch configuration that ships, as a user runs it: each trains the draft that one process trains, and that draft decodes.
+
+Two gloo processes train 20 steps of two micro-batches, one process 20 steps of four. Losses, gradient norms, evaluations and the final
+weights then differ by rounding alone.
+"""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from specdistill.decoding.decoder import Decoder
+from specdistill.methods.load import load_proposer
+from specdistill.project import ROOT
+from specdistill.targets.frozen import FrozenTarget
+from specdistill.training.history import read_history
+from tests.tiny import tiny_target_model, tiny_tokenizer
+
+METHODS = {
+    "eagle": ("train/eagle.py", ["draft.ttt_steps=3"]),
+    "eagle3": ("train/eagle.py", ["draft.ttt_steps=3", "draft.vocab_size=60"]),
+    "mtp": ("train/mtp.py", ["draft.ttt_steps=3", "draft.init=scratch"]),
+    "draft_model": ("train/draft.py", ["draft.init=layers", "draft.num_layers=2"]),
+}
+# What a process holds of the draft's weights and of the optimizer's state. Halves, and what is replicated because it is small.
+WHOLE, HALF = (0.99, 1.01), (0.45, 0.6)
+CONFIGURATIONS = {
+    "cpu_processes": ("MULTI_CPU", WHOLE, WHOLE),
+    "ddp": ("MULTI_CPU", WHOLE, WHOLE),
+    "ddp_multinode": ("MULTI_CPU", WHOLE, WHOLE),
+    "fsdp2": ("FSDP", HALF, HALF),
+    "zero1": ("DEEPSPEED", WHOLE, HALF),
+    "zero2": ("DEEPSPEED", WHOLE, HALF),
+    "zero3": ("DEEPSPEED", HALF, HALF),
+    "zero3_offload": ("DEEPSPEED", HALF, HALF),
+    "zero3_multinode": ("DEEPSPEED", HALF, HALF),
+}
+# Each configuration and each method once; the other pairs take minutes (make test-launches).
+QUICK = {
+    ("eagle", "cpu_processes"),
+    ("eagle3", "fsdp2"),
+    ("mtp", "zero3"),
+    ("draft_model", "zero2"),
+    ("eagle3", "ddp_multinode"),
+}
+NUMBERS = ("loss", "grad_norm", "eval_loss", "eval_acceptance_length")
+TOLERANCE = 2e-5  # of losses, norms and weights, which are all near 1 or below
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny target, and texts that divide neither into batches nor among processes."""
+    path = tmp_path_factory.mktemp("target")
+    tiny_target_model().save_pretrained(path / "model")
+    tiny_tokenizer().save_pretrained(path / "model")
+    rows = [json.dumps({"text": f"Row {index} says {index * 7} and then again {index * 7}."}) for index in range(103)]
+    (path / "rows.jsonl").write_text("\n".join(rows), encoding="utf-8")
+    return path
+
+
+def launch(folder: Path, name: str, method: str, output: Path, accumulation: int, *options: str) -> subprocess.Popen[str]:
+    """`accelerate launch` with a configuration that ships. A node has its own working folder, data cache and run."""
+    script, keys = METHODS[method]
+    output.mkdir()
+    command = [sys.executable, "-m", "accelerate.commands.launch", f"--config_file={ROOT}/accelerate_configs/{name}.yaml"]
+    arguments = [
+        str(Path(__file__).with_name("observed.py")),
+        str(output),
+        str(ROOT / script),
+        f"method={method}",
+        f"target.model={folder / 'model'}",
+        f"data.source={folder / 'rows.jsonl'}",
+        f"data.cache_dir={output / 'cache'}",
+        "data.max_length=64",
+        "data.validation_fraction=0.1",
+        *keys,
+        "optimizer=adamw",
+        f"train.output_dir={output / 'run'}",
+        "train.max_steps=20",
+        "train.per_device_train_batch_size=2",
+        f"train.gradient_accumulation_steps={accumulation}",
+        "train.learning_rate=1e-3",
+        "train.logging_steps=1",
+        "train.eval_strategy=steps",
+        "train.eval_steps=10",
+        "train.save_steps=10",
+        "train.load_best_model_at_end=true",
+        "train.metric_for_best_model=acceptance_length",
+        "train.report_to=none",
+    ]
+    # The environment's own tools first: DeepSpeed looks ninja up by name.
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    line = [*command, *options, *arguments]
+    return subprocess.Popen(line, cwd=output, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+
+
+def launches(folder: Path, name: str, method: str, tmp_path: Path) -> list[subprocess.Popen[str]]:
+    """One launch of two processes, or one on each of two machines."""
+    if not name.endswith("multinode"):
+        return [launch(folder, name, method, tmp_path / "node-0", 2, "--num_processes=2", "--main_process_port=0")]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    nodes = ["--num_machines=2", "--num_processes=2", "--main_process_ip=127.0.0.1", f"--main_process_port={port}"]
+    return [launch(folder, name, method, tmp_path / f"node-{rank}", 2, *nodes, f"--machine_rank={rank}") for rank in (0, 1)]
+
+
+def finish(started: list[subprocess.Popen[str]]) -> None:
+    outputs = [process.communicate(timeout=600)[0] for process in started]
+    for process, output in zip(started, outputs, strict=True):
+        assert process.returncode == 0, output
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """method -> what one process observed, and the folder of its run."""
+    runs: dict[str, tuple[dict[str, Any], Path]] = {}
+
+    def run(method: str) -> tuple[dict[str, Any], Path]:
+        if method not in runs:
+            output = tmp_path_factory.mktemp(method) / "node-0"
+            finish([launch(folder, "cpu", method, output, 4)])
+            runs[method] = json.loads((output / "process-0.json").read_text()), output / "run"
+        return runs[method]
+
+    return run
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("method", "name"),
+    [
+        pytest.param(method, name, marks=() if (method, name) in QUICK else pytest.mark.launches)
+        for method in METHODS
+        for name in CONFIGURATIONS
+    ],
+)
+def test_two_processes_train_the_draft_that_one_does(folder: Path, tmp_path: Path, alone: Any, method: str, name: str) -> None:
+    finish(launches(folder, name, method, tmp_path))
+    whole, reference = alone(method)
+    distributed_type, parameters, optimizer = CONFIGURATIONS[name]
+
+    # Two processes of one group, each with its part
+    for index, place in enumerate(sorted(tmp_path.glob("node-*/process-*.json"), key=lambda path: path.name)):
+        seen = json.loads(place.read_text())
+        assert (index, seen["num_processes"], seen["distributed_type"]) == (index, 2, distributed_type)
+        assert parameters[0] <= seen["parameters"] / whole["parameters"] <= parameters[1]
+        assert optimizer[0] <= seen["optimizer"] / whole["optimizer"] <= optimizer[1]
+    assert len(list(tmp_path.glob("node-*/process-*.json"))) == 2
+
+    # The same numbers, step by step, and the same draft, written by the first process alone
+    run = tmp_path / "node-0" / "run"
+    for entry, expected in zip(log(run), log(reference), strict=True):
+        assert entry == pytest.approx(expected, abs=TOLERANCE)
+    assert not list(tmp_path.glob("node-1/run/**/*.safetensors"))
+    for place in ("draft", "checkpoint-10/draft"):
+        weights, wanted = (load_file(one / place / "model.safetensors") for one in (run, reference))
+        assert weights.keys() == wanted.keys() and {weight.dtype for weight in weights.values()} == {
+            weight.dtype for weight in wanted.values()
+        }
+        for tensor in wanted:
+            assert float((weights[tensor].double() - wanted[tensor].double()).abs().max()) <= TOLERANCE, tensor
+
+    # That draft decodes, without loss
+    target = FrozenTarget.load(str(folder / "model"))
+    decoder = Decoder(target, load_proposer(method, run / "draft", target))
+    prompt, count = [60, 61, 62, 63], 16
+    plain = target.model.generate(target.model.dummy_inputs["input_ids"].new_tensor([prompt]), max_new_tokens=count)
+    drafted = decoder.generate(prompt, max_new_tokens=count, num_speculative_tokens=3)
+    assert list(drafted.token_ids) == plain[0, len(prompt) :].tolist()
+
+
+def log(run: Path) -> list[dict[str, float]]:
+    history = read_history(run / "draft", key="drafts")
+    assert history is not None
+    return [{name: entry[name] for name in NUMBERS if name in entry} for entry in history.log]
