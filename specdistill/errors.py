@@ -8,7 +8,7 @@ import traceback
 from collections.abc import Iterable
 from enum import IntEnum
 
-SECONDS_APART = 2.0  # a launcher ends the other processes well before that
+SECONDS_APART = 10.0  # a launcher ends the other processes before that, on a busy machine too
 
 
 class ExitCode(IntEnum):

@@ -97,6 +97,11 @@ def is_sharded() -> bool:
     return launched_with("DEEPSPEED") or launched_with("FSDP")
 
 
+def shards_weights() -> bool:
+    """Whether a process of this launch holds a part of the draft's weights only, not just of the optimizer's state."""
+    return launched_with("FSDP") or (launched_with("DEEPSPEED") and os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE") == "3")
+
+
 def _take_precision(fields: dict[str, Any]) -> str:
     """`bf16`, `fp16` or `no`, as the recipe says or else the launch: set in `fields` for replicated drafts, removed for sharded ones.
 

@@ -102,8 +102,9 @@ class DraftTrainer(ResumableTrainer):
         """The micro-batches of one optimizer step, and their loss tokens over all processes."""
         batches = list(islice(epoch_iterator, num_batches))
         if self.on_policy is not None:
-            first = (self.state.global_step * self.args.world_size + self.args.process_index) * num_batches
-            batches = [self.on_policy(batch, first + index) for index, batch in enumerate(batches)]
+            first = self.state.global_step * num_batches  # numbers follow the rows, which processes take by turns
+            numbers = ((first + index) * self.args.world_size + self.args.process_index for index in range(len(batches)))
+            batches = [self.on_policy(batch, number) for batch, number in zip(batches, numbers, strict=True)]
         loss_tokens = sum((self.objective.num_loss_tokens(batch) for batch in batches), torch.tensor(0))
         count: Tensor = self.accelerator.reduce(loss_tokens.to(device), "sum")
         return batches, count.clamp_min(1)

@@ -26,9 +26,11 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from specdistill.data.batch_generate import generate, generation_mode
+from specdistill.errors import UserError
 from specdistill.losses.divergence import Divergence, LossSum, acceptance
 from specdistill.targets.anatomy import Anatomy, examine
 from specdistill.targets.frozen import FrozenTarget
+from specdistill.training.arguments import shards_weights
 from specdistill.training.objective import SoftTargets, StepSums, compute_soft_targets, has_loss, shift_left
 
 
@@ -176,6 +178,12 @@ class OnPolicyGeneration:
     num_tokens: int
     end_ids: tuple[int, ...]
     seed: int
+
+    def __post_init__(self) -> None:
+        """Raises UserError where no process has the whole draft, which each would need for as many tokens as its own rows take."""
+        if self.fraction and shards_weights():
+            expected = "0, or a launch that leaves weights whole: ddp, zero1, zero2"
+            raise UserError("on_policy.fraction", got=f"{self.fraction} with sharded weights", expected=expected)
 
     def __call__(self, batch: dict[str, Tensor], number: int) -> dict[str, Tensor]:
         """The batch with this `number` in the run, or what the draft generates after the first tokens of its rows.

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from specdistill.errors import UserError
 from specdistill.methods.draft_model.objective import OnPolicyGeneration
 from tests.tiny import tiny_target_model
 
@@ -35,6 +36,22 @@ def test_rows_are_beginnings_and_what_the_draft_writes_after_them() -> None:
     assert generated["loss_mask"].tolist() == [[0] * 6 + [1] * 10] * 2
     assert generated["document_ids"].eq(0).all()
     assert generated["position_ids"].tolist() == [list(range(16))] * 2
+
+
+@pytest.mark.parametrize(
+    ("launch", "whole"), [({"DEEPSPEED": "2"}, True), ({"DEEPSPEED": "3"}, False), ({"FSDP": ""}, False), ({}, True)]
+)
+def test_a_draft_in_parts_does_not_generate(launch: dict[str, str], whole: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launch tells its processes so in the environment."""
+    for sharding, stage in launch.items():
+        monkeypatch.setenv(f"ACCELERATE_USE_{sharding}", "true")
+        monkeypatch.setenv("ACCELERATE_DEEPSPEED_ZERO_STAGE", stage)
+    writing(fraction=0.0)
+    if whole:
+        writing(fraction=0.5)
+    else:
+        with pytest.raises(UserError, match=r"^on_policy\.fraction: got 0\.5 with sharded weights, expected 0, or a launch"):
+            writing(fraction=0.5)
 
 
 def test_a_text_that_ends_early_is_padded() -> None:
