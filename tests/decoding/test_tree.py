@@ -260,7 +260,7 @@ def forced_logits(proposer: Any, target: FrozenTarget, text: list[int], path: li
     for token in [*path, None]:
         normed, next_hidden = head(next_ids, hidden, proposer.cache.next_rotary(next_ids.shape[1]), proposer.cache)
         next_ids, hidden = torch.tensor([[token or 0]]), next_hidden[:, -1:]
-    return head.lm_head(normed[0, -1])
+    return head.logits(normed[0, -1])
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if "vocabulary" not in name])

@@ -6,6 +6,7 @@ none, whatever the config says. Embedding and head are the target's: left out he
 """
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -33,16 +34,19 @@ def load_eagle(folder: Path | str, target: FrozenTarget, *, key: str = "eval.dra
     """Read a head for a target. `key` is the recipe key the folder came from, which errors name.
 
     Raises UserError when files are missing or broken, when a tensor is missing, unknown or of another shape or kind, when the head is for
-    another hidden size or vocabulary than the target's, or brings an embedding or a head that is not the target's.
+    another hidden size, vocabulary or scale of logits than the target's, or brings an embedding or a head that is not the target's.
     """
     folder = Path(folder)
     config, tensors = read_eagle(folder, target, key=key)
-    dtype = checkpoint.stored_dtype([tensor for name, tensor in tensors.items() if name not in EagleDraft.shared])
-    for name in sorted(EagleDraft.shared):
-        if not checkpoint.is_copy(tensors.setdefault(name, target.tensor(name)), target.tensor(name)):
+    for name in sorted(EagleDraft.shared & tensors.keys()):
+        if not checkpoint.is_copy(tensors.pop(name), target.tensor(name)):
             raise UserError(key, got=f"{folder} with another {name} than {target.name} has", expected="a head made for it")
+    if config.logit_scale != 1 and not math.isclose(config.logit_scale, target.logits.scale, rel_tol=1e-4):
+        got = f"{folder} with logit_scale {config.logit_scale:g}"
+        raise UserError(key, got=got, expected=f"{target.logits.scale:g}, as {target.name} has")
     draft = EagleDraft(config)
-    checkpoint.fill(draft, tensors, dtype)
+    checkpoint.fill(draft, tensors, checkpoint.stored_dtype(tensors.values()))
+    draft.borrow(target)
     return draft
 
 
@@ -81,16 +85,25 @@ def export(draft: Path, engine: Engine, output: Path, target: TargetFiles | None
     if layout.needs_target:
         target = needed(target, layout.needs_target)
         tensors[EMBEDDING] = target.tensor(EMBEDDING).to(dtype)
-    described = layout.config(HeadExport(checkpoint.shape_to_json(config, dtype), config, target, num_speculative_tokens))
+    described = layout.config(HeadExport(_llama(config, dtype), config, target, num_speculative_tokens))
     with checkpoint.new_folder(output) as partial:
         checkpoint.write_draft(partial, described, tensors)
 
 
 def config_to_json(config: EagleConfig, dtype: torch.dtype) -> dict[str, Any]:
     """The config.json of a one-layer Llama with the key `bias`."""
-    return {"architectures": ["LlamaForCausalLM"], **checkpoint.shape_to_json(config, dtype), "bias": config.fc_bias}
+    return {"architectures": ["LlamaForCausalLM"], **_llama(config, dtype), "bias": config.fc_bias}
 
 
 def config_from_json(raw: Mapping[str, Any], key: str) -> EagleConfig:
     """The inverse of `config_to_json`."""
-    return EagleConfig(**checkpoint.shape_from_json(raw, key, what=WHAT), fc_bias=raw.get("bias", True))
+    return EagleConfig(
+        **checkpoint.shape_from_json({**raw, "logit_scale": None}, key, what=WHAT),
+        fc_bias=raw.get("bias", True),
+        logit_scale=raw.get("logit_scale") or 1.0,
+    )
+
+
+def _llama(config: EagleConfig, dtype: torch.dtype) -> dict[str, Any]:
+    scale = {} if config.logit_scale == 1 else {"logit_scale": config.logit_scale}
+    return {**checkpoint.shape_to_json(config, dtype), **scale}

@@ -39,7 +39,7 @@ def repairs(head: EagleDraft, target: FrozenTarget) -> Iterator[mistakes.Repair]
 
 def planned(target: sizes.Described, given: sizes.Described | None, settings: dict[str, Any]) -> sizes.PlannedDraft:
     """The head that is given, or the one that a recipe with these keys of `draft:` would train."""
-    target.decoder()
+    target.tried(build_eagle)
     shape, vocabulary = sizes.planned_shape(target, given, settings), target.text.vocab_size
     keys = tuple(f"draft.{name}=null" for name in ("intermediate_size", "num_attention_heads", "num_key_value_heads"))
     note = "reads the last hidden state, borrows the target's head"

@@ -7,10 +7,12 @@ predicts the next one, f_{t+1}; the target's own head makes tokens of it:
 
     h_t = fc(cat(embed(x_{t+1}), f_t))
     o_t = h_t + attention(h_t);  o_t += mlp(post_attention_layernorm(o_t))           the first layer has no norm before its attention
-    q_t = softmax(lm_head(o_t))                                                      o_t stands for f_{t+1} in the next step
+    q_t = softmax(head(o_t))                                                         o_t stands for f_{t+1} in the next step
+
+head is the target's: lm_head, and the scale or the cap that its class gives to logits (`specdistill.targets.anatomy.Head`).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -22,13 +24,14 @@ from specdistill.targets.frozen import Features, FrozenTarget
 
 @dataclass(frozen=True, kw_only=True)
 class EagleConfig(HeadShape):
-    """Shape of a head. fc_bias: SafeAILab's first heads have one; vLLM loads none."""
+    """Shape of a head. fc_bias: SafeAILab's first heads have one; vLLM loads none. logit_scale: the target's, which vLLM reads here."""
 
     fc_bias: bool = False
+    logit_scale: float = 1.0
 
 
 class EagleDraft(nn.Module):
-    """The head (a `Head`, see specdistill.methods.heads.head). Embedding and lm_head are frozen copies of the target's."""
+    """The head (a `Head`, see specdistill.methods.heads.head). Embedding and lm_head are frozen copies of the target's (`borrow`)."""
 
     aux_layers = ()
     shared = frozenset({"embed_tokens.weight", "lm_head.weight"})
@@ -42,6 +45,14 @@ class EagleDraft(nn.Module):
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False).requires_grad_(False)
         self.rotary = Rotary(config)
 
+    def borrow(self, target: FrozenTarget) -> None:
+        """Take the target's embedding and head."""
+        self.load_state_dict({name: target.tensor(name) for name in self.shared}, strict=False)
+        self.head = replace(target.logits, linear=self.lm_head)
+
+    def logits(self, normed: Tensor) -> Tensor:
+        return self.head(normed)
+
     @property
     def target_ids_W(self) -> Tensor:
         """All of the target's tokens."""
@@ -54,7 +65,7 @@ class EagleDraft(nn.Module):
     def forward(
         self, next_ids_BT: Tensor, hidden_BTH: Tensor, rotary: tuple[Tensor, Tensor], kv_cache: KVCache
     ) -> tuple[Tensor, Tensor]:
-        """One draft step over T positions: the predicted feature [B, T, H], for `lm_head` and as the next step's hidden state."""
+        """One draft step over T positions: the predicted feature [B, T, H], for `logits` and as the next step's hidden state."""
         hidden = self.fc(torch.cat((self.embed_tokens(next_ids_BT), hidden_BTH), dim=-1))
         for layer in self.layers:
             hidden = layer(hidden, rotary, kv_cache)
@@ -66,7 +77,7 @@ def build_eagle(target: FrozenTarget, *, fc_bias: bool = False, seed: int = 0, *
 
     Raises UserError when the attention heads cannot be shared out evenly.
     """
-    config = EagleConfig(**head_shape(target, **sizes), fc_bias=fc_bias)
+    config = EagleConfig(**head_shape(target, **sizes), fc_bias=fc_bias, logit_scale=target.logits.scale)
     draft = initialized(lambda: EagleDraft(config), seed)
-    draft.load_state_dict({name: target.tensor(name) for name in draft.shared}, strict=False)
+    draft.borrow(target)
     return draft.to(target.device)

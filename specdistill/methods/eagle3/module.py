@@ -127,13 +127,17 @@ class Eagle3Draft(nn.Module):
         fused: Tensor = self.fc(self.input_norm(read) if self.config.norm_before_fc else read)
         return fused
 
+    def logits(self, normed: Tensor) -> Tensor:
+        logits: Tensor = self.lm_head(normed)
+        return logits
+
     def forward(
         self, next_ids_BT: Tensor, hidden_BTH: Tensor, rotary: tuple[Tensor, Tensor], kv_cache: KVCache
     ) -> tuple[Tensor, Tensor]:
         """One draft step over T positions.
 
-        Returns `normed` [B, T, H], which `lm_head` turns into logits over the draft vocabulary, and `next_hidden` [B, T, H], the hidden
-        state of the next step: before the norm in EAGLE-3, after it with `norm_output`.
+        Returns `normed` [B, T, H], which `logits` reads, and `next_hidden` [B, T, H], the hidden state of the next step: before the norm
+        in EAGLE-3, after it with `norm_output`.
         """
         hidden = self.layers[0](self.embed_tokens(next_ids_BT), hidden_BTH, rotary, kv_cache)
         for layer in self.layers[1:]:

@@ -29,18 +29,20 @@ class Head(Protocol):
     config: `vocab_size` V, `num_layers` and `sliding_window` (positions; None for all of them) are read.
     aux_layers: the target's layers it reads beside the last.
     shared: names of tensors that are the target's own: neither trained nor saved.
-    lm_head: [..., H] -> [..., W]. target_ids_W: the target's id of each draft token, ascending.
+    logits: [..., H] -> [..., W]; by the target's own head scaled and capped as the target's are. target_ids_W: the target's id of each
+    draft token, ascending.
     """
 
     config: Any
     aux_layers: tuple[int, ...]
     shared: frozenset[str]
-    lm_head: nn.Module
     target_ids_W: Tensor
 
     def fuse(self, features: Features) -> Tensor:
         """The target's features -> the hidden state [B, T, H] of the first step."""
         ...
+
+    def logits(self, normed: Tensor) -> Tensor: ...
 
     def rotary(self, like: Tensor, positions_BT: Tensor) -> tuple[Tensor, Tensor]:
         """(cos, sin) [B, T, d] of positions, in the dtype of `like`."""
@@ -49,7 +51,7 @@ class Head(Protocol):
     def __call__(
         self, next_ids_BT: Tensor, hidden_BTH: Tensor, rotary: tuple[Tensor, Tensor], kv_cache: KVCache
     ) -> tuple[Tensor, Tensor]:
-        """One step over T positions: `normed` [B, T, H], which `lm_head` turns into logits, and `next_hidden` [B, T, H], the hidden
+        """One step over T positions: `normed` [B, T, H], which `logits` reads, and `next_hidden` [B, T, H], the hidden
         state of the next step.
         """
         ...

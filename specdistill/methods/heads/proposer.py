@@ -81,10 +81,10 @@ class HeadProposer:
             step = step.descend(rows_T)
             next_ids, rotary = self.target_ids_W[index_T].unsqueeze(0), self.cache.level(step)
             normed, next_hidden = self.head(next_ids, next_hidden[:, rows_T], rotary, self.cache)
-            logits_TW: Tensor = self.head.lm_head(normed[0])
+            logits_TW: Tensor = self.head.logits(normed[0])
             return logits_TW
 
-        index_N, tree, probs_NW = shape.grow(self.head.lm_head(normed[:, -1]), expand, sampling, generator)
+        index_N, tree, probs_NW = shape.grow(self.head.logits(normed[:, -1]), expand, sampling, generator)
         self.cache.length = committed
         probs_NV = None if probs_NW is None else self._over_target_vocabulary(probs_NW)
         return Proposal(self.target_ids_W[index_N].tolist(), probs_NV, tree)
@@ -111,7 +111,7 @@ class HeadProposer:
         distributions: list[Tensor] = []
         for step in range(k):
             normed_BH, hidden_BH = forward(next_ids, hidden)
-            logits_BW = self.head.lm_head(normed_BH)
+            logits_BW = self.head.logits(normed_BH)
             if uniforms_BK is None:
                 token_B = self.target_ids_W[logits_BW.argmax(-1)]
             else:

@@ -163,7 +163,7 @@ class TrainingTimeTest(nn.Module):
             rotary = self.draft.rotary(hidden, position_ids + k)
             normed, hidden = self.draft(shift_left(input_ids, 1 + k, 0), hidden, rotary, kv_cache)
             has_loss_BT = has_loss(document_ids, loss_mask, ahead=2 + k)
-            logits_RW = self.draft.lm_head(normed[has_loss_BT]) / self.temperature
+            logits_RW = self.draft.logits(normed[has_loss_BT]) / self.temperature
             rows = shift_left(soft_targets.row_BT, 1 + k, -1)[has_loss_BT]
             step = self.divergence(logits_RW, soft_targets.probs_RW[rows])
             total = total + self.step_weights[k] * step.total

@@ -5,7 +5,7 @@ Shapes: B batch, T positions, H hidden size, N query heads, G key/value heads, d
 At position t the draft pairs the embedding of the *next* token x_{t+1} with the target's last hidden state h_t and predicts x_{t+2}:
 
     o_t = norm(layer(fc(cat(token_norm(embed(x_{t+1})), hidden_norm(h_t)))))
-    q_t = softmax(lm_head(o_t))
+    q_t = softmax(logits(o_t))
 
 h_t is taken after the target's final norm, and a later step takes o_t for it: vLLM and SGLang feed both that way. Embedding and head
 are the target's own modules, frozen. The layer is of the target's own class, of the kind of its last full-attention layer.
@@ -58,7 +58,7 @@ class MtpDraft(nn.Module):
     aux_layers = ()
     shared: frozenset[str] = frozenset()
     embed_tokens: nn.Module
-    lm_head: Any
+    logits: Any
 
     def __init__(self, target: FrozenTarget) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class MtpDraft(nn.Module):
             self.layers = nn.ModuleList([layer_class(source, index)])
         # No submodules, hence past nn.Module's own and as a method: checkpoints leave them out, and `.to(bfloat16)` of the draft rounds
         # neither the target's weights nor rotary frequencies. The rotary embedding is a copy, for some remember the longest sequence.
-        vars(self).update(embed_tokens=target.model.get_input_embeddings(), lm_head=target.logits)
+        vars(self).update(embed_tokens=target.model.get_input_embeddings(), logits=target.logits)
         self._rotary: Callable[..., Any] = copy.deepcopy(rotary).forward
         by_kind = "layer_type" in inspect.signature(rotary.forward).parameters
         self._rotary_options = {"layer_type": "full_attention"} if by_kind else {}
@@ -105,7 +105,7 @@ class MtpDraft(nn.Module):
     def forward(
         self, next_ids_BT: Tensor, hidden_BTH: Tensor, rotary: tuple[Tensor, Tensor], kv_cache: KVCache
     ) -> tuple[Tensor, Tensor]:
-        """One draft step over T positions: what `lm_head` turns into logits [B, T, H], and the next step's hidden state, the same."""
+        """One draft step over T positions: what `logits` reads [B, T, H], and the next step's hidden state, the same."""
         embedding = self.embed_tokens(next_ids_BT).to(self.fc.weight.dtype)
         both = torch.cat((self.token_norm(embedding), self.hidden_norm(hidden_BTH)), dim=-1)
         normed: Tensor = self.norm(self._layer(self.fc(both), rotary, kv_cache))

@@ -8,11 +8,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from specdistill.decoding.proposer import DecodingState
+from specdistill.decoding.sampling import Sampling
+from specdistill.engines import ENGINES
 from specdistill.errors import UserError
-from specdistill.methods.eagle.checkpoint import load_eagle, save_eagle
-from specdistill.methods.eagle.module import build_eagle
-from specdistill.methods.heads.unroll import UnrollKVCache
+from specdistill.losses.divergence import forward_kl
+from specdistill.methods.eagle.checkpoint import export, load_eagle, save_eagle
+from specdistill.methods.eagle.module import EagleDraft, build_eagle
+from specdistill.methods.heads.proposer import HeadProposer
+from specdistill.methods.heads.unroll import TrainingTimeTest, UnrollKVCache
 from specdistill.targets.frozen import FrozenTarget
+from tests.targets.architectures import tiny_model
 from tests.tiny import tiny_target_model, tiny_tokenizer
 
 
@@ -110,3 +116,76 @@ def test_vllms_wrapper_is_read(target: FrozenTarget, tmp_path: Path) -> None:
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "eagle", "model": config, "method": "eagle"}))
     assert load_eagle(tmp_path, target).config.hidden_size == target.hidden_size
+
+
+@pytest.fixture(params=["gemma2", "granite"], scope="module")
+def finished(request: pytest.FixtureRequest) -> FrozenTarget:
+    """A target whose class caps its logits, or scales them, so far apart that it shows."""
+    target = FrozenTarget(tiny_model(request.param), tiny_tokenizer(), name=request.param)
+    target.lm_head.weight.data.mul_(40)
+    return target
+
+
+def oracle(target: FrozenTarget, hidden_states: Any, tmp_path: Path) -> EagleDraft:
+    """A head whose every predicted feature is the target's own, as `hidden_states` of its next tokens gives it. It comes from a file."""
+    save_eagle(build_eagle(target), tmp_path)
+    draft = load_eagle(tmp_path, target)
+    draft.forward = lambda next_ids, hidden, rotary, kv_cache: (hidden_states(next_ids),) * 2  # type: ignore[method-assign]
+    return draft
+
+
+@torch.no_grad()
+def test_where_its_features_are_the_targets_it_drafts_the_models_own_distribution(
+    finished: FrozenTarget, tmp_path: Path
+) -> None:
+    text, sampling = [5, 9, 17, 30, 8, 9], Sampling(temperature=0.8)
+    fed = text[:1]
+
+    def hidden_states(next_ids: torch.Tensor) -> torch.Tensor:
+        fed.extend(next_ids[0].tolist())
+        return finished.features(torch.tensor([fed]), ()).last_hidden[:, -next_ids.shape[1] :]
+
+    proposer = HeadProposer(oracle(finished, hidden_states, tmp_path))
+    proposer.begin(20)
+    state = DecodingState(text, finished.features(torch.tensor([text[:-1]]), ()))
+    proposal = proposer.propose(state, 3, sampling, torch.Generator().manual_seed(0))
+    logits = finished.model(torch.tensor([text + proposal.tokens])).logits[0, len(text) - 1 : -1]
+    assert proposal.probabilities is not None
+    assert torch.allclose(proposal.probabilities, (logits / 0.8).softmax(-1), atol=1e-5)
+    bare = finished.lm_head(finished.features(torch.tensor([text]), ()).last_hidden[0, -1]) / 0.8
+    assert (proposal.probabilities[0] - bare.softmax(-1)).abs().sum() / 2 > 0.1
+
+
+@torch.no_grad()
+def test_where_its_features_are_the_targets_nothing_is_left_to_learn(finished: FrozenTarget, tmp_path: Path) -> None:
+    ids = torch.tensor([[5, 9, 17, 30, 8, 9, 11, 40, 41, 6]])
+    last_hidden = finished.model(ids, output_hidden_states=True).hidden_states[-1]
+    steps = iter(range(1, 3))
+
+    def hidden_states(_next_ids: torch.Tensor) -> torch.Tensor:
+        ahead = next(steps)
+        return torch.nn.functional.pad(last_hidden[:, ahead:], (0, 0, 0, ahead))
+
+    rows = {
+        "input_ids": ids,
+        "loss_mask": torch.ones_like(ids),
+        "document_ids": torch.zeros_like(ids),
+        "position_ids": torch.arange(ids.shape[1])[None],
+    }
+    objective = TrainingTimeTest(oracle(finished, hidden_states, tmp_path), forward_kl, 2, temperature=0.8)
+    total, sums = objective(**rows, **objective.read_target(finished, rows), measure=True)
+    assert abs(float(total)) < 1e-4
+    assert [float(accepted / count) for accepted, count in zip(sums.accepted, sums.loss_tokens, strict=True)] == pytest.approx(
+        [1, 1]
+    )
+
+
+def test_a_scale_is_told_where_vllm_looks_for_it(finished: FrozenTarget, tmp_path: Path) -> None:
+    save_eagle(build_eagle(finished), tmp_path / "draft")
+    export(tmp_path / "draft", ENGINES["vllm"], tmp_path / "out", None, 3)
+    written = json.loads((tmp_path / "out" / "config.json").read_text())["model"]
+    assert written.get("logit_scale", 1.0) == finished.logits.scale
+    assert ("logit_scale" in written) == (finished.name == "granite")
+    rewrite(tmp_path / "draft", logit_scale=0.5)
+    with pytest.raises(UserError, match=rf"with logit_scale 0\.5, expected {finished.logits.scale:g}, as {finished.name} has"):
+        load_eagle(tmp_path / "draft", finished)

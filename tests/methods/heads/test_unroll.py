@@ -33,7 +33,7 @@ def unrolled_logits(draft: Any, target: FrozenTarget, ids: torch.Tensor, steps: 
     logits = []
     for k in range(steps):
         normed, hidden = draft(shift_left(ids, 1 + k, 0), hidden, draft.rotary(hidden, positions + k), kv_cache)
-        logits.append(draft.lm_head(normed)[0])
+        logits.append(draft.logits(normed)[0])
     return logits
 
 

@@ -123,7 +123,7 @@ def test_the_unroll_predicts_what_the_decoder_drafts(draft: MtpDraft, target: Fr
         for k in range(K):
             rotary = draft.rotary(hidden, torch.arange(ids.shape[1])[None] + k)
             normed, hidden = draft(shift_left(ids, 1 + k, 0), hidden, rotary, kv_cache)
-            drafted.append(int(draft.lm_head(normed[0, len(text) - 2]).argmax()))
+            drafted.append(int(draft.logits(normed[0, len(text) - 2]).argmax()))
     assert drafted == chain
 
 
@@ -135,7 +135,7 @@ def test_the_hidden_state_is_the_targets_after_its_final_norm(draft: MtpDraft, t
 def test_only_the_drafts_own_weights_are_its_state_and_train(draft: MtpDraft, target: FrozenTarget) -> None:
     ids, hidden, rotary = steps(draft, target)
     normed, _ = draft(ids, hidden, rotary, causal(ids))
-    draft.lm_head(normed).logsumexp(-1).sum().backward()
+    draft.logits(normed).logsumexp(-1).sum().backward()
     own = dict(draft.named_parameters())
     assert all(parameter.grad is not None for parameter in own.values())
     assert all(parameter.grad is None for parameter in target.model.parameters())
