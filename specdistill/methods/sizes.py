@@ -7,7 +7,7 @@ none of it. A chain's acceptance length AL at K is turned into alpha, the rate t
 Symbols: H hidden size, I MLP width, N query heads, G key/value heads, d head size.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -18,6 +18,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from specdistill.errors import UserError, one_line
+from specdistill.targets.frozen import FrozenTarget
+from specdistill.targets.stand_in import stand_in
 
 TOKENS_PER_SAMPLE = 950  # DeepSpec's cache: about 38 TB of 30 KB a token for 1.3M conversations
 DRAFT_VOCABULARY = 32_000
@@ -161,13 +163,25 @@ class Described:
     def parameters(self) -> int:
         return int(self.model.num_parameters())
 
-    def decoder(self) -> Any:
-        """The layers that a head reads. Raises UserError for a target that has none."""
-        decoder = self.model.get_decoder()
-        if not (hasattr(decoder, "layers") and hasattr(decoder, "norm")):
-            expected = "a decoder with layers and norm, as Llama's, for a head to read"
-            raise UserError(self.key, got=f"a {self.text.model_type} target", expected=expected)
-        return decoder
+    @cached_property
+    def stand_in(self) -> FrozenTarget | None:
+        """A small target of the same class, or None. Raises UserError where decoding would refuse the target."""
+        return stand_in(self.config, self.name, trust_remote_code=self.trust_remote_code)
+
+    def tried(self, build: Callable[[FrozenTarget], Any]) -> FrozenTarget:
+        """The stand-in, after building a head for it. Raises UserError as for the target itself, or where there is no stand-in."""
+        if self.stand_in is None:
+            got = f"{self.name}, a {type(self.model).__name__} of which no small model can be made"
+            raise UserError(self.key, got=got, expected="one that can be tried without its weights")
+        build(self.stand_in)
+        return self.stand_in
+
+    @property
+    def layers(self) -> Any:
+        """The decoder layers of `model`, by the name under which the stand-in has them."""
+        own = self.tried(lambda target: None)
+        (name,) = (name for name, module in own.model.named_modules() if module is own.layers)
+        return self.model.get_submodule(name)
 
 
 @dataclass(frozen=True)

@@ -103,8 +103,15 @@ class Plan:
 
 
 def make_plan(target: Described, draft: Described | None = None) -> Plan:
-    """Plan for a target, and for a draft of it where one is given. Raises UserError for what is no target, or no draft of it."""
+    """Plan for a target, and for a draft of it where one is given. Raises UserError for what is no target, or no draft of it.
+
+    Whether a target's logits are scaled or capped changes nothing in a plan: alphas are published ones, sizes and passes the same.
+    """
     facts, warnings = _facts(target), []
+    if target.stand_in is None:
+        warnings.append(
+            f"no small {type(target.model).__name__} can be made: whether it is a target shows when its weights are loaded"
+        )
     if target.dtype is None:
         warnings.append(f"the config names no dtype: bytes are of {facts['dtype']}")
     if quantised := target.raw.get("quantization_config"):

@@ -8,13 +8,20 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from transformers import CONFIG_MAPPING, GPT2Config, GPT2LMHeadModel, GPTNeoXConfig
 
 from specdistill.errors import UserError
 from specdistill.methods.draft_model.create import propose_shape
+from specdistill.methods.eagle3.module import build_eagle3
 from specdistill.methods.recipe import Recipe
+from specdistill.methods.sizes import Described
 from specdistill.planning.plan import Plan, make_plan, print_plan, recommend, short
 from specdistill.planning.reading import read
 from specdistill.recipe.load import load_recipe
+from specdistill.targets import stand_in
+from specdistill.targets.frozen import FrozenTarget
+from tests.targets.architectures import read_page, tiny_model
+from tests.tiny import tiny_tokenizer
 
 LLAMA_8B = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336,
@@ -114,13 +121,51 @@ def test_the_command_trains_what_the_row_describes(tmp_path: Path, method: str):
         assert (recipe.draft.init, recipe.draft.num_layers) == ("width", None)
 
 
-def test_what_no_head_can_read_gets_lookup(tmp_path: Path):
-    plan = plan_for(
-        tmp_path, {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_layer": 2, "n_embd": 64, "n_head": 2}
-    )
-    assert [row.method for row in plan.methods if row.available] == ["ngram"]
-    assert "a gpt2 target" in row_of(plan, "eagle3").note
-    assert plan.recommendation["method"] == "ngram"
+KINDS = {row.cells[0]: row for row in read_page()}
+
+
+@pytest.mark.parametrize("kind", ["granite", "gemma2", "cohere", "gpt2", "gpt_neox", "gemma", "olmo3", "zamba2"])
+def test_a_head_is_planned_where_it_can_be_made(tmp_path: Path, kind: str):
+    """Scaled logits, capped ones, layers by other names: of each class in its usual size, as docs/targets.md says from small ones."""
+    plan = plan_for(tmp_path, CONFIG_MAPPING[kind]().to_dict())
+    available = [method for method in ("eagle", "eagle3", "mtp") if row_of(plan, method).available]
+    assert (", ".join(available) or "–") == KINDS[kind].cells[4]
+
+
+def test_a_head_that_cannot_be_made_has_the_reason_that_training_gives(tmp_path: Path):
+    config = GPT2Config(n_layer=2, n_embd=64, n_head=2)
+    row = row_of(plan_for(tmp_path, config.to_dict()), "eagle3")
+    target = FrozenTarget(GPT2LMHeadModel(config), tiny_tokenizer(), name=str(tmp_path / "target"))
+    with pytest.raises(UserError) as refused:
+        build_eagle3(target)
+    assert row.note == str(refused.value)
+
+
+def test_the_layers_counted_are_the_targets_whatever_they_are_called():
+    config = GPTNeoXConfig(num_hidden_layers=3, hidden_size=128, num_attention_heads=4, intermediate_size=96)
+    target = Described("neox", "target.model", None, None, config.to_dict(), config, None)
+    assert len(target.layers) == 3
+    assert {parameter.shape for parameter in target.layers[-1].mlp.dense_4h_to_h.parameters()} == {(128, 96), (128,)}
+
+
+@pytest.mark.parametrize("kind", ["bert", "mamba", "recurrent_gemma"])
+def test_what_decoding_refuses_is_refused_in_the_same_line(tmp_path: Path, kind: str):
+    model, name = tiny_model(kind), str(tmp_path / "target")
+    with pytest.raises(UserError) as by_plan:
+        plan_for(tmp_path, model.config.to_dict())
+    with pytest.raises(UserError) as by_decoding:
+        FrozenTarget(model, tiny_tokenizer(), name=name)
+    assert str(by_plan.value) == str(by_decoding.value)
+    assert KINDS[kind].cells[-1] in str(by_plan.value)
+
+
+def test_what_cannot_be_tried_is_planned_with_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(stand_in, "MOST_PARAMETERS", 0)
+    plan = plan_for(tmp_path, LLAMA_1B)
+    assert plan.warnings == [
+        "no small LlamaForCausalLM can be made: whether it is a target shows when its weights are loaded",
+    ]
+    assert [row.method for row in plan.methods if row.available] == ["draft_model", "ngram"]
 
 
 def test_quantised_weights_are_said_to_be_counted_otherwise(tmp_path: Path):

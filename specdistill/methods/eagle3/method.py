@@ -98,7 +98,7 @@ def _repairs_of_vocabulary(head: Eagle3Draft) -> Iterator[mistakes.Repair]:
 
 def planned(target: sizes.Described, given: sizes.Described | None, settings: dict[str, Any]) -> sizes.PlannedDraft:
     """The head that is given, or the one that a recipe with these keys of `draft:` would train."""
-    target.decoder()
+    target.tried(build_eagle3)
     vocabulary, hidden_size = target.text.vocab_size, target.text.hidden_size
     shape, num_aux = sizes.planned_shape(target, given, settings), 3
     width = settings.get("vocab_size") or (vocabulary if settings else min(vocabulary, sizes.DRAFT_VOCABULARY))
