@@ -128,7 +128,7 @@ class TrainingRun:
             return
         with saving(str(self.path / "draft")):
             trainer.save_draft(self.path / ASIDE / "draft")
-            if trainer.is_world_process_zero():
+            if self.arguments.should_save:
                 save_history(trainer.state, self.path, resumed=self.checkpoint is not None)
                 os.replace(self.path / ASIDE / "draft", self.path / "draft")
                 (self.path / ASIDE).rmdir()
