@@ -55,6 +55,15 @@ def one_line(text: str) -> str:
     return " ".join(text.split())
 
 
+def beside(key: str, name: str) -> str:
+    """The key `name` of the section that another key stands in, for messages of what several commands call: they have their own sections.
+
+    >>> beside("eval.draft", "draft_context"), beside("draft", "draft_context")
+    ('eval.draft_context', 'draft_context')
+    """
+    return f"{key[: key.rfind('.') + 1]}{name}"
+
+
 def nearest(name: str, valid: Iterable[str]) -> str | None:
     """The valid name closest to a misspelt one, else one that begins with it or that it begins with; None when nothing is close."""
     names = list(valid)

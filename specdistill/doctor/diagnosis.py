@@ -135,7 +135,8 @@ def diagnose(
         prompts = prompts_of(draft, suite, loaded, num_prompts)
         with refusals(made):
             proposer = load_proposer(made.method, draft, loaded, key="draft", **options_of(made.method))
-            made.acceptance, more = check_acceptance(made.method, loaded, proposer, prompts, made.recorded)
+            window = made.config.sliding_window if made.config else None
+            made.acceptance, more = check_acceptance(made.method, loaded, proposer, prompts, made.recorded, window)
             made.findings += more
     elif model and decode:
         made.findings.append(note("not decoded: what is broken comes first"))
@@ -296,10 +297,15 @@ def prompts_of(draft: Path, suite: str | None, target: FrozenTarget, num_prompts
 
 
 def check_acceptance(
-    method: str, target: FrozenTarget, proposer: Proposer, prompts: Sequence[Sequence[int]], expected: Acceptance | None
+    method: str,
+    target: FrozenTarget,
+    proposer: Proposer,
+    prompts: Sequence[Sequence[int]],
+    expected: Acceptance | None,
+    window: int | None = None,
 ) -> tuple[Acceptance, list[Finding]]:
-    """Decode prompts (token ids) with a draft."""
-    num_tokens = expected.num_tokens if expected else DEFAULT_STEPS
+    """Decode prompts (token ids) with a draft. window: positions that it sees, which must hold what it drafts."""
+    num_tokens = expected.num_tokens if expected else min(DEFAULT_STEPS, window or DEFAULT_STEPS)
     decoder = Decoder(target, proposer)
     completions = [decoder.generate(prompt, max_new_tokens=NUM_TOKENS, num_speculative_tokens=num_tokens) for prompt in prompts]
     accepted = [entry.num_accepted for completion in completions for entry in completion.rounds]

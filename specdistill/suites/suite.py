@@ -141,7 +141,7 @@ def tokenize(
             raise UserError("eval.suite", got=f"prompt {prompt.id} of {suite.name}, which has no tokens", expected="some text")
         length = len(prompt.token_ids)
         if length + max_new_tokens > max_length:
-            got = f"prompt {prompt.id} of {suite.name} with {length} tokens, and eval.max_new_tokens={max_new_tokens}"
+            got = f"prompt {prompt.id} of {suite.name} with {length} tokens, and {max_new_tokens} to generate"
             raise UserError("eval.suite", got=got, expected=f"at most {max_length} tokens together, the target's context")
     return prompts
 
@@ -164,7 +164,7 @@ def cut_prompts(
         return {}
     longest = max(lengths)
     if longest + max_new_tokens > max_length:
-        got = f"{longest} tokens, and eval.max_new_tokens={max_new_tokens}"
+        got = f"{longest} tokens, and {max_new_tokens} to generate"
         raise UserError("eval.sweep.context", got=got, expected=f"at most {max_length} tokens together, the target's context")
     whole = {row.id: len(_tokenize(row, tokenizer, whole=True).token_ids) for row in suite.rows}
     rows = [row for row in suite.rows if whole[row.id] >= longest]

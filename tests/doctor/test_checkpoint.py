@@ -13,7 +13,10 @@ from torch import Tensor
 
 from specdistill.cli import main
 from specdistill.doctor.diagnosis import Diagnosis, examine
+from specdistill.errors import ExitCode
 from specdistill.export.export import export
+from specdistill.methods.draft_model.checkpoint import save_draft_model
+from specdistill.methods.draft_model.create import create_draft_model
 from specdistill.targets.files import TargetFiles
 from specdistill.targets.frozen import FrozenTarget
 from tests.heads import build_head, head_of, save_head
@@ -305,3 +308,22 @@ def test_mistakes_are_one_line(arguments: list[str], said: str, folder: Path, ca
     spelt = [f"{key}={places.get(value, value)}" for key, _, value in (argument.partition("=") for argument in arguments)]
     assert main(["doctor", *spelt]) == 2
     assert capsys.readouterr().err.splitlines()[-1].startswith(f"error: {said}")
+
+
+def test_a_narrow_window_is_given_no_longer_chains(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = FrozenTarget.load(str(folder / "target"))
+    save_head("eagle3", head_of("eagle3", target, {"sliding_window": 2}), tmp_path / "draft")
+    main(["doctor", f"draft={tmp_path / 'draft'}", f"target={folder / 'target'}", "eval.num_prompts=1"])
+    assert "with 2 draft tokens, greedy" in capsys.readouterr().out
+
+
+def test_a_short_context_is_refused_by_a_key_of_the_doctor(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    draft = create_draft_model(FrozenTarget.load(str(folder / "target")), init="layers", num_layers=1)
+    draft.config.max_position_embeddings = 64
+    save_draft_model(draft, tiny_tokenizer(), tmp_path / "draft")
+    keys = ["doctor", f"draft={tmp_path / 'draft'}", f"target={folder / 'target'}", "eval.num_prompts=1"]
+    assert main(keys) == ExitCode.USER_ERROR
+    assert capsys.readouterr().err.startswith("error: draft_context: got a draft whose context is 64 tokens for a sequence of")
+    assert main([*keys, "draft_context=window"]) != ExitCode.USER_ERROR

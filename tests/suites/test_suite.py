@@ -86,7 +86,7 @@ def test_messages_need_a_chat_template(tmp_path):
 def test_a_prompt_that_leaves_no_room_is_refused(tmp_path):
     path = write_jsonl(tmp_path / "s.jsonl", [{"prompt": "x" * 200}])
     assert len(prompts(path, max_new_tokens=56)) == 1
-    with pytest.raises(UserError, match=r"200 tokens, and eval\.max_new_tokens=57, expected at most 256"):
+    with pytest.raises(UserError, match=r"200 tokens, and 57 to generate, expected at most 256"):
         prompts(path, max_new_tokens=57)
 
 

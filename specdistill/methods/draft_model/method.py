@@ -63,7 +63,7 @@ def load_proposer(
     vocabulary = match_vocabularies(
         target.tokenizer, len(target.lm_head.weight), tokenizer, _width(model), heterogeneous=heterogeneous_vocab, key=key
     )
-    limits: dict[str, Any] = {"context": draft_context, "target_max_length": target.max_length}
+    limits: dict[str, Any] = {"context": draft_context, "target_max_length": target.max_length, "key": key}
     return DraftModelProposer(model, vocabulary=vocabulary, **limits, **options)
 
 

@@ -19,7 +19,7 @@ from specdistill.decoding.proposer import BatchProposer, BatchState, DecodingSta
 from specdistill.decoding.sampling import Generators, Sampling, draw, uniforms
 from specdistill.decoding.transformers_models import TransformersBatch, check_batchable, last_of, padded
 from specdistill.decoding.tree import DynamicTree, StaticTree, Step, Tree, candidates_are_drawn
-from specdistill.errors import UserError
+from specdistill.errors import UserError, beside
 from specdistill.methods.draft_model.layers import LlamaBatch, LlamaLayers, TransformersLayers, is_plain_llama
 from specdistill.methods.draft_model.vocabulary import SharedVocabulary
 from specdistill.targets.anatomy import examine
@@ -40,6 +40,8 @@ class DraftModelProposer:
 
     context: what happens to a sequence longer than the draft's own context of N positions. `refuse` raises UserError; `window` shows the
     draft between 3N/4 and N of the last tokens, at positions that start again at 0 each time the window moves.
+
+    key: that the draft came from, which errors name.
     """
 
     aux_layers: tuple[int, ...] = ()
@@ -54,9 +56,11 @@ class DraftModelProposer:
         confidence_threshold: float | None = None,
         context: str = "refuse",
         target_max_length: int | None = None,
+        key: str = "eval.draft",
     ) -> None:
         self.draft = draft.eval()
-        self.head = examine(draft, "the draft", key="eval.draft").head
+        self.key = key
+        self.head = examine(draft, "the draft", key=key).head
         self.layers: Any = LlamaLayers(draft) if is_plain_llama(draft) else TransformersLayers(draft)
         self.shared_vocabulary = vocabulary
         self.confidence_threshold = confidence_threshold
@@ -228,7 +232,8 @@ class DraftModelProposer:
 
     def _refuse(self, length: int) -> NoReturn:
         got = f"a draft whose context is {self.max_positions} tokens for a sequence of {length}"
-        raise UserError("eval.draft_context", got=got, expected="window, a draft with a longer context, or shorter sequences")
+        expected = "window, a draft with a longer context, or shorter sequences"
+        raise UserError(beside(self.key, "draft_context"), got=got, expected=expected)
 
 
 def draft_chains(
