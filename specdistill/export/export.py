@@ -11,7 +11,6 @@ import specdistill
 from specdistill.engines import ENGINES
 from specdistill.engines.engine import Engine, Served
 from specdistill.errors import UserError, nearest
-from specdistill.methods import METHODS
 from specdistill.methods.checkpoint import check_new, read_config
 from specdistill.methods.load import create_draft, implementation, method_of
 from specdistill.methods.recipe import Recipe, TrainedRecipe
@@ -66,7 +65,7 @@ def export(
     write, options = implementation(method).export, {"dtype": dtype} if dtype else {}
     assert write is not None, method
     write(draft, to, output_dir, target, num_tokens, **options)
-    if METHODS[method].artifact != "layer" and not types:  # a target with the layer in it, a file without a config.json
+    if not types:  # a GGUF file was written with it
         copy_record(draft, output_dir)
     served = Served(
         method=method,

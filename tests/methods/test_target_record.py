@@ -5,7 +5,9 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
+import torch
 from transformers import AutoConfig
 
 from specdistill.cli import main
@@ -14,9 +16,11 @@ from specdistill.errors import ExitCode, UserError
 from specdistill.methods.draft_model.create import create_draft_model
 from specdistill.methods.load import implementation, load_proposer
 from specdistill.methods.recipe import Recipe
-from specdistill.methods.target_record import SECTION, save_draft
+from specdistill.methods.target_record import SECTION, check_target, save_draft
+from specdistill.targets.files import TargetFiles
 from specdistill.targets.frozen import FrozenTarget
 from tests.heads import build_head
+from tests.mtp_targets import write_checkpoint
 from tests.scripts import load_script
 from tests.tiny import tiny_target_model, tiny_tokenizer
 
@@ -93,6 +97,37 @@ def test_an_export_keeps_the_record(method: str, engine: str, folder: Path, tmp_
     assert record(tmp_path / "out") == record(folder / method) is not None
     if engine != "speculators" and method != "eagle":  # whose configs transformers does not know
         assert getattr(AutoConfig.from_pretrained(tmp_path / "out"), SECTION) == record(folder / method)
+
+
+def test_a_gguf_file_keeps_the_record(folder: Path, tmp_path: Path) -> None:
+    keys = [f"draft={folder / 'draft_model'}", f"target={folder / 'target'}", "engine=gguf", f"output_dir={tmp_path / 'out'}"]
+    assert main(["export", *keys]) == ExitCode.DONE
+    fields = gguf.GGUFReader(tmp_path / "out" / "draft-f16.gguf").fields
+    kept = {name: value for name, value in record(folder / "draft_model")["target"].items() if value is not None}
+    assert kept == {name: fields[f"specdistill.target.{name}"].contents() for name in kept}
+    check_target(tmp_path / "out", TargetFiles.of(str(folder / "target")), "draft")
+    with pytest.raises(UserError, match=rf"^draft: got {tmp_path}/out, a draft for {folder}/target \(weights "):
+        check_target(tmp_path / "out", TargetFiles.of(str(folder / "other")), "draft")
+    path = next((tmp_path / "out").glob("*.gguf"))
+    for cut in (0, 2, 100, 4000):
+        path.write_bytes(path.read_bytes()[:cut] if cut < 4000 else b"GGUF" + bytes(4000))
+        with pytest.raises(UserError, match=r"^draft: got .*expected a whole GGUF file"):
+            check_target(tmp_path / "out", TargetFiles.of(str(folder / "target")), "draft")
+
+
+def test_a_layer_merged_into_its_target_keeps_the_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = write_checkpoint("qwen3_next", tmp_path / "target", with_mtp=False)
+    write_checkpoint("qwen3_next", tmp_path / "other", dtype=torch.bfloat16)
+    save_draft(implementation("mtp"), made("mtp", target), target, tmp_path / "draft")
+    keys = [f"draft={tmp_path / 'draft'}", f"target={tmp_path / 'target'}", "engine=vllm", f"output_dir={tmp_path / 'out'}"]
+    assert main(["export", *keys]) == ExitCode.DONE
+    assert record(tmp_path / "out") == record(tmp_path / "draft") is not None
+    assert getattr(AutoConfig.from_pretrained(tmp_path / "out"), SECTION) == record(tmp_path / "out")
+    FrozenTarget.load(str(tmp_path / "out"))
+    assert (
+        main(["doctor", f"draft={tmp_path / 'out'}", f"target={tmp_path / 'other'}", "decode=false"]) == ExitCode.CHECK_FAILED
+    )
+    assert f"{tmp_path / 'out'}, a draft for {tmp_path / 'target'} (" in capsys.readouterr().out
 
 
 def test_a_draft_that_began_as_another_targets_is_for_the_one_it_was_trained_on(folder: Path, tmp_path: Path) -> None:

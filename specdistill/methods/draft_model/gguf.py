@@ -19,6 +19,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from specdistill.errors import UserError, one_line
 from specdistill.methods.checkpoint import check_tensors, new_folder, read_tensors
 from specdistill.methods.draft_model.layers import is_plain_llama
+from specdistill.methods.target_record import as_keys, recorded_target
 
 # Of the weights, and of the file that has most of them so.
 TYPES = {
@@ -53,7 +54,7 @@ def write_gguf(folder: Path, output: Path, dtype: str) -> None:
     if not is_plain_llama(model) or config.rope_parameters.get("rope_type", "default") not in ROPES:
         got = f"gguf for {folder}, a {config.model_type} with rotary frequencies {config.rope_parameters}"
         raise UserError("engine", got=got, expected="a Llama without biases, with plain, linear or Llama-3 frequencies")
-    pre_tokenizer = _pre_tokenizer(folder)
+    pre_tokenizer, record = _pre_tokenizer(folder), as_keys(recorded_target(folder, "draft"))
     tensors = read_tensors(folder, "draft")
     tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
     check_tensors(model.state_dict(), tensors, folder, "draft", what="a Llama", optional=tied)
@@ -64,6 +65,8 @@ def write_gguf(folder: Path, output: Path, dtype: str) -> None:
         _add_sizes(writer, config, folder.name, dtype)
         _add_tokenizer(writer, folder, config.vocab_size, pre_tokenizer)
         _add_weights(writer, config, tensors, dtype)
+        for name, value in record.items():
+            writer.add_string(name, value)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
