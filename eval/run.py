@@ -6,12 +6,10 @@ python eval/run.py recipe=pico/eagle3 eval.engine=vllm eval.server=http://127.0.
 python eval/run.py target=pico draft=runs/demo/draft method=eagle3 suite=pico output_dir=runs/report
 """
 
-import shlex
 import shutil
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,12 +20,10 @@ from specdistill.command import check_writable, run
 from specdistill.decoding.batch_decoder import BatchDecoder
 from specdistill.decoding.proposer import Proposer
 from specdistill.decoding.tree import tree_shape
-from specdistill.engines import ENGINES
 from specdistill.errors import ExitCode, UserError
 from specdistill.export.export import export
 from specdistill.gate.decide import FIRST_RELEASE, Evidence, is_decided, judge, read_baseline
 from specdistill.gate.rules import load_gate
-from specdistill.hub import resolve
 from specdistill.measurement.configurations import Plan, Settings, plan_configurations
 from specdistill.measurement.hardware import fit_threads, hardware, resources_used, total_used
 from specdistill.measurement.losslessness import greedy_check, sampling_test
@@ -46,8 +42,8 @@ from specdistill.methods.target_record import check_target
 from specdistill.recipe.sections import EvalConfig
 from specdistill.report.files import previous_report, write_report
 from specdistill.report.text import print_power_analysis, print_report
-from specdistill.servers.measure import Start, Task, measure_running, measure_started
-from specdistill.servers.peers import connect_pair
+from specdistill.servers.measure import Start, Task, check_startable, measure_running, measure_started
+from specdistill.servers.peers import check_draft, connect_pair
 from specdistill.servers.run import engine_report
 from specdistill.statistics.records import PromptRecord
 from specdistill.statistics.sample_size import PriorRun, power_analysis
@@ -205,78 +201,45 @@ def measure_engine(
     if target.adapter:
         expected = f"null with eval.engine={config.engine}: name the merged model that it serves in target.model"
         raise UserError("target.adapter", got=target.adapter, expected=expected)
-    # A layer is in the checkpoint that is served, a GGUF file has no config.json
-    if METHODS[recipe.method].artifact != "layer" and (Path(config.draft or "none") / "config.json").is_file():
-        check_target(Path(str(config.draft)), TargetFiles.of(target.model, target.revision), "eval.draft")
+    files, draft = TargetFiles.of(target.model, target.revision), config.draft
     tokenizer, longest = read_tokenizer(target.model, revision=target.revision, trust_remote_code=target.trust_remote_code)
+
+    # Running servers, which do not say which draft they loaded; those started here have it as it is exported for them
+    if config.server:
+        check_draft(draft, recipe.method, files)
+        names, timeout = (target.model, files.name), config.server_timeout
+        pair = connect_pair(config.engine, config.server, config.baseline_server, target=names, k=k, timeout=timeout)
+        longest = min(longest, pair[0].identity.max_length or longest)
+    else:
+        check_startable(config.engine, recipe.method)
+        draft = draft or str(Path(recipe.train["output_dir"]) / "draft")
+        source = locate(draft)
+        check_target(source, files, "eval.draft")
+
+    # What they are asked
+    task = Task.of(config, suite, tokenizer, longest)
+    print_power_analysis(power_analysis(len(task.prompts), suite.name, prior))
+
+    # Measure
     named: dict[str, dict[str, Any]] = {
         "target": {"model": target.model, "revision": target.revision},
-        "draft": {"model": config.draft, "revision": None, "method": recipe.method},
+        "draft": {"model": draft, "revision": None, "method": recipe.method},
     }
-    asked = partial(engine_task, recipe, suite, prior, tokenizer)
-
-    # Running servers do not say which draft they loaded, nor on what they run
     if config.server:
-        names, timeout = (target.model, resolve(target.model)), config.server_timeout
-        speculative, plain = connect_pair(
-            config.engine, config.server, config.baseline_server, target=names, k=k, timeout=timeout
-        )
-        task = asked(min(longest, speculative.identity.max_length or longest))
-        outcome, has_baseline = measure_running(task, speculative, plain), plain is not None
+        outcome, has_baseline = measure_running(task, *pair), pair[1] is not None
         machine: dict[str, Any] = {"device": "server", "name": config.server}
-
-    # Servers started here have the draft as it is exported for them
     else:
-        draft = config.draft or str(Path(recipe.train["output_dir"]) / "draft")
-        task, start = asked(longest), engine_start(recipe, draft, folder)
-        outcome, has_baseline = measure_started(task, start), True
+        shutil.rmtree(folder, ignore_errors=True)
+        served = export(source, config.engine, folder / "draft", files, num_speculative_tokens=k)
+        outcome, has_baseline = measure_started(task, Start.of(config, target, served, folder)), True
         found = hardware(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
         machine = {name: found[name] for name in ("device", "name", "count", "memory_bytes")}  # threads are the engine's own
         named["target"]["dtype"] = target.dtype
-        named["draft"] |= {"model": draft, "method": start.served.method}
+        named["draft"]["method"] = served.method
 
     report, records = engine_report(task, outcome, has_baseline=has_baseline, hardware=machine, **named)
     add_quality(report, records, suite, special_tokens=tokenizer.all_special_tokens, run_code=config.run_code)
     return report, records
-
-
-def engine_task(recipe: Recipe, suite: Suite, prior: PriorRun | None, tokenizer: Any, max_length: int) -> Task:
-    """What servers are asked: every K at every load, the recipe's own first."""
-    config = recipe.eval
-    prompts = tokenize(
-        suite, tokenizer, max_new_tokens=config.max_new_tokens, max_length=max_length, num_prompts=config.num_prompts
-    )
-    print_power_analysis(power_analysis(len(prompts), suite.name, prior))
-    ks = dict.fromkeys([config.num_speculative_tokens, *config.sweep.num_speculative_tokens])
-    loads = dict.fromkeys([config.concurrency, *config.sweep.concurrency])
-    if max(loads) > len(prompts):
-        got = f"{max(loads)} for {len(prompts)} prompts"
-        raise UserError("eval.concurrency", got=got, expected="at most as many as there are prompts")
-    return Task(suite, prompts, tokenizer, replace(Settings.of(config), batch_size=config.concurrency), [*ks], [*loads])
-
-
-def engine_start(recipe: Recipe, draft: str, folder: Path) -> Start:
-    """Export the draft for the engine, into `<folder>/draft`."""
-    config, target, program = recipe.eval, recipe.target, ENGINES[recipe.eval.engine].program
-    if program is None:
-        raise UserError("eval.server", got="null", expected=f"the address of a running {config.engine} server")
-    if METHODS[recipe.method].artifact is None:
-        got = f"{recipe.method} with eval.engine={config.engine}"
-        raise UserError("method", got=got, expected="a method with a draft to serve, or a running server in eval.server")
-    files, served = TargetFiles.of(target.model, target.revision), folder / "draft"
-    shutil.rmtree(folder, ignore_errors=True)
-    options = ["--dtype", target.dtype]
-    options += ["--revision", target.revision] if target.revision else []
-    options += ["--trust-remote-code"] if target.trust_remote_code else []
-    return Start(
-        config.engine,
-        command=shlex.split(config.engine_command or program.command),
-        served=export(locate(draft), config.engine, served, files, num_speculative_tokens=config.num_speculative_tokens),
-        options=options,
-        target=(target.model, str(served), files.name),  # multi-token prediction is served in the draft's own folder
-        timeout=config.server_timeout,
-        logs=folder,
-    )
 
 
 if __name__ == "__main__":

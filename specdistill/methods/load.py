@@ -7,6 +7,7 @@ do not: SafeAILab's EAGLE-3 heads call themselves `LlamaForCausalLM`, as a plain
 import itertools
 import json
 import pickle
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -71,13 +72,21 @@ def implementation(method: str) -> Implementation:
     return METHODS[method].implementation()
 
 
-def locate(draft: str, *, key: str = "eval.draft", expected: str = "the folder or Hub id of a draft") -> Path:
+def locate(
+    draft: str,
+    *,
+    key: str = "eval.draft",
+    expected: str = "the folder or Hub id of a draft",
+    patterns: Sequence[str] = WHOLE_DRAFT,
+) -> Path:
     """The folder of a draft: itself, or the Hub's files in the local cache; `org/name@revision` is a branch, tag or commit of it.
+
+    patterns: which of the Hub's files are fetched.
 
     Raises UserError for a path that is no folder, ResourceError when the Hub fails.
     """
     name, revision = split_revision(draft)
-    return fetch(resolve(name, key), key=key, expected=expected, revision=revision, patterns=WHOLE_DRAFT)
+    return fetch(resolve(name, key), key=key, expected=expected, revision=revision, patterns=patterns)
 
 
 def method_of(folder: Path, *, key: str = "eval.draft") -> str:

@@ -15,12 +15,15 @@ from typing import Any
 from specdistill.engines import ENGINES
 from specdistill.engines.engine import Served
 from specdistill.engines.server import Completion
-from specdistill.errors import ResourceError
+from specdistill.errors import ResourceError, UserError
+from specdistill.hub import resolve
 from specdistill.measurement.configurations import Settings
+from specdistill.methods import METHODS
 from specdistill.progress import progress
+from specdistill.recipe.sections import EvalConfig, TargetConfig
 from specdistill.servers.peers import Peer, connect
 from specdistill.servers.start import started
-from specdistill.suites.suite import Prompt, Suite, evenly
+from specdistill.suites.suite import Prompt, Suite, evenly, tokenize
 
 # (K, 0 without a draft; load) -> the repetitions of each prompt. One that a server no longer answered is missing.
 Answers = dict[tuple[int, int], list[list[Completion]]]
@@ -36,6 +39,18 @@ class Task:
     settings: Settings
     ks: Sequence[int]
     loads: Sequence[int]
+
+    @classmethod
+    def of(cls, config: EvalConfig, suite: Suite, tokenizer: Any, max_length: int) -> "Task":
+        """A recipe's own K and load first. max_length: of prompt and completion. Raises UserError for more load than prompts."""
+        room = {"max_new_tokens": config.max_new_tokens, "max_length": max_length}
+        prompts = tokenize(suite, tokenizer, num_prompts=config.num_prompts, **room)
+        ks = dict.fromkeys([config.num_speculative_tokens, *config.sweep.num_speculative_tokens])
+        loads = dict.fromkeys([config.concurrency, *config.sweep.concurrency])
+        if max(loads) > len(prompts):
+            got = f"{max(loads)} for {len(prompts)} prompts"
+            raise UserError("eval.concurrency", got=got, expected="at most as many as there are prompts")
+        return cls(suite, prompts, tokenizer, replace(Settings.of(config), batch_size=config.concurrency), [*ks], [*loads])
 
     @property
     def configurations(self) -> list[Settings]:
@@ -59,6 +74,19 @@ class Start:
     timeout: float
     logs: Path
 
+    @classmethod
+    def of(cls, config: EvalConfig, target: TargetConfig, served: Served, logs: Path) -> "Start":
+        """As a recipe says. served: its draft, exported."""
+        program = ENGINES[config.engine].program
+        assert program is not None, config.engine
+        options = ["--dtype", target.dtype]
+        options += ["--revision", target.revision] if target.revision else []
+        options += ["--trust-remote-code"] if target.trust_remote_code else []
+        # Multi-token prediction is served in the draft's own folder.
+        names = (target.model, str(served.output), resolve(target.model))
+        command = shlex.split(config.engine_command or program.command)
+        return cls(config.engine, command, served, options, names, config.server_timeout, logs)
+
     def words(self, k: int) -> list[str]:
         """The command that serves with K draft tokens a round; 0: without a draft."""
         program = ENGINES[self.engine].program
@@ -66,6 +94,15 @@ class Start:
         served = replace(self.served, num_tokens=k) if k else replace(self.served, method=None)
         measured = [*program.measured, *(program.measured_draft if k else ())]
         return [*self.command, *program.arguments(served), *self.options, *measured]
+
+
+def check_startable(engine: str, method: str) -> None:
+    """Raises UserError for an engine that cannot be started here, and for a method without a draft that it could load."""
+    if ENGINES[engine].program is None:
+        raise UserError("eval.server", got="null", expected=f"the address of a running {engine} server")
+    if METHODS[method].artifact is None:
+        got = f"{method} with eval.engine={engine}"
+        raise UserError("method", got=got, expected="a method with a draft to serve, or a running server in eval.server")
 
 
 @dataclass

@@ -8,7 +8,11 @@ from specdistill.engines import ENGINES
 from specdistill.engines.server import Client, Completion, Identity, Request, Server
 from specdistill.errors import UserError
 from specdistill.measurement.configurations import Settings
+from specdistill.methods import METHODS
+from specdistill.methods.load import locate
+from specdistill.methods.target_record import check_target
 from specdistill.suites.suite import Prompt
+from specdistill.targets.files import TargetFiles
 
 
 @dataclass(frozen=True)
@@ -29,6 +33,15 @@ class Peer:
         model, sampling = self.identity.models[0], vars(settings.sampling)
         request = Request(model, prompt.token_ids, settings.max_new_tokens, **sampling, seed=seed)
         return self.client.complete(self.server, request, self.k)
+
+
+def check_draft(draft: str | None, method: str, target: TargetFiles) -> None:
+    """Raises UserError when `eval.draft`, which a server does not confirm, is no draft or another target's; None says nothing.
+
+    Of a Hub id config.json alone is fetched. A layer of the target's own checkpoint is what the server says that it serves.
+    """
+    if draft is not None and METHODS[method].artifact != "layer":
+        check_target(locate(draft, patterns=("config.json",)), target, "eval.draft")
 
 
 def connect(engine: str, address: str, key: str, target: Sequence[str], timeout: float) -> Peer:

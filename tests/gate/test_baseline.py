@@ -1,15 +1,10 @@
-"""Where a baseline comes from: files here, and a Hub on loopback, asked by a process of its own: HF_ENDPOINT is read at import."""
+"""Where a baseline comes from: files here, and a Hub on loopback."""
 
 import json
-import os
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
-from urllib.parse import urlsplit
 
 import pytest
 
@@ -19,9 +14,10 @@ from specdistill.gate.rules import load_gate
 from specdistill.hub import split_revision
 from specdistill.project import ROOT
 from specdistill.report.files import write_report
+from tests.loopback_hub import environment, fetched, hub_with
 from tests.simulated import simulate, simulated_report
 
-DRAFT, TAG, COMMIT = "someone/tiny-draft", "v1.2", "5" * 40
+DRAFT, TAG = "someone/tiny-draft", "v1.2"
 BETTER = (0.95, 0.9, 0.9, 0.9)
 RULES = load_gate("release")
 
@@ -73,54 +69,20 @@ def test_a_revision_is_what_follows_the_last_at(in_empty_folder: Path) -> None:
 
 @pytest.fixture
 def hub(released: Path) -> Iterator[str]:
-    """One repository with one tag: a draft's config and, under report/, the release's report."""
+    """A draft's config and, under report/, the release's report."""
     files = {"config.json": b"{}", **{f"report/{path.name}": path.read_bytes() for path in released.iterdir()}}
-
-    class Hub(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            path = urlsplit(self.path).path
-            listed = [{"type": "file", "path": name, "oid": "1", "size": len(body)} for name, body in files.items()]
-            if path == f"/api/models/{DRAFT}/revision/{TAG}":
-                self._answer({"id": DRAFT, "sha": COMMIT, "siblings": [{"rfilename": name} for name in files]})
-            elif path == f"/api/models/{DRAFT}/tree/{COMMIT}":
-                self._answer(listed)
-            elif path.startswith(f"/{DRAFT}/resolve/{COMMIT}/") and path.split(f"{COMMIT}/")[1] in files:
-                self._send(files[path.split(f"{COMMIT}/")[1]], {"X-Repo-Commit": COMMIT, "ETag": f'"{hash(path)}"'})
-            else:
-                self._send(b"", {"X-Error-Code": "RevisionNotFound" if DRAFT in path else "RepoNotFound"}, 404)
-
-        do_HEAD = do_GET
-
-        def _answer(self, value: Any) -> None:
-            self._send(json.dumps(value).encode(), {"Content-Type": "application/json"})
-
-        def _send(self, body: bytes, headers: dict[str, str], status: int = 200) -> None:
-            self.send_response(status)
-            for name, value in {**headers, "Content-Length": str(len(body))}.items():
-                self.send_header(name, value)
-            self.end_headers()
-            if self.command == "GET":
-                self.wfile.write(body)
-
-        def log_message(self, *_: Any) -> None:
-            """Quiet: what the server says would be taken for the command's."""
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    server.server_close()
+    with hub_with(DRAFT, files, revision=TAG) as address:
+        yield address
 
 
 def gate(cwd: Path, endpoint: str, baseline: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "HF_ENDPOINT": endpoint, "HF_HUB_OFFLINE": "0", "HF_HOME": str(cwd / "home")}
     return subprocess.run(
         [sys.executable, ROOT / "eval/gate.py", "report=report", "gates=gate.yaml", f"baseline={baseline}"],
         capture_output=True,
         text=True,
         cwd=cwd,
         check=False,
-        env={**environment, "PYTHONPATH": str(ROOT)},
+        env=environment(endpoint, cwd / "home"),
     )
 
 
@@ -138,8 +100,7 @@ def test_a_draft_is_judged_against_the_report_of_a_tag(hub: str, work: Path) -> 
     assert result.returncode == 1, result.stderr
     (rule,) = json.loads((work / "report/gate/report.json").read_text())["gate"]["rules"]
     assert rule["metric"] == "mean_acceptance_length" and rule["value"] < -0.2
-    fetched = {path.name for path in (work / "home").rglob(f"snapshots/{COMMIT}/**/*") if path.is_file()}
-    assert fetched == {"report.json", "samples.jsonl"}
+    assert fetched(work / "home") == {"report.json", "samples.jsonl"}
 
 
 @pytest.mark.slow
