@@ -8,6 +8,7 @@ A `KVCache` holds keys and values and answers queries, so that cached decoding a
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
+import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRotaryEmbedding, apply_rotary_pos_emb
@@ -43,6 +44,18 @@ def check_window(shape: HeadShape, num_steps: int, *, key: str) -> None:
         raise UserError(key, got=got, expected=f"at most {shape.sliding_window}")
 
 
+class RMSNorm(nn.RMSNorm):
+    """torch's, which on a CPU would compute 16-bit inputs beside float32 weights in float32 too, but in many steps, and warn of it.
+
+    Same values and dtypes. On a GPU autocast brings both to float32 itself.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not x.is_cpu:
+            return super().forward(x)
+        return super().forward(x.to(torch.promote_types(x.dtype, self.weight.dtype))).to(x.dtype)
+
+
 class KVCache(Protocol):
     """Where a layer's keys and values live, and what each query may see."""
 
@@ -75,9 +88,9 @@ class PlainLayer(nn.Module):
     def __init__(self, config: HeadShape, index: int, *, input_norm: bool = True) -> None:
         super().__init__()
         self.index = index
-        self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps) if input_norm else nn.Identity()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps) if input_norm else nn.Identity()
         self.self_attn = Attention(config, config.hidden_size)
-        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = LlamaMLP(config)
 
     def forward(self, hidden_BTH: Tensor, rotary: tuple[Tensor, Tensor], kv_cache: KVCache) -> Tensor:

@@ -151,6 +151,6 @@ def test_every_recipe_of_a_small_draft_takes_a_step(folder: Path, tmp_path: Path
     assert recipes
     for recipe in recipes:
         output_dir = tmp_path / recipe.parent.name
-        keys = ["data.regenerate.num_tokens=3000", "data.regenerate.prompt_tokens=16", "train.bf16=false"]
+        keys = ["data.regenerate.num_tokens=3000", "data.regenerate.prompt_tokens=16"]
         assert launch(monkeypatch, folder, output_dir, f"recipe={recipe}", *keys) == 0
         assert (output_dir / "draft" / "model.safetensors").exists()

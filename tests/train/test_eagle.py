@@ -173,6 +173,6 @@ def test_every_draft_recipe_takes_a_step(folder: Path, tmp_path: Path, monkeypat
     assert recipes
     for recipe in recipes:
         output_dir = tmp_path / recipe.parent.name / recipe.stem
-        extra = ["data.regenerate=null", "draft.intermediate_size=64", "train.max_steps=1", "train.bf16=false"]
+        extra = ["data.regenerate=null", "draft.intermediate_size=64", "train.max_steps=1"]
         assert launch(monkeypatch, f"recipe={recipe}", *arguments(folder, output_dir, *extra)) == 0
         assert (output_dir / "draft" / "model.safetensors").exists()

@@ -21,7 +21,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from specdistill.engines.limits import engine_aux_layers
 from specdistill.errors import UserError
 from specdistill.methods.heads.head import head_shape, initialized
-from specdistill.methods.layers import Attention, HeadShape, KVCache, PlainLayer, Rotary
+from specdistill.methods.layers import Attention, HeadShape, KVCache, PlainLayer, RMSNorm, Rotary
 from specdistill.targets.frozen import Features, FrozenTarget
 
 
@@ -59,10 +59,10 @@ class FirstLayer(nn.Module):
     def __init__(self, config: Eagle3Config) -> None:
         super().__init__()
         self.norm_before_residual = config.norm_before_residual
-        self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.hidden_norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.self_attn = Attention(config, 2 * config.hidden_size)
-        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = LlamaMLP(config)
 
     def forward(self, embedding_BTH: Tensor, hidden_BTH: Tensor, rotary: tuple[Tensor, Tensor], kv_cache: KVCache) -> Tensor:
@@ -86,13 +86,13 @@ class Eagle3Draft(nn.Module):
         fused_size = len(config.aux_layers) * config.target_hidden_size
         self.fc = nn.Linear(fused_size, config.hidden_size, bias=False)
         if config.norm_before_fc:
-            self.input_norm = nn.RMSNorm(fused_size, config.rms_norm_eps)
+            self.input_norm = RMSNorm(fused_size, config.rms_norm_eps)
         if config.fc_norm:
-            self.fc_norm = nn.ModuleList(nn.RMSNorm(config.target_hidden_size, config.rms_norm_eps) for _ in config.aux_layers)
+            self.fc_norm = nn.ModuleList(RMSNorm(config.target_hidden_size, config.rms_norm_eps) for _ in config.aux_layers)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.embed_tokens.weight.requires_grad_(config.owns_embedding)
         self.layers = nn.ModuleList([FirstLayer(config), *(PlainLayer(config, index) for index in range(1, config.num_layers))])
-        self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
         self.rotary = Rotary(config)
         # d2t [W] int64: offset from draft id to target id. t2d [V] bool: target tokens the draft can propose.
