@@ -49,7 +49,8 @@ from specdistill.statistics.records import PromptRecord
 from specdistill.statistics.sample_size import PriorRun, power_analysis
 from specdistill.suites.suite import Suite, cut_prompts, load_suite, tokenize
 from specdistill.targets.files import TargetFiles
-from specdistill.targets.frozen import FrozenTarget, read_tokenizer
+from specdistill.targets.frozen import FrozenTarget
+from specdistill.targets.loading import read_tokenizer
 
 SHORTHANDS = {"target": "target.model", "draft": "eval.draft", "suite": "eval.suite", "output_dir": "eval.output_dir"}
 

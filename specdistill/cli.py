@@ -30,7 +30,7 @@ from specdistill.methods.recipe import DEFAULT_METHOD, Recipe, TrainedRecipe, ev
 from specdistill.project import PICO, ROOT
 from specdistill.recipe.fields import ReadWhen, Section, leaves, like, one_of, option, section
 from specdistill.recipe.load import load_recipe, merged
-from specdistill.recipe.sections import TargetConfig, TargetRecipe
+from specdistill.recipe.sections import Attention, TargetConfig, TargetRecipe
 
 PATHS = {"pico": PICO}
 DEMO_RECIPE, DEMO_FOLDER = "pico/eagle3", "runs/demo"
@@ -73,11 +73,13 @@ WITH_TARGET = ReadWhen("with target=…", lambda it: it.model is not None)
 
 
 class ExaminedTarget(Section):
-    model: str | None = option(None, "the draft's target, pico, a folder or a Hub id; null: examine the draft alone")
+    model: str | None = option(
+        None, "the draft's target, pico, a folder, a GGUF file or a Hub id; null: examine the draft alone"
+    )
     revision: str | None = like(TargetConfig, "revision")
     adapter: str | None = like(TargetConfig, "adapter", read_when=WITH_TARGET)
     dtype: Literal["float32", "bfloat16", "float16"] = like(TargetConfig, "dtype", read_when=WITH_TARGET)
-    attn: Literal["sdpa", "eager", "flash_attention_2"] | None = like(TargetConfig, "attn", read_when=WITH_TARGET)
+    attn: Attention | None = like(TargetConfig, "attn", read_when=WITH_TARGET)
     trust_remote_code: bool = like(TargetConfig, "trust_remote_code", read_when=WITH_TARGET)
 
 

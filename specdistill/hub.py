@@ -12,13 +12,22 @@ from specdistill.project import PICO
 
 
 def resolve(model: str, key: str = "target.model") -> str:
-    """The folder of `pico`, which ships with the package; any other name unchanged. Raises UserError for a missing folder."""
+    """The folder of `pico`, which ships with the package; any other name unchanged. Raises UserError for a missing folder or file."""
     if model == "pico":
         return str(PICO)
-    if not Path(model).is_dir() and (model.startswith((".", "/", "~")) or model.count("/") != 1):
+    folder, file = split_gguf(model)
+    if not Path(folder).is_dir() and (model.startswith((".", "/", "~")) or folder.count("/") != 1):
         close = nearest(model, ["pico"])
         raise UserError(key, got=f"{model}, which is no folder", expected="pico, a folder or a Hub id", nearest=close)
+    if file and Path(folder).is_dir() and not Path(model).is_file():
+        raise UserError(key, got=f"{model}, which is no file", expected="a GGUF file")
     return model
+
+
+def split_gguf(model: str) -> tuple[str, str | None]:
+    """`folder/file.gguf` -> (folder, file.gguf), with a Hub id for a folder too; any other name has no such file."""
+    folder, _, file = model.rpartition("/")
+    return (folder or ".", file) if file.endswith(".gguf") else (model, None)
 
 
 @contextmanager

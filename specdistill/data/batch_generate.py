@@ -28,6 +28,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from specdistill.targets.anatomy import is_recurrent
+from specdistill.targets.loading import is_plain
 
 BLOCK = 32  # tokens by which a cache grows: copying it then costs about as much as reading its unused tail
 CHECK_EVERY = 8  # steps between two checks of which rows have ended
@@ -104,7 +105,7 @@ AttentionMaskInterface.register(GROUPED_ATTENTION, sdpa_mask)
 def generation_mode(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[PreTrainedModel]:
     """The model prepared for fast generation: weights in `dtype` (a copy if they are not), the attention that suits its device."""
     attention, training = model.config._attn_implementation, model.training
-    if model.dtype != dtype:
+    if is_plain(model) and model.dtype != dtype:
         model = copy.deepcopy(model)
         for parameter in model.parameters():
             parameter.data = parameter.data.to(dtype)  # not `model.to`, which would round the rotary frequencies too

@@ -21,7 +21,8 @@ from specdistill.data.sources import Source, load_sources
 from specdistill.errors import UserError
 from specdistill.progress import progress
 from specdistill.recipe.sections import DataConfig
-from specdistill.targets.anatomy import reads_documents_apart
+from specdistill.targets.anatomy import packing
+from specdistill.targets.sharding import is_shared
 
 D = TypeVar("D")
 
@@ -59,7 +60,7 @@ def _check(config: DataConfig, tokenizer: PreTrainedTokenizerBase, model: PreTra
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) if model is not None else None
     if positions is not None and config.max_length > positions:
         raise UserError("data.max_length", got=config.max_length, expected=f"at most {positions}, the target's context length")
-    if config.packing and model is not None and not reads_documents_apart(model):
+    if config.packing and model is not None and packing(model) is None:
         got = "true with a target whose layers read one document into the next"
         raise UserError("data.packing", got=got, expected="false")
     if config.regenerate.num_tokens > 0 and prompt_tokens >= config.max_length:
@@ -115,6 +116,10 @@ def _regenerated(
 
     def part(index: int, num_tokens: int) -> Dataset:
         def rows() -> Iterator[Row]:
+            if is_shared(model):  # one process prepares rows while the others wait
+                got = f"{settings.num_tokens} with target.shard, and no rows that were generated before"
+                expected = "0, or `specdistill data` first, with target.shard=none in one process"
+                raise UserError("data.regenerate.num_tokens", got=got, expected=expected)
             return generated_rows(
                 model,
                 tokenizer,

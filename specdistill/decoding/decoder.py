@@ -262,7 +262,7 @@ def now(device: torch.device) -> float:
 
 def break_ties(target: FrozenTarget, token_ids: Sequence[Sequence[int]], logits_BTV: Tensor) -> Tensor:
     """The logits after the last T tokens of each sequence; those whose two best lie within NEAR_TIE are replaced by float64 ones."""
-    if not target.model.dtype == logits_BTV.dtype == torch.float32:
+    if not (target.is_plain and target.model.dtype == logits_BTV.dtype == torch.float32):
         return logits_BTV
     best_BT, second_BT = logits_BTV.topk(2).values.unbind(-1)
     tied_BT = best_BT - second_BT <= NEAR_TIE * best_BT.abs()

@@ -33,19 +33,20 @@ class Section(BaseModel):
 
 @dataclass(frozen=True)
 class Choices:
-    """The names that a key may have, asked for when a value is checked, so that they may stand in a table elsewhere."""
+    """The names that a key may have, asked for when a value is checked, so that they may stand in a table elsewhere; `also`: any others."""
 
     names: Callable[[], Sequence[str]]
+    also: Callable[[str], bool]
 
     def __call__(self, value: str) -> str:
-        if value not in self.names():
+        if value not in self.names() and not self.also(value):
             raise PydanticCustomError("literal_error", "not one of the choices")
         return value
 
 
-def one_of(names: Callable[[], Sequence[str]]) -> AfterValidator:
+def one_of(names: Callable[[], Sequence[str]], *, also: Callable[[str], bool] = lambda _: False) -> AfterValidator:
     """For `Annotated[str, one_of(…)]`."""
-    return AfterValidator(Choices(names))
+    return AfterValidator(Choices(names, also))
 
 
 @dataclass(frozen=True)

@@ -42,20 +42,37 @@ FROM_HUB = ReadWhen(
     "of a model on the Hub: pico and folders have no revisions",
     lambda it: it.model is not None and it.model != "pico" and not Path(it.model).is_dir(),
 )
+UNMERGED = ReadWhen("without target.adapter: merge that into a checkpoint first", lambda it: it.adapter is None)
+WHOLE = ReadWhen("with target.shard=none", lambda it: it.shard == "none")
 GENERATED = ReadWhen("when num_tokens is above 0; data.regenerate=null resets the section", lambda it: it.num_tokens > 0)
+
+ATTENTION = ("sdpa", "eager", "flex_attention", "flash_attention_2", "flash_attention_3", "ORG/KERNEL")
+Attention = Annotated[str, one_of(lambda: ATTENTION, also=lambda name: "/" in name)]
 
 
 class TargetConfig(Section):
-    model: str = option(..., "target: pico, a folder or a Hub id")
+    model: str = option(..., "target: pico, a folder, a GGUF file or a Hub id")
     revision: str | None = option(None, "branch, tag or commit of a Hub id", read_when=FROM_HUB)
     adapter: str | None = option(
         None, "LoRA adapter of the target (peft), a folder or a Hub id; the draft learns the adapted target"
     )
     dtype: Literal["float32", "bfloat16", "float16"] = option("float32", "weights' dtype")
-    attn: Literal["sdpa", "eager", "flash_attention_2"] | None = option(
-        None, "attention implementation of transformers; null: the default of the target's class"
+    attn: Attention | None = option(
+        None, "attention implementation of transformers, or a kernel on the Hub; null: the default of the target's class"
     )
     trust_remote_code: bool = option(False, "run Python code that the model's repository carries")
+    shard: Literal["none", "layers", "tensor"] = option(
+        "none",
+        "what each process of a launch holds: the whole target, a part of every layer, gathered layer by layer, or a part of every "
+        "matrix; a single process holds the whole",
+        read_when=UNMERGED,
+    )
+    device_map: str | None = option(
+        None,
+        "where a whole target is: auto, balanced or sequential over all devices of one process, or one device, as cpu; null: the "
+        "process's own device",
+        read_when=WHOLE,
+    )
 
 
 class RegenerateConfig(Section):

@@ -7,6 +7,7 @@ over a KV cache then show whether the model continues a sequence, as decoding ne
 Shapes: T positions, D hidden size, V vocabulary.
 """
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 from transformers.cache_utils import DummyLayer, DynamicIndexedLayer, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.masking_utils import create_masks_for_generate
 
 from specdistill.errors import UserError, one_line
 
@@ -36,7 +38,7 @@ class Head:
     float32: bool = False
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        return self.finish(self.linear(hidden))
+        return self.finish(self.linear(hidden.to(self.linear.weight.device)).to(hidden.device))
 
     def finish(self, raw: Tensor) -> Tensor:
         """Logits from the linear layer's output, each number for itself."""
@@ -88,15 +90,45 @@ def examine(model: Any, name: str, *, key: str = "target.model") -> Anatomy:
     return anatomy
 
 
+Inputs = dict[str, Any]  # of a backbone: input_ids [B, T] and position_ids [B, T]
+
+
+def as_they_are(_model: Any, inputs: Inputs) -> Inputs:
+    """Most classes tell documents by position ids that start again at 0."""
+    return inputs
+
+
+def in_one_row(_model: Any, inputs: Inputs) -> Inputs:
+    """Flash attention tells them apart in a batch of one row alone, where transformers takes its kernel for variable lengths."""
+    return {name: tensor.flatten().unsqueeze(0) for name, tensor in inputs.items()}
+
+
+def with_masks(model: Any, inputs: Inputs) -> Inputs:
+    """Some classes (gpt-oss) do not tell transformers their position ids when it makes their masks, and take masks that are given."""
+    rows_BT0 = torch.empty(*inputs["input_ids"].shape, 0, dtype=model.dtype, device=inputs["input_ids"].device)
+    config, position_ids = model.config.get_text_config(decoder=True), inputs["position_ids"]
+    masks = create_masks_for_generate(config, rows_BT0, attention_mask=None, past_key_values=None, position_ids=position_ids)
+    return {**inputs, "attention_mask": masks}
+
+
 @torch.no_grad()
-def reads_documents_apart(model: Any) -> bool:
-    """Whether position ids that start again at 0 keep the documents of a packed row apart. Recurrent layers and ALiBi do not read them."""
+def packing(model: Any) -> Callable[[Any, Inputs], Inputs] | None:
+    """How packed rows are given to a model so that their documents never see each other: the first way that is seen to work.
+
+    None where there is none: recurrent layers read on, ALiBi counts on.
+    """
     backbone = backbone_of(model)
-    ids_1T = torch.arange(NUM_TOKENS, device=model.device).unsqueeze(0)
-    position_1T = ids_1T % NUM_CACHED
-    together = backbone(input_ids=ids_1T, position_ids=position_1T, use_cache=False).last_hidden_state
-    alone = backbone(input_ids=ids_1T[:, NUM_CACHED:], use_cache=False).last_hidden_state
-    return reads_alike(together[0, NUM_CACHED:], alone[0])
+    ids_BT = torch.arange(2 * NUM_TOKENS, device=model.device).view(2, NUM_TOKENS)
+    alone = backbone(input_ids=ids_BT[:, NUM_CACHED:], use_cache=False).last_hidden_state
+    inputs = {"input_ids": ids_BT, "position_ids": torch.arange(NUM_TOKENS, device=model.device).expand(2, -1) % NUM_CACHED}
+    for way in (as_they_are, in_one_row, with_masks):
+        try:
+            together = backbone(**way(model, inputs), use_cache=False).last_hidden_state.view(2, NUM_TOKENS, -1)
+        except Exception:  # whatever a class raises: it does not take its rows in this way
+            continue
+        if reads_alike(together[:, NUM_CACHED:], alone):
+            return way
+    return None
 
 
 def reads_alike(together_TD: Tensor, alone_TD: Tensor) -> bool:
@@ -110,15 +142,17 @@ def backbone_of(model: Any) -> Any:
     Raises LookupError when there is none.
     """
     for part in (model.get_decoder(), *model.children()):
-        if part is not model and _lists(model, part):
+        if part is not model and layer_lists(model, part):
             return part
     raise LookupError("it holds no list of its layers")
 
 
-def _lists(model: Any, part: nn.Module) -> list[nn.ModuleList]:
-    """A part's lists that are as long as the model has layers."""
+def layer_lists(model: Any, part: nn.Module) -> list[nn.ModuleList]:
+    """A part's lists that are as long as the model has layers, none within another."""
     count = model.config.get_text_config(decoder=True).num_hidden_layers
-    return [module for module in part.modules() if isinstance(module, nn.ModuleList) and len(module) == count]
+    lists = [module for module in part.modules() if isinstance(module, nn.ModuleList) and len(module) == count]
+    inner = {module for each in lists for module in each.modules() if module is not each}
+    return [each for each in lists if each not in inner]
 
 
 def _parts(model: Any, backbone: nn.Module, linear: nn.Module, ids_1T: Tensor) -> tuple[Anatomy, Tensor]:
@@ -126,7 +160,7 @@ def _parts(model: Any, backbone: nn.Module, linear: nn.Module, ids_1T: Tensor) -
 
     Raises LookupError for logits of another formula than a `Head`'s.
     """
-    lists = _lists(model, backbone)
+    lists = layer_lists(model, backbone)
     outputs: dict[nn.Module, Any] = {}  # of the backbone's parts, and of the first module of each list
     hidden: list[Tensor] = []
     given: list[Tensor] = []  # to the head

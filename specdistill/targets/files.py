@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+from transformers import AutoConfig
 
 from specdistill.errors import UserError, one_line
-from specdistill.hub import fetch, large_file_hashes, resolve
+from specdistill.hub import fetch, large_file_hashes, resolve, split_gguf
 from specdistill.project import PICO
 from specdistill.targets.identity import TargetIdentity, combined, file_hashes
 
@@ -134,8 +135,8 @@ def _names(path: Path, key: str) -> list[str]:
 class TargetFiles:
     """A target's files, in a folder or on the Hub, from where they are fetched one by one when they are read.
 
-    name: the folder or the Hub id, as engines take it. adapter: LoRA, merged where the target is loaded; of the files here it is in
-    `identity` alone. trust_remote_code: run the repository's own code. Methods raise UserError and ResourceError.
+    name: the folder, the GGUF file or the Hub id, as engines take it. adapter: LoRA, merged where the target is loaded; of the files
+    here it is in `identity` alone. trust_remote_code: run the repository's own code. Methods raise UserError and ResourceError.
     """
 
     name: str
@@ -147,14 +148,14 @@ class TargetFiles:
     def of(
         cls, model: str, revision: str | None = None, adapter: str | None = None, trust_remote_code: bool = False
     ) -> "TargetFiles":
-        """`pico`, a folder or a Hub id; raises UserError for a path that is no folder."""
+        """`pico`, a folder, a GGUF file or a Hub id; raises UserError for a path that is none."""
         return cls(resolve(model, KEY), revision, adapter, trust_remote_code)
 
     @cached_property
     def identity(self) -> TargetIdentity:
         """From hashes of the files, of which none is fetched but the tokenizer's."""
-        folder = self.fetch("config.json", INDEX, *TOKENIZER)
-        weights = self._weight_hashes(folder)
+        folder = self.fetch("config.json", INDEX, *TOKENIZER, *self._gguf)
+        weights = file_hashes(folder / file for file in self._gguf) or self._weight_hashes(folder)
         if self.adapter is not None:
             found = fetch(
                 self.adapter, key="target.adapter", expected="the folder or Hub id of a LoRA adapter", patterns=ADAPTER
@@ -162,10 +163,10 @@ class TargetFiles:
             weights += file_hashes(path for name in ADAPTER if (path := found / name).is_file())
         return TargetIdentity(
             name_or_path="pico" if self.name == str(PICO) else self.name,
-            revision=None if Path(self.name).is_dir() else folder.name,
+            revision=None if Path(split_gguf(self.name)[0]).is_dir() else folder.name,
             adapter=self.adapter,
             weights=combined(weights),
-            tokenizer=combined(file_hashes(path for name in TOKENIZER if (path := folder / name).is_file())),
+            tokenizer=combined(file_hashes(path for name in self._gguf or TOKENIZER if (path := folder / name).is_file())),
         )
 
     def _weight_hashes(self, folder: Path) -> list[str]:
@@ -181,8 +182,17 @@ class TargetFiles:
             raise UserError(KEY, got=f"{self.name} without weights", expected="every weight that its config asks for")
         return [stated[file] for file in files]
 
+    @property
+    def _gguf(self) -> tuple[str, ...]:
+        """The one file that holds config, tokenizer and weights, if it is one."""
+        file = split_gguf(self.name)[1]
+        return (file,) if file else ()
+
     @cached_property
     def config(self) -> dict[str, Any]:
+        if self._gguf:
+            config: dict[str, Any] = AutoConfig.from_pretrained(self.fetch(*self._gguf), gguf_file=self._gguf[0]).to_dict()
+            return config
         return read_config(self.fetch("config.json", INDEX), KEY)
 
     @property
@@ -217,8 +227,8 @@ class TargetFiles:
 
     def fetch(self, *patterns: str) -> Path:
         """The folder that holds the files of these names, as far as they exist."""
-        expected = "pico, a folder or a Hub id"
-        return fetch(self.name, key=KEY, expected=expected, revision=self.revision, patterns=patterns)
+        expected = "pico, a folder, a GGUF file or a Hub id"
+        return fetch(split_gguf(self.name)[0], key=KEY, expected=expected, revision=self.revision, patterns=patterns)
 
     def _size(self, name: str) -> int:
         size = self.text_config.get(name)

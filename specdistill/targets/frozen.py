@@ -7,25 +7,25 @@ that is Hugging Face's `hidden_states[L]`, the input of decoder layer L, and for
 vLLM and speculators count the same way; SGLang and SpecForge count L - 1, which `specdistill.methods.eagle3.checkpoint` translates.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
+from functools import cached_property, partial
 from typing import Any
 
-import peft
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Cache, PreTrainedModel
+from transformers import Cache, PreTrainedModel
 
-from specdistill.errors import UserError, one_line
-from specdistill.hub import hub_errors, resolve
-from specdistill.progress import hide_bars_of_transformers
-from specdistill.targets.anatomy import examine, is_recurrent
+from specdistill.errors import UserError
+from specdistill.hub import resolve
+from specdistill.targets.anatomy import Inputs, as_they_are, examine, is_recurrent, packing
 from specdistill.targets.files import TargetFiles
 from specdistill.targets.identity import TargetIdentity
+from specdistill.targets.loading import is_plain, max_length, read_causal_lm, with_adapter
+from specdistill.targets.sharding import in_turn, num_processes
+
+SPREAD = ("auto", "balanced", "balanced_low_0", "sequential")
 
 
 @dataclass(frozen=True)
@@ -63,15 +63,18 @@ class FrozenTarget:
         name: str,
         revision: str | None = None,
         files: TargetFiles | None = None,
+        one_batch: bool = False,
     ) -> None:
+        """one_batch: every process has to give the model the same batch, as under tensor parallelism."""
         self.model: Any = model.eval().requires_grad_(False)
         self.tokenizer = tokenizer
         self.name = name
         self.revision = revision
         self.files = files
+        self._one_batch = one_batch
         self.config: Any = model.config.get_text_config(decoder=True)
         anatomy = examine(self.model, name)
-        self.is_recurrent = is_recurrent(self.config)
+        self.is_recurrent, self.is_plain = is_recurrent(self.config), is_plain(self.model)
         self.backbone, self.layers, self.norm = anatomy.backbone, anatomy.layers, anatomy.norm
         self.logits, self.lm_head = anatomy.head, anatomy.head.linear
         self.hidden_size, self.vocab_size = int(self.config.hidden_size), int(self.config.vocab_size)
@@ -86,22 +89,34 @@ class FrozenTarget:
         dtype: str = "float32",
         attn: str | None = None,
         trust_remote_code: bool = False,
-        device: str | torch.device | None = None,
+        shard: str = "none",
+        device_map: str | None = None,
     ) -> "FrozenTarget":
-        """Load `pico`, a folder or a Hub id, and merge a LoRA adapter into it if one is named.
+        """Load `pico`, a folder, a GGUF file or a Hub id, and merge a LoRA adapter into it if one is named.
 
-        Raises UserError if it is no target or no adapter of it, ResourceError when the Hub fails.
+        Every process of a launch has to call it. shard: `layers` or `tensor`, for a part of the layers in each process
+        (`specdistill.targets.sharding`). device_map: `auto` for all devices of one process, or one device.
+        Raises UserError if it is no target or no adapter of it, or if it cannot be held so; ResourceError when the Hub fails.
         """
+        _check_device_map(device_map)
         loaded, tokenizer = read_causal_lm(
-            resolve(model), revision=revision, dtype=dtype, attn=attn, trust_remote_code=trust_remote_code
+            resolve(model),
+            revision=revision,
+            dtype=dtype,
+            attn=attn,
+            trust_remote_code=trust_remote_code,
+            shard=shard,
+            device_map=device_map or ("cuda" if torch.cuda.is_available() else "cpu"),
         )
+        if any(module.weight.is_meta for module in (loaded.get_input_embeddings(), loaded.get_output_embeddings())):
+            got = f"{device_map}, which leaves the embedding or the head of {model} on no device"
+            raise UserError("target.device_map", got=got, expected="devices with enough memory, or target.shard=layers")
         if adapter is not None:
             loaded = with_adapter(loaded, adapter, base=model)
         name = model if adapter is None else f"{model} + {adapter}"
-        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         revision = revision or getattr(loaded.config, "_commit_hash", None)
         files = TargetFiles.of(model, revision, adapter)
-        return cls(loaded.to(device), tokenizer, name=name, revision=revision, files=files)
+        return cls(loaded, tokenizer, name=name, revision=revision, files=files, one_batch=shard == "tensor")
 
     @property
     def device(self) -> torch.device:
@@ -153,21 +168,36 @@ class FrozenTarget:
         attention_mask: Tensor | dict[str, Tensor] | None = None,
         past_key_values: Cache | None = None,
     ) -> Features:
-        """One pass of the decoder layers, without the head.
+        """One pass of the decoder layers, without the head. Of a target that processes share, each makes as many passes as the others.
 
-        Packed rows: position ids that start again at 0 separate the documents, from which transformers derives the mask of each kind of
-        layer. With `past_key_values` the tokens continue the cached ones, and the cache grows. An `attention_mask` replaces the causal
+        Packed rows: position ids that start again at 0 separate the documents (`specdistill.targets.anatomy.packing`).
+        With `past_key_values` the tokens continue the cached ones, and the cache grows. An `attention_mask` replaces the causal
         mask: [B, 1, T, S] over cached and new positions, added to the scores; or a dictionary with one for each kind of layer.
         """
+        if attention_mask is not None or past_key_values is not None:
+            given = {"position_ids": position_ids_BT, "attention_mask": attention_mask, "past_key_values": past_key_values}
+            return self._pass({"input_ids": input_ids_BT, **given}, aux_layers)
+        run = partial(self._rows, aux_layers)
+        return in_turn(run, input_ids_BT, position_ids_BT) if self._one_batch else run(input_ids_BT, position_ids_BT)
+
+    @cached_property
+    def _packing(self) -> Callable[[Any, Inputs], Inputs]:
+        return packing(self.model) or as_they_are
+
+    def _rows(self, aux_layers: Sequence[int], input_ids_BT: Tensor, position_ids_BT: Tensor | None) -> Features:
+        if position_ids_BT is None:
+            return self._pass({"input_ids": input_ids_BT}, aux_layers)
+        inputs = {"input_ids": input_ids_BT, "position_ids": position_ids_BT}
+        features = self._pass(self._packing(self.model, inputs), aux_layers)
+        shape = (*input_ids_BT.shape, -1)
+        return Features(tuple(feature.view(shape) for feature in features.aux), features.last_hidden.view(shape))
+
+    def _pass(self, inputs: Inputs, aux_layers: Sequence[int]) -> Features:
+        device = inputs["input_ids"].device  # where the features are wanted; a target may be elsewhere, or on several devices
+        moved = {name: value.to(self.device) if isinstance(value, Tensor) else value for name, value in inputs.items()}
         with _capture(self.layers, aux_layers) as captured:
-            output = self.backbone(
-                input_ids=input_ids_BT,
-                position_ids=position_ids_BT,
-                attention_mask=attention_mask,
-                past_key_values=past_key_values,
-                use_cache=past_key_values is not None,
-            )
-        aux, last_hidden = tuple(captured[layer] for layer in aux_layers), output.last_hidden_state
+            output = self.backbone(**moved, use_cache=inputs.get("past_key_values") is not None)
+        aux, last_hidden = tuple(captured[layer].to(device) for layer in aux_layers), output.last_hidden_state.to(device)
         if other := {tuple(feature.shape) for feature in aux} - {tuple(last_hidden.shape)}:
             got = f"{self.name}, whose layers pass on {other.pop()} for {tuple(last_hidden.shape)}"
             raise UserError(
@@ -176,9 +206,17 @@ class FrozenTarget:
         return Features(aux, last_hidden)
 
 
-def max_length(text_config: Any, tokenizer: Any) -> int:
-    """Tokens of a target's context. Models without positions, or with relative ones, have no such number: their tokenizer names one."""
-    return int(getattr(text_config, "max_position_embeddings", None) or tokenizer.model_max_length)
+def _check_device_map(device_map: str | None) -> None:
+    key = "target.device_map"
+    if device_map in SPREAD and num_processes() > 1:
+        got = f"{device_map} with {num_processes()} processes, which would take each other's devices"
+        raise UserError(key, got=got, expected="null, and target.shard=layers where one device is too small")
+    if device_map is not None and device_map not in SPREAD:
+        try:
+            torch.empty(0, device=device_map)
+        except (RuntimeError, AssertionError) as error:  # the latter of a torch without CUDA
+            got = f"{device_map} ({str(error).splitlines()[0]})"
+            raise UserError(key, got=got, expected=f"{', '.join(SPREAD)}, or a device of this machine") from error
 
 
 @contextmanager
@@ -199,89 +237,3 @@ def _capture(layers: nn.ModuleList, wanted: Sequence[int]) -> Iterator[dict[int,
             else:
                 hooks.enter_context(layers[-1].register_forward_hook(keep_output))
         yield captured
-
-
-@contextmanager
-def _reading(key: str, name: str, expected: str) -> Iterator[None]:
-    """Raises UserError for missing or broken files of what `name` stands for, ResourceError when the Hub fails."""
-    try:
-        with hub_errors(key, name, expected=expected):
-            yield
-    except SafetensorError as error:
-        raise UserError(key, got=f"{name}: {error}", expected="whole safetensors files") from error
-    except ImportError as error:  # of an attention implementation, a quantization or remote code
-        got = f"{name} ({one_line(str(error))})"
-        raise UserError(key, got=got, expected="packages that are installed, or another target.attn") from error
-    except (OSError, ValueError, RuntimeError, TypeError, LookupError, AttributeError, AssertionError) as error:
-        # The last four are transformers' own, of a config.json that lacks what its class reads.
-        got = f"{name} ({str(error).splitlines()[0] if str(error) else type(error).__name__})"
-        raise UserError(key, got=got, expected=expected) from error
-
-
-def read_causal_lm(
-    path: str,
-    *,
-    key: str = "target.model",
-    revision: str | None = None,
-    dtype: str = "float32",
-    attn: str | None = None,
-    trust_remote_code: bool = False,
-) -> tuple[Any, Any]:
-    """A causal language model and its tokenizer from a folder or the Hub; `key` is the recipe key that errors name.
-
-    Raises UserError for missing or broken files and missing weights, ResourceError when the Hub fails.
-    """
-    hide_bars_of_transformers()
-    options = {"revision": revision, "trust_remote_code": trust_remote_code}
-    expected = "pico, a folder with config, weights and tokenizer, or a Hub id"
-    model_options = {"dtype": getattr(torch, dtype), "attn_implementation": attn, "output_loading_info": True, **options}
-    with _reading(key, path, expected):
-        tokenizer = AutoTokenizer.from_pretrained(path, **options)
-        loaded: Any = AutoModelForCausalLM.from_pretrained(path, **model_options)
-    model, report = loaded
-    if missing := sorted(report["missing_keys"]):  # transformers would initialize them
-        raise UserError(key, got=f"{path} without {', '.join(missing[:3])}", expected="every weight that its config asks for")
-    return model, tokenizer
-
-
-def read_tokenizer(model: str, *, revision: str | None = None, trust_remote_code: bool = False) -> tuple[Any, int]:
-    """A target's tokenizer and the length of its context in tokens, without its weights, which a server holds.
-
-    Raises UserError when there is no such target, ResourceError when the Hub fails.
-    """
-    path, options = resolve(model), {"revision": revision, "trust_remote_code": trust_remote_code}
-    with _reading("target.model", path, "pico, a folder with config and tokenizer, or a Hub id"):
-        tokenizer = AutoTokenizer.from_pretrained(path, **options)
-        config = AutoConfig.from_pretrained(path, **options).get_text_config()
-    return tokenizer, max_length(config, tokenizer)
-
-
-def with_adapter(model: PreTrainedModel, adapter: str, *, base: str) -> PreTrainedModel:
-    """The model with a peft LoRA adapter merged into its weights (arXiv 2106.09685); `base` is the name the model was loaded by.
-
-    An adapter names its base: of a path or Hub id the last part must agree. Raises UserError for another base, for another kind of
-    adapter, and for tensors other than the model takes.
-    """
-    key = "target.adapter"
-    with _reading(key, adapter, "the folder or Hub id of a LoRA adapter"):
-        config = peft.PeftConfig.from_pretrained(adapter)
-        weights = peft.utils.load_peft_weights(adapter, device="cpu")
-    if config.peft_type != "LORA":
-        raise UserError(key, got=f"{adapter}, a {config.peft_type} adapter", expected="a LoRA adapter")
-    named = config.base_model_name_or_path
-    if named and Path(named).name.lower() != Path(resolve(base)).name.lower():
-        raise UserError(key, got=f"{adapter}, an adapter of {named}", expected=f"an adapter of {base}")
-    config.inference_mode, config.base_model_name_or_path = True, None  # peft would warn about the name of the base
-    try:
-        adapted = peft.get_peft_model(model, config)
-    except ValueError as error:
-        raise UserError(key, got=f"{adapter} ({one_line(str(error))[:160]})", expected=f"an adapter of {base}") from error
-    taken = {name: tensor.shape for name, tensor in peft.get_peft_model_state_dict(adapted).items()}
-    given = {name: tensor.shape for name, tensor in weights.items()}
-    if taken != given:
-        name = sorted({name for name, _ in taken.items() ^ given.items()})[0]
-        shapes = (tuple(shape[name]) if name in shape else "nothing" for shape in (given, taken))
-        raise UserError(key, got=f"{adapter} with {next(shapes)} for {name}", expected=f"{next(shapes)}, as {base} takes")
-    peft.set_peft_model_state_dict(adapted, weights)
-    merged: PreTrainedModel = adapted.merge_and_unload()
-    return merged

@@ -171,7 +171,7 @@ def test_near_ties_are_broken_as_for_one_text(name: str, monkeypatch: Any) -> No
 
 def test_a_trained_draft_of_pico(tmp_path: Any) -> None:
     """A draft of one layer, fitted to what pico writes: it is right often, and wrong at other places in each row."""
-    pico = FrozenTarget.load("pico", device="cpu")
+    pico = FrozenTarget.load("pico", device_map="cpu")
     prompts = [
         prompt.token_ids
         for prompt in tokenize(load_suite("pico"), pico.tokenizer, max_new_tokens=24, max_length=pico.max_length, num_prompts=6)

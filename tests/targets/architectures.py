@@ -19,7 +19,7 @@ from specdistill.errors import UserError
 from specdistill.methods.eagle.module import build_eagle
 from specdistill.methods.eagle3.module import build_eagle3
 from specdistill.methods.mtp.checkpoint import build_mtp
-from specdistill.targets.anatomy import reads_documents_apart
+from specdistill.targets.anatomy import packing
 from specdistill.targets.frozen import FrozenTarget
 from tests.tiny import tiny_tokenizer
 
@@ -163,7 +163,7 @@ def row_of(kind: str) -> tuple[Row, FrozenTarget | None]:
         ", ".join(name for name, build in HEADS.items() if _works(lambda build=build: build(target))) or "–",
         "yes" if _works(lambda: check_reads_trees(target)) else "–",
         "yes" if _works(lambda: check_batchable(target.model, kind)) else "–",
-        "yes" if reads_documents_apart(target.model) else "–",
+        "yes" if packing(target.model) else "–",
     )
     return Row(SERVED, (*name, *cells)), target
 
@@ -199,6 +199,35 @@ A target is any causal language model of transformers whose logits and KV cache 
 but tried when the target is loaded ([targets/anatomy.py](../specdistill/targets/anatomy.py)): one pass of the model's own forward, with
 known numbers in place of its head's output, shows how it scales or caps its logits, and steps over a KV cache must give what one pass
 gives. What does not hold is refused in one line that names the class and the reason.
+
+## What is read
+
+`target.model` names pico, a folder or Hub id with safetensors, or a GGUF file (`folder/model.gguf`, `org/name/model.gguf`), which brings
+its own tokenizer and is dequantized. Quantized checkpoints (FP8, compressed-tensors, bitsandbytes and others) are read where transformers can
+read them on this machine: a missing package or GPU is named in one line, and without a GPU FP8 is dequantized. Drafts are in
+floating point whatever the target is; near-ties of a quantized or shared target are not broken in float64.
+
+`target.attn` is an attention of transformers (`sdpa`, `eager`, `flex_attention`, `flash_attention_2`, `flash_attention_3`) or a kernel on
+the Hub (`kernels-community/flash-attn2`), of those that a class has: gpt-oss, with its sinks, has `eager`, the kernels and, on a GPU,
+`flex_attention`. null is the class's own default. However rows are packed, documents never see each other: flash attention, which mixes
+them in a batch of several rows, is given one long row; classes that do not look at position ids (gpt-oss) are given masks; what neither
+helps is refused with `data.packing`.
+
+## A target larger than one device
+
+- `target.shard=layers`, in `accelerate launch` of several processes, under any configuration: each process reads from the files, and holds,
+  its part of every layer, and gathers one layer at a time. Features are those of the whole target, bit for bit, and each process passes
+  its own batch. A 70B target in bfloat16 takes 17.5 GB on each of eight GPUs, and each process as much RAM at most while it loads.
+- `target.shard=tensor` divides the matrices instead (transformers' tensor parallelism), where a class has a plan for it and the processes
+  divide its key/value heads. The processes pass the batches of all of them in turn, and wait for each other in every layer: for machines
+  whose GPUs are closely connected. Features agree up to rounding.
+- `target.device_map=auto` spreads the layers over the GPUs of one process: for measuring, and for `specdistill data`. `cpu` keeps the
+  target off the GPU.
+
+Under either shard the embedding, the final norm and the head stay whole in every process, and a single process holds the whole target, so
+that `specdistill eval` reads the recipe of a run as it is. ZeRO-3 and FSDP of `accelerate_configs/` shard the draft and leave the target
+alone. A shared target generates no data: generate first, in one process (`specdistill data`, `target.shard=none`), and training finds the
+rows. It takes neither an adapter nor a quantized checkpoint.
 
 This page is written by `python -m tests.targets.architectures` from tiny random models, one of each kind that `AutoModelForCausalLM`
 knows (transformers {transformers.__version__}). [A test](../tests/targets/test_architectures.py) decodes with each and compares

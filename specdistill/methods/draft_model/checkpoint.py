@@ -21,7 +21,8 @@ from specdistill.methods.draft_model.gguf import write_gguf
 from specdistill.methods.draft_model.vocabulary import describe_difference
 from specdistill.targets.anatomy import is_recurrent
 from specdistill.targets.files import TargetFiles
-from specdistill.targets.frozen import FrozenTarget, read_causal_lm
+from specdistill.targets.frozen import FrozenTarget
+from specdistill.targets.loading import read_causal_lm
 
 INITIALIZATIONS = ("layers", "width", "scratch")
 

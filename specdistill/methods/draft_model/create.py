@@ -35,6 +35,7 @@ from specdistill.errors import UserError
 from specdistill.methods.draft_model.checkpoint import INITIALIZATIONS, check_attention, load_alike
 from specdistill.methods.sizes import Shape, shape_of, weights_read
 from specdistill.targets.frozen import FrozenTarget
+from specdistill.targets.sharding import whole
 
 logger = logging.getLogger(__name__)
 
@@ -230,8 +231,12 @@ def evenly_spaced(num_layers: int, keep: int) -> list[int]:
 
 
 def reshaped(config: Any, shape: Shape) -> Any:
-    """A copy of a config with other sizes. Where layers differ in kind, each keeps the kind found at its relative depth."""
+    """A copy of a config with other sizes. Where layers differ in kind, each keeps the kind found at its relative depth.
+
+    Its attention is the class's own: the target's may have no backward pass, or none in float32.
+    """
     config = copy.deepcopy(config)
+    config._attn_implementation = None
     kinds = getattr(config, "layer_types", None)
     if kinds is not None:
         config.layer_types = [kinds[index] for index in evenly_spaced(len(kinds), shape.num_layers)]
@@ -362,16 +367,16 @@ def _kept_layers(whole: Shape, num_layers: int) -> list[int]:
 
 
 def _layers_of(target: PreTrainedModel, kept: list[int]) -> dict[str, Tensor]:
-    """The target's tensors with just the kept layers, numbered anew."""
+    """The target's tensors with just the kept layers, numbered anew; whole ones, also of a target that processes share."""
     number = {str(old): str(new) for new, old in enumerate(kept)}
     weights = {}
     for name, tensor in target.state_dict().items():
         before, found, after = name.partition("layers.")
         old, _, rest = after.partition(".")
         if not found:
-            weights[name] = tensor
+            weights[name] = whole(tensor)
         elif old in number:
-            weights[f"{before}layers.{number[old]}.{rest}"] = tensor
+            weights[f"{before}layers.{number[old]}.{rest}"] = whole(tensor)
     return weights
 
 

@@ -19,7 +19,8 @@ from specdistill.methods.draft_model.objective import Distillation
 from specdistill.methods.draft_model.proposer import DraftModelProposer
 from specdistill.methods.draft_model.vocabulary import match_vocabularies
 from specdistill.targets.files import TargetFiles
-from specdistill.targets.frozen import FrozenTarget, read_tokenizer
+from specdistill.targets.frozen import FrozenTarget
+from specdistill.targets.loading import read_tokenizer
 
 CALIBRATION_ROWS = 16  # rows of training data whose activations say what a pruned width keeps
 # Of the target's parameters; published draft models have 2 % (arXiv 2403.00858) to 10 % (arXiv 2402.01528).

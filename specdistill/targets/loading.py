@@ -1,0 +1,133 @@
+"""A causal language model and its tokenizer, read by transformers from a folder, a GGUF file or the Hub."""
+
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import peft
+import torch
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedModel
+
+from specdistill.errors import UserError, one_line
+from specdistill.hub import hub_errors, resolve, split_gguf
+from specdistill.progress import hide_bars_of_transformers
+from specdistill.targets.sharding import apart_from_the_draft, is_shared, num_processes, sharded
+
+
+def _place(path: str, **options: Any) -> tuple[str, dict[str, Any]]:
+    """(folder or Hub id, options) of transformers' `from_pretrained`."""
+    folder, file = split_gguf(path)
+    return folder, {**options, "gguf_file": file} if file else options
+
+
+@contextmanager
+def _reading(key: str, name: str, expected: str) -> Iterator[None]:
+    """Raises UserError for missing or broken files of what `name` stands for, ResourceError when the Hub fails."""
+    try:
+        with hub_errors(key, name, expected=expected):
+            yield
+    except SafetensorError as error:
+        raise UserError(key, got=f"{name}: {error}", expected="whole safetensors files") from error
+    except ImportError as error:  # of an attention implementation, a quantization or remote code
+        got = f"{name} ({one_line(str(error))})"
+        expected = "packages that are installed, or another checkpoint or target.attn"
+        raise UserError(key, got=got, expected=expected) from error
+    except (OSError, ValueError, RuntimeError, struct.error, TypeError, LookupError, AttributeError, AssertionError) as error:
+        # The last four are transformers' own, of a config.json that lacks what its class reads; struct's are of a GGUF file cut short.
+        got = f"{name} ({str(error).splitlines()[0][:200] if str(error) else type(error).__name__})"
+        raise UserError(key, got=got, expected=expected) from error
+
+
+def read_causal_lm(
+    path: str,
+    *,
+    key: str = "target.model",
+    revision: str | None = None,
+    dtype: str = "float32",
+    attn: str | None = None,
+    trust_remote_code: bool = False,
+    shard: str = "none",
+    device_map: str = "cpu",
+) -> tuple[Any, Any]:
+    """A causal language model and its tokenizer from a folder, a GGUF file or the Hub; `key` is the recipe key that errors name.
+
+    The model is whole, whatever the launch does with what it trains, or shared by its processes as `shard` says; one process holds
+    it whole. Raises UserError for missing or broken files, missing weights and what cannot be shared, ResourceError when the Hub fails.
+    """
+    hide_bars_of_transformers()
+    folder, options = _place(path, revision=revision, trust_remote_code=trust_remote_code)
+    expected = "pico, a folder with config, weights and tokenizer, a GGUF file, or a Hub id"
+    expected += "" if attn is None else ", and a target.attn that its class has"
+    wanted = {"dtype": getattr(torch, dtype), "attn_implementation": attn, "output_loading_info": True, **options}
+    if "gguf_file" in options:
+        wanted["quantization_config"] = GgufConfig(dequantize=True)
+    with _reading(key, path, expected), apart_from_the_draft():
+        tokenizer = AutoTokenizer.from_pretrained(folder, **options)
+        if shard == "none" or num_processes() == 1:
+            loaded: Any = AutoModelForCausalLM.from_pretrained(folder, device_map=device_map, **wanted)
+        else:
+            config = AutoConfig.from_pretrained(folder, **options)
+            model_class, placed = sharded(shard, config, device_map, trust_remote_code=trust_remote_code)
+            loaded = model_class.from_pretrained(folder, **placed, **wanted)
+    model, report = loaded
+    if missing := sorted(report["missing_keys"]):  # transformers would initialize them
+        raise UserError(key, got=f"{path} without {', '.join(missing[:3])}", expected="every weight that its config asks for")
+    if dtype == "float32" and is_plain(model):
+        model.float()  # what transformers had to dequantize is in bfloat16
+    return model, tokenizer
+
+
+def is_plain(model: Any) -> bool:
+    """Whether a model's weights are whole and in floating point, so that they can be converted."""
+    return getattr(model, "hf_quantizer", None) is None and not is_shared(model)
+
+
+def read_tokenizer(model: str, *, revision: str | None = None, trust_remote_code: bool = False) -> tuple[Any, int]:
+    """A target's tokenizer and the length of its context in tokens, without its weights, which a server holds.
+
+    Raises UserError when there is no such target, ResourceError when the Hub fails.
+    """
+    path, options = _place(resolve(model), revision=revision, trust_remote_code=trust_remote_code)
+    with _reading("target.model", model, "pico, a folder with config and tokenizer, a GGUF file, or a Hub id"):
+        tokenizer = AutoTokenizer.from_pretrained(path, **options)
+        config = AutoConfig.from_pretrained(path, **options).get_text_config()
+    return tokenizer, max_length(config, tokenizer)
+
+
+def max_length(text_config: Any, tokenizer: Any) -> int:
+    """Tokens of a target's context. Models without positions, or with relative ones, have no such number: their tokenizer names one."""
+    return int(getattr(text_config, "max_position_embeddings", None) or tokenizer.model_max_length)
+
+
+def with_adapter(model: PreTrainedModel, adapter: str, *, base: str) -> PreTrainedModel:
+    """The model with a peft LoRA adapter merged into its weights (arXiv 2106.09685); `base` is the name the model was loaded by.
+
+    An adapter names its base: of a path or Hub id the last part must agree. Raises UserError for another base, for another kind of
+    adapter, and for tensors other than the model takes.
+    """
+    key = "target.adapter"
+    with _reading(key, adapter, "the folder or Hub id of a LoRA adapter"):
+        config = peft.PeftConfig.from_pretrained(adapter)
+        weights = peft.utils.load_peft_weights(adapter, device="cpu")
+    if config.peft_type != "LORA":
+        raise UserError(key, got=f"{adapter}, a {config.peft_type} adapter", expected="a LoRA adapter")
+    named = config.base_model_name_or_path
+    if named and Path(named).name.lower() != Path(resolve(base)).name.lower():
+        raise UserError(key, got=f"{adapter}, an adapter of {named}", expected=f"an adapter of {base}")
+    config.inference_mode, config.base_model_name_or_path = True, None  # peft would warn about the name of the base
+    try:
+        adapted = peft.get_peft_model(model, config)
+    except ValueError as error:
+        raise UserError(key, got=f"{adapter} ({one_line(str(error))[:160]})", expected=f"an adapter of {base}") from error
+    taken = {name: tensor.shape for name, tensor in peft.get_peft_model_state_dict(adapted).items()}
+    given = {name: tensor.shape for name, tensor in weights.items()}
+    if taken != given:
+        name = sorted({name for name, _ in taken.items() ^ given.items()})[0]
+        shapes = (tuple(shape[name]) if name in shape else "nothing" for shape in (given, taken))
+        raise UserError(key, got=f"{adapter} with {next(shapes)} for {name}", expected=f"{next(shapes)}, as {base} takes")
+    peft.set_peft_model_state_dict(adapted, weights)
+    merged: PreTrainedModel = adapted.merge_and_unload()
+    return merged

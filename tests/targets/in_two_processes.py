@@ -1,0 +1,94 @@
+"""What every process of a launch sees of one target, shared and whole; run by test_sharding.py.
+
+accelerate launch --config_file … in_two_processes.py FOLDER    # with targets in FOLDER/tiny, and in FOLDER/large to measure memory
+"""
+
+import json
+import resource
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specdistill.data.training_data import training_data
+from specdistill.errors import UserError
+from specdistill.methods.draft_model.create import create_draft_model
+from specdistill.methods.eagle3.module import build_eagle3
+from specdistill.recipe.sections import DataConfig, RegenerateConfig
+from specdistill.targets.frozen import FrozenTarget
+from specdistill.targets.sharding import num_processes
+from specdistill.training.arguments import training_arguments
+
+
+def outputs(target: FrozenTarget, rank: int) -> list[Tensor]:
+    """Features and logits of a batch of this process's own, of its own length, two packed documents a row."""
+    ids = torch.randint(0, 260, (2, 12 + rank), generator=torch.Generator().manual_seed(rank))
+    with torch.no_grad():
+        features = target.features(ids, [0, 2, target.num_layers], position_ids_BT=torch.arange(12 + rank).expand(2, -1) % 7)
+        return [*features.aux, features.last_hidden, target.logits(features.last_hidden)]
+
+
+def difference(some: Any, others: Any) -> float:
+    """The largest, as a share of the largest number of its tensor."""
+    pairs = [(one.float(), other.float()) for one, other in zip(some, others, strict=True)]
+    return max(float((one - other).abs().max() / other.abs().max().clamp_min(1e-9)) for one, other in pairs)
+
+
+def held(target: FrozenTarget) -> float:
+    """The share of a target's parameters that this process holds."""
+    local = [getattr(parameter, "_local_tensor", parameter) for parameter in target.model.parameters()]
+    return sum(tensor.nbytes for tensor in local) / sum(parameter.nbytes for parameter in target.model.parameters())
+
+
+def megabytes() -> float:
+    """The most that this process held at once."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def said(attempt: Any) -> str:
+    try:
+        attempt()
+    except UserError as error:
+        return str(error)
+    return "nothing"
+
+
+if __name__ == "__main__":
+    folder = Path(sys.argv[1])
+    tiny, large = str(folder / "tiny"), folder / "large"
+    arguments = training_arguments({"output_dir": str(folder / "run"), "report_to": "none"})
+    rank = arguments.process_index
+    whole = FrozenTarget.load(tiny)
+    expected = outputs(whole, rank)
+    seen: dict[str, Any] = {"processes": num_processes(), "embedding": list(whole.tensor("embed_tokens.weight").shape)}
+    for shard in ("layers", "tensor"):
+        target = FrozenTarget.load(tiny, shard=shard)
+        heads = [build_eagle3(each).state_dict().values() for each in (target, whole)]
+        seen[shard] = {
+            "difference": difference(outputs(target, rank), expected),
+            "is_same": target.identity.is_same(whole.identity),
+            "num_parameters": target.num_parameters,
+            "head": difference(*heads),
+            "draft": difference(*(create_draft_model(each, num_layers=2).state_dict().values() for each in (target, whole))),
+            "class": type(target.model).__name__,
+        }
+    config = DataConfig(
+        source=str(folder / "rows.jsonl"),
+        max_length=64,
+        cache_dir=str(folder / "cache"),
+        regenerate=RegenerateConfig(num_tokens=64),
+    )
+    data = partial(training_data, config, target.tokenizer, target.model, fingerprint="none")
+    seen["regenerate"] = said(data)
+    seen["device_map"] = said(lambda: FrozenTarget.load(tiny, device_map="auto"))
+    if large.exists():
+        target = FrozenTarget.load(tiny, shard="layers")  # what is imported on the way is no part of the target
+        for shard in ("layers", "none"):
+            before = megabytes()
+            target = FrozenTarget.load(str(large), shard=shard)
+            seen[f"megabytes {shard}"], seen[f"held {shard}"] = megabytes() - before, held(target)
+            del target
+    (folder / f"process-{rank}.json").write_text(json.dumps(seen), encoding="utf-8")

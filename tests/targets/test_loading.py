@@ -1,0 +1,123 @@
+"""What transformers reads, and what is refused in one line where it cannot."""
+
+import json
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from specdistill.errors import UserError
+from specdistill.methods.draft_model.gguf import write_gguf
+from specdistill.project import PICO
+from specdistill.targets.files import TargetFiles
+from specdistill.targets.frozen import FrozenTarget
+from specdistill.targets.loading import read_tokenizer
+from tests.tiny import tiny_target_model, tiny_tokenizer
+
+IDS = torch.arange(5, 40)[None]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    tiny_target_model().save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    return tmp_path
+
+
+def quantized(folder: Path, **config: Any) -> str:
+    """The folder, with a config.json that says so."""
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": config}))
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("gguf") / "pico"
+    write_gguf(PICO, folder, "f32")
+    return next(folder.glob("*.gguf"))
+
+
+def test_a_gguf_file_is_a_target(gguf: Path) -> None:
+    target, pico = FrozenTarget.load(str(gguf)), FrozenTarget.load("pico")
+    with torch.no_grad():
+        assert torch.equal(target.model(IDS).logits, pico.model(IDS).logits)
+    ids, longest = read_tokenizer(str(gguf))[0]("def f(x):").input_ids, read_tokenizer(str(gguf))[1]
+    assert ids == pico.tokenizer("def f(x):").input_ids and longest == pico.max_length
+    files = TargetFiles.of(str(gguf))
+    assert (files.hidden_size, files.num_layers) == (pico.hidden_size, pico.num_layers)
+    assert files.identity == target.identity and files.identity.revision is None
+    assert files.identity.name_or_path == str(gguf) and not files.identity.is_same(pico.identity)
+
+
+def test_a_gguf_file_that_is_none_is_refused(gguf: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"^target\.model: got .*no\.gguf, which is no file, expected a GGUF file"):
+        FrozenTarget.load(str(gguf.with_name("no.gguf")))
+    for size in (8, 10_000, -100):
+        short = tmp_path / f"short{size}.gguf"
+        short.write_bytes(gguf.read_bytes()[:size])
+        with pytest.raises(UserError, match=r"^target\.model: got .*short.*expected pico, a folder"):
+            FrozenTarget.load(str(short))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_an_fp8_checkpoint_is_a_target(folder: Path) -> None:
+    """Blocks of 32 x 32 with a scale each, the weights of its layers and no other, as DeepSeek publishes them."""
+    plain, stored = tiny_target_model(), {}
+    for name, weight in load_file(folder / "model.safetensors").items():
+        stored[name] = weight
+        if "layers." in name and weight.ndim == 2:
+            blocks = weight.view(weight.shape[0] // 32, 32, -1, 32)
+            scale = blocks.abs().amax((1, 3), keepdim=True) / 448
+            eighth = (blocks / scale).to(torch.float8_e4m3fn)
+            stored[name], stored[f"{name}_scale_inv"] = eighth.view_as(weight), scale.squeeze((1, 3))
+            plain.get_parameter(name).data = (eighth.float() * scale).view_as(weight)
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    name = quantized(folder, quant_method="fp8", weight_block_size=[32, 32], activation_scheme="dynamic")
+    with torch.no_grad():
+        target, expected = FrozenTarget.load(name), plain(IDS).logits
+        assert (target.model(IDS).logits - expected).norm() < 0.02 * expected.norm()
+    if not torch.cuda.is_available():  # transformers dequantizes
+        assert target.is_plain and {parameter.dtype for parameter in target.model.parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize(
+    ("config", "missing"),
+    [
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, "bitsandbytes"),
+        ({"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {}}, "compressed-tensors"),
+    ],
+)
+def test_a_quantization_without_its_package_is_refused(folder: Path, config: dict[str, Any], missing: str) -> None:
+    if find_spec(missing.replace("-", "_")):
+        pytest.skip(f"{missing} is installed")
+    with pytest.raises(UserError, match=rf"^target\.model: got .*{missing}.*expected packages that are installed") as refused:
+        FrozenTarget.load(quantized(folder, **config))
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("attn", ["flash_attention_2", "kernels-community/flash-attn2"])
+def test_an_attention_without_its_package_is_refused(folder: Path, attn: str) -> None:
+    with pytest.raises(
+        UserError, match=r"^target\.model: got .*expected packages that are installed, or another .*target\.attn"
+    ):
+        FrozenTarget.load(str(folder), attn=attn)
+
+
+def test_devices(folder: Path) -> None:
+    """That a spread over several devices is right needs several; here `auto` finds the one."""
+    for device_map in ("cpu", "auto"):
+        assert FrozenTarget.load(str(folder), device_map=device_map).device.type == "cpu"
+    for device_map in ("nonsense", "cuda:99"):
+        with pytest.raises(
+            UserError, match=rf"^target\.device_map: got {device_map} .*expected auto, .*a device of this machine"
+        ):
+            FrozenTarget.load(str(folder), device_map=device_map)
+
+
+def test_one_process_holds_the_whole_of_a_target_that_several_share(folder: Path) -> None:
+    shared, whole = FrozenTarget.load(str(folder), shard="layers"), FrozenTarget.load(str(folder))
+    assert torch.equal(shared.features(IDS, [1]).aux[0], whole.features(IDS, [1]).aux[0])

@@ -1,0 +1,85 @@
+"""One target in two processes, judged by the whole target in each of them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from specdistill.project import ROOT
+from tests.launched import launch
+from tests.tiny import tiny_target_model, tiny_tokenizer
+
+pytestmark = [pytest.mark.slow, pytest.mark.distributed]
+WHOLE, SHARED = 0.65, 0.55  # of the whole target's RAM while it is loaded, and of its bytes
+
+
+def write_inputs(folder: Path) -> LlamaForCausalLM:
+    """A target with two key/value heads, and texts."""
+    model = tiny_target_model(hidden_size=128)
+    model.save_pretrained(folder / "tiny")
+    tiny_tokenizer().save_pretrained(folder / "tiny")
+    rows = (json.dumps({"text": f"Row {index} says {index * 7}, and again {index * 7}. " * 2}) for index in range(40))
+    (folder / "rows.jsonl").write_text("\n".join(rows), encoding="utf-8")
+    return model
+
+
+def run(configuration: str, folder: Path) -> list[dict[str, Any]]:
+    model = write_inputs(folder)
+    result = launch(configuration, Path(__file__).with_name("in_two_processes.py"), str(folder))
+    assert result.returncode == 0, result.stderr[:8000]
+    seen = [json.loads((folder / f"process-{rank}.json").read_text(encoding="utf-8")) for rank in (0, 1)]
+    for process in seen:
+        assert process["processes"] == 2 and process["embedding"] == [260, 128]  # ZeRO-3 would have left it empty
+        for shard, limit in (("layers", 0.0), ("tensor", 1e-5)):
+            shared = process[shard]
+            assert shared["difference"] <= limit and shared["head"] == shared["draft"] == 0.0, (shard, shared)
+            assert shared["is_same"] and shared["class"] == "LlamaForCausalLM"
+            assert shared["num_parameters"] == model.num_parameters()
+        assert process["regenerate"].startswith("data.regenerate.num_tokens: got 64 with target.shard")
+        assert process["device_map"].startswith("target.device_map: got auto with 2 processes")
+    return seen
+
+
+def test_a_draft_learns_the_same_from_a_target_that_is_shared(tmp_path: Path) -> None:
+    drafts = []
+    write_inputs(tmp_path)
+    for shard in ("none", "layers"):
+        keys = {
+            "target.model": tmp_path / "tiny",
+            "target.shard": shard,
+            "data.source": tmp_path / "rows.jsonl",
+            "data.cache_dir": tmp_path / "cache",
+            "data.regenerate": "null",
+            "data.max_length": 64,
+            "train.output_dir": tmp_path / shard,
+            "train.max_steps": 2,
+            "train.eval_steps": 2,
+            "train.save_steps": 2,
+            "train.per_device_train_batch_size": 2,
+            "train.bf16": "false",
+        }
+        arguments = ["recipe=small/eagle3", *(f"{name}={value}" for name, value in keys.items())]
+        result = launch("ddp", ROOT / "train" / "eagle.py", *arguments)
+        assert result.returncode == 0, result.stderr[:8000]
+        drafts.append(load_file(tmp_path / shard / "draft" / "model.safetensors"))
+    assert drafts[0].keys() == drafts[1].keys()
+    assert all(torch.equal(tensor, drafts[1][name]) for name, tensor in drafts[0].items())
+
+
+def test_each_process_loads_its_part_of_the_layers(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 6, "num_attention_heads": 8}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=512, num_key_value_heads=4, **sizes)).to(torch.bfloat16)
+    model.save_pretrained(tmp_path / "large", max_shard_size="60MB")  # 360 MB in float32
+    tiny_tokenizer().save_pretrained(tmp_path / "large")
+    for process in run("ddp", tmp_path):
+        assert process["held none"] == 1 and process["held layers"] <= SHARED
+        assert process["megabytes layers"] <= WHOLE * process["megabytes none"], process
+
+
+@pytest.mark.parametrize("configuration", ["zero3", "fsdp2"])
+def test_what_shards_the_draft_leaves_the_target_alone(configuration: str, tmp_path: Path) -> None:
+    run(configuration, tmp_path)
