@@ -119,15 +119,16 @@ def packing(model: Any) -> Callable[[Any, Inputs], Inputs] | None:
     """
     backbone = backbone_of(model)
     ids_BT = torch.arange(2 * NUM_TOKENS, device=model.device).view(2, NUM_TOKENS)
-    alone = backbone(input_ids=ids_BT[:, NUM_CACHED:], use_cache=False).last_hidden_state
     inputs = {"input_ids": ids_BT, "position_ids": torch.arange(NUM_TOKENS, device=model.device).expand(2, -1) % NUM_CACHED}
-    for way in (as_they_are, in_one_row, with_masks):
-        try:
-            together = backbone(**way(model, inputs), use_cache=False).last_hidden_state.view(2, NUM_TOKENS, -1)
-        except Exception:  # whatever a class raises: it does not take its rows in this way
-            continue
-        if reads_alike(together[:, NUM_CACHED:], alone):
-            return way
+    with torch.autocast(model.device.type, enabled=False):  # its rounding would look like a leak
+        alone = backbone(input_ids=ids_BT[:, NUM_CACHED:], use_cache=False).last_hidden_state
+        for way in (as_they_are, in_one_row, with_masks):
+            try:
+                together = backbone(**way(model, inputs), use_cache=False).last_hidden_state.view(2, NUM_TOKENS, -1)
+            except Exception:  # whatever a class raises: it does not take its rows in this way
+                continue
+            if reads_alike(together[:, NUM_CACHED:], alone):
+                return way
     return None
 
 

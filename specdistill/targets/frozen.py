@@ -71,7 +71,7 @@ class FrozenTarget:
         self.name = name
         self.revision = revision
         self.files = files
-        self._one_batch = one_batch
+        self.one_batch = one_batch
         self.config: Any = model.config.get_text_config(decoder=True)
         anatomy = examine(self.model, name)
         self.is_recurrent, self.is_plain = is_recurrent(self.config), is_plain(self.model)
@@ -116,7 +116,8 @@ class FrozenTarget:
         name = model if adapter is None else f"{model} + {adapter}"
         revision = revision or getattr(loaded.config, "_commit_hash", None)
         files = TargetFiles.of(model, revision, adapter)
-        return cls(loaded, tokenizer, name=name, revision=revision, files=files, one_batch=shard == "tensor")
+        one_batch = shard == "tensor" and num_processes() > 1
+        return cls(loaded, tokenizer, name=name, revision=revision, files=files, one_batch=one_batch)
 
     @property
     def device(self) -> torch.device:
@@ -178,7 +179,7 @@ class FrozenTarget:
             given = {"position_ids": position_ids_BT, "attention_mask": attention_mask, "past_key_values": past_key_values}
             return self._pass({"input_ids": input_ids_BT, **given}, aux_layers)
         run = partial(self._rows, aux_layers)
-        return in_turn(run, input_ids_BT, position_ids_BT) if self._one_batch else run(input_ids_BT, position_ids_BT)
+        return in_turn(run, input_ids_BT, position_ids_BT) if self.one_batch else run(input_ids_BT, position_ids_BT)
 
     @cached_property
     def _packing(self) -> Callable[[Any, Inputs], Inputs]:

@@ -203,9 +203,9 @@ gives. What does not hold is refused in one line that names the class and the re
 ## What is read
 
 `target.model` names pico, a folder or Hub id with safetensors, or a GGUF file (`folder/model.gguf`, `org/name/model.gguf`), which brings
-its own tokenizer and is dequantized. Quantized checkpoints (FP8, compressed-tensors, bitsandbytes and others) are read where transformers can
-read them on this machine: a missing package or GPU is named in one line, and without a GPU FP8 is dequantized. Drafts are in
-floating point whatever the target is; near-ties of a quantized or shared target are not broken in float64.
+its own tokenizer and is dequantized. Quantized checkpoints (FP8, compressed-tensors, bitsandbytes and others) are read where
+transformers can read them on this machine: a missing package or GPU is named in one line, and without a GPU FP8 is dequantized. Drafts
+are in floating point whatever the target is; near-ties of a quantized or shared target are not broken in float64.
 
 `target.attn` is an attention of transformers (`sdpa`, `eager`, `flex_attention`, `flash_attention_2`, `flash_attention_3`) or a kernel on
 the Hub (`kernels-community/flash-attn2`), of those that a class has: gpt-oss, with its sinks, has `eager`, the kernels and, on a GPU,

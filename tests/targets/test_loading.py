@@ -118,6 +118,7 @@ def test_devices(folder: Path) -> None:
             FrozenTarget.load(str(folder), device_map=device_map)
 
 
-def test_one_process_holds_the_whole_of_a_target_that_several_share(folder: Path) -> None:
-    shared, whole = FrozenTarget.load(str(folder), shard="layers"), FrozenTarget.load(str(folder))
+@pytest.mark.parametrize("shard", ["layers", "tensor"])
+def test_one_process_holds_the_whole_of_a_target_that_several_share(folder: Path, shard: str) -> None:
+    shared, whole = FrozenTarget.load(str(folder), shard=shard), FrozenTarget.load(str(folder))
     assert torch.equal(shared.features(IDS, [1]).aux[0], whole.features(IDS, [1]).aux[0])

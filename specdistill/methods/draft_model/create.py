@@ -173,6 +173,9 @@ def _from_target(
         return from_scratch(target.model, shape, seed)
     if calibration is None or calibration.numel() == 0:
         raise UserError("draft.init", got="width without calibration rows", expected="training rows to measure activations on")
+    if target.one_batch:
+        got = "width with target.shard=tensor, whose processes see a part of each activation"
+        raise UserError("draft.init", got=got, expected="width with target.shard=layers, or another initialization")
     return from_width(target.model, calibration, shape)
 
 
