@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
-from transformers.distributed import DistributedConfig
+from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.integrations import deepspeed
 
 from specdistill.errors import UserError
@@ -68,7 +68,7 @@ def sharded(shard: str, config: Any, device_map: str, *, trust_remote_code: bool
     return sharded_class, {"device_map": device_map} if shard == "layers" else parallel
 
 
-def _cut_layers(model: PreTrainedModel) -> None:
+def _cut_layers(model: Any) -> None:
     backbone = backbone_of(model)
     mesh = init_device_mesh("cuda" if torch.cuda.is_available() else "cpu", (num_processes(),))
     layers = [layer for layers in layer_lists(model, backbone) for layer in layers]
@@ -78,7 +78,7 @@ def _cut_layers(model: PreTrainedModel) -> None:
     fully_shard(backbone, mesh=mesh, ignored_params=set(model.parameters()) - cut)  # one schedule for all layers
 
 
-def _plan_layers(model: PreTrainedModel) -> None:
+def _plan_layers(model: Any) -> None:
     """Leave to tensor parallelism what a class plans for its layers: rules whose names hold a layer's number."""
     model.tp_plan = {name: style for name, style in (model.tp_plan or {}).items() if "*" in name}
     if not model.tp_plan:
@@ -91,14 +91,16 @@ def _plan_layers(model: PreTrainedModel) -> None:
         raise UserError(KEY, got=got, expected="layers, or a number of processes that divides the heads")
 
 
-def in_turn(run: Callable[..., R], *inputs: Tensor | None) -> R:
-    """run(*inputs) of this process, after and before those of the others: under tensor parallelism all have to read one batch."""
+def in_turn(run: Callable[[Tensor, Tensor | None], R], ids: Tensor, positions: Tensor | None) -> R:
+    """run(ids, positions) of this process, between those of the others: under tensor parallelism all have to read one batch."""
     own = None
     for rank in range(num_processes()):
-        box = [[None if tensor is None else tensor.cpu() for tensor in inputs]]
+        box = [(ids.cpu(), None if positions is None else positions.cpu())]
         distributed.broadcast_object_list(box, src=rank)
-        result = run(*(None if theirs is None else theirs.to(mine.device) for theirs, mine in zip(box[0], inputs, strict=True)))
+        their_ids, their_positions = box[0]
+        result = run(their_ids.to(ids.device), None if their_positions is None else their_positions.to(ids.device))
         own = result if rank == distributed.get_rank() else own
+    assert own is not None
     return own
 
 
