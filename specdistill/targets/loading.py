@@ -70,7 +70,9 @@ def read_causal_lm(
             loaded: Any = AutoModelForCausalLM.from_pretrained(folder, device_map=device_map, **wanted)
         else:
             config = AutoConfig.from_pretrained(folder, **options)
-            model_class, placed = sharded(shard, config, device_map, trust_remote_code=trust_remote_code)
+            is_quantized = "gguf_file" in options or getattr(config, "quantization_config", None) is not None
+            flags = {"is_quantized": is_quantized, "trust_remote_code": trust_remote_code}
+            model_class, placed = sharded(shard, config, device_map, **flags)
             loaded = model_class.from_pretrained(folder, **placed, **wanted)
     model, report = loaded
     if missing := sorted(report["missing_keys"]):  # transformers would initialize them

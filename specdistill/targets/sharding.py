@@ -44,7 +44,9 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def sharded(shard: str, config: Any, device_map: str, *, trust_remote_code: bool) -> tuple[Any, dict[str, Any]]:
+def sharded(
+    shard: str, config: Any, device_map: str, *, is_quantized: bool, trust_remote_code: bool
+) -> tuple[Any, dict[str, Any]]:
     """(class, options) whose `from_pretrained` loads this process's part alone.
 
     The parameters are cut when the model is made, without storage; transformers then reads of each file what this process keeps.
@@ -52,7 +54,7 @@ def sharded(shard: str, config: Any, device_map: str, *, trust_remote_code: bool
     """
     if not distributed.is_initialized():
         raise UserError(KEY, got=f"{shard} in processes that form no group", expected="a training script in accelerate launch")
-    if getattr(config, "quantization_config", None) is not None:
+    if is_quantized:
         raise UserError(KEY, got=f"{shard} with a quantized checkpoint", expected="none, or a checkpoint in floating point")
     with torch.device("meta"):
         plain = type(AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code))
