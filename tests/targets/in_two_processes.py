@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor
 
@@ -43,8 +44,8 @@ def held(target: FrozenTarget) -> float:
     return sum(tensor.nbytes for tensor in local) / sum(parameter.nbytes for parameter in target.model.parameters())
 
 
-def megabytes() -> float:
-    """The most that this process held at once."""
+def most_megabytes() -> float:
+    """The most that this process ever held at once."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
@@ -87,8 +88,8 @@ if __name__ == "__main__":
     if large.exists():
         target = FrozenTarget.load(tiny, shard="layers")  # what is imported on the way is no part of the target
         for shard in ("layers", "none"):
-            before = megabytes()
+            before = psutil.Process().memory_info().rss / 2**20
             target = FrozenTarget.load(str(large), shard=shard)
-            seen[f"megabytes {shard}"], seen[f"held {shard}"] = megabytes() - before, held(target)
+            seen[f"megabytes {shard}"], seen[f"held {shard}"] = most_megabytes() - before, held(target)
             del target
     (folder / f"process-{rank}.json").write_text(json.dumps(seen), encoding="utf-8")

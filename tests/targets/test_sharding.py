@@ -71,7 +71,7 @@ def test_a_draft_learns_the_same_from_a_target_that_is_shared(tmp_path: Path) ->
 
 
 def test_each_process_loads_its_part_of_the_layers(tmp_path: Path) -> None:
-    sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 6, "num_attention_heads": 8}
+    sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 24, "num_attention_heads": 8}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=512, num_key_value_heads=4, **sizes)).to(torch.bfloat16)
     model.save_pretrained(tmp_path / "large", max_shard_size="60MB")  # 360 MB in float32
     tiny_tokenizer().save_pretrained(tmp_path / "large")
