@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufCo
 from specdistill.errors import UserError, one_line
 from specdistill.hub import hub_errors, resolve, split_gguf
 from specdistill.progress import hide_bars_of_transformers
-from specdistill.targets.sharding import apart_from_the_draft, is_shared, num_processes, sharded
+from specdistill.targets.sharding import is_shared, num_processes, sharded
 
 
 def _place(path: str, **options: Any) -> tuple[str, dict[str, Any]]:
@@ -54,8 +54,8 @@ def read_causal_lm(
 ) -> tuple[Any, Any]:
     """A causal language model and its tokenizer from a folder, a GGUF file or the Hub; `key` is the recipe key that errors name.
 
-    The model is whole, whatever the launch does with what it trains, or shared by its processes as `shard` says; one process holds
-    it whole. Raises UserError for missing or broken files, missing weights and what cannot be shared, ResourceError when the Hub fails.
+    shard: how the processes of a launch share it; one process holds it whole.
+    Raises UserError for missing or broken files, missing weights and what cannot be shared, ResourceError when the Hub fails.
     """
     hide_bars_of_transformers()
     folder, options = _place(path, revision=revision, trust_remote_code=trust_remote_code)
@@ -64,7 +64,7 @@ def read_causal_lm(
     wanted = {"dtype": getattr(torch, dtype), "attn_implementation": attn, "output_loading_info": True, **options}
     if "gguf_file" in options:
         wanted["quantization_config"] = GgufConfig(dequantize=True)
-    with _reading(key, path, expected), apart_from_the_draft():
+    with _reading(key, path, expected):
         tokenizer = AutoTokenizer.from_pretrained(folder, **options)
         if shard == "none" or num_processes() == 1:
             loaded: Any = AutoModelForCausalLM.from_pretrained(folder, device_map=device_map, **wanted)

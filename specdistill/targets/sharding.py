@@ -9,8 +9,7 @@ A pass is a collective: every process has to make as many as the others, in the 
 """
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
@@ -20,7 +19,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.distributed.configuration_utils import DistributedConfig
-from transformers.integrations import deepspeed
 
 from specdistill.errors import UserError
 from specdistill.targets.anatomy import backbone_of, layer_lists
@@ -104,14 +102,3 @@ def in_turn(run: Callable[[Tensor, Tensor | None], R], ids: Tensor, positions: T
         own = result if rank == distributed.get_rank() else own
     assert own is not None
     return own
-
-
-@contextmanager
-def apart_from_the_draft() -> Iterator[None]:
-    """While a model is loaded, transformers does not see that the launch shards what it trains: ZeRO-3 would leave empty parameters."""
-    # There is a function that sets this, and one that unsets it, but none that reads it.
-    held, deepspeed._hf_deepspeed_config_weak_ref = deepspeed._hf_deepspeed_config_weak_ref, None
-    try:
-        yield
-    finally:
-        deepspeed._hf_deepspeed_config_weak_ref = held
