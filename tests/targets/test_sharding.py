@@ -31,6 +31,7 @@ def launch(configuration: str, script: Path, *arguments: str) -> None:
     # The environment's own tools first: DeepSpeed looks ninja up by name.
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment["MALLOC_MMAP_THRESHOLD_"] = "1000000"  # or glibc keeps what a gathered layer gave back, and memory is not seen
     line = [*command, *options, *arguments]
     result = subprocess.run(line, capture_output=True, text=True, check=False, env=environment, cwd=ROOT)
     assert result.returncode == 0, result.stderr[:8000]
