@@ -46,8 +46,8 @@ def start(*arguments: str, num_processes: int = 2, config: str = "ddp") -> subpr
     """In a process group of its own, which a test may kill."""
     launch = [sys.executable, "-m", "accelerate.commands.launch", f"--config_file={CONFIGS / config}.yaml"]
     if num_processes > 1:
-        launch += [f"--num_processes={num_processes}", "--mixed_precision=no", "--main_process_port=0"]
-    environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        launch += [f"--num_processes={num_processes}", "--main_process_port=0"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     return subprocess.Popen(
         [*launch, str(ROOT / "train" / "eagle.py"), *arguments],
         env=environment,

@@ -9,6 +9,7 @@ from functools import partial
 from specdistill import command
 from specdistill.data.training_data import training_data
 from specdistill.gate.rules import load_gate
+from specdistill.measurement.selection import decoded_acceptance_length
 from specdistill.methods.load import create_draft, implementation
 from specdistill.methods.recipe import HeadRecipe, Recipe, check_trainable
 from specdistill.methods.target_record import save_draft
@@ -43,8 +44,10 @@ def main(recipe: HeadRecipe) -> None:
 
     # Train, and save the best
     optimizer = build_optimizer(recipe.optimizer, draft, run.arguments)
-    save = partial(save_draft, method, target)
-    run.train(DraftTrainer(objective, target, run.arguments, train_set, eval_set, save=save, optimizer=optimizer))
+    save, decode = partial(save_draft, method, target), decoded_acceptance_length(recipe, target)
+    run.train(
+        DraftTrainer(objective, target, run.arguments, train_set, eval_set, save=save, decode=decode, optimizer=optimizer)
+    )
 
 
 if __name__ == "__main__":

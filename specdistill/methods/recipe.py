@@ -9,7 +9,7 @@ from pydantic.fields import FieldInfo
 from specdistill.errors import UserError, nearest
 from specdistill.methods import METHODS
 from specdistill.recipe.fields import ReadWhen, Section, default_of, like, option, section
-from specdistill.recipe.sections import DataConfig, EvalConfig, TargetConfig
+from specdistill.recipe.sections import DataConfig, EvalConfig, SelectionConfig, TargetConfig
 
 DEFAULT_METHOD = "eagle3"
 DEFAULT_SEED = 42  # of transformers.TrainingArguments
@@ -28,6 +28,7 @@ UNREAD = {
     "resume_from_checkpoint": "an interrupted run resumes when its command is repeated",
 }
 
+DECODED = "decoded_acceptance_length"
 DIVERGENCE = (
     "how the draft's distribution is compared with the target's: a name of specdistill/losses/divergence.py; "
     "{name: jsd, beta: 0.3} sets its options; a list of {name, weight} adds several up"
@@ -73,6 +74,9 @@ class TrainedRecipe(Recipe):
     data: DataConfig = section(DataConfig)
     draft: Section = section(Section)
     loss: Section = section(Section)
+    selection: SelectionConfig | None = option(
+        None, f"prompts of train.metric_for_best_model={DECODED}; null: none are decoded"
+    )
     optimizer: Literal["muon_adamw", "adamw"] = option(
         "muon_adamw", "optimizer of the draft; adamw leaves train.optim to the Trainer"
     )
@@ -94,13 +98,18 @@ class TrainedRecipe(Recipe):
         if metric is not None and str(metric).removeprefix("eval_") not in metrics:
             close = nearest(str(metric), metrics)
             raise UserError("train.metric_for_best_model", got=metric, expected=f"one of {', '.join(metrics)}", nearest=close)
+        decodes = metric is not None and str(metric).removeprefix("eval_") == DECODED
+        if decodes != (self.selection is not None):
+            got = "null" if decodes else f"suite {self.selection.suite}" if self.selection else ""
+            expected = f"{'a section with a suite' if decodes else 'null'}: train.metric_for_best_model={metric}"
+            raise UserError("selection", got=got, expected=expected)
         return self
 
     def metrics(self) -> list[str]:
-        """What is measured of held-out rows in training: names for `train.metric_for_best_model`."""
+        """What is measured in training, of held-out rows and by decoding: names for `train.metric_for_best_model`."""
         positions = range(getattr(self.draft, "ttt_steps", 1))
         measured = [f"{name}_{k}" for name in ("loss", "accuracy", "acceptance") for k in positions]
-        return ["acceptance_length", "loss", *measured]
+        return ["acceptance_length", "loss", *measured, DECODED]
 
 
 class HeadDraft(Section):

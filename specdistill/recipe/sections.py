@@ -207,6 +207,14 @@ class EvalConfig(MeasurementConfig):
         return self
 
 
+class SelectionConfig(Section):
+    """Prompts on which each evaluation of a training decodes. Not those of eval.suite, which would then judge what it has chosen."""
+
+    suite: str = option(..., "suite name, suite YAML, or a jsonl file, as eval.suite")
+    num_prompts: int | None = option(16, "prompts used, spread evenly over the categories; null: all", ge=1)
+    max_new_tokens: int = option(64, "tokens generated for each prompt", ge=1)
+
+
 class TokenizerConfig(Section):
     vocab_size: int = option(1024, "byte-level BPE tokens, the 256 bytes and 4 special ones included", ge=260)
 

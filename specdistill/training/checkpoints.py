@@ -20,6 +20,7 @@ from transformers import TrainingArguments
 
 from specdistill.errors import ResourceError, UserError
 from specdistill.training.arguments import launched_with
+from specdistill.training.heartbeat import is_collective
 
 logger = logging.getLogger(__name__)
 
@@ -79,11 +80,13 @@ def check_launch(folder: Path, arguments: TrainingArguments) -> None:
         raise UserError("train.per_device_train_batch_size", got=got, expected=expected)
     if saved["processes"] != now["processes"]:
         change = f"{saved['processes']} processes, now {now['processes']}"
-        logger.warning("%s was saved by %s: sums round differently, and noise and dropout are drawn anew", folder, change)
+        warn(f"{folder} was saved by {change}: sums round differently, and noise and dropout are drawn anew")
 
 
 def check_shapes(folder: Path, state: Mapping[str, Tensor]) -> None:
     """Raises UserError when a whole checkpoint holds another draft than the one that is to go on from it."""
+    if not (folder / "model.safetensors").exists():
+        return  # of a sharded draft, on a machine that keeps shards alone
     with safe_open(folder / "model.safetensors", framework="pt") as file:
         names = file.keys()
         saved = {name: list(file.get_slice(name).get_shape()) for name in names}
@@ -100,8 +103,14 @@ def whole_steps(run: Path) -> list[int]:
         if (flaw := damage(checkpoint(run, step))) is None:
             whole.append(step)
         elif not whole:
-            logger.warning("%s is passed over: %s", checkpoint(run, step), flaw)
+            warn(f"{checkpoint(run, step)} is passed over: {flaw}")
     return whole
+
+
+def warn(text: str) -> None:
+    """What all processes see is said by the first."""
+    if os.environ.get("RANK", "0") == "0":
+        logger.warning(text)
 
 
 def damage(folder: Path) -> str | None:
@@ -128,5 +137,7 @@ def saving(what: str) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError, RuntimeError) as error:
+        if is_collective(error):
+            raise
         next_step = "free the disk, then repeat the command: it goes on from the last checkpoint"
         raise ResourceError(f"{what} could not be saved ({error})", next_step=next_step) from error

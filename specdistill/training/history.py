@@ -20,7 +20,12 @@ from specdistill.errors import UserError
 from specdistill.progress import SECONDS
 
 HISTORY = Path("run") / "history.json"  # in a run's folder
-SHOWN = {"loss": "loss", "eval_loss": "held-out loss", "eval_acceptance_length": "acceptance length"}
+SHOWN = {
+    "loss": "loss",
+    "eval_loss": "held-out loss",
+    "eval_acceptance_length": "acceptance length",
+    "eval_decoded_acceptance_length": "decoded",
+}
 
 
 @dataclass(frozen=True)

@@ -42,6 +42,13 @@ class ResumableTrainer(Trainer):
         run_epoch: Any = super()._run_epoch
         run_epoch(*args, **kwargs)
 
+    def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
+        """The best that is to be loaded at the end is saved, also between two steps of `train.save_steps`."""
+        is_best = super()._determine_best_metric(metrics, trial)
+        if is_best and self.args.load_best_model_at_end:
+            self.control.should_save = True
+        return is_best
+
     def _get_output_dir(self, trial: Any) -> str:
         return self._run_dir or str(super()._get_output_dir(trial))
 

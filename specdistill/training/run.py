@@ -25,6 +25,7 @@ from specdistill.project import git_revision
 from specdistill.recipe.load import recipe_yaml, save_recipe
 from specdistill.training.arguments import check_precision, training_arguments
 from specdistill.training.checkpoints import ASIDE, check_launch, check_shapes, checkpoint, saving, whole_steps
+from specdistill.training.heartbeat import heartbeat
 from specdistill.training.history import ProgressLines, save_history
 from specdistill.training.resumable import ResumableTrainer
 from specdistill.training.trainer import DraftTrainer
@@ -122,7 +123,7 @@ class TrainingRun:
         _of_all(self.arguments, None)
         if self.checkpoint is not None and trainer.model is not None:
             check_shapes(self.checkpoint, trainer.model.state_dict())
-        with trainer.stop_signals.caught():
+        with trainer.stop_signals.caught(), heartbeat(trainer, self.arguments):
             trainer.train(resume_from_checkpoint=None if self.checkpoint is None else str(self.checkpoint))
         if not isinstance(trainer, DraftTrainer):
             return
@@ -130,8 +131,9 @@ class TrainingRun:
             trainer.save_draft(self.path / ASIDE / "draft")
             if self.arguments.should_save:
                 save_history(trainer.state, self.path, resumed=self.checkpoint is not None)
-                os.replace(self.path / ASIDE / "draft", self.path / "draft")
-                (self.path / ASIDE).rmdir()
+                if (self.path / ASIDE / "draft").exists():
+                    os.replace(self.path / ASIDE / "draft", self.path / "draft")
+                shutil.rmtree(self.path / ASIDE)
 
 
 def _obstacle(path: Path, recipe: Any) -> str | None:

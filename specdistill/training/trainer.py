@@ -6,12 +6,14 @@ they are sharded.
 """
 
 import copy
+import shutil
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from accelerate.utils import broadcast_object_list
 from datasets import Dataset
 from torch import Tensor, nn
 from torch.utils.data import Sampler
@@ -20,6 +22,7 @@ from transformers import TrainingArguments
 from specdistill.data.packing import collate
 from specdistill.errors import UserError
 from specdistill.targets.frozen import FrozenTarget
+from specdistill.training.checkpoints import ASIDE
 from specdistill.training.objective import StepSums, step_metrics
 from specdistill.training.resumable import ResumableTrainer
 from specdistill.training.rows import RandomOrder, fill_up
@@ -48,6 +51,7 @@ class DraftTrainer(ResumableTrainer):
     Args:
         objective: the draft with its loss.
         save: (draft, folder): write it in its public layout; checkpoints hold it beside the Trainer's own file.
+        decode: (draft folder) -> its acceptance length in decoding, which evaluations then measure too.
         on_policy: (batch, its number in the run) -> that batch, or one that the draft generated in its place.
     """
 
@@ -61,6 +65,7 @@ class DraftTrainer(ResumableTrainer):
         *,
         save: Callable[[Any, Path], None],
         optimizer: torch.optim.Optimizer | None = None,
+        decode: Callable[[Path], float] | None = None,
         on_policy: Callable[[Batch, int], Batch] | None = None,
     ) -> None:
         self.num_rows = len(train_set)
@@ -81,6 +86,7 @@ class DraftTrainer(ResumableTrainer):
         self.objective: Any = objective
         self.target = target
         self.save = save
+        self.decode = decode
         self.on_policy = on_policy
         # compute_loss divides by the whole batch's count itself: the Trainer must not divide again.
         self.model_accepts_loss_kwargs = True
@@ -133,6 +139,21 @@ class DraftTrainer(ResumableTrainer):
             total, sums = self._loss_sum(model, inputs, measure=True)
         return None, sums.table().unsqueeze(0), torch.stack((total, sums.loss_tokens[0].to(total))).unsqueeze(0)
 
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """The Trainer's own; with `decode`, the draft is saved and the first process decodes with it while the others wait."""
+        metrics = super().evaluate(*args, **kwargs)
+        if self.decode is not None:
+            folder = Path(str(self.args.output_dir)) / ASIDE / "measured"
+            self.save_model(str(folder), _internal_call=True)
+            with torch.random.fork_rng():
+                length = self.decode(folder / "draft") if self.is_world_process_zero() else 0.0
+            measured = {"eval_decoded_acceptance_length": broadcast_object_list([length])[0]}
+            if self.args.should_save:
+                shutil.rmtree(folder)
+            self.log(measured)
+            metrics |= measured
+        return metrics
+
     def _loss_sum(self, model: nn.Module, inputs: Batch, measure: bool) -> tuple[Tensor, StepSums]:
         dtype = torch.float16 if self.args.fp16 else torch.bfloat16
         with torch.autocast(self.args.device.type, dtype, enabled=self.args.fp16 or self.args.bf16):
@@ -142,14 +163,16 @@ class DraftTrainer(ResumableTrainer):
         return result
 
     def save_draft(self, folder: Path) -> None:
-        """Write the draft in its public layout. Every process calls this, since all may hold a part of it; the first one writes."""
+        """Write the draft in its public layout. Every process calls this, since all may hold a part of it; the first one writes, and
+        with `train.save_on_each_node` that of each machine, unless only the first has the whole.
+        """
         state = self.accelerator.get_state_dict(self.model_wrapped) if self.is_sharded else None
-        if self.args.should_save:
+        if self.args.should_save and (state or not self.is_sharded):
             self._write_draft(folder, state)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
         """Checkpoints hold the Trainer's own file, for resuming, and the draft in its public layout, for measuring."""
-        if not self.args.should_save:
+        if not self.args.should_save or (self.is_sharded and not state_dict):
             return
         state = self.objective.state_dict() if state_dict is None else state_dict
         repeated = set(getattr(self.objective, "_keys_to_ignore_on_save", ()))

@@ -1,5 +1,6 @@
 """Runs that are killed, stopped or meet a full disk, through train/eagle.py, and resumed: the draft is that of an uninterrupted run."""
 
+import itertools
 import json
 import os
 import resource
@@ -7,15 +8,15 @@ import runpy
 import shutil
 import signal
 import sys
-import threading
-import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from specdistill.project import ROOT
+from specdistill.training.resumable import ResumableTrainer
 from tests.launches import finish, start, tiny_files, wait_for
 from tests.tiny import tiny_target_model
 
@@ -25,10 +26,10 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return tiny_files(tmp_path_factory.mktemp("tiny"))
 
 
-def train(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
-    monkeypatch.setattr(sys, "argv", ["train/eagle.py", *arguments])
+def train(monkeypatch: pytest.MonkeyPatch, *arguments: str, script: str = "train/eagle.py") -> int:
+    monkeypatch.setattr(sys, "argv", [script, *arguments])
     with pytest.raises(SystemExit) as caught:
-        runpy.run_path(str(ROOT / "train" / "eagle.py"), run_name="__main__")
+        runpy.run_path(str(ROOT / script), run_name="__main__")
     return int(caught.value.code or 0)
 
 
@@ -53,24 +54,32 @@ def weights(run: Path) -> bytes:
     return (run / "draft" / "model.safetensors").read_bytes()
 
 
-def record(run: Path) -> tuple[int, float, list[float]]:
-    """What the last checkpoint says: the best step, its metric, and every evaluation."""
+def record(run: Path) -> tuple[int, float, list[float], bytes]:
+    """What the last checkpoint holds: the best step, its metric, every evaluation, and the weights."""
     state = json.loads((run / "checkpoint-12" / "trainer_state.json").read_text())
     evaluations = [entry["eval_acceptance_length"] for entry in state["log_history"] if "eval_acceptance_length" in entry]
-    return state["best_global_step"], state["best_metric"], evaluations
+    last = (run / "checkpoint-12" / "model.safetensors").read_bytes()
+    return state["best_global_step"], state["best_metric"], evaluations, last
 
 
+@pytest.fixture
+def interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SIGTERM to this process in the fifth step that it takes."""
+    steps, training_step = itertools.count(1), ResumableTrainer.training_step
+
+    def interrupt(self: ResumableTrainer, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if next(steps) == 5:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return training_step(self, *args, **kwargs)
+
+    monkeypatch.setattr(ResumableTrainer, "training_step", interrupt)
+
+
+@pytest.mark.usefixtures("interrupted")
 def test_a_signal_saves_and_the_same_command_goes_on_to_the_same_draft(
     keys: list[str], whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     command = [*keys, f"train.output_dir={tmp_path / 'run'}"]
-
-    def interrupt() -> None:
-        while not (tmp_path / "run" / "checkpoint-4").exists():
-            time.sleep(0.001)
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    threading.Thread(target=interrupt).start()
     assert train(monkeypatch, *command) == 143
     newest = max((tmp_path / "run").glob("checkpoint-*"), key=lambda path: path.stat().st_ctime)
     said = capfd.readouterr().err
@@ -78,6 +87,40 @@ def test_a_signal_saves_and_the_same_command_goes_on_to_the_same_draft(
     assert not (tmp_path / "run" / "draft").exists()
     assert train(monkeypatch, *command) == 0
     assert weights(tmp_path / "run") == weights(whole) and record(tmp_path / "run") == record(whole)
+
+
+@pytest.mark.usefixtures("interrupted")
+def test_what_the_draft_generates_and_drops_out_is_the_same_after_a_signal(
+    keys: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On-policy batches and LoRA's dropout, stopped between two checkpoints."""
+    files = [key for key in keys if key.startswith(("target", "data", "train"))]
+    own = [
+        "method=draft_model",
+        "draft.lora={rank: 4, dropout: 0.3}",
+        "on_policy={fraction: 0.5, prompt_tokens: 8, num_tokens: 8}",
+    ]
+    command = [*files, *own, "train.save_steps=100", "train.eval_steps=100"]
+    run, whole = tmp_path / "run", tmp_path / "whole"
+    assert train(monkeypatch, *command, f"train.output_dir={run}", script="train/draft.py") == 143
+    assert train(monkeypatch, *command, f"train.output_dir={run}", script="train/draft.py") == 0
+    assert train(monkeypatch, *command, f"train.output_dir={whole}", script="train/draft.py") == 0
+    assert weights(run) == weights(whole)
+
+
+def test_the_best_is_saved_wherever_it_is_met(keys: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Evaluated at every second step and saved at every sixth. The best here is the first, the one with the greatest loss."""
+    rare = [
+        "train.save_steps=6",
+        "train.save_total_limit=1",
+        "train.metric_for_best_model=loss",
+        "train.greater_is_better=true",
+    ]
+    assert train(monkeypatch, *keys, *rare, f"train.output_dir={tmp_path / 'run'}") == 0
+    log = json.loads((tmp_path / "run" / "run" / "history.json").read_text())["log"]
+    losses = {entry["step"]: entry["eval_loss"] for entry in log if "eval_loss" in entry}
+    assert (best := max(losses, key=lambda step: losses[step])) == 2
+    assert weights(tmp_path / "run") == weights(tmp_path / "run" / f"checkpoint-{best}")
 
 
 def test_a_run_that_only_lost_its_end_takes_no_further_step(

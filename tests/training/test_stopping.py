@@ -49,7 +49,8 @@ def test_a_loss_that_is_not_finite_names_its_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """One document holds the one token whose embedding is not a number."""
-    keys = [*tiny_files(tmp_path), "train.gradient_accumulation_steps=2", f"train.output_dir={tmp_path / 'run'}"]
+    every = ["train.gradient_accumulation_steps=2", "train.save_steps=1", "train.eval_steps=1"]
+    keys = [*tiny_files(tmp_path), *every, f"train.output_dir={tmp_path / 'run'}"]
     (bad,) = tiny_tokenizer()("@").input_ids
     target = LlamaForCausalLM.from_pretrained(tmp_path / "model")
     target.model.embed_tokens.weight.data[bad] = float("nan")

@@ -1,0 +1,65 @@
+"""train.metric_for_best_model=decoded_acceptance_length: what is measured is what an evaluation of that checkpoint measures."""
+
+import json
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+from specdistill.errors import UserError
+from specdistill.methods.recipe import Recipe
+from specdistill.project import ROOT
+from specdistill.recipe.load import load_recipe
+from tests.launches import tiny_files
+from tests.scripts import evaluate
+
+METRIC = "train.metric_for_best_model=decoded_acceptance_length"
+
+
+@pytest.mark.slow
+def test_the_checkpoint_that_decodes_best_becomes_the_draft(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    suite = tmp_path / "few.jsonl"
+    suite.write_text("".join(json.dumps({"prompt": f"Row {number}"}) + "\n" for number in (3, 5, 8)))
+    keys = [
+        *tiny_files(tmp_path),
+        METRIC,
+        f"selection={{suite: {suite}, max_new_tokens: 24}}",
+        "data.regenerate.num_tokens=2000",
+    ]
+    keys += ["train.max_steps=90", "train.eval_steps=30", "train.save_steps=30", "train.learning_rate=1e-2"]
+    run = tmp_path / "run"
+    monkeypatch.setattr(sys, "argv", ["train/eagle.py", *keys, f"train.output_dir={run}"])
+    with pytest.raises(SystemExit) as caught:
+        runpy.run_path(str(ROOT / "train" / "eagle.py"), run_name="__main__")
+    assert caught.value.code == 0
+    state = json.loads((run / "checkpoint-90" / "trainer_state.json").read_text())
+    key = "eval_decoded_acceptance_length"
+    measured = {entry["step"]: entry[key] for entry in state["log_history"] if key in entry}
+    best = max(measured, key=lambda step: measured[step])
+    assert measured[best] > 1 and state["best_global_step"] == best and state["best_metric"] == measured[best]
+    tensors = "draft/model.safetensors"
+    assert (run / tensors).read_bytes() == (run / f"checkpoint-{best}" / tensors).read_bytes()
+
+    report = tmp_path / "report"
+    settings = [f"recipe={run / 'run' / 'recipe.yaml'}", f"eval.suite={suite}", f"eval.output_dir={report}"]
+    few = ["eval.max_new_tokens=24", "eval.repeats=1", "eval.warmup=0", "eval.sampling_draws=0"]
+    evaluate(*settings, *few, f"eval.draft={run / 'checkpoint-60' / 'draft'}")
+    judged = json.loads((report / "report.json").read_text())
+    print(json.dumps(judged)[:3000])
+    assert judged["results"][0]["mean_acceptance_length"] == pytest.approx(measured[60])
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ([METRIC], "selection: got null, expected a section with a suite"),
+        (["selection.suite=pico"], "selection: got suite pico, expected null"),
+        ([METRIC, "selection.num_prompts=2"], "selection.suite: got nothing"),
+    ],
+)
+def test_prompts_and_metric_belong_together(keys: list[str], said: str) -> None:
+    with pytest.raises(UserError, match=f"^{said}"):
+        load_recipe(Recipe, ["target.model=pico", "train.output_dir=runs/x", *keys])
