@@ -17,9 +17,9 @@ SECONDS = 30.0  # between two plain lines
 def progress(description: str, total: int, unit: str) -> Iterator[Callable[..., None]]:
     """Show on stderr how many of `total` units are done; yields the function that adds a number of them, or 1.
 
-    Without a terminal: a line every SECONDS at most, and one at the end. Of several processes only the first shows anything.
+    Without a terminal: a line every SECONDS at most, and one at the end. Only the first process on each machine shows anything.
     """
-    if os.environ.get("RANK", "0") != "0":
+    if os.environ.get("LOCAL_RANK", "0") != "0":
         yield lambda count=1: None
     elif sys.stderr.isatty():
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn(unit), TimeRemainingColumn())

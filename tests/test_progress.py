@@ -55,7 +55,7 @@ def test_a_task_that_fails_leaves_the_word_to_its_error(capsys):
 
 
 def test_of_several_processes_one_speaks(monkeypatch, capsys):
-    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("LOCAL_RANK", "1")
     with progress("tokenizing", 1, "rows") as advance:
         advance()
     assert capsys.readouterr().err == ""

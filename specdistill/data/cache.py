@@ -1,5 +1,6 @@
 """Rows that are prepared once: the datasets library keeps them on disk under a fingerprint of all their inputs."""
 
+import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from specdistill.errors import ResourceError
 
+SHOWN = 12  # digits of a hash that a person compares
 VERSION = 1  # of the code that makes rows: raise it when equal inputs give other rows
 Row = dict[str, Any]
 
@@ -42,6 +44,15 @@ def cached(
             next_step = "free disk space, or set data.cache_dir to a folder that can be written"
             raise ResourceError(f"prepared rows could not be kept on disk ({error})", next_step=next_step) from error
     return dataset.select(range(len(dataset) - 1)).remove_columns("_is_row")
+
+
+def content_fingerprint(dataset: Dataset) -> str:
+    """The sha256 of the rows themselves, whatever they were made from and however they are stored."""
+    digest = hashlib.sha256()
+    for table in dataset.with_format("arrow").iter(batch_size=1000):
+        for batch in table.combine_chunks().to_batches():
+            digest.update(batch.serialize())
+    return digest.hexdigest()[:SHOWN]
 
 
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:

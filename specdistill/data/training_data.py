@@ -13,12 +13,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from specdistill.command import check_writable
 from specdistill.data.batch_generate import fast_dtype
-from specdistill.data.cache import Row, cached, tokenizer_fingerprint
+from specdistill.data.cache import Row, cached, content_fingerprint, tokenizer_fingerprint
 from specdistill.data.chat import encode_chat, encode_text
 from specdistill.data.packing import pack, usable
 from specdistill.data.regeneration import Prompt, chat_prompts, generated_rows, row_lengths, text_prompts
 from specdistill.data.sources import Source, load_sources
 from specdistill.errors import UserError
+from specdistill.processes import agree, are_several, first_on_each_machine
 from specdistill.progress import progress
 from specdistill.recipe.sections import DataConfig
 from specdistill.targets.anatomy import packing
@@ -35,10 +36,26 @@ def training_data(
 ) -> tuple[Dataset, Dataset]:
     """(train, validation) rows with the columns of `packing`, split by document; at least one row each.
 
-    With `regenerate.num_tokens` above 0 `model` generates the documents, once for each `fingerprint` of its weights.
-    Raises UserError naming the recipe's key for settings or rows that cannot be used, ResourceError when the Hub or the disk fails.
+    With `regenerate.num_tokens` above 0 `model` generates the documents, once for each `fingerprint` of its weights. Of several processes
+    the first on each machine prepares them, and the others read what it has kept.
+    Raises UserError naming the recipe's key for settings or rows that cannot be used, and for machines whose rows or weights differ;
+    ResourceError when the Hub or the disk fails.
     """
     _check(config, tokenizer, model)
+    with first_on_each_machine("preparing the training data"):
+        train, validation = _prepared(config, tokenizer, model, fingerprint)
+    if are_several():
+        rows = {"training rows": content_fingerprint(train), "validation rows": content_fingerprint(validation)}
+        agree(
+            {"weights of target.model": fingerprint[:12], **rows}, otherwise=": prepare on one machine, and copy data.cache_dir"
+        )
+    return train, validation
+
+
+def _prepared(
+    config: DataConfig, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel | None, fingerprint: str
+) -> tuple[Dataset, Dataset]:
+    """(train, validation) rows, from the cache where they were made before."""
     sources = load_sources(config.source, config.split, config.cache_dir)
     if config.regenerate.num_tokens > 0:
         assert model is not None

@@ -23,6 +23,7 @@ from specdistill.command import check_writable
 from specdistill.errors import UserError
 from specdistill.project import git_revision
 from specdistill.recipe.load import recipe_yaml, save_recipe
+from specdistill.training.agreement import check_alike
 from specdistill.training.arguments import check_precision, training_arguments
 from specdistill.training.checkpoints import ASIDE, check_launch, check_shapes, checkpoint, saving, whole_steps
 from specdistill.training.heartbeat import heartbeat
@@ -53,10 +54,11 @@ class TrainingRun:
         """A new run, or an interrupted one: join the processes of the launch and seed the run; writes nothing.
 
         target_dtype: of the frozen target, if there is one. defaults: for fields that `train:` leaves out. Raises UserError for a
-        section or a dtype that cannot be used, for a folder that cannot be written or holds other files, another run or a finished one,
-        and for a checkpoint that this launch cannot resume.
+        section or a dtype that cannot be used, for machines that differ in recipe or code, for a folder that cannot be written or holds
+        other files, another run or a finished one, and for a checkpoint that this launch cannot resume.
         """
         arguments = training_arguments(recipe.train, **{"disable_tqdm": not sys.stderr.isatty(), **defaults})
+        check_alike(recipe, PACKAGES)
         if target_dtype is not None:
             check_precision(arguments, target_dtype)
         path = Path(str(arguments.output_dir))

@@ -15,6 +15,7 @@ from specdistill.data.training_data import training_data
 from specdistill.errors import UserError
 from specdistill.pico.corpus import CHAT_TEMPLATE
 from specdistill.recipe.sections import DataConfig, RegenerateConfig
+from tests.processes import run_processes
 from tests.tiny import tiny_target_model, tiny_tokenizer
 
 GENERATED = RegenerateConfig(num_tokens=300, prompt_tokens=4, batch_size=8)
@@ -174,3 +175,48 @@ def test_nothing_is_logged_as_an_error(tmp_path: Path, caplog: pytest.LogCapture
     with caplog.at_level(logging.WARNING):
         training_data(config_for(tmp_path, numbered(5)), tiny_tokenizer(), None, fingerprint="")
     assert not caplog.records
+
+
+PREPARE = """
+import json, time
+from pathlib import Path
+from specdistill.data import training_data as module
+from specdistill.errors import UserError
+from specdistill.recipe.sections import DataConfig
+from tests.tiny import tiny_tokenizer
+machine = "ab"[rank // 2]
+texts, encode = [], module.encode_text
+module.encode_text = lambda tokenizer, text: texts.append(text) or encode(tokenizer, text)
+
+def prepare(number):
+    file = Path(f"{FOLDER}/rows-{number}-{machine}.jsonl")
+    config = DataConfig(source=str(file), cache_dir=f"{FOLDER}/cache-{machine}", max_length=16)
+    return module.training_data(config, tiny_tokenizer(), None, fingerprint="0" * 64)
+
+if rank == 0:
+    time.sleep(1)
+train, validation = prepare(0)
+print(len(texts), len(train), len(validation))
+try:
+    prepare(1)
+except UserError as error:
+    print(error)
+os._exit(0)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_rows_are_prepared_once_on_each_machine_and_have_to_agree(tmp_path: Path) -> None:
+    """Machine a has two processes, the first of which is late, and machine b one. Its second file differs in a character."""
+    for machine, last in (("a", "z"), ("b", "y")):
+        same = [{"text": f"abc {index} def"} for index in range(20)]
+        for number, rows in enumerate([same, [*same, {"text": f"abc {last}"}]]):
+            (tmp_path / f"rows-{number}-{machine}.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    processes = run_processes(f"FOLDER = {str(tmp_path)!r}{PREPARE}", 0, 1, 0)
+    lines = [process.stdout.splitlines() for process in processes]
+    assert [line[0].split()[0] for line in lines] == ["20", "0", "20"], processes[0].stderr
+    assert len({tuple(line[0].split()[1:]) for line in lines}) == 1
+    for _, said in lines:
+        assert said.split(":")[0] in ("training rows", "validation rows")
+        assert "in process 2 on " in said and said.endswith(": prepare on one machine, and copy data.cache_dir")

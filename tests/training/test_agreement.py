@@ -1,0 +1,52 @@
+"""Machines with another recipe or other code are refused before any work; where a machine keeps things is its own affair."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from specdistill.project import ROOT
+from specdistill.training import agreement
+from tests.processes import run_processes
+
+CHECK = """
+from specdistill.methods.recipe import Recipe
+from specdistill.recipe.load import load_recipe
+from specdistill.training.agreement import check_alike
+from specdistill.errors import UserError
+recipe = load_recipe(Recipe, ["recipe=pico/eagle3", f"train.output_dir=run-{rank}", f"data.cache_dir=cache-{rank}", *KEYS])
+try:
+    check_alike(recipe, ["torch"])
+    print("alike")
+except UserError as error:
+    print(error)
+os._exit(0)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ([], "alike\n"),
+        (["loss.step_decay=0.{rank}"], "loss.step_decay: got 0.1 in process 1 on "),
+        (["train.max_steps={rank}"], "train.max_steps: got 1 in process 1 on "),
+    ],
+)
+def test_a_recipe_is_compared_key_by_key(keys: list[str], said: str) -> None:
+    for process in run_processes(f"KEYS = [key.format(rank=rank) for key in {keys}]{CHECK}", 0, 0):
+        assert process.stdout.startswith(said), process.stderr
+
+
+def test_code_is_told_apart_by_what_it_says_not_by_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = agreement.code_fingerprint()
+    package = tmp_path / "specdistill"
+    shutil.copytree(ROOT / "specdistill", package, ignore=shutil.ignore_patterns("__pycache__", "assets"))
+    shutil.copytree(ROOT / "train", package / "_project" / "train")
+    monkeypatch.setattr(agreement.specdistill, "__file__", str(package / "__init__.py"))
+    monkeypatch.setattr(agreement, "ROOT", package / "_project")
+    assert agreement.code_fingerprint() == here
+    with (package / "losses" / "divergence.py").open("a", encoding="utf-8") as file:
+        file.write("# changed\n")
+    assert agreement.code_fingerprint() != here
