@@ -53,7 +53,7 @@ def launch(script: Path, arguments: Sequence[str], options: LaunchOptions) -> in
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # what it would say is said below
     # To a single process accelerate forwards nothing, and a terminal interrupts it directly; for several torch sets handlers of its own.
     signal.signal(signal.SIGTERM, _forward)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, lambda *_: None)
     try:
         launch_command(launch_command_parser().parse_args(command))
     except ChildFailedError as error:

@@ -23,6 +23,7 @@ def leave(number, frame):
     open(f"{folder}/{rank}-signal-{number}", "w").close()
     sys.exit(0)
 signal.signal(signal.SIGTERM, leave)
+assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 open(f"{folder}/{rank}-of-{os.environ.get('WORLD_SIZE', '1')}", "w").close()
 if end == "code" and rank == "1":
     sys.exit(3)

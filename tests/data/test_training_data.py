@@ -177,20 +177,21 @@ def test_nothing_is_logged_as_an_error(tmp_path: Path, caplog: pytest.LogCapture
     assert not caplog.records
 
 
-PREPARE = """
-import json, time
-from pathlib import Path
+IMPORTS = """
+import time
 from specdistill.data import training_data as module
 from specdistill.errors import UserError
 from specdistill.recipe.sections import DataConfig
 from tests.tiny import tiny_tokenizer
+"""
+PREPARE = """
 machine = "ab"[rank // 2]
 texts, encode = [], module.encode_text
 module.encode_text = lambda tokenizer, text: texts.append(text) or encode(tokenizer, text)
 
 def prepare(number):
-    file = Path(f"{FOLDER}/rows-{number}-{machine}.jsonl")
-    config = DataConfig(source=str(file), cache_dir=f"{FOLDER}/cache-{machine}", max_length=16)
+    file = Path(f"{folder}/rows-{number}-{machine}.jsonl")
+    config = DataConfig(source=str(file), cache_dir=f"{folder}/cache-{machine}", max_length=16)
     return module.training_data(config, tiny_tokenizer(), None, fingerprint="0" * 64)
 
 if rank == 0:
@@ -201,7 +202,6 @@ try:
     prepare(1)
 except UserError as error:
     print(error)
-os._exit(0)
 """
 
 
@@ -213,9 +213,9 @@ def test_rows_are_prepared_once_on_each_machine_and_have_to_agree(tmp_path: Path
         same = [{"text": f"abc {index} def"} for index in range(20)]
         for number, rows in enumerate([same, [*same, {"text": f"abc {last}"}]]):
             (tmp_path / f"rows-{number}-{machine}.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
-    processes = run_processes(f"FOLDER = {str(tmp_path)!r}{PREPARE}", 0, 1, 0)
-    lines = [process.stdout.splitlines() for process in processes]
-    assert [line[0].split()[0] for line in lines] == ["20", "0", "20"], processes[0].stderr
+    processes = run_processes(tmp_path, IMPORTS, PREPARE, 0, 1, 0)
+    lines = [process.out.splitlines() for process in processes]
+    assert [line[0].split()[0] for line in lines] == ["20", "0", "20"], processes[0].err
     assert len({tuple(line[0].split()[1:]) for line in lines}) == 1
     for _, said in lines:
         assert said.split(":")[0] in ("training rows", "validation rows")

@@ -9,34 +9,31 @@ from specdistill.project import ROOT
 from specdistill.training import agreement
 from tests.processes import run_processes
 
-CHECK = """
+IMPORTS = """
+from specdistill.errors import UserError
 from specdistill.methods.recipe import Recipe
 from specdistill.recipe.load import load_recipe
 from specdistill.training.agreement import check_alike
-from specdistill.errors import UserError
-recipe = load_recipe(Recipe, ["recipe=pico/eagle3", f"train.output_dir=run-{rank}", f"data.cache_dir=cache-{rank}", *KEYS])
-try:
-    check_alike(recipe, ["torch"])
-    print("alike")
-except UserError as error:
-    print(error)
-os._exit(0)
+"""
+CHECK = """
+for key in ("data.seed=0", f"loss.step_decay=0.{rank}", f"train.max_steps={rank}"):
+    recipe = load_recipe(Recipe, ["recipe=pico/eagle3", f"train.output_dir=run-{rank}", f"data.cache_dir=cache-{rank}", key])
+    try:
+        check_alike(recipe, ["torch"])
+        print("alike")
+    except UserError as error:
+        print(error)
 """
 
 
 @pytest.mark.slow
 @pytest.mark.distributed
-@pytest.mark.parametrize(
-    ("keys", "said"),
-    [
-        ([], "alike\n"),
-        (["loss.step_decay=0.{rank}"], "loss.step_decay: got 0.1 in process 1 on "),
-        (["train.max_steps={rank}"], "train.max_steps: got 1 in process 1 on "),
-    ],
-)
-def test_a_recipe_is_compared_key_by_key(keys: list[str], said: str) -> None:
-    for process in run_processes(f"KEYS = [key.format(rank=rank) for key in {keys}]{CHECK}", 0, 0):
-        assert process.stdout.startswith(said), process.stderr
+def test_a_recipe_is_compared_key_by_key(tmp_path: Path) -> None:
+    for process in run_processes(tmp_path, IMPORTS, CHECK, 0, 0):
+        same, decay, steps = process.out.splitlines()
+        assert same == "alike"
+        assert decay.startswith("loss.step_decay: got 0.1 in process 1 on ") and ", expected 0.0, as in process 0 on " in decay
+        assert steps.startswith("train.max_steps: got 1 in process 1 on ")
 
 
 def test_code_is_told_apart_by_what_it_says_not_by_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
