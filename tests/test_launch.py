@@ -1,6 +1,7 @@
 """`specdistill train launch=…`: accelerate starts the processes, and what they leave comes back; what could not start is one line."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -9,10 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
+from accelerate.utils.other import get_free_port
 
 from specdistill.cli import main
-from specdistill.launch import check_devices
+from specdistill.launch import LaunchOptions, check_devices, find_configuration
 from specdistill.project import ROOT
+from specdistill.recipe.load import load_recipe
 
 # Run by the processes of a launch: says which one it is, then ends as it is told to.
 PROCESS = """
@@ -122,6 +126,56 @@ def test_what_cannot_start_is_one_line(
     output = capsys.readouterr()
     assert output.out == "" and output.err.count("\n") == 1
     assert said.format(**values) in output.err
+
+
+@pytest.mark.parametrize(
+    ("inside", "environment"),
+    [
+        ("exec specdistill", {"SLURM_NNODES": "2", "SLURM_NODEID": "1", "HEAD": "node0"}),
+        ("TrainJob", {"PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "node0", "PET_MASTER_PORT": "29400"}),
+    ],
+)
+def test_the_examples_of_schedulers_start_this_machine(inside: str, environment: dict[str, str], tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "scale.md").read_text(encoding="utf-8")
+    (example,) = [block for block in re.findall(r"```(?:bash|yaml)\n(.*?)```", page, re.DOTALL) if inside in block]
+    if inside == "TrainJob":
+        trainer = yaml.safe_load(example)["spec"]["trainer"]
+        assert trainer["command"] == ["bash", "-c"]
+        (example,) = trainer["args"]
+    (tmp_path / "specdistill").write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n', encoding="utf-8")
+    (tmp_path / "specdistill").chmod(0o755)
+    environment = {**environment, "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
+    verb, _, *keys = subprocess.run(
+        ["bash", "-c", example], env=environment, capture_output=True, text=True, check=True
+    ).stdout.split()
+    options = load_recipe(LaunchOptions, keys)
+    assert verb == "train" and find_configuration(options.launch).name == "ddp_multinode.yaml"
+    assert (options.num_machines, options.num_processes, options.machine_rank, options.main_process_ip) == (2, 16, 1, "node0")
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_machines_with_different_recipes_are_refused(tmp_path: Path) -> None:
+    """Two machines on the loopback, in the environment that a Kubernetes pod has; the recipe is compared before the data is prepared."""
+    port = get_free_port()
+    running = []
+    for rank in (0, 1):
+        machine = ["launch=ddp_multinode", "num_processes=2", f"machine_rank={rank}", "main_process_ip=127.0.0.1"]
+        keys = [
+            *machine,
+            f"main_process_port={port}",
+            f"train.max_steps={2 + rank}",
+            f"train.output_dir={tmp_path / str(rank)}",
+        ]
+        pod = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "PET_NODE_RANK": str(rank), "PET_MASTER_ADDR": "127.0.0.1"}
+        line = [sys.executable, "-m", "specdistill", "train", "recipe=pico/eagle3", *keys]
+        environment = {**os.environ, **pod, "PET_MASTER_PORT": str(port), "PYTHONPATH": str(ROOT)}
+        running.append(subprocess.Popen(line, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE))
+    for run in running:
+        _, said = run.communicate(timeout=120)
+        assert run.returncode == 2, said
+        (line,) = re.findall("error: .*", said)
+        assert line.startswith("error: train.max_steps: got 3 in process 1 on ") and ", expected 2, as in process 0 on " in line
 
 
 def test_more_processes_than_gpus_are_refused(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,6 +35,7 @@ LAYERS_OVERHEAD = 3.0
 # float32 weight, gradient and two AdamW moments; Muon keeps one moment of the matrices.
 BYTES_PER_TRAINED, BYTES_PER_COPIED = 16, 4
 MICRO_BATCH_TOKENS = 4 * 2048
+TRAINING_FLOPS = 4e14  # a second, of one H100 or H200 in bfloat16: 40 % of what its tensor cores can
 ASSUMED_DTYPE = torch.bfloat16  # where a config names none
 ASSUMPTIONS = (
     "Nothing here is measured. Parameters follow from configs, acceptance from the sources named, speedup S = AL / (v + c·K) from both.",
@@ -45,6 +46,7 @@ ASSUMPTIONS = (
     f"Acceptance is taken as the same at every position; K is the fewest tokens within 1 % of the best, at most {MAX_K}.",
     f"{TOKENS_PER_SAMPLE} training tokens a conversation. Disk: if hidden states were stored. Memory, roughly: features computed in "
     f"each step, {MICRO_BATCH_TOKENS:,} tokens in a micro-batch, draft and AdamW in float32, logits not fused.",
+    f"Hours: one pass over the tokens on one GPU at {TRAINING_FLOPS / 1e12:.0f} TFLOP/s, without generating them; on N GPUs about an N-th.",
 )
 
 
@@ -62,8 +64,9 @@ class Row:
     """One method. Numbers that do not exist or that nobody published are None, and `note` says why.
 
     draft: the one that was given; None for the one that the recipe would train.
-    bytes: in the target's dtype. disk_bytes: the hidden states of all training tokens. step_ratio: c, the larger of the
-    step_shares. low, high: the two ends of the speedup.
+    bytes: in the target's dtype. disk_bytes: the hidden states of all training tokens. training_memory: its parts, in bytes.
+    training_hours: of one GPU. kv_bytes: KV cache of the draft for a token of context. step_ratio: c, the larger of the step_shares.
+    low, high: the two ends of the speedup.
     """
 
     method: str
@@ -79,6 +82,9 @@ class Row:
     training_source: str | None = None
     disk_bytes: int | None = None
     training_memory_bytes: int | None = None
+    training_memory: dict[str, int] | None = None
+    training_hours: float | None = None
+    kv_bytes: int | None = None
     step_ratio: float | None = None
     step_shares: dict[str, float] | None = None
     alphas: tuple[float, float] | None = None
@@ -193,6 +199,7 @@ def _facts(target: Described) -> dict[str, Any]:
         "dtype": str(dtype).removeprefix("torch."),
         "parameters": target.parameters,
         "bytes": target.parameters * dtype.itemsize,
+        "kv_bytes": kv_bytes(text, dtype.itemsize),
         "parameters_read": round(weights_read(target.model)),
         "num_layers": text.num_hidden_layers,
         "hidden_size": text.hidden_size,
@@ -224,11 +231,14 @@ def _row(method: str, target: Described, given: Described | None = None) -> Row:
     if published.alphas:
         verify = [weights_read(target.model, k + 1) / read for k in range(1, MAX_K + 1)]
         low, high = speedup_range(published.alphas, verify, shares, depth, cost.passes)
-    memory = disk = 0
+    memory: dict[str, int] = {}
+    disk, hours, cache = 0, 0.0, 0
     if shape is not None:
         own = (parts, target.parameters * itemsize, shape, planned.vocabulary)
-        memory = training_bytes(*own, cost.unrolled, MICRO_BATCH_TOKENS)
+        memory = training_memory(*own, cost.unrolled, MICRO_BATCH_TOKENS)
         disk = cost.features * target.text.hidden_size * itemsize * (tokens or 0)
+        hours = (2 * read + 6 * parts.read * cost.unrolled) * (tokens or 0) / TRAINING_FLOPS / 3600
+        cache = 2 * shape.num_layers * shape.num_key_value_heads * shape.head_dim * itemsize
     return Row(
         method=method,
         available=True,
@@ -242,7 +252,10 @@ def _row(method: str, target: Described, given: Described | None = None) -> Row:
         training_tokens=tokens,
         training_source=f"recipe {recipe}" if generated else published.training_source,
         disk_bytes=None if tokens is None else disk,
-        training_memory_bytes=memory,
+        training_memory_bytes=sum(memory.values()),
+        training_memory=memory,
+        training_hours=None if tokens is None else hours,
+        kv_bytes=cache,
         step_ratio=max(shares.values()),
         step_shares=shares,
         alphas=published.alphas,
@@ -285,8 +298,19 @@ def speedup_range(
     return low, best_k(alphas[1], [1.0] * len(verify), shares["weights"], passes)
 
 
-def training_bytes(parts: Parts, target_bytes: int, shape: Shape, vocabulary: int, num_steps: int, num_tokens: int) -> int:
-    """Device memory of online training, roughly: target, draft with gradients and AdamW in float32, frozen tables, activations.
+def kv_bytes(config: Any, itemsize: int) -> int | None:
+    """Bytes of a decoder's KV cache for a token of context, at most: a layer with a window keeps fewer tokens. None for other caches."""
+    if is_recurrent(config) or getattr(config, "kv_lora_rank", None):
+        return None
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return 2 * int(config.num_hidden_layers * heads * head_dim * itemsize)
+
+
+def training_memory(
+    parts: Parts, target_bytes: int, shape: Shape, vocabulary: int, num_steps: int, num_tokens: int
+) -> dict[str, int]:
+    """Device memory of online training by part, roughly: the draft is counted with gradients and AdamW in float32.
 
     Activations of each token and unrolled step: 8H + 4I numbers a layer in bfloat16, and four rows of logits in float32. Attention
     scores and what fused or recomputing kernels spare are left out.
@@ -295,7 +319,12 @@ def training_bytes(parts: Parts, target_bytes: int, shape: Shape, vocabulary: in
     """
     layers = 2 * (8 * shape.hidden_size + 4 * shape.intermediate_size) * parts.num_layers
     activations = num_tokens * num_steps * (layers + 16 * vocabulary)
-    return target_bytes + BYTES_PER_TRAINED * parts.parameters + BYTES_PER_COPIED * parts.copied + activations
+    return {
+        "target": target_bytes,
+        "draft": BYTES_PER_TRAINED * parts.parameters,
+        "frozen tables": BYTES_PER_COPIED * parts.copied,
+        "activations": activations,
+    }
 
 
 def print_plan(plan: Plan, drafts: Sequence[KnownDraft], not_asked: str | None, console: Console | None = None) -> None:
@@ -320,6 +349,7 @@ def print_plan(plan: Plan, drafts: Sequence[KnownDraft], not_asked: str | None, 
     known = ", methods inferred from names and tags; measure one before you train" if drafts else ""
     sections = {
         "What each is": [f"{row.method}: {row.draft + ', ' if row.draft else ''}{row.note}" for row in plan.methods],
+        "What each holds": [line for row in plan.methods for line in _held(row, target["kv_bytes"])],
         "Acceptance as published": [f"{row.method}: {row.acceptance_source}" for row in plan.methods if row.acceptance_source],
         "Training data": [f"{row.method}: {row.training_source}" for row in plan.methods if row.training_tokens],
         "Assumed": plan.assumptions,
@@ -359,7 +389,7 @@ def _columns(row: Row) -> list[Text | str]:
         size = f"{short(row.parameters)}, {short(row.bytes or 0, 'B')}\n{row.num_layers} × {row.hidden_size:,} wide"
     train = ["nothing"]
     if METHODS[row.method].artifact is not None:
-        tokens = f"{short(row.training_tokens)} tokens" if row.training_tokens else "? tokens"
+        tokens = f"{short(row.training_tokens)} tokens, {row.training_hours:.0f} h" if row.training_tokens else "? tokens"
         train = [tokens, f"{short(row.training_memory_bytes or 0, 'B')} device"]
         train += [f"{short(row.disk_bytes, 'B')} disk"] if row.disk_bytes else []
     shares = row.step_shares or {}
@@ -371,6 +401,15 @@ def _columns(row: Row) -> list[Text | str]:
         accepted += f"\nK = {_between(row.low.num_speculative_tokens, row.high.num_speculative_tokens)}"
         speedup = f"{row.low.speedup:.2f} to\n{times(row.high.speedup)}"
     return [row.method, size, "\n".join(train), step, accepted, speedup]
+
+
+def _held(row: Row, target_kv: int | None) -> list[str]:
+    """What a draft takes of a device's memory, in words: while it is trained, and while it serves."""
+    if not row.training_memory:
+        return []
+    parts = " + ".join(f"{name} {short(size, 'B')}" for name, size in row.training_memory.items() if size)
+    beside = f", beside {short(target_kv, 'B')} of the target" if target_kv else ""
+    return [f"{row.method}: to train {parts}; KV cache {short(row.kv_bytes or 0, 'B')} a token{beside}"]
 
 
 def _between(low: Any, high: Any) -> str:

@@ -95,4 +95,6 @@ def test_training_memory_adds_up():
     parts = costs.Parts(parameters=1000, read=900, num_layers=2, copied=500)
     shape = Shape(2, 8, 16, 2, 1, 4)
     # two layers of 2·(64 + 64) and 16·100 bytes for each of 10 tokens and 3 steps
-    assert costs.training_bytes(parts, 5000, shape, 100, 3, 10) == 5000 + 16_000 + 2000 + 30 * (512 + 1600)
+    assert costs.training_memory(parts, 5000, shape, 100, 3, 10) == {
+        "target": 5000, "draft": 16_000, "frozen tables": 2000, "activations": 30 * (512 + 1600)
+    }  # fmt: skip

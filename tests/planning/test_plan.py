@@ -17,6 +17,7 @@ from specdistill.methods.recipe import Recipe
 from specdistill.methods.sizes import Described
 from specdistill.planning.plan import Plan, make_plan, print_plan, recommend, short
 from specdistill.planning.reading import read
+from specdistill.project import ROOT
 from specdistill.recipe.load import load_recipe
 from specdistill.targets import stand_in
 from specdistill.targets.frozen import FrozenTarget
@@ -68,6 +69,13 @@ def test_llama_8b(tmp_path: Path):
     assert (head.parameters, head.bytes) == (424_689_664, 849_379_328)
     assert head.training_tokens == 532_000 * 950
     assert head.disk_bytes == head.training_tokens * 32 * 1024  # four tensors of 4096 in bfloat16
+    assert sum(head.training_memory.values()) == head.training_memory_bytes
+    assert (plan.target["kv_bytes"], head.kv_bytes) == (
+        128 * 1024,
+        4 * 1024,
+    )  # 32 layers and one, 8 heads of 128, keys and values
+    # 15.0 GFLOP of the target's pass and five unrolled steps of 6 · 0.374 a token
+    assert head.training_hours == pytest.approx(505.4e6 * 26.24e9 / 4e14 / 3600, rel=1e-3)
     assert head.low.acceptance_length == pytest.approx(2.26)  # the source's own K
     # 2.26 / (1.18 + 3 · (0.0499 + 3/32))
     assert head.low.speedup == pytest.approx(1.403, abs=2e-3)
@@ -75,6 +83,33 @@ def test_llama_8b(tmp_path: Path):
     assert plan.recommendation["start"].startswith("specdistill train recipe=small/eagle3 target.model=")
     small = row_of(plan, "draft_model")
     assert small.parameters < 8_030_261_248 / 16 and small.step_ratio == 3 / 32
+
+
+LLAMA_70B = LLAMA_8B | {
+    "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64
+}  # fmt: skip
+GPT_OSS_120B = {
+    "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "hidden_size": 2880, "intermediate_size": 2880,
+    "num_hidden_layers": 36, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 201088,
+    "num_local_experts": 128, "num_experts_per_tok": 4, "tie_word_embeddings": False, "dtype": "bfloat16",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "config"), [("Llama-3.1-8B", LLAMA_8B), ("Llama-3.3-70B", LLAMA_70B), ("gpt-oss-120b", GPT_OSS_120B)]
+)
+def test_the_page_on_scale_has_these_numbers(tmp_path: Path, name: str, config: dict[str, Any]):
+    plan = plan_for(tmp_path, config)
+    row = row_of(plan, "eagle3")
+    _, *trained = (short(size, "B") for size in row.training_memory.values())
+    caches = f"{short(plan.target['kv_bytes'], 'B')}, {short(row.kv_bytes, 'B')}"
+    numbers = [short(row.parameters), *trained, f"{row.training_hours:.0f}", caches, short(row.disk_bytes, "B")]
+    line = " | ".join([name, short(plan.target["bytes"], "B"), *numbers])
+    assert f"| {line} |\n" in (ROOT / "docs" / "scale.md").read_text(encoding="utf-8")
+
+
+def test_caches_of_other_kinds_have_no_size(tmp_path: Path):
+    assert plan_for(tmp_path, MIXTURE).target["kv_bytes"] is None  # linear attention beside the ordinary
 
 
 def test_a_fresh_mtp_layer_has_no_published_acceptance(tmp_path: Path):
