@@ -32,14 +32,16 @@ def first_on_each_machine(doing: str) -> Iterator[None]:
     Raises ResourceError in those that wait for a process that has ended.
     """
     rank = int(os.environ.get("LOCAL_RANK", "0"))
-    if are_several():
-        _of_all(None)  # connected, they notice the end of any
-    if are_several() and rank > 0:
-        if rank == 1:
-            print(f"{socket.gethostname()}: the first process is {doing}, the others wait for it", file=sys.stderr, flush=True)
+    if not are_several():
+        yield
+        return
+    _of_all(None)  # connected, they notice the end of any
+    if rank == 1:
+        print(f"{socket.gethostname()}: the first process is {doing}, the others wait for it", file=sys.stderr, flush=True)
+    if rank > 0:
         _of_all(None)
     yield
-    if are_several() and rank == 0:
+    if rank == 0:
         _of_all(None)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 from datasets import Dataset, List, Value, load_dataset
 from datasets.exceptions import DatasetsError
 
-from specdistill.data.cache import Row, cached, quiet
+from specdistill.data.cache import Row, cached, content_fingerprint, quiet
 from specdistill.errors import ResourceError, UserError, nearest, one_line
 from specdistill.recipe.fields import Section, option
 from specdistill.recipe.load import validate
@@ -105,7 +105,9 @@ def load_rows(
         if dropped:
             logger.warning("%s: %d of %d rows of %s hold no text and are left out", key, dropped, len(raw), source)
 
-    rows = cached(normalised, COLUMNS, ["rows", raw._fingerprint], cache_dir)
+    # The library's own fingerprint of a file is of its name and date, which differ between machines.
+    fingerprint = content_fingerprint(raw) if Path(source).exists() else raw._fingerprint
+    rows = cached(normalised, COLUMNS, ["rows", fingerprint], cache_dir)
     if len(rows) == 0:
         raise UserError(key, got=f"{source}, whose rows are all empty", expected=EXPECTED)
     return rows

@@ -42,13 +42,12 @@ def training_data(
     ResourceError when the Hub or the disk fails.
     """
     _check(config, tokenizer, model)
+    agree({"weights of target.model": fingerprint[:12]})
     with first_on_each_machine("preparing the training data"):
         train, validation = _prepared(config, tokenizer, model, fingerprint)
     if are_several():
         rows = {"training rows": content_fingerprint(train), "validation rows": content_fingerprint(validation)}
-        agree(
-            {"weights of target.model": fingerprint[:12], **rows}, otherwise=": prepare on one machine, and copy data.cache_dir"
-        )
+        agree(rows, otherwise=": prepare on one machine, and copy data.cache_dir")
     return train, validation
 
 

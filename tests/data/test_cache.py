@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from datasets import List, Value
+from datasets import Dataset, Features, List, Value
 
-from specdistill.data.cache import Row, cached, tokenizer_fingerprint
+from specdistill.data.cache import Row, cached, content_fingerprint, tokenizer_fingerprint
 from specdistill.errors import ResourceError, UserError
 from tests.tiny import tiny_tokenizer
 
@@ -47,6 +47,16 @@ def test_a_folder_that_cannot_be_written_is_an_outside_failure(tmp_path: Path) -
     (tmp_path / "file").write_text("")
     with pytest.raises(ResourceError, match=r"set data\.cache_dir to a folder"):
         cached(list, COLUMNS, ["nowhere"], str(tmp_path / "file" / "cache"))
+
+
+def test_content_is_that_of_the_rows_however_they_are_stored(tmp_path: Path) -> None:
+    rows = [{"ids": [index, index + 1], "name": None if index % 3 else str(index)} for index in range(2500)]
+    in_memory = Dataset.from_list(rows, features=Features(COLUMNS))
+    stored = cached(lambda: rows, COLUMNS, ["content"], str(tmp_path))
+    part = Dataset.from_list([*rows, rows[0]], features=Features(COLUMNS)).select(range(len(rows)))
+    fingerprint = content_fingerprint(in_memory)
+    assert content_fingerprint(stored) == content_fingerprint(part) == fingerprint
+    assert content_fingerprint(in_memory.select(range(2499))) != fingerprint != content_fingerprint(in_memory.shuffle(seed=0))
 
 
 def test_tokenizers_are_told_apart_by_what_they_do() -> None:

@@ -2,6 +2,8 @@
 
 import json
 import logging
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -175,6 +177,19 @@ def test_nothing_is_logged_as_an_error(tmp_path: Path, caplog: pytest.LogCapture
     with caplog.at_level(logging.WARNING):
         training_data(config_for(tmp_path, numbered(5)), tiny_tokenizer(), None, fingerprint="")
     assert not caplog.records
+
+
+def test_rows_are_found_again_in_a_copied_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on another machine, where the same file has another name and date."""
+    for machine in ("a", "b"):
+        (tmp_path / machine).mkdir()
+    first = training_data(config_for(tmp_path / "a", numbered(20)), tiny_tokenizer(), None, fingerprint="")
+    config = config_for(tmp_path / "b", numbered(20))
+    os.utime(str(config.source), (1, 1))
+    shutil.copytree(tmp_path / "a" / "cache", tmp_path / "b" / "cache")
+    monkeypatch.setattr("specdistill.data.training_data.encode_text", None)
+    again = training_data(config, tiny_tokenizer(), None, fingerprint="")
+    assert [part.to_list() for part in again] == [part.to_list() for part in first]
 
 
 IMPORTS = """
