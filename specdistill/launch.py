@@ -77,21 +77,19 @@ def find_configuration(name: str) -> Path:
 
 
 def check_devices(num_processes: int, key: str) -> None:
-    """Raises UserError for more processes on this machine than it has GPUs; without one, says when they have to share its cores."""
+    """Raises UserError for more processes on this machine than it has GPUs; without one they share its cores."""
     import torch
 
-    devices, cores = torch.cuda.device_count(), len(os.sched_getaffinity(0))
+    devices = torch.cuda.device_count()
     if 0 < devices < num_processes:
         got = f"{num_processes} processes on a machine with {devices} GPU{'s' * (devices > 1)}"
         raise UserError(key, got=got, expected=f"at most {devices} on each machine")
-    if devices == 0 and num_processes > cores:
-        print(f"warning: {num_processes} processes share {cores} CPU core{'s' * (cores > 1)}", file=sys.stderr)
 
 
 def _checked(configuration: Path, given: dict[str, Any]) -> dict[str, Any]:
     """What accelerate is told beside its configuration. Raises UserError for processes that cannot start, or could not meet."""
     from accelerate.commands.config.config_args import load_config_from_file
-    from accelerate.utils import DistributedType, is_deepspeed_available, is_port_in_use
+    from accelerate.utils import DistributedType, is_cuda_available, is_deepspeed_available, is_port_in_use
 
     try:
         settings = load_config_from_file(str(configuration))
@@ -121,6 +119,8 @@ def _checked(configuration: Path, given: dict[str, Any]) -> dict[str, Any]:
     if port and given.get("machine_rank", 0) == 0 and is_port_in_use(port):
         expected = "a free port, the same on every machine"
         raise UserError("main_process_port", got=f"{port}, which another program on this machine uses", expected=expected)
+    if not is_cuda_available() and processes // machines > (cores := len(os.sched_getaffinity(0))):
+        print(f"warning: {processes // machines} processes share {cores} CPU core{'s' * (cores > 1)}", file=sys.stderr)
     return given
 
 

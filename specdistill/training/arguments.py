@@ -21,6 +21,7 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 from specdistill.errors import UserError, nearest, one_line
+from specdistill.launch import check_devices
 
 GLOO_SECONDS = 0.5  # for gloo's threads to free the last tensors
 
@@ -56,8 +57,10 @@ READ_WITH = {
 def training_arguments(train: Mapping[str, Any], **defaults: Any) -> TrainingArguments:
     """Build the arguments from `train:`; `defaults` fill what it leaves out. Starts the process group of a distributed launch.
 
-    Raises UserError for unknown or mistyped fields, and for a launch whose processes would each train alone.
+    Raises UserError for unknown or mistyped fields, and for a launch with more processes than GPUs or whose processes would each train
+    alone.
     """
+    check_devices(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), "accelerate launch")
     hints = get_type_hints(TrainingArguments)
     known = {entry.name: entry.metadata for entry in dataclasses.fields(TrainingArguments) if entry.init}
     fields = dict(defaults)

@@ -205,8 +205,8 @@ texts, encode = [], module.encode_text
 module.encode_text = lambda tokenizer, text: texts.append(text) or encode(tokenizer, text)
 
 def prepare(number):
-    file = Path(f"{folder}/rows-{number}-{machine}.jsonl")
-    config = DataConfig(source=str(file), cache_dir=f"{folder}/cache-{machine}", max_length=16)
+    file = f"{folder}/rows-{number}-{machine}.jsonl"
+    config = DataConfig(source=file, cache_dir=f"{folder}/cache-{machine}", max_length=16)
     return module.training_data(config, tiny_tokenizer(), None, fingerprint="0" * 64)
 
 if rank == 0:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import TrainingArguments
 
 from specdistill.errors import UserError
@@ -107,6 +108,15 @@ def test_processes_end_although_collectives_are_open(tmp_path: Path):
     """Left to the interpreter's end, gloo's threads abort five such launches of six."""
     result = launch("ddp", str(tmp_path), script="open_collectives.py")
     assert result.returncode == 0, result.stderr
+
+
+def test_more_processes_than_gpus_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    with pytest.raises(
+        UserError, match=r"^accelerate launch: got 8 processes on a machine with 2 GPUs, expected at most 2 on each"
+    ):
+        training_arguments({"output_dir": str(tmp_path)})
 
 
 def test_several_gpus_in_one_process_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
