@@ -8,6 +8,8 @@ from tests.processes import run_processes
 
 IMPORTS = """
 import signal, time
+import torch
+from specdistill import processes
 from specdistill.errors import explain
 from specdistill.processes import ResourceError, UserError, agree, first_on_each_machine
 """
@@ -19,6 +21,7 @@ with first_on_each_machine("working"):
         time.sleep(4)
     print(time.monotonic() - begin >= 4)
 agree({"a": "1", "b": "2"})
+print(processes._group()._get_backend(torch.device("cpu")).options._timeout >= timedelta(hours=24))
 """
 
 
@@ -28,7 +31,7 @@ def test_the_others_wait_for_longer_than_a_step_may_take(tmp_path: Path) -> None
     """The last is the first of another machine."""
     first, waiting, elsewhere = ended = run_processes(tmp_path, IMPORTS, IN_TURN, 0, 1, 0)
     assert [process.code for process in ended] == [0, 0, 0], waiting.err
-    assert [process.out for process in ended] == ["True\n", "True\n", "False\n"]
+    assert [process.out for process in ended] == ["True\nTrue\n", "True\nTrue\n", "False\nTrue\n"]
     assert waiting.err.endswith("the first process is working, the others wait for it\n")
     assert first.err == elsewhere.err == ""
 
