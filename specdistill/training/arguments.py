@@ -91,8 +91,16 @@ def training_arguments(train: Mapping[str, Any], **defaults: Any) -> TrainingArg
 
 def check_precision(arguments: TrainingArguments, target_dtype: str) -> None:
     """Raises UserError for a 16-bit target whose features a float32 draft could not read: that takes mixed precision."""
-    if target_dtype != "float32" and not (arguments.bf16 or arguments.fp16):
+    if target_dtype != "float32" and autocast_dtype(arguments) is None:
         raise UserError("train.bf16", got=f"false with target.dtype={target_dtype}", expected="true, or train.fp16=true")
+
+
+def autocast_dtype(arguments: TrainingArguments) -> torch.dtype | None:
+    """What matrices are multiplied in under mixed precision; None without it."""
+    plugin = arguments.deepspeed_plugin
+    if plugin is not None:
+        return torch.bfloat16 if plugin.deepspeed_config["torch_autocast"]["enabled"] else None
+    return torch.bfloat16 if arguments.bf16 else torch.float16 if arguments.fp16 else None
 
 
 def is_sharded() -> bool:
@@ -131,11 +139,12 @@ def _autocast_sharded(arguments: Any, precision: str) -> None:
     """Let a sharded launch autocast (see `_take_precision`), and load models whole: transformers shards what it loads under ZeRO-3."""
     if not is_sharded():
         return
-    arguments.bf16 = precision == "bf16"
-    if arguments.deepspeed_plugin is not None:
-        settings = {"enabled": arguments.bf16, "dtype": "bfloat16", "lower_precision_safe_modules": []}
-        arguments.deepspeed_plugin.deepspeed_config["torch_autocast"] = settings
-        unset_hf_deepspeed_config()
+    if arguments.deepspeed_plugin is None:
+        arguments.bf16 = precision == "bf16"
+        return
+    settings = {"enabled": precision == "bf16", "dtype": "bfloat16", "lower_precision_safe_modules": []}
+    arguments.deepspeed_plugin.deepspeed_config["torch_autocast"] = settings
+    unset_hf_deepspeed_config()
 
 
 def _check_trackers_and_schedule(arguments: Any) -> None:

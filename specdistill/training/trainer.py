@@ -22,6 +22,7 @@ from transformers import TrainingArguments
 from specdistill.data.packing import collate
 from specdistill.errors import UserError
 from specdistill.targets.frozen import FrozenTarget
+from specdistill.training.arguments import autocast_dtype
 from specdistill.training.checkpoints import ASIDE
 from specdistill.training.objective import StepSums, step_metrics
 from specdistill.training.resumable import ResumableTrainer
@@ -155,8 +156,8 @@ class DraftTrainer(ResumableTrainer):
         return metrics
 
     def _loss_sum(self, model: nn.Module, inputs: Batch, measure: bool) -> tuple[Tensor, StepSums]:
-        dtype = torch.float16 if self.args.fp16 else torch.bfloat16
-        with torch.autocast(self.args.device.type, dtype, enabled=self.args.fp16 or self.args.bf16):
+        dtype = autocast_dtype(self.args)
+        with torch.autocast(self.args.device.type, dtype, enabled=dtype is not None):
             with torch.no_grad():
                 target_outputs = self.objective.read_target(self.target, inputs)
             result: tuple[Tensor, StepSums] = model(**inputs, **target_outputs, measure=measure)
