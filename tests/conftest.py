@@ -8,6 +8,7 @@ import shutil
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -51,10 +52,10 @@ def shared_data() -> Path:
 
 
 @pytest.fixture
-def simulated_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+def simulated_clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """time.perf_counter() goes on by about a millisecond whenever it is read, so that timings do not depend on the machine.
 
-    The steps spread by a fifth, the same in every run.
+    The steps spread by a fifth, the same in every run; what is returned starts them again.
     """
     generator, lock, seconds = random.Random(0), threading.Lock(), 0.0
 
@@ -65,6 +66,7 @@ def simulated_clock(monkeypatch: pytest.MonkeyPatch) -> None:
             return seconds
 
     monkeypatch.setattr(time, "perf_counter", read)
+    return lambda: generator.seed(0)
 
 
 @pytest.fixture

@@ -54,7 +54,7 @@ QUICK = {
 }
 NUMBERS = ("loss", "grad_norm", "eval_loss", "eval_acceptance_length")
 TOLERANCE = 2e-5  # of losses, norms and weights, which are all near 1 or below
-TOLERANCE_ZERO3 = 1e-2  # in bfloat16, whose products ZeRO-3 rounds in its own order
+TOLERANCE_BFLOAT16 = 1e-2  # under DeepSpeed, which adds up in another order what bfloat16 then rounds
 
 
 @pytest.fixture(scope="module")
@@ -152,7 +152,7 @@ def test_two_processes_train_the_draft_that_one_does(folder: Path, tmp_path: Pat
     finish(launches(folder, name, method, tmp_path))
     whole, reference = alone(method)
     distributed_type, parameters, optimizer = CONFIGURATIONS[name]
-    tolerance = TOLERANCE_ZERO3 if "bfloat16" in method and "zero3" in name else TOLERANCE
+    tolerance = TOLERANCE_BFLOAT16 if "bfloat16" in method and "zero" in name else TOLERANCE
 
     # Two processes of one group, each with its part
     for index, place in enumerate(sorted(tmp_path.glob("node-*/process-*.json"), key=lambda path: path.name)):
