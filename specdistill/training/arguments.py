@@ -83,7 +83,7 @@ def training_arguments(train: Mapping[str, Any], **defaults: Any) -> TrainingArg
     if precision == "fp16" and arguments.device.type == "cpu":
         expected = "train.bf16=true, or neither: accelerate would train in float32 and not say so"
         raise UserError("train.fp16", got="float16 on a CPU", expected=expected)
-    _autocast_sharded(arguments, precision)
+    _adapt_sharding(arguments, precision)
     _check_trackers_and_schedule(arguments)
     _join_processes(arguments)
     return arguments
@@ -135,8 +135,11 @@ def _take_precision(fields: dict[str, Any]) -> str:
     return precision
 
 
-def _autocast_sharded(arguments: Any, precision: str) -> None:
-    """Let a sharded launch autocast (see `_take_precision`), and load models whole: transformers shards what it loads under ZeRO-3."""
+def _adapt_sharding(arguments: Any, precision: str) -> None:
+    """Let a sharded launch autocast (see `_take_precision`), and load models whole: transformers shards what it loads under ZeRO-3.
+
+    Raises UserError for checkpoints that DeepSpeed could not put together again.
+    """
     if not is_sharded():
         return
     if arguments.deepspeed_plugin is None:
@@ -145,6 +148,11 @@ def _autocast_sharded(arguments: Any, precision: str) -> None:
     settings = {"enabled": precision == "bf16", "dtype": "bfloat16", "lower_precision_safe_modules": []}
     arguments.deepspeed_plugin.deepspeed_config["torch_autocast"] = settings
     unset_hf_deepspeed_config()
+    if arguments.save_on_each_node:
+        expected = "false, with a folder that all machines share, or accelerate_configs/ddp_multinode.yaml"
+        raise UserError(
+            "train.save_on_each_node", got="true under DeepSpeed, whose checkpoints are in parts", expected=expected
+        )
 
 
 def _check_trackers_and_schedule(arguments: Any) -> None:
