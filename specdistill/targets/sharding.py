@@ -76,6 +76,8 @@ def _cut_layers(model: Any) -> None:
         fully_shard(layer, mesh=mesh)
     cut = {parameter for layer in layers for parameter in layer.parameters()}
     fully_shard(backbone, mesh=mesh, ignored_params=set(model.parameters()) - cut)  # one schedule for all layers
+    if hasattr(backbone, "reset_iter_state"):  # since torch 2.13: notes for a backward pass, which never comes, would pile up
+        backbone.register_forward_hook(lambda module, *_: module.reset_iter_state())
 
 
 def _plan_layers(model: Any) -> None:

@@ -3,6 +3,7 @@
 accelerate launch --config_file … in_two_processes.py FOLDER    # with targets in FOLDER/tiny, and in FOLDER/large to measure memory
 """
 
+import gc
 import json
 import resource
 import sys
@@ -88,8 +89,9 @@ if __name__ == "__main__":
     if large.exists():
         target = FrozenTarget.load(tiny, shard="layers")  # what is imported on the way is no part of the target
         for shard in ("layers", "none"):
+            gc.collect()
             before = psutil.Process().memory_info().rss / 2**20
             target = FrozenTarget.load(str(large), shard=shard)
             seen[f"megabytes {shard}"], seen[f"held {shard}"] = most_megabytes() - before, held(target)
-            del target
+            del target  # and with it its cycles, before the next is loaded
     (folder / f"process-{rank}.json").write_text(json.dumps(seen), encoding="utf-8")
