@@ -107,7 +107,7 @@ class Heartbeat(TrainerCallback):
     def _watch(self) -> None:
         while not self.ended.wait(BEAT):
             self.beat()
-            if time.monotonic() - self.marked > EARLY * self.timeout:
+            if time.monotonic() - self.marked > EARLY * self.timeout - SILENT * BEAT:  # which culprit() takes
                 print(f"error: {self.culprit()}; {NEXT_STEP}", file=sys.stderr, flush=True)
                 os._exit(ExitCode.RESOURCE_ERROR)
 
