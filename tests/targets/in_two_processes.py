@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from specdistill.data.training_data import training_data
-from specdistill.errors import UserError
+from specdistill.errors import ResourceError, UserError
 from specdistill.methods.draft_model.create import create_draft_model
 from specdistill.methods.eagle3.module import build_eagle3
 from specdistill.recipe.sections import DataConfig, RegenerateConfig
@@ -53,7 +53,7 @@ def most_megabytes() -> float:
 def said(attempt: Any) -> str:
     try:
         attempt()
-    except UserError as error:
+    except (UserError, ResourceError) as error:
         return str(error)
     return "nothing"
 
@@ -84,7 +84,6 @@ if __name__ == "__main__":
         regenerate=RegenerateConfig(num_tokens=64),
     )
     data = partial(training_data, config, target.tokenizer, target.model, fingerprint="none")
-    seen["regenerate"] = said(data)
     seen["device_map"] = said(lambda: FrozenTarget.load(tiny, device_map="auto"))
     if large.exists():
         target = FrozenTarget.load(tiny, shard="layers")  # what is imported on the way is no part of the target
@@ -94,4 +93,5 @@ if __name__ == "__main__":
             target = FrozenTarget.load(str(large), shard=shard)
             seen[f"megabytes {shard}"], seen[f"held {shard}"] = most_megabytes() - before, held(target)
             del target  # and with it its cycles, before the next is loaded
+    seen["regenerate"] = said(data)  # last: the first process ends by it, for which the other waits
     (folder / f"process-{rank}.json").write_text(json.dumps(seen), encoding="utf-8")
