@@ -191,6 +191,6 @@ class DraftTrainer(ResumableTrainer):
 
 
 def layer_classes(draft: Any) -> list[str]:
-    """Names of the classes of a draft's layers: of a language model as transformers knows them, of a head by its list."""
+    """Names of the classes of a draft's layers: of a language model as transformers knows them, of a head by its list, if it has one."""
     known = getattr(draft, "_no_split_modules", None)
-    return sorted(known) if known else sorted({type(layer).__name__ for layer in draft.layers})
+    return sorted(known) if known else sorted({type(layer).__name__ for layer in getattr(draft, "layers", ())})

@@ -118,7 +118,7 @@ def test_a_gguf_file_keeps_the_record(folder: Path, tmp_path: Path) -> None:
 def test_a_layer_merged_into_its_target_keeps_the_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = write_checkpoint("qwen3_next", tmp_path / "target", with_mtp=False)
     write_checkpoint("qwen3_next", tmp_path / "other", dtype=torch.bfloat16)
-    save_draft(implementation("mtp"), made("mtp", target), target, tmp_path / "draft")
+    save_draft(implementation("mtp"), target, made("mtp", target), tmp_path / "draft")
     keys = [f"draft={tmp_path / 'draft'}", f"target={tmp_path / 'target'}", "engine=vllm", f"output_dir={tmp_path / 'out'}"]
     assert main(["export", *keys]) == ExitCode.DONE
     assert record(tmp_path / "out") == record(tmp_path / "draft") is not None

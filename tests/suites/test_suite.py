@@ -127,7 +127,7 @@ def test_lengths_that_no_prompt_or_no_target_has(tmp_path):
     assert cut(path, []) == {}
     with pytest.raises(UserError, match=r"eval\.sweep\.context: got 128, where the longest prompt of s has 100 tokens"):
         cut(path, [64, 128])
-    with pytest.raises(UserError, match=r"249 tokens, and eval\.max_new_tokens=8, expected at most 256"):
+    with pytest.raises(UserError, match=r"249 tokens, and 8 to generate, expected at most 256"):
         cut(path, [249])
     chat = write_jsonl(tmp_path / "c.jsonl", [{"messages": [{"role": "user", "content": "x" * 50}]}])
     with pytest.raises(UserError, match="does not fit into"):
