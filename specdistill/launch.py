@@ -135,7 +135,7 @@ def _exit_code(code: int, process: str) -> int:
 
 def _forward(number: int, _frame: FrameType | None) -> None:
     """Pass a signal on to the processes that this one has started."""
-    import psutil  # type: ignore[import-untyped]
+    import psutil
 
     for child in psutil.Process().children():
         child.send_signal(number)

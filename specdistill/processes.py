@@ -35,14 +35,14 @@ def first_on_each_machine(doing: str) -> Iterator[None]:
     if not are_several():
         yield
         return
-    _of_all(None)  # connected, they notice the end of any
+    of_all(None)  # connected, they notice the end of any
     if rank == 1:
         print(f"{socket.gethostname()}: the first process is {doing}, the others wait for it", file=sys.stderr, flush=True)
     if rank > 0:
-        _of_all(None)
+        of_all(None)
     yield
     if rank == 0:
-        _of_all(None)
+        of_all(None)
 
 
 def agree(facts: Mapping[str, str], *, otherwise: str = "") -> None:
@@ -50,9 +50,7 @@ def agree(facts: Mapping[str, str], *, otherwise: str = "") -> None:
 
     otherwise: what to do then.
     """
-    if not are_several():
-        return
-    (first, expected), *others = _of_all((socket.gethostname(), dict(facts)))
+    (first, expected), *others = of_all((socket.gethostname(), dict(facts)))
     for rank, (machine, found) in enumerate(others, 1):
         for name in {**expected, **found}:
             if found.get(name) != expected.get(name):
@@ -61,8 +59,10 @@ def agree(facts: Mapping[str, str], *, otherwise: str = "") -> None:
                 raise UserError(name, got=got, expected=wanted + otherwise)
 
 
-def _of_all(own: Any) -> list[Any]:
-    """What each process passes, in their order; returns when all have come here."""
+def of_all(own: Any) -> list[Any]:
+    """What each process passes, in their order; returns when all have come here. Raises ResourceError when one of them has ended."""
+    if not are_several():
+        return [own]
     found: list[Any] = [None] * distributed.get_world_size()
     try:
         distributed.all_gather_object(found, own, group=_group())

@@ -1,6 +1,5 @@
 """train/eagle.py in the processes of `accelerate launch`, as a user starts it on a machine without a GPU."""
 
-import json
 import os
 import signal
 import subprocess
@@ -10,25 +9,17 @@ from contextlib import suppress
 from pathlib import Path
 
 from specdistill.project import ROOT
-from tests.tiny import tiny_target_model, tiny_tokenizer
+from tests.tiny import write_inputs
 
 CONFIGS = ROOT / "accelerate_configs"
 
 
 def tiny_files(folder: Path) -> list[str]:
     """A tiny target and a text file in a folder; the keys that name them, and those of a run of twelve steps over three epochs."""
-    tiny_target_model().save_pretrained(folder / "model")
-    tiny_tokenizer().save_pretrained(folder / "model")
-    rows = [json.dumps({"text": f"Row {index} says {index * 7} and then again {index * 7}."}) for index in range(60)]
-    (folder / "rows.jsonl").write_text("\n".join(rows))
     return [
+        *write_inputs(folder),
         "method=eagle",
         "loss.noise=0.1",  # of the processes' random numbers
-        f"target.model={folder / 'model'}",
-        f"data.source={folder / 'rows.jsonl'}",
-        f"data.cache_dir={folder / 'cache'}",
-        "data.max_length=64",
-        "data.validation_fraction=0.1",
         "draft.ttt_steps=2",
         "train.max_steps=12",
         "train.per_device_train_batch_size=4",
@@ -47,15 +38,20 @@ def start(*arguments: str, num_processes: int = 2, config: str = "ddp") -> subpr
     launch = [sys.executable, "-m", "accelerate.commands.launch", f"--config_file={CONFIGS / config}.yaml"]
     if num_processes > 1:
         launch += [f"--num_processes={num_processes}", "--main_process_port=0"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     return subprocess.Popen(
         [*launch, str(ROOT / "train" / "eagle.py"), *arguments],
-        env=environment,
+        env=environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
     )
+
+
+def environment() -> dict[str, str]:
+    """Of a launch on a CPU: the environment's own tools first, as DeepSpeed looks ninja up by name."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    return {**os.environ, "PYTHONPATH": str(ROOT), "PATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
 def finish(process: subprocess.Popen[str]) -> str:

@@ -1,14 +1,14 @@
-"""A Hub on loopback with one model repository. Processes are asked for it by HF_ENDPOINT, which is read at import."""
+"""A Hub on loopback: one model repository, and a listing. Processes are asked for it by HF_ENDPOINT, which is read at import."""
 
 import json
 import os
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import parse_qs, urlsplit
 
 from specdistill.project import ROOT
 
@@ -16,13 +16,19 @@ COMMIT = "5" * 40
 
 
 @contextmanager
-def hub_with(repository: str, files: Mapping[str, bytes], *, revision: str = "main") -> Iterator[str]:
-    """The address of a Hub whose repository has one revision with these files."""
+def hub_with(
+    repository: str, files: Mapping[str, bytes], *, revision: str = "main", listing: Sequence[Mapping[str, Any]] = ()
+) -> Iterator[str]:
+    """The address of a Hub whose repository has one revision with these files; a search finds entries of `listing`."""
 
     class Hub(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            path = urlsplit(self.path).path
-            if path == f"/api/models/{repository}/revision/{revision}":
+            url = urlsplit(self.path)
+            path, query = url.path, parse_qs(url.query)
+            if path == "/api/models":
+                search, tags = query.get("search", [""])[0], set(query.get("filter", []))
+                self._answer([entry for entry in listing if search in entry["id"].lower() and tags <= set(entry["tags"])])
+            elif path in (f"/api/models/{repository}", f"/api/models/{repository}/revision/{revision}"):
                 self._answer({"id": repository, "sha": COMMIT, "siblings": [{"rfilename": name} for name in files]})
             elif path == f"/api/models/{repository}/tree/{COMMIT}":
                 self._answer([{"type": "file", "path": name, "oid": "1", "size": len(body)} for name, body in files.items()])

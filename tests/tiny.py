@@ -1,4 +1,7 @@
-"""Tiny random models and tokenizers, made in memory: enough for every distribution that does not need a trained target."""
+"""Tiny random models and tokenizers: enough for every distribution that does not need a trained target."""
+
+import json
+from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -71,6 +74,25 @@ def tiny_tokenizer(chat_template: str | None = None) -> PreTrainedTokenizerFast:
     )
     fast.chat_template = chat_template
     return fast
+
+
+def write_inputs(folder: Path, num_rows: int = 60) -> list[str]:
+    """A tiny target and texts to train on, as files of a folder; the keys of a recipe that name them."""
+    tiny_target_model().save_pretrained(folder / "model")
+    tiny_tokenizer().save_pretrained(folder / "model")
+    rows = [json.dumps({"text": f"Row {index} says {index * 7} and then again {index * 7}."}) for index in range(num_rows)]
+    (folder / "rows.jsonl").write_text("\n".join(rows), encoding="utf-8")
+    return input_keys(folder)
+
+
+def input_keys(folder: Path) -> list[str]:
+    return [
+        f"target.model={folder / 'model'}",
+        f"data.source={folder / 'rows.jsonl'}",
+        f"data.cache_dir={folder / 'cache'}",
+        "data.max_length=64",
+        "data.validation_fraction=0.1",
+    ]
 
 
 def twins() -> FrozenTarget:

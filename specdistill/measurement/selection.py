@@ -10,19 +10,15 @@ from specdistill.methods.load import load_proposer
 from specdistill.methods.recipe import TrainedRecipe
 from specdistill.suites.suite import load_suite, tokenize
 from specdistill.targets.frozen import FrozenTarget
-from specdistill.targets.sharding import is_shared
 
 
 def decoded_acceptance_length(recipe: TrainedRecipe, target: FrozenTarget) -> Callable[[Path], float] | None:
     """(draft folder) -> tokens a target pass, decoding greedily as `eval:` says on the prompts of `selection:`; None: not asked for.
 
-    Raises UserError for a suite that cannot be decoded with the target, and for a target of which no process has the whole.
+    Raises UserError for a suite that cannot be decoded with the target.
     """
     if recipe.selection is None:
         return None
-    if is_shared(target.model):  # one process decodes while the others wait
-        got = "decoded_acceptance_length with target.shard"
-        raise UserError("train.metric_for_best_model", got=got, expected="acceptance_length, or target.shard=none")
     limit = recipe.selection.max_new_tokens
     suite = load_suite(recipe.selection.suite, recipe.target.model)
     room = {"max_new_tokens": limit, "max_length": target.max_length}

@@ -103,6 +103,9 @@ class TrainedRecipe(Recipe):
             got = "null" if decodes else f"suite {self.selection.suite}" if self.selection else ""
             expected = f"{'a section with a suite' if decodes else 'null'}: train.metric_for_best_model={metric}"
             raise UserError("selection", got=got, expected=expected)
+        if decodes and self.target.shard != "none":  # one process decodes while the others wait
+            got = f"{DECODED} with target.shard={self.target.shard}"
+            raise UserError("train.metric_for_best_model", got=got, expected="acceptance_length, or target.shard=none")
         return self
 
     def metrics(self) -> list[str]:

@@ -15,7 +15,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-import psutil  # type: ignore[import-untyped]
+import psutil
 
 
 def main(grace_seconds: str, *command: str) -> None:

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from accelerate.utils import gather_object
 from transformers import PrinterCallback, TrainingArguments, set_seed
 
 from specdistill.command import check_writable
 from specdistill.errors import UserError
+from specdistill.processes import of_all
 from specdistill.project import git_revision
 from specdistill.recipe.load import recipe_yaml, save_recipe
 from specdistill.training.agreement import check_alike
@@ -34,8 +34,6 @@ from specdistill.training.trainer import DraftTrainer
 PACKAGES = ("specdistill", "torch", "transformers", "accelerate", "datasets", "tokenizers", "safetensors")
 RECIPE, PROVENANCE = "recipe.yaml", "provenance.json"
 SEEN_WITHIN = 60.0  # seconds in which a network file system shows all machines what one of them wrote
-
-
 # Keys of `train:` that say how processes share a step's rows. A run goes on with others of them, as long as a step has as many rows.
 SHARE_OUT = ("per_device_train_batch_size", "gradient_accumulation_steps", "per_device_eval_batch_size", "ddp_timeout")
 
@@ -64,7 +62,7 @@ class TrainingRun:
         path = Path(str(arguments.output_dir))
         check_writable(path, "train.output_dir")
         # All processes look before any of them writes.
-        obstacles, whole = zip(*_of_all(arguments, (_obstacle(path, recipe), whole_steps(path))), strict=True)
+        obstacles, whole = zip(*of_all((_obstacle(path, recipe), whole_steps(path))), strict=True)
         if obstacle := next(filter(None, obstacles), None):
             expected = "a new folder, or an interrupted run"
             raise UserError("train.output_dir", got=f"{path}, which holds {obstacle}", expected=expected)
@@ -86,7 +84,7 @@ class TrainingRun:
         folder, aside = self.path / "run", self.path / ASIDE / "run"
         old = {} if self.checkpoint is None else json.loads((folder / PROVENANCE).read_text(encoding="utf-8"))
         other = next((name for name, now in facts.items() if old.get(name, now) != now), None)
-        if other := next(filter(None, _of_all(self.arguments, other)), None):  # all have read it before it is written again
+        if other := next(filter(None, of_all(other)), None):  # all have read it before it is written again
             got = f"{self.path}, an interrupted run with {other} {old.get(other)}"
             raise UserError("train.output_dir", got=got, expected=f"a new folder, or {other} {facts[other]}")
         provenance = {
@@ -107,7 +105,7 @@ class TrainingRun:
                 else:
                     for path in aside.iterdir():
                         os.replace(path, folder / path.name)
-        _of_all(self.arguments, None)
+        of_all(None)
         end = time.monotonic() + SEEN_WITHIN
         while not (folder / RECIPE).exists():
             if time.monotonic() > end:
@@ -122,7 +120,7 @@ class TrainingRun:
             trainer.add_callback(ProgressLines())
         if self.arguments.should_save:
             shutil.rmtree(self.path / ASIDE, ignore_errors=True)
-        _of_all(self.arguments, None)
+        of_all(None)
         if self.checkpoint is not None and trainer.model is not None:
             check_shapes(self.checkpoint, trainer.model.state_dict())
         with trainer.stop_signals.caught(), heartbeat(trainer, self.arguments):
@@ -155,8 +153,3 @@ def _same_steps(recipe: str) -> Any:
     """A recipe without the keys that share out the rows of its steps."""
     values = yaml.safe_load(recipe)
     return {**values, "train": {name: value for name, value in values["train"].items() if name not in SHARE_OUT}}
-
-
-def _of_all(arguments: TrainingArguments, finding: Any) -> list[Any]:
-    """What each process found, in the order of processes; returns when all have come here."""
-    return list(gather_object([finding])) if arguments.world_size > 1 else [finding]

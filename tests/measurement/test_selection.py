@@ -48,7 +48,6 @@ def test_the_checkpoint_that_decodes_best_becomes_the_draft(
     few = ["eval.max_new_tokens=24", "eval.repeats=1", "eval.warmup=0", "eval.sampling_draws=0"]
     evaluate(*settings, *few, f"eval.draft={run / 'checkpoint-60' / 'draft'}")
     judged = json.loads((report / "report.json").read_text())
-    print(json.dumps(judged)[:3000])
     assert judged["results"][0]["mean_acceptance_length"] == pytest.approx(measured[60])
 
 
@@ -58,6 +57,7 @@ def test_the_checkpoint_that_decodes_best_becomes_the_draft(
         ([METRIC], "selection: got null, expected a section with a suite"),
         (["selection.suite=pico"], "selection: got suite pico, expected null"),
         ([METRIC, "selection.num_prompts=2"], "selection.suite: got nothing"),
+        ([METRIC, "selection.suite=pico", "target.shard=layers"], "train.metric_for_best_model: got decoded_acceptance_length"),
     ],
 )
 def test_prompts_and_metric_belong_together(keys: list[str], said: str) -> None:

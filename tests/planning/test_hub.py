@@ -1,22 +1,18 @@
 """`specdistill plan` against a Hub on loopback, in a process of its own: HF_ENDPOINT is read at import."""
 
 import json
-import os
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
-from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
 from specdistill.planning.reading import infer_method, names_target
-from specdistill.project import PICO, ROOT
+from specdistill.project import PICO
+from tests.loopback_hub import COMMIT, environment, hub_with
 
-TARGET, COMMIT = "someone/Tiny-3.1-4M-Instruct", "0" * 40
+TARGET = "someone/Tiny-3.1-4M-Instruct"
 CONFIG = (PICO / "config.json").read_bytes()
 REPOSITORIES = [
     {"id": "a/EAGLE3-TINY3.1-Instruct-4M", "tags": [], "downloads": 900},
@@ -26,60 +22,20 @@ REPOSITORIES = [
 ]
 
 
-class Hub(BaseHTTPRequestHandler):
-    """The endpoints that the plan needs: the listing with `search` and `filter`, and one repository with a config.json."""
-
-    def do_GET(self) -> None:
-        url = urlsplit(self.path)
-        query = parse_qs(url.query)
-        if url.path == "/api/models":
-            search, wanted = query.get("search", [""])[0], set(query.get("filter", []))
-            found = [entry for entry in REPOSITORIES if search in entry["id"].lower() and wanted <= set(entry["tags"])]
-            self._answer(found)
-        elif url.path.startswith(f"/api/models/{TARGET}/tree"):
-            self._answer([{"type": "file", "path": "config.json", "oid": "1", "size": len(CONFIG)}])
-        elif url.path.startswith(f"/api/models/{TARGET}"):
-            self._answer({"id": TARGET, "sha": COMMIT, "siblings": [{"rfilename": "config.json"}]})
-        elif url.path == f"/{TARGET}/resolve/{COMMIT}/config.json":
-            self._send(CONFIG, {"X-Repo-Commit": COMMIT, "ETag": '"1"'})
-        else:
-            self._send(b"", {"X-Error-Code": "RepoNotFound"}, 404)
-
-    do_HEAD = do_GET
-
-    def _answer(self, value: Any) -> None:
-        self._send(json.dumps(value).encode(), {"Content-Type": "application/json"})
-
-    def _send(self, body: bytes, headers: dict[str, str], status: int = 200) -> None:
-        self.send_response(status)
-        for name, value in {**headers, "Content-Length": str(len(body))}.items():
-            self.send_header(name, value)
-        self.end_headers()
-        if self.command == "GET":
-            self.wfile.write(body)
-
-    def log_message(self, *_: Any) -> None:
-        """Quiet: what the server says would be taken for the command's."""
-
-
 @pytest.fixture
 def hub() -> Iterator[str]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    server.server_close()
+    with hub_with(TARGET, {"config.json": CONFIG}, listing=REPOSITORIES) as address:
+        yield address
 
 
 def plan(cwd: Path, endpoint: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "HF_ENDPOINT": endpoint, "HF_HUB_OFFLINE": "0", "HF_HOME": str(cwd / "home"), "COLUMNS": "100"}
     return subprocess.run(
         [sys.executable, "-m", "specdistill", "plan", *arguments],
         capture_output=True,
         text=True,
         cwd=cwd,
         check=False,
-        env={**environment, "PYTHONPATH": str(ROOT)},
+        env={**environment(endpoint, cwd / "home"), "COLUMNS": "100"},
     )
 
 

@@ -1,7 +1,6 @@
 """One target in two processes, judged by the whole target in each of them."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +12,7 @@ from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from specdistill.project import ROOT
+from tests.launches import environment
 from tests.tiny import tiny_target_model, tiny_tokenizer
 
 pytestmark = [pytest.mark.slow, pytest.mark.distributed]
@@ -28,12 +28,9 @@ def launch(configuration: str, script: Path, *arguments: str) -> None:
         f"--config_file={ROOT}/accelerate_configs/{configuration}.yaml",
     ]
     options = ["--num_processes=2", "--mixed_precision=no", "--main_process_port=0", str(script)]
-    # The environment's own tools first: DeepSpeed looks ninja up by name.
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    environment["MALLOC_MMAP_THRESHOLD_"] = "1000000"  # or glibc keeps what a gathered layer gave back, and memory is not seen
+    seen = {"MALLOC_MMAP_THRESHOLD_": "1000000"}  # or glibc keeps what a gathered layer gave back, and memory is not seen
     line = [*command, *options, *arguments]
-    result = subprocess.run(line, capture_output=True, text=True, check=False, env=environment, cwd=ROOT)
+    result = subprocess.run(line, capture_output=True, text=True, check=False, env={**environment(), **seen}, cwd=ROOT)
     assert result.returncode == 0, result.stderr[:8000]
 
 

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from specdistill.project import RECIPES, ROOT
-from tests.tiny import tiny_target_model, tiny_tokenizer
+from tests.tiny import input_keys, tiny_target_model, tiny_tokenizer, write_inputs
 
 SCRIPT = str(ROOT / "train" / "draft.py")
 
@@ -19,26 +19,21 @@ SCRIPT = str(ROOT / "train" / "draft.py")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny target, a smaller model of its family, and a text file."""
     path = tmp_path_factory.mktemp("target")
-    for name, layers in (("model", 4), ("smaller", 1), ("tied", 4)):
+    write_inputs(path)
+    for name, layers in (("smaller", 1), ("tied", 4)):
         model = tiny_target_model(num_layers=layers)
         if name == "tied":
             model.config.tie_word_embeddings = True
             model.tie_weights()
         model.save_pretrained(path / name)
         tiny_tokenizer().save_pretrained(path / name)
-    rows = [json.dumps({"text": f"Row {index} says {index * 7} and then again {index * 7}."}) for index in range(60)]
-    (path / "rows.jsonl").write_text("\n".join(rows))
     return path
 
 
 def launch(monkeypatch: pytest.MonkeyPatch, folder: Path, output_dir: Path, *extra: str) -> int:
     arguments = [
         "method=draft_model",
-        f"target.model={folder / 'model'}",
-        f"data.source={folder / 'rows.jsonl'}",
-        f"data.cache_dir={folder / 'cache'}",
-        "data.max_length=64",
-        "data.validation_fraction=0.1",
+        *input_keys(folder),
         "draft.init=layers",
         "draft.num_layers=2",
         f"train.output_dir={output_dir}",

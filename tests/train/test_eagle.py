@@ -13,7 +13,7 @@ from specdistill.project import RECIPES, ROOT
 from specdistill.recipe.load import load_recipe
 from specdistill.targets.frozen import FrozenTarget
 from specdistill.training.history import read_history
-from tests.tiny import tiny_target_model, tiny_tokenizer
+from tests.tiny import input_keys, write_inputs
 
 SCRIPT = str(ROOT / "train" / "eagle.py")
 
@@ -22,20 +22,13 @@ SCRIPT = str(ROOT / "train" / "eagle.py")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny target and a text file."""
     path = tmp_path_factory.mktemp("target")
-    tiny_target_model().save_pretrained(path / "model")
-    tiny_tokenizer().save_pretrained(path / "model")
-    rows = [json.dumps({"text": f"Row {index} says {index * 7} and then again {index * 7}."}) for index in range(60)]
-    (path / "rows.jsonl").write_text("\n".join(rows))
+    write_inputs(path)
     return path
 
 
 def arguments(folder: Path, output_dir: Path, *extra: str) -> list[str]:
     return [
-        f"target.model={folder / 'model'}",
-        f"data.source={folder / 'rows.jsonl'}",
-        f"data.cache_dir={folder / 'cache'}",
-        "data.max_length=64",
-        "data.validation_fraction=0.1",
+        *input_keys(folder),
         "draft.ttt_steps=3",
         f"train.output_dir={output_dir}",
         "train.max_steps=4",

@@ -7,6 +7,7 @@ weights then differ by rounding alone.
 import itertools
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -21,7 +22,8 @@ from specdistill.methods.load import load_proposer
 from specdistill.project import ROOT
 from specdistill.targets.frozen import FrozenTarget
 from specdistill.training.history import read_history
-from tests.tiny import tiny_target_model, tiny_tokenizer
+from tests.launches import environment, finish, start, tiny_files, wait_for
+from tests.tiny import input_keys, write_inputs
 
 # In the last one the target is bfloat16 and matrices are multiplied so; weights and optimizer are float32.
 METHODS = {
@@ -49,9 +51,11 @@ QUICK = {
     ("eagle", "cpu_processes"),
     ("eagle3", "fsdp2"),
     ("mtp", "zero3"),
+    ("eagle3 bfloat16", "zero2"),
     ("draft_model", "zero2"),
     ("eagle3", "ddp_multinode"),
 }
+SHARDED = [name for name, (kind, *_) in CONFIGURATIONS.items() if kind != "MULTI_CPU" and not name.endswith("multinode")]
 NUMBERS = ("loss", "grad_norm", "eval_loss", "eval_acceptance_length")
 TOLERANCE = 2e-5  # of losses, norms and weights, which are all near 1 or below
 TOLERANCE_BFLOAT16 = 1e-2  # under DeepSpeed, which adds up in another order what bfloat16 then rounds
@@ -61,10 +65,7 @@ TOLERANCE_BFLOAT16 = 1e-2  # under DeepSpeed, which adds up in another order wha
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny target, and texts that divide neither into batches nor among processes."""
     path = tmp_path_factory.mktemp("target")
-    tiny_target_model().save_pretrained(path / "model")
-    tiny_tokenizer().save_pretrained(path / "model")
-    rows = [json.dumps({"text": f"Row {index} says {index * 7} and then again {index * 7}."}) for index in range(103)]
-    (path / "rows.jsonl").write_text("\n".join(rows), encoding="utf-8")
+    write_inputs(path, num_rows=103)
     return path
 
 
@@ -80,11 +81,8 @@ def launch(folder: Path, name: str, method: str, output: Path, accumulation: int
         str(output),
         str(ROOT / script),
         f"method={method.split()[0]}",
-        f"target.model={folder / 'model'}",
-        f"data.source={folder / 'rows.jsonl'}",
+        *input_keys(folder),
         f"data.cache_dir={output / 'cache'}",
-        "data.max_length=64",
-        "data.validation_fraction=0.1",
         *keys,
         "optimizer=adamw",
         f"train.output_dir={output.with_name('node-0') / 'run' if name == 'zero3_multinode' else output / 'run'}",
@@ -101,11 +99,15 @@ def launch(folder: Path, name: str, method: str, output: Path, accumulation: int
         "train.report_to=none",
         f"train.save_on_each_node={name == 'ddp_multinode'}",
     ]
-    # The environment's own tools first: DeepSpeed looks ninja up by name.
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    line = [*command, *options, *arguments]
-    return subprocess.Popen(line, cwd=output, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    return subprocess.Popen(
+        [*command, *options, *arguments],
+        cwd=output,
+        env=environment(),
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
 
 
 def launches(folder: Path, name: str, method: str, tmp_path: Path) -> list[subprocess.Popen[str]]:
@@ -119,8 +121,8 @@ def launches(folder: Path, name: str, method: str, tmp_path: Path) -> list[subpr
     return [launch(folder, name, method, tmp_path / f"node-{rank}", 2, *nodes, f"--machine_rank={rank}") for rank in (0, 1)]
 
 
-def finish(started: list[subprocess.Popen[str]]) -> None:
-    outputs = [process.communicate(timeout=600)[0] for process in started]
+def finish_all(started: list[subprocess.Popen[str]]) -> None:
+    outputs = [finish(process) for process in started]
     assert not any(process.returncode for process in started), "\n".join(outputs)
 
 
@@ -132,7 +134,7 @@ def alone(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     def run(method: str) -> tuple[dict[str, Any], Path]:
         if method not in runs:
             output = tmp_path_factory.mktemp(method) / "node-0"
-            finish([launch(folder, "cpu", method, output, 4)])
+            finish_all([launch(folder, "cpu", method, output, 4)])
             runs[method] = json.loads((output / "process-0.json").read_text()), output / "run"
         return runs[method]
 
@@ -150,7 +152,7 @@ def alone(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     ],
 )
 def test_two_processes_train_the_draft_that_one_does(folder: Path, tmp_path: Path, alone: Any, method: str, name: str) -> None:
-    finish(launches(folder, name, method, tmp_path))
+    finish_all(launches(folder, name, method, tmp_path))
     whole, reference = alone(method)
     distributed_type, parameters, optimizer = CONFIGURATIONS[name]
     tolerance = TOLERANCE_BFLOAT16 if "bfloat16" in method and "zero" in name else TOLERANCE
@@ -182,6 +184,28 @@ def test_two_processes_train_the_draft_that_one_does(folder: Path, tmp_path: Pat
     plain = target.model.generate(target.model.dummy_inputs["input_ids"].new_tensor([prompt]), max_new_tokens=count)
     drafted = decoder.generate(prompt, max_new_tokens=count, num_speculative_tokens=3)
     assert list(drafted.token_ids) == plain[0, len(prompt) :].tolist()
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.launches
+@pytest.mark.parametrize("name", SHARDED)
+def test_a_sharded_run_that_was_killed_resumes_to_the_same_draft(tmp_path: Path, name: str) -> None:
+    """Killed when its first checkpoint stands, launcher and workers. Noise, evaluations and the best checkpoint are part of the run."""
+    keys = [*tiny_files(tmp_path), "optimizer=adamw", "train.save_steps=4", "train.eval_steps=4"]
+    whole, killed = ([*keys, f"train.output_dir={tmp_path / run}"] for run in ("whole", "killed"))
+    first = start(*killed, config=name)
+    wait_for(tmp_path / "killed" / "checkpoint-4", first)
+    os.killpg(first.pid, signal.SIGKILL)
+    finish(first)
+    assert not (tmp_path / "killed" / "draft").exists()
+    for command in (killed, whole):
+        process = start(*command, config=name)
+        output = finish(process)
+        assert process.returncode == 0, output
+    one, other = (tmp_path / run for run in ("whole", "killed"))
+    assert (one / "draft" / "model.safetensors").read_bytes() == (other / "draft" / "model.safetensors").read_bytes()
+    assert log(one) == log(other)
 
 
 def log(run: Path) -> list[dict[str, float]]:

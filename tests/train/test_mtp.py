@@ -1,6 +1,5 @@
 """train/mtp.py, by which train/eagle.py trains a layer: a fresh one, a native one and its way back into the checkpoint, wrong input."""
 
-import json
 import runpy
 import sys
 from pathlib import Path
@@ -14,7 +13,7 @@ from specdistill.project import ROOT
 from specdistill.targets.files import Shards
 from specdistill.targets.frozen import FrozenTarget
 from tests.mtp_targets import write_checkpoint
-from tests.tiny import tiny_target_model, tiny_tokenizer
+from tests.tiny import input_keys, write_inputs
 
 SCRIPT = str(ROOT / "train" / "mtp.py")
 
@@ -23,11 +22,8 @@ SCRIPT = str(ROOT / "train" / "mtp.py")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A target without such a layer, one with it, and a text file."""
     path = tmp_path_factory.mktemp("target")
-    tiny_target_model().save_pretrained(path / "model")
-    tiny_tokenizer().save_pretrained(path / "model")
+    write_inputs(path)
     write_checkpoint("qwen3_next", path / "native", sharded=True)
-    rows = [json.dumps({"text": f"Row {index} says {index * 7} and then again {index * 7}."}) for index in range(60)]
-    (path / "rows.jsonl").write_text("\n".join(rows))
     return path
 
 
@@ -36,11 +32,7 @@ def launch(monkeypatch: pytest.MonkeyPatch, folder: Path, output_dir: Path, *ext
     recipe = [argument for argument in extra if argument.startswith("recipe=")]
     arguments = [
         "method=mtp",
-        f"target.model={folder / 'model'}",
-        f"data.source={folder / 'rows.jsonl'}",
-        f"data.cache_dir={folder / 'cache'}",
-        "data.max_length=64",
-        "data.validation_fraction=0.1",
+        *input_keys(folder),
         "data.regenerate=null",
         "draft.ttt_steps=3",
         f"train.output_dir={output_dir}",

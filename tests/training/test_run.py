@@ -16,7 +16,7 @@ from specdistill.methods.recipe import Recipe
 from specdistill.project import ROOT
 from specdistill.recipe.load import load_recipe
 from specdistill.training.run import TrainingRun
-from tests.tiny import tiny_target_model, tiny_tokenizer
+from tests.tiny import write_inputs
 
 
 def test_a_new_divergence_is_a_function_and_its_row(
@@ -32,15 +32,8 @@ def test_a_new_divergence_is_a_function_and_its_row(
 
     monkeypatch.setitem(DIVERGENCES, "powered_kl", powered_kl)
     logging.disable_progress_bar()
-    tiny_target_model().save_pretrained(tmp_path / "model")
-    tiny_tokenizer().save_pretrained(tmp_path / "model")
-    rows = [json.dumps({"text": f"Row {index} says {index * 7} and then again {index * 7}."}) for index in range(20)]
-    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
     settings = [
-        f"target.model={tmp_path / 'model'}",
-        f"data.source={tmp_path / 'rows.jsonl'}",
-        f"data.cache_dir={tmp_path / 'cache'}",
-        "data.max_length=64",
+        *write_inputs(tmp_path, num_rows=20),
         "draft.ttt_steps=2",
         "loss.divergence=[{name: powered_kl, power: 3, weight: 0.5}, {name: forward_kl, weight: 0.5}]",
         f"train.output_dir={tmp_path / 'run'}",
