@@ -80,6 +80,7 @@ class ExaminedTarget(Section):
     adapter: str | None = like(TargetConfig, "adapter", read_when=WITH_TARGET)
     dtype: Literal["float32", "bfloat16", "float16"] = like(TargetConfig, "dtype", read_when=WITH_TARGET)
     attn: Attention | None = like(TargetConfig, "attn", read_when=WITH_TARGET)
+    device_map: str | None = like(TargetConfig, "device_map", read_when=WITH_TARGET)
     trust_remote_code: bool = like(TargetConfig, "trust_remote_code", read_when=WITH_TARGET)
 
 
@@ -133,7 +134,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             expected = f"one of {', '.join(VERBS)}"
             raise UserError(f"specdistill {verb}", got="an unknown verb", expected=expected, nearest=nearest(verb, VERBS))
         return VERBS[verb](rest)
-    except (UserError, ResourceError) as error:
+    except (UserError, ResourceError, KeyboardInterrupt) as error:
         return explain(error, debug="debug=true" in rest)
 
 

@@ -42,7 +42,7 @@ def run(
         given = [spell_out(argument, shorthands) for argument in arguments if not argument.startswith("debug=")]
         first = [] if any(argument.startswith("recipe=") for argument in given) else without_recipe
         return main(load_recipe(schema, [*first, *given])) or ExitCode.DONE
-    except (UserError, ResourceError) as error:
+    except (UserError, ResourceError, KeyboardInterrupt) as error:
         return explain(error, debug="debug=true" in arguments)
     except getattr(sys.modules.get("torch"), "OutOfMemoryError", ()) as error:
         full = ResourceError(f"the accelerator's memory is full ({error})", next_step="lower the batch size or the lengths")

@@ -16,6 +16,7 @@ class ExitCode(IntEnum):
     CHECK_FAILED = 1
     USER_ERROR = 2
     RESOURCE_ERROR = 3
+    INTERRUPTED = 130  # by Ctrl-C, as a shell counts it
 
 
 class UserError(Exception):
@@ -38,7 +39,7 @@ class ResourceError(Exception):
         super().__init__(one_line(f"{what}; {next_step}"))
 
 
-def explain(error: UserError | ResourceError, *, debug: bool = False) -> ExitCode:
+def explain(error: UserError | ResourceError | KeyboardInterrupt, *, debug: bool = False) -> ExitCode:
     """Say on stderr, in one line, what went wrong (with the traceback when debugging); returns the exit code that goes with it.
 
     What all processes of a launch find alike, the first on each machine says: its launcher ends the others before they do.
@@ -47,6 +48,9 @@ def explain(error: UserError | ResourceError, *, debug: bool = False) -> ExitCod
         time.sleep(SECONDS_APART)
     if debug:
         traceback.print_exception(error)
+    if isinstance(error, KeyboardInterrupt):
+        print("interrupted", file=sys.stderr)
+        return ExitCode.INTERRUPTED
     print(f"error: {error}", file=sys.stderr)
     return ExitCode.USER_ERROR if isinstance(error, UserError) else ExitCode.RESOURCE_ERROR
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ from specdistill.command import run
 from specdistill.methods import METHODS
 from specdistill.methods.recipe import Recipe
 from specdistill.project import PICO, ROOT
+from specdistill.targets.frozen import FrozenTarget
 
 
 def specdistill(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
@@ -44,6 +46,19 @@ def test_usage_lists_every_verb(arguments: list[str], capsys: pytest.CaptureFixt
     assert main(arguments) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines if line.startswith("  ")] == list(VERBS)
+
+
+def test_an_interrupted_command_is_one_line(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]):
+    """Ctrl-C while pico is loaded, in a verb and in a script."""
+
+    def interrupt(*_: object, **__: object) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(FrozenTarget, "load", interrupt)
+    assert main(["data", "recipe=pico/eagle3"]) == 130
+    with pytest.raises(SystemExit, match="130"):
+        main(["eval", "method=ngram", "target.model=pico", "eval.suite=pico"])
+    assert capfd.readouterr().err.splitlines()[-2:] == ["interrupted", "interrupted"]
 
 
 def test_version(capsys: pytest.CaptureFixture[str]):

@@ -138,21 +138,22 @@ def _take_precision(fields: dict[str, Any]) -> str:
 def _adapt_sharding(arguments: Any, precision: str) -> None:
     """Let a sharded launch autocast (see `_take_precision`), and load models whole: transformers shards what it loads under ZeRO-3.
 
-    Raises UserError for checkpoints that DeepSpeed could not put together again.
+    Raises UserError for checkpoints that FSDP could not put together again.
     """
     if not is_sharded():
         return
     if arguments.deepspeed_plugin is None:
         arguments.bf16 = precision == "bf16"
+        if arguments.save_on_each_node:
+            expected = "false, with a folder that all machines share, or accelerate_configs/zero3_multinode.yaml"
+            got = "true under FSDP, whose checkpoints are in parts of one whole"
+            raise UserError("train.save_on_each_node", got=got, expected=expected)
         return
     settings = {"enabled": precision == "bf16", "dtype": "bfloat16", "lower_precision_safe_modules": []}
     arguments.deepspeed_plugin.deepspeed_config["torch_autocast"] = settings
-    unset_hf_deepspeed_config()
     if arguments.save_on_each_node:
-        expected = "false, with a folder that all machines share, or accelerate_configs/ddp_multinode.yaml"
-        raise UserError(
-            "train.save_on_each_node", got="true under DeepSpeed, whose checkpoints are in parts", expected=expected
-        )
+        arguments.deepspeed_plugin.deepspeed_config["checkpoint"] = {"use_node_local_storage": True}
+    unset_hf_deepspeed_config()
 
 
 def _check_trackers_and_schedule(arguments: Any) -> None:

@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
 STATE = "trainer_state.json"
+LATEST = "latest"
 ASIDE = "saving"  # folder of a run that holds what is not whole yet; no pattern of the Trainer matches it
 
 
@@ -41,6 +42,8 @@ def steps(run: Path) -> list[int]:
 
 def publish(folder: Path, run: Path, launch: dict[str, Any]) -> None:
     """Give a checkpoint that all processes have written its manifest, and its place in the run."""
+    for parts in folder.glob("global_step*"):  # DeepSpeed's, which are looked up by a file that only its first machine writes
+        (folder / LATEST).write_text(parts.name, encoding="utf-8")
     files = {path.relative_to(folder).as_posix(): path.stat().st_size for path in sorted(folder.rglob("*")) if path.is_file()}
     (folder / MANIFEST).write_text(json.dumps({"files": files, "launch": launch}, indent=2) + "\n", encoding="utf-8")
     shutil.rmtree(run / folder.name, ignore_errors=True)  # one of this step that was passed over

@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from specdistill.methods.load import load_proposer
 from specdistill.project import ROOT
 from specdistill.targets.frozen import FrozenTarget
 from specdistill.training.history import read_history
-from tests.launches import environment, finish, start, tiny_files, wait_for
+from tests.launches import environment, finish, wait_for
 from tests.tiny import input_keys, write_inputs
 
 # In the last one the target is bfloat16 and matrices are multiplied so; weights and optimizer are float32.
@@ -55,7 +56,6 @@ QUICK = {
     ("draft_model", "zero2"),
     ("eagle3", "ddp_multinode"),
 }
-SHARDED = [name for name, (kind, *_) in CONFIGURATIONS.items() if kind != "MULTI_CPU" and not name.endswith("multinode")]
 NUMBERS = ("loss", "grad_norm", "eval_loss", "eval_acceptance_length")
 TOLERANCE = 2e-5  # of losses, norms and weights, which are all near 1 or below
 TOLERANCE_BFLOAT16 = 1e-2  # under DeepSpeed, which adds up in another order what bfloat16 then rounds
@@ -69,12 +69,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def launch(folder: Path, name: str, method: str, output: Path, accumulation: int, *options: str) -> subprocess.Popen[str]:
-    """`accelerate launch` with a configuration that ships. A node has its own working folder and data cache, and its own run but under
-    DeepSpeed, whose checkpoints are in parts.
+def launch(
+    folder: Path, name: str, method: str, output: Path, accumulation: int, more: Sequence[str] = (), options: Sequence[str] = ()
+) -> subprocess.Popen[str]:
+    """`accelerate launch` with a configuration that ships. A node has its own working folder, data cache and run.
+
+    more: keys of the recipe. options: of accelerate.
     """
     script, keys = METHODS[method]
-    output.mkdir()
+    output.mkdir(exist_ok=True, parents=True)
     command = [sys.executable, "-m", "accelerate.commands.launch", f"--config_file={ROOT}/accelerate_configs/{name}.yaml"]
     arguments = [
         str(Path(__file__).with_name("observed.py")),
@@ -85,7 +88,7 @@ def launch(folder: Path, name: str, method: str, output: Path, accumulation: int
         f"data.cache_dir={output / 'cache'}",
         *keys,
         "optimizer=adamw",
-        f"train.output_dir={output.with_name('node-0') / 'run' if name == 'zero3_multinode' else output / 'run'}",
+        f"train.output_dir={output / 'run'}",
         "train.max_steps=20",
         "train.per_device_train_batch_size=2",
         f"train.gradient_accumulation_steps={accumulation}",
@@ -97,7 +100,8 @@ def launch(folder: Path, name: str, method: str, output: Path, accumulation: int
         "train.load_best_model_at_end=true",
         "train.metric_for_best_model=acceptance_length",
         "train.report_to=none",
-        f"train.save_on_each_node={name == 'ddp_multinode'}",
+        f"train.save_on_each_node={name.endswith('multinode')}",
+        *more,
     ]
     return subprocess.Popen(
         [*command, *options, *arguments],
@@ -110,15 +114,18 @@ def launch(folder: Path, name: str, method: str, output: Path, accumulation: int
     )
 
 
-def launches(folder: Path, name: str, method: str, tmp_path: Path) -> list[subprocess.Popen[str]]:
+def launches(folder: Path, name: str, method: str, output: Path, *keys: str) -> list[subprocess.Popen[str]]:
     """One launch of two processes, or one on each of two machines."""
     if not name.endswith("multinode"):
-        return [launch(folder, name, method, tmp_path / "node-0", 2, "--num_processes=2", "--main_process_port=0")]
+        single = ["--num_processes=2", "--main_process_port=0"]
+        return [launch(folder, name, method, output / "node-0", 2, keys, single)]
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     nodes = ["--num_machines=2", "--num_processes=2", "--main_process_ip=127.0.0.1", f"--main_process_port={port}"]
-    return [launch(folder, name, method, tmp_path / f"node-{rank}", 2, *nodes, f"--machine_rank={rank}") for rank in (0, 1)]
+    return [
+        launch(folder, name, method, output / f"node-{rank}", 2, keys, [*nodes, f"--machine_rank={rank}"]) for rank in (0, 1)
+    ]
 
 
 def finish_all(started: list[subprocess.Popen[str]]) -> None:
@@ -166,7 +173,8 @@ def test_two_processes_train_the_draft_that_one_does(folder: Path, tmp_path: Pat
     assert len(list(tmp_path.glob("node-*/process-*.json"))) == 2
 
     # The same numbers, step by step, and the same draft, on each machine that keeps its own
-    run, *others = sorted(tmp_path.glob("node-*/run"))
+    run, *others = sorted(path.parent for path in tmp_path.glob("node-*/run/draft"))
+    assert len(others) == (name == "ddp_multinode")  # of a sharded draft only the first machine has the whole
     for entry, expected in zip(log(run), log(reference), strict=True):
         assert entry == pytest.approx(expected, abs=tolerance)
     for one, place in itertools.product((run, *others), ("draft", "checkpoint-10/draft")):
@@ -189,21 +197,20 @@ def test_two_processes_train_the_draft_that_one_does(folder: Path, tmp_path: Pat
 @pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.launches
-@pytest.mark.parametrize("name", SHARDED)
-def test_a_sharded_run_that_was_killed_resumes_to_the_same_draft(tmp_path: Path, name: str) -> None:
-    """Killed when its first checkpoint stands, launcher and workers. Noise, evaluations and the best checkpoint are part of the run."""
-    keys = [*tiny_files(tmp_path), "optimizer=adamw", "train.save_steps=4", "train.eval_steps=4"]
-    whole, killed = ([*keys, f"train.output_dir={tmp_path / run}"] for run in ("whole", "killed"))
-    first = start(*killed, config=name)
-    wait_for(tmp_path / "killed" / "checkpoint-4", first)
-    os.killpg(first.pid, signal.SIGKILL)
-    finish(first)
-    assert not (tmp_path / "killed" / "draft").exists()
-    for command in (killed, whole):
-        process = start(*command, config=name)
-        output = finish(process)
-        assert process.returncode == 0, output
-    one, other = (tmp_path / run for run in ("whole", "killed"))
+@pytest.mark.parametrize("name", [name for name, (kind, *_) in CONFIGURATIONS.items() if kind != "MULTI_CPU"])
+def test_a_sharded_run_that_was_killed_resumes_to_the_same_draft(folder: Path, tmp_path: Path, name: str) -> None:
+    """Launchers and workers are killed when the first checkpoint stands. Noise, evaluations and the best checkpoint are part of the run."""
+    killed, whole = tmp_path / "killed", tmp_path / "whole"
+    first = launches(folder, name, "eagle", killed, "loss.noise=0.1")
+    for process, node in zip(first, sorted(killed.glob("node-*")), strict=True):
+        wait_for(node / "run" / "checkpoint-10", process)
+    for process in first:
+        os.killpg(process.pid, signal.SIGKILL)
+        finish(process)
+    assert not (killed / "node-0" / "run" / "draft").exists()
+    for path in (killed, whole):
+        finish_all(launches(folder, name, "eagle", path, "loss.noise=0.1"))
+    one, other = (path / "node-0" / "run" for path in (killed, whole))
     assert (one / "draft" / "model.safetensors").read_bytes() == (other / "draft" / "model.safetensors").read_bytes()
     assert log(one) == log(other)
 

@@ -137,6 +137,12 @@ def test_half_precision_gradients_of_a_sharded_draft_are_refused(
         build(tmp_path, fp16=True)
 
 
+def test_parts_of_one_whole_on_machines_that_share_no_folder_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(UserError, match=r"train\.save_on_each_node: got true under FSDP"):
+        build(tmp_path, save_on_each_node=True)
+
+
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_processes_that_would_train_alone_are_refused(tmp_path: Path):
