@@ -29,7 +29,9 @@ INITIALIZATIONS = ("layers", "width", "scratch")
 
 def save_draft_model(draft: PreTrainedModel | peft.PeftModel, tokenizer: Any, folder: Path) -> None:
     """config.json, safetensors and tokenizer: what AutoModelForCausalLM, vLLM and SGLang load. LoRA's updates are merged."""
-    merged(draft).save_pretrained(folder)
+    model = merged(draft)
+    vars(model).update(should_save_on_this_rank=bool)  # transformers asks the first of all machines alone, whatever its caller says
+    model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 
