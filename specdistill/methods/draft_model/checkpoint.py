@@ -30,7 +30,8 @@ INITIALIZATIONS = ("layers", "width", "scratch")
 def save_draft_model(draft: PreTrainedModel | peft.PeftModel, tokenizer: Any, folder: Path) -> None:
     """config.json, safetensors and tokenizer: what AutoModelForCausalLM, vLLM and SGLang load. LoRA's updates are merged."""
     model = merged(draft)
-    vars(model).update(should_save_on_this_rank=bool)  # transformers asks the first of all machines alone, whatever its caller says
+    # Of several machines transformers writes on the first alone, whoever calls.
+    vars(model).update(should_save_on_this_rank=bool)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
