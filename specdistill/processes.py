@@ -60,14 +60,18 @@ def agree(facts: Mapping[str, str], *, otherwise: str = "") -> None:
 
 
 def of_all(own: Any) -> list[Any]:
-    """What each process passes, in their order; returns when all have come here. Raises ResourceError when one of them has ended."""
+    """What each process passes, in their order; returns when all have come here. Raises ResourceError when one of them has ended, or
+    cannot be reached.
+    """
     if not are_several():
         return [own]
     found: list[Any] = [None] * distributed.get_world_size()
     try:
         distributed.all_gather_object(found, own, group=_group())
-    except RuntimeError as error:  # a connection that was closed
-        raise ResourceError("another process of this launch has ended", next_step="what it said tells why") from error
+    except RuntimeError as error:  # a connection that was closed, or never made
+        why = f"another process of this launch has ended or cannot be reached ({str(error).splitlines()[0][:200]})"
+        next_step = "what it said tells why; between machines of several networks, GLOO_SOCKET_IFNAME names the one to take"
+        raise ResourceError(why, next_step=next_step) from error
     return found
 
 

@@ -23,6 +23,8 @@ from specdistill.training.trainer import DraftTrainer
 def main(recipe: HeadRecipe) -> None:
     check_trainable(recipe, "train/eagle.py")
     check_suite(recipe.eval.suite)  # with the gate it judges the draft later: a mistake in them shows now
+    if recipe.selection is not None:
+        check_suite(recipe.selection.suite, key="selection.suite")
     load_gate(recipe.gate)
     run = TrainingRun.open(recipe, target_dtype=recipe.target.dtype)
     method = implementation(recipe.method)

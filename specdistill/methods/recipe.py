@@ -25,6 +25,9 @@ UNREAD = {
     "label_names": "a draft's batches have no labels",
     **dict.fromkeys(("fsdp", "fsdp_config", "deepspeed", "parallelism_config"), "accelerate_configs/ say how to shard"),
     **dict.fromkeys(("save_only_model", "ignore_data_skip"), "an interrupted run resumes to the same draft"),
+    "enable_jit_checkpoint": "an interrupted run saves by itself",
+    "auto_find_batch_size": "processes share out the rows of a step, which stay as many",
+    "accelerator_config": "rows are shared out so that each is read once in an epoch",
     "resume_from_checkpoint": "an interrupted run resumes when its command is repeated",
 }
 

@@ -208,7 +208,7 @@ class EvalConfig(MeasurementConfig):
 
 
 class SelectionConfig(Section):
-    """Prompts on which each evaluation of a training decodes. Not those of eval.suite, which would then judge what it has chosen."""
+    """Prompts on which each evaluation of a training decodes. Best not those of eval.suite, which would judge what it has chosen."""
 
     suite: str = option(..., "suite name, suite YAML, or a jsonl file, as eval.suite")
     num_prompts: int | None = option(16, "prompts used, spread evenly over the categories; null: all", ge=1)

@@ -118,12 +118,13 @@ def load_suite(name: str | None, target: str = "pico") -> Suite:
     return Suite(*stated, digest, rows, header.sweep, header.quality)
 
 
-def check_suite(name: str | None) -> None:
-    """Raises UserError for a suite that `load_suite` would refuse. None is not judged, and prompts elsewhere are not fetched: who only
-    wants to know needs no network.
+def check_suite(name: str | None, *, key: str = "eval.suite") -> None:
+    """Raises UserError for a suite that `load_suite` would refuse, naming `key` where there is none of that name.
+
+    None is not judged, and prompts elsewhere are not fetched: who only wants to know needs no network.
     """
     if name is not None:
-        path = _find(name)
+        path = _find(name, key=key)
         if path.suffix == ".jsonl" or not _header(path).prompts.startswith(REMOTE):
             load_suite(name)
 
@@ -191,15 +192,15 @@ def evenly(items: Sequence[T], groups: Sequence[Hashable], count: int) -> list[T
     return [items[index] for index in sorted(chosen)]
 
 
-def _find(name: str | None, target: str = "pico") -> Path:
+def _find(name: str | None, target: str = "pico", key: str = "eval.suite") -> Path:
     for candidate in (Path(name), SUITES / f"{name}.yaml") if name else ():
         if candidate.suffix in (".yaml", ".yml", ".jsonl") and candidate.is_file():
             return candidate
     known = sorted(path.stem for path in SUITES.glob("*.yaml"))
     expected = f"one of {', '.join(known)}, a suite YAML or a jsonl file"
     if not name:
-        raise UserError("eval.suite", got=f"nothing with target {target}", expected=f"its prompts: {expected}")
-    raise UserError("eval.suite", got=name, expected=expected, nearest=nearest(name, known))
+        raise UserError(key, got=f"nothing with target {target}", expected=f"its prompts: {expected}")
+    raise UserError(key, got=name, expected=expected, nearest=nearest(name, known))
 
 
 def _header(path: Path) -> SuiteHeader:

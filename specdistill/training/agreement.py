@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from importlib.metadata import version
+from importlib.metadata import distributions, version
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +11,21 @@ from specdistill.processes import agree
 from specdistill.project import ROOT
 from specdistill.recipe.fields import Section
 
+OPTIONAL = ("deepspeed", "peft")
 SHOWN = 12  # digits of a hash, enough to tell
 # Keys that say where a machine keeps things, not what they are.
 PLACES = ("train.output_dir", "train.logging_dir", "data.cache_dir")
 
 
-def check_alike(recipe: Section, packages: Sequence[str]) -> None:
-    """Raises UserError, naming a key of the recipe, the code or a package, when a process of this launch has another one."""
+def check_alike(recipe: Section, packages: Sequence[str], sharding: str) -> None:
+    """Raises UserError, naming a key of the recipe, the code or a package, when a process of this launch has another one.
+
+    sharding: of its launch configuration. OPTIONAL packages are compared where a machine has them.
+    """
     keys = {key: value for key, value in _leaves(recipe.model_dump()) if key not in PLACES}
-    versions = {name: version(name) for name in packages}
-    agree({**keys, **versions, "code of specdistill": code_fingerprint()})
+    installed = {distribution.metadata["Name"] for distribution in distributions()}
+    versions = {name: version(name) for name in (*packages, *installed.intersection(OPTIONAL))}
+    agree({**keys, **versions, "code of specdistill": code_fingerprint(), "accelerate launch": f"sharding {sharding}"})
 
 
 def code_fingerprint() -> str:

@@ -23,6 +23,7 @@ from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 from specdistill.errors import UserError, nearest, one_line
 from specdistill.launch import check_devices
 
+FSDP = ("2", "FULL_STATE_DICT")  # the one that is put together to be saved
 GLOO_SECONDS = 0.5  # for gloo's threads to free the last tensors
 
 # Numbers that TrainingArguments accepts and with which training would fail later, or train nothing: what a field may be, in words too.
@@ -138,17 +139,25 @@ def _take_precision(fields: dict[str, Any]) -> str:
 def _adapt_sharding(arguments: Any, precision: str) -> None:
     """Let a sharded launch autocast (see `_take_precision`), and load models whole: transformers shards what it loads under ZeRO-3.
 
-    Raises UserError for checkpoints that FSDP could not put together again.
+    ZeRO-3 puts drafts together to save them, whatever its configuration says. Raises UserError for an FSDP that would not, and for
+    checkpoints of FSDP that could not be put together again.
     """
     if not is_sharded():
         return
     if arguments.deepspeed_plugin is None:
         arguments.bf16 = precision == "bf16"
+        kind = os.environ.get("FSDP_VERSION", "1"), os.environ.get("FSDP_STATE_DICT_TYPE", "SHARDED_STATE_DICT")
+        if kind != FSDP:
+            got = f"a configuration with FSDP {kind[0]} and fsdp_state_dict_type {kind[1]}"
+            raise UserError(
+                "accelerate launch", got=got, expected=f"fsdp_version {FSDP[0]} and {FSDP[1]}, as fsdp2.yaml has them"
+            )
         if arguments.save_on_each_node:
             expected = "false, with a folder that all machines share, or accelerate_configs/zero3_multinode.yaml"
             got = "true under FSDP, whose checkpoints are in parts of one whole"
             raise UserError("train.save_on_each_node", got=got, expected=expected)
         return
+    arguments.deepspeed_plugin.deepspeed_config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
     settings = {"enabled": precision == "bf16", "dtype": "bfloat16", "lower_precision_safe_modules": []}
     arguments.deepspeed_plugin.deepspeed_config["torch_autocast"] = settings
     if arguments.save_on_each_node:

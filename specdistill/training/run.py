@@ -25,7 +25,7 @@ from specdistill.project import git_revision
 from specdistill.recipe.load import recipe_yaml, save_recipe
 from specdistill.training.agreement import check_alike
 from specdistill.training.arguments import check_precision, training_arguments
-from specdistill.training.checkpoints import ASIDE, check_launch, check_shapes, checkpoint, saving, whole_steps
+from specdistill.training.checkpoints import ASIDE, check_launch, check_shapes, checkpoint, launch, saving, whole_steps
 from specdistill.training.heartbeat import heartbeat
 from specdistill.training.history import ProgressLines, save_history
 from specdistill.training.resumable import ResumableTrainer
@@ -56,7 +56,7 @@ class TrainingRun:
         other files, another run or a finished one, and for a checkpoint that this launch cannot resume.
         """
         arguments = training_arguments(recipe.train, **{"disable_tqdm": not sys.stderr.isatty(), **defaults})
-        check_alike(recipe, PACKAGES)
+        check_alike(recipe, PACKAGES, launch(arguments)["sharding"])
         if target_dtype is not None:
             check_precision(arguments, target_dtype)
         path = Path(str(arguments.output_dir))

@@ -51,6 +51,17 @@ def test_the_checkpoint_that_decodes_best_becomes_the_draft(
     assert judged["results"][0]["mean_acceptance_length"] == pytest.approx(measured[60])
 
 
+def test_a_mistake_in_the_suite_shows_before_any_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    keys = [METRIC, "target.model=pico", "selection.suite=picco", f"train.output_dir={tmp_path / 'run'}"]
+    monkeypatch.setattr(sys, "argv", ["train/eagle.py", *keys])
+    with pytest.raises(SystemExit, match="2"):
+        runpy.run_path(str(ROOT / "train" / "eagle.py"), run_name="__main__")
+    assert capfd.readouterr().err.startswith("error: selection.suite: got picco, expected one of ")
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.parametrize(
     ("keys", "said"),
     [

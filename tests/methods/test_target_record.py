@@ -8,15 +8,17 @@ from typing import Any
 import gguf
 import pytest
 import torch
+from datasets import Dataset
 from transformers import AutoConfig
 
 from specdistill.cli import main
 from specdistill.command import run
 from specdistill.errors import ExitCode, UserError
 from specdistill.methods.draft_model.create import create_draft_model
-from specdistill.methods.load import implementation, load_proposer
+from specdistill.methods.load import create_draft, implementation, load_proposer
 from specdistill.methods.recipe import Recipe
 from specdistill.methods.target_record import SECTION, check_target, save_draft
+from specdistill.recipe.load import load_recipe
 from specdistill.targets.files import TargetFiles
 from specdistill.targets.frozen import FrozenTarget
 from tests.heads import build_head
@@ -128,6 +130,18 @@ def test_a_layer_merged_into_its_target_keeps_the_record(tmp_path: Path, capsys:
         main(["doctor", f"draft={tmp_path / 'out'}", f"target={tmp_path / 'other'}", "decode=false"]) == ExitCode.CHECK_FAILED
     )
     assert f"{tmp_path / 'out'}, a draft for {tmp_path / 'target'} (" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_draft_continues_in_float32_whatever_its_file_holds(method: str, folder: Path, tmp_path: Path) -> None:
+    target = FrozenTarget.load(str(folder / "target"))
+    draft = tmp_path / "bfloat16"
+    save_draft(implementation(method), target, made(method, target).bfloat16(), draft)
+    options = {"mtp": {"init": "scratch"}}.get(method, {"init": str(draft)})
+    keys = [f"method={method}", f"target.model={folder / 'target'}", f"train.output_dir={tmp_path / 'run'}"]
+    rows = Dataset.from_dict({"input_ids": [[5, 6, 7, 8]]})
+    recipe = load_recipe(Recipe, [*keys, *(f"draft.{name}={value}" for name, value in options.items())])
+    assert {tensor.dtype for tensor in create_draft(recipe, target, rows).parameters()} == {torch.float32}
 
 
 def test_a_draft_that_began_as_another_targets_is_for_the_one_it_was_trained_on(folder: Path, tmp_path: Path) -> None:

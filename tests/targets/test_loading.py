@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from specdistill.errors import UserError
 from specdistill.methods.draft_model.gguf import write_gguf
@@ -105,6 +106,17 @@ def test_an_attention_without_its_package_is_refused(folder: Path, attn: str) ->
         UserError, match=r"^target\.model: got .*expected packages that are installed, or another .*target\.attn"
     ):
         FrozenTarget.load(str(folder), attn=attn)
+
+
+def test_a_target_that_does_not_fit_is_no_broken_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command says then that the memory is full."""
+
+    def full(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        FrozenTarget.load(str(folder))
 
 
 def test_devices(folder: Path) -> None:

@@ -19,10 +19,14 @@ CHECK = """
 for key in ("data.seed=0", f"loss.step_decay=0.{rank}", f"train.max_steps={rank}"):
     recipe = load_recipe(Recipe, ["recipe=pico/eagle3", f"train.output_dir=run-{rank}", f"data.cache_dir=cache-{rank}", key])
     try:
-        check_alike(recipe, ["torch"])
+        check_alike(recipe, ["torch"], "zero2")
         print("alike")
     except UserError as error:
         print(error)
+try:
+    check_alike(recipe.model_copy(update={"train": {}}), ["torch"], f"zero{2 + rank}")
+except UserError as error:
+    print(error)
 """
 
 
@@ -30,10 +34,11 @@ for key in ("data.seed=0", f"loss.step_decay=0.{rank}", f"train.max_steps={rank}
 @pytest.mark.distributed
 def test_a_recipe_is_compared_key_by_key(tmp_path: Path) -> None:
     for process in run_processes(tmp_path, IMPORTS, CHECK, 0, 0):
-        same, decay, steps = process.out.splitlines()
+        same, decay, steps, launch = process.out.splitlines()
         assert same == "alike"
         assert decay.startswith("loss.step_decay: got 0.1 in process 1 on ") and ", expected 0.0, as in process 0 on " in decay
         assert steps.startswith("train.max_steps: got 1 in process 1 on ")
+        assert launch.startswith("accelerate launch: got sharding zero3 in process 1 on ")
 
 
 def test_code_is_told_apart_by_what_it_says_not_by_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

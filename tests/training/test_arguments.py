@@ -137,8 +137,12 @@ def test_half_precision_gradients_of_a_sharded_draft_are_refused(
         build(tmp_path, fp16=True)
 
 
-def test_parts_of_one_whole_on_machines_that_share_no_folder_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_an_fsdp_that_could_not_put_a_draft_together_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(UserError, match=r"accelerate launch: got a configuration with FSDP 1 and .* SHARDED_STATE_DICT"):
+        build(tmp_path)
+    monkeypatch.setenv("FSDP_VERSION", "2")
+    monkeypatch.setenv("FSDP_STATE_DICT_TYPE", "FULL_STATE_DICT")
     with pytest.raises(UserError, match=r"train\.save_on_each_node: got true under FSDP"):
         build(tmp_path, save_on_each_node=True)
 
