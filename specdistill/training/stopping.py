@@ -26,7 +26,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_utils import has_length
 
 from specdistill.errors import ResourceError
-from specdistill.training.checkpoints import checkpoint
+from specdistill.training.checkpoints import checkpoint, saving
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 AGAIN = 1.0  # seconds; a terminal's Ctrl-C reaches a process twice at once, from the terminal and from its launcher
@@ -104,6 +104,14 @@ class Stopping(TrainerCallback):
         asked = torch.tensor(self.signals.asked, device=finite.device)
         found_2 = self.trainer.accelerator.reduce(torch.stack([asked, ~finite]).long(), "sum")
         self.unread.append(EndedStep(state.global_step, losses, found_2))
+        self._read(args, control)
+
+    def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Only here the Trainer asks for what `train.save_strategy=epoch` saves and `train.eval_strategy=epoch` evaluates."""
+        self._read(args, control)
+
+    def _read(self, args: TrainingArguments, control: TrainerControl) -> None:
+        """What the steps before the last one found; of the last one too, where its weights are about to be used."""
         ends = control.should_save or control.should_evaluate or control.should_training_stop
         while self.unread and (ends or self.stops or len(self.unread) > 1):
             step = self.unread.pop(0)
@@ -129,9 +137,9 @@ class Stopping(TrainerCallback):
         found = gather_object(own) if args.world_size > 1 else own
         rows = [row for rows in found for row in rows]
         path = Path(str(args.output_dir)) / NOT_FINITE
-        if args.process_index != 0:
-            raise SystemExit(3)
-        path.write_text(json.dumps({"step": step.number, "rows": rows}) + "\n", encoding="utf-8")
+        if args.should_save:
+            with saving(str(path)):
+                path.write_text(json.dumps({"step": step.number, "rows": rows}) + "\n", encoding="utf-8")
         shown = ", ".join(map(str, rows[:8])) + ", …" * (len(rows) > 8)
         what = f"the loss of step {step.number} is not finite, in a batch of rows {shown} of the training data ({path})"
         raise ResourceError(what, next_step="look at them, or lower train.learning_rate or train.max_grad_norm")

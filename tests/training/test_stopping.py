@@ -7,16 +7,22 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 from transformers import LlamaForCausalLM
 
 from specdistill.data.training_data import training_data
+from specdistill.errors import ResourceError
 from specdistill.methods.recipe import Recipe, TrainedRecipe
 from specdistill.project import ROOT
 from specdistill.recipe.load import load_recipe
+from specdistill.training.stopping import EndedStep, Stopping, StopSignals
 from tests.launches import tiny_files
 from tests.tiny import tiny_tokenizer
+from tests.training.small_runs import rows, trainer
 
 # The main thread waits where no Python handler runs, as in a collective operation.
 WAITING = """
@@ -55,9 +61,9 @@ def test_a_loss_that_is_not_finite_names_its_rows(
     target = LlamaForCausalLM.from_pretrained(tmp_path / "model")
     target.model.embed_tokens.weight.data[bad] = float("nan")
     target.save_pretrained(tmp_path / "model")
-    rows = (tmp_path / "rows.jsonl").read_text().splitlines()
-    rows[30] = json.dumps({"text": "What is @ home?"})
-    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
+    lines = (tmp_path / "rows.jsonl").read_text().splitlines()
+    lines[30] = json.dumps({"text": "What is @ home?"})
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines))
 
     monkeypatch.setattr(sys, "argv", ["train/eagle.py", *keys])
     with pytest.raises(SystemExit) as caught:
@@ -73,3 +79,34 @@ def test_a_loss_that_is_not_finite_names_its_rows(
     assert f"error: the loss of step {found['step']} is not finite, in a batch of rows {found['rows'][0]}, " in said
     later = [path for path in (tmp_path / "run").glob("checkpoint-*") if int(path.name.split("-")[1]) >= found["step"]]
     assert later == []
+
+
+@pytest.mark.parametrize("used", ["save_strategy", "eval_strategy"])
+def test_at_the_end_of_an_epoch_nothing_is_made_of_weights_that_are_not_finite(tmp_path: Path, used: str) -> None:
+    fit = trainer(
+        tmp_path, rows(4, 24), num_train_epochs=2, per_device_train_batch_size=1, logging_strategy="no", **{used: "epoch"}
+    )
+    (tmp_path / "run").mkdir()
+
+    def spoil(_: Any, __: Any, output: Any) -> Any:
+        return (output[0] * float("nan"), *output[1:]) if fit.state.global_step == 3 else output
+
+    fit.objective.register_forward_hook(spoil)
+    with pytest.raises(ResourceError, match=r"^the loss of step 4 is not finite"):
+        fit.train()
+    assert not list(tmp_path.glob("checkpoint-*")) and not fit.state.log_history
+
+
+@pytest.mark.parametrize("writes", [True, False])
+def test_every_process_says_that_a_loss_is_not_finite(tmp_path: Path, writes: bool) -> None:
+    """One that left without a word would have its launcher end the one that speaks."""
+    arguments: Any = SimpleNamespace(world_size=2, should_save=writes, output_dir=tmp_path, gradient_accumulation_steps=1)
+    own = Stopping(SimpleNamespace(get_train_dataloader=lambda: iter(())), StopSignals())
+    step = EndedStep(4, [torch.tensor(float("nan"))], torch.tensor([0, 1]))
+    if writes:
+        with pytest.raises(ResourceError, match=r"loss_not_finite\.json could not be saved"):
+            own._not_finite(step, arguments)  # there is no folder
+        (tmp_path / "run").mkdir()
+    with pytest.raises(ResourceError, match=r"^the loss of step 4 is not finite"):
+        own._not_finite(step, arguments)
+    assert (tmp_path / "run" / "loss_not_finite.json").exists() == writes
