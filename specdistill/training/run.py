@@ -133,7 +133,7 @@ class TrainingRun:
                 save_history(trainer.state, self.path, resumed=self.checkpoint is not None)
                 if (self.path / ASIDE / "draft").exists():
                     os.replace(self.path / ASIDE / "draft", self.path / "draft")
-                shutil.rmtree(self.path / ASIDE)
+                shutil.rmtree(self.path / ASIDE, ignore_errors=True)  # not there where another machine writes the draft
 
 
 def _obstacle(path: Path, recipe: Any) -> str | None:

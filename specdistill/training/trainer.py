@@ -23,7 +23,7 @@ from specdistill.data.packing import collate
 from specdistill.errors import UserError
 from specdistill.targets.frozen import FrozenTarget
 from specdistill.training.arguments import autocast_dtype
-from specdistill.training.checkpoints import ASIDE
+from specdistill.training.checkpoints import ASIDE, saving
 from specdistill.training.objective import StepSums, step_metrics
 from specdistill.training.resumable import ResumableTrainer
 from specdistill.training.rows import RandomOrder, fill_up
@@ -145,12 +145,13 @@ class DraftTrainer(ResumableTrainer):
         metrics = super().evaluate(*args, **kwargs)
         if self.decode is not None:
             folder = Path(str(self.args.output_dir)) / ASIDE / "measured"
-            self.save_model(str(folder), _internal_call=True)
+            with saving(str(folder)):
+                self.save_model(str(folder), _internal_call=True)
             with torch.random.fork_rng():
                 length = self.decode(folder / "draft") if self.is_world_process_zero() else 0.0
             measured = {"eval_decoded_acceptance_length": broadcast_object_list([length])[0]}
             if self.args.should_save:
-                shutil.rmtree(folder)
+                shutil.rmtree(folder, ignore_errors=True)  # not there where another machine writes the draft
             self.log(measured)
             metrics |= measured
         return metrics

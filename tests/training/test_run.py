@@ -5,6 +5,7 @@ import os
 import re
 import runpy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from specdistill.project import ROOT
 from specdistill.recipe.load import load_recipe
 from specdistill.training.run import TrainingRun
 from tests.tiny import write_inputs
+from tests.training.small_runs import rows, trainer
 
 
 def test_a_new_divergence_is_a_function_and_its_row(
@@ -100,3 +102,17 @@ def test_a_read_only_folder_is_refused(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
     with pytest.raises(UserError, match=r"^train\.output_dir: got .*can be written"):
         TrainingRun.open(recipe(tmp_path / "run"))
+
+
+def test_a_machine_that_keeps_shards_alone_measures_and_ends_without_a_draft(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of ZeRO-3's processes only the first gathers the weights, also with train.save_on_each_node."""
+    fit = trainer(tmp_path, rows(4, 24), max_steps=1)
+    fit.decode = lambda folder: 2.0
+    fit.is_sharded = True
+    nothing: Any = None
+    monkeypatch.setattr(fit.accelerator, "get_state_dict", lambda _: nothing)
+    assert fit.evaluate()["eval_decoded_acceptance_length"] == 2.0
+    TrainingRun(recipe(tmp_path), fit.args, tmp_path).train(fit)
+    assert (tmp_path / "run" / "history.json").exists() and not (tmp_path / "draft").exists()

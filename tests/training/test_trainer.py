@@ -11,7 +11,7 @@ import torch
 from datasets import Dataset
 
 from specdistill.decoding.decoder import Decoder
-from specdistill.errors import UserError
+from specdistill.errors import ResourceError, UserError
 from specdistill.methods.draft_model.proposer import DraftModelProposer
 from specdistill.methods.heads.proposer import HeadProposer
 from specdistill.methods.recipe import DECODED, Recipe, TrainedRecipe
@@ -129,3 +129,14 @@ def test_evaluation_does_not_depend_on_the_batch_size(tmp_path: Path) -> None:
     for name in one:
         if name.startswith(("eval_loss", "eval_acc", "eval_acceptance")):
             assert one[name] == pytest.approx(four[name], rel=1e-4), name
+
+
+def test_a_full_disk_is_one_line_also_where_a_draft_is_written_to_be_measured(tmp_path: Path) -> None:
+    fit = trainer(tmp_path, rows(3, 24))
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    fit.save, fit.decode = full, lambda folder: 2.0
+    with pytest.raises(ResourceError, match=r"measured could not be saved \("):
+        fit.evaluate()
