@@ -1,7 +1,7 @@
 """Checkpoints of a run on disk: whole or not there, so that a run that was killed at any moment resumes.
 
 `checkpoint-N` is written under another name by all processes and renamed when the last of them is done. Its manifest, written just before,
-lists every file with its size, and the launch that it can be resumed by; what was damaged later is recognized by it and passed over.
+lists every file with its size, and the launch that it can be resumed by; one that later lost a file, or a part of one, is passed over.
 """
 
 import json
@@ -9,6 +9,7 @@ import logging
 import os
 import re
 import shutil
+import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +20,7 @@ from torch import Tensor
 from transformers import TrainingArguments
 
 from specdistill.errors import ResourceError, UserError
+from specdistill.processes import of_all
 from specdistill.training.arguments import launched_with
 from specdistill.training.heartbeat import is_collective
 
@@ -69,7 +71,9 @@ def launch(arguments: Any) -> dict[str, Any]:
 
 
 def check_launch(folder: Path, arguments: TrainingArguments) -> None:
-    """Raises UserError when a whole checkpoint cannot be resumed by this launch: shards fit only as many processes as saved them."""
+    """Raises UserError when a whole checkpoint cannot be resumed by this launch: shards fit only as many processes as saved them, and what
+    a machine keeps for itself only its own processes.
+    """
     saved, now = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["launch"], launch(arguments)
     if saved["sharding"] != now["sharding"]:
         expected = f"{saved['sharding']}, by which {folder} was saved"
@@ -84,6 +88,11 @@ def check_launch(folder: Path, arguments: TrainingArguments) -> None:
     if saved["processes"] != now["processes"]:
         change = f"{saved['processes']} processes, now {now['processes']}"
         warn(f"{folder} was saved by {change}: sums round differently, and noise and dropout are drawn anew")
+        return
+    state = f"rng_state_{arguments.process_index}.pth" if arguments.world_size > 1 else "rng_state.pth"
+    lacking = None if (folder / state).exists() else f"{folder} on {socket.gethostname()}, which has no {state}"
+    if lacking := next(filter(None, of_all(lacking)), None):  # the Trainer would go on with other random numbers
+        raise UserError("accelerate launch --machine_rank", got=lacking, expected="each machine's number when it was saved")
 
 
 def check_shapes(folder: Path, state: Mapping[str, Tensor]) -> None:
@@ -111,23 +120,25 @@ def whole_steps(run: Path) -> list[int]:
 
 
 def warn(text: str) -> None:
-    """What all processes see is said by the first."""
-    if os.environ.get("RANK", "0") == "0":
+    """What all processes of a machine see is said by its first."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
         logger.warning(text)
 
 
 def damage(folder: Path) -> str | None:
     """What a checkpoint, or the best one that it refers to, lacks; None: it is whole."""
+    read = MANIFEST
     try:
-        files = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"]
+        files = json.loads((folder / read).read_text(encoding="utf-8"))["files"]
         for name, size in files.items():
             if (found := (folder / name).stat().st_size) != size:
                 return f"{name} has {found} of {size} bytes"
-        best = json.loads((folder / STATE).read_text(encoding="utf-8"))["best_model_checkpoint"]
+        read = STATE
+        best = json.loads((folder / read).read_text(encoding="utf-8"))["best_model_checkpoint"]
     except FileNotFoundError as error:
         return f"it has no {Path(error.filename).relative_to(folder)}"
-    except (ValueError, KeyError) as error:
-        return f"its {MANIFEST} cannot be read ({error})"
+    except (ValueError, KeyError, TypeError, AttributeError) as error:  # no JSON, or other JSON
+        return f"its {read} cannot be read ({error})"
     if best is None or Path(best).name == folder.name:
         return None
     flaw = damage(folder.parent / Path(best).name)

@@ -18,6 +18,8 @@ def save(run: Path, step: int, best: int | None = None, **launch: Any) -> Path:
     """A checkpoint as training leaves it, with `best` as the best so far."""
     aside = checkpoint(run / "saving", step)
     (aside / "draft").mkdir(parents=True)
+    for rank in (0, 1):
+        (aside / f"rng_state_{rank}.pth").touch()
     (aside / "draft" / "config.json").write_text("{}")
     save_file({"fc.weight": torch.zeros(2, 3)}, aside / "model.safetensors")
     place = None if best is None else str(checkpoint(run, best))
@@ -41,6 +43,9 @@ def remove(path: Path) -> None:
         (remove, "draft/config.json", "it has no draft/config.json"),
         (remove, "manifest.json", "it has no manifest.json"),
         (lambda path: path.write_text('{"files": '), "manifest.json", "its manifest.json cannot be read"),
+        (lambda path: path.write_text("[]"), "manifest.json", "its manifest.json cannot be read"),
+        (lambda path: path.write_text('{"files": []}'), "manifest.json", "its manifest.json cannot be read"),
+        (lambda path: path.write_bytes(bytes(path.stat().st_size)), "trainer_state.json", "its trainer_state.json cannot be"),
     ],
 )
 def test_a_damaged_checkpoint_is_passed_over_in_one_line(
@@ -108,6 +113,7 @@ def test_a_launch_that_cannot_resume_it_is_refused(
         monkeypatch.setenv(name, value)
     arguments: Any = SimpleNamespace(
         world_size=processes,
+        process_index=0,
         train_batch_size=batch,
         gradient_accumulation_steps=1,
         deepspeed_plugin=SimpleNamespace(zero_stage=3),
@@ -118,6 +124,30 @@ def test_a_launch_that_cannot_resume_it_is_refused(
     else:
         with pytest.raises(UserError, match=f"^{key}: got .*checkpoint-2"):
             check_launch(folder, arguments)
+
+
+def test_a_machine_under_another_number_than_when_it_saved_is_refused(tmp_path: Path) -> None:
+    """With train.save_on_each_node, each machine has the states of its own processes alone; the Trainer goes on without."""
+    folder = save(tmp_path, 2)
+    (folder / "rng_state_1.pth").unlink()
+    launch: Any = SimpleNamespace(world_size=2, process_index=0, train_batch_size=4, gradient_accumulation_steps=1)
+    check_launch(folder, launch)
+    launch.process_index = 1
+    with pytest.raises(
+        UserError, match=r"^accelerate launch --machine_rank: got .*checkpoint-2 on .*no rng_state_1\.pth, expected"
+    ):
+        check_launch(folder, launch)
+
+
+def test_each_machine_says_what_it_passes_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    remove(save(tmp_path, 2) / "manifest.json")
+    for rank, local_rank in ((0, 0), (1, 1), (2, 0)):
+        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setenv("LOCAL_RANK", str(local_rank))
+        assert whole_steps(tmp_path) == []
+    assert len(caplog.records) == 2
 
 
 def test_a_draft_of_another_shape_is_refused(tmp_path: Path) -> None:
