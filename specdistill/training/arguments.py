@@ -40,6 +40,7 @@ LIMITS: dict[str, Limit] = {
     **dict.fromkeys(("learning_rate", "weight_decay", "max_grad_norm", "seed"), NOT_NEGATIVE),
     "dataloader_num_workers": (lambda number: 0 <= number <= 1024, "0 to 1024"),
     **dict.fromkeys(("adam_beta1", "adam_beta2"), DECAY),
+    "ddp_timeout": (lambda seconds: seconds >= 30, "30 or more"),
 }
 # Names that a field's own definition does not list: trackers, and what compiles.
 NAMES = {

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -86,11 +86,14 @@ class Heartbeat(TrainerCallback):
 
     def culprit(self) -> str:
         """The processes that do not run; else those that are behind; takes SILENT beats to see."""
-        before = self._heard()
-        for _ in range(SILENT):
-            time.sleep(BEAT)
-            self.beat()
-        heard = self._heard()
+        try:
+            before = self._heard()
+            for _ in range(SILENT):
+                time.sleep(BEAT)
+                self.beat()
+            heard = self._heard()
+        except torch.distributed.DistError:  # of the key-value store
+            return "the launcher of machine 0 cannot be reached"
         silent = [said.name for rank, said in heard.items() if said == before.get(rank)]
         silent += [f"process {rank}" for rank in range(self.world_size) if rank not in heard]
         if silent:
@@ -98,7 +101,7 @@ class Heartbeat(TrainerCallback):
         last = min(said.marks for said in heard.values())
         behind = [said for said in heard.values() if said.marks == last and not said.waits]
         places = ", ".join(f"{said.name} in {said.place}" for said in behind or heard.values())
-        return f"for more than {EARLY * self.timeout:.0f} s the others have waited for {places}"
+        return f"{places} is behind the others" if behind else f"all processes live: {places}"
 
     def _heard(self) -> dict[int, Said]:
         known = [rank for rank in range(self.world_size) if self.store.check([str(rank)])]
@@ -106,9 +109,11 @@ class Heartbeat(TrainerCallback):
 
     def _watch(self) -> None:
         while not self.ended.wait(BEAT):
-            self.beat()
+            with suppress(torch.distributed.DistError):  # without the launcher of machine 0 steps go on, and may still save
+                self.beat()
             if time.monotonic() - self.marked > EARLY * self.timeout - SILENT * BEAT:  # which culprit() takes
-                print(f"error: {self.culprit()}; {NEXT_STEP}", file=sys.stderr, flush=True)
+                waited = f"no progress for {EARLY * self.timeout:.0f} s"
+                print(f"error: {waited}: {self.culprit()}; {NEXT_STEP}", file=sys.stderr, flush=True)
                 os._exit(ExitCode.RESOURCE_ERROR)
 
 

@@ -62,6 +62,7 @@ def test_trackers_by_name(tmp_path: Path, given: str | list[str]):
         ({"learning_rate": float("nan")}, "train.learning_rate: got nan, expected at least 0"),
         ({"warmup_steps": float("inf")}, "train.warmup_steps: got inf, expected a finite number"),
         ({"save_steps": 0}, "train.save_steps: got 0, expected above 0"),
+        ({"ddp_timeout": 4}, "train.ddp_timeout: got 4, expected 30 or more"),
         ({"dataloader_num_workers": 10**9}, "train.dataloader_num_workers: got 1000000000, expected 0 to 1024"),
         (
             {"dataloader_persistent_workers": True},

@@ -1,5 +1,6 @@
 """Which process is named when another waits for it: one that was killed, in a launch; stopped and late ones, in threads of this one."""
 
+import os
 import re
 import signal
 import threading
@@ -33,7 +34,36 @@ def test_a_process_that_is_behind_is_named_with_its_place(three: list[Heartbeat]
         one.mark()
     with second.beating(), third.beating():
         said = first.culprit()
-    assert re.fullmatch(r"for more than 90 s the others have waited for process 1 \(\S+, \d+\) in \w+, \S+\.py:\d+", said)
+    assert re.fullmatch(r"process 1 \(\S+, \d+\) in \w+, \S+\.py:\d+ is behind the others", said)
+
+
+def test_a_process_that_comes_no_further_ends_before_its_collective_does(
+    three: list[Heartbeat], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    first, second, _ = three
+    codes: list[int] = []
+    monkeypatch.setattr(os, "_exit", lambda code: (codes.append(code), first.ended.set()))
+    first.timeout = 1.0
+    with second.beating():
+        first._watch()
+    assert codes == [3]
+    said = r"error: no progress for 1 s: process 2 \(\S+, \d+\) has died or hangs; the same command .*\n"
+    assert re.fullmatch(said, capfd.readouterr().err)
+
+
+def test_without_the_launcher_that_keeps_the_store_a_process_still_ends_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(heartbeat, "BEAT", 0.01)
+    launcher = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    machine = torch.distributed.TCPStore("127.0.0.1", launcher.port, is_master=False)
+    own = Heartbeat(1, 2, 1.0, machine)
+    del launcher
+    codes: list[int] = []
+    monkeypatch.setattr(os, "_exit", lambda code: (codes.append(code), own.ended.set()))
+    own._watch()
+    assert codes == [3]
+    assert "error: no progress for 1 s: the launcher of machine 0 cannot be reached; the same" in capfd.readouterr().err
 
 
 def test_only_failures_of_collective_operations_are_another_process_s_fault(three: list[Heartbeat]) -> None:
