@@ -1,7 +1,8 @@
 """`specdistill train … launch=NAME`: the script in several processes, started by accelerate's own launcher.
 
 A name is a file of `accelerate_configs/`, which the wheel carries. What is refused here would otherwise start processes that fail one by
-one, or wait for each other. The exit code is that of the process that failed first; signals reach the processes.
+one, or wait for each other. The exit code is that of the process that failed first. SIGTERM and SIGINT reach every process; only to a
+single one in a terminal's foreground is a SIGINT not passed on, since the terminal's Ctrl-C reaches it directly.
 """
 
 import logging
@@ -15,9 +16,12 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import yaml
+
 from specdistill.errors import ExitCode, ResourceError, UserError, nearest, one_line
 from specdistill.project import LAUNCHES
 from specdistill.recipe.fields import ReadWhen, Section, option
+from specdistill.recipe.load import validate
 
 LAUNCHED = ReadWhen("with launch=…", lambda it: it.launch is not None)
 OF_ACCELERATE = ("num_processes", "num_machines", "machine_rank", "main_process_ip", "main_process_port")
@@ -34,7 +38,11 @@ class LaunchOptions(Section):
     machine_rank: int | None = option(None, "of several machines this one, from 0", ge=0, read_when=LAUNCHED)
     main_process_ip: str | None = option(None, "of several machines the address of machine 0", read_when=LAUNCHED)
     main_process_port: int | None = option(
-        None, "through which several machines meet; null: the configuration's", ge=1, le=65535, read_when=LAUNCHED
+        None,
+        "through which processes meet; null: the configuration's, else any on one machine, 29500 on several",
+        ge=1,
+        le=65535,
+        read_when=LAUNCHED,
     )
 
 
@@ -51,9 +59,8 @@ def launch(script: Path, arguments: Sequence[str], options: LaunchOptions) -> in
     command = [*flags, str(script), *arguments]
     print(f"$ accelerate launch {shlex.join(command)}", flush=True)
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # what it would say is said below
-    # To a single process accelerate forwards nothing, and a terminal interrupts it directly; for several torch sets handlers of its own.
-    signal.signal(signal.SIGTERM, _forward)
-    signal.signal(signal.SIGINT, lambda *_: None)
+    for number in (signal.SIGTERM, signal.SIGINT):  # for several processes torch sets handlers of its own; for one nobody does
+        signal.signal(number, _forward)
     try:
         launch_command(launch_command_parser().parse_args(command))
     except ChildFailedError as error:
@@ -88,40 +95,52 @@ def check_devices(num_processes: int, key: str) -> None:
 
 def _checked(configuration: Path, given: dict[str, Any]) -> dict[str, Any]:
     """What accelerate is told beside its configuration. Raises UserError for processes that cannot start, or could not meet."""
-    from accelerate.commands.config.config_args import load_config_from_file
     from accelerate.utils import DistributedType, is_cuda_available, is_deepspeed_available, is_port_in_use
 
-    try:
-        settings = load_config_from_file(str(configuration))
-    except (ValueError, TypeError, KeyError) as error:
-        raise UserError(
-            "launch", got=f"{configuration} ({one_line(str(error))})", expected="a configuration of accelerate"
-        ) from error
+    settings, named = _read(configuration)
     if settings.distributed_type == DistributedType.DEEPSPEED and not is_deepspeed_available():
         expected = "DeepSpeed beside torch: DS_BUILD_OPS=0 pip install --no-build-isolation deepspeed"
         raise UserError("launch", got=f"{configuration.stem} without DeepSpeed", expected=expected)
-    processes, machines = (given.get(name, getattr(settings, name)) for name in ("num_processes", "num_machines"))
+    chosen = validate(LaunchOptions, {"launch": str(configuration), **named, **given}, f"{configuration}: ")
+    processes, machines = chosen.num_processes or settings.num_processes, chosen.num_machines or 1
+    if processes < 1:
+        raise UserError("num_processes", got=f"nothing with {configuration}, which names none", expected="their number")
     if processes % machines:
         raise UserError("num_processes", got=f"{processes} on {machines} machines", expected="as many on each machine")
     check_devices(processes // machines, "num_processes")
-    if machines == 1:
-        refused = next((name for name in ("machine_rank", "main_process_ip") if name in given), None)
-        if refused:
-            raise UserError(refused, got=given[refused], expected="no such key, or num_machines above 1")
-        given = {"main_process_port": 0, **given}  # any that is free
-    for name in ("machine_rank", "main_process_ip") if machines > 1 else ():
-        if name not in given:
+    for name in ("machine_rank", "main_process_ip"):
+        if machines == 1 and name in given:
+            raise UserError(name, got=given[name], expected="no such key, or num_machines above 1")
+        if machines > 1 and getattr(chosen, name) is None:
             what = LaunchOptions.model_fields[name].description
             raise UserError(name, got=f"nothing with {machines} machines", expected=f"a value ({what})")
-    if given.get("machine_rank", 0) >= machines:
-        raise UserError("machine_rank", got=given["machine_rank"], expected=f"below {machines}, the number of machines")
-    port = given.get("main_process_port", settings.main_process_port)
-    if port and given.get("machine_rank", 0) == 0 and is_port_in_use(port):
+    rank = (chosen.machine_rank or 0) if machines > 1 else 0
+    if rank >= machines:
+        raise UserError("machine_rank", got=rank, expected=f"below {machines}, the number of machines")
+    port = chosen.main_process_port or (29500 if machines > 1 else 0)  # 0: any that is free
+    if port and rank == 0 and is_port_in_use(port):
         expected = "a free port, the same on every machine"
         raise UserError("main_process_port", got=f"{port}, which another program on this machine uses", expected=expected)
     if not is_cuda_available() and processes // machines > (cores := len(os.sched_getaffinity(0))):
         print(f"warning: {processes // machines} processes share {cores} CPU core{'s' * (cores > 1)}", file=sys.stderr)
-    return given
+    return {**given, "main_process_port": port}
+
+
+def _read(configuration: Path) -> tuple[Any, dict[str, Any]]:
+    """accelerate's view of its configuration, and which of our keys the file names itself. Raises UserError for what accelerate refuses."""
+    from accelerate.commands.config.config_args import ClusterConfig
+
+    try:
+        own = yaml.safe_load(configuration.read_text(encoding="utf-8"))
+        if not isinstance(own, dict):
+            raise TypeError("no keys")
+        settings = ClusterConfig.from_yaml_file(str(configuration))
+    except (yaml.YAMLError, OSError, ValueError, TypeError, KeyError) as error:
+        got = f"{configuration} ({one_line(str(error))})"
+        raise UserError("launch", got=got, expected="a configuration of accelerate") from error
+    if own.get("main_process_port") == 0:  # accelerate's word for any that is free
+        del own["main_process_port"]
+    return settings, {name: own[name] for name in OF_ACCELERATE if own.get(name) is not None}
 
 
 def _exit_code(code: int, process: str) -> int:
@@ -134,8 +153,19 @@ def _exit_code(code: int, process: str) -> int:
 
 
 def _forward(number: int, _frame: FrameType | None) -> None:
-    """Pass a signal on to the processes that this one has started."""
+    """Pass a signal on to the processes that this one has started, but for a terminal's Ctrl-C, which they get as well."""
     import psutil
 
+    if number == signal.SIGINT and _in_foreground():
+        return
     for child in psutil.Process().children():
         child.send_signal(number)
+
+
+def _in_foreground() -> bool:
+    """Whether a terminal's Ctrl-C goes to this process and those that it has started."""
+    try:
+        with open("/dev/tty", "rb") as terminal:
+            return os.tcgetpgrp(terminal.fileno()) == os.getpgrp()
+    except OSError:  # no terminal
+        return False

@@ -7,10 +7,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import yaml
+from accelerate.commands.launch import _validate_launch_command
 from accelerate.utils.other import get_free_port
 
 from specdistill.cli import main
@@ -24,10 +26,13 @@ import os, signal, sys, time
 folder, end = sys.argv[1:]
 rank = os.environ.get("RANK", "0")
 def leave(number, frame):
-    open(f"{folder}/{rank}-signal-{number}", "w").close()
+    with open(f"{folder}/{rank}-signal-{number}", "a") as file:
+        file.write("x")
+    time.sleep(end == "terminal")  # is there another?
     sys.exit(0)
-signal.signal(signal.SIGTERM, leave)
 assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+for number in (signal.SIGTERM, signal.SIGINT):
+    signal.signal(number, leave)
 open(f"{folder}/{rank}-of-{os.environ.get('WORLD_SIZE', '1')}", "w").close()
 if end == "code" and rank == "1":
     sys.exit(3)
@@ -37,6 +42,9 @@ time.sleep(60)
 """
 
 
+IN_A_TERMINAL = [sys.executable, "-c", "import pty, sys; pty.spawn(sys.argv[1:])"]
+
+
 def start(folder: Path, end: str, *keys: str) -> subprocess.Popen[str]:
     (folder / "process.py").write_text(PROCESS, encoding="utf-8")
     call = (
@@ -44,7 +52,15 @@ def start(folder: Path, end: str, *keys: str) -> subprocess.Popen[str]:
         f"sys.exit(launch(Path({str(folder / 'process.py')!r}), [{str(folder)!r}, {end!r}], load_recipe(LaunchOptions, {list(keys)})))"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.Popen([sys.executable, "-c", call], env=environment, text=True, stderr=subprocess.PIPE)
+    command = [*(IN_A_TERMINAL if end == "terminal" else ()), sys.executable, "-c", call]
+    pipes = {"stdin": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(command, env=environment, text=True, start_new_session=True, **pipes)  # else without any terminal
+
+
+def wait_for(names: set[str], folder: Path) -> None:
+    deadline = time.monotonic() + 60
+    while not left_by(folder) >= names and time.monotonic() < deadline:
+        time.sleep(0.1)
 
 
 def left_by(folder: Path) -> set[str]:
@@ -61,18 +77,24 @@ def test_the_exit_code_is_that_of_the_process_that_failed(tmp_path: Path) -> Non
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(("keys", "code"), [(["launch=cpu"], 0), (["launch=ddp", "num_processes=2"], 128 + signal.SIGTERM)])
-def test_a_signal_reaches_every_process(keys: list[str], code: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("keys", [["launch=cpu"], ["launch=ddp", "num_processes=2"]])
+def test_a_signal_reaches_every_process(keys: list[str], number: int, tmp_path: Path) -> None:
     run = start(tmp_path, "signal", *keys)
     started = {"0-of-1"} if len(keys) == 1 else {"0-of-2", "1-of-2"}
-    for _ in range(600):
-        if left_by(tmp_path) >= started:
-            break
-        time.sleep(0.1)
-    run.send_signal(signal.SIGTERM)
+    wait_for(started, tmp_path)
+    run.send_signal(number)
     run.communicate(timeout=60)
-    assert run.returncode == code
-    assert left_by(tmp_path) - started == {name[0] + "-signal-15" for name in started}
+    assert run.returncode == (0 if len(keys) == 1 else 128 + number)
+    assert left_by(tmp_path) - started == {f"{name[0]}-signal-{number}" for name in started}
+
+
+@pytest.mark.distributed
+def test_a_terminal_interrupts_a_single_process_once(tmp_path: Path) -> None:
+    run = start(tmp_path, "terminal", "launch=cpu")
+    wait_for({"0-of-1"}, tmp_path)
+    run.communicate("\x03", timeout=60)
+    assert (tmp_path / "0-signal-2").read_text(encoding="utf-8") == "x"
 
 
 @pytest.mark.distributed
@@ -112,20 +134,70 @@ FIRST = [*TWO, "machine_rank=0", "main_process_ip=127.0.0.1"]
             ["launch=ddp", "main_process_port={used}"],
             "main_process_port: got {used}, which another program on this machine uses",
         ),
-        (["launch={yaml}"], "launch: got {yaml} (The config file at {yaml} had unknown keys (['processes'])"),
     ],
 )
-def test_what_cannot_start_is_one_line(
-    keys: list[str], said: str, used_port: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "mine.yaml"
-    file.write_text("distributed_type: MULTI_GPU\nprocesses: 2\n", encoding="utf-8")
-    values = {"used": used_port, "yaml": file}
-    arguments = ["recipe=pico/eagle3", *(key.format(**values) for key in keys)]
+def test_what_cannot_start_is_one_line(keys: list[str], said: str, used_port: int, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["recipe=pico/eagle3", *(key.format(used=used_port) for key in keys)]
     assert main(["train", *arguments]) == 2
     output = capsys.readouterr()
     assert output.out == "" and output.err.count("\n") == 1
-    assert said.format(**values) in output.err
+    assert said.format(used=used_port) in output.err
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (b"distributed_type: [", "launch: got {yaml} (while parsing a flow node"),
+        (b"", "launch: got {yaml} (no keys), expected a configuration of accelerate"),
+        (b"- 2", "launch: got {yaml} (no keys), expected a configuration of accelerate"),
+        (b"\xff", "launch: got {yaml} ('utf-8' codec can't decode byte 0xff"),
+        (
+            b"distributed_type: MULTI_GPU\nprocesses: 2",
+            "launch: got {yaml} (The config file at {yaml} had unknown keys (['processes'])",
+        ),
+        (b"distributed_type: MULTI_GPU", "num_processes: got nothing with {yaml}, which names none"),
+        (b"distributed_type: MULTI_GPU\nnum_processes: 0", "{yaml}: num_processes: got 0, expected int or null, at least 1"),
+        (b"distributed_type: MULTI_GPU\nnum_machines: 0", "{yaml}: num_machines: got 0, expected int or null, at least 1"),
+    ],
+)
+def test_a_configuration_that_cannot_start_is_one_line(
+    text: bytes, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_bytes(text)
+    assert main(["train", "recipe=pico/eagle3", f"launch={file}"]) == 2
+    output = capsys.readouterr()
+    assert output.out == "" and output.err.count("\n") == 1
+    assert output.err.startswith("error: " + said.format(yaml=file))
+
+
+ONE_MACHINE = {"distributed_type": "MULTI_GPU", "num_processes": 2, "machine_rank": 0, "num_machines": 1}
+TWO_MACHINES = ONE_MACHINE | {"num_machines": 2, "machine_rank": 1, "main_process_ip": "10.0.0.1"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "keys", "understood"),
+    [
+        (ONE_MACHINE, [], (0, None, 0)),
+        (ONE_MACHINE | {"main_process_port": 0}, [], (0, None, 0)),
+        (ONE_MACHINE | {"main_process_port": 29411}, [], (0, None, 29411)),
+        (ONE_MACHINE | {"main_process_port": 29411}, ["main_process_port=29412"], (0, None, 29412)),
+        (TWO_MACHINES, [], (1, "10.0.0.1", 29500)),
+        (TWO_MACHINES | {"main_process_port": 29411}, ["main_process_ip=10.0.0.2"], (1, "10.0.0.2", 29411)),
+    ],
+)
+def test_what_a_configuration_names_is_used(
+    settings: dict[str, Any], keys: list[str], understood: tuple[Any, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What accelerate itself makes of the file and of what it is told beside it; a port of 0 is any that is free."""
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(settings), encoding="utf-8")
+    started = []
+    monkeypatch.setattr("accelerate.commands.launch.launch_command", lambda it: started.append(_validate_launch_command(it)[0]))
+    monkeypatch.setattr("accelerate.utils.is_port_in_use", lambda port: False)
+    monkeypatch.setattr(signal, "signal", lambda number, handler: None)
+    assert main(["train", "recipe=pico/eagle3", f"launch={tmp_path / 'mine.yaml'}", *keys]) == 0
+    (it,) = started
+    assert (it.machine_rank, it.main_process_ip, it.main_process_port) == understood
 
 
 @pytest.mark.parametrize(
