@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -106,6 +107,28 @@ def test_the_page_on_scale_has_these_numbers(tmp_path: Path, name: str, config: 
     numbers = [short(row.parameters), *trained, f"{row.training_hours:.0f}", caches, short(row.disk_bytes, "B")]
     line = " | ".join([name, short(plan.target["bytes"], "B"), *numbers])
     assert f"| {line} |\n" in (ROOT / "docs" / "scale.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "shard", "spread"),
+    [("8B", LLAMA_8B, False, 0), ("70B", LLAMA_70B, True, 12), ("120B mixture", GPT_OSS_120B, True, 0)],
+)
+def test_the_page_on_scale_says_what_each_of_eight_gpus_holds(
+    tmp_path: Path, name: str, config: dict[str, Any], shard: bool, spread: int
+):
+    """shard: the layers of the target. spread: bytes of a trained parameter that are."""
+    plan = plan_for(tmp_path, config)
+    row, whole = row_of(plan, "eagle3"), plan.target["bytes"]
+    model = read(plan.target["model"], key="target.model").model
+    kept = 2 * sum(parameter.numel() for name, parameter in model.named_parameters() if ".layers." not in name)
+    held = (whole - kept) / 8 + kept if shard else whole
+    layer = (whole - kept) / config["num_hidden_layers"] if shard else 0
+    in_all = row.training_memory_bytes - whole + held + layer - row.parameters * spread * 7 / 8
+    cells = [short(held, "B"), short(layer, "B") if shard else "–", short(in_all, "B")]
+    (line,) = re.findall(rf"^\| {name} \|.*", (ROOT / "docs" / "scale.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert line.startswith(f"| {name} | {short(whole, 'B')} |") and line.endswith(f"| {' | '.join(cells)} |")
+    if shard:
+        assert f"{short(kept, 'B')} of the {name.split()[-1]}" in " ".join((ROOT / "docs" / "scale.md").read_text().split())
 
 
 def test_caches_of_other_kinds_have_no_size(tmp_path: Path):
