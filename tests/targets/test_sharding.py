@@ -11,7 +11,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from specdistill.errors import UserError
 from specdistill.project import ROOT
+from specdistill.targets import sharding
 from tests.launches import environment
 from tests.tiny import tiny_target_model, tiny_tokenizer
 
@@ -98,3 +100,29 @@ def test_each_process_loads_its_part_of_the_layers(tmp_path: Path) -> None:
 
 def test_zero_3_leaves_the_target_alone(tmp_path: Path) -> None:
     run("zero3", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("joined", "quantized", "said"),
+    [(False, False, "layers in processes that form no group"), (True, True, "layers with a quantized checkpoint")],
+)
+def test_what_cannot_be_told_apart_is_refused(
+    joined: bool, quantized: bool, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sharding.distributed, "is_initialized", lambda: joined)
+    with pytest.raises(UserError, match=rf"^target\.shard: got {said}"):
+        sharding.sharded("layers", LlamaConfig(), "cpu", is_quantized=quantized, trust_remote_code=False)
+
+
+@pytest.mark.parametrize(
+    ("plan", "said"), [({}, "tensor for a LlamaForCausalLM, which has no plan"), (None, "tensor in 3 processes for 1 ")]
+)
+def test_a_class_without_a_plan_and_heads_that_cannot_be_shared_out_are_refused(
+    plan: dict[str, str] | None, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_target_model()
+    if plan is not None:
+        model.tp_plan = plan
+    monkeypatch.setattr(sharding, "num_processes", lambda: 3)
+    with pytest.raises(UserError, match=rf"^target\.shard: got {said}"):
+        sharding._plan_layers(model)

@@ -5,6 +5,7 @@ import os
 import re
 import runpy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from specdistill.losses.divergence import DIVERGENCES, LossSum, forward_kl
 from specdistill.methods.recipe import Recipe
 from specdistill.project import ROOT
 from specdistill.recipe.load import load_recipe
+from specdistill.training import run as training_run
 from specdistill.training.run import TrainingRun
 from tests.tiny import write_inputs
 from tests.training.small_runs import rows, trainer
@@ -116,3 +118,20 @@ def test_a_machine_that_keeps_shards_alone_measures_and_ends_without_a_draft(
     assert fit.evaluate()["eval_decoded_acceptance_length"] == 2.0
     TrainingRun(recipe(tmp_path), fit.args, tmp_path).train(fit)
     assert (tmp_path / "run" / "history.json").exists() and not (tmp_path / "draft").exists()
+
+
+def test_checkpoints_that_one_machine_lacks_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(training_run, "whole_steps", lambda _: [4, 2])
+    monkeypatch.setattr(training_run, "of_all", lambda own: [own, (None, [])])
+    with pytest.raises(UserError, match=r"^train\.output_dir: got .*/run, whose checkpoints not every machine has"):
+        TrainingRun.open(recipe(tmp_path / "run"))
+    monkeypatch.setattr(training_run, "of_all", lambda own: [own, (None, [2])])
+    monkeypatch.setattr(training_run, "check_launch", lambda *_: None)
+    assert TrainingRun.open(recipe(tmp_path / "run")).checkpoint == tmp_path / "run" / "checkpoint-2"
+
+
+def test_a_folder_that_another_machine_does_not_see_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(training_run, "SEEN_WITHIN", 0.0)
+    second: Any = SimpleNamespace(should_save=False, process_index=1)
+    with pytest.raises(UserError, match=r"^train\.save_on_each_node: got false, and process 1 does not see .*/run/run"):
+        TrainingRun(recipe(tmp_path / "run"), second, tmp_path / "run").record()
