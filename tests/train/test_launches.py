@@ -23,7 +23,7 @@ from specdistill.methods.load import load_proposer
 from specdistill.project import ROOT
 from specdistill.targets.frozen import FrozenTarget
 from specdistill.training.history import read_history
-from tests.launches import environment, finish, wait_for
+from tests.launches import environment, finish, start, tiny_files, wait_for
 from tests.tiny import input_keys, write_inputs
 
 # In the last one the target is bfloat16 and matrices are multiplied so; weights and optimizer are float32.
@@ -213,6 +213,21 @@ def test_a_sharded_run_that_was_killed_resumes_to_the_same_draft(folder: Path, t
     one, other = (path / "node-0" / "run" for path in (killed, whole))
     assert (one / "draft" / "model.safetensors").read_bytes() == (other / "draft" / "model.safetensors").read_bytes()
     assert log(one) == log(other)
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.launches
+def test_zero_3_saves_a_whole_draft_whatever_its_configuration_says(tmp_path: Path) -> None:
+    own = (ROOT / "accelerate_configs" / "zero3.yaml").read_text(encoding="utf-8").replace("zero3_save_16bit_model: true", "")
+    (tmp_path / "own.yaml").write_text(own, encoding="utf-8")
+    keys = [*tiny_files(tmp_path), "optimizer=adamw", "train.max_steps=2", f"train.output_dir={tmp_path / 'run'}"]
+    process = start(*keys, config=str(tmp_path / "own"))
+    output = finish(process)
+    assert process.returncode == 0, output
+    target = FrozenTarget.load(str(tmp_path / "model"))
+    for draft in ("draft", "checkpoint-2/draft"):
+        load_proposer("eagle", tmp_path / "run" / draft, target)
 
 
 def log(run: Path) -> list[dict[str, float]]:
