@@ -29,7 +29,7 @@ def _reading(key: str, name: str, expected: str) -> Iterator[None]:
     try:
         with hub_errors(key, name, expected=expected):
             yield
-    except torch.OutOfMemoryError:  # a RuntimeError, and no fault of the files
+    except (torch.OutOfMemoryError, torch.distributed.DistError):  # RuntimeErrors, and no fault of the files
         raise
     except SafetensorError as error:
         raise UserError(key, got=f"{name}: {error}", expected="whole safetensors files") from error

@@ -22,11 +22,11 @@ from transformers import TrainingArguments
 from specdistill.errors import ResourceError, UserError
 from specdistill.processes import of_all
 from specdistill.training.arguments import launched_with
-from specdistill.training.heartbeat import is_collective
 
 logger = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
+WRITER = ("PytorchStreamWriter", "inline_container", "iostream")  # how torch's writer of files calls itself in errors
 STATE = "trainer_state.json"
 LATEST = "latest"
 ASIDE = "saving"  # folder of a run that holds what is not whole yet; no pattern of the Trainer matches it
@@ -147,11 +147,11 @@ def damage(folder: Path) -> str | None:
 
 @contextmanager
 def saving(what: str) -> Iterator[None]:
-    """Raises ResourceError for a disk that is full or cannot be written; torch reports either as a RuntimeError."""
+    """Raises ResourceError for a disk that is full or cannot be written; torch's writer reports either as a RuntimeError."""
     try:
         yield
     except (OSError, SafetensorError, RuntimeError) as error:
-        if is_collective(error):
+        if isinstance(error, RuntimeError) and not any(name in str(error) for name in WRITER):
             raise
         next_step = "free the disk, then repeat the command: it goes on from the last checkpoint"
         raise ResourceError(f"{what} could not be saved ({error})", next_step=next_step) from error

@@ -161,3 +161,11 @@ def test_a_draft_of_another_shape_is_refused(tmp_path: Path) -> None:
 def test_a_full_disk_is_one_line_that_says_how_to_go_on(error: Exception) -> None:
     with pytest.raises(ResourceError, match=r"^checkpoint-2 could not be saved \(.*repeat the command"), saving("checkpoint-2"):
         raise error
+
+
+@pytest.mark.parametrize("error", [RuntimeError("shapes do not fit"), torch.OutOfMemoryError("CUDA out of memory")])
+def test_what_is_no_fault_of_the_disk_is_not_called_one(error: RuntimeError) -> None:
+    with pytest.raises(type(error), match=str(error)), saving("checkpoint-2"):
+        raise error
+    with pytest.raises(ResourceError, match=r"^checkpoint-2 could not be saved"), saving("checkpoint-2"):
+        raise RuntimeError("PytorchStreamWriter failed writing file data/0: file write failed")
