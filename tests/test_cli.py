@@ -2,7 +2,6 @@
 
 import json
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -52,7 +51,7 @@ def test_an_interrupted_command_is_one_line(monkeypatch: pytest.MonkeyPatch, cap
     """Ctrl-C while pico is loaded, in a verb and in a script."""
 
     def interrupt(*_: object, **__: object) -> None:
-        signal.raise_signal(signal.SIGINT)
+        raise KeyboardInterrupt
 
     monkeypatch.setattr(FrozenTarget, "load", interrupt)
     assert main(["data", "recipe=pico/eagle3"]) == 130
