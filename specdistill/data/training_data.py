@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from specdistill.command import check_writable
 from specdistill.data.batch_generate import fast_dtype
-from specdistill.data.cache import Row, cached, content_fingerprint, tokenizer_fingerprint
+from specdistill.data.cache import SHOWN, Row, cached, content_fingerprint, tokenizer_fingerprint
 from specdistill.data.chat import encode_chat, encode_text
 from specdistill.data.packing import pack, usable
 from specdistill.data.regeneration import Prompt, chat_prompts, generated_rows, row_lengths, text_prompts
@@ -42,7 +42,7 @@ def training_data(
     ResourceError when the Hub or the disk fails.
     """
     _check(config, tokenizer, model)
-    agree({"weights of target.model": fingerprint[:12]})
+    agree({"weights of target.model": fingerprint[:SHOWN]})
     with first_on_each_machine("preparing the training data"):
         train, validation = _prepared(config, tokenizer, model, fingerprint)
     if are_several():
