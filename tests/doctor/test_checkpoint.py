@@ -327,3 +327,11 @@ def test_a_short_context_is_refused_by_a_key_of_the_doctor(
     assert main(keys) == ExitCode.USER_ERROR
     assert capsys.readouterr().err.startswith("error: draft_context: got a draft whose context is 64 tokens for a sequence of")
     assert main([*keys, "draft_context=window"]) != ExitCode.USER_ERROR
+
+
+def test_the_target_goes_where_it_is_told(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_head("eagle3", head_of("eagle3", FrozenTarget.load(str(folder / "target")), {}), tmp_path / "draft")
+    keys = ["doctor", f"draft={tmp_path / 'draft'}", f"target={folder / 'target'}", "eval.num_prompts=1"]
+    assert main([*keys, "target.device_map=nowhere"]) == ExitCode.USER_ERROR
+    assert capsys.readouterr().err.startswith("error: target.device_map: got nowhere (")
+    assert main([*keys, "target.device_map=cpu"]) != ExitCode.USER_ERROR
