@@ -14,6 +14,7 @@ from itertools import groupby, pairwise
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from datasets import Dataset, List, Value
 from rich.table import Table
 from rich.text import Text
@@ -33,6 +34,7 @@ COLUMNS = {
 }
 MIN_TOKENS = 3  # a draft reads two tokens before it predicts a third
 PADDING_DOCUMENT = -1
+LENGTHS, DOCUMENTS = 16, 32  # different lengths of a batch's loss positions, and the step of its number of documents
 CHUNK = 4096  # pieces packed at a time: rows then mix lengths, and the search stays quick
 
 
@@ -120,9 +122,36 @@ def _row(documents: Dataset, pieces: Sequence[Piece], max_length: int, pad_token
     return {column: values + [fillers[column]] * padding for column, values in row.items()}
 
 
-def collate(rows: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
-    """A batch of rows as int64 tensors [B, T], one for each column."""
-    return {column: torch.tensor([row[column] for row in rows], dtype=torch.long) for column in COLUMNS}
+def collate(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """A batch of rows: int64 tensors [B, T], one for each column, and what a step would otherwise have to look for (`indexed`)."""
+    return indexed({column: torch.tensor([row[column] for row in rows], dtype=torch.long) for column in COLUMNS})
+
+
+def indexed(batch: dict[str, Tensor]) -> dict[str, Any]:
+    """A batch with where its loss tokens and documents are, so that no operation of the step depends on data.
+
+    Both are padded, to few different lengths: a compiled step is made for each length that it meets.
+
+    loss_positions: [R] int64, positions in the flattened batch of the tokens that carry loss and are not the first of their document;
+    then 0, where a document begins. cumulative_lengths: [N + 1] int32, where each document of the flattened batch begins, padding being
+    one of its own, and its end; then the end again. longest: tokens of the longest of these.
+    """
+    ids_BT, position_ids_BT = batch["document_ids"], batch["position_ids"]
+    num_tokens = ids_BT.numel()
+    found = ((batch["loss_mask"] > 0) & (position_ids_BT > 0)).flatten().nonzero().flatten()
+    begins_BT = torch.cat((torch.ones_like(ids_BT[:, :1]), ids_BT.diff(dim=1)), dim=1) != 0
+    bounds = F.pad(begins_BT.flatten().nonzero().flatten(), (0, 1), value=num_tokens)
+    return {
+        **batch,
+        "loss_positions": _padded(found, -(-num_tokens // LENGTHS), 0),
+        "cumulative_lengths": _padded(bounds, DOCUMENTS, num_tokens).int(),
+        "longest": int(bounds.diff().max()),
+    }
+
+
+def _padded(numbers: Tensor, multiple: int, value: int) -> Tensor:
+    """To the next multiple, and to one at least."""
+    return F.pad(numbers, (0, -len(numbers) % multiple or (0 if len(numbers) else multiple)), value=value)
 
 
 def draft_vocabulary(rows: Dataset, vocab_size: int, draft_vocab_size: int | None) -> Tensor | None:

@@ -23,6 +23,7 @@ from rich.console import Console
 from rich.text import Text
 from torch import Tensor
 
+from specdistill.data.packing import indexed
 from specdistill.decoding.decoder import Decoder, Generation
 from specdistill.decoding.proposer import Proposer
 from specdistill.engines import ENGINES
@@ -372,7 +373,7 @@ def _fit(objective: Any, target: FrozenTarget, completion: Generation) -> tuple[
         "document_ids": torch.zeros_like(ids),
         "position_ids": positions,
     }
-    objective = objective.eval()
+    objective, inputs = objective.eval(), indexed(inputs)
     _, sums = objective(**inputs, **objective.read_target(target, inputs), measure=True)
     divergence = fmean(float(total / kept) for total, kept in zip(sums.loss, sums.loss_tokens, strict=True))
     return divergence, 1 + sum(float(right / chains) for right, chains in zip(sums.chain_correct, sums.chains, strict=True))

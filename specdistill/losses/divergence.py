@@ -1,7 +1,7 @@
-"""How far a draft's distribution q is from the target's p, summed over loss tokens. Plain versions, computed in float32.
+"""How far a draft's distribution q is from the target's p, token by token. Plain versions, computed in float32.
 
-Shapes: R loss tokens, W draft vocabulary. `target_probs_RW` is p restricted to the draft vocabulary and renormalised there; it takes no
-gradient and may hold exact zeros. alpha = sum_w min(p_w, q_w) is the probability that a token drawn from q is accepted.
+Shapes: R rows, one for each loss token, W draft vocabulary. `target_probs_RW` is p restricted to the draft vocabulary and renormalised
+there; it takes no gradient and may hold exact zeros. alpha = sum_w min(p_w, q_w) is the probability that a token drawn from q is accepted.
 
     forward_kl     KL(p || q)                                arXiv 2310.08461, covers all of p
     reverse_kl     KL(q || p)                                arXiv 2310.08461, seeks its mode
@@ -12,8 +12,8 @@ gradient and may hold exact zeros. alpha = sum_w min(p_w, q_w) is the probabilit
     lk             l KL(p || q) + (1 - l) (1 - alpha)        arXiv 2602.23881, l = exp(-3 alpha): from KL to tvd as p and q meet
     cross_entropy  -log q(argmax p)                          arXiv 2401.10774, the target's top-1 alone
 
-A loss is a sum and a count. Exactly one place divides, by the count of the whole global batch (specdistill.training.trainer): a mean
-taken here would make the gradient depend on how the batch was cut. For the same reason nothing here is averaged over tokens on the way.
+Each returns nats for every row, and nothing here mixes rows. Exactly one place divides, by the count of the whole global batch
+(specdistill.training.trainer): a mean taken here would make the gradient depend on how the batch was cut.
 
 A new divergence is a function of this file and its name in DIVERGENCES. Its keyword-only arguments, numbers with a default, are its
 options in a recipe.
@@ -22,7 +22,6 @@ options in a recipe.
 import inspect
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any
 
@@ -39,35 +38,27 @@ KEY = "loss.divergence"
 LK_DECAY = 3.0
 
 
-@dataclass(frozen=True)
-class LossSum:
-    """total: scalar, nats summed over the loss tokens. count: how many."""
-
-    total: Tensor
-    count: int
+Divergence = Callable[..., Tensor]  # (draft logits [R, W], target probabilities [R, W], its options) -> nats [R]
 
 
-Divergence = Callable[..., LossSum]  # (draft logits [R, W], target probabilities [R, W], its options)
-
-
-def forward_kl(draft_logits_RW: Tensor, target_probs_RW: Tensor) -> LossSum:
+def forward_kl(draft_logits_RW: Tensor, target_probs_RW: Tensor) -> Tensor:
     """KL(p || q) = sum_w p_w (log p_w - log q_w); zero iff q = p; its gradient with respect to the draft's logits is q - p."""
     log_q = draft_logits_RW.float().log_softmax(-1)
     # Not xlogy, which takes twice the time on a CPU; 0 log 0 = 0 here too.
-    negative_entropy = (target_probs_RW * target_probs_RW.clamp_min(torch.finfo(torch.float32).tiny).log()).sum()
-    return LossSum(negative_entropy - (target_probs_RW * log_q).sum(), len(draft_logits_RW))
+    negative_entropy_R = (target_probs_RW * target_probs_RW.clamp_min(torch.finfo(torch.float32).tiny).log()).sum(-1)
+    return negative_entropy_R - (target_probs_RW * log_q).sum(-1)
 
 
-def reverse_kl(draft_logits_RW: Tensor, target_probs_RW: Tensor) -> LossSum:
+def reverse_kl(draft_logits_RW: Tensor, target_probs_RW: Tensor) -> Tensor:
     """KL(q || p) = sum_w q_w (log q_w - log p_w); its gradient is q_w (log q_w - log p_w - KL).
 
     Where p is zero the divergence is infinite: log p is floored at float32's smallest normal number, -87.3 nats.
     """
     log_q = draft_logits_RW.float().log_softmax(-1)
-    return LossSum((log_q.exp() * (log_q - _floored_log(target_probs_RW))).sum(), len(draft_logits_RW))
+    return (log_q.exp() * (log_q - _floored_log(target_probs_RW))).sum(-1)
 
 
-def jsd(draft_logits_RW: Tensor, target_probs_RW: Tensor, *, beta: Annotated[float, Field(gt=0, lt=1)] = 0.5) -> LossSum:
+def jsd(draft_logits_RW: Tensor, target_probs_RW: Tensor, *, beta: Annotated[float, Field(gt=0, lt=1)] = 0.5) -> Tensor:
     """beta KL(p || m) + (1 - beta) KL(q || m) with m = beta p + (1 - beta) q, 0 < beta < 1 (arXiv 2306.13649, equation 1).
 
     Divided by beta it tends to the forward KL as beta -> 0, and divided by 1 - beta to the reverse KL as beta -> 1. Never above log 2.
@@ -75,16 +66,16 @@ def jsd(draft_logits_RW: Tensor, target_probs_RW: Tensor, *, beta: Annotated[flo
     log_q, log_p = draft_logits_RW.float().log_softmax(-1), _floored_log(target_probs_RW)
     log_m = torch.logaddexp(log_p + math.log(beta), log_q + math.log1p(-beta))
     forward, reverse = target_probs_RW * (log_p - log_m), log_q.exp() * (log_q - log_m)
-    return LossSum((beta * forward + (1 - beta) * reverse).sum(), len(draft_logits_RW))
+    return (beta * forward + (1 - beta) * reverse).sum(-1)
 
 
-def tvd(draft_logits_RW: Tensor, target_probs_RW: Tensor) -> LossSum:
+def tvd(draft_logits_RW: Tensor, target_probs_RW: Tensor) -> Tensor:
     """1 - alpha = 1/2 sum_w |p_w - q_w|; gradient q_w (Q - r_w) with r_w = [p_w > q_w] and Q = sum_w q_w r_w."""
     q = draft_logits_RW.float().softmax(-1)
-    return LossSum(0.5 * (target_probs_RW - q).abs().sum(), len(draft_logits_RW))
+    return 0.5 * (target_probs_RW - q).abs().sum(-1)
 
 
-def tvd_plus_plus(draft_logits_RW: Tensor, target_probs_RW: Tensor) -> LossSum:
+def tvd_plus_plus(draft_logits_RW: Tensor, target_probs_RW: Tensor) -> Tensor:
     """The value of `tvd`, with the gradient -E_q[A(w) grad log q_w], A = (r - mean r) / std r, r_w = [p_w > q_w] (arXiv 2403.00858).
 
     The paper draws w from q and takes the mean and deviation of the rewards over a batch. Here the expectation is exact, and both are
@@ -99,33 +90,33 @@ def tvd_plus_plus(draft_logits_RW: Tensor, target_probs_RW: Tensor) -> LossSum:
         deviation_R = (hit_R * miss_R).clamp_min(torch.finfo(torch.float32).tiny).sqrt()
         # Not r - Q: where every token is rewarded, by rounding, the advantage is zero and not rounding over zero.
         advantage_RW = torch.where(rewarded, miss_R, -hit_R) / deviation_R
-        value = tvd(draft_logits_RW, target_probs_RW).total
-    surrogate = -(q * advantage_RW * log_q).sum()
-    return LossSum(value + surrogate - surrogate.detach(), len(draft_logits_RW))
+        value_R = tvd(draft_logits_RW, target_probs_RW)
+    surrogate_R = -(q * advantage_RW * log_q).sum(-1)
+    return value_R + surrogate_R - surrogate_R.detach()
 
 
-def nla(draft_logits_RW: Tensor, target_probs_RW: Tensor) -> LossSum:
+def nla(draft_logits_RW: Tensor, target_probs_RW: Tensor) -> Tensor:
     """-log alpha; the gradient of `tvd` over alpha. Of a one-hot p it is cross-entropy.
 
     In logarithms, where alpha does not vanish however little the distributions overlap: log alpha = logsumexp_w min(log p_w, log q_w).
     """
     log_q = draft_logits_RW.float().log_softmax(-1)
-    return LossSum(-torch.minimum(target_probs_RW.log(), log_q).logsumexp(-1).sum(), len(draft_logits_RW))
+    return -torch.minimum(target_probs_RW.log(), log_q).logsumexp(-1)
 
 
-def lk(draft_logits_RW: Tensor, target_probs_RW: Tensor) -> LossSum:
+def lk(draft_logits_RW: Tensor, target_probs_RW: Tensor) -> Tensor:
     """l KL(p || q) + (1 - l) (1 - alpha) per token, l = exp(-LK_DECAY alpha), which takes no gradient (arXiv 2602.23881)."""
     log_q = draft_logits_RW.float().log_softmax(-1)
     kl_R = (target_probs_RW * (_floored_log(target_probs_RW) - log_q)).sum(-1)
     distance_R = 0.5 * (target_probs_RW - log_q.exp()).abs().sum(-1)
     weight_R = (-LK_DECAY * (1 - distance_R.detach())).exp()
-    return LossSum((weight_R * kl_R + (1 - weight_R) * distance_R).sum(), len(draft_logits_RW))
+    return weight_R * kl_R + (1 - weight_R) * distance_R
 
 
-def cross_entropy(draft_logits_RW: Tensor, target_probs_RW: Tensor) -> LossSum:
+def cross_entropy(draft_logits_RW: Tensor, target_probs_RW: Tensor) -> Tensor:
     """-log q(argmax p), the loss for greedy decoding; zero iff q has all its mass there. Gradient q - onehot(argmax p)."""
     log_q = draft_logits_RW.float().log_softmax(-1)
-    return LossSum(-log_q.gather(-1, target_probs_RW.argmax(-1, keepdim=True)).sum(), len(draft_logits_RW))
+    return -log_q.gather(-1, target_probs_RW.argmax(-1, keepdim=True)).squeeze(-1)
 
 
 DIVERGENCES: dict[str, Divergence] = {
@@ -151,14 +142,13 @@ def build_divergence(spec: Any) -> Divergence:
         divergence = _named(term, key, weight=(float, Field(gt=0)))
         terms.append((divergence.keywords.pop("weight"), divergence))
 
-    def weighted_sum(draft_logits_RW: Tensor, target_probs_RW: Tensor) -> LossSum:
-        totals = [weight * divergence(draft_logits_RW, target_probs_RW).total for weight, divergence in terms]
-        return LossSum(torch.stack(totals).sum(), len(draft_logits_RW))
+    def weighted_sum(draft_logits_RW: Tensor, target_probs_RW: Tensor) -> Tensor:
+        return torch.stack([weight * divergence(draft_logits_RW, target_probs_RW) for weight, divergence in terms]).sum(0)
 
     return weighted_sum
 
 
-def _named(spec: Any, key: str, **more: Any) -> partial[LossSum]:
+def _named(spec: Any, key: str, **more: Any) -> partial[Tensor]:
     """The divergence with its options, beside them those of `more`."""
     if not isinstance(spec, Mapping) or "name" not in spec:
         raise UserError(key, got=repr(spec), expected=FORMS)

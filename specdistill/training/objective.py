@@ -1,57 +1,89 @@
-"""What the methods' objectives share: soft targets, the positions with loss, and the training-time metrics of each drafted position.
+"""What the methods' objectives share: rows with loss, the frozen target's distributions there, and the metrics of each drafted position.
 
-Soft targets are the frozen target's distribution at every position that a draft learns from, computed once a batch. Metrics are sums and
-counts: divided after batches and processes are added up.
+Rows are found once, when a batch is collated (specdistill.data.packing). Metrics are sums and counts: divided after batches and processes
+are added up.
 
-Shapes: B rows, T positions, D target hidden, R positions with loss, V target vocabulary, W draft vocabulary, K drafted positions.
+Shapes: B rows of a batch, T positions, R loss tokens (padded), r of a chunk of them, D target hidden, V target vocabulary, W draft
+vocabulary, K drafted positions.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import EvalPrediction
 
+from specdistill.targets.anatomy import Head
 
-@dataclass
-class SoftTargets:
-    """The target's distributions at the positions with loss.
 
-    row_BT: index of a position's distribution, or -1. probs_RW: renormalised over the draft vocabulary. mass_R: the target's probability
-    of the draft vocabulary as a whole. top1_R: the target's top-1 among all its tokens.
+@dataclass(frozen=True)
+class Soft:
+    """The target's distributions at rows. probs_rW: renormalised over the draft vocabulary. When they are measured, mass_r: the target's
+    probability of the draft vocabulary as a whole, and top1_r: its top-1 among all its tokens.
     """
 
-    row_BT: Tensor
-    probs_RW: Tensor
-    mass_R: Tensor
-    top1_R: Tensor
+    probs_rW: Tensor
+    mass_r: Tensor | None = None
+    top1_r: Tensor | None = None
 
 
-@torch.no_grad()
-def compute_soft_targets(
-    logits_of: Callable[[Tensor], Tensor],
-    last_hidden_BTD: Tensor,
-    has_loss_BT: Tensor,
-    target_ids_W: Tensor,
-    temperature: float,
-) -> SoftTargets:
-    """The target's head where `has_loss_BT` alone, softmax over the draft's tokens `target_ids_W` (sorted target ids). float32."""
-    row_BT = torch.where(has_loss_BT, has_loss_BT.flatten().cumsum(0).view_as(has_loss_BT) - 1, -1)
-    logits_RV = logits_of(last_hidden_BTD[has_loss_BT]).float()
-    top1_R = logits_RV.argmax(-1)
-    if len(target_ids_W) == logits_RV.shape[-1]:
-        return SoftTargets(row_BT, (logits_RV / temperature).softmax(-1), torch.ones_like(top1_R, dtype=torch.float32), top1_R)
-    log_total_R = (logits_RV / temperature).logsumexp(-1)
-    logits_RW = logits_RV[:, target_ids_W] / temperature
-    return SoftTargets(row_BT, logits_RW.softmax(-1), (logits_RW.logsumexp(-1) - log_total_R).exp(), top1_R)
+@dataclass(frozen=True)
+class SoftTargets:
+    """The target's distributions that a batch learns from, made where they are read: all of them at once would fill the memory.
+
+    hidden_RD: the target's last hidden states before the loss tokens. head: the target's. ids_W: its ids of the draft's tokens,
+    ascending; None: all of them. pruned: the head of these tokens alone, where it can be cut.
+    """
+
+    hidden_RD: Tensor
+    head: Head
+    ids_W: Tensor | None
+    pruned: Head | None
+    temperature: float
+
+    @classmethod
+    def of(
+        cls, head: Head, last_hidden_BTD: Tensor, loss_positions_R: Tensor, ids_W: Tensor, temperature: float
+    ) -> "SoftTargets":
+        hidden_RD = before(last_hidden_BTD, loss_positions_R, 1)
+        if len(ids_W) == head.linear.weight.shape[0]:
+            return cls(hidden_RD, head, None, head, temperature)
+        return cls(hidden_RD, head, ids_W, pruned(head, ids_W), temperature)
+
+    def at(self, rows: slice, *, measure: bool) -> Soft:
+        """float32. Only what is measured takes the whole head, where the draft has fewer tokens than the target."""
+        hidden_rD = self.hidden_RD[rows]
+        if not measure and self.pruned is not None:
+            return Soft((self.pruned(hidden_rD).float() / self.temperature).softmax(-1))
+        logits_rV = self.head(hidden_rD).float()
+        top1_r = logits_rV.argmax(-1)
+        logits_rV = logits_rV / self.temperature
+        if self.ids_W is None:
+            return Soft(logits_rV.softmax(-1), torch.ones_like(top1_r, dtype=torch.float32), top1_r)
+        logits_rW = logits_rV.index_select(-1, self.ids_W)
+        return Soft(logits_rW.softmax(-1), (logits_rW.logsumexp(-1) - logits_rV.logsumexp(-1)).exp(), top1_r)
 
 
-def has_loss(document_ids: Tensor, loss_mask: Tensor, *, ahead: int) -> Tensor:
-    """Where the prediction of the token `ahead` positions later carries loss: by the mask, and within the document. [B, T] bool."""
-    same_document = (shift_left(document_ids, ahead, -1) == document_ids) & (document_ids >= 0)
-    return same_document & shift_left(loss_mask, ahead, 0).bool()
+def pruned(head: Head, ids_W: Tensor) -> Head | None:
+    """The head of some tokens alone; None for one that is no plain linear layer, as a quantized one."""
+    linear = head.linear
+    if type(linear) is not nn.Linear:
+        return None
+    part = nn.Linear(linear.in_features, len(ids_W), linear.bias is not None, device="meta")
+    for name, whole in linear.named_parameters():
+        setattr(part, name, nn.Parameter(whole.index_select(0, ids_W.to(whole.device)), requires_grad=False))
+    return replace(head, linear=part)
+
+
+def before(x_BTD: Tensor, positions_R: Tensor, by: int) -> Tensor:
+    """x [R, D] so many positions before those given, which are of the flattened batch; its first where that is before all of it."""
+    return x_BTD.flatten(0, 1).index_select(0, (positions_R - by).clamp_min(0))
+
+
+def loss_rows(position_ids_BT: Tensor, loss_positions_R: Tensor, *, ahead: int) -> Tensor:
+    """Which loss tokens have `ahead` tokens of their document before them, and so are predicted from there. [R] bool."""
+    return position_ids_BT.flatten()[loss_positions_R] >= ahead
 
 
 def shift_left(x_BT: Tensor, by: int, fill: int) -> Tensor:
@@ -61,10 +93,10 @@ def shift_left(x_BT: Tensor, by: int, fill: int) -> Tensor:
 
 @dataclass
 class StepSums:
-    """Sums over the loss tokens of one batch, an entry for each drafted position; divide by `loss_tokens`, `chain_correct` by `chains`.
+    """Sums over the loss tokens of one batch, an entry for each drafted position; divide by `loss_tokens`, those of chains by `chains`.
 
     loss: nats; correct: the draft's top-1 is the target's; accepted: expected acceptance (losses.divergence.acceptance);
-    chain_correct: correct at this and every earlier position of the chain.
+    chain_correct: correct at this and every earlier position of the chain; chain_accepted: the product of their expected acceptances.
     """
 
     loss: list[Tensor] = field(default_factory=list)
@@ -72,10 +104,20 @@ class StepSums:
     correct: list[Tensor] = field(default_factory=list)
     accepted: list[Tensor] = field(default_factory=list)
     chain_correct: list[Tensor] = field(default_factory=list)
+    chain_accepted: list[Tensor] = field(default_factory=list)
     chains: list[Tensor] = field(default_factory=list)
 
+    def add_chains(self, has_loss_KS: Tensor, correct_KS: Tensor, accepted_KS: Tensor) -> None:
+        """Follow each of S chains through its K drafted positions; correct and accepted are zero where there is no loss."""
+        for values, sums in (
+            (has_loss_KS, self.chains),
+            (correct_KS, self.chain_correct),
+            (accepted_KS, self.chain_accepted),
+        ):
+            sums += values.float().cumprod(0).sum(1).unbind()
+
     def table(self) -> Tensor:
-        """[6, K] float32 in the order above; what was not measured is NaN."""
+        """[7, K] float32 in the order above; what was not measured is NaN."""
         rows = list(vars(self).values())
         table = torch.full((len(rows), max(map(len, rows))), torch.nan, device=self.loss[0].device)
         for index, row in enumerate(rows):
@@ -85,13 +127,14 @@ class StepSums:
 
 
 def step_metrics(prediction: EvalPrediction) -> dict[str, float]:
-    """The loss; loss_k, accuracy_k, acceptance_k for every drafted position that was measured; the simulated acceptance length.
+    """The loss; loss_k, accuracy_k, acceptance_k for every drafted position that was measured; the simulated acceptance lengths.
 
     acceptance_length = 1 + sum_k P(the first k + 1 draft tokens are all correct), counted chain by chain and not as a product of
-    marginals. The 1 is the bonus token, so that it compares with the acceptance length of greedy decoding.
+    marginals. The 1 is the bonus token, so that it compares with the acceptance length of greedy decoding. acceptance_length_sampled is
+    that of sampling: the first k + 1 draft tokens are accepted with the product of their expected acceptances.
     """
     table = torch.as_tensor(prediction.predictions).double().sum(0)
-    loss, loss_tokens, correct, accepted, chain_correct, chains = table
+    loss, loss_tokens, correct, accepted, chain_correct, chain_accepted, chains = table
     total, count = torch.as_tensor(prediction.label_ids).double().sum(0)
     metrics = {"loss": float(total / count)}
     for k in loss_tokens.isfinite().nonzero().flatten().tolist():
@@ -99,4 +142,5 @@ def step_metrics(prediction: EvalPrediction) -> dict[str, float]:
         metrics[f"accuracy_{k}"] = float(correct[k] / loss_tokens[k])
         metrics[f"acceptance_{k}"] = float(accepted[k] / loss_tokens[k])
     metrics["acceptance_length"] = 1.0 + float((chain_correct / chains).sum())
+    metrics["acceptance_length_sampled"] = 1.0 + float((chain_accepted / chains).sum())
     return metrics

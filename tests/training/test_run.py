@@ -13,7 +13,7 @@ import torch
 from transformers.utils import logging
 
 from specdistill.errors import UserError
-from specdistill.losses.divergence import DIVERGENCES, LossSum, forward_kl
+from specdistill.losses.divergence import DIVERGENCES, forward_kl
 from specdistill.methods.recipe import Recipe
 from specdistill.project import ROOT
 from specdistill.recipe.load import load_recipe
@@ -29,10 +29,9 @@ def test_a_new_divergence_is_a_function_and_its_row(
     """Nothing but DIVERGENCES has to know it: a recipe names it with its option, and a script trains with it."""
     powers: list[float] = []
 
-    def powered_kl(draft_logits_RW: torch.Tensor, target_probs_RW: torch.Tensor, *, power: float = 2.0) -> LossSum:
+    def powered_kl(draft_logits_RW: torch.Tensor, target_probs_RW: torch.Tensor, *, power: float = 2.0) -> torch.Tensor:
         powers.append(power)
-        loss = forward_kl(draft_logits_RW, target_probs_RW)
-        return LossSum(loss.total**power, loss.count)
+        return forward_kl(draft_logits_RW, target_probs_RW) ** power
 
     monkeypatch.setitem(DIVERGENCES, "powered_kl", powered_kl)
     logging.disable_progress_bar()

@@ -9,13 +9,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from specdistill.data.packing import indexed
 from specdistill.export.export import export
 from specdistill.losses.divergence import forward_kl
 from specdistill.methods.eagle3.checkpoint import load_eagle3
 from specdistill.methods.heads.unroll import TrainingTimeTest
 from specdistill.targets.files import TargetFiles
 from specdistill.targets.frozen import FrozenTarget
-from specdistill.training.objective import has_loss
+from specdistill.training.objective import loss_rows
 from tests.heads import build_head, save_head
 from tests.tiny import tiny_target_model, tiny_tokenizer
 from tests.with_engines.environments import environment, run
@@ -109,12 +110,16 @@ def write_input(target: FrozenTarget, rows: dict[str, Tensor], aux_layers: Any, 
 @torch.no_grad()
 def our_logits(draft: Any, target: FrozenTarget, rows: dict[str, Tensor]) -> list[Tensor]:
     """Those [R, W] of each step of the training-time test, at the R positions that the step keeps."""
-    unroll = TrainingTimeTest(draft.eval(), forward_kl, NUM_STEPS).eval()
     logits: list[Tensor] = []
-    seen = unroll.read_target(target, rows)
-    draft.lm_head.register_forward_hook(lambda module, args, output: logits.append(output))
-    unroll(**rows, **seen)
-    return logits
+
+    def seen(logits_RW: Tensor, probs_RW: Tensor) -> Tensor:
+        logits.append(logits_RW)
+        return forward_kl(logits_RW, probs_RW)
+
+    unroll, batch = TrainingTimeTest(draft.eval(), seen, NUM_STEPS).eval(), indexed(rows)
+    unroll(**batch, **unroll.read_target(target, batch))
+    positions = batch["loss_positions"]
+    return [step[loss_rows(rows["position_ids"], positions, ahead=2 + k)] for k, step in enumerate(logits)]
 
 
 @pytest.mark.parametrize("name", [*OURS, *THEIRS])
@@ -124,7 +129,9 @@ def test_every_step_of_the_unroll_gives_the_same_logits(
     draft = load_eagle3(cases[name] / "head", target)
     theirs = load_file(cases[name] / "logits.safetensors")
     for step, ours_RW in enumerate(our_logits(draft, target, rows)):
-        keep_BT = has_loss(rows["document_ids"], rows["loss_mask"], ahead=2 + step)
+        keep_BT = torch.zeros_like(rows["position_ids"], dtype=torch.bool)
+        positions = indexed(rows)["loss_positions"]
+        keep_BT.view(-1)[positions[loss_rows(rows["position_ids"], positions, ahead=2 + step)] - 2 - step] = True
         theirs_RW = theirs[str(step)][keep_BT[:, :-1]]
         assert ours_RW.shape == theirs_RW.shape and len(ours_RW) > 20
         if step and draft.config.sliding_window:

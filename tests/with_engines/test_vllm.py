@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
 
+from specdistill.data.packing import indexed
 from specdistill.decoding.proposer import DecodingState, Proposal
 from specdistill.engines.vllm import VLLM, draft_options
 from specdistill.export.export import export
@@ -172,13 +172,13 @@ def learn(draft: Any, target: FrozenTarget) -> None:
             for start, text in zip(starts, generate_here(target, None, starts, max_new_tokens=44), strict=True)
         ]
     )
-    rows: dict[str, Tensor] = {
+    columns = {
         "input_ids": ids,
         "loss_mask": torch.ones_like(ids),
         "document_ids": torch.zeros_like(ids),
         "position_ids": torch.arange(ids.shape[1]).expand_as(ids),
     }
-    unroll = TrainingTimeTest(draft, forward_kl, num_steps=K)
+    rows, unroll = indexed(columns), TrainingTimeTest(draft, forward_kl, num_steps=K)
     seen = unroll.read_target(target, rows)
     optimizer = torch.optim.Adam(draft.parameters(), lr=3e-3)
     for _ in range(30):

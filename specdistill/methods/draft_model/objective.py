@@ -1,6 +1,6 @@
 """What a draft model learns: the target's distribution, position by position (DistillSpec, arXiv 2310.08461), some of it on-policy.
 
-Shapes: B rows, T positions, R loss tokens, V vocabulary, K drafted positions.
+Shapes: B rows, T positions, R loss tokens (padded), r of a chunk of them, H hidden size, V vocabulary, K drafted positions, S = B T chains.
 
 At every position t whose next token has a loss, the draft's distribution after x_t is compared with the target's. With `labels="hard"`
 the target does not run: the loss is the cross-entropy of the sequence's own next token, which is sequence-level distillation on the
@@ -14,9 +14,9 @@ completions alone never sees the prefixes that its own mistakes lead to. In a sh
 first tokens and the draft generates the rest.
 """
 
-import math
 import random
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,12 +26,14 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from specdistill.data.batch_generate import generate, generation_mode
+from specdistill.data.packing import indexed
 from specdistill.errors import UserError
-from specdistill.losses.divergence import Divergence, LossSum, acceptance
+from specdistill.losses.chunked import CHUNK, head_loss
+from specdistill.losses.divergence import Divergence, acceptance
 from specdistill.targets.anatomy import Anatomy, examine
 from specdistill.targets.frozen import FrozenTarget
 from specdistill.training.arguments import shards_weights
-from specdistill.training.objective import SoftTargets, StepSums, compute_soft_targets, has_loss, shift_left
+from specdistill.training.objective import Soft, SoftTargets, StepSums, before, loss_rows, shift_left
 
 
 class Distillation(nn.Module):
@@ -79,22 +81,24 @@ class Distillation(nn.Module):
     def gradient_checkpointing_enable(self, **options: Any) -> None:
         self.draft.gradient_checkpointing_enable(**options)
 
-    def num_loss_tokens(self, batch: dict[str, Tensor]) -> Tensor:
+    def num_loss_tokens(self, batch: dict[str, Any]) -> Tensor:
         """How many tokens the loss of a batch is summed over, up to the rounding of a selection."""
-        return self.selected * has_loss(batch["document_ids"], batch["loss_mask"], ahead=1).sum()
+        return self.selected * loss_rows(batch["position_ids"], batch["loss_positions"], ahead=1).sum()
 
-    def read_target(self, target: FrozenTarget, inputs: dict[str, Tensor]) -> dict[str, Any]:
-        """Soft targets at temperature 1 and the reference's loss; neither when hard labels are all that the loss needs."""
+    def read_target(self, target: FrozenTarget, inputs: dict[str, Any]) -> dict[str, Any]:
+        """Soft targets at temperature 1 and the reference's hidden states; neither when hard labels are all that the loss needs."""
         if self.training and self.labels == "hard" and self._reference is None:
             return {"soft_targets": None}
-        has_loss_BT = has_loss(inputs["document_ids"], inputs["loss_mask"], ahead=1)
-        features = target.features(inputs["input_ids"], (), position_ids_BT=inputs["position_ids"])
+        rows = inputs["input_ids"], inputs["position_ids"]
+        last_hidden = target.features(rows[0], (), position_ids_BT=rows[1]).last_hidden
         all_ids = torch.arange(target.vocab_size, device=target.device)
-        soft_targets = compute_soft_targets(target.logits, features.last_hidden, has_loss_BT, all_ids, 1.0)
+        soft_targets = SoftTargets.of(target.logits, last_hidden, inputs["loss_positions"], all_ids, 1.0)
         if self._reference is None:
             return {"soft_targets": soft_targets}
-        logits_RV = logits_of_rows(self._reference, inputs["input_ids"], inputs["position_ids"], has_loss_BT)
-        return {"soft_targets": soft_targets, "reference_loss_R": rowwise_kl(logits_RV, soft_targets.probs_RW)}
+        return {
+            "soft_targets": soft_targets,
+            "reference_RH": before(hidden_states(self._reference, *rows), inputs["loss_positions"], 1),
+        }
 
     def forward(
         self,
@@ -102,48 +106,85 @@ class Distillation(nn.Module):
         loss_mask: Tensor,
         document_ids: Tensor,
         position_ids: Tensor,
+        loss_positions: Tensor,
+        cumulative_lengths: Tensor,
+        longest: int,
         soft_targets: SoftTargets | None,
-        reference_loss_R: Tensor | None = None,
+        reference_RH: Tensor | None = None,
         measure: bool = False,
     ) -> tuple[Tensor, StepSums]:
         """The loss summed over the loss tokens of packed rows [B, T] (see specdistill.data.packing), and the sums of the metrics."""
-        has_loss_BT = has_loss(document_ids, loss_mask, ahead=1)
-        logits_RV = logits_of_rows(self._draft, input_ids, position_ids, has_loss_BT)
-        next_R = shift_left(input_ids, 1, 0)[has_loss_BT]
-        probs_RV = None if soft_targets is None else soft_targets.probs_RW
-        sums = StepSums()
-        if measure:
-            assert soft_targets is not None
-            self._measure(sums, logits_RV.detach(), soft_targets, has_loss_BT)
-        elif reference_loss_R is not None:
-            assert probs_RV is not None
-            gap_R = rowwise_kl(logits_RV.detach(), probs_RV) - reference_loss_R
-            rows = gap_R.topk(math.ceil(self.selected * len(gap_R))).indices
-            logits_RV, probs_RV, next_R = logits_RV[rows], probs_RV[rows], next_R[rows]
-        if self.labels == "hard":
-            loss = LossSum(F.cross_entropy(logits_RV.float(), next_R, reduction="sum"), len(next_R))
-        else:
-            assert probs_RV is not None
-            if self.temperature != 1.0:
-                probs_RV = probs_RV.clamp_min(torch.finfo(torch.float32).tiny).log().div(self.temperature).softmax(-1)
-            loss = self.divergence(logits_RV / self.temperature, probs_RV)
-        sums.loss.append(loss.total.detach())
-        sums.loss_tokens.append(torch.tensor(loss.count, device=logits_RV.device))
-        return loss.total, sums
+        rows_RH = before(hidden_states(self._draft, input_ids, position_ids), loss_positions, 1)
+        kept_R = loss_rows(position_ids, loss_positions, ahead=1)
+        if reference_RH is not None and not measure:
+            kept_R = self._select(rows_RH, reference_RH, soft_targets, kept_R)
+        next_R = input_ids.flatten()[loss_positions]
 
-    def _measure(self, sums: StepSums, logits_RV: Tensor, soft_targets: SoftTargets, has_loss_BT: Tensor) -> None:
-        """Accuracy, acceptance at temperature 1, and chains of K correct draft tokens in a row."""
-        hit_R = logits_RV.argmax(-1) == soft_targets.top1_R
-        sums.correct.append(hit_R.sum())
-        sums.accepted.append(acceptance(logits_RV.float().softmax(-1), soft_targets.probs_RW).sum())
-        hit_BT = torch.zeros_like(has_loss_BT).masked_scatter_(has_loss_BT, hit_R)
-        chain_BT, correct_BT = torch.ones_like(has_loss_BT), torch.ones_like(has_loss_BT)
-        for k in range(self.num_positions):
+        def targets_of(rows: slice) -> tuple[Tensor, Soft | None]:
+            return next_R[rows], None if soft_targets is None else soft_targets.at(rows, measure=measure)
+
+        weights_R = kept_R.float()
+        total, metrics_MKR = head_loss(
+            rows_RH.unsqueeze(0), weights_R.unsqueeze(0), self._draft.head, targets_of, partial(self._row_losses, measure)
+        )
+        losses_R, *measured = metrics_MKR.squeeze(1) * weights_R
+        sums = StepSums(loss=[losses_R.sum()], loss_tokens=[weights_R.sum()])
+        if measured:
+            self._measure(sums, input_ids.shape, loss_positions, weights_R, *measured)
+        return total, sums
+
+    def _row_losses(
+        self, measure: bool, logits_rV: Tensor, targets: tuple[Tensor, Soft | None], k: int
+    ) -> tuple[Tensor, Tensor]:
+        next_r, soft = targets
+        if self.labels == "hard":
+            losses_r = F.cross_entropy(logits_rV.float(), next_r, reduction="none")
+        else:
+            assert soft is not None
+            probs_rV = soft.probs_rW
+            if self.temperature != 1.0:
+                probs_rV = probs_rV.clamp_min(torch.finfo(torch.float32).tiny).log().div(self.temperature).softmax(-1)
+            losses_r = self.divergence(logits_rV / self.temperature, probs_rV)
+        if not measure:
+            return losses_r, losses_r.detach().unsqueeze(0)
+        assert soft is not None and soft.top1_r is not None
+        with torch.no_grad():
+            correct_r = logits_rV.argmax(-1) == soft.top1_r
+            accepted_r = acceptance(logits_rV.float().softmax(-1), soft.probs_rW)
+            return losses_r, torch.stack((losses_r, correct_r.float(), accepted_r))
+
+    @torch.no_grad()
+    def _select(self, rows_RH: Tensor, reference_RH: Tensor, soft_targets: SoftTargets | None, has_loss_R: Tensor) -> Tensor:
+        """The share of the rows with loss where the draft is furthest behind the reference. [R] bool."""
+        assert soft_targets is not None and self._reference is not None
+        gaps = []
+        for start in range(0, len(rows_RH), CHUNK):
+            part = slice(start, start + CHUNK)
+            probs_rV = soft_targets.at(part, measure=False).probs_rW
+            own, other = self._draft.head(rows_RH[part]), self._reference.head(reference_RH[part])
+            gaps.append(rowwise_kl(own, probs_rV) - rowwise_kl(other, probs_rV))
+        order_R = torch.cat(gaps).masked_fill(~has_loss_R, -torch.inf).argsort(descending=True)
+        rank_R = torch.empty_like(order_R).scatter_(0, order_R, torch.arange(len(order_R), device=order_R.device))
+        return rank_R < (self.selected * has_loss_R.sum()).ceil()
+
+    def _measure(
+        self,
+        sums: StepSums,
+        shape: torch.Size,
+        loss_positions_R: Tensor,
+        has_loss_R: Tensor,
+        correct_R: Tensor,
+        accepted_R: Tensor,
+    ) -> None:
+        """Accuracy, acceptance at temperature 1, and chains of K draft tokens in a row."""
+        sums.correct, sums.accepted = [correct_R.sum()], [accepted_R.sum()]
+        roots_R = (loss_positions_R - 1).clamp_min(0)
+        chains = []
+        for values_R in (has_loss_R, correct_R, accepted_R):
+            values_BT = values_R.new_zeros(shape.numel()).scatter_add(0, roots_R, values_R).view(shape)
             # Consecutive positions with a loss are in one document: its last token has none.
-            chain_BT = chain_BT & shift_left(has_loss_BT.long(), k, 0).bool()
-            correct_BT = correct_BT & shift_left(hit_BT.long(), k, 0).bool()
-            sums.chains.append(chain_BT.sum())
-            sums.chain_correct.append((chain_BT & correct_BT).sum())
+            chains.append(torch.stack([shift_left(values_BT, k, 0).flatten() for k in range(self.num_positions)]))
+        sums.add_chains(*chains)
 
 
 def repeated_names(module: nn.Module) -> list[str]:
@@ -156,10 +197,10 @@ def repeated_names(module: nn.Module) -> list[str]:
     ]
 
 
-def logits_of_rows(draft: Anatomy, input_ids: Tensor, position_ids: Tensor, has_loss_BT: Tensor) -> Tensor:
-    """A causal language model's logits [R, V] at the positions of packed rows that have a loss; its head sees no others."""
-    hidden = draft.backbone(input_ids=input_ids, position_ids=position_ids, use_cache=False).last_hidden_state
-    return draft.head(hidden[has_loss_BT])
+def hidden_states(draft: Anatomy, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+    """What the head of a causal language model reads of packed rows, [B, T, H]."""
+    hidden: Tensor = draft.backbone(input_ids=input_ids, position_ids=position_ids, use_cache=False).last_hidden_state
+    return hidden
 
 
 def rowwise_kl(logits_RV: Tensor, probs_RV: Tensor) -> Tensor:
@@ -214,9 +255,10 @@ class OnPolicyGeneration:
         ids_BT = pad_sequence(rows, batch_first=True).to(device)
         position_BT = torch.arange(ids_BT.shape[1], device=device).expand_as(ids_BT)
         is_token_BT = position_BT < torch.tensor([len(row) for row in rows], device=device).unsqueeze(1)
-        return {
+        columns = {
             "input_ids": ids_BT,
             "loss_mask": (is_token_BT & (position_BT >= self.prompt_tokens)).long(),
             "document_ids": is_token_BT.long() - 1,
             "position_ids": position_BT * is_token_BT,
         }
+        return indexed(columns)

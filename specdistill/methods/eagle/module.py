@@ -48,10 +48,7 @@ class EagleDraft(nn.Module):
     def borrow(self, target: FrozenTarget) -> None:
         """Take the target's embedding and head."""
         self.load_state_dict({name: target.tensor(name) for name in self.shared}, strict=False)
-        self.head = replace(target.logits, linear=self.lm_head)
-
-    def logits(self, normed: Tensor) -> Tensor:
-        return self.head(normed)
+        self.logits = replace(target.logits, linear=self.lm_head)
 
     @property
     def target_ids_W(self) -> Tensor:

@@ -22,6 +22,7 @@ from specdistill.engines.limits import engine_aux_layers
 from specdistill.errors import UserError
 from specdistill.methods.heads.head import head_shape, initialized
 from specdistill.methods.layers import Attention, HeadShape, KVCache, PlainLayer, RMSNorm, Rotary
+from specdistill.targets.anatomy import Head
 from specdistill.targets.frozen import Features, FrozenTarget
 
 
@@ -100,6 +101,10 @@ class Eagle3Draft(nn.Module):
         self.register_buffer("t2d", torch.arange(config.vocab_size) < config.draft_vocab_size)
 
     @property
+    def logits(self) -> Head:
+        return Head(self.lm_head)
+
+    @property
     def aux_layers(self) -> tuple[int, ...]:
         return self.config.aux_layers
 
@@ -126,10 +131,6 @@ class Eagle3Draft(nn.Module):
         read = torch.cat(aux, dim=-1)
         fused: Tensor = self.fc(self.input_norm(read) if self.config.norm_before_fc else read)
         return fused
-
-    def logits(self, normed: Tensor) -> Tensor:
-        logits: Tensor = self.lm_head(normed)
-        return logits
 
     def forward(
         self, next_ids_BT: Tensor, hidden_BTH: Tensor, rotary: tuple[Tensor, Tensor], kv_cache: KVCache

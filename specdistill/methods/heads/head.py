@@ -18,6 +18,7 @@ from specdistill.methods.checkpoint import ROPE_TYPES
 from specdistill.methods.layers import KVCache, check_window
 from specdistill.methods.sizes import shape_of
 from specdistill.recipe.fields import default_of
+from specdistill.targets.anatomy import Head as LogitsHead
 from specdistill.targets.frozen import Features, FrozenTarget
 
 T = TypeVar("T", bound=nn.Module)
@@ -29,20 +30,19 @@ class Head(Protocol):
     config: `vocab_size` V, `num_layers` and `sliding_window` (positions; None for all of them) are read.
     aux_layers: the target's layers it reads beside the last.
     shared: names of tensors that are the target's own: neither trained nor saved.
-    logits: [..., H] -> [..., W]; by the target's own head scaled and capped as the target's are. target_ids_W: the target's id of each
-    draft token, ascending.
+    logits: [..., H] -> [..., W], over the draft vocabulary; the target's own head scales and caps them as the target does.
+    target_ids_W: the target's id of each draft token, ascending.
     """
 
     config: Any
     aux_layers: tuple[int, ...]
     shared: frozenset[str]
+    logits: LogitsHead
     target_ids_W: Tensor
 
     def fuse(self, features: Features) -> Tensor:
         """The target's features -> the hidden state [B, T, H] of the first step."""
         ...
-
-    def logits(self, normed: Tensor) -> Tensor: ...
 
     def rotary(self, like: Tensor, positions_BT: Tensor) -> tuple[Tensor, Tensor]:
         """(cos, sin) [B, T, d] of positions, in the dtype of `like`."""

@@ -1,6 +1,7 @@
 """The training-time test (EAGLE-3, arXiv 2503.01840, section 3.2; HASS, arXiv 2408.15766): training on its own states, K steps deep.
 
-Shapes: B rows, T positions, H draft hidden, R loss tokens, V target vocabulary, W draft vocabulary, N query heads, G key/value heads.
+Shapes: B rows, T positions, H draft hidden, R loss tokens (padded), r of a chunk of them, W draft vocabulary, N query heads, G key/value
+heads, S = B T chains.
 
 Every position t of a packed row is the root of a chain. With g_t the target's features, y_t its distribution after x_t:
 
@@ -24,11 +25,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from specdistill.errors import UserError
+from specdistill.losses.chunked import head_loss
 from specdistill.losses.divergence import Divergence, acceptance, build_divergence
 from specdistill.methods.heads.head import Head
 from specdistill.methods.recipe import HeadRecipe
 from specdistill.targets.frozen import Features, FrozenTarget
-from specdistill.training.objective import SoftTargets, StepSums, compute_soft_targets, has_loss, shift_left
+from specdistill.training.objective import Soft, SoftTargets, StepSums, before, loss_rows, shift_left
 
 
 class UnrollKVCache:
@@ -117,16 +119,15 @@ class TrainingTimeTest(nn.Module):
 
     gradient_checkpointing_enable = activation_checkpointing_enable  # older versions' name
 
-    def num_loss_tokens(self, batch: dict[str, Tensor]) -> Tensor:
+    def num_loss_tokens(self, batch: dict[str, Any]) -> Tensor:
         """Loss tokens of step 0: what the loss of a batch is divided by."""
-        return has_loss(batch["document_ids"], batch["loss_mask"], ahead=2).sum()
+        return loss_rows(batch["position_ids"], batch["loss_positions"], ahead=2).sum()
 
-    def read_target(self, target: FrozenTarget, inputs: dict[str, Tensor]) -> dict[str, Any]:
+    def read_target(self, target: FrozenTarget, inputs: dict[str, Any]) -> dict[str, Any]:
         """What `forward` needs from the frozen target: its features [B, T, D] and soft targets."""
         features = target.features(inputs["input_ids"], self.draft.aux_layers, position_ids_BT=inputs["position_ids"])
-        has_loss_BT = has_loss(inputs["document_ids"], inputs["loss_mask"], ahead=1)
-        soft_targets = compute_soft_targets(
-            target.logits, features.last_hidden, has_loss_BT, self.draft.target_ids_W, self.temperature
+        soft_targets = SoftTargets.of(
+            target.logits, features.last_hidden, inputs["loss_positions"], self.draft.target_ids_W, self.temperature
         )
         return {"features": features, "soft_targets": soft_targets}
 
@@ -136,56 +137,67 @@ class TrainingTimeTest(nn.Module):
         loss_mask: Tensor,
         document_ids: Tensor,
         position_ids: Tensor,
+        loss_positions: Tensor,
+        cumulative_lengths: Tensor,
+        longest: int,
         features: Features,
         soft_targets: SoftTargets,
         measure: bool = False,
     ) -> tuple[Tensor, StepSums]:
-        """Unroll `num_steps` steps over packed rows [B, T].
+        """Unroll `num_steps` steps over packed rows [B, T] (see specdistill.data.packing). No operation depends on data.
 
-        Args:
-            loss_mask: 1 where predicting a token counts.
-            document_ids: which document of the row a token belongs to, -1 for padding.
-            position_ids: start again at 0 in each document.
-            measure: also fill the metrics that cost time (what is correct, acceptance and chains).
+        measure: also fill the metrics that cost time (what is correct, acceptance and chains).
 
-        Returns:
-            the weighted sum of the steps' losses over all loss tokens (not yet divided), and the per-step sums.
+        Returns the weighted sum of the steps' losses over all loss tokens (not yet divided), and the per-step sums.
         """
-        sums = StepSums()
         kv_cache = UnrollKVCache(document_ids, self.draft.config.num_layers, self.draft.config.sliding_window)
         hidden = self.draft.fuse(features)
         if self.training and self.noise:
             hidden = hidden + (2 * torch.rand_like(hidden) - 1) * self.noise
-        chain_BT = torch.ones_like(input_ids, dtype=torch.bool)
-        correct_BT = torch.ones_like(chain_BT)
-        total = input_ids.new_zeros((), dtype=torch.float32)
+        rows, has_loss = [], []
+        errors = hidden.new_zeros((), dtype=torch.float32)
         for k in range(self.num_steps):
             rotary = self.draft.rotary(hidden, position_ids + k)
             normed, hidden = self.draft(shift_left(input_ids, 1 + k, 0), hidden, rotary, kv_cache)
-            has_loss_BT = has_loss(document_ids, loss_mask, ahead=2 + k)
-            logits_RW = self.draft.logits(normed[has_loss_BT]) / self.temperature
-            rows = shift_left(soft_targets.row_BT, 1 + k, -1)[has_loss_BT]
-            step = self.divergence(logits_RW, soft_targets.probs_RW[rows])
-            total = total + self.step_weights[k] * step.total
+            rows.append(before(normed, loss_positions, 2 + k))
+            has_loss.append(loss_rows(position_ids, loss_positions, ahead=2 + k))
             if self.feature_weight:
                 # What the head gave back, beside the target's feature 1 + k positions on: a mean over H, summed over the loss tokens
-                wanted_BTH = F.pad(features.last_hidden[:, 1 + k :], (0, 0, 0, min(1 + k, hidden.shape[1])))
-                pair_RH = hidden[has_loss_BT].float(), wanted_BTH[has_loss_BT].float()
-                error = F.smooth_l1_loss(*pair_RH, reduction="none").mean(-1).sum()
-                total = total + self.step_weights[k] * self.feature_weight * error
-            with torch.no_grad():
-                sums.loss.append(step.total.detach())
-                sums.loss_tokens.append(has_loss_BT.sum())
-                if measure:
-                    hit = self.draft.target_ids_W[logits_RW.argmax(-1)] == soft_targets.top1_R[rows]
-                    sums.correct.append(hit.sum())
-                    target_RW = soft_targets.probs_RW[rows] * soft_targets.mass_R[rows, None]
-                    sums.accepted.append(acceptance(logits_RW.float().softmax(-1), target_RW).sum())
-                    chain_BT = chain_BT & has_loss_BT
-                    correct_BT = correct_BT & torch.zeros_like(has_loss_BT).masked_scatter_(has_loss_BT, hit)
-                    sums.chain_correct.append((correct_BT & chain_BT).sum())
-                    sums.chains.append(chain_BT.sum())
-        return total, sums
+                pair_RH = before(hidden, loss_positions, 2 + k).float(), soft_targets.hidden_RD.float()
+                error_R = F.smooth_l1_loss(*pair_RH, reduction="none").mean(-1)
+                errors = errors + self.step_weights[k] * (error_R * has_loss[k]).sum()
+        rows_KRH, has_loss_KR = torch.stack(rows), torch.stack(has_loss).float()
+        total, metrics_MKR = head_loss(
+            rows_KRH,
+            has_loss_KR * self.step_weights.unsqueeze(1),
+            self.draft.logits,
+            partial(soft_targets.at, measure=measure),
+            partial(self._row_losses, self.draft.target_ids_W),
+        )
+        losses_KR, *measured = metrics_MKR * has_loss_KR
+        sums = StepSums(loss=[*losses_KR.sum(1)], loss_tokens=[*has_loss_KR.sum(1)])
+        if measured:
+            correct_KR, accepted_KR = measured
+            sums.correct, sums.accepted = [*correct_KR.sum(1)], [*accepted_KR.sum(1)]
+            sums.add_chains(
+                *(self._by_chain(values_KR, position_ids, loss_positions) for values_KR in (has_loss_KR, *measured))
+            )
+        return total + self.feature_weight * errors, sums
+
+    def _row_losses(self, target_ids_W: Tensor, logits_rW: Tensor, soft: Soft, k: int) -> tuple[Tensor, Tensor]:
+        logits_rW = logits_rW / self.temperature
+        losses_r = self.divergence(logits_rW, soft.probs_rW)
+        if soft.mass_r is None or soft.top1_r is None:
+            return losses_r, losses_r.detach().unsqueeze(0)
+        with torch.no_grad():
+            correct_r = target_ids_W[logits_rW.argmax(-1)] == soft.top1_r
+            accepted_r = acceptance(logits_rW.float().softmax(-1), soft.probs_rW * soft.mass_r.unsqueeze(-1))
+            return losses_r, torch.stack((losses_r, correct_r.float(), accepted_r))
+
+    def _by_chain(self, values_KR: Tensor, position_ids_BT: Tensor, loss_positions_R: Tensor) -> Tensor:
+        """[K, S]: a row's value at the root of its chain, 2 + k before the token that it predicts, where it has a loss; elsewhere 0."""
+        roots_KR = torch.stack([loss_positions_R - 2 - k for k in range(self.num_steps)]).clamp_min(0)
+        return values_KR.new_zeros(self.num_steps, position_ids_BT.numel()).scatter_add(1, roots_KR, values_KR)
 
 
 def objective(draft: Head, recipe: HeadRecipe, target: FrozenTarget) -> TrainingTimeTest:

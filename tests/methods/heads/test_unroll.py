@@ -1,10 +1,12 @@
 """The unroll's shifts, masks and attention, against decoding and against toy sequences."""
 
+import dataclasses
 from typing import Any
 
 import pytest
 import torch
 
+from specdistill.data.packing import indexed
 from specdistill.decoding.proposer import DecodingState
 from specdistill.decoding.sampling import Sampling
 from specdistill.losses.divergence import forward_kl
@@ -13,7 +15,7 @@ from specdistill.methods.eagle3.module import build_eagle3
 from specdistill.methods.heads.proposer import HeadProposer
 from specdistill.methods.heads.unroll import TrainingTimeTest, UnrollKVCache
 from specdistill.targets.frozen import FrozenTarget
-from specdistill.training.objective import StepSums, compute_soft_targets, has_loss, shift_left
+from specdistill.training.objective import SoftTargets, StepSums, loss_rows, shift_left
 from tests.heads import build_head
 from tests.tiny import tiny_target_model, tiny_tokenizer
 
@@ -66,40 +68,49 @@ def test_the_unroll_predicts_what_the_decoder_drafts(target: FrozenTarget, metho
 
 
 def test_only_loss_tokens_of_the_roots_document_are_predicted() -> None:
-    document = torch.tensor([[0, 0, 0, 0, 0, 1, 1, 1, -1, -1]])
-    loss_mask = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1, 0, 0]])
-    assert has_loss(document, loss_mask, ahead=2).nonzero()[:, 1].tolist() == [1, 2, 5]  # predict x_3, x_4 and x_7
-    assert has_loss(document, loss_mask, ahead=3).nonzero()[:, 1].tolist() == [0, 1]
-    assert has_loss(document, loss_mask, ahead=4).nonzero()[:, 1].tolist() == [0]
+    columns = {
+        "input_ids": torch.arange(10)[None],
+        "document_ids": torch.tensor([[0, 0, 0, 0, 0, 1, 1, 1, -1, -1]]),
+        "loss_mask": torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1, 0, 0]]),
+        "position_ids": torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 0, 0]]),
+    }
+    batch = indexed(columns)
+    positions = batch["loss_positions"]
+    assert positions[:4].tolist() == [3, 4, 6, 7] and not positions[4:].any()
+    for ahead, predicted in ((1, [3, 4, 6, 7]), (2, [3, 4, 7]), (3, [3, 4]), (4, [4]), (5, [])):
+        assert positions[loss_rows(batch["position_ids"], positions, ahead=ahead)].tolist() == predicted
+    assert batch["cumulative_lengths"][:4].tolist() == [0, 5, 8, 10] and batch["longest"] == 5
 
 
-def test_the_teacher_is_the_targets_law_one_step_ahead(target: FrozenTarget) -> None:
+def soft_targets(target: FrozenTarget, ids: torch.Tensor, vocabulary: torch.Tensor) -> SoftTargets:
+    return SoftTargets.of(target.logits, target.features(ids, []).last_hidden, torch.arange(1, ids.shape[1]), vocabulary, 1.0)
+
+
+def test_the_teacher_is_the_targets_distribution_before_the_token(target: FrozenTarget) -> None:
     ids = torch.arange(3, 15)[None]
-    ones, document = torch.ones_like(ids), torch.zeros_like(ids)
-    hidden = target.features(ids, []).last_hidden
-    everything = torch.arange(target.vocab_size)
-    soft_targets = compute_soft_targets(target.lm_head, hidden, has_loss(document, ones, ahead=1), everything, 1.0)
-    distributions = target.model(ids).logits[0].softmax(-1)
-    rows = shift_left(soft_targets.row_BT, 1, -1)[has_loss(document, ones, ahead=2)]
-    assert torch.allclose(
-        soft_targets.probs_RW[rows], distributions[1:11], atol=1e-6
-    )  # roots 0..9 have the soft targets of 1..10
+    soft = soft_targets(target, ids, torch.arange(target.vocab_size)).at(slice(2, 9), measure=False)
+    assert torch.allclose(soft.probs_rW, target.model(ids).logits[0, 2:9].softmax(-1), atol=1e-6)
 
 
-def test_a_pruned_teacher_is_renormalised_and_remembers_its_share(target: FrozenTarget) -> None:
-    ids = torch.arange(3, 15)[None]
-    kept = torch.arange(0, target.vocab_size, 2)
-    has_loss_BT = has_loss(torch.zeros_like(ids), torch.ones_like(ids), ahead=1)
-    soft_targets = compute_soft_targets(target.lm_head, target.features(ids, []).last_hidden, has_loss_BT, kept, 1.0)
+@pytest.mark.parametrize("plain_linear", [True, False])
+def test_a_pruned_teacher_is_renormalised_and_remembers_its_share(target: FrozenTarget, plain_linear: bool) -> None:
+    """Also where its head cannot be cut."""
+    ids, kept = torch.arange(3, 15)[None], torch.arange(0, target.vocab_size, 2)
+    made = soft_targets(target, ids, kept)
+    made = made if plain_linear else dataclasses.replace(made, pruned=None)
     distributions = target.model(ids).logits[0, :-1].softmax(-1)
-    assert torch.allclose(soft_targets.probs_RW.sum(-1), torch.ones(11), atol=1e-5)
-    assert torch.allclose(soft_targets.mass_R, distributions[:, kept].sum(-1), atol=1e-5)
-    assert torch.allclose(soft_targets.probs_RW * soft_targets.mass_R[:, None], distributions[:, kept], atol=1e-5)
-    assert torch.equal(soft_targets.top1_R, distributions.argmax(-1))
+    soft = made.at(slice(None), measure=True)
+    assert soft.mass_r is not None and soft.top1_r is not None
+    assert torch.allclose(soft.probs_rW.sum(-1), torch.ones(11), atol=1e-5)
+    assert torch.allclose(soft.mass_r, distributions[:, kept].sum(-1), atol=1e-5)
+    assert torch.allclose(soft.probs_rW * soft.mass_r[:, None], distributions[:, kept], atol=1e-5)
+    assert torch.equal(soft.top1_r, distributions.argmax(-1))
+    assert torch.allclose(made.at(slice(None), measure=False).probs_rW, soft.probs_rW, atol=1e-6)
 
 
 def run(model: TrainingTimeTest, target: FrozenTarget, rows: dict[str, torch.Tensor]) -> tuple[torch.Tensor, StepSums]:
-    total, sums = model(**rows, **model.read_target(target, rows), measure=True)
+    batch = indexed(rows)
+    total, sums = model(**batch, **model.read_target(target, batch), measure=True)
     return total, sums
 
 

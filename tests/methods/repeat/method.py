@@ -12,7 +12,7 @@ from specdistill.decoding.sampling import Sampling
 from specdistill.methods.checkpoint import read_tensors, write_draft
 from specdistill.methods.contract import Implementation
 from specdistill.methods.sizes import Described, Parts, PlannedDraft, Published
-from specdistill.training.objective import StepSums, has_loss, shift_left
+from specdistill.training.objective import StepSums, loss_rows
 from tests.methods.repeat.config import Recipe
 
 
@@ -32,20 +32,20 @@ class RepeatLoss(nn.Module):
         self.draft = draft
 
     def num_loss_tokens(self, batch):
-        return has_loss(batch["document_ids"], batch["loss_mask"], ahead=1).sum()
+        return loss_rows(batch["position_ids"], batch["loss_positions"], ahead=1).sum()
 
     def read_target(self, target, inputs):
         return {}
 
-    def forward(self, input_ids, loss_mask, document_ids, position_ids, measure=False):
-        has_loss_BT = has_loss(document_ids, loss_mask, ahead=1)
-        repeats = (shift_left(input_ids, 1, -1) == input_ids)[has_loss_BT].float()
+    def forward(self, input_ids, loss_mask, document_ids, position_ids, loss_positions, measure=False, **_):
+        positions = loss_positions[loss_rows(position_ids, loss_positions, ahead=1)]
+        repeats = (input_ids.flatten()[positions] == input_ids.flatten()[positions - 1]).float()
         logits = self.draft.logit.expand_as(repeats)
         total = nn.functional.binary_cross_entropy_with_logits(logits, repeats, reduction="sum")
-        sums = StepSums(loss=[total.detach()], loss_tokens=[has_loss_BT.sum()])
+        sums = StepSums(loss=[total.detach()], loss_tokens=[torch.tensor(len(positions))])
         if measure:
             sums.correct, sums.accepted = [repeats.sum()], [repeats.sum()]
-            sums.chain_correct, sums.chains = [repeats.sum()], [has_loss_BT.sum()]
+            sums.chain_correct, sums.chain_accepted, sums.chains = [repeats.sum()], [repeats.sum()], sums.loss_tokens
         return total, sums
 
 
