@@ -115,7 +115,7 @@ class TrainedRecipe(Recipe):
         """What is measured in training, of held-out rows and by decoding: names for `train.metric_for_best_model`."""
         positions = range(getattr(self.draft, "ttt_steps", 1))
         measured = [f"{name}_{k}" for name in ("loss", "accuracy", "acceptance") for k in positions]
-        return ["acceptance_length", "loss", *measured, DECODED]
+        return ["acceptance_length", "acceptance_length_sampled", "loss", *measured, DECODED]
 
 
 class HeadDraft(Section):

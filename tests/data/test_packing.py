@@ -9,7 +9,7 @@ import torch
 from datasets import Dataset
 from rich.console import Console
 
-from specdistill.data.packing import MIN_TOKENS, Piece, collate, cut, document, fill_rows, pack, summary, usable
+from specdistill.data.packing import COLUMNS, MIN_TOKENS, Piece, collate, cut, document, fill_rows, pack, summary, usable
 from specdistill.errors import UserError
 from tests.tiny import tiny_tokenizer
 
@@ -33,7 +33,7 @@ def test_every_token_comes_out_once_in_its_document_at_its_position(tmp_path: Pa
     documents = documents_of(lengths)
     rows = pack(documents, 32, packing, PAD, seed=1, cache_dir=str(tmp_path))
     batch = collate(list(rows))
-    assert all(tensor.shape == (len(rows), 32) and tensor.dtype == torch.int64 for tensor in batch.values())
+    assert all(batch[column].shape == (len(rows), 32) and batch[column].dtype == torch.int64 for column in COLUMNS)
     real = batch["document_ids"] >= 0
     assert sorted(batch["input_ids"][real].tolist()) == list(range(100, 100 + sum(lengths)))
     assert (batch["loss_mask"][real] == batch["input_ids"][real] % 2).all()
@@ -50,6 +50,40 @@ def test_every_token_comes_out_once_in_its_document_at_its_position(tmp_path: Pa
             piece, places = ids[numbers == number].tolist(), positions[numbers == number].tolist()
             assert places == list(range(len(piece))) and piece == list(range(piece[0], piece[0] + len(piece)))
             assert not starts & set(piece[1:])  # no piece runs over into the next document
+
+
+def test_a_batch_brings_where_its_loss_tokens_and_documents_are() -> None:
+    """Rows of 5, 3 and 2 of padding, and of 4 and 6 of padding; a document's first token has a loss that nothing can predict."""
+    rows = [
+        {"document_ids": [0] * 5 + [1] * 3 + [-1] * 2, "loss_mask": [0, 0, 0, 1, 1, 1, 1, 1, 0, 0]},
+        {"document_ids": [0] * 4 + [-1] * 6, "loss_mask": [0, 1] * 2 + [0] * 6},
+    ]
+    positions = [[0, 1, 2, 3, 4, 0, 1, 2, 0, 0], [0, 1, 2, 3] + [0] * 6]
+    batch = collate([{**row, "input_ids": [7] * 10, "position_ids": place} for row, place in zip(rows, positions, strict=True)])
+    assert batch["loss_positions"].tolist() == [3, 4, 6, 7, 11, 13]  # three pairs: a sixteenth of 20 tokens is two of them
+    assert (
+        batch["cumulative_lengths"].tolist() == [0, 5, 8, 10, 14, *[20] * 27]
+        and batch["cumulative_lengths"].dtype == torch.int32
+    )
+    assert batch["longest"] == 6
+    empty = collate([{**rows[0], "loss_mask": [0] * 10, "input_ids": [7] * 10, "position_ids": positions[0]}])
+    assert empty["loss_positions"].tolist() == [0]
+    assert {
+        len(
+            collate(
+                [
+                    {
+                        **rows[0],
+                        "loss_mask": [1] * n + [0] * (64 - n),
+                        "document_ids": [0] * 64,
+                        "input_ids": [7] * 64,
+                        "position_ids": range(64),
+                    }
+                ]
+            )["loss_positions"]
+        )
+        for n in range(65)
+    } == {4 * n for n in range(1, 17)}
 
 
 def test_packing_leaves_little_room() -> None:

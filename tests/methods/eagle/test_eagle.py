@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from specdistill.data.packing import indexed
 from specdistill.decoding.proposer import DecodingState
 from specdistill.decoding.sampling import Sampling
 from specdistill.engines import ENGINES
@@ -166,12 +167,13 @@ def test_where_its_features_are_the_targets_nothing_is_left_to_learn(finished: F
         ahead = next(steps)
         return torch.nn.functional.pad(last_hidden[:, ahead:], (0, 0, 0, ahead))
 
-    rows = {
+    columns = {
         "input_ids": ids,
         "loss_mask": torch.ones_like(ids),
         "document_ids": torch.zeros_like(ids),
         "position_ids": torch.arange(ids.shape[1])[None],
     }
+    rows = indexed(columns)
     objective = TrainingTimeTest(oracle(finished, hidden_states, tmp_path), forward_kl, 2, temperature=0.8)
     total, sums = objective(**rows, **objective.read_target(finished, rows), measure=True)
     assert abs(float(total)) < 1e-4
