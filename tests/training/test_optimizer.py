@@ -1,12 +1,15 @@
 import copy
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from specdistill.errors import UserError
 from specdistill.training.arguments import training_arguments
-from specdistill.training.optimizer import MuonAdamW, build_optimizer
+from specdistill.training.optimizer import MuonAdamW, build_optimizer, cost, divide, orthogonalise
+from tests.processes import run_processes
 
 
 class Model(nn.Module):
@@ -41,7 +44,7 @@ def test_each_part_takes_torchs_own_step() -> None:
     optimizer = MuonAdamW(ours, lr=0.1, weight_decay=0.01)
     muon = torch.optim.Muon([theirs.hidden.weight], lr=0.1, weight_decay=0.01, adjust_lr_fn="match_rms_adamw")
     others = [theirs.embed.weight, theirs.hidden.bias, theirs.lm_head.weight]
-    adamw = torch.optim.AdamW(others, lr=0.1, betas=(0.9, 0.95), weight_decay=0.0)
+    adamw = torch.optim.AdamW(others, lr=0.1, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
     for _ in range(3):
         step(ours, optimizer)
         theirs.zero_grad()
@@ -103,3 +106,79 @@ def test_a_part_without_parameters_is_left_out():
     assert not torch.equal(only_matrices.weight, before)
     assert set(optimizer.state_dict()) == {"muon"}
     optimizer.load_state_dict(optimizer.state_dict())
+
+
+# The matrices of a one-layer EAGLE-3 head for Llama-3.1-8B: fc, q, k, v, o, gate, up, down.
+HEAD = [(4096, 12288), (4096, 8192), (1024, 8192), (1024, 8192), (4096, 4096), (14336, 4096), (14336, 4096), (4096, 14336)]
+
+
+@pytest.mark.parametrize(("num_processes", "busiest"), [(1, 1.0), (2, 0.52), (4, 0.31), (64, 0.21)])
+def test_the_matrices_of_a_head_are_divided_evenly(num_processes: int, busiest: float) -> None:
+    """`busiest`: the largest share of the work, of which the largest matrix alone is 0.202."""
+    matrices = [torch.empty(shape, device="meta") for shape in HEAD]
+    shares = divide(matrices, num_processes)
+    assert sorted(id(matrix) for share in shares for matrix in share) == sorted(map(id, matrices))
+    assert len(shares) == min(num_processes, len(HEAD)) and all(shares)
+    assert max(sum(map(cost, share)) for share in shares) <= busiest * sum(map(cost, matrices))
+
+
+@pytest.mark.parametrize("shape", [(6, 8), (8, 6)])
+def test_the_cost_of_a_matrix_is_what_torch_counts(shape: tuple[int, int]) -> None:
+    with FlopCounterMode(display=False) as counter:
+        orthogonalise(torch.ones(shape), (3.0, -4.0, 2.0), 5, 1e-7)
+    assert counter.get_total_flops() == 5 * cost(torch.ones(shape))
+
+
+def matrices() -> nn.Module:
+    """Wide, tall and square ones, which are given their gradients."""
+    torch.manual_seed(0)
+    shapes = [(24, 40), (40, 24), (16, 16), (6, 48), (32, 8)]
+    return nn.Sequential(*(nn.Linear(*shape, bias=False) for shape in shapes))
+
+
+def take_steps(model: nn.Module, optimizer: torch.optim.Optimizer, *numbers: int) -> int:
+    """Each with the gradients of its number; returns the floating-point operations of this process."""
+    with FlopCounterMode(display=False) as counter:
+        for number in numbers:
+            generator = torch.Generator().manual_seed(number)
+            for parameter in model.parameters():
+                parameter.grad = torch.randn(parameter.shape, generator=generator)
+            optimizer.step()
+    return counter.get_total_flops()
+
+
+IMPORTS = """
+import copy, torch
+from specdistill.training.optimizer import MuonAdamW
+from tests.training.test_optimizer import matrices, take_steps
+"""
+THREE_STEPS = """
+model = matrices()
+optimizer = MuonAdamW(model, lr=0.1, weight_decay=0.01)
+work = take_steps(model, optimizer, 0, 1)
+checkpoint = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+work += take_steps(model, optimizer, 2)
+torch.save((work, model.state_dict(), checkpoint), f"{folder}/{rank}.pt")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_two_processes_share_the_work_of_one_and_one_goes_on_from_what_they_saved(tmp_path: Path) -> None:
+    alone = matrices()
+    theirs = torch.optim.Muon(alone.parameters(), lr=0.1, weight_decay=0.01, adjust_lr_fn="match_rms_adamw")
+    work = take_steps(alone, theirs, 0, 1, 2)
+    ended = run_processes(tmp_path, IMPORTS, THREE_STEPS, 0, 1)
+    assert [process.code for process in ended] == [0, 0], ended
+    shared = []
+    for rank in range(2):
+        done, weights, (saved, state) = torch.load(tmp_path / f"{rank}.pt")
+        resumed = matrices()
+        resumed.load_state_dict(saved)
+        optimizer = MuonAdamW(resumed, lr=0.1, weight_decay=0.01)
+        optimizer.load_state_dict(state)
+        assert take_steps(resumed, optimizer, 2) == work / 3
+        for name, expected in alone.state_dict().items():
+            assert torch.equal(weights[name], expected) and torch.equal(resumed.state_dict()[name], expected), name
+        shared.append(done)
+    assert sum(shared) == work and max(shared) < 0.6 * work
