@@ -169,7 +169,7 @@ def plan(arguments: list[str]) -> int:
     remote = options.target.trust_remote_code
     target = read(options.target.model, key="target.model", revision=options.target.revision, trust_remote_code=remote)
     draft = read(options.draft, key="draft", trust_remote_code=remote) if options.draft else None
-    made = make_plan(target, draft)
+    made = make_plan(target, draft, computed=True)
     drafts, not_asked = known_drafts(target.name, target.hub_id) if options.hub else ([], "not asked: hub=false")
     if options.output is not None:
         found = {"not_asked": not_asked, "drafts": [asdict(entry) for entry in drafts]}

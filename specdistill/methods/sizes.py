@@ -23,6 +23,7 @@ from specdistill.targets.stand_in import stand_in
 
 TOKENS_PER_SAMPLE = 950  # DeepSpec's cache: about 38 TB of 30 KB a token for 1.3M conversations
 DRAFT_VOCABULARY = 32_000
+ASSUMED_DTYPE = torch.bfloat16  # where a config names none
 CAUSAL_LM = "the config.json of a causal language model"
 
 
@@ -193,6 +194,7 @@ class PlannedDraft:
         vocabulary: tokens that its logits span.
         note: what it is, in words.
         recipe_keys: what a recipe made for another target needs changed for this one.
+        build: the draft for the target at its full size, whose tensors may have no content (see specdistill.planning.accounting).
     """
 
     parts: Parts
@@ -201,6 +203,7 @@ class PlannedDraft:
     note: str
     published: Published
     recipe_keys: tuple[str, ...] = ()
+    build: Callable[[FrozenTarget], Any] | None = None
 
 
 def planned_shape(target: Described, given: Described | None, settings: Mapping[str, Any]) -> Shape:

@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import yaml
 from rich import box
 from rich.console import Console
@@ -19,7 +18,9 @@ from rich.text import Text
 
 from specdistill.errors import UserError
 from specdistill.methods import METHODS
-from specdistill.methods.sizes import TOKENS_PER_SAMPLE, Described, Parts, PlannedDraft, Shape, weights_read
+from specdistill.methods.sizes import ASSUMED_DTYPE, TOKENS_PER_SAMPLE, Described, Parts, PlannedDraft, Shape, weights_read
+from specdistill.planning.accounting import Account, objective_for, training_step
+from specdistill.planning.devices import DEVICES, H100, MATRIX_SHARE, TRAFFIC_SHARE, USABLE
 from specdistill.planning.reading import KnownDraft, check_fit, method_of_config
 from specdistill.project import RECIPES
 from specdistill.report.phrases import times
@@ -34,9 +35,8 @@ VERIFY_OVERHEAD = 0.18
 LAYERS_OVERHEAD = 3.0
 # float32 weight, gradient and two AdamW moments; Muon keeps one moment of the matrices.
 BYTES_PER_TRAINED, BYTES_PER_COPIED = 16, 4
-MICRO_BATCH_TOKENS = 4 * 2048
+ROWS, LENGTH = 4, 2048  # of a micro-batch
 TRAINING_FLOPS = 4e14  # a second, of one H100 or H200 in bfloat16: 40 % of what its tensor cores can
-ASSUMED_DTYPE = torch.bfloat16  # where a config names none
 ASSUMPTIONS = (
     "Nothing here is measured. Parameters follow from configs, acceptance from the sources named, speedup S = AL / (v + c·K) from both.",
     "Batch 1, short contexts. c is the larger of a step's shares of weights read and of layers run; draft and target have one dtype.",
@@ -44,9 +44,13 @@ ASSUMPTIONS = (
     "to vLLM issue 20780, and every token of a mixture to experts of its own. S to: the higher acceptance, and only the weights read "
     "take time (v = 1).",
     f"Acceptance is taken as the same at every position; K is the fewest tokens within 1 % of the best, at most {MAX_K}.",
-    f"{TOKENS_PER_SAMPLE} training tokens a conversation. Disk: if hidden states were stored. Memory, roughly: features computed in "
-    f"each step, {MICRO_BATCH_TOKENS:,} tokens in a micro-batch, draft and AdamW in float32, logits not fused.",
-    f"Hours: one pass over the tokens on one GPU at {TRAINING_FLOPS / 1e12:.0f} TFLOP/s, without generating them; on N GPUs about an N-th.",
+    f"{TOKENS_PER_SAMPLE} training tokens a conversation. Disk: if hidden states were stored. Memory: features computed in each step, "
+    f"{ROWS} rows of {LENGTH:,} tokens in a micro-batch, all with a loss; draft and AdamW in float32.",
+    "Computed: the training step's own code was run over tensors without content, and its memory, traffic and arithmetic counted. "
+    f"A device reaches {MATRIX_SHARE:.0%} of its bfloat16 peak in matrix products and {TRAFFIC_SHARE:.0%} of its bandwidth in all else, "
+    f"and gives {USABLE:.0%} of its memory. Not computed: 8H + 4I numbers a layer and four rows of logits for each token and step.",
+    f"Hours: one pass over the tokens, without generating them, on one {H100.name} where computed, else on one GPU at "
+    f"{TRAINING_FLOPS / 1e12:.0f} TFLOP/s; on N GPUs about an N-th.",
 )
 
 
@@ -65,7 +69,8 @@ class Row:
 
     draft: the one that was given; None for the one that the recipe would train.
     bytes: in the target's dtype. disk_bytes: the hidden states of all training tokens. training_memory: its parts, in bytes.
-    training_hours: of one GPU. kv_bytes: KV cache of the draft for a token of context. step_ratio: c, the larger of the step_shares.
+    training_hours: of one GPU. training_rates: computed tokens a second on one device of each kind that holds all of this; None where the
+    activations are a rough formula's. kv_bytes: KV cache of the draft for a token of context. step_ratio: c, the larger of the step_shares.
     low, high: the two ends of the speedup.
     """
 
@@ -84,6 +89,7 @@ class Row:
     training_memory_bytes: int | None = None
     training_memory: dict[str, int] | None = None
     training_hours: float | None = None
+    training_rates: dict[str, float] | None = None
     kv_bytes: int | None = None
     step_ratio: float | None = None
     step_shares: dict[str, float] | None = None
@@ -108,8 +114,10 @@ class Plan:
     assumptions: Sequence[str] = ASSUMPTIONS
 
 
-def make_plan(target: Described, draft: Described | None = None) -> Plan:
+def make_plan(target: Described, draft: Described | None = None, *, computed: bool = False) -> Plan:
     """Plan for a target, and for a draft of it where one is given. Raises UserError for what is no target, or no draft of it.
+
+    computed: run the steps of training over tensors without content, which takes seconds, where a method can (`PlannedDraft.build`).
 
     Whether a target's logits are scaled or capped changes nothing in a plan: alphas are published ones, sizes and passes the same.
     """
@@ -123,11 +131,11 @@ def make_plan(target: Described, draft: Described | None = None) -> Plan:
     if quantised := target.raw.get("quantization_config"):
         counted = f"bytes here are of {facts['dtype']}, and c of a draft in that is higher"
         warnings.append(f"the target's weights are {quantised.get('quant_method', 'quantised')}: {counted}")
-    rows = {method: _row(method, target) for method in METHODS}
+    rows = {method: _row(method, target, computed=computed) for method in METHODS}
     if draft is not None:
         method = method_of_config(draft, target)
         warnings += check_fit(draft, target, method)
-        rows[method] = row = _row(method, target, draft)
+        rows[method] = row = _row(method, target, draft, computed=computed)
         if row.high and (row.parameters or 0) > target.parameters:
             sizes = f"{draft.name} has {row.parameters:,} parameters, the target {target.parameters:,}"
             warnings.append(f"{sizes}: a predicted speedup of at most {row.high.speedup:.2f}")
@@ -209,7 +217,7 @@ def _facts(target: Described) -> dict[str, Any]:
     }
 
 
-def _row(method: str, target: Described, given: Described | None = None) -> Row:
+def _row(method: str, target: Described, given: Described | None = None, *, computed: bool) -> Row:
     """The method's row, for the draft that is given or else for the one a recipe would train."""
     cost, plan = METHODS[method].cost, METHODS[method].implementation().planned
     recipe, settings = recipe_for(method, target.name)
@@ -232,12 +240,18 @@ def _row(method: str, target: Described, given: Described | None = None) -> Row:
         verify = [weights_read(target.model, k + 1) / read for k in range(1, MAX_K + 1)]
         low, high = speedup_range(published.alphas, verify, shares, depth, cost.passes)
     memory: dict[str, int] = {}
-    disk, hours, cache = 0, 0.0, 0
+    disk, hours, cache, rates = 0, 0.0, 0, None
     if shape is not None:
-        own = (parts, target.parameters * itemsize, shape, planned.vocabulary)
-        memory = training_memory(*own, cost.unrolled, MICRO_BATCH_TOKENS)
+        num_tokens, step = ROWS * LENGTH, _account(method, planned, target) if computed else None
+        memory = training_memory(parts, target.parameters * itemsize, shape, planned.vocabulary, cost.unrolled, num_tokens)
+        rate = TRAINING_FLOPS / (2 * read + 6 * parts.read * cost.unrolled)
+        if step is not None:
+            memory["activations"] = step.peak_bytes
+            speeds = {device: device.tokens_per_second(step, num_tokens, 2 * read * num_tokens) for device in DEVICES}
+            rates = {device.name: speed for device, speed in speeds.items() if device.holds(sum(memory.values()))}
+            rate = speeds[H100]
+        hours = (tokens or 0) / rate / 3600
         disk = cost.features * target.text.hidden_size * itemsize * (tokens or 0)
-        hours = (2 * read + 6 * parts.read * cost.unrolled) * (tokens or 0) / TRAINING_FLOPS / 3600
         cache = 2 * shape.num_layers * shape.num_key_value_heads * shape.head_dim * itemsize
     return Row(
         method=method,
@@ -255,6 +269,7 @@ def _row(method: str, target: Described, given: Described | None = None) -> Row:
         training_memory_bytes=sum(memory.values()),
         training_memory=memory,
         training_hours=None if tokens is None else hours,
+        training_rates=rates,
         kv_bytes=cache,
         step_ratio=max(shares.values()),
         step_shares=shares,
@@ -264,6 +279,14 @@ def _row(method: str, target: Described, given: Described | None = None) -> Row:
         high=high,
         recipe_keys=planned.recipe_keys,
     )
+
+
+def _account(method: str, planned: PlannedDraft, target: Described) -> Account | None:
+    """Of a step that trains the draft; None where no draft can be built without weights."""
+    if planned.build is None:
+        return None
+    objective = objective_for(method, planned.build, METHODS[method].cost.unrolled)
+    return training_step(objective, target, rows=ROWS, length=LENGTH)
 
 
 def step_shares(parts: Parts, target_read: float, target_layers: int) -> dict[str, float]:
@@ -350,6 +373,7 @@ def print_plan(plan: Plan, drafts: Sequence[KnownDraft], not_asked: str | None, 
     sections = {
         "What each is": [f"{row.method}: {row.draft + ', ' if row.draft else ''}{row.note}" for row in plan.methods],
         "What each holds": [line for row in plan.methods for line in _held(row, target["kv_bytes"])],
+        "Training on one device, computed": [line for row in plan.methods for line in _fits(row)],
         "Acceptance as published": [f"{row.method}: {row.acceptance_source}" for row in plan.methods if row.acceptance_source],
         "Training data": [f"{row.method}: {row.training_source}" for row in plan.methods if row.training_tokens],
         "Assumed": plan.assumptions,
@@ -410,6 +434,15 @@ def _held(row: Row, target_kv: int | None) -> list[str]:
     parts = " + ".join(f"{name} {short(size, 'B')}" for name, size in row.training_memory.items() if size)
     beside = f", beside {short(target_kv, 'B')} of the target" if target_kv else ""
     return [f"{row.method}: to train {parts}; KV cache {short(row.kv_bytes or 0, 'B')} a token{beside}"]
+
+
+def _fits(row: Row) -> list[str]:
+    """The devices that hold a draft's training beside the target, each with its tokens a second."""
+    if row.training_rates is None:
+        return []
+    devices = ", ".join(f"{name} ({short(rate)} tokens/s)" for name, rate in row.training_rates.items())
+    where = f"fits on {devices}" if devices else "fits on no one device: target.shard=layers spreads the target"
+    return [f"{row.method}: {short(row.training_memory_bytes or 0, 'B')}, {where}"]
 
 
 def _between(low: Any, high: Any) -> str:

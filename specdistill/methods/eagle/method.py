@@ -6,7 +6,7 @@ from typing import Any
 from specdistill.methods import sizes
 from specdistill.methods.contract import Implementation
 from specdistill.methods.eagle.checkpoint import config_from_json, export, load_eagle, read_eagle, save_eagle
-from specdistill.methods.eagle.module import EagleDraft, build_eagle
+from specdistill.methods.eagle.module import EagleDraft, build_eagle, eagle_config
 from specdistill.methods.heads import mistakes
 from specdistill.methods.heads.head import create_head
 from specdistill.methods.heads.proposer import proposer_loader
@@ -43,7 +43,13 @@ def planned(target: sizes.Described, given: sizes.Described | None, settings: di
     shape, vocabulary = sizes.planned_shape(target, given, settings), target.text.vocab_size
     keys = tuple(f"draft.{name}=null" for name in ("intermediate_size", "num_attention_heads", "num_key_value_heads"))
     note = "reads the last hidden state, borrows the target's head"
-    return sizes.PlannedDraft(eagle_head(shape, vocabulary), shape, vocabulary, note, PUBLISHED, keys)
+
+    def build(full: FrozenTarget) -> EagleDraft:
+        draft = EagleDraft(eagle_config(full, **vars(shape)))
+        draft.borrow(full)
+        return draft
+
+    return sizes.PlannedDraft(eagle_head(shape, vocabulary), shape, vocabulary, note, PUBLISHED, keys, build)
 
 
 def eagle_head(shape: sizes.Shape, vocab_size: int) -> sizes.Parts:

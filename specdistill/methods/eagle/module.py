@@ -69,12 +69,14 @@ class EagleDraft(nn.Module):
         return hidden, hidden
 
 
-def build_eagle(target: FrozenTarget, *, fc_bias: bool = False, seed: int = 0, **sizes: int | None) -> EagleDraft:
-    """A head before training, as wide as its target, with the `sizes` of a recipe (see specdistill.methods.recipe).
+def eagle_config(target: FrozenTarget, *, fc_bias: bool = False, **sizes: int | None) -> EagleConfig:
+    """Of a head as wide as its target. Raises UserError when the attention heads cannot be shared out evenly."""
+    return EagleConfig(**head_shape(target, **sizes), fc_bias=fc_bias, logit_scale=target.logits.scale)
 
-    Raises UserError when the attention heads cannot be shared out evenly.
-    """
-    config = EagleConfig(**head_shape(target, **sizes), fc_bias=fc_bias, logit_scale=target.logits.scale)
+
+def build_eagle(target: FrozenTarget, *, fc_bias: bool = False, seed: int = 0, **sizes: int | None) -> EagleDraft:
+    """A head before training, with the `sizes` of a recipe (see specdistill.methods.recipe)."""
+    config = eagle_config(target, fc_bias=fc_bias, **sizes)
     draft = initialized(lambda: EagleDraft(config), seed)
     draft.borrow(target)
     return draft.to(target.device)

@@ -13,7 +13,7 @@ from specdistill.methods import sizes
 from specdistill.methods.contract import Implementation
 from specdistill.methods.eagle3.checkpoint import config_from_json, export, load_eagle3, read_eagle3, save_eagle3
 from specdistill.methods.eagle3.config import Recipe
-from specdistill.methods.eagle3.module import Eagle3Draft, build_eagle3, check_aux_layers
+from specdistill.methods.eagle3.module import Eagle3Draft, build_eagle3, check_aux_layers, eagle3_config
 from specdistill.methods.heads import mistakes
 from specdistill.methods.heads.head import create_head
 from specdistill.methods.heads.proposer import proposer_loader
@@ -107,7 +107,11 @@ def planned(target: sizes.Described, given: sizes.Described | None, settings: di
     parts = eagle3_head(shape, vocabulary, width, hidden_size, num_aux)
     keys = (f"draft.vocab_size={sizes.DRAFT_VOCABULARY}",) if vocabulary > sizes.DRAFT_VOCABULARY else ()
     note = f"reads {num_aux} of the target's layers, its own head of {width:,} tokens"
-    return sizes.PlannedDraft(parts, shape, width, note, PUBLISHED, keys)
+
+    def build(full: FrozenTarget) -> Eagle3Draft:
+        return Eagle3Draft(eagle3_config(full, width, **vars(shape)))
+
+    return sizes.PlannedDraft(parts, shape, width, note, PUBLISHED, keys, build)
 
 
 def eagle3_head(

@@ -13,6 +13,7 @@ At position t the draft pairs the embedding of the *next* token x_{t+1} with the
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -147,24 +148,20 @@ class Eagle3Draft(nn.Module):
         return normed, normed if self.config.norm_output else hidden
 
 
-def build_eagle3(
+def eagle3_config(
     target: FrozenTarget,
+    draft_vocab_size: int,
     *,
     aux_layers: list[int] | None = None,
-    draft_vocabulary: Tensor | None = None,
     fc_norm: bool = False,
     norm_output: bool = False,
     norm_before_residual: bool = False,
-    seed: int = 0,
     **sizes: int | None,
-) -> Eagle3Draft:
-    """A head before training. `draft_vocabulary`: sorted target ids [W], None for the whole vocabulary; the others are keys of a recipe.
-
-    Raises UserError when a layer to read does not exist or the attention heads cannot be shared out evenly.
-    """
-    config = Eagle3Config(
+) -> Eagle3Config:
+    """Of a head with these keys of a recipe. Raises UserError when a layer to read does not exist or heads cannot be shared out evenly."""
+    return Eagle3Config(
         **head_shape(target, **sizes),
-        draft_vocab_size=target.vocab_size if draft_vocabulary is None else len(draft_vocabulary),
+        draft_vocab_size=draft_vocab_size,
         target_hidden_size=target.hidden_size,
         aux_layers=tuple(check_aux_layers(aux_layers, target.num_layers)),
         target_num_layers=target.num_layers,
@@ -172,6 +169,11 @@ def build_eagle3(
         norm_output=norm_output,
         norm_before_residual=norm_before_residual,
     )
+
+
+def build_eagle3(target: FrozenTarget, *, draft_vocabulary: Tensor | None = None, seed: int = 0, **options: Any) -> Eagle3Draft:
+    """A head before training. `draft_vocabulary`: sorted target ids [W], None for the whole vocabulary; options: of `eagle3_config`."""
+    config = eagle3_config(target, target.vocab_size if draft_vocabulary is None else len(draft_vocabulary), **options)
     target.features(torch.zeros(1, 1, dtype=torch.long, device=target.device), config.aux_layers)  # which may refuse
     draft = initialized(lambda: Eagle3Draft(config), seed)
     if draft_vocabulary is not None:

@@ -1,0 +1,187 @@
+"""What a step of training needs, computed without a device: the real objective, forward and backward, over tensors without content.
+
+Under torch's FakeTensorMode an operation makes shapes alone, so the step of an 8B target takes a second on any machine. A ledger above it
+sees every operation with its operands, and every storage come and go.
+
+Counted is one micro-batch under bfloat16 autocast, soft targets to backward; every token has a loss, every row is one document. Weights,
+gradients and optimizer stand before and after it and are no part of the peak. The target's layers are no part of the step: features are
+given. Autocast and kernels are the CPU's, since a torch without CUDA cannot pretend to have it: a GPU fuses some of what is several
+operations here (norms) and has less traffic; its allocator rounds and fragments, and holds more.
+"""
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+from transformers import AutoModelForCausalLM
+
+from specdistill.data.packing import collate
+from specdistill.methods import METHODS
+from specdistill.methods.sizes import ASSUMED_DTYPE, Described
+from specdistill.recipe.load import validate
+from specdistill.targets.frozen import Features, FrozenTarget
+
+aten = torch.ops.aten
+UNWRITTEN = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided}
+# What is in their first operand is not read.
+OVERWRITES = {aten.copy_, aten.fill_, aten.zero_, aten.full_like, aten.ones_like, aten.rand_like, aten.zeros_like}
+LOOKUPS = {aten.embedding, aten.gather, aten.index, aten.index_select}  # they read as much of a table as they return
+
+
+@dataclass(frozen=True)
+class Account:
+    """Of one step. traffic_bytes: read and written by all operations but matrix products and attention. flops: of these two alone.
+
+    data_dependent_ops: operations whose result's shape depends on values, for which a GPU's host has to wait.
+    """
+
+    peak_bytes: int
+    traffic_bytes: int
+    flops: int
+    data_dependent_ops: int
+
+
+class Ledger(TorchDispatchMode):
+    """Counts what the operations within it do. A storage that no operation here made stands, and counts nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = self.peak = self.traffic = self.flops = self.data_dependent = 0
+        self._known: set[int] = set()
+
+    @property
+    def account(self) -> Account:
+        return Account(self.peak, self.traffic, self.flops, self.data_dependent)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        given = _tensors((args, kwargs))
+        for tensor in given:
+            self._enter(tensor, 0)
+        try:
+            result = func(*args, **kwargs)
+        except DynamicOutputShapeException:
+            if func.overloadpacket is not aten.index:
+                raise
+            self.data_dependent += 1
+            result = func(args[0], _whole(args[1]))
+        made, operation = _tensors(result), func.overloadpacket
+        new = [self._enter(tensor, tensor.untyped_storage().nbytes()) for tensor in made]
+        if operation in flop_registry:
+            self.flops += flop_registry[operation](*args, **kwargs, out_val=result)
+        elif operation in LOOKUPS:
+            self.traffic += sum(min(_size(tensor), _size(result)) for tensor in given) + _size(result)
+        elif (any(new) or func._schema.is_mutable) and operation not in UNWRITTEN:  # else a view
+            self.traffic += sum(map(_size, given[operation in OVERWRITES :])) + sum(map(_size, made))
+        return result
+
+    def _enter(self, tensor: Tensor, size: int) -> bool:
+        """Take in the tensor's storage until nothing holds it any more; whether it is new."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._known:
+            return False
+        self._known.add(key)
+        self.live += size
+        self.peak = max(self.peak, self.live)
+        weakref.finalize(storage, self._leave, key, size).atexit = False
+        return True
+
+    def _leave(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self.live -= size
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _size(tensor: Tensor) -> int:
+    """In bytes; no more than there are where a tensor repeats its elements."""
+    return min(tensor.numel() * tensor.itemsize, tensor.untyped_storage().nbytes())
+
+
+def _whole(indices: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Indices in the place of masks, for as many elements as masks that are true throughout would choose."""
+    whole: list[Tensor | None] = []
+    for index in indices:
+        is_mask = index is not None and index.dtype == torch.bool
+        whole += [index.new_empty(index.numel(), dtype=torch.long)] * index.dim() if is_mask else [index]
+    return whole
+
+
+class WeightlessTarget(FrozenTarget):
+    """A target at its full size whose tensors have no content: the parts that were found in its stand-in, by the names they have there."""
+
+    def __init__(self, target: Described) -> None:
+        own, dtype = target.tried(lambda stand_in: None), target.dtype or ASSUMED_DTYPE
+        model = AutoModelForCausalLM.from_config(target.config, dtype=dtype, trust_remote_code=target.trust_remote_code)
+        names = {part: name for name, part in own.model.named_modules()}
+        vars(self).update(
+            vars(own), model=model.eval().requires_grad_(False), config=model.config.get_text_config(decoder=True)
+        )
+        self.backbone, self.layers = (model.get_submodule(names[part]) for part in (own.backbone, own.layers))
+        self.norm = None if own.norm is None else model.get_submodule(names[own.norm])
+        self.lm_head = model.get_output_embeddings()
+        self.logits = replace(own.logits, linear=self.lm_head)
+        self.hidden_size, self.vocab_size = int(self.config.hidden_size), int(self.config.vocab_size)
+
+    def features(self, input_ids_BT: Tensor, aux_layers: Sequence[int], **options: Any) -> Features:
+        shape, dtype = (*input_ids_BT.shape, self.hidden_size), self.lm_head.weight.dtype
+        *aux, last = (torch.empty(shape, dtype=dtype) for _ in range(len(aux_layers) + 1))
+        return Features(tuple(aux), last)
+
+
+def training_step(
+    objective_for: Callable[[FrozenTarget], nn.Module],
+    target: Described,
+    *,
+    rows: int,
+    length: int,
+    gradient_checkpointing: bool = False,
+) -> Account:
+    """The account of a micro-batch of `rows` rows of `length` tokens.
+
+    objective_for: (the target, its tensors without content) -> a draft with its loss (see specdistill.training.trainer.Objective).
+    """
+    row = {"input_ids": [0], "loss_mask": [1], "document_ids": [0]}
+    packed = {name: value * length for name, value in row.items()} | {"position_ids": list(range(length))}
+    batch = collate([packed] * rows)
+    with FakeTensorMode() as mode:
+        batch = {name: mode.from_tensor(value) if isinstance(value, Tensor) else value for name, value in batch.items()}
+        weightless = WeightlessTarget(target)
+        objective: Any = objective_for(weightless)
+        if gradient_checkpointing:
+            objective.activation_checkpointing_enable()
+        for parameter in objective.parameters():
+            if parameter.requires_grad:
+                parameter.grad = torch.empty_like(parameter)
+        ledger = Ledger()
+        with ledger:
+            _loss(objective, weightless, batch).backward()  # type: ignore[no-untyped-call]
+    return ledger.account
+
+
+def _loss(objective: Any, target: FrozenTarget, batch: dict[str, Any]) -> Tensor:
+    """As the Trainer takes it."""
+    with torch.autocast("cpu", torch.bfloat16):
+        with torch.no_grad():
+            target_outputs = objective.read_target(target, batch)
+        loss: Tensor = objective(**batch, **target_outputs)[0]
+    return loss
+
+
+def objective_for(method: str, build: Callable[[FrozenTarget], Any], num_steps: int) -> Callable[[FrozenTarget], nn.Module]:
+    """For `training_step`: the draft that `build` makes, with the loss that a recipe of its method has, unrolled so many steps."""
+    values = {"method": method, "target": {"model": method}, "data": {"source": method}, "train": {"output_dir": method}}
+    recipe = validate(METHODS[method].recipe(), {**values, "draft": {"ttt_steps": num_steps}})
+    objective = METHODS[method].implementation().objective
+    assert objective is not None, method
+    return lambda target: objective(build(target), recipe, target)
