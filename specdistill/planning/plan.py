@@ -48,7 +48,7 @@ ASSUMPTIONS = (
     f"{ROWS} rows of {LENGTH:,} tokens in a micro-batch, all with a loss; draft and AdamW in float32.",
     "Computed: the training step's own code was run over tensors without content, and its memory, traffic and arithmetic counted. "
     f"A device reaches {MATRIX_SHARE:.0%} of its bfloat16 peak in matrix products and {TRAFFIC_SHARE:.0%} of its bandwidth in all else, "
-    f"and gives {USABLE:.0%} of its memory. Not computed: 8H + 4I numbers a layer and four rows of logits for each token and step.",
+    f"and gives {USABLE:.0%} of its memory. Roughly: 8H + 4I numbers a layer and four rows of logits for each token and step.",
     f"Hours: one pass over the tokens, without generating them, on one {H100.name} where computed, else on one GPU at "
     f"{TRAINING_FLOPS / 1e12:.0f} TFLOP/s; on N GPUs about an N-th.",
 )
@@ -433,7 +433,8 @@ def _held(row: Row, target_kv: int | None) -> list[str]:
         return []
     parts = " + ".join(f"{name} {short(size, 'B')}" for name, size in row.training_memory.items() if size)
     beside = f", beside {short(target_kv, 'B')} of the target" if target_kv else ""
-    return [f"{row.method}: to train {parts}; KV cache {short(row.kv_bytes or 0, 'B')} a token{beside}"]
+    kind = "roughly" if row.training_rates is None else "computed"
+    return [f"{row.method}: to train, {kind}, {parts}; KV cache {short(row.kv_bytes or 0, 'B')} a token{beside}"]
 
 
 def _fits(row: Row) -> list[str]:
