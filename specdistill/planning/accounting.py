@@ -52,7 +52,7 @@ class Ledger(TorchDispatchMode):
     """Counts what the operations within it do. A storage that no operation here made stands, and counts nothing."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.live = self.peak = self.traffic = self.flops = self.data_dependent = 0
         self._known: set[int] = set()
 
@@ -112,8 +112,10 @@ def _whole(indices: Sequence[Tensor | None]) -> list[Tensor | None]:
     """Indices in the place of masks, for as many elements as masks that are true throughout would choose."""
     whole: list[Tensor | None] = []
     for index in indices:
-        is_mask = index is not None and index.dtype == torch.bool
-        whole += [index.new_empty(index.numel(), dtype=torch.long)] * index.dim() if is_mask else [index]
+        if index is not None and index.dtype == torch.bool:
+            whole += [index.new_empty(index.numel(), dtype=torch.long)] * index.dim()
+        else:
+            whole.append(index)
     return whole
 
 
@@ -165,7 +167,7 @@ def training_step(
                 parameter.grad = torch.empty_like(parameter)
         ledger = Ledger()
         with ledger:
-            _loss(objective, weightless, batch).backward()  # type: ignore[no-untyped-call]
+            _loss(objective, weightless, batch).backward()
     return ledger.account
 
 
