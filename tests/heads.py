@@ -10,6 +10,7 @@ from specdistill.methods.eagle.checkpoint import load_eagle, save_eagle
 from specdistill.methods.eagle.module import build_eagle
 from specdistill.methods.eagle3.checkpoint import load_eagle3, save_eagle3
 from specdistill.methods.eagle3.module import Eagle3Draft, build_eagle3
+from specdistill.methods.heads.attention import UnrollKVCache
 from specdistill.methods.mtp.checkpoint import build_mtp, load_mtp, save_mtp
 from specdistill.targets.frozen import FrozenTarget
 
@@ -50,3 +51,9 @@ def head_of(method: str, target: FrozenTarget, shape: dict[str, Any], dtype: tor
             generator = torch.Generator().manual_seed(index)
             parameter.data = torch.randn(parameter.shape, generator=generator)
     return head.to(dtype)
+
+
+def causal(ids_BT: torch.Tensor, num_layers: int = 1, window: int | None = None) -> UnrollKVCache:
+    """The unroll's KV cache for rows that are one document each."""
+    starts = torch.arange(0, ids_BT.numel() + 1, ids_BT.shape[1], dtype=torch.int32)
+    return UnrollKVCache(starts, ids_BT.shape[1], num_layers, window)

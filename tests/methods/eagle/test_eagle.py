@@ -17,8 +17,9 @@ from specdistill.losses.divergence import forward_kl
 from specdistill.methods.eagle.checkpoint import export, load_eagle, save_eagle
 from specdistill.methods.eagle.module import EagleDraft, build_eagle
 from specdistill.methods.heads.proposer import HeadProposer
-from specdistill.methods.heads.unroll import TrainingTimeTest, UnrollKVCache
+from specdistill.methods.heads.unroll import TrainingTimeTest
 from specdistill.targets.frozen import FrozenTarget
+from tests.heads import causal
 from tests.targets.architectures import tiny_model
 from tests.tiny import tiny_target_model, tiny_tokenizer
 
@@ -61,9 +62,7 @@ def test_it_computes_what_its_formula_says(target: FrozenTarget) -> None:
     head = build_eagle(target)
     ids, hidden = torch.tensor([[7]]), torch.randn(1, 1, target.hidden_size, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        output, next_hidden = head(
-            ids, hidden, head.rotary(hidden, torch.zeros_like(ids)), UnrollKVCache(torch.zeros_like(ids), 1)
-        )
+        output, next_hidden = head(ids, hidden, head.rotary(hidden, torch.zeros_like(ids)), causal(ids))
         layer = head.layers[0]
         fused = torch.cat((head.embed_tokens(ids), hidden), -1) @ head.fc.weight.T
         value = layer.self_attn.v_proj(fused).view(1, 1, -1, 32)

@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 from specdistill.errors import UserError
 from specdistill.methods.eagle3.checkpoint import config_to_json, load_eagle3, save_eagle3
 from specdistill.methods.eagle3.module import build_eagle3, check_aux_layers, default_aux_layers
-from specdistill.methods.heads.unroll import UnrollKVCache
 from specdistill.targets.frozen import FrozenTarget
+from tests.heads import causal
 from tests.tiny import tiny_target_model, tiny_tokenizer
 
 LINEAR = {"rope_type": "linear", "factor": 2.0}
@@ -90,9 +90,7 @@ def test_norm_output_feeds_back_what_the_head_sees(target: FrozenTarget) -> None
         draft = build_eagle3(target, norm_output=norm_output)
         draft.norm.weight.data = torch.linspace(0.5, 2.0, len(draft.norm.weight))
         hidden = draft.fuse(target.features(ids, draft.aux_layers))
-        normed, next_hidden = draft(
-            ids, hidden, draft.rotary(hidden, torch.arange(5)[None]), UnrollKVCache(torch.zeros_like(ids), 1)
-        )
+        normed, next_hidden = draft(ids, hidden, draft.rotary(hidden, torch.arange(5)[None]), causal(ids))
         assert torch.equal(normed, next_hidden) == norm_output
         assert torch.allclose(draft.norm(next_hidden), normed, atol=1e-6) != norm_output
 

@@ -10,10 +10,10 @@ import torch
 from specdistill.decoding.decoder import Decoder
 from specdistill.decoding.kv_cache import DraftKVCache
 from specdistill.errors import UserError
-from specdistill.methods.heads.unroll import UnrollKVCache
+from specdistill.methods.heads.attention import UnrollKVCache
 from specdistill.methods.load import load_proposer, method_of
 from specdistill.targets.frozen import FrozenTarget
-from tests.heads import HEADS, build_head, load_head, save_head
+from tests.heads import HEADS, build_head, causal, load_head, save_head
 from tests.tiny import tiny_target_model, tiny_tokenizer
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -52,7 +52,7 @@ def variant(request: pytest.FixtureRequest, target: FrozenTarget) -> tuple[str, 
 
 
 def kv_cache(head: Any, ids: torch.Tensor) -> UnrollKVCache:
-    return UnrollKVCache(torch.zeros_like(ids), head.config.num_layers, head.config.sliding_window)
+    return causal(ids, head.config.num_layers, head.config.sliding_window)
 
 
 def test_save_and_load_are_bit_equal(variant: tuple[str, Any], target: FrozenTarget, tmp_path: Path) -> None:

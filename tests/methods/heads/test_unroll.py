@@ -13,10 +13,10 @@ from specdistill.losses.divergence import forward_kl
 from specdistill.methods.eagle.module import build_eagle
 from specdistill.methods.eagle3.module import build_eagle3
 from specdistill.methods.heads.proposer import HeadProposer
-from specdistill.methods.heads.unroll import TrainingTimeTest, UnrollKVCache
+from specdistill.methods.heads.unroll import TrainingTimeTest
 from specdistill.targets.frozen import FrozenTarget
 from specdistill.training.objective import SoftTargets, StepSums, loss_rows, shift_left
-from tests.heads import build_head
+from tests.heads import build_head, causal
 from tests.tiny import tiny_target_model, tiny_tokenizer
 
 K = 4
@@ -29,7 +29,7 @@ def target() -> FrozenTarget:
 
 def unrolled_logits(draft: Any, target: FrozenTarget, ids: torch.Tensor, steps: int) -> list[torch.Tensor]:
     """Logits [T, W] of each unroll step over one document."""
-    kv_cache = UnrollKVCache(torch.zeros_like(ids), draft.config.num_layers, draft.config.sliding_window)
+    kv_cache = causal(ids, draft.config.num_layers, draft.config.sliding_window)
     hidden = draft.fuse(target.features(ids, draft.aux_layers))
     positions = torch.arange(ids.shape[1])[None]
     logits = []
@@ -177,7 +177,7 @@ def test_features_are_held_to_the_targets_next_ones(target: FrozenTarget) -> Non
         features = target.features(rows["input_ids"], ()).last_hidden
         ids = shift_left(rows["input_ids"], 1, 0)
         rotary = draft.rotary(features, rows["position_ids"])
-        given, _ = draft(ids, features, rotary, UnrollKVCache(rows["document_ids"], 1))
+        given, _ = draft(ids, features, rotary, causal(ids))
         gap = (given[0, 2:4] - features[0, 3:5]).abs()  # x_4 and x_5 are predicted at 2 and 3
         smooth = torch.where(gap < 1, 0.5 * gap**2, gap - 0.5).mean(-1).sum()
     assert float(held.detach() - plain.detach()) == pytest.approx(0.5 * float(smooth), rel=1e-4)

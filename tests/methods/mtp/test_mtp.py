@@ -19,12 +19,12 @@ from specdistill.decoding.proposer import DecodingState
 from specdistill.decoding.sampling import Sampling
 from specdistill.errors import UserError
 from specdistill.methods.heads.proposer import HeadProposer
-from specdistill.methods.heads.unroll import UnrollKVCache
 from specdistill.methods.mtp.checkpoint import build_mtp, load_mtp, save_mtp
 from specdistill.methods.mtp.module import MtpDraft
 from specdistill.methods.mtp.tensor_names import merge_experts, split_experts
 from specdistill.targets.frozen import FrozenTarget
 from specdistill.training.objective import shift_left
+from tests.heads import causal
 from tests.mtp_targets import (
     COMMON,
     EXPERTS,
@@ -38,10 +38,6 @@ from tests.mtp_targets import (
 from tests.tiny import tiny_target_model, tiny_tokenizer
 
 K = 4
-
-
-def causal(ids: Tensor) -> UnrollKVCache:
-    return UnrollKVCache(torch.zeros_like(ids), 1)
 
 
 @pytest.fixture(scope="module", params=KINDS)

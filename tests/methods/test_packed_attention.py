@@ -1,0 +1,60 @@
+"""The operators by themselves: what torch asks of an operator, and each document as if it were alone. Values: heads/test_attention.py."""
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from specdistill.methods.packed_attention import packed_attention, packed_attention_backward
+
+CUMULATIVE = torch.tensor([0, 0, 5, 6, 32, 32], dtype=torch.int32)
+
+
+def noise(*shapes: tuple[int, int]) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(32, *shape, generator=generator) for shape in shapes]
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("value_size", [16, 12])
+def test_torchs_own_checks_of_an_operator(window: int | None, value_size: int) -> None:
+    query, key, value, grad = noise((4, 16), (2, 16), (2, value_size), (4, value_size))
+    packing: tuple[Any, ...] = (CUMULATIVE, 26, window)
+    torch.library.opcheck(packed_attention, (query, key, value, *packing))
+    output, lse = packed_attention(query, key, value, *packing)
+    torch.library.opcheck(packed_attention_backward, (grad, query, key, value, output, lse, *packing))
+
+
+def test_each_document_is_torchs_causal_attention_to_it() -> None:
+    query, key, value, grad = (x.requires_grad_() for x in noise((4, 16), (2, 16), (2, 16), (4, 16)))
+    output, lse = packed_attention(query.detach(), key.detach(), value.detach(), CUMULATIVE, 26, None)
+    packed = packed_attention_backward(
+        grad.detach(), query.detach(), key.detach(), value.detach(), output, lse, CUMULATIVE, 26, None
+    )
+    for start, end in pairwise(CUMULATIVE.tolist()):
+        if start == end:
+            continue
+        q, k, v, g = (x[None, start:end].transpose(1, 2) for x in (query, key, value, grad))
+        alone = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        assert torch.allclose(alone[0].transpose(0, 1), output[start:end], atol=1e-6)
+        scores = (q @ k.repeat_interleave(2, 1).mT / 4).masked_fill(
+            torch.ones(end - start, end - start).triu(1).bool(), -torch.inf
+        )
+        assert torch.allclose(scores.logsumexp(-1)[0], lse[:, start:end], atol=1e-5)
+        for whole, one in zip(packed, torch.autograd.grad(alone, (query, key, value), g), strict=True):
+            assert torch.allclose(whole[start:end], one[start:end], atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "laid_out", [lambda x: x[0, 0, 0].expand_as(x), lambda x: x.mT.contiguous().mT], ids=["one number", "transposed"]
+)
+def test_a_gradient_may_lie_any_way(laid_out: Callable[[Tensor], Tensor]) -> None:
+    query, key, value, grad = noise((4, 16), (2, 16), (2, 16), (4, 16))
+    output, lse = packed_attention(query, key, value, CUMULATIVE, 26, None)
+    grads = laid_out(grad), laid_out(grad).clone(memory_format=torch.contiguous_format)
+    both = [packed_attention_backward(g, query, key, value, output, lse, CUMULATIVE, 26, None) for g in grads]
+    assert all(torch.equal(one, other) for one, other in zip(*both, strict=True))
