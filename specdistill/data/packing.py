@@ -34,7 +34,7 @@ COLUMNS = {
 }
 MIN_TOKENS = 3  # a draft reads two tokens before it predicts a third
 PADDING_DOCUMENT = -1
-LENGTHS, DOCUMENTS = 16, 32  # different lengths of a batch's loss positions, and the step of its number of documents
+LENGTHS, DOCUMENTS = 8, 32  # different lengths of a batch's loss positions, and the step of its number of documents
 CHUNK = 4096  # pieces packed at a time: rows then mix lengths, and the search stays quick
 
 

@@ -60,14 +60,14 @@ def test_a_batch_brings_where_its_loss_tokens_and_documents_are() -> None:
     ]
     positions = [[0, 1, 2, 3, 4, 0, 1, 2, 0, 0], [0, 1, 2, 3] + [0] * 6]
     batch = collate([{**row, "input_ids": [7] * 10, "position_ids": place} for row, place in zip(rows, positions, strict=True)])
-    assert batch["loss_positions"].tolist() == [3, 4, 6, 7, 11, 13]  # three pairs: a sixteenth of 20 tokens is two of them
+    assert batch["loss_positions"].tolist() == [3, 4, 6, 7, 11, 13]  # in steps of three, an eighth of 20 tokens
     assert (
         batch["cumulative_lengths"].tolist() == [0, 5, 8, 10, 14, *[20] * 27]
         and batch["cumulative_lengths"].dtype == torch.int32
     )
     assert batch["longest"] == 6
     empty = collate([{**rows[0], "loss_mask": [0] * 10, "input_ids": [7] * 10, "position_ids": positions[0]}])
-    assert empty["loss_positions"].tolist() == [0]
+    assert empty["loss_positions"].tolist() == [0, 0]
     assert {
         len(
             collate(
@@ -83,7 +83,7 @@ def test_a_batch_brings_where_its_loss_tokens_and_documents_are() -> None:
             )["loss_positions"]
         )
         for n in range(65)
-    } == {4 * n for n in range(1, 17)}
+    } == {8 * n for n in range(1, 9)}
 
 
 def test_packing_leaves_little_room() -> None:

@@ -120,9 +120,9 @@ def test_no_tensor_is_larger_than_a_chunk_s_logits() -> None:
 
 
 @pytest.mark.slow
+@torch._dynamo.config.patch(trace_autograd_ops=True)
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # dynamo does it
-def test_it_compiles_as_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch._dynamo.config, "trace_autograd_ops", True)
+def test_it_compiles_as_one_graph() -> None:
     case = Case("jsd")
     expected_total, expected_metrics, expected = case.run(head_loss, chunk=16)
     step = torch.compile(lambda *args, **options: head_loss(*args, **options), fullgraph=True, backend="aot_eager")

@@ -149,6 +149,23 @@ def test_packing_changes_no_loss_and_no_gradient(target: FrozenTarget, vocabular
             assert parameter.grad is not None and torch.allclose(gradients[name], parameter.grad, rtol=1e-3, atol=1e-5), name
 
 
+@pytest.mark.slow
+@torch._dynamo.config.patch(trace_autograd_ops=True)
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # dynamo does it
+@pytest.mark.parametrize("method", ["eagle3", "eagle", "mtp"])
+def test_the_unroll_compiles_as_one_graph(target: FrozenTarget, method: str) -> None:
+    options = {"mtp": {"init": "scratch"}, "eagle3": {"draft_vocabulary": torch.arange(1, 200, 2)}, "eagle": {}}[method]
+    model = TrainingTimeTest(build_head(method, target, **options), forward_kl, 2, feature_weight=0.1)
+    gradients = []
+    for form in (model, torch.compile(model, fullgraph=True, backend="aot_eager")):
+        model.zero_grad()
+        run(form, target, document_rows(24, 3))[0].backward()
+        gradients.append({name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None})
+    assert gradients[0].keys() == gradients[1].keys()
+    for name, gradient in gradients[0].items():
+        assert torch.allclose(gradient, gradients[1][name], atol=1e-6), name
+
+
 def test_masked_tokens_have_no_loss(target: FrozenTarget) -> None:
     model = TrainingTimeTest(build_eagle3(target), forward_kl, 2)
     rows = document_rows(12, 3)
