@@ -27,47 +27,11 @@ from torch.utils.checkpoint import checkpoint
 from specdistill.errors import UserError
 from specdistill.losses.chunked import head_loss
 from specdistill.losses.divergence import Divergence, acceptance, build_divergence
+from specdistill.methods.heads.attention import UnrollKVCache
 from specdistill.methods.heads.head import Head
 from specdistill.methods.recipe import HeadRecipe
 from specdistill.targets.frozen import Features, FrozenTarget
 from specdistill.training.objective import Soft, SoftTargets, StepSums, before, loss_rows, shift_left
-
-
-class UnrollKVCache:
-    """A `KVCache` for the unroll: step 0 is causal within documents; later steps add one entry per chain, their own.
-
-    The earlier keys are not copied: scores are step 0's block beside one column for each later step. With a window of M positions, step
-    k of the root t stands at t + k and sees those after t + k - M; its own chain, K - 1 long at most, is always within the window.
-    """
-
-    def __init__(self, documents_BT: Tensor, num_layers: int, window: int | None = None) -> None:
-        positions = torch.arange(documents_BT.shape[1], device=documents_BT.device)
-        self.distance_TT = positions.unsqueeze(1) - positions
-        visible = (documents_BT.unsqueeze(2) == documents_BT.unsqueeze(1)) & (self.distance_TT >= 0)
-        self.bias = torch.zeros(visible.shape, device=visible.device).masked_fill_(~visible, -torch.inf)[:, None, None]
-        self.window = window
-        self.steps: list[list[tuple[Tensor, Tensor]]] = [[] for _ in range(num_layers)]
-
-    def attend(self, layer: int, query_BNTd: Tensor, key_BGTd: Tensor, value_BGTd: Tensor) -> Tensor:
-        steps = self.steps[layer]
-        key, value = key_BGTd.unsqueeze(2), value_BGTd.unsqueeze(2)  # [B, G, 1, T, d], one for N / G query heads
-        steps.append((key, value))
-        batch, heads, length, size = query_BNTd.shape
-        assert self.window is None or len(steps) <= self.window
-        query = query_BNTd.reshape(batch, key_BGTd.shape[1], -1, length, size) * size**-0.5
-        (root_key, root_value), *chain = steps
-        scores = (query @ root_key.transpose(-1, -2)).float() + self.bias
-        if self.window is not None:
-            scores = scores.masked_fill(self.distance_TT + len(chain) >= self.window, -torch.inf)
-        if chain:
-            own = torch.stack([(query * step_key).sum(-1) for step_key, _ in chain], dim=-1)
-            scores = torch.cat((scores, own.float()), dim=-1)
-        weights = scores.softmax(-1).to(value.dtype)
-        output = weights[..., :length] @ root_value
-        for index, (_, step_value) in enumerate(chain):
-            output = output + weights[..., length + index, None] * step_value
-        result: Tensor = output.view(batch, heads, length, -1)
-        return result
 
 
 class TrainingTimeTest(nn.Module):
@@ -150,7 +114,8 @@ class TrainingTimeTest(nn.Module):
 
         Returns the weighted sum of the steps' losses over all loss tokens (not yet divided), and the per-step sums.
         """
-        kv_cache = UnrollKVCache(document_ids, self.draft.config.num_layers, self.draft.config.sliding_window)
+        shape = self.draft.config
+        kv_cache = UnrollKVCache(cumulative_lengths, longest, shape.num_layers, shape.sliding_window)
         hidden = self.draft.fuse(features)
         if self.training and self.noise:
             hidden = hidden + (2 * torch.rand_like(hidden) - 1) * self.noise
