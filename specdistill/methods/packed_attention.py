@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
 aten = torch.ops.aten
 ROWS = 256
@@ -102,6 +103,21 @@ def _(
 def _(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value))
     return dq, dk, dv
+
+
+@register_flop_formula(torch.ops.specdistill.packed_attention)
+def _(query: torch.Size, key: torch.Size, value: torch.Size, lengths: torch.Size, *packing: Any, **options: Any) -> int:
+    return _products(query, *packing, width=query[-1] + value[-1])  # scores, output
+
+
+@register_flop_formula(torch.ops.specdistill.packed_attention_backward)
+def _(grad: torch.Size, query: torch.Size, *rest: Any, **options: Any) -> int:
+    return _products(query, *rest[-2:], width=3 * query[-1] + 2 * grad[-1])  # scores, their gradient, and three gradients of it
+
+
+def _products(query: torch.Size, longest: int, window: int | None, *, width: int) -> int:
+    """Floating-point operations on the pairs of a query and a key that it sees, in documents that are all as long as the longest."""
+    return int(2 * query[0] * query[1] * width * min((longest + 1) / 2, window or longest))
 
 
 def _alike(*tensors: Tensor) -> list[Tensor]:

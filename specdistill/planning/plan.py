@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from specdistill.errors import UserError
+from specdistill.losses.chunked import CHUNK
 from specdistill.methods import METHODS
 from specdistill.methods.sizes import ASSUMED_DTYPE, TOKENS_PER_SAMPLE, Described, Parts, PlannedDraft, Shape, weights_read
 from specdistill.planning.accounting import Account, objective_for, training_step
@@ -48,7 +49,7 @@ ASSUMPTIONS = (
     f"{ROWS} rows of {LENGTH:,} tokens in a micro-batch, all with a loss; draft and AdamW in float32.",
     "Computed: the training step's own code was run over tensors without content, and its memory, traffic and arithmetic counted. "
     f"A device reaches {MATRIX_SHARE:.0%} of its bfloat16 peak in matrix products and {TRAFFIC_SHARE:.0%} of its bandwidth in all else, "
-    f"and gives {USABLE:.0%} of its memory. Roughly: 8H + 4I numbers a layer and four rows of logits for each token and step.",
+    f"and gives {USABLE:.0%} of its memory. Roughly: 28H + 4I numbers a layer for each token and step.",
     f"Hours: one pass over the tokens, without generating them, on one {H100.name} where computed, else on one GPU at "
     f"{TRAINING_FLOPS / 1e12:.0f} TFLOP/s; on N GPUs about an N-th.",
 )
@@ -335,13 +336,13 @@ def training_memory(
 ) -> dict[str, int]:
     """Device memory of online training by part, roughly: the draft is counted with gradients and AdamW in float32.
 
-    Activations of each token and unrolled step: 8H + 4I numbers a layer in bfloat16, and four rows of logits in float32. Attention
-    scores and what fused or recomputing kernels spare are left out.
+    Activations of each token and unrolled step: 28H + 4I numbers a layer in bfloat16, as `specdistill.planning.accounting` counts them in
+    EAGLE-3 heads; and five float32 logits in each row of a chunk.
 
     vocabulary: tokens the draft's logits span. num_steps: unrolled steps. num_tokens: in a micro-batch.
     """
-    layers = 2 * (8 * shape.hidden_size + 4 * shape.intermediate_size) * parts.num_layers
-    activations = num_tokens * num_steps * (layers + 16 * vocabulary)
+    layers = 2 * (28 * shape.hidden_size + 4 * shape.intermediate_size) * parts.num_layers
+    activations = num_tokens * num_steps * layers + 20 * CHUNK * vocabulary
     return {
         "target": target_bytes,
         "draft": BYTES_PER_TRAINED * parts.parameters,

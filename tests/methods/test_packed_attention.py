@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from specdistill.methods.packed_attention import packed_attention, packed_attention_backward
 
@@ -56,3 +57,15 @@ def test_tensors_may_lie_any_way() -> None:
         output, lse = packed_attention(query, key, value, CUMULATIVE, 26, None)
         results.append(packed_attention_backward(grad, query, key, value, output, lse, CUMULATIVE, 26, None))
     assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+
+
+def test_flops_are_those_of_the_pairs_that_see_each_other() -> None:
+    query, key, value, grad = noise((4, 16), (2, 16), (2, 12), (4, 12))
+    packing: tuple[Any, ...] = (torch.tensor([0, 32], dtype=torch.int32), 32, None)
+    pairs = 4 * sum(range(1, 33))  # of 4 heads
+    with FlopCounterMode(display=False) as counter:
+        output, lse = packed_attention(query, key, value, *packing)
+    assert counter.get_total_flops() == 2 * pairs * (16 + 12)
+    with FlopCounterMode(display=False) as counter:
+        packed_attention_backward(grad, query, key, value, output, lse, *packing)
+    assert counter.get_total_flops() == 2 * pairs * (16 + 12 + 16 + 16 + 12)
