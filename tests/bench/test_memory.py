@@ -8,9 +8,10 @@ from tests.scripts import load_script
 
 memory: Any = load_script("bench/memory.py")
 RECORD = memory.load_record()
+TRIED = [RECORD[index] for index in (0, 3, 5, 6)]  # each length with each vocabulary, once recomputed and once not
 
 
-@pytest.mark.parametrize("recorded", RECORD, ids=lambda need: "-".join(str(need[key]) for key in memory.SHAPES[0]))
+@pytest.mark.parametrize("recorded", TRIED, ids=lambda need: "-".join(str(need[key]) for key in memory.SHAPES[0]))
 def test_a_step_needs_no_more_than_its_record(recorded: dict[str, Any]):
     assert memory.growth(memory.need(**{key: recorded[key] for key in memory.SHAPES[0]}), recorded) == []
 
