@@ -16,6 +16,8 @@ from specdistill.methods.draft_model.create import propose_shape
 from specdistill.methods.eagle3.module import build_eagle3
 from specdistill.methods.recipe import Recipe
 from specdistill.methods.sizes import Described
+from specdistill.planning import plan as planning
+from specdistill.planning.accounting import Account
 from specdistill.planning.plan import Plan, make_plan, print_plan, recommend, short
 from specdistill.planning.reading import read
 from specdistill.project import ROOT
@@ -129,6 +131,25 @@ def test_the_page_on_scale_says_what_each_of_eight_gpus_holds(
     assert line.startswith(f"| {name} | {short(whole, 'B')} |") and line.endswith(f"| {' | '.join(cells)} |")
     if shard:
         assert f"{short(kept, 'B')} of the {name.split()[-1]}" in " ".join((ROOT / "docs" / "scale.md").read_text().split())
+
+
+def test_what_is_computed_says_which_devices_hold_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    step = Account(peak_bytes=20 * 10**9, traffic_bytes=4 * 10**11, flops=10**14, data_dependent_ops=0)
+    monkeypatch.setattr(planning, "_account", lambda method, planned, target: step if method == "eagle3" else None)
+    plan, output = plan_for(tmp_path, LLAMA_8B, computed=True), io.StringIO()
+    row = row_of(plan, "eagle3")
+    assert row.training_memory["activations"] == step.peak_bytes
+    assert list(row.training_rates) == ["A100 80GB", "H100", "H200", "B200"]  # 45 GB
+    # 8,192 tokens: the target's 2 · 7.505e9 operations a token and the step's at half of 989e12, 400 GB at 80 % of 3.35e12
+    rate = 8192 / ((2 * 7_504_924_672 * 8192 + 1e14) / 494.5e12 + 4e11 / 2.68e12)
+    assert row.training_rates["H100"] == pytest.approx(rate)
+    assert row.training_hours == pytest.approx(532_000 * 950 / rate / 3600)
+    assert row_of(plan, "eagle").training_rates is None
+    print_plan(plan, [], None, Console(file=output, width=200))
+    assert f"eagle3: 45 GB, fits on A100 80GB ({short(row.training_rates['A100 80GB'])} tokens/s), H100 (" in output.getvalue()
+    assert "eagle3: to train, computed, target" in output.getvalue() and "eagle: to train, roughly," in output.getvalue()
+    print_plan(replace(plan, methods=[replace(row, training_rates={})]), [], None, Console(file=output, width=200))
+    assert "fits on no one device" in output.getvalue()
 
 
 def test_caches_of_other_kinds_have_no_size(tmp_path: Path):
