@@ -185,8 +185,14 @@ def _check_trackers_and_schedule(arguments: Any) -> None:
 
 
 def _launch_defaults() -> dict[str, Any]:
-    """Every parameter of a draft is used in every step. Without a GPU: no pinned memory, and a backend for several processes."""
-    defaults: dict[str, Any] = {"ddp_find_unused_parameters": False}
+    """Every parameter of a draft is used in every step, and its buffers are constants; the Trainer's filter of losses that are not finite
+    would wait for the device in each step, and hide them. Without a GPU: no pinned memory, and a backend for several processes.
+    """
+    defaults: dict[str, Any] = {
+        "ddp_find_unused_parameters": False,
+        "ddp_broadcast_buffers": False,
+        "logging_nan_inf_filter": False,
+    }
     if torch.cuda.is_available():
         return defaults
     defaults["dataloader_pin_memory"] = False

@@ -6,6 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
+from torch._dynamo.utils import counters
 
 from specdistill.methods.eagle3.checkpoint import load_eagle3
 from specdistill.methods.recipe import Recipe
@@ -64,6 +67,23 @@ def test_a_run_leaves_a_draft_its_record_and_a_curve(folder: Path, tmp_path: Pat
     assert [step for step, _ in history.summary()["curve"]] == [2, 4]
     log = json.loads((run / "checkpoint-4" / "trainer_state.json").read_text())["log_history"]
     assert any("eval_acceptance_length" in entry for entry in log)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # dynamo does it
+def test_a_compiled_step_is_one_graph_and_learns_the_same(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a backend that traces all and generates no code, which would take minutes."""
+    compiled = ("train.torch_compile=true", "train.torch_compile_backend=aot_eager")
+    for name, extra in (("plain", ()), ("compiled", compiled)):
+        counters.clear()
+        assert launch(monkeypatch, *arguments(folder, tmp_path / name, *extra)) == 0
+    assert counters["stats"]["unique_graphs"] and not counters["graph_break"]
+    one, two = (load_file(tmp_path / name / "draft" / "model.safetensors") for name in ("plain", "compiled"))
+    assert one.keys() == two.keys()
+    for name, tensor in one.items():
+        assert torch.allclose(tensor, two[name], atol=1e-3), name
 
 
 def test_regeneration_and_a_pruned_vocabulary_go_the_same_way(
