@@ -28,7 +28,7 @@ from specdistill.launch import LaunchOptions, launch
 from specdistill.methods import METHODS
 from specdistill.methods.recipe import DEFAULT_METHOD, Recipe, TrainedRecipe, eval_keys_of_methods, options_by_method
 from specdistill.project import PICO, ROOT
-from specdistill.recipe.fields import ReadWhen, Section, leaves, like, one_of, option, section
+from specdistill.recipe.fields import ReadWhen, Section, default_of, leaves, like, one_of, option, section
 from specdistill.recipe.load import load_recipe, merged
 from specdistill.recipe.sections import Attention, TargetConfig, TargetRecipe
 
@@ -106,6 +106,15 @@ class CommonDoctorOptions(Section):
     def _prompts_are_decoded(self) -> "CommonDoctorOptions":
         if self.eval != DoctorPrompts() and not (self.decode and self.target.model):
             raise UserError("eval", got="prompts to decode", expected="none without target=…, or with decode=false")
+        return self
+
+    @model_validator(mode="after")
+    def _weights_are_loaded_to_decode(self) -> "CommonDoctorOptions":
+        for name in ("dtype", "attn", "device_map"):
+            value = getattr(self.target, name)
+            if not self.decode and value != default_of(ExaminedTarget.model_fields[name]):
+                expected = "no such key with decode=false, which reads the target's files alone"
+                raise UserError(f"target.{name}", got=value, expected=expected)
         return self
 
 

@@ -286,6 +286,8 @@ def test_the_demo_s_two_commands_really_run(tmp_path: Path):
         (["target.revision=v1"], "target.revision"),
         (["suite=pico"], "eval"),
         (["target=pico", "decode=false", "eval.num_prompts=3"], "eval"),
+        (["target=pico", "decode=false", "target.dtype=bfloat16"], "target.dtype"),
+        (["target=pico", "decode=false", "target.device_map=cpu"], "target.device_map"),
     ],
 )
 def test_the_doctor_refuses_what_it_would_not_read(arguments: list[str], key: str, capsys: pytest.CaptureFixture[str]) -> None:
