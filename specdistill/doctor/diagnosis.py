@@ -280,7 +280,7 @@ def recorded(draft: Path) -> Acceptance | None:
     if not evaluations:
         return None
     best = max(evaluations, key=lambda entry: float(entry["eval_acceptance_length"]))
-    steps = [key for key in best if key.startswith("eval_acceptance_") and key != "eval_acceptance_length"]
+    steps = [key for key in best if key.startswith("eval_acceptance_") and key[-1].isdigit()]
     return Acceptance(len(steps) or DEFAULT_STEPS, float(best["eval_acceptance_length"]))
 
 

@@ -200,7 +200,10 @@ def test_a_small_draft(folder: Path, tmp_path: Path) -> None:
 def test_the_best_evaluation_is_what_was_recorded(tmp_path: Path) -> None:
     assert recorded(tmp_path / "draft") is None
     log = [{"step": 1, "loss": 2.0}]
-    log += [{"step": step, "eval_acceptance_length": length, "eval_acceptance_0": 0.5} for step, length in ((2, 3.5), (4, 3.0))]
+    log += [
+        {"step": step, "eval_acceptance_length": length, "eval_acceptance_length_sampled": 2.0, "eval_acceptance_0": 0.5}
+        for step, length in ((2, 3.5), (4, 3.0))
+    ]
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "history.json").write_text(json.dumps({"seconds": None, "steps": 4, "log": log}))
     assert recorded(tmp_path / "draft") == Acceptance(1, 3.5)

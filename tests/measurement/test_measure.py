@@ -129,7 +129,7 @@ def test_sampled_text_repeats_and_is_decoded_greedily_once_more(target, proposer
     runs = measure(target, proposer, PROMPTS, settings)
     assert all(run.speculative[0].token_ids == run.speculative[1].token_ids for run in runs)
     assert all(len(timed.token_ids) == len(run.baseline[0].token_ids) for run in runs for timed in run.hf_generate)
-    assert all(len(run.hf_generate) == 2 for run in runs)
+    assert all(len(run.hf_generate) == len(run.speculative) >= 2 for run in runs)  # more where other work disturbs a round
     assert any(run.speculative[0].token_ids != run.baseline[0].token_ids for run in runs)
     pairs = list(greedy_pairs(target, proposer, runs, settings))
     assert all(with_draft.token_ids == token_ids for _, with_draft, token_ids in pairs)

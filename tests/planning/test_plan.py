@@ -3,7 +3,9 @@
 import io
 import json
 import re
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +61,12 @@ def plan_for(tmp_path: Path, config: dict[str, Any], draft: dict[str, Any] | Non
     return make_plan(target, read(folder(tmp_path, draft, "draft"), key="draft") if draft else None, **options)
 
 
+@pytest.fixture(scope="module")
+def computed_plans(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Plan]:
+    """Of one of the targets on the page on scale; computed once."""
+    return cache(lambda name: plan_for(tmp_path_factory.mktemp("computed"), ON_THE_PAGE[name], computed=True))
+
+
 def row_of(plan: Plan, method: str) -> Any:
     return next(row for row in plan.methods if row.method == method)
 
@@ -98,11 +106,13 @@ GPT_OSS_120B = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("name", "config"), [("Llama-3.1-8B", LLAMA_8B), ("Llama-3.3-70B", LLAMA_70B), ("gpt-oss-120b", GPT_OSS_120B)]
-)
-def test_the_page_on_scale_has_these_numbers(tmp_path: Path, name: str, config: dict[str, Any]):
-    plan = plan_for(tmp_path, config, computed=True)
+ON_THE_PAGE = {"Llama-3.1-8B": LLAMA_8B, "Llama-3.3-70B": LLAMA_70B, "gpt-oss-120b": GPT_OSS_120B}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ON_THE_PAGE)
+def test_the_page_on_scale_has_these_numbers(computed_plans: Callable[[str], Plan], name: str):
+    plan = computed_plans(name)
     row = row_of(plan, "eagle3")
     _, *trained = (short(size, "B") for size in row.training_memory.values())
     caches = f"{short(plan.target['kv_bytes'], 'B')}, {short(row.kv_bytes, 'B')}"
@@ -111,20 +121,21 @@ def test_the_page_on_scale_has_these_numbers(tmp_path: Path, name: str, config: 
     assert f"| {line} |\n" in (ROOT / "docs" / "scale.md").read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "config", "shard", "spread"),
-    [("8B", LLAMA_8B, False, 0), ("70B", LLAMA_70B, True, 12), ("120B mixture", GPT_OSS_120B, True, 0)],
+    ("name", "of", "shard", "spread"),
+    [("8B", "Llama-3.1-8B", False, 0), ("70B", "Llama-3.3-70B", True, 12), ("120B mixture", "gpt-oss-120b", True, 0)],
 )
 def test_the_page_on_scale_says_what_each_of_eight_gpus_holds(
-    tmp_path: Path, name: str, config: dict[str, Any], shard: bool, spread: int
+    computed_plans: Callable[[str], Plan], name: str, of: str, shard: bool, spread: int
 ):
     """shard: the layers of the target. spread: bytes of a trained parameter that are."""
-    plan = plan_for(tmp_path, config)
+    plan = computed_plans(of)
     row, whole = row_of(plan, "eagle3"), plan.target["bytes"]
     model = read(plan.target["model"], key="target.model").model
     kept = 2 * sum(parameter.numel() for name, parameter in model.named_parameters() if ".layers." not in name)
     held = (whole - kept) / 8 + kept if shard else whole
-    layer = (whole - kept) / config["num_hidden_layers"] if shard else 0
+    layer = (whole - kept) / ON_THE_PAGE[of]["num_hidden_layers"] if shard else 0
     in_all = row.training_memory_bytes - whole + held + layer - row.parameters * spread * 7 / 8
     cells = [short(held, "B"), short(layer, "B") if shard else "–", short(in_all, "B")]
     (line,) = re.findall(rf"^\| {name} \|.*", (ROOT / "docs" / "scale.md").read_text(encoding="utf-8"), re.MULTILINE)
