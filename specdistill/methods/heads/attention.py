@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdistill.methods.packed_attention import packed_attention, packed_attention_backward, wide
+from specdistill.targets.packed_attention import packed_attention, packed_attention_backward, wide
 
 
 class UnrollKVCache:

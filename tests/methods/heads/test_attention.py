@@ -10,8 +10,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import ProfilerActivity, profile
 
-from specdistill.methods import packed_attention
 from specdistill.methods.heads.attention import UnrollKVCache
+from specdistill.targets import packed_attention
 
 K = 7
 ROWS, LENGTH = 2, 20

@@ -30,19 +30,27 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 @torch.library.custom_op("specdistill::packed_attention", mutates_args=())
 def packed_attention(
-    query_SNd: Tensor, key_SGd: Tensor, value_SGe: Tensor, cumulative_lengths: Tensor, longest: int, window: int | None
+    query_SNd: Tensor,
+    key_SGd: Tensor,
+    value_SGe: Tensor,
+    cumulative_lengths: Tensor,
+    longest: int,
+    window: int | None,
+    scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Each token's attention to its document up to itself, of scores scaled by d^-1/2.
+    """Each token's attention to its document up to itself.
 
     Args:
         cumulative_lengths: int32 [D + 1], where each document begins, then S. Documents may be empty.
         longest: tokens of the longest document.
         window: a token sees itself and the window - 1 before it; None sees all of them.
+        scale: of the scores; None: d^-1/2, which is what the backward takes.
 
     Returns:
         the output [S, N, e], and the scores' log-sum-exp [N, S] in `wide`.
     """
-    scale, (query, key, value) = query_SNd.shape[-1] ** -0.5, _alike(query_SNd, key_SGd, value_SGe)
+    scale = query_SNd.shape[-1] ** -0.5 if scale is None else scale
+    query, key, value = _alike(query_SNd, key_SGd, value_SGe)
     if _one_kernel(query):
         packing, options = _arguments(cumulative_lengths, longest, window, scale)
         output, lse, *_ = aten._flash_attention_forward(query, key, value, *packing, False, **options)
@@ -92,9 +100,7 @@ def packed_attention_backward(
 
 
 @packed_attention.register_fake
-def _(
-    query: Tensor, key: Tensor, value: Tensor, cumulative_lengths: Tensor, longest: int, window: int | None
-) -> tuple[Tensor, Tensor]:
+def _(query: Tensor, key: Tensor, value: Tensor, *rest: Any, **options: Any) -> tuple[Tensor, Tensor]:
     size, heads = query.shape[:2]
     return query.new_empty(size, heads, value.shape[-1]), query.new_empty(heads, size, dtype=wide(query.dtype))
 
@@ -107,7 +113,7 @@ def _(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tu
 
 @register_flop_formula(torch.ops.specdistill.packed_attention)
 def _(query: torch.Size, key: torch.Size, value: torch.Size, lengths: torch.Size, *packing: Any, **options: Any) -> int:
-    return _products(query, *packing, width=query[-1] + value[-1])  # scores, output
+    return _products(query, *packing[:2], width=query[-1] + value[-1])  # scores, output
 
 
 @register_flop_formula(torch.ops.specdistill.packed_attention_backward)

@@ -1,4 +1,4 @@
-"""The operators by themselves: what torch asks of an operator, and each document as if it were alone. Values: heads/test_attention.py."""
+"""The operators by themselves: what torch asks of an operator, and each document as if it were alone. Values: tests/methods/heads."""
 
 from itertools import pairwise
 from typing import Any
@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from specdistill.methods.packed_attention import packed_attention, packed_attention_backward
+from specdistill.targets.packed_attention import packed_attention, packed_attention_backward
 
 CUMULATIVE = torch.tensor([0, 0, 5, 6, 32, 32], dtype=torch.int32)
 
@@ -47,6 +47,18 @@ def test_each_document_is_torchs_causal_attention_to_it() -> None:
         assert torch.allclose(scores.logsumexp(-1)[0], lse[:, start:end], atol=1e-5)
         for whole, one in zip(packed, torch.autograd.grad(alone, (query, key, value), g), strict=True):
             assert torch.allclose(whole[start:end], one[start:end], atol=1e-5)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_scores_may_be_scaled_otherwise(window: int | None) -> None:
+    query, key, value = noise((4, 16), (2, 16), (2, 12))
+    scaled, lse = packed_attention(query, key, value, CUMULATIVE, 26, window, 0.1)
+    plain, plain_lse = packed_attention(query * (0.1 * 4), key, value, CUMULATIVE, 26, window)
+    assert torch.allclose(scaled, plain, atol=1e-6) and torch.allclose(lse, plain_lse, atol=1e-5)
+    torch.library.opcheck(packed_attention, (query, key, value, CUMULATIVE, 26, window, 0.1))
+    with FlopCounterMode(display=False) as counter:
+        packed_attention(query, key, value, CUMULATIVE, 26, window, 0.1)
+    assert counter.get_total_flops() > 0
 
 
 def test_tensors_may_lie_any_way() -> None:
