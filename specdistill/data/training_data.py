@@ -22,7 +22,7 @@ from specdistill.errors import UserError
 from specdistill.processes import agree, are_several, first_on_each_machine
 from specdistill.progress import progress
 from specdistill.recipe.sections import DataConfig
-from specdistill.targets.anatomy import packing
+from specdistill.targets.packed_rows import packing
 from specdistill.targets.sharding import is_shared
 
 D = TypeVar("D")

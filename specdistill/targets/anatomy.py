@@ -7,7 +7,6 @@ over a KV cache then show whether the model continues a sequence, as decoding ne
 Shapes: T positions, D hidden size, V vocabulary.
 """
 
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 from transformers.cache_utils import DummyLayer, DynamicIndexedLayer, DynamicLayer, DynamicSlidingWindowLayer
-from transformers.masking_utils import create_masks_for_generate
 
 from specdistill.errors import UserError, one_line
 
@@ -88,48 +86,6 @@ def examine(model: Any, name: str, *, key: str = "target.model") -> Anatomy:
         if training:
             model.train()
     return anatomy
-
-
-Inputs = dict[str, Any]  # of a backbone: input_ids [B, T] and position_ids [B, T]
-
-
-def as_they_are(_model: Any, inputs: Inputs) -> Inputs:
-    """Most classes tell documents by position ids that start again at 0."""
-    return inputs
-
-
-def in_one_row(_model: Any, inputs: Inputs) -> Inputs:
-    """Flash attention tells them apart in a batch of one row alone, where transformers takes its kernel for variable lengths."""
-    return {name: tensor.flatten().unsqueeze(0) for name, tensor in inputs.items()}
-
-
-def with_masks(model: Any, inputs: Inputs) -> Inputs:
-    """Some classes (gpt-oss) do not tell transformers their position ids when it makes their masks, and take masks that are given."""
-    rows_BT0 = torch.empty(*inputs["input_ids"].shape, 0, dtype=model.dtype, device=inputs["input_ids"].device)
-    config, position_ids = model.config.get_text_config(decoder=True), inputs["position_ids"]
-    masks = create_masks_for_generate(config, rows_BT0, attention_mask=None, past_key_values=None, position_ids=position_ids)
-    return {**inputs, "attention_mask": masks}
-
-
-@torch.no_grad()
-def packing(model: Any) -> Callable[[Any, Inputs], Inputs] | None:
-    """How packed rows are given to a model so that their documents never see each other: the first way that is seen to work.
-
-    None where there is none: recurrent layers read on, ALiBi counts on.
-    """
-    backbone = backbone_of(model)
-    ids_BT = torch.arange(2 * NUM_TOKENS, device=model.device).view(2, NUM_TOKENS)
-    inputs = {"input_ids": ids_BT, "position_ids": torch.arange(NUM_TOKENS, device=model.device).expand(2, -1) % NUM_CACHED}
-    with torch.autocast(model.device.type, enabled=False):  # its rounding would look like a leak
-        alone = backbone(input_ids=ids_BT[:, NUM_CACHED:], use_cache=False).last_hidden_state
-        for way in (as_they_are, in_one_row, with_masks):
-            try:
-                together = backbone(**way(model, inputs), use_cache=False).last_hidden_state.view(2, NUM_TOKENS, -1)
-            except Exception:  # whatever a class raises: it does not take its rows in this way
-                continue
-            if reads_alike(together[:, NUM_CACHED:], alone):
-                return way
-    return None
 
 
 def reads_alike(together_TD: Tensor, alone_TD: Tensor) -> bool:

@@ -7,7 +7,7 @@ that is Hugging Face's `hidden_states[L]`, the input of decoder layer L, and for
 vLLM and speculators count the same way; SGLang and SpecForge count L - 1, which `specdistill.methods.eagle3.checkpoint` translates.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -19,10 +19,11 @@ from transformers import Cache, PreTrainedModel
 
 from specdistill.errors import UserError
 from specdistill.hub import resolve
-from specdistill.targets.anatomy import Inputs, as_they_are, examine, is_recurrent, packing
+from specdistill.targets.anatomy import examine, is_recurrent
 from specdistill.targets.files import TargetFiles
 from specdistill.targets.identity import TargetIdentity
 from specdistill.targets.loading import is_plain, max_length, read_causal_lm, with_adapter
+from specdistill.targets.packed_rows import Documents, Inputs, Way, as_they_are, packing
 from specdistill.targets.sharding import in_turn, num_processes
 
 SPREAD = ("auto", "balanced", "balanced_low_0", "sequential")
@@ -166,34 +167,46 @@ class FrozenTarget:
         aux_layers: Sequence[int],
         *,
         position_ids_BT: Tensor | None = None,
+        documents: Documents | None = None,
         attention_mask: Tensor | dict[str, Tensor] | None = None,
         past_key_values: Cache | None = None,
     ) -> Features:
         """One pass of the decoder layers, without the head. Of a target that processes share, each makes as many passes as the others.
 
-        Packed rows: position ids that start again at 0 separate the documents (`specdistill.targets.anatomy.packing`).
+        All layers are run, since the last hidden state is always read; features are in the dtype that they are computed in.
+
+        Packed rows: position ids that start again at 0 separate the documents (`specdistill.targets.packed_rows`). `documents`, if they
+        are known, says the same; they are looked for otherwise, for which the host waits.
         With `past_key_values` the tokens continue the cached ones, and the cache grows. An `attention_mask` replaces the causal
         mask: [B, 1, T, S] over cached and new positions, added to the scores; or a dictionary with one for each kind of layer.
         """
         if attention_mask is not None or past_key_values is not None:
             given = {"position_ids": position_ids_BT, "attention_mask": attention_mask, "past_key_values": past_key_values}
-            return self._pass({"input_ids": input_ids_BT, **given}, aux_layers)
-        run = partial(self._rows, aux_layers)
-        return in_turn(run, input_ids_BT, position_ids_BT) if self.one_batch else run(input_ids_BT, position_ids_BT)
+            return self._pass(aux_layers, {"input_ids": input_ids_BT, **given})
+        if self.one_batch:
+            return in_turn(partial(self._rows, aux_layers), input_ids_BT, position_ids_BT)
+        return self._rows(aux_layers, input_ids_BT, position_ids_BT, documents)
 
     @cached_property
-    def _packing(self) -> Callable[[Any, Inputs], Inputs]:
+    def _packing(self) -> Way:
         return packing(self.model) or as_they_are
 
-    def _rows(self, aux_layers: Sequence[int], input_ids_BT: Tensor, position_ids_BT: Tensor | None) -> Features:
+    def _rows(
+        self,
+        aux_layers: Sequence[int],
+        input_ids_BT: Tensor,
+        position_ids_BT: Tensor | None,
+        documents: Documents | None = None,
+    ) -> Features:
         if position_ids_BT is None:
-            return self._pass({"input_ids": input_ids_BT}, aux_layers)
+            return self._pass(aux_layers, {"input_ids": input_ids_BT})
         inputs = {"input_ids": input_ids_BT, "position_ids": position_ids_BT}
-        features = self._pass(self._packing(self.model, inputs), aux_layers)
+        documents = Documents.of(position_ids_BT) if documents is None else documents
+        features = self._packing(self.model, inputs, documents, partial(self._pass, aux_layers))
         shape = (*input_ids_BT.shape, -1)
         return Features(tuple(feature.view(shape) for feature in features.aux), features.last_hidden.view(shape))
 
-    def _pass(self, inputs: Inputs, aux_layers: Sequence[int]) -> Features:
+    def _pass(self, aux_layers: Sequence[int], inputs: Inputs) -> Features:
         device = inputs["input_ids"].device  # where the features are wanted; a target may be elsewhere, or on several devices
         moved = {name: value.to(self.device) if isinstance(value, Tensor) else value for name, value in inputs.items()}
         with _capture(self.layers, aux_layers) as captured:

@@ -19,8 +19,8 @@ from specdistill.errors import UserError
 from specdistill.methods.eagle.module import build_eagle
 from specdistill.methods.eagle3.module import build_eagle3
 from specdistill.methods.mtp.checkpoint import build_mtp
-from specdistill.targets.anatomy import packing
 from specdistill.targets.frozen import FrozenTarget
+from specdistill.targets.packed_rows import by_lengths, packing
 from tests.tiny import tiny_tokenizer
 
 KINDS = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
@@ -130,6 +130,7 @@ HEADS: dict[str, Any] = {
     "mtp": lambda target: build_mtp(target, init="scratch"),
 }
 SERVED, REFUSED, UNTRIED = "Decoded losslessly", "Refused", "Not tried"
+PACKED = {None: "–", by_lengths: "no mask"}  # other ways: yes
 
 
 @dataclass(frozen=True)
@@ -163,7 +164,7 @@ def row_of(kind: str) -> tuple[Row, FrozenTarget | None]:
         ", ".join(name for name, build in HEADS.items() if _works(lambda build=build: build(target))) or "–",
         "yes" if _works(lambda: check_reads_trees(target)) else "–",
         "yes" if _works(lambda: check_batchable(target.model, kind)) else "–",
-        "yes" if packing(target.model) else "–",
+        PACKED.get(packing(target.model), "yes"),
     )
     return Row(SERVED, (*name, *cells)), target
 
@@ -209,9 +210,19 @@ are in floating point whatever the target is; near-ties of a quantized or shared
 
 `target.attn` is an attention of transformers (`sdpa`, `eager`, `flex_attention`, `flash_attention_2`, `flash_attention_3`) or a kernel on
 the Hub (`kernels-community/flash-attn2`), of those that a class has: gpt-oss, with its sinks, has `eager`, the kernels and, on a GPU,
-`flex_attention`. null is the class's own default. However rows are packed, documents never see each other: flash attention, which mixes
-them in a batch of several rows, is given one long row; classes that do not look at position ids (gpt-oss) are given masks; what neither
-helps is refused with `data.packing`.
+`flex_attention`. null is the class's own default, `sdpa` of most.
+
+## The pass over training rows
+
+Every decoder layer is run, since soft targets are made from the last hidden state, and the head is applied to loss tokens alone. Features
+stay in the target's dtype.
+
+However rows are packed, documents never see each other. `sdpa` would keep them apart by a mask of a row's length squared. A class is told
+where documents begin instead, if that is seen to work (*no mask* below): kernels for documents of many lengths then do what `sdpa` would,
+in memory that grows with the tokens, however long a row is. They compute causal attention with a sliding window and a scale; classes that
+ask for more (soft caps, sinks, chunks, masks of their own) keep their own attention, and so does every pass that decodes, bit for bit.
+Any other `target.attn` is used as it is: flash attention, which mixes documents in a batch of several rows, is given one long row; classes
+that do not look at position ids (gpt-oss) are given masks; what none of this helps is refused with `data.packing`.
 
 ## A target larger than one device
 
@@ -240,7 +251,8 @@ again when it is loaded.
 N-gram look-up and draft models work for all of them. *Layers*: recurrent ones keep a state, of which decoding takes copies. *Logits*:
 what the class does to its head's output, and so decoding, soft targets and near-ties. *Heads*: which can be made; a class may lack RMS
 norms, one rotary embedding, one residual stream, or attention that takes plain queries, keys and values. *Trees*, *batches*, *packing*:
-`eval.tree`, `eval.batch_size` above 1, and `data.packing`; a class that does not read masks or position ids is refused there alone.
+`eval.tree`, `eval.batch_size` above 1, and `data.packing` (*no mask*: by kernels); a class that does not read masks or position ids is
+refused there alone.
 
 | kind | class | layers | logits | heads | trees | batches | packing |
 | --- | --- | --- | --- | --- | --- | --- | --- |

@@ -1,22 +1,15 @@
 """What a class does to its head's output, found by trying it. tests/targets/test_architectures.py tries every class."""
 
-from itertools import pairwise, product
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from transformers import (
     BertConfig,
     BertLMHeadModel,
-    BloomConfig,
-    BloomForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
-    GptOssConfig,
-    GptOssForCausalLM,
     GraniteConfig,
     GraniteForCausalLM,
     LlamaForCausalLM,
@@ -32,7 +25,7 @@ from specdistill.methods.draft_model.objective import Distillation
 from specdistill.methods.draft_model.proposer import DraftModelProposer
 from specdistill.methods.eagle3.module import build_eagle3
 from specdistill.methods.heads.unroll import TrainingTimeTest
-from specdistill.targets.anatomy import as_they_are, examine, in_one_row, packing, with_masks
+from specdistill.targets.anatomy import examine
 from specdistill.targets.frozen import FrozenTarget
 from tests.tiny import tiny_target_model, tiny_tokenizer
 
@@ -138,84 +131,6 @@ def test_another_formula_and_a_cache_that_does_not_continue_are_refused(model: A
     with pytest.raises(UserError, match=rf"^target\.model: got odd, {says}") as refused:
         FrozenTarget(model, tiny_tokenizer(), name="odd")
     assert "\n" not in str(refused.value)
-
-
-ROW = torch.arange(3, 17).view(1, -1), torch.tensor([[*range(6), *range(8)]])  # two documents
-
-
-def check_packed(target: FrozenTarget, reference: FrozenTarget) -> None:
-    """Of two rows of packed documents each document has the features that it has alone in the reference."""
-    ids_BT, positions_BT = (torch.cat((tensor, tensor.flip(1) if tensor is ROW[0] else tensor)) for tensor in ROW)
-    together = target.features(ids_BT, [1], position_ids_BT=positions_BT)
-    for row, part in product((0, 1), (slice(0, 6), slice(6, 14))):
-        alone = reference.features(ids_BT[row : row + 1, part], [1])
-        for packed, single in zip((*together.aux, together.last_hidden), (*alone.aux, alone.last_hidden), strict=True):
-            assert torch.allclose(packed[row, part], single[0], atol=1e-4)
-
-
-def test_position_ids_that_a_class_does_not_read_keep_no_documents_apart() -> None:
-    assert packing(tiny_target_model()) is as_they_are
-    assert packing(BloomForCausalLM(BloomConfig(vocab_size=160, hidden_size=64, n_layer=2, n_head=4)).eval()) is None
-
-
-def test_gpt_oss_is_given_the_masks_of_packed_rows() -> None:
-    """Its class makes masks without looking at position ids; a window of 4 and sinks, as it has them."""
-    config = GptOssConfig(
-        **SIZES, head_dim=16, num_local_experts=4, sliding_window=4, pad_token_id=0, max_position_embeddings=256
-    )
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        target = FrozenTarget(GptOssForCausalLM(config), tiny_tokenizer(), name="gpt-oss")
-    assert packing(target.model) is with_masks
-    check_packed(target, target)
-
-
-def flash(query: Tensor, key: Tensor, value: Tensor, softmax_scale: float, causal: bool, **_: Any) -> Tensor:
-    """Attention as flash_attn computes it, [B, T, heads, d]."""
-    heads = (tensor.transpose(1, 2) for tensor in (query, key, value))
-    return F.scaled_dot_product_attention(*heads, is_causal=causal, scale=softmax_scale, enable_gqa=True).transpose(1, 2)
-
-
-def flash_varlen(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    **options: Any,
-) -> Tensor:
-    """The same of sequences one behind the other, [tokens, heads, d]."""
-    parts = [slice(*bounds) for bounds in pairwise(cu_seqlens_q.tolist())]
-    return torch.cat([flash(query[None, part], key[None, part], value[None, part], **options)[0] for part in parts])
-
-
-def test_flash_attention_takes_packed_rows_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers looks for documents in a batch of one row alone, and mixes them in any other, silently."""
-    functions = (flash, flash_varlen, None, None, None)
-    monkeypatch.setattr("transformers.modeling_flash_attention_utils._lazy_imports", lambda *_, **__: functions)
-    target, reference = (FrozenTarget(tiny_target_model(), tiny_tokenizer(), name="flash") for _ in range(2))
-    target.model.config._attn_implementation = "flash_attention_2"
-    assert packing(target.model) is in_one_row
-    check_packed(target, reference)
-    target._packing = as_they_are
-    with pytest.raises(AssertionError):
-        check_packed(target, reference)
-
-
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-def test_flex_attention_takes_packed_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not compiled, which would take most of a minute here."""
-    monkeypatch.setattr(
-        "transformers.integrations.flex_attention.WrappedFlexAttention", lambda training: lambda: flex_attention
-    )
-    uncompiled = lambda *args, _compile, **options: create_block_mask(*args, **options)  # noqa: E731
-    monkeypatch.setattr("transformers.masking_utils.create_block_mask", uncompiled)
-    model = tiny_target_model()
-    model.set_attn_implementation("flex_attention")
-    reference = FrozenTarget(tiny_target_model(), tiny_tokenizer(), name="tiny")
-    check_packed(FrozenTarget(model, tiny_tokenizer(), name="flex"), reference)
 
 
 def test_dropout_is_off_while_a_model_is_examined_and_on_again_after() -> None:

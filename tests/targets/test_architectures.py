@@ -14,6 +14,7 @@ from specdistill.decoding.proposer import Proposal, Proposer
 from specdistill.decoding.sampling import Random, Sampling
 from specdistill.methods.heads.proposer import HeadProposer
 from specdistill.methods.ngram.method import NgramProposer
+from specdistill.targets.anatomy import reads_alike
 from specdistill.targets.frozen import FrozenTarget
 from tests.targets.architectures import HEADS, KINDS, PAGE, page, read_page, row_of
 
@@ -30,13 +31,15 @@ def test_a_kind_decodes_losslessly_or_is_refused(kind: str) -> None:
     assert row in read_page()
     if target is None:
         return
-    *_, logits, heads, _, batches, _ = row.cells
+    *_, logits, heads, _, batches, packed = row.cells
     spread(target)
     proposers: list[Proposer] = [NgramProposer()]
     if heads != "–":
         name = "eagle3" if "eagle3" in heads else heads.partition(",")[0]
         proposers.append(HeadProposer(HEADS[name](target)))
     check_features(target)
+    if packed != "–":
+        check_packing(target)
     check_greedy(target, proposers)
     check_ties(target)
     if logits != "–":
@@ -61,6 +64,15 @@ def check_features(target: FrozenTarget) -> None:
     assert torch.allclose(target.logits(features.last_hidden), output.logits, atol=1e-4)
     for layer, captured in zip(layers, features.aux, strict=True):
         assert torch.equal(captured, streams[layer])
+
+
+@torch.no_grad()
+def check_packing(target: FrozenTarget) -> None:
+    """Documents longer than these models' windows and chunks: each has the features that it has alone."""
+    ids, positions = torch.arange(3, 43)[None], torch.arange(40)[None] % 22
+    together = target.features(ids, (), position_ids_BT=positions).last_hidden[0]
+    for part in (slice(22), slice(22, 40)):
+        assert reads_alike(together[part], target.features(ids[:, part], ()).last_hidden[0])
 
 
 def check_greedy(target: FrozenTarget, proposers: list[Proposer]) -> None:

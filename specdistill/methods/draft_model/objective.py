@@ -32,6 +32,7 @@ from specdistill.losses.chunked import CHUNK, head_loss
 from specdistill.losses.divergence import Divergence, acceptance
 from specdistill.targets.anatomy import Anatomy, examine
 from specdistill.targets.frozen import FrozenTarget
+from specdistill.targets.packed_rows import Documents
 from specdistill.training.arguments import shards_weights
 from specdistill.training.objective import Soft, SoftTargets, StepSums, before, loss_rows, shift_left
 
@@ -90,7 +91,8 @@ class Distillation(nn.Module):
         if self.training and self.labels == "hard" and self._reference is None:
             return {"soft_targets": None}
         rows = inputs["input_ids"], inputs["position_ids"]
-        last_hidden = target.features(rows[0], (), position_ids_BT=rows[1]).last_hidden
+        documents = Documents(inputs["cumulative_lengths"], inputs["longest"])
+        last_hidden = target.features(rows[0], (), position_ids_BT=rows[1], documents=documents).last_hidden
         all_ids = torch.arange(target.vocab_size, device=target.device)
         soft_targets = SoftTargets.of(target.logits, last_hidden, inputs["loss_positions"], all_ids, 1.0)
         if self._reference is None:

@@ -31,6 +31,7 @@ from specdistill.methods.heads.attention import UnrollKVCache
 from specdistill.methods.heads.head import Head
 from specdistill.methods.recipe import HeadRecipe
 from specdistill.targets.frozen import Features, FrozenTarget
+from specdistill.targets.packed_rows import Documents
 from specdistill.training.objective import Soft, SoftTargets, StepSums, before, loss_rows, shift_left
 
 
@@ -89,7 +90,10 @@ class TrainingTimeTest(nn.Module):
 
     def read_target(self, target: FrozenTarget, inputs: dict[str, Any]) -> dict[str, Any]:
         """What `forward` needs from the frozen target: its features [B, T, D] and soft targets."""
-        features = target.features(inputs["input_ids"], self.draft.aux_layers, position_ids_BT=inputs["position_ids"])
+        documents = Documents(inputs["cumulative_lengths"], inputs["longest"])
+        features = target.features(
+            inputs["input_ids"], self.draft.aux_layers, position_ids_BT=inputs["position_ids"], documents=documents
+        )
         soft_targets = SoftTargets.of(
             target.logits, features.last_hidden, inputs["loss_positions"], self.draft.target_ids_W, self.temperature
         )

@@ -1,0 +1,177 @@
+"""Rows of several documents, given to a class of transformers so that none sees another: the first way that is seen to work.
+
+The default attention of most classes, `sdpa`, is kept within documents by a mask of T x T elements. A pass over packed rows replaces it by
+`packed_attention`, which is given where documents begin, if the class takes that: it has to hand its keywords on to an attention that it
+asks transformers for by name, and to ask of it nothing but causality, a sliding window and a scale. Other passes keep the class's own.
+
+Shapes: B rows, T positions, S = B T, N query heads, G key/value heads, d key head size, e value head size, D documents.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
+from transformers.masking_utils import create_masks_for_generate
+from transformers.utils.generic import TransformersKwargs
+
+from specdistill.targets.anatomy import NUM_CACHED, NUM_TOKENS, backbone_of, reads_alike
+from specdistill.targets.packed_attention import packed_attention
+
+NAME = "specdistill_packed"  # under which transformers finds the attention
+# What a class may hand on to its attention that changes nothing in it.
+IDLE = {*TransformersKwargs.__annotations__, "use_cache"}
+
+Inputs = dict[str, Any]  # of a backbone: input_ids [B, T] and position_ids [B, T], and what a way adds
+
+
+class Documents(NamedTuple):
+    """Where the documents of a batch are once its rows lie one behind the other.
+
+    cumulative_lengths: int32 [D + 1], where each begins, then S; longest: tokens of the longest.
+    """
+
+    cumulative_lengths: Tensor
+    longest: int
+
+    @classmethod
+    def of(cls, position_ids_BT: Tensor) -> "Documents":
+        """By position ids, which start again at 0 in each. The host waits for the device; `specdistill.data.packing` knows without."""
+        begins_BT = position_ids_BT == 0
+        begins_BT[:, 0] = True
+        bounds = F.pad(begins_BT.flatten().nonzero().flatten(), (0, 1), value=begins_BT.numel())
+        return cls(bounds.int(), int(bounds.diff().max()))
+
+
+Way = Callable[
+    [Any, Inputs, Documents, Callable[[Inputs], Any]], Any
+]  # (model, inputs, documents, pass) -> what the pass returns
+
+
+def by_lengths(model: Any, inputs: Inputs, documents: Documents, run: Callable[[Inputs], Any]) -> Any:
+    """Classes with `sdpa` take `attend` in its place. Raises LookupError for a model with none."""
+    lengths = {"cu_seq_lens_q": documents.cumulative_lengths, "max_length_q": documents.longest}
+    # Without a mask transformers would look for documents in the position ids, for which the host has to wait.
+    with attending(model):
+        return run({**inputs, "attention_mask": torch.ones_like(inputs["input_ids"]), **lengths})
+
+
+def as_they_are(_model: Any, inputs: Inputs, _documents: Documents, run: Callable[[Inputs], Any]) -> Any:
+    """Most classes tell documents by position ids that start again at 0."""
+    return run(inputs)
+
+
+def in_one_row(_model: Any, inputs: Inputs, _documents: Documents, run: Callable[[Inputs], Any]) -> Any:
+    """Flash attention tells them apart in a batch of one row alone, where transformers takes its kernel for variable lengths."""
+    return run({name: tensor.flatten().unsqueeze(0) for name, tensor in inputs.items()})
+
+
+def with_masks(model: Any, inputs: Inputs, _documents: Documents, run: Callable[[Inputs], Any]) -> Any:
+    """Some classes (gpt-oss) do not tell transformers their position ids when it makes their masks, and take masks that are given."""
+    rows_BT0 = torch.empty(*inputs["input_ids"].shape, 0, dtype=model.dtype, device=inputs["input_ids"].device)
+    config, position_ids = model.config.get_text_config(decoder=True), inputs["position_ids"]
+    masks = create_masks_for_generate(config, rows_BT0, attention_mask=None, past_key_values=None, position_ids=position_ids)
+    return run({**inputs, "attention_mask": masks})
+
+
+@torch.no_grad()
+def packing(model: Any) -> Way | None:
+    """How packed rows are given to a model so that their documents never see each other: the first way that is seen to work.
+
+    None where there is none: recurrent layers read on, ALiBi counts on.
+    """
+    backbone = backbone_of(model)
+    ids_BT = torch.arange(2 * NUM_TOKENS, device=model.device).view(2, NUM_TOKENS)
+    inputs = {"input_ids": ids_BT, "position_ids": torch.arange(NUM_TOKENS, device=model.device).expand(2, -1) % NUM_CACHED}
+    documents = Documents.of(inputs["position_ids"])
+
+    def run(given: Inputs) -> Tensor:
+        hidden: Tensor = backbone(**given, use_cache=False).last_hidden_state
+        return hidden
+
+    with torch.autocast(model.device.type, enabled=False):  # its rounding would look like a leak
+        alone = run({"input_ids": ids_BT[:, NUM_CACHED:]})
+        for way in (by_lengths, as_they_are, in_one_row, with_masks):
+            try:
+                together = way(model, inputs, documents, run).view(2, NUM_TOKENS, -1)
+            except Exception:  # whatever a class raises: it does not take its rows in this way
+                continue
+            if reads_alike(together[:, NUM_CACHED:], alone):
+                return way
+    return None
+
+
+@dataclass(frozen=True)
+class Causal:
+    """What stands in a mask's place: each token sees its document up to itself, `window` tokens at most."""
+
+    window: int | None
+
+
+def causal(*, allow_is_causal_skip: bool, local_size: int | None = None, **_: Any) -> Causal:
+    """Called by transformers where a class asks for a mask; raises NotImplementedError where it asks for more than a `Causal`."""
+    if not allow_is_causal_skip:
+        raise NotImplementedError("a mask of its own")
+    return Causal(local_size)
+
+
+def attend(
+    module: Any,
+    query_BNTd: Tensor,
+    key_BGTd: Tensor,
+    value_BGTe: Tensor,
+    attention_mask: Any,
+    *,
+    cu_seq_lens_q: Tensor,
+    max_length_q: int,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    is_causal: bool | None = None,
+    dropout: float = 0.0,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Attention as a class of transformers calls it; returns [B, T, N, e], and no weights.
+
+    Masks say what `sdpa` computes and keywords what flash attention does: where they differ, as in chunks, it is neither window.
+    Raises NotImplementedError for what is not computed here.
+    """
+    is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    unknown = {name for name, value in others.items() if value is not None} - IDLE
+    if (
+        unknown
+        or dropout
+        or not is_causal
+        or attention_mask != Causal(sliding_window)
+        or key_BGTd.shape[2] != query_BNTd.shape[2]
+    ):
+        raise NotImplementedError(f"more than causal attention: {attention_mask}, {sliding_window}, {sorted(unknown)}")
+    # Under autocast float32 rotary tables widen queries and keys; values are in the dtype that projections compute in.
+    flat = (x.to(value_BGTe.dtype).transpose(1, 2).flatten(0, 1) for x in (query_BNTd, key_BGTd, value_BGTe))
+    output_SNe, _ = packed_attention(*flat, cu_seq_lens_q, max_length_q, sliding_window, scaling)
+    return output_SNe.unflatten(0, (query_BNTd.shape[0], -1)), None
+
+
+AttentionInterface.register(NAME, attend)
+AttentionMaskInterface.register(NAME, causal)
+
+
+@contextmanager
+def attending(model: Any) -> Iterator[None]:
+    """Within it `attend` stands in the place of `sdpa`. Raises LookupError for a model that has none."""
+    own = {
+        id(part.config): part.config for part in model.modules() if isinstance(getattr(part, "config", None), PreTrainedConfig)
+    }
+    with_sdpa = [config for config in own.values() if config._attn_implementation == "sdpa"]
+    if not with_sdpa:
+        raise LookupError("no sdpa")
+    try:
+        for config in with_sdpa:
+            config._attn_implementation = {"": NAME}  # its own alone, not that of the configs within it
+        yield
+    finally:
+        for config in with_sdpa:
+            config._attn_implementation = {"": "sdpa"}

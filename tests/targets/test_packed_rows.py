@@ -1,0 +1,316 @@
+"""Packed rows as the trainer gives them to a target, judged by the library's own model on each document alone."""
+
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, BloomConfig, BloomForCausalLM, LlamaConfig
+
+from specdistill.data.packing import indexed
+from specdistill.methods.sizes import Described
+from specdistill.planning.accounting import Ledger, WeightlessTarget
+from specdistill.targets import packed_rows
+from specdistill.targets.frozen import FrozenTarget
+from specdistill.targets.packed_rows import Causal, Documents, as_they_are, attend, by_lengths, in_one_row, packing, with_masks
+from tests.tiny import qwen, tiny_target_model, tiny_tokenizer
+
+SIZES = {
+    "vocab_size": 160,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.3,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+}
+# Windows shorter than the documents, scales of a class's own, values narrower than keys, chunks, caps, sinks
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"sliding_window": 5},
+    "gemma3_text": {"sliding_window": 6, "head_dim": 16, "query_pre_attn_scalar": 40},
+    "granite": {"attention_multiplier": 0.1},
+    "deepseek_v3": {
+        "num_key_value_heads": 4, "q_lora_rank": 32, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16,
+        "v_head_dim": 16, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+    },
+    "gemma2": {"sliding_window": 6, "head_dim": 16, "attn_logit_softcapping": 2.0},
+    "gpt_oss": {"sliding_window": 4, "head_dim": 16, "num_local_experts": 4},
+    "llama4_text": {
+        "attention_chunk_size": 8, "head_dim": 16, "num_local_experts": 2, "intermediate_size_mlp": 96, "attn_temperature_tuning": False,
+    },
+}  # fmt: skip
+WAYS = {"gemma2": as_they_are, "gpt_oss": with_masks, "llama4_text": as_they_are}
+LENGTHS = ((1, 13, 20, 6), (40,))  # of the documents of two rows; the last of the first one is padding
+
+
+def model_of(name: str) -> Any:
+    if name == "qwen3":
+        return qwen()
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return AutoModelForCausalLM.from_config(CONFIG_MAPPING[name](**{**SIZES, **MODELS[name]})).eval()
+
+
+def target_of(model: Any) -> FrozenTarget:
+    return FrozenTarget(model, tiny_tokenizer(), name="target")
+
+
+def rows() -> dict[str, Any]:
+    """A batch as the trainer has it."""
+    positions = [[*range(1), *range(13), *range(20), *[0] * 6], list(range(40))]
+    numbers = [[number for number, length in enumerate(lengths) for _ in range(length)] for lengths in LENGTHS]
+    numbers[0][-6:] = [-1] * 6
+    ids = torch.randint(3, 160, (2, 40), generator=torch.Generator().manual_seed(0))
+    columns = {
+        "loss_mask": torch.ones_like(ids),
+        "document_ids": torch.tensor(numbers),
+        "position_ids": torch.tensor(positions),
+    }
+    return indexed({"input_ids": ids, **columns})
+
+
+def documents_of(batch: dict[str, Any]) -> Documents:
+    return Documents(batch["cumulative_lengths"], batch["longest"])
+
+
+def each_document() -> Iterator[tuple[int, slice]]:
+    for row, lengths in enumerate(LENGTHS):
+        bounds = [0, *torch.tensor(lengths).cumsum(0).tolist()]
+        yield from ((row, slice(*pair)) for pair in list(pairwise(bounds))[: 3 if row == 0 else 1])
+
+
+@torch.no_grad()
+def check(target: FrozenTarget, own: Any, **options: Any) -> None:
+    """Every document's features are those of the library's model `own` on it alone."""
+    batch = rows()
+    together = target.features(batch["input_ids"], [1, 3], position_ids_BT=batch["position_ids"], **options)
+    for row, part in each_document():
+        alone = own.model(batch["input_ids"][row : row + 1, part], output_hidden_states=True).hidden_states
+        for packed, single in zip((*together.aux, together.last_hidden), (alone[1], alone[3], alone[-1]), strict=True):
+            assert (packed[row, part] - single[0]).norm() < 1e-5 * single.norm()
+
+
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("name", [*MODELS, "qwen3"])
+def test_each_document_has_the_features_that_it_has_alone(name: str, known: bool) -> None:
+    target = target_of(model_of(name))
+    assert packing(target.model) is WAYS.get(name, by_lengths)
+    check(target, model_of(name), **({"documents": documents_of(rows())} if known else {}))
+
+
+def test_under_autocast_it_computes_as_sdpa_does() -> None:
+    """16 bits within a float32 target, as `train.bf16` has it; each is as far from float32 as the other."""
+    batch, target = rows(), target_of(model_of("llama"))
+    given = {"position_ids_BT": batch["position_ids"]}
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        ours = target.features(batch["input_ids"], [3], **given)
+        target._packing = as_they_are
+        theirs = target.features(batch["input_ids"], [3], **given)
+    with torch.no_grad():
+        exact = target.features(batch["input_ids"], [3], **given)
+    errors = [float((features.aux[0] - exact.aux[0])[1].norm() / exact.aux[0][1].norm()) for features in (ours, theirs)]
+    assert ours.aux[0].dtype == theirs.aux[0].dtype
+    assert 0 < errors[0] < 1.2 * errors[1] < 0.1
+
+
+class Largest(TorchDispatchMode):
+    """Elements of the largest tensor that any operation made."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        made = [leaf.numel() for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        self.elements = max([self.elements, *made])
+        return result
+
+
+def test_no_mask_of_a_row_by_itself_is_made() -> None:
+    length = 600
+    ids, positions = torch.arange(length)[None] % 160, torch.arange(length)[None] % 300
+    target = target_of(model_of("mistral"))
+    target._packing  # noqa: B018  (tried before it is watched)
+    largest = {}
+    for way in (by_lengths, as_they_are):
+        target._packing = way
+        with torch.no_grad(), Largest() as mode:
+            target.features(ids, [1], position_ids_BT=positions, documents=Documents.of(positions))
+        largest[way] = mode.elements
+    assert largest[by_lengths] < length**2 / 4
+    assert largest[as_they_are] >= length**2
+
+
+def test_memory_grows_with_tokens_alone_and_nothing_waits_for_data() -> None:
+    """Two layers as wide as Llama-3.1-8B's, over tensors without content: FakeTensorMode has no data to ask for."""
+    config = LlamaConfig(
+        hidden_size=4096, intermediate_size=14336, num_hidden_layers=2, num_attention_heads=32, num_key_value_heads=8,
+        vocab_size=1000, max_position_embeddings=8192, dtype="bfloat16",
+    )  # fmt: skip
+    described = Described("llama", "target.model", None, None, {"architectures": ["LlamaForCausalLM"]}, config, None)
+    described.tried(lambda target: None)  # which takes data
+    peaks = []
+    for num_rows, length in ((4, 2048), (1, 8192)):
+        with FakeTensorMode(), torch.no_grad():
+            target = WeightlessTarget(described)
+            vars(target)["_packing"] = by_lengths
+            ids = torch.empty(num_rows, length, dtype=torch.long)
+            documents = Documents(torch.empty(33, dtype=torch.int32), length)
+            with Ledger() as ledger:
+                features = FrozenTarget.features(target, ids, [1], position_ids_BT=torch.empty_like(ids), documents=documents)
+        assert features.last_hidden.shape == (num_rows, length, 4096) and features.last_hidden.dtype == torch.bfloat16
+        assert ledger.data_dependent == 0
+        peaks.append(ledger.peak)
+    assert peaks[1] <= 1.05 * peaks[0] < 2**31
+
+
+def test_other_passes_keep_the_classs_own_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+    model = model_of("llama")
+    target = target_of(model)
+    model.model.layers[0].register_forward_pre_hook(lambda *_: seen.append(model.config._attn_implementation))
+    ids = torch.arange(3, 9)[None]
+    target._packing  # noqa: B018
+    seen.clear()
+    target.features(ids, [])
+    target.features(ids, [], position_ids_BT=torch.arange(6)[None])
+    target.features(ids, [], position_ids_BT=torch.arange(6)[None], attention_mask=torch.zeros(1, 1, 6, 6))
+    assert seen == ["sdpa", packed_rows.NAME, "sdpa"]
+    monkeypatch.setattr(packed_rows, "packed_attention", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        target.features(ids, [], position_ids_BT=torch.arange(6)[None])
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_an_attention_that_was_named_is_kept() -> None:
+    model = tiny_target_model()
+    model.set_attn_implementation("eager")
+    assert packing(model) is as_they_are
+
+
+def test_configs_of_other_parts_keep_theirs() -> None:
+    """Of a model for text and images the text's alone is switched, where it alone has sdpa."""
+    config = CONFIG_MAPPING["gemma3"](
+        text_config={**SIZES, **MODELS["gemma3_text"]},
+        vision_config={"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2},
+    )
+    config._attn_implementation = {"": "sdpa", "text_config": "sdpa", "vision_config": "eager"}
+    model = AutoModelForCausalLM.from_config(config).eval()
+    before = [model.config, model.config.text_config, model.config.vision_config]
+    with packed_rows.attending(model):
+        assert [each._attn_implementation for each in before] == [packed_rows.NAME, packed_rows.NAME, "eager"]
+    assert [each._attn_implementation for each in before] == ["sdpa", "sdpa", "eager"]
+
+
+QUERY, KEY = (torch.randn(2, heads, 6, 16, generator=torch.Generator().manual_seed(heads)) for heads in (4, 2))
+LENGTHS_OF = {"cu_seq_lens_q": torch.tensor([0, 6, 12], dtype=torch.int32), "max_length_q": 6}
+
+
+@pytest.mark.parametrize(
+    ("mask", "keywords"),
+    [
+        (Causal(None), {"softcap": 30.0}),
+        (Causal(None), {"s_aux": torch.zeros(4)}),
+        (Causal(None), {"position_bias": torch.zeros(1, 4, 6, 6)}),
+        (Causal(None), {"is_causal": False}),
+        (Causal(None), {"dropout": 0.1}),
+        (Causal(8), {}),  # chunks have no such keyword
+        (Causal(None), {"sliding_window": 8}),
+        (None, {}),
+        (torch.zeros(1, 1, 6, 6), {}),
+    ],
+)
+def test_what_is_not_computed_is_refused(mask: Any, keywords: dict[str, Any]) -> None:
+    given = (None, QUERY, KEY, KEY)
+    assert attend(*given, Causal(None), **LENGTHS_OF, output_attentions=False, use_cache=False)[0].shape == (2, 6, 4, 16)
+    with pytest.raises(NotImplementedError):
+        attend(*given, mask, **LENGTHS_OF, **keywords)
+
+
+def test_masks_of_a_classs_own_are_refused() -> None:
+    assert packed_rows.causal(allow_is_causal_skip=True, local_size=4, batch_size=1) == Causal(4)
+    with pytest.raises(NotImplementedError):
+        packed_rows.causal(allow_is_causal_skip=False)
+
+
+def test_documents_are_found_by_their_position_ids() -> None:
+    found, known = Documents.of(rows()["position_ids"]), documents_of(rows())
+    assert found.cumulative_lengths.tolist() == [0, 1, 14, *range(34, 41), 80] and found.longest == 40
+    assert sorted(set(known.cumulative_lengths.tolist())) == [0, 1, 14, 34, 40, 80] and known.longest == 40
+
+
+def test_position_ids_that_a_class_does_not_read_keep_no_documents_apart() -> None:
+    assert packing(BloomForCausalLM(BloomConfig(vocab_size=160, hidden_size=64, n_layer=2, n_head=4)).eval()) is None
+
+
+def flash(query: Tensor, key: Tensor, value: Tensor, softmax_scale: float, causal: bool, **_: Any) -> Tensor:
+    """Attention as flash_attn computes it, [B, T, heads, d]."""
+    heads = (tensor.transpose(1, 2) for tensor in (query, key, value))
+    return F.scaled_dot_product_attention(*heads, is_causal=causal, scale=softmax_scale, enable_gqa=True).transpose(1, 2)
+
+
+def flash_varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    **options: Any,
+) -> Tensor:
+    """The same of sequences one behind the other, [tokens, heads, d]."""
+    parts = [slice(*bounds) for bounds in pairwise(cu_seqlens_q.tolist())]
+    return torch.cat([flash(query[None, part], key[None, part], value[None, part], **options)[0] for part in parts])
+
+
+def test_flash_attention_takes_packed_rows_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers looks for documents in a batch of one row alone, and mixes them in any other, silently."""
+    functions = (flash, flash_varlen, None, None, None)
+    monkeypatch.setattr("transformers.modeling_flash_attention_utils._lazy_imports", lambda *_, **__: functions)
+    target = target_of(model_of("llama"))
+    target.model.config._attn_implementation = "flash_attention_2"
+    assert packing(target.model) is in_one_row
+    check(target, model_of("llama"))
+    target._packing = as_they_are
+    with pytest.raises(AssertionError):
+        check(target, model_of("llama"))
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_flex_attention_takes_packed_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not compiled, which would take most of a minute here."""
+    monkeypatch.setattr(
+        "transformers.integrations.flex_attention.WrappedFlexAttention", lambda training: lambda: flex_attention
+    )
+    uncompiled = lambda *args, _compile, **options: create_block_mask(*args, **options)  # noqa: E731
+    monkeypatch.setattr("transformers.masking_utils.create_block_mask", uncompiled)
+    model = model_of("llama")
+    model.set_attn_implementation("flex_attention")
+    assert packing(model) is as_they_are
+    check(target_of(model), model_of("llama"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("name", ["llama", "mistral", "deepseek_v3"])
+def test_a_gpu_computes_the_same(name: str, dtype: torch.dtype) -> None:
+    batch, own = rows(), model_of(name)
+    target = target_of(model_of(name).to("cuda", dtype))
+    assert packing(target.model) is by_lengths
+    on_gpu = {key: batch[key].cuda() for key in ("input_ids", "position_ids")}
+    with torch.no_grad():
+        features = target.features(on_gpu["input_ids"], [], position_ids_BT=on_gpu["position_ids"])
+        for row, part in each_document():
+            alone = own.model(batch["input_ids"][row : row + 1, part]).last_hidden_state[0]
+            error = (features.last_hidden[row, part].cpu().float() - alone).norm() / alone.norm()
+            assert error < (0.1 if dtype == torch.bfloat16 else 1e-4)
