@@ -139,10 +139,14 @@ def _cells(entry: Mapping[str, Any], candidate: Mapping[str, Any]) -> tuple[Cell
         (times(row.get("predicted_speedup")),),
         (str(theory.get("best_k", "–")),),
         (f"{draft['parameters']:,}", size(draft["bytes"])),
-        (duration(training["seconds"]), f"{training['steps']:,} steps") if training else ("–",),
+        _training(training) if training else ("–",),
         cell(percent(row.get("context_ratio")), " to ".join(map(percent, context))),
         ("yes" if entry["lossless"] else "NO",),
     )
+
+
+def _training(training: Mapping[str, Any]) -> Cell:
+    return (duration(training["seconds"]), f"{training['steps']:,} steps", *(("FP8 target",) if training.get("fp8") else ()))
 
 
 def _to_best(entry: Mapping[str, Any]) -> Cell:

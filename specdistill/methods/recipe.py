@@ -8,7 +8,7 @@ from pydantic.fields import FieldInfo
 
 from specdistill.errors import UserError, nearest
 from specdistill.methods import METHODS
-from specdistill.recipe.fields import ReadWhen, Section, default_of, like, option, section
+from specdistill.recipe.fields import ReadWhen, Section, default_of, like, option, section, shown
 from specdistill.recipe.sections import DataConfig, EvalConfig, SelectionConfig, TargetConfig
 
 DEFAULT_METHOD = "eagle3"
@@ -106,9 +106,10 @@ class TrainedRecipe(Recipe):
             got = "null" if decodes else f"suite {self.selection.suite}" if self.selection else ""
             expected = f"{'a section with a suite' if decodes else 'null'}: train.metric_for_best_model={metric}"
             raise UserError("selection", got=got, expected=expected)
-        if decodes and self.target.shard != "none":  # one process decodes while the others wait
-            got = f"{DECODED} with target.shard={self.target.shard}"
-            raise UserError("train.metric_for_best_model", got=got, expected="acceptance_length, or target.shard=none")
+        if decodes and (self.target.shard != "none" or self.target.fp8):  # one process decodes; FP8 is not what is served
+            key, value = ("fp8", "false") if self.target.fp8 else ("shard", "none")
+            got = f"{DECODED} with target.{key}={shown(getattr(self.target, key))}"
+            raise UserError("train.metric_for_best_model", got=got, expected=f"acceptance_length, or target.{key}={value}")
         return self
 
     def metrics(self) -> list[str]:

@@ -18,6 +18,7 @@ import matplotlib.pyplot as plt
 
 from specdistill.errors import UserError
 from specdistill.progress import SECONDS
+from specdistill.targets.fp8 import Effect
 
 HISTORY = Path("run") / "history.json"  # in a run's folder
 SHOWN = {
@@ -30,17 +31,20 @@ SHOWN = {
 
 @dataclass(frozen=True)
 class History:
-    """A finished training. seconds: its wall time, None (unknown) when it was resumed; log: the Trainer's `log_history`."""
+    """A finished training. seconds: its wall time, None (unknown) when it was resumed; log: the Trainer's `log_history`; fp8: what rounding
+    did to the target (`specdistill.targets.fp8.Effect`), None where it was read as it is.
+    """
 
     seconds: float | None
     steps: int
     log: list[dict[str, Any]]
+    fp8: dict[str, float] | None = None
 
     def summary(self) -> dict[str, Any]:
-        """For a comparison: seconds, steps, and the curve of (step, simulated acceptance length)."""
+        """For a comparison: seconds, steps, the curve of (step, simulated acceptance length), and what FP8 did to the target."""
         points = zip(*_series(self.log, "eval_acceptance_length"), strict=True)
         curve = [[step, length] for step, length in points if math.isfinite(length)]
-        return {"seconds": self.seconds, "steps": self.steps, "curve": curve}
+        return {"seconds": self.seconds, "steps": self.steps, "curve": curve, "fp8": self.fp8}
 
 
 def read_history(draft_folder: Path, *, key: str) -> History | None:
@@ -58,10 +62,11 @@ def read_history(draft_folder: Path, *, key: str) -> History | None:
         raise UserError(key, got=f"{path} ({error})", expected="seconds, steps and log, as training saves them") from error
 
 
-def save_history(state: TrainerState, folder: Path, *, resumed: bool) -> None:
+def save_history(state: TrainerState, folder: Path, *, resumed: bool, fp8: Effect | None = None) -> None:
     """Of a training that has ended: the drawing in the run's folder, and the history beside the run's record."""
     draw(state.log_history, folder / "training_curve.png")
-    history = History(None if resumed else state.log_history[-1]["train_runtime"], state.global_step, state.log_history)
+    seconds = None if resumed else state.log_history[-1]["train_runtime"]
+    history = History(seconds, state.global_step, state.log_history, None if fp8 is None else asdict(fp8))
     (folder / HISTORY).parent.mkdir(parents=True, exist_ok=True)
     (folder / HISTORY).write_text(json.dumps(asdict(history), indent=2) + "\n", encoding="utf-8")
 

@@ -130,7 +130,7 @@ class TrainingRun:
         with saving(str(self.path / "draft")):
             trainer.save_draft(self.path / ASIDE / "draft")
             if self.arguments.should_save:
-                save_history(trainer.state, self.path, resumed=self.checkpoint is not None)
+                save_history(trainer.state, self.path, resumed=self.checkpoint is not None, fp8=trainer.fp8_effect)
                 if (self.path / ASIDE / "draft").exists():
                     os.replace(self.path / ASIDE / "draft", self.path / "draft")
                 shutil.rmtree(self.path / ASIDE, ignore_errors=True)  # not there where another machine writes the draft

@@ -7,6 +7,7 @@ they are sharded.
 
 import copy
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
@@ -19,8 +20,9 @@ from torch import Tensor, nn
 from torch.utils.data import Sampler
 from transformers import TrainingArguments
 
-from specdistill.data.packing import collate
+from specdistill.data.packing import PADDING_DOCUMENT, collate
 from specdistill.errors import UserError
+from specdistill.targets.fp8 import Effect, round_to_fp8
 from specdistill.targets.frozen import FrozenTarget
 from specdistill.training.arguments import autocast_dtype
 from specdistill.training.checkpoints import ASIDE, saving
@@ -97,6 +99,20 @@ class DraftTrainer(ResumableTrainer):
         # Sharded weights are gathered into this copy to be saved.
         self.is_sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled
         self.whole: Any = copy.deepcopy(self.objective.draft).cpu() if self.is_sharded and arguments.should_save else None
+        # After all that the target initializes and generates, and before anything is learned from it.
+        self.fp8_effect = self._round_target() if target.fp8 else None
+
+    def _round_target(self) -> Effect:
+        """In FP8 from here on; the effect is measured on the first rows, in every process."""
+        rows = collate([self.train_dataset[index] for index in range(min(self.num_rows, self.args.train_batch_size))])  # type: ignore[index]
+        ids, positions, is_token = (
+            tensor.to(self.target.device)
+            for tensor in (rows["input_ids"], rows["position_ids"], rows["document_ids"] != PADDING_DOCUMENT)
+        )
+        effect = round_to_fp8(self.target, ids, positions, is_token, getattr(self.objective.draft, "aux_layers", ()))
+        if self.is_world_process_zero():
+            print(f"Target in FP8: {effect}", file=sys.stderr, flush=True)
+        return effect
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int] | None:
         if self.args.train_sampling_strategy != "random":
@@ -161,7 +177,7 @@ class DraftTrainer(ResumableTrainer):
     def _loss_sum(self, model: nn.Module, inputs: Batch, measure: bool) -> tuple[Tensor, StepSums]:
         dtype = autocast_dtype(self.args)
         with torch.autocast(self.args.device.type, dtype, enabled=dtype is not None):
-            with torch.no_grad():
+            with torch.no_grad():  # under inference_mode nothing could be kept for backward without a copy
                 target_outputs = self.objective.read_target(self.target, inputs)
             result: tuple[Tensor, StepSums] = model(**inputs, **target_outputs, measure=measure)
         return result

@@ -224,6 +224,12 @@ ask for more (soft caps, sinks, chunks, masks of their own) keep their own atten
 Any other `target.attn` is used as it is: flash attention, which mixes documents in a batch of several rows, is given one long row; classes
 that do not look at position ids (gpt-oss) are given masks; what none of this helps is refused with `data.packing`.
 
+`target.fp8=true` multiplies the matrices of the layers in FP8 (e4m3, a scale for each row of a matrix and each token) while a draft is
+trained; with `target.dtype=bfloat16`, on a GPU of compute capability 8.9 or more. What that does to the features is measured on the first
+rows, printed, and kept in `run/history.json`: how far features are off, and how many top-1 tokens are the same. Embedding, norms, routers
+and the head stay in bfloat16, and so do experts that a class keeps in one parameter. Rows are generated and the draft is initialized
+before, by the target as it is, and no draft is measured with it: `specdistill eval` and `eval/compare.py` take `target.fp8=false` alone.
+
 ## A target larger than one device
 
 - `target.shard=layers`, in `accelerate launch` of several processes, under any configuration: each process reads from the files, and holds,

@@ -14,6 +14,7 @@ from specdistill.methods.eagle3.checkpoint import load_eagle3
 from specdistill.methods.recipe import Recipe
 from specdistill.project import RECIPES, ROOT
 from specdistill.recipe.load import load_recipe
+from specdistill.targets import frozen
 from specdistill.targets.frozen import FrozenTarget
 from specdistill.training.history import read_history
 from tests.tiny import input_keys, write_inputs
@@ -95,6 +96,19 @@ def test_regeneration_and_a_pruned_vocabulary_go_the_same_way(
     assert config["draft_vocab_size"] == 50
 
 
+def test_a_target_in_fp8_says_what_that_does_to_its_features(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """On a CPU the same rounded numbers are multiplied in float32."""
+    monkeypatch.setattr(frozen, "_check_fp8", lambda: None)
+    keys = ["target.dtype=bfloat16", "train.bf16=true", "target.fp8=true"]
+    assert launch(monkeypatch, *arguments(folder, tmp_path / "run", *keys)) == 0
+    history = read_history(tmp_path / "run" / "draft", key="drafts")
+    assert history is not None and history.fp8 is not None and history.summary()["fp8"] == history.fp8
+    assert 0 < history.fp8["error"] < 0.2 and 0.5 < history.fp8["same_top1"] <= 1 and 64 < history.fp8["num_tokens"] <= 4 * 64
+    assert "Target in FP8: features differ by " in capfd.readouterr().err
+
+
 def test_an_interrupted_run_resumes_to_the_same_draft(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert launch(monkeypatch, *arguments(folder, tmp_path / "whole")) == 0
     resumed = tmp_path / "resumed"
@@ -137,6 +151,7 @@ def test_training_goes_on_from_an_earlier_draft(
         ("data.max_length=2", "data.max_length"),
         ("train.learning_rte=1", "train.learning_rte"),
         ("target.dtype=bfloat16", "train.bf16"),
+        ("target.fp8=true", "target.fp8"),
         ("loss.step_decay=2", "loss.step_decay"),
         ("loss.temperature=0", "loss.temperature"),
         ("loss.divergence=tdv", "loss.divergence"),
