@@ -1,3 +1,4 @@
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -7,8 +8,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, DynamicCache
 
+from specdistill.data.packing import indexed
 from specdistill.errors import UserError
 from specdistill.hub import resolve
+from specdistill.losses.divergence import forward_kl
+from specdistill.methods.eagle3.module import build_eagle3
+from specdistill.methods.heads.unroll import TrainingTimeTest
 from specdistill.targets.frozen import FrozenTarget
 from tests.tiny import tiny_target_model, tiny_tokenizer
 
@@ -197,3 +202,28 @@ def test_the_attention_is_the_classs_own_unless_one_is_named(base: Path, tmp_pat
     assert FrozenTarget.load(str(tmp_path)).config._attn_implementation == "eager"
     assert FrozenTarget.load(str(base)).config._attn_implementation == "sdpa"
     assert FrozenTarget.load(str(base), attn="eager").config._attn_implementation == "eager"
+
+
+def test_a_step_runs_each_layer_once_and_the_head_at_loss_tokens_alone() -> None:
+    target = FrozenTarget(tiny_target_model(), tiny_tokenizer(), name="tiny")
+    ids = torch.arange(3, 67)[None]
+    columns = {"input_ids": ids, "loss_mask": (ids > 50).long(), "document_ids": torch.zeros_like(ids)}
+    batch = indexed({**columns, "position_ids": torch.arange(64)[None]})
+    objective = TrainingTimeTest(build_eagle3(target), forward_kl, 1)
+    target._packing  # noqa: B018  (tried before it is watched)
+    calls, tokens = [0] * target.num_layers, 0
+
+    def count(layer: int, *_: Any) -> None:
+        calls[layer] += 1
+
+    def add(_module: Any, args: tuple[torch.Tensor, ...]) -> None:
+        nonlocal tokens
+        tokens += args[0].numel() // args[0].shape[-1]
+
+    for number, layer in enumerate(target.layers):
+        layer.register_forward_pre_hook(partial(count, number))
+    target.lm_head.register_forward_pre_hook(add)
+    with torch.no_grad():
+        objective(**batch, **objective.read_target(target, batch))
+    assert calls == [1] * target.num_layers
+    assert int((ids > 50).sum()) == tokens == len(batch["loss_positions"]) < ids.numel()
