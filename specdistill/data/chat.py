@@ -74,13 +74,19 @@ def prompt_ids(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], 
 
 
 def render(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], generation_prompt: bool = False, where: str = "data.source"
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Message],
+    generation_prompt: bool = False,
+    where: str = "data.source",
+    **template: Any,
 ) -> str:
+    """template: more arguments of the chat template, as enable_thinking."""
     if tokenizer.chat_template is None:
         got = "conversations for a target whose tokenizer has no chat template"
         raise UserError(where, got=got, expected="text rows, or a target.model with a chat template")
     try:
-        return str(tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=generation_prompt))
+        options: Any = {"tokenize": False, "add_generation_prompt": generation_prompt, **template}
+        return str(tokenizer.apply_chat_template(list(messages), **options))
     except TemplateError as error:
         got = f"turns {', '.join(message['role'] for message in messages)}: {error}"
         raise UserError(where, got=got, expected="a conversation that the target's chat template takes") from error

@@ -3,20 +3,25 @@
 import math
 import random
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import TypeVar
 
 from datasets import Dataset, List, Value, concatenate_datasets
 from datasets.config import HF_DATASETS_CACHE
+from datasets.fingerprint import Hasher
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from specdistill.command import check_writable
+from specdistill.data.answers import Answers
 from specdistill.data.batch_generate import fast_dtype
 from specdistill.data.cache import SHOWN, Row, cached, content_fingerprint, tokenizer_fingerprint
 from specdistill.data.chat import encode_chat, encode_text
+from specdistill.data.completion_server import Server
 from specdistill.data.packing import pack, usable
-from specdistill.data.regeneration import Prompt, chat_prompts, generated_rows, row_lengths, text_prompts
+from specdistill.data.regeneration import Prompt, chat_prompts, end_token_ids, generated_rows, row_lengths, text_prompts
+from specdistill.data.served import Tokenizer, served_rows, tasks
 from specdistill.data.sources import Source, load_sources
 from specdistill.errors import UserError
 from specdistill.processes import agree, are_several, first_on_each_machine
@@ -58,7 +63,11 @@ def _prepared(
     sources = load_sources(config.source, config.split, config.cache_dir)
     if config.regenerate.num_tokens > 0:
         assert model is not None
-        documents = _regenerated(config, sources, tokenizer, model, fingerprint)
+        if config.regenerate.server:
+            words = Words(tokenizer, tuple(end_token_ids(model, tokenizer)), str(model.name_or_path))
+            documents = _served(config, sources, words, fingerprint)
+        else:
+            documents = _regenerated(config, sources, tokenizer, model, fingerprint)
     else:
         documents = _from_source(config, sources, tokenizer)
     padding = next(token for token in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if token is not None)
@@ -125,6 +134,7 @@ def _regenerated(
     settings = config.regenerate
     held_out_tokens = max(1, round(settings.num_tokens * config.validation_fraction))
     dtype = fast_dtype(model.device)
+    model_inputs = [fingerprint, str(dtype), tokenizer_fingerprint(tokenizer)]
 
     @cache
     def prompts() -> tuple[list[Prompt], list[Prompt]]:
@@ -136,27 +146,87 @@ def _regenerated(
                 got = f"{settings.num_tokens} with target.shard, and no rows that were generated before"
                 expected = "0, or `specdistill data` first, with target.shard=none in one process"
                 raise UserError("data.regenerate.num_tokens", got=got, expected=expected)
-            return generated_rows(
-                model,
-                tokenizer,
-                prompts()[index],
-                num_tokens,
-                settings.temperatures,
-                config.max_length,
-                settings.batch_size,
-                seed=2 * config.seed + index,
-                dtype=dtype,
-                loss_mask=config.loss_mask,
-            )
+            with Answers(_folder(config, model_inputs)) as answers:
+                yield from generated_rows(
+                    model,
+                    tokenizer,
+                    prompts()[index],
+                    num_tokens,
+                    settings.temperatures,
+                    config.max_length,
+                    settings.batch_size,
+                    seed=2 * config.seed + index,
+                    dtype=dtype,
+                    loss_mask=config.loss_mask,
+                    answers=answers,
+                )
 
-        model_inputs = [fingerprint, str(dtype), tokenizer_fingerprint(tokenizer)]
         row_inputs = [[source.rows._fingerprint, source.weight] for source in sources]
         shape = [config.max_length, config.validation_fraction, config.loss_mask, config.seed]
-        inputs = ["generated", index, num_tokens, model_inputs, row_inputs, shape, settings.model_dump()]
+        how = settings.model_dump(include={"num_tokens", "prompt_tokens", "temperatures", "batch_size"})
+        inputs = ["generated", index, num_tokens, model_inputs, row_inputs, shape, how]
         documents = cached(rows, DOCUMENT_COLUMNS, inputs, config.cache_dir)
         return documents.select(usable(list(documents["length"]), [False] * len(documents), config.max_length))
 
     return part(0, max(1, settings.num_tokens - held_out_tokens)), part(1, held_out_tokens)
+
+
+@dataclass(frozen=True)
+class Words:
+    """What is needed of a target that servers hold. end_ids: tokens that end a generation. name: that it was loaded by."""
+
+    tokenizer: PreTrainedTokenizerBase
+    end_ids: tuple[int, ...]
+    name: str
+
+
+def served_data(config: DataConfig, words: Words, fingerprint: str) -> tuple[Dataset, Dataset]:
+    """(train, validation) documents generated by `data.regenerate.server`, for `training_data` to find. Needs no weights."""
+    return _served(config, load_sources(config.source, config.split, config.cache_dir), words, fingerprint)
+
+
+def _served(config: DataConfig, sources: Sequence[Source], words: Words, fingerprint: str) -> tuple[Dataset, Dataset]:
+    """As `_regenerated`, by servers. Answers are kept in a folder of data.cache_dir, whatever becomes of this process."""
+    settings, tokenizer = config.regenerate, words.tokenizer
+    held_out_tokens = max(1, round(settings.num_tokens * config.validation_fraction))
+    servers = [Server(address, settings.timeout, settings.batch_size) for address in settings.server]
+    told = Tokenizer(tokenizer, words.end_ids, settings.template)
+    made_with = [fingerprint, tokenizer_fingerprint(tokenizer), settings.template]
+    folder = _folder(config, [*made_with, config.max_length])
+
+    @cache
+    def prompts() -> tuple[list[Prompt], list[Prompt]]:
+        for server in servers:
+            server.find_model([words.name, Path(words.name).name])
+        return _split_prompts(config, sources, tokenizer)
+
+    def part(index: int, num_tokens: int) -> Dataset:
+        def rows() -> Iterator[Row]:
+            asked = tasks(prompts()[index], settings.temperatures, config.max_length, config.seed)
+            return served_rows(
+                asked,
+                servers,
+                Answers(folder),
+                told,
+                num_tokens,
+                settings.set_aside,
+                concurrency=settings.batch_size,
+                loss_mask=config.loss_mask,
+            )
+
+        row_inputs = [[source.rows._fingerprint, source.weight] for source in sources]
+        how = settings.model_dump(include={"num_tokens", "prompt_tokens", "temperatures", "set_aside"})
+        shape = [config.max_length, config.validation_fraction, config.loss_mask, config.seed]
+        inputs = ["served", index, num_tokens, made_with, row_inputs, shape, how]
+        documents = cached(rows, DOCUMENT_COLUMNS, inputs, config.cache_dir)
+        return documents.select(usable(list(documents["length"]), [False] * len(documents), config.max_length))
+
+    return part(0, max(1, settings.num_tokens - held_out_tokens)), part(1, held_out_tokens)
+
+
+def _folder(config: DataConfig, made_with: object) -> Path:
+    """Where answers made with these are kept."""
+    return Path(config.cache_dir or HF_DATASETS_CACHE) / "answers" / str(Hasher.hash(made_with))
 
 
 def _split_prompts(

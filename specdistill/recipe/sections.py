@@ -1,7 +1,7 @@
 """Sections that recipes of every method share, and the recipe of pico itself. Units and limits are in each key's help."""
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, field_validator, model_validator
 
@@ -49,7 +49,9 @@ ON_ONE_GPU = ReadWhen(
     lambda it: it.dtype == "bfloat16" and it.shard == "none" and it.device_map is None,
 )
 GENERATED = ReadWhen("when num_tokens is above 0; data.regenerate=null resets the section", lambda it: it.num_tokens > 0)
+SERVED = ReadWhen("with data.regenerate.server", lambda it: it.num_tokens > 0 and bool(it.server))
 
+SetAside = Literal["refused", "empty", "truncated", "looping", "off_template", "wrong_language"]
 ATTENTION = ("sdpa", "eager", "flex_attention", "flash_attention_2", "flash_attention_3", "ORG/KERNEL")
 Attention = Annotated[str, one_of(lambda: ATTENTION, also=lambda name: "/" in name)]
 
@@ -95,7 +97,16 @@ class RegenerateConfig(Section):
     temperatures: list[NonNegative] = option(
         [0.0, 0.8], "sampling temperatures, an equal share of the rows each; 0 is greedy", min_length=1, read_when=GENERATED
     )
-    batch_size: int = option(128, "sequences generated at a time", ge=1, read_when=GENERATED)
+    batch_size: int = option(128, "sequences generated at a time, by this process or by each server", ge=1, read_when=GENERATED)
+    server: list[str] = option(
+        [],
+        "addresses of servers of the target that speak OpenAI's API (vLLM, SGLang, llama.cpp); they share the work, and this process "
+        "generates nothing",
+        read_when=GENERATED,
+    )
+    timeout: float = option(600.0, "seconds that an answer may take", gt=0, read_when=SERVED)
+    template: dict[str, Any] = option({}, "more arguments of the chat template, as {enable_thinking: false}", read_when=SERVED)
+    set_aside: list[SetAside] = option([*get_args(SetAside)], "answers that are left out, and counted", read_when=SERVED)
 
 
 class DataConfig(Section):

@@ -9,7 +9,7 @@ from typing import Any
 import peft
 import torch
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, GgufConfig, PreTrainedModel
 
 from specdistill.errors import UserError, one_line
 from specdistill.hub import hub_errors, resolve, split_gguf
@@ -99,6 +99,28 @@ def read_tokenizer(model: str, *, revision: str | None = None, trust_remote_code
         tokenizer = AutoTokenizer.from_pretrained(path, **options)
         config = AutoConfig.from_pretrained(path, **options).get_text_config()
     return tokenizer, max_length(config, tokenizer)
+
+
+def read_words(model: str, *, revision: str | None = None, trust_remote_code: bool = False) -> tuple[Any, tuple[int, ...]]:
+    """A target's tokenizer and the tokens that end its generations, without its weights. Raises as `read_tokenizer` does."""
+    path, options = _place(resolve(model), revision=revision, trust_remote_code=trust_remote_code)
+    with _reading("target.model", model, "pico, a folder with config and tokenizer, a GGUF file, or a Hub id"):
+        tokenizer = AutoTokenizer.from_pretrained(path, **options)
+        config = AutoConfig.from_pretrained(path, **options)
+        try:
+            generation = GenerationConfig.from_pretrained(path, **options)
+        except OSError:  # a checkpoint may have none
+            generation = GenerationConfig.from_model_config(config)
+    return tokenizer, tuple(end_ids(generation, config, tokenizer))
+
+
+def end_ids(generation: Any, config: Any, tokenizer: Any) -> list[int]:
+    """Every token that ends a generation, by what says so."""
+    ends: set[int] = set()
+    for said in (generation, config, tokenizer):
+        declared = getattr(said, "eos_token_id", None)
+        ends.update(declared if isinstance(declared, list) else [] if declared is None else [declared])
+    return sorted(ends)
 
 
 def max_length(text_config: Any, tokenizer: Any) -> int:

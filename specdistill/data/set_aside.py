@@ -1,0 +1,102 @@
+"""Answers that no draft should learn from: found by rule, set aside with the reason, and counted.
+
+refused: the server refused the question, or its text is tokenised otherwise than it was generated. empty: nothing but space. truncated:
+cut by the length limit (of texts all are, and stay). looping: the end repeats itself. off_template: tokens that only the chat template
+writes, before the end. wrong_language: letters of another script than all that was said before.
+"""
+
+import json
+import unicodedata
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rich.table import Table
+
+from specdistill.data.answers import Answer
+
+LONGEST_PERIOD, REPEATS, LOOP_TOKENS = 64, 4, 48
+FEW_LETTERS, MOST, NONE = 20, 0.5, 0.01
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """An answer with its text and that of its context. special: token ids that the chat template alone writes."""
+
+    answer: Answer
+    text: str
+    context: str
+    is_text: bool
+    special: frozenset[int]
+
+    @property
+    def said(self) -> Sequence[int]:
+        """Its tokens without one that ends it."""
+        ids = self.answer.token_ids
+        return ids[:-1] if ids and ids[-1] in self.special else ids
+
+
+def loops(token_ids: Sequence[int]) -> bool:
+    """Whether the end repeats a piece of up to LONGEST_PERIOD tokens, REPEATS times and over LOOP_TOKENS at least."""
+    for period in range(1, LONGEST_PERIOD + 1):
+        length = max(REPEATS * period, LOOP_TOKENS)
+        tail = token_ids[-length:]
+        if len(tail) == length and all(a == b for a, b in zip(tail, tail[period:], strict=False)):
+            return True
+    return False
+
+
+def scripts(text: str) -> Counter[str]:
+    """Letters of each script, by the first word of their Unicode names: LATIN, CJK, CYRILLIC."""
+    return Counter(unicodedata.name(letter, "?").split()[0] for letter in text if letter.isalpha())
+
+
+def in_another_script(text: str, context: str) -> bool:
+    own, before = scripts(text), scripts(context)
+    if min(own.total(), before.total()) < FEW_LETTERS:
+        return False
+    ((script, count),) = own.most_common(1)
+    return count > MOST * own.total() and before[script] < NONE * before.total()
+
+
+# The names that data.regenerate.set_aside may list.
+RULES: dict[str, Callable[[Candidate], bool]] = {
+    "refused": lambda it: it.answer.error is not None,
+    "empty": lambda it: not it.text.strip(),
+    "truncated": lambda it: not it.is_text and it.answer.reason == "length",
+    "looping": lambda it: loops(it.said),
+    "off_template": lambda it: not it.special.isdisjoint(it.said),
+    "wrong_language": lambda it: not it.is_text and in_another_script(it.text, it.context),
+}
+
+
+@dataclass
+class Tally:
+    """How many answers were kept, and set aside by which rule; the first of each, to look at."""
+
+    kept: int = 0
+    aside: Counter[str] = field(default_factory=Counter)
+    examples: dict[str, str] = field(default_factory=dict)
+
+    def judge(self, candidate: Candidate, rules: Sequence[str]) -> bool:
+        """Whether to keep an answer; the first rule that it breaks is counted."""
+        broken = next((name for name in rules if RULES[name](candidate)), None)
+        if broken is None:
+            self.kept += 1
+        else:
+            self.aside[broken] += 1
+            self.examples.setdefault(broken, candidate.answer.error or candidate.text[-200:])
+        return broken is None
+
+    def table(self) -> Table:
+        table = Table("answers", "number", "share", "the first of them")
+        total = max(1, self.kept + self.aside.total())
+        table.add_row("kept", f"{self.kept:,}", f"{self.kept / total:.1%}", "")
+        for name, count in self.aside.most_common():
+            table.add_row(name, f"{count:,}", f"{count / total:.1%}", repr(self.examples[name])[:80])
+        return table
+
+    def save(self, path: Path) -> None:
+        made = {"kept": self.kept, "set_aside": dict(self.aside), "examples": self.examples}
+        path.write_text(json.dumps(made, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -1,0 +1,118 @@
+"""`specdistill data` as a user runs it, by servers without the target's weights and in process: killed, resumed, the same rows."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from specdistill.data.answers import PATTERN
+from specdistill.pico.corpus import CHAT_TEMPLATE
+from specdistill.project import ROOT
+from tests.data.openai_server import Behaviour, OpenAIServer, running
+from tests.tiny import input_keys, tiny_target_model, tiny_tokenizer
+
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny target with a chat template, and conversations of two turns."""
+    path = tmp_path_factory.mktemp("generate")
+    tiny_target_model().save_pretrained(path / "model")
+    tiny_tokenizer(CHAT_TEMPLATE).save_pretrained(path / "model")
+    turns = [("user", "{}?"), ("assistant", "x"), ("user", "more"), ("assistant", "y")]
+    rows = [
+        {"messages": [{"role": role, "content": said.format(number)} for role, said in turns]} for number in range(100, 160)
+    ]
+    (path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    return path
+
+
+def command(folder: Path, cache: Path, servers: Sequence[OpenAIServer], *more: str) -> list[str]:
+    addresses = ",".join(server.address for server in servers)
+    keys = [key for key in input_keys(folder) if not key.startswith("data.cache_dir")]
+    generated = [f"data.cache_dir={cache}", "data.regenerate.num_tokens=900", f"data.regenerate.server=[{addresses}]", *more]
+    verb = [sys.executable, "-m", "specdistill", "data", "generate", "recipe=small/eagle3"]
+    return [*verb, *keys, *generated, "data.max_length=96", "data.regenerate.batch_size=2"]
+
+
+def generate(folder: Path, cache: Path, *servers: OpenAIServer, more: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command(folder, cache, servers, *more), env=ENVIRONMENT, capture_output=True, text=True, check=False)
+
+
+def answers(cache: Path) -> dict[str, list[int]]:
+    found = {}
+    for path in cache.glob(f"answers/*/{PATTERN}"):
+        for line in path.read_text(encoding="utf-8").splitlines():
+            values = json.loads(line)
+            found["-".join(str(values[name]) for name in ("prompt", "turn", "temperature", "seed"))] = values["token_ids"]
+    return found
+
+
+@pytest.mark.slow
+def test_a_killed_generation_goes_on_with_other_servers_to_the_same_rows(folder: Path, tmp_path: Path) -> None:
+    with running() as made:
+        whole = generate(folder, tmp_path / "whole", made)
+    assert whole.returncode == 0, whole.stderr
+    assert "for training and validation: " in whole.stdout and "kept" in whole.stderr
+    found = [word for word in command(folder, tmp_path / "whole", [made]) if word != "generate"]
+    again = subprocess.run(found, env=ENVIRONMENT, capture_output=True, text=True, check=False)
+    assert again.returncode == 0, again.stderr  # training finds the rows, though the server is gone
+    with running(Behaviour(seconds=0.05)) as one, running(Behaviour(seconds=0.05)) as two:
+        with subprocess.Popen(
+            command(folder, tmp_path / "cut", [one]), env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        ) as process:
+            while len(answers_so_far := answers(tmp_path / "cut")) < 5 and process.poll() is None:
+                time.sleep(0.05)
+            process.send_signal(signal.SIGKILL)
+        kept = answers(tmp_path / "cut") if answers_so_far else {}
+        assert len(kept) >= 5
+        resumed = generate(folder, tmp_path / "cut", one, two)
+        assert resumed.returncode == 0, resumed.stderr
+        assert two.num_requests and max((one.answered + two.answered).values()) <= 2  # one more of what was in flight
+    assert resumed.stdout == whole.stdout
+    ended, expected = answers(tmp_path / "cut"), answers(tmp_path / "whole")
+    assert {name: ended[name] for name in kept} == kept
+    assert {name: ids for name, ids in ended.items() if name in expected} == {
+        name: ids for name, ids in expected.items() if name in ended
+    }
+
+
+@pytest.mark.slow
+def test_what_cannot_be_generated_is_one_line(folder: Path, tmp_path: Path) -> None:
+    with running(Behaviour(models=("a", "b"))) as made:
+        several = generate(folder, tmp_path, made)
+    assert several.returncode == 2 and several.stderr.startswith("error: data.regenerate.server: got http://127.0.0.1")
+    gone = generate(folder, tmp_path, made)
+    assert gone.returncode == 3 and "/v1/models names no models" in gone.stderr and "Traceback" not in gone.stderr
+    nobody = generate(folder, tmp_path)
+    assert nobody.returncode == 2 and nobody.stderr.startswith("error: data.regenerate.server: got nothing"), nobody.stderr
+
+
+@pytest.mark.slow
+def test_a_killed_generation_in_process_goes_on_behind_its_last_batch(folder: Path, tmp_path: Path) -> None:
+    def data(cache: Path) -> list[str]:
+        keys = [key for key in input_keys(folder) if not key.startswith("data.cache_dir")]
+        generated = ["data.regenerate.num_tokens=3000", "data.regenerate.batch_size=4", f"data.cache_dir={cache}"]
+        verb = [sys.executable, "-m", "specdistill", "data", "recipe=small/eagle3"]
+        return [*verb, *keys, *generated, "data.max_length=96", "target.dtype=float32", "train.bf16=false"]
+
+    whole = subprocess.run(data(tmp_path / "whole"), env=ENVIRONMENT, capture_output=True, text=True, check=False)
+    assert whole.returncode == 0, whole.stderr
+    for least in (4, 20):
+        with subprocess.Popen(
+            data(tmp_path / "cut"), env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        ) as process:
+            while len(answers(tmp_path / "cut")) < least and process.poll() is None:
+                time.sleep(0.01)
+            process.send_signal(signal.SIGKILL)
+        assert least <= len(answers(tmp_path / "cut")) < len(answers(tmp_path / "whole"))
+    resumed = subprocess.run(data(tmp_path / "cut"), env=ENVIRONMENT, capture_output=True, text=True, check=False)
+    assert resumed.returncode == 0 and resumed.stdout == whole.stdout
+    assert answers(tmp_path / "cut") == answers(tmp_path / "whole")
