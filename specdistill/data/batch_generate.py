@@ -27,7 +27,7 @@ from transformers.cache_utils import DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from specdistill.targets.anatomy import is_recurrent
+from specdistill.targets.cache import is_recurrent
 from specdistill.targets.loading import is_plain
 
 BLOCK = 32  # tokens by which a cache grows: copying it then costs about as much as reading its unused tail

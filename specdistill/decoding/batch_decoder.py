@@ -139,22 +139,23 @@ class BatchDecoder:
         verdicts = [(0, 0)] * len(rows)
         for width in {len(proposal.tokens) for proposal in proposals}:
             chosen = [index for index, proposal in enumerate(proposals) if len(proposal.tokens) == width]
-            tokens_RK = torch.tensor([proposals[index].tokens for index in chosen], dtype=torch.long, device=logits_BTV.device)
-            logits_RKV = logits_BTV[chosen, : width + 1]
+            drafted, logits_RKV = [proposals[index].tokens for index in chosen], logits_BTV[chosen, : width + 1]
             if sampling.is_greedy:
-                sequences = [[*rows[index].token_ids, *proposals[index].tokens] for index in chosen]
-                num_accepted, next_token = verify.greedy(tokens_RK, break_ties(self.target, sequences, logits_RKV))
+                texts = [rows[index].token_ids for index in chosen]
+                choices = break_ties(self.target, texts, drafted, logits_RKV).argmax(-1).tolist()
+                found = [verify.greedy(*pair) for pair in zip(drafted, choices, strict=True)]
             else:
                 distributions = [
                     distribution for index in chosen if (distribution := proposals[index].probabilities) is not None
                 ]
                 uniforms_RK = uniforms(width + 1, [rows[index].generator for index in chosen]).to(logits_BTV.device)
                 num_accepted, next_token = verify.rejection(
-                    tokens_RK,
+                    torch.tensor(drafted, dtype=torch.long, device=logits_BTV.device),
                     sampling.probabilities(logits_RKV),
                     torch.stack(distributions) if distributions else None,
                     uniforms_RK,
                 )
-            for index, number, token in zip(chosen, num_accepted.tolist(), next_token.tolist(), strict=True):
-                verdicts[index] = (number, token)
+                found = [*zip(num_accepted.tolist(), next_token.tolist(), strict=True)]
+            for index, verdict in zip(chosen, found, strict=True):
+                verdicts[index] = verdict
         return verdicts

@@ -11,7 +11,6 @@ once more in float64, with and without a draft alike. 16-bit targets are left al
 Shapes: B sequences, T positions, N nodes of a tree, V vocabulary.
 """
 
-import copy
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -19,16 +18,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
 
 from specdistill.decoding import verify
+from specdistill.decoding.cached_target import CachedTarget, SequenceReader
+from specdistill.decoding.compiled_target import CompiledTarget, cache_size
 from specdistill.decoding.proposer import DecodingState, Proposal, Proposer, TreeProposer
 from specdistill.decoding.sampling import GREEDY, Random, Sampling, uniforms
-from specdistill.decoding.transformers_models import check_reads_trees, keep_path, read
-from specdistill.decoding.tree import Step, Tree, TreeShape
+from specdistill.decoding.transformers_models import check_reads_trees
+from specdistill.decoding.tree import Tree, TreeShape
 from specdistill.errors import UserError
-from specdistill.targets.anatomy import new_cache
-from specdistill.targets.frozen import Features, FrozenTarget
+from specdistill.targets.frozen import FrozenTarget
 
 NEAR_TIE = 2.0**-14  # of the best logit: 512 roundings of float32, where a 16-layer target was seen to err by 5
 
@@ -128,14 +127,21 @@ class Running:
 
 
 class Decoder:
-    """Decodes one sequence at a time with a target and, optionally, a proposer. `rule` verifies above temperature 0."""
+    """Decodes one sequence at a time with a target and, optionally, a proposer. `rule` verifies above temperature 0.
 
-    def __init__(self, target: FrozenTarget, proposer: Proposer | None = None, *, rule: Rule = exact) -> None:
+    compiled: passes over proposals are one compiled graph, for each K and each power of two of tokens; chains only (`CompiledTarget`).
+    """
+
+    def __init__(
+        self, target: FrozenTarget, proposer: Proposer | None = None, *, rule: Rule = exact, compiled: bool = False
+    ) -> None:
         self.target = target
         self.proposer = proposer
         self.rule = rule
-        self._reads_trees = False
+        self.compiled = compiled
         self.aux_layers = proposer.aux_layers if proposer else ()
+        self._reads_trees = False
+        self._compiled_targets: dict[tuple[int, int], CompiledTarget] = {}  # by tokens of a pass and positions of the KV cache
 
     @torch.inference_mode()
     def generate(
@@ -159,42 +165,42 @@ class Decoder:
         row = Running.begin(self, prompt_ids, max_new_tokens, num_speculative_tokens, generator)
         if self.proposer:
             self.proposer.begin(row.limit + num_speculative_tokens)
+        reader = self._reader(row.limit, num_speculative_tokens)
 
         start = self._now()
-        cache = new_cache(self.target.config)
-        logits, features = self._forward(row.token_ids, cache, only_last=True)
+        logits, features = reader.begin(row.token_ids)
         _, first = self._verify(row.token_ids, Proposal([]), logits, sampling, generator)
         row.token_ids.append(first)
         state = DecodingState(row.token_ids, features)
         row.prefill_seconds = self._now() - start
         while not row.is_done:
-            self._round(row, state, cache, tree or num_speculative_tokens, sampling)
+            self._round(row, state, reader, tree or num_speculative_tokens, sampling)
         row.seconds = self._now() - start
         return row.generation()
 
+    def _reader(self, limit: int, num_speculative_tokens: int) -> SequenceReader:
+        """For a sequence of up to `limit` tokens; compiles where there is no graph for it yet."""
+        if not self.compiled:
+            return CachedTarget(self.target, self.aux_layers)
+        num_tokens = 1 + num_speculative_tokens if self.proposer else 1
+        shape = num_tokens, cache_size(limit) + num_tokens
+        if shape not in self._compiled_targets:
+            self._compiled_targets[shape] = CompiledTarget(self.target, self.aux_layers, *shape)
+        return self._compiled_targets[shape]
+
     def _round(
-        self, row: Running, state: DecodingState, cache: DynamicCache, ahead: int | TreeShape, sampling: Sampling
+        self, row: Running, state: DecodingState, reader: SequenceReader, ahead: int | TreeShape, sampling: Sampling
     ) -> None:
         """Propose `ahead` (a chain of so many tokens, or a tree), verify, commit."""
         start = self._now()
         proposal = self._propose(state, ahead, sampling, row.generator)
         drafted = self._now()
         tokens, tree = proposal.tokens, proposal.tree
-        last, before = row.token_ids[-1], copy.deepcopy(cache) if self.target.is_recurrent and tokens else None
-        logits, features = self._forward([last, *tokens], cache, tree=tree)
+        logits, features = reader.read([row.token_ids[-1], *tokens], tree)
         path, next_token = self._verify(row.token_ids, proposal, logits, sampling, row.generator)
-        accepted, rejected = [tokens[node] for node in path], len(tokens) - len(path)
-        if tree:
-            keep_path(cache, len(tokens), path)
-            state.fresh = features.at([0, *(node + 1 for node in path)])
-        else:
-            if rejected and before is not None:  # a recurrent state cannot be cropped: restore it and run the accepted tokens
-                cache.layers = before.layers
-                self._forward([last, *accepted], cache)
-            elif rejected:
-                cache.crop(-rejected)
-            state.fresh = features.first(len(path) + 1)
-        shown = [tokens[node] for node in tree.prolonged(path)] if tree else tokens
+        reader.keep(path)
+        state.fresh = features.at([0, *(node + 1 for node in path)]) if tree else features.first(len(path) + 1)
+        accepted, shown = [tokens[node] for node in path], [tokens[node] for node in tree.prolonged(path)] if tree else tokens
         row.commit(shown, accepted, next_token, drafted - start, self._now() - drafted, len(tokens) - len(shown))
 
     def _propose(self, state: DecodingState, ahead: int | TreeShape, sampling: Sampling, generator: Random) -> Proposal:
@@ -205,15 +211,6 @@ class Decoder:
         assert isinstance(self.proposer, TreeProposer)
         return self.proposer.propose_tree(state, ahead, sampling, generator)
 
-    def _forward(
-        self, token_ids: list[int], cache: DynamicCache, only_last: bool = False, tree: Tree | None = None
-    ) -> tuple[Tensor, Features]:
-        """The target over new tokens (a tree's root and nodes): logits [1, T, V], [1, 1, V] if `only_last`, and features [1, T, D]."""
-        step = Step.whole(tree, cache.get_seq_length(), self.target.device) if tree else None
-        features = read(self.target, token_ids, cache, self.aux_layers, step)
-        hidden = features.last_hidden[:, -1:] if only_last else features.last_hidden
-        return self.target.logits(hidden), features
-
     def _verify(
         self, token_ids: list[int], proposal: Proposal, logits_1KV: Tensor, sampling: Sampling, generator: Random
     ) -> tuple[Sequence[int], int]:
@@ -222,10 +219,9 @@ class Decoder:
             return self.rule(proposal, sampling.probabilities(logits_1KV)[0], generator)
         if proposal.tree:
             return self._follow_best(token_ids, proposal.tokens, proposal.tree, logits_1KV)
-        tokens = torch.tensor([proposal.tokens], dtype=torch.long, device=logits_1KV.device)
-        logits_1KV = break_ties(self.target, [[*token_ids, *proposal.tokens]], logits_1KV)
-        num_accepted, next_token = verify.greedy(tokens, logits_1KV)
-        return range(int(num_accepted)), int(next_token)
+        (choices,) = break_ties(self.target, [token_ids], [proposal.tokens], logits_1KV).argmax(-1).tolist()
+        num_accepted, next_token = verify.greedy(proposal.tokens, choices)
+        return range(num_accepted), next_token
 
     def _follow_best(self, token_ids: list[int], tokens: list[int], tree: Tree, logits_1NV: Tensor) -> tuple[list[int], int]:
         """Follow the target's best tokens. Breaking a near-tie may lead to another branch, which has near-ties of its own."""
@@ -236,12 +232,14 @@ class Decoder:
             rows = [0, *(node + 1 for node in path)]
             if broken.issuperset(rows):
                 return path, next_token
-            logits_1RV = break_ties(self.target, [[*token_ids, *(tokens[node] for node in path)]], logits_1NV[:, rows])
+            logits_1RV = break_ties(self.target, [token_ids], [[tokens[node] for node in path]], logits_1NV[:, rows])
             for row, choice in zip(rows, logits_1RV.argmax(-1)[0].tolist(), strict=True):
                 choices[row] = choice
             broken.update(rows)
 
     def _check_tree(self) -> None:
+        if self.compiled:
+            raise UserError("eval.compile", got="true with a tree", expected="false, or eval.tree=null")
         if not isinstance(self.proposer, TreeProposer):
             got = f"a tree for {type(self.proposer).__name__}, which drafts chains only"
             raise UserError("eval.tree", got=got, expected="null, or a method that drafts trees")
@@ -260,8 +258,12 @@ def now(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def break_ties(target: FrozenTarget, token_ids: Sequence[Sequence[int]], logits_BTV: Tensor) -> Tensor:
-    """The logits after the last T tokens of each sequence; those whose two best lie within NEAR_TIE are replaced by float64 ones."""
+def break_ties(
+    target: FrozenTarget, token_ids: Sequence[Sequence[int]], drafted: Sequence[Sequence[int]], logits_BTV: Tensor
+) -> Tensor:
+    """The logits after each sequence and each of its T - 1 draft tokens; those whose two best lie within NEAR_TIE are replaced by
+    float64 ones. Only for these is a sequence looked at.
+    """
     if not (target.is_plain and target.model.dtype == logits_BTV.dtype == torch.float32):
         return logits_BTV
     best_BT, second_BT = logits_BTV.topk(2).values.unbind(-1)
@@ -270,7 +272,7 @@ def break_ties(target: FrozenTarget, token_ids: Sequence[Sequence[int]], logits_
         return logits_BTV
     exact_BTV = logits_BTV.double()
     for row in tied_BT.any(1).nonzero().flatten().tolist():
-        exact_TV = in_float64(target, token_ids[row])[0, -logits_BTV.shape[1] :]
+        exact_TV = in_float64(target, [*token_ids[row], *drafted[row]])[0, -logits_BTV.shape[1] :]
         exact_BTV[row] = torch.where(tied_BT[row].unsqueeze(-1), exact_TV, exact_BTV[row])
     return exact_BTV
 

@@ -13,7 +13,8 @@ from transformers import DynamicCache
 
 from specdistill.decoding.tree import ROOT, Step, Tree
 from specdistill.errors import UserError
-from specdistill.targets.anatomy import backbone_of, is_recurrent, new_cache, reads_alike
+from specdistill.targets.anatomy import backbone_of, reads_alike
+from specdistill.targets.cache import BufferedLayer, is_recurrent, new_cache
 from specdistill.targets.frozen import Features, FrozenTarget
 
 MASKED = ("sdpa", "eager")  # attention implementations of transformers that take any mask
@@ -55,7 +56,11 @@ def attention_masks(step: Step, config: Any, dtype: torch.dtype) -> Tensor | dic
 
 
 def read(
-    target: FrozenTarget, token_ids: list[int], cache: DynamicCache, aux_layers: Sequence[int] = (), step: Step | None = None
+    target: FrozenTarget,
+    token_ids: Sequence[int],
+    cache: DynamicCache,
+    aux_layers: Sequence[int] = (),
+    step: Step | None = None,
 ) -> Features:
     """The target over tokens that continue the cached ones, as a chain or as the nodes of a tree."""
     ids = torch.tensor([token_ids], device=target.device)
@@ -129,6 +134,7 @@ class MaskedKVCache:
     def __init__(self, config: Any, num_rows: int, dtype: torch.dtype, device: torch.device) -> None:
         # Full layers even for sliding windows: a windowed layer could not restore what it dropped. The mask applies the window.
         self.layers = DynamicCache()
+        self.layers.layer_class_to_replicate = BufferedLayer
         self.lengths = [0] * num_rows
         self.position_BS = torch.empty(num_rows, 0, dtype=torch.long, device=device)
         self._config = config

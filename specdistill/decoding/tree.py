@@ -111,7 +111,8 @@ class Step:
         if window is None:
             return seen_TS
         queries = torch.tensor(self.positions_T, device=seen_TS.device)
-        keys = torch.tensor((*range(self.num_text), *self.positions), device=seen_TS.device)
+        cached = torch.tensor(self.positions, dtype=torch.long, device=seen_TS.device)
+        keys = torch.cat((torch.arange(self.num_text, device=seen_TS.device), cached))
         return seen_TS & (queries[:, None] - keys < window)
 
 

@@ -33,19 +33,13 @@ from specdistill.decoding.sampling import draw
 from specdistill.decoding.tree import ROOT, Tree
 
 
-def greedy(tokens_BK: Tensor, target_logits_BKV: Tensor) -> tuple[Tensor, Tensor]:
-    """Accept while the draft token is the target's argmax.
+def greedy(tokens: Sequence[int], choices: Sequence[int]) -> tuple[int, int]:
+    """Accept while the draft token is the target's choice: (number of accepted tokens, the choice after them).
 
-    Args:
-        tokens_BK: draft token ids, int64.
-        target_logits_BKV: [B, K + 1, V].
-
-    Returns:
-        num_accepted_B and next_token_B: the argmax after the accepted prefix.
+    choices [K + 1]: the target's best token after the sequence and after each of the K draft tokens.
     """
-    best = target_logits_BKV.argmax(-1)
-    num_accepted = _prefix_length(tokens_BK == best[:, :-1])
-    return num_accepted, best.gather(1, num_accepted.unsqueeze(1)).squeeze(1)
+    num_accepted = next((index for index, token in enumerate(tokens) if token != choices[index]), len(tokens))
+    return num_accepted, choices[num_accepted]
 
 
 def rejection(
@@ -54,14 +48,14 @@ def rejection(
     """Exact speculative sampling, as a function of its randomness: uniforms [B, K + 1] in [0, 1), K acceptance tests, then one draw.
 
     `draft_probs_BKV` [B, K, V] is the distribution each draft token was drawn from; None means one-hot. Returns num_accepted_B and
-    next_token_B, as `greedy` does.
+    next_token_B.
     """
     width = tokens_BK.shape[1]
     if draft_probs_BKV is None:
         draft_probs_BKV = F.one_hot(tokens_BK, target_probs_BKV.shape[-1]).to(target_probs_BKV.dtype)
     p_of_token = target_probs_BKV[:, :width].gather(-1, tokens_BK.unsqueeze(-1)).squeeze(-1)
     q_of_token = draft_probs_BKV.gather(-1, tokens_BK.unsqueeze(-1)).squeeze(-1)
-    num_accepted = _prefix_length(uniforms_BK[:, :width] * q_of_token < p_of_token)
+    num_accepted = (uniforms_BK[:, :width] * q_of_token < p_of_token).long().cumprod(-1).sum(-1)
 
     row = torch.arange(len(tokens_BK), device=tokens_BK.device)
     distribution = target_probs_BKV[row, num_accepted]
@@ -71,10 +65,6 @@ def rejection(
     # p = q up to rounding leaves no residual; a rejection there has probability zero up to rounding too.
     residual = torch.where(residual.sum(-1, keepdim=True) > 0, residual, distribution)
     return num_accepted, draw(residual, uniforms_BK[:, width])
-
-
-def _prefix_length(accepted_BK: Tensor) -> Tensor:
-    return accepted_BK.long().cumprod(-1).sum(-1)
 
 
 def follow(tokens: Sequence[int], tree: Tree, choices: Sequence[int]) -> tuple[list[int], int]:

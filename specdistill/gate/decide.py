@@ -27,7 +27,7 @@ from specdistill.statistics.records import ALL, PromptRecord, records_of
 from specdistill.statistics.sample_size import corrected_confidence
 
 # Settings that change what is accepted or timed: two measurements share them, beside the row's configuration, or are not compared.
-SHARED_SETTINGS = ("top_p", "top_k", "max_new_tokens")
+SHARED_SETTINGS = ("top_p", "top_k", "max_new_tokens", "compile")
 NUM_IDS_SHOWN = 3
 BASELINE = "a report.json, its folder, or a Hub id with its revision, as org/name@v1.2"
 FIRST_RELEASE = "none"  # in place of a baseline: there is no earlier report to compare with
@@ -227,7 +227,7 @@ def _paired_records(
         raise UserError("baseline", got=f"a report on {other}", expected=f"one on {named}, as the report is")
     compared = {
         **{name: (row.get(name), old_row.get(name)) for name in ("suite_version", *SCOPES)},
-        **{name: (report["settings"][name], old["settings"][name]) for name in SHARED_SETTINGS},
+        **{name: tuple(it["settings"].get(name, False) for it in (report, old)) for name in SHARED_SETTINGS},
         "suite.sha256": (report["suite"]["sha256"], old["suite"]["sha256"]),
         **{f"target.{name}": (report["target"].get(name), old["target"].get(name)) for name in ("parameters", "dtype")},
     }

@@ -21,6 +21,7 @@ class Settings:
 
     tree: drafted in place of a chain; num_speculative_tokens is then its depth.
     context_bucket: how the prompts were cut (see `Configuration`).
+    compile: the target's passes (see `Decoder`).
     """
 
     num_speculative_tokens: int
@@ -32,6 +33,7 @@ class Settings:
     batch_size: int = 1
     tree: TreeShape | None = None
     context_bucket: str = ALL
+    compile: bool = False
 
     def __post_init__(self) -> None:
         if self.tree and self.tree.depth != self.num_speculative_tokens:
@@ -39,6 +41,9 @@ class Settings:
             raise UserError("eval.num_speculative_tokens", got=self.num_speculative_tokens, expected=expected)
         if self.tree and self.batch_size > 1:
             raise UserError("eval.batch_size", got=f"{self.batch_size} with a tree", expected="1, or eval.tree=null")
+        if self.compile and (self.tree or self.batch_size > 1):
+            got = f"true with {'a tree' if self.tree else f'{self.batch_size} prompts at a time'}"
+            raise UserError("eval.compile", got=got, expected="false: one shape is compiled, that of a chain")
 
     @property
     def configuration(self) -> Configuration:
@@ -53,7 +58,10 @@ class Settings:
             tree.depth if tree else section.num_speculative_tokens,
             tree=tree,
             sampling=Sampling(section.temperature, section.top_p, section.top_k),
-            **{name: getattr(section, name) for name in ("max_new_tokens", "repeats", "warmup", "seed", "batch_size")},
+            **{
+                name: getattr(section, name)
+                for name in ("max_new_tokens", "repeats", "warmup", "seed", "batch_size", "compile")
+            },
         )
 
 

@@ -165,7 +165,11 @@ def sampling_test(
         return chi_square(outcomes, probabilities)
 
     with progress("Testing sampling", 2 * num_draws, "draws") as advance:
-        result, control = (test(Decoder(target, proposer, rule=rule), arm) for arm, rule in enumerate((exact, wrong_residual)))
+        compiled = settings.compile
+        result, control = (
+            test(Decoder(target, proposer, rule=rule, compiled=compiled), arm)
+            for arm, rule in enumerate((exact, wrong_residual))
+        )
     if result is None or control is None:
         return f"{num_draws} draws hold no two outcomes that are frequent enough to compare; draw more"
     statistic, p_value, num_cells = result

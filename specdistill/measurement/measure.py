@@ -190,7 +190,9 @@ def some(batches: Sequence[Batch], count: int) -> list[Batch]:
 
 
 def decoder_for(target: FrozenTarget, settings: Settings, proposer: Proposer | None = None) -> AnyDecoder:
-    return Decoder(target, proposer) if settings.batch_size == 1 else BatchDecoder(target, proposer)
+    if settings.batch_size > 1:
+        return BatchDecoder(target, proposer)
+    return Decoder(target, proposer, compiled=settings.compile)
 
 
 def decode(decoder: AnyDecoder, batch: Batch, settings: Settings) -> list[Generation]:

@@ -133,7 +133,7 @@ def draft_report(
             "tree": settings.tree.settings if settings.tree else None,
             "draft_sampling": "probabilistic" if proposer.draws(settings.sampling, settings.tree) else "greedy",
             "drafting": dict(proposer.settings),
-            **{name: getattr(settings, name) for name in ("batch_size", "seed", "warmup", "repeats")},
+            **{name: getattr(settings, name) for name in ("batch_size", "compile", "seed", "warmup", "repeats")},
             "target_precision": plans[0].target_precision,
             "interim_analyses": plans[0].has_interim_analyses,
         },

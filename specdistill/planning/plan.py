@@ -26,7 +26,7 @@ from specdistill.planning.reading import KnownDraft, check_fit, method_of_config
 from specdistill.project import RECIPES
 from specdistill.report.phrases import times
 from specdistill.statistics.theory import expected_acceptance_length, predicted_speedup
-from specdistill.targets.anatomy import is_recurrent
+from specdistill.targets.cache import is_recurrent
 
 MAX_K = 8
 SHOWN_DRAFTS = 8

@@ -34,6 +34,10 @@ SAMPLED = ReadWhen(
 A_CHAIN = ReadWhen(
     "without eval.tree, or as the depth of that", lambda it: it.tree is None or it.num_speculative_tokens == it.tree.levels
 )
+LONE_CHAINS = ReadWhen(
+    "with eval.engine=specdistill, eval.batch_size=1 and no eval.tree: one shape is compiled",
+    lambda it: IN_PROCESS.holds(it) and it.batch_size == 1 and it.tree is None,
+)
 SOME_PROMPTS = ReadWhen(
     "with eval.num_prompts, eval.engine=specdistill and without eval.target_precision",
     lambda it: it.num_prompts is not None and it.target_precision is None and it.engine == "specdistill",
@@ -165,6 +169,9 @@ class MeasurementConfig(Section):
     max_new_tokens: int = option(128, "tokens generated for each prompt", ge=1)
     num_prompts: int | None = option(None, "prompts used, spread evenly over the categories; null: all", ge=1)
     batch_size: int = option(1, "prompts decoded together, with and without the draft", ge=1, le=64, read_when=IN_PROCESS)
+    compile: bool = option(
+        False, "compile the target's pass over a proposal as one graph, with the draft and without", read_when=LONE_CHAINS
+    )
     repeats: int = option(
         3, "timed repetitions of each prompt, with and without the draft; of each round the lower median counts", ge=1
     )

@@ -260,7 +260,8 @@ def settings_line(report: Report) -> str:
     size, together = settings["batch_size"], "batches of {}" if _is_specdistill(report) else "{} requests in flight"
     batches = together.format(size) if size > 1 else ""
     drafting = f"drafting: {_listed(settings['drafting'])}" if settings.get("drafting") else ""
-    return " · ".join(filter(None, (shared_settings(report), engine, tree(settings["tree"]), batches, drafting)))
+    compiled = "compiled" if settings.get("compile") else ""
+    return " · ".join(filter(None, (shared_settings(report), engine, tree(settings["tree"]), batches, compiled, drafting)))
 
 
 def shared_settings(report: Report) -> str:

@@ -13,12 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache
-from transformers.cache_utils import DummyLayer, DynamicIndexedLayer, DynamicLayer, DynamicSlidingWindowLayer
 
 from specdistill.errors import UserError, one_line
+from specdistill.targets.cache import is_recurrent, new_cache
 
-CROPPED = (DynamicLayer, DynamicIndexedLayer, DummyLayer)  # layers of a KV cache that can forget their last tokens
 NUM_TOKENS, NUM_CACHED, NUM_REJECTED = 12, 6, 3
 ROUNDING = 1e-5  # of float32 arithmetic
 
@@ -53,18 +51,6 @@ class Anatomy:
     layers: nn.ModuleList
     norm: Any
     head: Head
-
-
-def new_cache(text_config: Any) -> DynamicCache:
-    """An empty KV cache. Full layers even for sliding windows: a windowed layer could not restore what it dropped. The mask applies it."""
-    cache = DynamicCache(config=text_config)
-    cache.layers = [DynamicLayer() if type(layer) is DynamicSlidingWindowLayer else layer for layer in cache.layers]
-    return cache
-
-
-def is_recurrent(text_config: Any) -> bool:
-    """Whether some layers keep a state that every token changes, in place of keys and values (linear attention, state spaces)."""
-    return any(type(layer) not in CROPPED for layer in new_cache(text_config).layers)
 
 
 @torch.no_grad()

@@ -19,7 +19,8 @@ from transformers import Cache, PreTrainedModel
 
 from specdistill.errors import UserError
 from specdistill.hub import resolve
-from specdistill.targets.anatomy import examine, is_recurrent
+from specdistill.targets.anatomy import examine
+from specdistill.targets.cache import is_recurrent
 from specdistill.targets.files import TargetFiles
 from specdistill.targets.identity import TargetIdentity
 from specdistill.targets.loading import is_plain, max_length, read_causal_lm, with_adapter
@@ -219,7 +220,7 @@ class FrozenTarget:
     def _pass(self, aux_layers: Sequence[int], inputs: Inputs) -> Features:
         device = inputs["input_ids"].device  # where the features are wanted; a target may be elsewhere, or on several devices
         moved = {name: value.to(self.device) if isinstance(value, Tensor) else value for name, value in inputs.items()}
-        with _capture(self.layers, aux_layers) as captured:
+        with capture(self.layers, aux_layers) as captured:
             output = self.backbone(**moved, use_cache=inputs.get("past_key_values") is not None)
         aux, last_hidden = tuple(captured[layer].to(device) for layer in aux_layers), output.last_hidden_state.to(device)
         if other := {tuple(feature.shape) for feature in aux} - {tuple(last_hidden.shape)}:
@@ -250,7 +251,7 @@ def _check_fp8() -> None:
 
 
 @contextmanager
-def _capture(layers: nn.ModuleList, wanted: Sequence[int]) -> Iterator[dict[int, Tensor]]:
+def capture(layers: nn.ModuleList, wanted: Sequence[int]) -> Iterator[dict[int, Tensor]]:
     """Capture the inputs of the layers asked for, and the last layer's output."""
     captured: dict[int, Tensor] = {}
 

@@ -1,16 +1,21 @@
 """Real decoding of a tiny target: lossless under every proposer, exact under sampling, right at every end."""
 
+import statistics
 from collections import Counter
+from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 from scipy.stats import chi2_contingency
 
-from specdistill.decoding.decoder import Decoder
+from specdistill.decoding.batch_decoder import BatchDecoder
+from specdistill.decoding.decoder import Decoder, Running
 from specdistill.decoding.proposer import DecodingState, Proposal, Proposer
 from specdistill.decoding.sampling import Sampling
 from specdistill.errors import UserError
+from specdistill.methods.draft_model.proposer import DraftModelProposer
 from specdistill.methods.eagle.module import build_eagle
 from specdistill.methods.eagle3.module import build_eagle3
 from specdistill.methods.heads.proposer import HeadProposer
@@ -19,6 +24,7 @@ from specdistill.methods.mtp.checkpoint import build_mtp
 from specdistill.methods.ngram.method import NgramProposer
 from specdistill.targets.frozen import FrozenTarget
 from tests import mtp_targets
+from tests.draft_models import half_right
 from tests.tiny import qwen, tiny_target_model, tiny_tokenizer
 
 PROMPT = [5, 9, 5, 9, 20, 31]
@@ -198,3 +204,81 @@ def test_settings_that_cannot_work_are_refused(
 def test_unknown_methods_are_named(target: FrozenTarget) -> None:
     with pytest.raises(UserError, match=r"method: got eagle33.*did you mean eagle3"):
         load_proposer("eagle33", None, target)
+
+
+# --- What a round costs
+
+
+class Counted(list[int]):
+    """A sequence that counts how many tokens are read from it, or copied."""
+
+    num_read = 0
+
+    def __iter__(self) -> Iterator[int]:
+        for token in super().__iter__():
+            Counted.num_read += 1
+            yield token
+
+    def __getitem__(self, index: Any) -> Any:
+        found = super().__getitem__(index)
+        Counted.num_read += len(found) if isinstance(index, slice) else 1
+        return found
+
+
+def window_of_128(target: FrozenTarget) -> DraftModelProposer:
+    return DraftModelProposer(half_right(target, context=128), context="window")
+
+
+@pytest.mark.parametrize("length", [20, 200])
+@pytest.mark.parametrize("build", [lambda target: HeadProposer(build_eagle3(target)), lambda _: NgramProposer(), window_of_128])
+@pytest.mark.parametrize("in_batches", [False, True])
+def test_a_round_reads_as_many_tokens_however_long_the_text_is(
+    target: FrozenTarget, build: Any, length: int, in_batches: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    proposer, begin_row, marks = build(target), Running.begin, []
+    begin_draft, commit = DraftModelProposer.begin, Running.commit
+
+    def counted_row(*arguments: Any) -> Running:
+        row = begin_row(*arguments)
+        row.token_ids = Counted(row.token_ids)
+        return row
+
+    def counted_draft(draft: DraftModelProposer, max_length: int) -> None:
+        begin_draft(draft, max_length)
+        draft._context = Counted(draft._context)
+
+    def marked(row: Running, *arguments: Any) -> None:
+        marks.append(Counted.num_read)
+        commit(row, *arguments)
+
+    monkeypatch.setattr(Running, "begin", counted_row)
+    monkeypatch.setattr(DraftModelProposer, "begin", counted_draft)
+    monkeypatch.setattr(Running, "commit", marked)
+    prompt = [5 + index * index % 97 for index in range(length)]
+    options = {"max_new_tokens": 40, "num_speculative_tokens": 4}
+    if in_batches:
+        BatchDecoder(target, proposer).generate([prompt], **options)
+    else:
+        Decoder(target, proposer).generate(prompt, **options)
+    rounds = [after - before for before, after in pairwise(marks)]
+    assert len(rounds) > 6 and statistics.median(rounds) <= 60
+
+
+def test_a_pass_moves_no_keys_of_the_text(target: FrozenTarget) -> None:
+    """Of 150 rounds hardly any finds the KV cache at another place than the round before it."""
+    places = []
+
+    class Placed(NgramProposer):
+        def propose(self, *arguments: Any) -> Proposal:
+            places.append(readers[-1].cache.layers[0].keys.data_ptr())
+            return super().propose(*arguments)
+
+    readers: list[Any] = []
+
+    class Noting(Decoder):
+        def _reader(self, *arguments: Any) -> Any:
+            readers.append(super()._reader(*arguments))
+            return readers[-1]
+
+    Noting(target, Placed()).generate(PROMPT, max_new_tokens=240, num_speculative_tokens=1)
+    assert len(places) > 100 and sum(one != other for one, other in pairwise(places)) <= 2

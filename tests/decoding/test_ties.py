@@ -41,15 +41,15 @@ def test_a_draft_changes_nothing_at_near_ties(target):
 
 def test_float32_alone_decides_otherwise(target, monkeypatch):
     exact = Decoder(target).generate(PROMPT, max_new_tokens=NEW_TOKENS).token_ids
-    monkeypatch.setattr(decoder, "break_ties", lambda target, token_ids, logits: logits)
+    monkeypatch.setattr(decoder, "break_ties", lambda target, token_ids, drafted, logits: logits)
     assert Decoder(target).generate(PROMPT, max_new_tokens=NEW_TOKENS).token_ids != exact
 
 
 def test_clear_choices_and_16_bit_logits_are_left_alone(target):
     clear = torch.tensor([[[1.0, 2.0, 3.0]]])
-    assert decoder.break_ties(target, [PROMPT], clear) is clear
+    assert decoder.break_ties(target, [PROMPT], [[]], clear) is clear
     tied = torch.tensor([[[3.0, 3.0, 1.0]]], dtype=torch.bfloat16)
-    assert decoder.break_ties(target, [PROMPT], tied) is tied
+    assert decoder.break_ties(target, [PROMPT], [[]], tied) is tied
 
 
 def test_a_mixture_of_experts_breaks_ties_too():

@@ -94,9 +94,8 @@ def test_impossible_tokens_are_rejected_and_never_drawn() -> None:
         assert int(count) == 0 and int(token) in (1, 2)
 
 
-def test_greedy_accepts_the_matching_prefix_of_each_row() -> None:
-    logits = torch.nn.functional.one_hot(torch.tensor([[4, 3, 2, 1], [4, 3, 2, 1], [0, 3, 2, 1]]), 5).float()
-    tokens = torch.tensor([[4, 3, 0], [4, 3, 2], [1, 3, 2]])
-    count, token = greedy(tokens, logits)
-    assert count.tolist() == [2, 3, 0]
-    assert token.tolist() == [2, 1, 0]
+@pytest.mark.parametrize(
+    ("tokens", "expected"), [([4, 3, 0], (2, 2)), ([4, 3, 2], (3, 1)), ([1, 3, 2], (0, 4)), ([4], (1, 3)), ([], (0, 4))]
+)
+def test_greedy_accepts_the_prefix_that_matches_the_choices(tokens: list[int], expected: tuple[int, int]) -> None:
+    assert greedy(tokens, [4, 3, 2, 1][: len(tokens) + 1]) == expected

@@ -7,9 +7,11 @@ import shutil
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 
 from specdistill.command import run
 from specdistill.errors import ExitCode
@@ -102,6 +104,33 @@ def test_trees_are_measured_and_reported(target, suite, gate, tmp_path):
     assert report["theory"]["predicted"] == pytest.approx(row["predicted_speedup"])
     samples = [json.loads(line) for line in (tmp_path / "report" / "samples.jsonl").read_text().splitlines()]
     assert all(len(entry["drafted"]) + entry["num_off_path"] == 6 for sample in samples for entry in sample["rounds"])
+
+
+def test_the_targets_passes_are_compiled(target, suite, gate, tmp_path, monkeypatch):
+    """With the draft and without, in the test of sampling, and for every K whose cost is timed; traced as for the compiler."""
+    shapes = []
+
+    def backend(graph, inputs):
+        shapes.append({tuple(tensor.shape) for tensor in inputs if tensor.dtype == torch.long and tensor.ndim == 2})
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    folder = tmp_path / "report"
+    more = ("eval.compile=true", "eval.num_speculative_tokens=2", "eval.sampling_draws=20")
+    assert command(*arguments(target, suite, gate, folder, *more)) == ExitCode.DONE
+    report = json.loads((folder / "report.json").read_text())
+    validate(report)
+    assert report["settings"]["compile"] and report["lossless"]["greedy_identical"]
+    assert "compiled" in (folder / "report.md").read_text()
+    widths = [width for of_graph in shapes for _, width in of_graph]
+    assert sorted(widths) == [
+        1,
+        2,
+        2,
+        2,
+        3,
+        3,
+    ]  # plain; the shorter draft, and both arms of the test; as measured, and its cost
 
 
 def test_prompts_are_decoded_in_batches(target, suite, gate, tmp_path):

@@ -56,3 +56,11 @@ def test_a_tree_s_depth_is_its_number_of_speculative_tokens():
 def test_a_batch_is_at_most_all_prompts():
     with pytest.raises(UserError, match=r"eval\.batch_size: got 3 for 2 prompts, expected at most"):
         Plan(replace(MAIN.settings, batch_size=3), PROMPTS)
+
+
+def test_one_shape_is_compiled():
+    main = Plan(replace(MAIN.settings, compile=True), PROMPTS)
+    with pytest.raises(UserError, match=r"eval\.compile: got true with 2 prompts at a time, expected false"):
+        plan_configurations(main, batch_sizes=[2])
+    with pytest.raises(UserError, match=r"eval\.compile: got true with a tree, expected false"):
+        plan_configurations(main, trees=[StaticTree((2, 1))])

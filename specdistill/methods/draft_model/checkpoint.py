@@ -19,7 +19,7 @@ from specdistill.hub import resolve
 from specdistill.methods.checkpoint import check_finite, link, new_folder, read_config, read_tensors
 from specdistill.methods.draft_model.gguf import write_gguf
 from specdistill.methods.draft_model.vocabulary import describe_difference
-from specdistill.targets.anatomy import is_recurrent
+from specdistill.targets.cache import is_recurrent
 from specdistill.targets.files import TargetFiles
 from specdistill.targets.frozen import FrozenTarget
 from specdistill.targets.loading import read_causal_lm

@@ -18,7 +18,8 @@ from specdistill.decoding.transformers_models import attention_masks
 from specdistill.decoding.tree import Step
 from specdistill.methods.layers import HeadShape, KVCache, PlainLayer, Rotary
 from specdistill.methods.sizes import shape_of
-from specdistill.targets.anatomy import backbone_of, new_cache
+from specdistill.targets.anatomy import backbone_of
+from specdistill.targets.cache import new_cache
 
 
 class LlamaStack(nn.Module):

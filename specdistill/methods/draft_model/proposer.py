@@ -217,16 +217,15 @@ class DraftModelProposer:
 
     def _uncached(self, unchanged: int) -> list[int]:
         """Cut off what the cache holds of rejected tokens; returns what must be fed, at least the last token. Notes it as fed."""
-        text = self._context[self._start :] if self._start else self._context
-        most = min(len(self._cached), len(text) - 1)
-        agrees = max(0, min(unchanged - self._start, most))
-        while agrees < most and self._cached[agrees] == text[agrees]:
+        start, most = self._start, min(len(self._cached), len(self._context) - self._start - 1)
+        agrees = max(0, min(unchanged - start, most))
+        while agrees < most and self._cached[agrees] == self._context[start + agrees]:
             agrees += 1
         surplus = len(self._cached) - agrees
         if surplus:
             self.layers.crop(surplus)
             del self._cached[agrees:]
-        fresh = text[agrees:]
+        fresh = self._context[start + agrees :]
         self._cached += fresh
         return fresh
 

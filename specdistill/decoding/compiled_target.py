@@ -1,0 +1,119 @@
+"""A target whose passes over proposals all have one shape, and are one compiled graph (`eval.compile`).
+
+The KV cache is allocated whole: slot s holds position s, and the mask hides what lies behind a query. The graph is told how many tokens are
+held, so forgetting the rejected ones is counting: the next pass writes over them. A proposal of fewer than K tokens is padded.
+Prompts differ in length; they are read uncompiled.
+
+Shapes: T positions of a pass, D target hidden size, V vocabulary.
+"""
+
+import weakref
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import StaticCache
+from transformers.cache_utils import DummyLayer, StaticLayer, StaticSlidingWindowLayer
+
+from specdistill.decoding.cached_target import CachedTarget
+from specdistill.decoding.tree import Tree
+from specdistill.errors import UserError, one_line
+from specdistill.targets.anatomy import reads_alike
+from specdistill.targets.frozen import Features, FrozenTarget, capture
+
+KEY = "eval.compile"
+LEAST_SIZE = 256  # positions
+WARM_UP = 3  # passes before CUDA graphs are replayed
+PROMPT, REJECTED, NEXT = [1, 2, 3], [4, 5], [4, 6]  # of the sequence that shows whether the graph computes the target
+
+
+def cache_size(num_tokens: int) -> int:
+    """Positions that are allocated for a sequence: a power of two, so that few sizes are compiled."""
+    return max(LEAST_SIZE, 1 << (num_tokens - 1).bit_length())
+
+
+class CompiledTarget:
+    """A `SequenceReader` whose `read` takes up to `num_tokens` tokens, within a KV cache of `size` positions, drafted ones included.
+
+    Raises UserError for a target with layers that do not hold a position in a slot, that does not compile, or computes something else then.
+    """
+
+    def __init__(self, target: FrozenTarget, aux_layers: Sequence[int], num_tokens: int, size: int) -> None:
+        self.target = target
+        self.aux_layers = aux_layers
+        self.num_tokens = num_tokens
+        self.cache = static_cache(target, size)
+        self._length = 0  # tokens held
+        hooks = ExitStack()
+        self._captured = hooks.enter_context(capture(target.layers, aux_layers))
+        weakref.finalize(self, hooks.close)
+        self._graph = torch.compile(  # type: ignore[call-overload]  # of torch, which leaves its last option out
+            self._pass,
+            fullgraph=True,
+            dynamic=False,
+            mode="reduce-overhead" if target.device.type == "cuda" else None,
+            isolate_recompiles=True,  # a graph for each size, however many there are
+        )
+        self._check()
+
+    def begin(self, token_ids: Sequence[int]) -> tuple[Tensor, Features]:
+        self._set_length(torch.tensor(0))
+        ids = torch.tensor([token_ids], device=self.target.device)
+        features = self.target.features(ids, self.aux_layers, past_key_values=self.cache)
+        self._length = len(token_ids)
+        return self.target.logits(features.last_hidden[:, -1:]), features
+
+    def read(self, token_ids: Sequence[int], tree: Tree | None = None) -> tuple[Tensor, Features]:
+        assert tree is None and len(token_ids) <= self.num_tokens, (tree, token_ids)
+        padded = [*token_ids, *[0] * (self.num_tokens - len(token_ids))]
+        ids, length = (torch.tensor(numbers, device=self.target.device) for numbers in ([padded], self._length))
+        logits, aux, last_hidden = self._graph(ids, length)
+        return logits[:, : len(token_ids)], Features(aux, last_hidden).first(len(token_ids))
+
+    def keep(self, path: Sequence[int]) -> None:
+        self._length += 1 + len(path)
+
+    def _pass(self, ids_1T: Tensor, length: Tensor) -> tuple[Tensor, tuple[Tensor, ...], Tensor]:
+        self._set_length(length)
+        output = self.target.backbone(input_ids=ids_1T, past_key_values=self.cache, use_cache=True)
+        aux = tuple(self._captured[layer] for layer in self.aux_layers)
+        return self.target.logits(output.last_hidden_state), aux, output.last_hidden_state
+
+    def _set_length(self, length: Tensor) -> None:
+        layer: Any
+        for layer in self.cache.layers:
+            if isinstance(layer, StaticLayer):
+                layer.cumulative_length.copy_(length)
+
+    @torch.inference_mode()
+    def _check(self) -> None:
+        """A rejection and a padded pass on a short sequence. Compiles."""
+        target = self.target
+        try:
+            for _ in range(WARM_UP if target.device.type == "cuda" else 1):
+                self.begin(PROMPT)
+                self.read(REJECTED[: self.num_tokens])
+                self.keep([])
+                _, found = self.read(NEXT[1:])
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # a cache that the class does not take, a graph that breaks, a compiler that is missing
+            got = f"true for {target.name}, a {type(target.model).__name__}: {one_line(str(error))[:160]}"
+            raise UserError(KEY, got=got, expected="false for this target, or on this machine") from error
+        whole = CachedTarget(target, ())
+        _, expected = whole.begin([*PROMPT, *NEXT])
+        if not reads_alike(found.last_hidden[0], expected.last_hidden[0, -1:]):
+            got = f"true for {target.name}, a {type(target.model).__name__}, which reads padded proposals differently"
+            raise UserError(KEY, got=got, expected="false for this target")
+
+
+def static_cache(target: FrozenTarget, size: int) -> StaticCache:
+    """An empty KV cache of `size` positions. Full layers even for sliding windows, as in `new_cache`."""
+    cache = StaticCache(target.config, max_cache_len=size)
+    cache.layers = [StaticLayer(size) if type(layer) is StaticSlidingWindowLayer else layer for layer in cache.layers]
+    if other := {type(layer).__name__ for layer in cache.layers} - {StaticLayer.__name__, DummyLayer.__name__}:
+        got = f"true for {target.name}, which has layers of kind {', '.join(sorted(other))}"
+        raise UserError(KEY, got=got, expected="false: passes of one shape need full attention or a sliding window")
+    return cache

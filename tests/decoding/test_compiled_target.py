@@ -1,0 +1,166 @@
+"""Passes of one shape, compiled: traced as one graph, lossless against transformers' `generate()`, refused where they cannot be."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaForCausalLM
+
+from specdistill.decoding.decoder import Decoder
+from specdistill.decoding.sampling import Sampling
+from specdistill.decoding.tree import StaticTree
+from specdistill.errors import UserError
+from specdistill.methods.draft_model.proposer import DraftModelProposer
+from specdistill.methods.eagle3.module import build_eagle3
+from specdistill.methods.heads.proposer import HeadProposer
+from specdistill.methods.ngram.method import NgramProposer
+from specdistill.targets.frozen import FrozenTarget
+from tests import mtp_targets
+from tests.draft_models import half_right
+from tests.tiny import qwen, tiny_target_model, tiny_tokenizer
+
+PROMPT = [5, 9, 5, 9, 20, 31]
+NEW_TOKENS = 40
+
+
+def target_of(model: Any, name: str = "tiny") -> FrozenTarget:
+    model.generation_config.eos_token_id = []
+    return FrozenTarget(model, tiny_tokenizer(), name=name)
+
+
+def generated(target: FrozenTarget, prompt: list[int]) -> tuple[int, ...]:
+    model: Any = target.model
+    ids = model.generate(torch.tensor([prompt]), max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0)
+    return tuple(ids[0, len(prompt) :].tolist())
+
+
+PROPOSERS: dict[str, Any] = {
+    "plain": lambda target: None,
+    "eagle3": lambda target: HeadProposer(build_eagle3(target)),  # reads the target's layers
+    "draft_model": lambda target: DraftModelProposer(half_right(target)),  # often right
+    "ngram": lambda target: NgramProposer(),  # proposes nothing now and then
+}
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> list[torch.fx.GraphModule]:
+    """What is compiled: traced as for the compiler, and then run as it is."""
+    found: list[torch.fx.GraphModule] = []
+
+    def backend(graph: torch.fx.GraphModule, _inputs: list[Tensor]) -> Any:
+        found.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    return found
+
+
+@pytest.mark.parametrize("name", PROPOSERS)
+def test_output_is_what_transformers_generates_by_one_graph(name: str, graphs: list[Any]) -> None:
+    target = target_of(tiny_target_model())
+    decoder = Decoder(target, PROPOSERS[name](target), compiled=True)
+    for prompt in (PROMPT, [7, *PROMPT, 50]):  # what the first has left in the KV cache does not show in the second
+        run = decoder.generate(prompt, max_new_tokens=NEW_TOKENS, num_speculative_tokens=4)
+        assert run.token_ids == generated(target, prompt)
+    assert len(graphs) == 1
+    if name == "draft_model":
+        assert 0 < sum(r.num_accepted for r in run.rounds) < sum(len(r.drafted) for r in run.rounds)
+
+
+def test_sliding_windows(graphs: list[Any]) -> None:
+    target = target_of(qwen())
+    run = Decoder(target, NgramProposer(), compiled=True).generate(PROMPT, max_new_tokens=NEW_TOKENS, num_speculative_tokens=3)
+    assert run.token_ids == generated(target, PROMPT)
+
+
+@pytest.mark.slow
+def test_each_shape_has_a_graph_however_many_there_are(graphs: list[Any]) -> None:
+    target = target_of(tiny_target_model(num_layers=1))
+    decoder = Decoder(target, NgramProposer(), compiled=True)
+    for k in range(1, 11):
+        decoder.generate(PROMPT, max_new_tokens=4, num_speculative_tokens=k)
+    assert len(graphs) == 10
+
+
+def test_sampled_output_is_that_of_the_same_seed(graphs: list[Any]) -> None:
+    target = target_of(tiny_target_model())
+    texts = [
+        Decoder(target, HeadProposer(build_eagle3(target, seed=0)), compiled=compiled)
+        .generate(
+            PROMPT,
+            max_new_tokens=NEW_TOKENS,
+            num_speculative_tokens=3,
+            sampling=Sampling(1.0),
+            generator=torch.Generator().manual_seed(0),
+        )
+        .token_ids
+        for compiled in (False, True)
+    ]
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")  # which torch calls while it compiles
+def test_the_compiler_itself() -> None:
+    target = target_of(tiny_target_model(num_layers=2))
+    for name in ("plain", "eagle3"):
+        run = Decoder(target, PROPOSERS[name](target), compiled=True).generate(
+            PROMPT, max_new_tokens=NEW_TOKENS, num_speculative_tokens=4
+        )
+        assert run.token_ids == generated(target, PROMPT)
+
+
+class Branching(LlamaForCausalLM):  # type: ignore[misc]
+    """Its decoder asks for a number of its input, which no graph can."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        forward = self.model.forward
+        self.model.forward = lambda input_ids, **kwargs: forward(input_ids + int(input_ids.sum() < 0), **kwargs)
+
+
+class Summing(LlamaForCausalLM):  # type: ignore[misc]
+    """Its decoder reads padding too, in passes over a KV cache that is allocated whole."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        forward = self.model.forward
+
+        def summing(input_ids: Tensor, **kwargs: Any) -> Any:
+            output = forward(input_ids, **kwargs)
+            if type(kwargs.get("past_key_values")).__name__ == "StaticCache":
+                output.last_hidden_state = output.last_hidden_state + input_ids.shape[1]
+            return output
+
+        self.model.forward = summing
+
+
+@pytest.mark.parametrize(
+    ("build", "says"),
+    [
+        (
+            lambda: mtp_targets.tiny_model("qwen3_next"),
+            "true for odd, which has layers of kind LinearAttentionLayer, expected false",
+        ),
+        (lambda: Branching(tiny_target_model().config).eval(), "true for odd, a Branching: "),
+        (
+            lambda: Summing(tiny_target_model().config).eval(),
+            "true for odd, a Summing, which reads padded proposals differently",
+        ),
+    ],
+    ids=["recurrent", "branching", "summing"],
+)
+def test_targets_that_cannot_are_refused_in_one_line(build: Any, says: str, graphs: list[Any]) -> None:
+    target = target_of(build(), name="odd")
+    with pytest.raises(UserError, match=rf"^eval\.compile: got {says}") as refused:
+        Decoder(target, NgramProposer(), compiled=True).generate(PROMPT, max_new_tokens=8, num_speculative_tokens=2)
+    assert "\n" not in str(refused.value)
+
+
+def test_trees_are_refused() -> None:
+    target = target_of(tiny_target_model())
+    decoder = Decoder(target, HeadProposer(build_eagle3(target)), compiled=True)
+    with pytest.raises(UserError, match=r"^eval\.compile: got true with a tree"):
+        decoder.generate(PROMPT, max_new_tokens=8, tree=StaticTree((2, 1)))

@@ -1,0 +1,111 @@
+"""The KV cache of decoding: appends that copy nothing, and states put back, judged by transformers' own cache and one pass."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
+
+from specdistill.targets.anatomy import backbone_of
+from specdistill.targets.cache import CROPPED, BufferedLayer, new_cache, roll_back, snapshot
+from tests.targets.architectures import tiny_model
+from tests.tiny import qwen, tiny_target_model
+
+RECURRENT = (
+    "bailing_hybrid",
+    "falcon_h1",
+    "granitemoehybrid",
+    "kimi_linear",
+    "lfm2_moe",
+    "nemotron_h",
+    "qwen3_5_text",
+    "qwen3_next",
+    "zamba2",
+    "zaya",
+)
+
+
+@torch.no_grad()
+def read(model: Any, cache: Any, token_ids: list[int]) -> Tensor:
+    hidden: Tensor = backbone_of(model)(
+        input_ids=torch.tensor([token_ids]), past_key_values=cache, use_cache=True
+    ).last_hidden_state[0]
+    return hidden
+
+
+def some_tokens(count: int) -> list[int]:
+    return torch.randint(3, 150, (count,), generator=torch.Generator().manual_seed(count)).tolist()
+
+
+def num_bytes(value: Any) -> int:
+    """Of the tensors in a structure."""
+    if isinstance(value, Tensor):
+        return value.numel() * value.element_size()
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    return sum(map(num_bytes, inner))
+
+
+def test_keys_and_values_are_those_of_transformers_own_layer() -> None:
+    """Through growth, crops, a row that leaves, and a reset; keys and values of different widths."""
+    ours, theirs = BufferedLayer(), DynamicLayer()
+    generator = torch.Generator().manual_seed(0)
+    for step in range(400):
+        count = 1 + step % 5
+        new = [torch.randn(len(ours.keys) if step else 2, 2, count, width, generator=generator) for width in (8, 4)]
+        for shown, expected in zip(ours.update(*new), theirs.update(*new), strict=True):
+            assert torch.equal(shown, expected)
+        for layer in (ours, theirs):
+            layer.crop(-(step % count))
+            if step == 200:
+                layer.batch_select_indices(torch.tensor([1]))
+        assert torch.equal(ours.keys, theirs.keys) and ours.get_seq_length() == theirs.get_seq_length()
+
+
+def test_appending_moves_what_is_held_a_few_times_only() -> None:
+    layer, places = BufferedLayer(), set()
+    for _ in range(4000):
+        places.add(layer.update(torch.zeros(1, 1, 1, 4), torch.zeros(1, 1, 1, 4))[0].data_ptr())
+    assert len(places) <= 12
+
+
+@pytest.mark.parametrize("build", [tiny_target_model, qwen])
+def test_attention_keeps_nothing_for_going_back(build: Any) -> None:
+    model, ids = build(), some_tokens(30)
+    cache = new_cache(model.config)
+    read(model, cache, ids[:20])
+    before = snapshot(cache)
+    assert num_bytes(before) == 0
+    read(model, cache, some_tokens(5))
+    roll_back(cache, 5, before)
+    expected = read(model, DynamicCache(config=model.config), ids)[20:]
+    assert torch.allclose(read(model, cache, ids[20:]), expected, atol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of classes whose faster kernels are not installed
+@pytest.mark.parametrize("kind", RECURRENT)
+def test_recurrent_layers_go_back_by_copies_that_do_not_grow(kind: str) -> None:
+    model, sizes = tiny_model(kind), []
+    for length in (20, 80):
+        ids = some_tokens(length + 6)
+        cache = new_cache(model.config.get_text_config(decoder=True))
+        read(model, cache, ids[:length])
+        before = snapshot(cache)
+        sizes.append(num_bytes(before))
+        held = {layer.keys.data_ptr() for layer in cache.layers if type(layer) in CROPPED and layer.keys is not None}
+        assert not held & {tensor.data_ptr() for tensor in tensors(before)}
+        read(model, cache, some_tokens(5))
+        roll_back(cache, 5, before)
+        plain = DynamicCache(config=model.config.get_text_config(decoder=True))
+        read(model, plain, ids[:length])
+        assert torch.allclose(read(model, cache, ids[length:]), read(model, plain, ids[length:]), atol=1e-4)
+    assert 0 < sizes[0] == sizes[1]
+
+
+def tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    return [tensor for part in inner for tensor in tensors(part)]
