@@ -1,23 +1,29 @@
-"""Where the time of one draft-verify round goes, and how near the theory of it comes to what is measured.
+"""Where the time of one draft-verify round goes, by part and by length of the sequence.
 
     python bench/round.py draft=runs/demo/draft
 
-decodes some prompts of the pico suite with an EAGLE-3 head (K = 4, greedy), takes the parts of a round apart, and writes the table between
-two marks of docs/decoding.md. Medians over all rounds, on an otherwise idle machine.
+decodes some prompts of the pico suite with an EAGLE-3 head (K = 4, greedy), takes the parts of a round apart, and writes the tables between
+two marks of docs/decoding.md. Medians over all rounds, on an otherwise idle machine. Sequences longer than pico's context, which it reads
+like any other, show what grows with the length.
 """
 
 import re
 import statistics
 import sys
 from collections.abc import Callable
+from itertools import chain, cycle, islice
+from types import SimpleNamespace
 from typing import Any
 
 from torch.profiler import ProfilerActivity, profile
 
+from specdistill.command import run
 from specdistill.decoding.decoder import Decoder, now
+from specdistill.errors import ExitCode
 from specdistill.measurement.hardware import hardware, software
 from specdistill.methods.load import load_proposer
 from specdistill.project import ROOT
+from specdistill.recipe.fields import Section, option
 from specdistill.report.text import table
 from specdistill.suites.suite import evenly, load_suite, tokenize
 from specdistill.targets.frozen import FrozenTarget
@@ -25,54 +31,78 @@ from specdistill.targets.frozen import FrozenTarget
 PAGE = ROOT / "docs" / "decoding.md"
 MARKS = re.compile(r"(<!-- round -->\n).*(<!-- /round -->)", re.DOTALL)
 K, NEW_TOKENS, NUM_PROMPTS = 4, 96, 16
-PARTS = ("_propose", "_forward", "_verify")
+LENGTHS = (256, 2048, 8192)
+PARTS = {
+    "_propose": f"draft: {K} steps of the head",
+    "read": "target: one pass over the proposal",
+    "_verify": "verify: best tokens, near-ties",
+    "rest": "rest: trim the cache, hand features back",
+    "round": "the round",
+}
+
+Rounds = list[dict[str, float]]  # seconds of each part
+
+
+class Options(Section):
+    draft: str = option("runs/demo/draft", "folder of an EAGLE-3 head for pico")
 
 
 class TimedDecoder(Decoder):
     """A decoder that notes how long the parts of each round take."""
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self.rounds: list[dict[str, float]] = []
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.rounds: Rounds = []
         self.spent: dict[str, float] = {}
-        for part in PARTS:
+        for part in ("_propose", "_verify"):
             setattr(self, part, self._timed(part, getattr(self, part)))
 
     def _timed(self, part: str, work: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*arguments: Any, **options: Any) -> Any:
             start = now(self.target.device)
             result = work(*arguments, **options)
-            self.spent[part] = self.spent.get(part, 0.0) + now(self.target.device) - start
+            self.spent[part] = now(self.target.device) - start
             return result
 
         return timed
+
+    def _reader(self, *arguments: Any) -> Any:
+        reader = super()._reader(*arguments)
+        return SimpleNamespace(begin=reader.begin, read=self._timed("read", reader.read), keep=reader.keep)
 
     def _round(self, *arguments: Any) -> Any:
         self.spent = {}
         start = now(self.target.device)
         result = super()._round(*arguments)
-        self.rounds.append({**self.spent, "round": now(self.target.device) - start})
+        whole = now(self.target.device) - start
+        self.rounds.append({**self.spent, "rest": whole - sum(self.spent.values()), "round": whole})
         return result
 
 
-def main() -> None:
-    (draft,) = [argument.removeprefix("draft=") for argument in sys.argv[1:]]
+def main(options: Options) -> ExitCode:
     target = FrozenTarget.load("pico")
+    proposer = load_proposer("eagle3", options.draft, target)
     prompts = tokenize(load_suite("pico"), target.tokenizer, max_new_tokens=NEW_TOKENS, max_length=target.max_length)
     prompts = evenly(prompts, [prompt.category for prompt in prompts], NUM_PROMPTS)
-    plain, drafted = TimedDecoder(target), TimedDecoder(target, load_proposer("eagle3", draft, target))
+    drafted, plain = TimedDecoder(target, proposer), TimedDecoder(target)
+    compiled = TimedDecoder(target, proposer, compiled=True)
+    decoders = {"with the draft": drafted, "without": plain, "compiled, with the draft": compiled}
     for repeat in range(3):
         for prompt in prompts:
-            plain.generate(prompt.token_ids, max_new_tokens=NEW_TOKENS)
-            drafted.generate(prompt.token_ids, max_new_tokens=NEW_TOKENS, num_speculative_tokens=K)
+            for decoder in decoders.values():
+                k = K if decoder.proposer else 0
+                decoder.generate(prompt.token_ids, max_new_tokens=NEW_TOKENS, num_speculative_tokens=k)
         if not repeat:  # the first pass warms up
-            plain.rounds.clear()
-            drafted.rounds.clear()
+            for decoder in decoders.values():
+                decoder.rounds.clear()
     with profile(activities=[ProfilerActivity.CPU]) as profiled:
         drafted.generate(prompts[0].token_ids, max_new_tokens=NEW_TOKENS, num_speculative_tokens=K)
-    shown = f"{caption(target)}\n\n{parts(drafted.rounds, plain.rounds)}\n\n{operators(profiled)}"
+    tables = parts({name: decoder.rounds for name, decoder in decoders.items()}), operators(profiled)
+    text = chain.from_iterable(prompt.token_ids for prompt in prompts)
+    shown = "\n\n".join((caption(target), *tables, by_length(drafted, [*text])))
     PAGE.write_text(MARKS.sub(lambda marks: f"{marks[1]}{shown}\n{marks[2]}", PAGE.read_text(encoding="utf-8")), "utf-8")
     print(shown)
+    return ExitCode.DONE
 
 
 def caption(target: FrozenTarget) -> str:
@@ -84,26 +114,31 @@ def caption(target: FrozenTarget) -> str:
     )
 
 
-def parts(drafted: list[dict[str, float]], plain: list[dict[str, float]]) -> str:
-    """Milliseconds of each part in a round with a draft, their share of it, and the same without a draft."""
-    names = {
-        "_propose": f"draft: {K} steps of the head",
-        "_forward": "target: one pass over the proposal",
-        "_verify": "verify: best tokens, near-ties",
-        "rest": "rest: trim the cache, hand features back",
-        "round": "the round",
-    }
-    for rounds in (drafted, plain):
-        for entry in rounds:
-            entry["rest"] = entry["round"] - sum(entry.get(part, 0.0) for part in PARTS)
-    whole = statistics.median(entry["round"] for entry in drafted)
+def milliseconds(rounds: Rounds, part: str) -> float:
+    return 1000 * statistics.median(entry.get(part, 0.0) for entry in rounds)
+
+
+def parts(ways: dict[str, Rounds]) -> str:
+    """Milliseconds of each part in each way of decoding, and its share of the first."""
+    first, *others = ways
+    whole = milliseconds(ways[first], "round")
     rows = []
-    for part, name in names.items():
-        with_draft, without = (
-            1000 * statistics.median(entry.get(part, 0.0) for entry in rounds) for rounds in (drafted, plain)
-        )
-        rows.append((name, f"{with_draft:.2f}", f"{with_draft / 1000 / whole:.0%}", f"{without:.2f}"))
-    return table(("part", "ms with the draft", "share", "ms without"), rows)
+    for part, name in PARTS.items():
+        own = milliseconds(ways[first], part)
+        rows.append((name, f"{own:.2f}", f"{own / whole:.0%}", *(f"{milliseconds(ways[way], part):.2f}" for way in others)))
+    return table(("ms of a round", first, "share", *others), rows)
+
+
+def by_length(decoder: TimedDecoder, token_ids: list[int]) -> str:
+    """Milliseconds of each part of a round with the draft, after so many tokens."""
+    decoder.target.config.max_position_embeddings = 2 * max(LENGTHS)  # pico's rotary angles have no end
+    rows = []
+    for length in LENGTHS:
+        decoder.rounds.clear()
+        prompt = list(islice(cycle(token_ids), length))
+        decoder.generate(prompt, max_new_tokens=NEW_TOKENS, num_speculative_tokens=K)
+        rows.append((f"{length:,}", *(f"{milliseconds(decoder.rounds, part):.2f}" for part in PARTS)))
+    return table(("tokens before the round", *(name.partition(":")[0] for name in PARTS.values())), rows)
 
 
 def operators(profiled: profile) -> str:
@@ -115,4 +150,4 @@ def operators(profiled: profile) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run(main, Options))

@@ -1,4 +1,4 @@
-"""Time what users wait for: decoding, plain and with a draft model, beside transformers' own, a training step, regeneration.
+"""Time what users wait for: decoding beside transformers' own, a training step, regeneration.
 
     make bench
 
@@ -24,8 +24,6 @@ from specdistill.data.batch_generate import fast_dtype, generate, generation_mod
 from specdistill.decoding.decoder import Decoder
 from specdistill.losses.divergence import forward_kl
 from specdistill.measurement.hardware import hardware, software
-from specdistill.methods.draft_model.create import from_layers
-from specdistill.methods.draft_model.proposer import DraftModelProposer
 from specdistill.methods.eagle3.checkpoint import save_eagle3
 from specdistill.methods.eagle3.module import build_eagle3
 from specdistill.methods.heads.proposer import HeadProposer
@@ -37,8 +35,8 @@ from specdistill.training.optimizer import MuonAdamW
 from specdistill.training.trainer import DraftTrainer
 
 RESULTS = Path(__file__).parent / "results"
+DEVICES = ("cpu", "cuda")  # a file of results for each
 PAGE = ROOT / "docs" / "performance.md"
-PROMPTS = ("def main(arguments):\n    ", "import json\n\n\nclass Reader:\n", "# The longest common prefix of two lists\n")
 
 
 def median_seconds(work: Callable[[], object], repeats: int = 5) -> float:
@@ -89,50 +87,6 @@ def decoding(target: FrozenTarget, new_tokens: int = 96) -> dict[str, float]:
     }
 
 
-def assisted_generation(target: FrozenTarget, new_tokens: int = 96, k: int = 4, repeats: int = 5) -> dict[str, float]:
-    """Our decoding with a draft model beside transformers' own, greedy, with the same two models and the same draft length.
-
-    Paired: both ways of a prompt run one right after the other, and which of them is first alternates.
-    """
-    draft: Any = from_layers(target.model, 2)
-    draft.generation_config.update(
-        num_assistant_tokens=k, num_assistant_tokens_schedule="constant", assistant_confidence_threshold=0
-    )
-    decoder = Decoder(target, DraftModelProposer(draft, target_max_length=target.max_length))
-    model: Any = target.model
-
-    def ours(prompt: list[int]) -> list[int]:
-        return list(decoder.generate(prompt, max_new_tokens=new_tokens, num_speculative_tokens=k).token_ids)
-
-    def theirs(prompt: list[int]) -> list[int]:
-        ids = torch.tensor([prompt], device=target.device)
-        with torch.inference_mode():
-            output = model.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                assistant_model=draft,
-                max_new_tokens=new_tokens,
-                do_sample=False,
-                pad_token_id=0,
-            )
-        return output[0, len(prompt) :].tolist()
-
-    prompts = [target.tokenizer(text).input_ids for text in PROMPTS]
-    seconds: dict[Callable[[list[int]], list[int]], list[float]] = {ours: [], theirs: []}
-    for prompt in prompts:
-        assert len(ours(prompt)) == len(theirs(prompt)) == new_tokens  # untimed; the same number of tokens is compared
-    for index, prompt in enumerate(prompts * repeats):
-        for way in (ours, theirs) if index % 2 else (theirs, ours):
-            start = time.perf_counter()
-            way(prompt)
-            seconds[way].append(time.perf_counter() - start)
-    return {
-        "tokens_per_second": new_tokens / statistics.median(seconds[ours]),
-        "hf_assisted_tokens_per_second": new_tokens / statistics.median(seconds[theirs]),
-        "ratio": statistics.median(b / a for a, b in zip(seconds[ours], seconds[theirs], strict=True)),
-    }
-
-
 def training_step(target: FrozenTarget, rows: int = 16, length: int = 256) -> dict[str, float]:
     """Optimizer steps of the pico recipe's shape: tokens that pass through target and draft each second."""
     generator = torch.Generator().manual_seed(0)
@@ -179,14 +133,14 @@ def main() -> None:
     target = FrozenTarget.load("pico")
     results: dict[str, Any] = {"created": datetime.now(UTC).isoformat(timespec="seconds")}
     results |= {"hardware": hardware(target.device), "software": software()}
-    for measure in (decoding, assisted_generation, training_step, regeneration):
+    for measure in (decoding, training_step, regeneration):
         print(f"{measure.__name__} …", file=sys.stderr)
         with without_end_tokens(target):
             results[measure.__name__] = {name: round(value, 4) for name, value in measure(target).items()}
     RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{'cuda' if torch.cuda.is_available() else 'cpu'}.json"
-    path.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
-    PAGE.write_text(page([json.loads(file.read_text(encoding="utf-8")) for file in sorted(RESULTS.glob("*.json"))]), "utf-8")
+    (RESULTS / f"{target.device.type}.json").write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+    paths = [path for device in DEVICES if (path := RESULTS / f"{device}.json").exists()]
+    PAGE.write_text(page([json.loads(path.read_text(encoding="utf-8")) for path in paths]), "utf-8")
     print(json.dumps(results, indent=2))
 
 
