@@ -14,7 +14,6 @@ the one on the axis. The rule is that of eval/gates/release.yaml, decided by the
 
 import itertools
 import json
-import re
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -35,14 +34,13 @@ from specdistill.gate.rules import Rule, load_gate
 from specdistill.project import ROOT
 from specdistill.recipe.fields import Section, option
 from specdistill.report.files import read_report
-from specdistill.report.text import table
+from specdistill.report.text import table, write_between
 from specdistill.statistics.intervals import relative_change
 from specdistill.statistics.metrics import METRICS, PromptSums
 from specdistill.statistics.records import PromptRecord
 
 MEASURED = Path(__file__).with_suffix(".json")
 PAGE, PICTURE = ROOT / "docs" / "gate.md", ROOT / "docs" / "images" / "gate.svg"
-MARKS = re.compile(r"(<!-- chances -->\n).*(<!-- /chances -->)", re.DOTALL)
 GATE = "release"
 NUM_PROMPTS = {"mean_acceptance_length": (48, 128, 192, 384), "speedup": (48, 128, 192, 384)}
 CHANGES = (-0.06, -0.05, -0.04, -0.03, -0.02, -0.01, 0.0, 0.01)
@@ -114,9 +112,7 @@ def main(options: Options) -> ExitCode:
     draw(populations, curves, rules)
     each = zip(populations, curves, strict=True)
     shown = "\n\n".join(table_of(population, curve, rules[population.metric]) for population, curve in each)
-    PAGE.write_text(
-        MARKS.sub(lambda marks: f"{marks[1]}{shown}\n{marks[2]}", PAGE.read_text(encoding="utf-8")), encoding="utf-8"
-    )
+    write_between(PAGE, "chances", shown)
     print(shown)
     return ExitCode.DONE
 

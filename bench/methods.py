@@ -7,7 +7,6 @@ one's report beside it), and writes the README's table. About twenty minutes on 
 """
 
 import json
-import re
 import shutil
 import subprocess
 import sys
@@ -23,11 +22,10 @@ from specdistill.planning.plan import recipe_for
 from specdistill.project import ROOT
 from specdistill.recipe.load import load_recipe, recipe_yaml
 from specdistill.report.phrases import a_round, between, duration, number, percent, settings_line, size, times
-from specdistill.report.text import table
+from specdistill.report.text import table, write_between
 
 FOLDER = Path("runs/methods")
 RECIPES = {method: name for method in METHODS if (name := recipe_for(method, "pico")[0] or "").startswith("pico/")}
-MARKS = re.compile(r"(<!-- methods -->\n).*(<!-- /methods -->)", re.DOTALL)
 HEAD = ("method", "acceptance length", "accepted at position 1, 2, …", "speedup", "lossless", "draft", "training")
 
 
@@ -43,8 +41,7 @@ def main() -> int:
     specdistill("compare", "target=pico", f"drafts=[{drafts}]", "suite=pico", f"output_dir={FOLDER}", *sys.argv[1:])
     comparison = json.loads((FOLDER / "comparison.json").read_text(encoding="utf-8"))
     shown = f"{caption(comparison['candidates'][0]['report'])}\n\n{methods_table(comparison['candidates'])}"
-    readme = ROOT / "README.md"
-    readme.write_text(MARKS.sub(lambda marks: f"{marks[1]}{shown}\n{marks[2]}", readme.read_text(encoding="utf-8")), "utf-8")
+    write_between(ROOT / "README.md", "methods", shown)
     print(shown)
     return ExitCode.DONE
 

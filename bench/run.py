@@ -2,7 +2,7 @@
 
     make bench
 
-writes bench/results/<device>.json, and docs/performance.md from all the results there. Medians of several repetitions on an otherwise
+writes bench/results/<device>.json, and what docs/performance.md has of these files. Medians of several repetitions on an otherwise
 idle machine; nothing here is a test.
 """
 
@@ -29,6 +29,7 @@ from specdistill.methods.eagle3.module import build_eagle3
 from specdistill.methods.heads.proposer import HeadProposer
 from specdistill.methods.heads.unroll import TrainingTimeTest
 from specdistill.project import ROOT
+from specdistill.report.text import table, write_between
 from specdistill.targets.frozen import FrozenTarget
 from specdistill.training.arguments import training_arguments
 from specdistill.training.optimizer import MuonAdamW
@@ -90,7 +91,7 @@ def decoding(target: FrozenTarget, new_tokens: int = 96) -> dict[str, float]:
 def training_step(target: FrozenTarget, rows: int = 16, length: int = 256) -> dict[str, float]:
     """Optimizer steps of the pico recipe's shape: tokens that pass through target and draft each second."""
     generator = torch.Generator().manual_seed(0)
-    table = {
+    columns = {
         "input_ids": torch.randint(4, target.vocab_size, (rows, length), generator=generator).tolist(),
         "loss_mask": [[1] * length] * rows,
         "document_ids": [[0] * length] * rows,
@@ -110,7 +111,7 @@ def training_step(target: FrozenTarget, rows: int = 16, length: int = 256) -> di
             }
         )
         draft = build_eagle3(target)
-        data = Dataset.from_dict(table)
+        data = Dataset.from_dict(columns)
         objective = TrainingTimeTest(draft, forward_kl, 5)
         optimizer = MuonAdamW(draft, 1e-4)
         trainer = DraftTrainer(objective, target, arguments, data, data, save=save_eagle3, optimizer=optimizer)
@@ -140,27 +141,28 @@ def main() -> None:
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / f"{target.device.type}.json").write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
     paths = [path for device in DEVICES if (path := RESULTS / f"{device}.json").exists()]
-    PAGE.write_text(page([json.loads(path.read_text(encoding="utf-8")) for path in paths]), "utf-8")
+    write_between(PAGE, "bench", page([json.loads(path.read_text(encoding="utf-8")) for path in paths]))
     print(json.dumps(results, indent=2))
 
 
 def page(all_results: list[dict[str, Any]]) -> str:
-    """The results as a page for people: one table for each piece of hardware."""
-    lines = [
-        "# Performance",
-        "",
-        "Written by `make bench`, pico as the target; a machine with other work to do gives other numbers.",
-    ]
-    for results in all_results:
-        versions = ", ".join(f"{name} {results['software'][name]}" for name in ("torch", "transformers", "python"))
-        lines += ["", f"## {results['hardware']['name']}, {results['hardware']['cpu_threads']} CPU threads", ""]
-        lines += [f"{results['created']}; {versions}.", "", "| what | measure | value |", "|---|---|---|"]
-        for what, numbers in results.items():
-            if what not in ("created", "hardware", "software"):
-                lines += [
-                    f"| {what.replace('_', ' ')} | {name.replace('_', ' ')} | {value:g} |" for name, value in numbers.items()
-                ]
-    return "\n".join(lines) + "\n"
+    """The results for people: one table for each piece of hardware."""
+    return "\n\n".join(
+        f"{heading(results)}\n\n{table(('what', 'measure', 'value'), measures(results))}" for results in all_results
+    )
+
+
+def heading(results: dict[str, Any]) -> str:
+    versions = ", ".join(f"{name} {results['software'][name]}" for name in ("torch", "transformers", "python"))
+    title = f"### {results['hardware']['name']}, {results['hardware']['cpu_threads']} CPU threads"
+    return f"{title}\n\n{results['created']}; {versions}."
+
+
+def measures(results: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
+    for what, numbers in results.items():
+        if what not in ("created", "hardware", "software"):
+            for name, value in numbers.items():
+                yield what.replace("_", " "), name.replace("_", " "), f"{value:g}"
 
 
 if __name__ == "__main__":

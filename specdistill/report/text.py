@@ -73,6 +73,14 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join([f"| {' | '.join(head)} |", f"|{' --- |' * len(head)}", *lines]) if lines else ""
 
 
+def write_between(page: Path, mark: str, text: str) -> None:
+    """Replace what stands in a page between `<!-- mark -->` and `<!-- /mark -->`; nothing else of it changes."""
+    before, begin, rest = page.read_text(encoding="utf-8").partition(f"<!-- {mark} -->\n")
+    _, end, after = rest.partition(f"<!-- /{mark} -->")
+    assert begin and end, (page, mark)
+    page.write_text(f"{before}{begin}{text}\n{end}{after}", encoding="utf-8")
+
+
 def plain(text: str) -> str:
     """Text in which nothing is markup: names come from outside."""
     escaped = "".join(f"\\{character}" if character in "\\`*_[]<>|#" else character for character in text)

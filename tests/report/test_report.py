@@ -19,7 +19,7 @@ from specdistill.report.build import findings, result_rows
 from specdistill.report.files import previous_report, read_report, render, samples, schema, to_html, validate, write_report
 from specdistill.report.phrases import procedure, settings_line, shared_settings
 from specdistill.report.tables import sweep
-from specdistill.report.text import print_gate, print_report, to_markdown
+from specdistill.report.text import print_gate, print_report, to_markdown, write_between
 from specdistill.servers.run import DOCUMENT_REASONS, NO_BASELINE, NO_BASELINE_ROW, ROW_REASONS
 from specdistill.statistics.records import Configuration
 from tests.simulated import SUITE, as_from_server, simulate, simulated_report, simulated_sweep
@@ -325,6 +325,16 @@ def test_markdown_fits_a_summary(report):
     assert len(page) < 10_000
     assert "| all of simulated | 48 | " in page
     assert "| passed | speedup |" in page
+
+
+def test_a_page_changes_between_its_marks_alone(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("# Title\n<!-- a -->\nold\n<!-- /a -->\n<!-- b -->\n<!-- /b -->\nend\n", encoding="utf-8")
+    for mark, text in (("a", "| \\1 |"), ("b", "new")):
+        write_between(page, mark, text)
+    assert page.read_text(encoding="utf-8") == "# Title\n<!-- a -->\n| \\1 |\n<!-- /a -->\n<!-- b -->\nnew\n<!-- /b -->\nend\n"
+    with pytest.raises(AssertionError):
+        write_between(page, "c", "lost")
 
 
 def test_what_changed_is_told_beside_the_verdict(tmp_path, report, records):

@@ -1,0 +1,280 @@
+"""What bench/train.py compares: a trainer in a process of its own, which takes a step for each line that it reads.
+
+    python -P bench/trainers.py NAME SETTINGS    # a name of TRAINERS, its settings in JSON; the Python that has the trainer's library
+
+It answers with the seconds of the step's parts, its loss, and the memory that it took at its peak above what stood before it. Trainers of a
+head have the same weights, tokens and target features, and the same loss: in nats, the mean of each step of the unroll, summed over these.
+`train_speculators` trains a head of speculators for some time, and writes it.
+
+Shapes: B rows of one document each, T positions, H hidden size of target and draft, K steps of the unroll, R rows of hidden states.
+"""
+
+import json
+import os
+import re
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from torch import Tensor
+
+NUM_AUX = 3  # layers of the target that a head reads
+MAX_NORM = 1.0  # speculators' own, as is the weight decay
+ADAMW = {"lr": 1e-4, "weight_decay": 0.01}
+
+MicroBatch = Callable[[], tuple[Tensor, float]]  # the loss to be followed backward, and the loss to be compared
+
+
+@dataclass
+class Trainer:
+    """optimizer: None clears gradients alone."""
+
+    micro_batches: Sequence[MicroBatch]
+    parameters: Sequence[Tensor]
+    optimizer: torch.optim.Optimizer | None
+
+    def step(self) -> dict[str, float]:
+        """One step of training: its `seconds`, also of `forward`, `backward` and `optimizer`, its `loss`, and `peak`, in bytes."""
+        Path("/proc/self/clear_refs").write_text("5")  # the high-water mark is now what is resident
+        stands, losses, times = resident("VmRSS"), [], {"forward": 0.0, "backward": 0.0, "optimizer": 0.0}
+        start = last = time.perf_counter()
+
+        def passed(part: str) -> None:
+            nonlocal last
+            now = time.perf_counter()
+            times[part] += now - last
+            last = now
+
+        for micro_batch in self.micro_batches:
+            loss, compared = micro_batch()
+            passed("forward")
+            (loss / len(self.micro_batches)).backward()
+            passed("backward")
+            losses.append(compared)
+        if self.optimizer is not None:
+            torch.nn.utils.clip_grad_norm_(self.parameters, MAX_NORM)
+            self.optimizer.step()
+        for parameter in self.parameters:
+            parameter.grad = None
+        passed("optimizer")
+        measured = {"loss": sum(losses) / len(losses), "peak": resident("VmHWM") - stands}
+        return {"seconds": last - start, **times, **measured}
+
+
+def resident(name: str) -> int:
+    """Bytes of this process in the machine's memory: now (VmRSS), or at the most since the mark was reset (VmHWM)."""
+    (kilobytes,) = re.findall(rf"^{name}:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
+    return 1024 * int(kilobytes)
+
+
+def precision(bf16: bool) -> torch.autocast:
+    return torch.autocast("cpu", torch.bfloat16, enabled=bf16)
+
+
+def noise(*shape: int, bf16: bool, seed: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(torch.bfloat16 if bf16 else torch.float32)
+
+
+def given(rows: int, length: int, vocab_size: int, hidden_size: int, bf16: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens [B, T]; the target's features [B, T, 3H]; its last layer's output [B, T, H]."""
+    ids = torch.randint(vocab_size, (rows, length), generator=torch.Generator().manual_seed(0))
+    aux, last = (noise(rows, length, size, bf16=bf16, seed=size) for size in (NUM_AUX * hidden_size, hidden_size))
+    return ids, aux, last
+
+
+def ours(folder: str, rows: int, length: int, num_steps: int, trains_head: bool, bf16: bool, plainly: bool = False) -> Trainer:
+    """All rows at once. plainly: attention with a dense mask, and all logits at once."""
+    from transformers import AutoModelForCausalLM
+
+    from specdistill.data.packing import collate
+    from specdistill.losses.chunked import head_loss_plainly
+    from specdistill.losses.divergence import forward_kl
+    from specdistill.methods.eagle3.checkpoint import load_eagle3
+    from specdistill.methods.heads import unroll
+    from specdistill.targets.frozen import Features, FrozenTarget
+
+    if plainly:
+        unroll.UnrollKVCache, unroll.head_loss = DenseKVCache, head_loss_plainly
+    target: Any = FrozenTarget(AutoModelForCausalLM.from_pretrained(f"{folder}/target"), None, name=folder)
+    draft = load_eagle3(f"{folder}/draft", target)
+    draft.lm_head.weight.requires_grad_(trains_head)
+    ids, aux, last = given(rows, length, target.vocab_size, target.hidden_size, bf16)
+    with torch.no_grad():
+        features = Features(aux.chunk(NUM_AUX, dim=-1), target.norm(last))
+    target.features = lambda *_, **__: features
+    column = {"loss_mask": [1] * length, "document_ids": [0] * length, "position_ids": list(range(length))}
+    batch = collate([{"input_ids": row, **column} for row in ids.tolist()])
+    objective = unroll.TrainingTimeTest(draft, forward_kl, num_steps)
+
+    def micro_batch() -> tuple[Tensor, float]:
+        with precision(bf16):
+            with torch.no_grad():
+                target_outputs = objective.read_target(target, batch)
+            total, sums = objective(**batch, **target_outputs)
+        means = (loss / count for loss, count in zip(sums.loss, sums.loss_tokens, strict=True))
+        return total / objective.num_loss_tokens(batch), float(sum(means))
+
+    parameters = [parameter for parameter in draft.parameters() if parameter.requires_grad]
+    return Trainer([micro_batch], parameters, torch.optim.AdamW(parameters, **ADAMW, fused=True))
+
+
+class DenseKVCache:
+    """A KV cache of the unroll that attends to the keys of all steps at once, by torch, with a dense mask."""
+
+    def __init__(self, cumulative_lengths: Tensor, longest: int, num_layers: int, window: int | None) -> None:
+        assert window is None
+        self.starts = cumulative_lengths.unique()
+        self.steps: list[list[tuple[Tensor, Tensor]]] = [[] for _ in range(num_layers)]
+
+    def attend(self, layer: int, query_BNTd: Tensor, key_BGTd: Tensor, value_BGTd: Tensor) -> Tensor:
+        steps = self.steps[layer]
+        steps.append((key_BGTd.to(value_BGTd.dtype), value_BGTd))
+        keys, values = (torch.cat(part, dim=2) for part in zip(*steps, strict=True))
+        rows, _, length, _ = query_BNTd.shape
+        document = torch.bucketize(torch.arange(rows * length), self.starts, right=True).view(rows, 1, length)
+        root = (document.mT == document) & torch.ones(length, length, dtype=torch.bool).tril()
+        chain = torch.eye(length, dtype=torch.bool).repeat(1, len(steps) - 1).expand(rows, -1, -1)
+        mask = torch.cat((root, chain), dim=-1).unsqueeze(1)
+        return F.scaled_dot_product_attention(query_BNTd.to(values.dtype), keys, values, mask, enable_gqa=True)
+
+
+def speculators(folder: str, rows: int, length: int, num_steps: int, trains_head: bool, bf16: bool, attention: str) -> Trainer:
+    """Its model, loss and optimizer as its trainer has them. The model takes one row at a time: several accumulate."""
+    from speculators import SpeculatorModel
+    from speculators.train.optimizers import build_optimizers
+
+    config = SpeculatorModel.config_class.from_pretrained(f"{folder}/head")
+    config.transformer_layer_config._attn_implementation = attention
+    model = SpeculatorModel.from_pretrained(f"{folder}/head", config=config, dtype=torch.float32).train()
+    model.lm_head.weight.requires_grad_(trains_head)
+    settings = call_settings(type(model), num_steps)
+    ids, aux, last = given(rows, length, model.verifier_vocab_size, model.hidden_size, bf16)
+    # Shifted as its `shift_batch` does. Its last loss, of a token that is not in the row, is not ours.
+    batch = {
+        "input_ids": ids[:, 1:],
+        "hidden_states": aux[:, :-1],
+        "verifier_last_hidden_states": last[:, 1:],
+        "loss_mask": (torch.arange(length - 1) < length - 2).expand(rows, -1),
+        "position_ids": torch.arange(1, length).expand(rows, -1),
+        "document_ids": torch.zeros(rows, length - 1, dtype=torch.long),
+    }
+
+    def micro_batch(row: int) -> tuple[Tensor, float]:
+        with precision(bf16):
+            _, loss, _ = model(**{name: part[row : row + 1] for name, part in batch.items()}, **settings)
+        return loss, loss.item()
+
+    (optimizer,) = build_optimizers(model, Namespace(optimizer="adamw", **ADAMW))
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return Trainer([partial(micro_batch, row) for row in range(rows)], parameters, optimizer)
+
+
+def call_settings(model_class: Any, ttt_steps: int) -> dict[str, Any]:
+    """What speculators' trainer hands its model; the fused losses, its default, are Triton's."""
+    losses = {"loss_fn": "kl_div", "loss_implementation": "eager", "ttt_step_loss_decay": 1.0}
+    settings: dict[str, Any] = model_class.get_trainer_kwargs(ttt_steps=ttt_steps, **losses)[0]
+    return settings
+
+
+def head_and_loss(rows: int, num_steps: int, hidden_size: int, vocab_size: int, bf16: bool, plainly: bool = False) -> Trainer:
+    """K R hidden states through the head, to the gradients of both. plainly: all logits at once."""
+    from specdistill.losses.chunked import head_loss, head_loss_plainly
+    from specdistill.losses.divergence import forward_kl
+    from specdistill.targets.anatomy import Head
+    from specdistill.training.objective import Soft, SoftTargets
+
+    own, of_target = (torch.nn.Linear(hidden_size, vocab_size, bias=False) for _ in range(2))
+    for seed, linear in enumerate((own, of_target)):
+        linear.weight.data = noise(vocab_size, hidden_size, bf16=False, seed=seed) * hidden_size**-0.5
+    soft = SoftTargets(noise(rows, hidden_size, bf16=False, seed=2), Head(of_target), None, Head(of_target), temperature=1.0)
+    hidden_KRH = noise(num_steps, rows, hidden_size, bf16=False, seed=3).requires_grad_()
+    weights_KR = torch.full((num_steps, rows), 1 / rows)
+    form = head_loss_plainly if plainly else head_loss
+
+    def loss_of(logits_rW: Tensor, targets: Soft, k: int) -> tuple[Tensor, Tensor]:
+        losses_r = forward_kl(logits_rW, targets.probs_rW)
+        return losses_r, losses_r.detach().unsqueeze(0)
+
+    def micro_batch() -> tuple[Tensor, float]:
+        with precision(bf16):
+            total, _ = form(hidden_KRH, weights_KR, Head(own), partial(soft.at, measure=False), loss_of)
+        return total, total.item()
+
+    return Trainer([micro_batch], [hidden_KRH, own.weight], None)
+
+
+TRAINERS: dict[str, Callable[..., Trainer]] = {"ours": ours, "speculators": speculators, "head_and_loss": head_and_loss}
+
+
+def train_speculators(
+    target: str, data: str, output: str, seconds: float, learning_rate: float, length: int, bf16: bool
+) -> dict[str, float]:
+    """A head by the defaults of `speculators train`, with another learning rate and length of its packed rows, and with attention and loss
+    that train on a CPU. The loop is its trainer's, which itself needs an accelerator; so is the schedule, over `seconds`.
+
+    data: a safetensors file of rows and target features (`write_features` in bench/train.py); reading it is not counted.
+    """
+    from speculators.models.eagle3 import Eagle3DraftModel, shift_batch
+    from speculators.train.cli import build_draft_model
+    from speculators.train.config import TrainConfig
+    from speculators.train.data import CollateFn
+    from speculators.train.optimizers import build_optimizers
+
+    changed = {"verifier_name_or_path": target, "mask_token_id": 0, "draft_attn_impl": "sdpa", "lr": learning_rate}
+    arguments = Namespace(**TrainConfig.from_flat({"speculator_type": "eagle3", **changed}).flatten())
+    vocab_size = json.loads(Path(target, "config.json").read_text(encoding="utf-8"))["vocab_size"]
+    torch.manual_seed(arguments.seed)
+    model = build_draft_model(arguments, Eagle3DraftModel, None, None, vocab_size).train()
+    settings = call_settings(Eagle3DraftModel, arguments.ttt_steps)
+    optimizers = build_optimizers(model, arguments)
+    groups = [(group, group["lr"]) for optimizer in optimizers for group in optimizer.param_groups]
+    collate = CollateFn(length, model.hidden_size, NUM_AUX, torch.bfloat16 if bf16 else torch.float32, shift_batch)
+    samples, order, steps, last = documents(load_file(data)), [], 0, 0.0
+    start = time.monotonic()
+    while (share := (time.monotonic() - start) / seconds) < 1:
+        for group, peak in groups:
+            group["lr"] = peak * min(share / 0.01, (1 - share) / 0.99)  # 1 % warm-up, then linear
+        chosen: list[dict[str, Tensor]] = []
+        while sum(len(sample["input_ids"]) - 1 for sample in chosen) < length:
+            order = order or torch.randperm(len(samples)).tolist()
+            chosen.append(samples[order.pop()])
+        with precision(bf16):
+            _, loss, _ = model(**collate(chosen), **settings)
+        model.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        for optimizer in optimizers:
+            optimizer.step()
+        steps, last = steps + 1, loss.item()
+    model.save_pretrained(output)
+    return {"steps": steps, "loss": last}
+
+
+def documents(rows: dict[str, Tensor]) -> list[dict[str, Tensor]]:
+    """The documents of packed rows [B, T], each a sample as speculators' data set has them."""
+    numbers, samples = rows.pop("document_ids"), []
+    for row, number in [(row, number) for row, ids in enumerate(numbers) for number in range(int(ids.max()) + 1)]:
+        sample = {name: part[row][numbers[row] == number] for name, part in rows.items()}
+        size = len(sample["input_ids"])
+        samples.append({**sample, "lengths": torch.tensor([size]), "position_ids": torch.arange(size)})
+    return samples
+
+
+def main(name: str, settings: dict[str, Any]) -> None:
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # what libraries print is no answer
+    work = partial(train_speculators, **settings) if name == "train_speculators" else TRAINERS[name](**settings).step
+    for _ in sys.stdin:
+        print(json.dumps(work()), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], json.loads(sys.argv[2]))

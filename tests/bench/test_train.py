@@ -1,0 +1,65 @@
+"""bench/train.py at tiny shapes: our step and its plain form have the same loss, and the page says what was found."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.scripts import load_script
+
+bench: Any = load_script("bench/train.py")
+TINY: dict[str, Any] = {
+    "others": ["plain"], "hidden_size": 64, "vocab_size": 200, "num_tokens": 64, "row_lengths": [64, 16], "num_steps": 3,
+    "loss_rows": 40, "loss_steps": 4, "rounds": 3, "threads": 1,
+}  # fmt: skip
+
+
+@pytest.fixture
+def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
+    """Results and page, in float32."""
+    results, page = tmp_path / "train.json", tmp_path / "page.md"
+    page.write_text("before\n<!-- train -->\n<!-- /train -->\nafter\n", encoding="utf-8")
+    monkeypatch.setattr(bench, "RESULTS", results)
+    monkeypatch.setattr(bench, "PAGE", page)
+    monkeypatch.setattr(bench, "bf16", lambda: False)
+    return results, page
+
+
+@pytest.mark.slow
+def test_the_plain_forms_have_the_same_loss(places: tuple[Path, Path]) -> None:
+    assert bench.main(bench.Options(**TINY)) == 0
+    results, page = places
+    found = json.loads(results.read_text(encoding="utf-8"))
+    for each in (*found["step"]["layouts"], found["loss"]):
+        ours, plain = (each["trainers"][name] for name in ("ours", "plain"))
+        assert ours["loss"] == pytest.approx(plain["loss"], rel=1e-5) and ours["loss"] > 0.1
+        assert min(ours[part] for part in ("forward", "backward", "peak", "tokens_per_second")) > 0
+    assert [(each["rows"], each["length"]) for each in found["step"]["layouts"]] == [(1, 64), (4, 16)]
+    shown = page.read_text(encoding="utf-8")
+    assert shown.startswith("before\n<!-- train -->\n### A draft's step") and shown.endswith("<!-- /train -->\nafter\n")
+    assert shown.count("| plain form |") == 3 and "| 4 × 16 | ours |" in shown
+
+
+def test_a_ratio_is_of_all_rounds_without_the_first() -> None:
+    def taken(*seconds: float, peak: float) -> list[dict[str, float]]:
+        parts = {"forward": 0.5, "backward": 0.4, "optimizer": 0.1, "loss": 1.0, "peak": peak}
+        return [{"seconds": each, **parts} for each in seconds]
+
+    steps = {"ours": taken(50.0, 1.0, 2.0, 1.0, peak=300), "plain": taken(1.0, 4.0, 4.0, 4.0, peak=1000)}
+    found = bench.summary(steps, num_tokens=100)
+    assert found["trainers"]["ours"]["tokens_per_second"] == 100
+    ratio = found["ratios"]["plain"]
+    assert ratio["speed"] == pytest.approx(3.0) and ratio["memory"] == 0.3
+    low, high = ratio["speed_ci95"]
+    assert 2.0 <= low < 3.0 < high <= 4.0
+
+
+def test_what_cannot_be_measured_is_said_in_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "ENGINES", tmp_path)
+    for changes, message in (
+        ({"row_lengths": [48]}, "row_lengths: got 48, expected a divisor of 64"),
+        ({"others": ["sdpa"]}, "make engines"),
+    ):
+        with pytest.raises(bench.UserError, match=message):
+            bench.step(bench.Options(**{**TINY, **changes}))
