@@ -58,7 +58,9 @@ QUICK = {
 }
 NUMBERS = ("loss", "grad_norm", "eval_loss", "eval_acceptance_length")
 TOLERANCE = 2e-5  # of losses, norms and weights, which are all near 1 or below
-TOLERANCE_BFLOAT16 = 1e-2  # under DeepSpeed, which adds up in another order what bfloat16 then rounds
+TOLERANCE_BFLOAT16 = (
+    1e-2  # after the first step of a sharded draft: summed in another order, and weights then rounded to bfloat16
+)
 
 
 @pytest.fixture(scope="module")
@@ -162,7 +164,7 @@ def test_two_processes_train_the_draft_that_one_does(folder: Path, tmp_path: Pat
     finish_all(launches(folder, name, method, tmp_path))
     whole, reference = alone(method)
     distributed_type, parameters, optimizer = CONFIGURATIONS[name]
-    tolerance = TOLERANCE_BFLOAT16 if "bfloat16" in method and "zero" in name else TOLERANCE
+    tolerance = TOLERANCE_BFLOAT16 if "bfloat16" in method and distributed_type != "MULTI_CPU" else TOLERANCE
 
     # Two processes of one group, each with its part
     for index, place in enumerate(sorted(tmp_path.glob("node-*/process-*.json"), key=lambda path: path.name)):
@@ -175,6 +177,7 @@ def test_two_processes_train_the_draft_that_one_does(folder: Path, tmp_path: Pat
     # The same numbers, step by step, and the same draft, on each machine that keeps its own
     run, *others = sorted(path.parent for path in tmp_path.glob("node-*/run/draft"))
     assert len(others) == (name == "ddp_multinode")  # of a sharded draft only the first machine has the whole
+    assert log(run)[0] == pytest.approx(log(reference)[0], abs=TOLERANCE)
     for entry, expected in zip(log(run), log(reference), strict=True):
         assert entry == pytest.approx(expected, abs=tolerance)
     for one, place in itertools.product((run, *others), ("draft", "checkpoint-10/draft")):
