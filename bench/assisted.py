@@ -8,7 +8,6 @@ compiled way is less than 1.5 times as fast.
 """
 
 import json
-import re
 import statistics
 import sys
 from collections.abc import Callable, Sequence
@@ -28,14 +27,13 @@ from specdistill.methods.draft_model.proposer import DraftModelProposer
 from specdistill.project import ROOT
 from specdistill.recipe.fields import Section, option
 from specdistill.report.phrases import between, number, times
-from specdistill.report.text import table
+from specdistill.report.text import table, write_between
 from specdistill.statistics.intervals import estimates
 from specdistill.suites.suite import evenly, load_suite, tokenize
 from specdistill.targets.frozen import FrozenTarget
 
 RESULTS = Path(__file__).with_name("results") / "assisted.json"
 PAGE = ROOT / "docs" / "decoding.md"
-MARKS = re.compile(r"(<!-- assisted -->\n).*(<!-- /assisted -->)", re.DOTALL)
 UNTRAINED_LAYERS = 2
 EXPECTED = 1.5  # of the compiled way: all of them wait for the same target
 ASSISTED, COMPILED = "transformers' assisted generation", "here, `eval.compile=true`"
@@ -72,7 +70,7 @@ def main(options: Options) -> ExitCode:
     shown = {"hardware": hardware(target.device), "software": software(), "settings": options.model_dump(), "ways": found}
     RESULTS.write_text(json.dumps(shown, indent=1) + "\n", encoding="utf-8")
     text = f"{caption(shown, draft)}\n\n{rows(found)}"
-    PAGE.write_text(MARKS.sub(lambda marks: f"{marks[1]}{text}\n{marks[2]}", PAGE.read_text(encoding="utf-8")), "utf-8")
+    write_between(PAGE, "assisted", text)
     print(text)
     is_met = all(way["identical"] == len(prompts) for way in found.values()) and found[COMPILED]["speedup"] >= EXPECTED
     return ExitCode.DONE if is_met else ExitCode.CHECK_FAILED

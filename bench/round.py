@@ -7,7 +7,6 @@ two marks of docs/decoding.md. Medians over all rounds, on an otherwise idle mac
 like any other, show what grows with the length.
 """
 
-import re
 import statistics
 import sys
 from collections.abc import Callable
@@ -24,12 +23,11 @@ from specdistill.measurement.hardware import hardware, software
 from specdistill.methods.load import load_proposer
 from specdistill.project import ROOT
 from specdistill.recipe.fields import Section, option
-from specdistill.report.text import table
+from specdistill.report.text import table, write_between
 from specdistill.suites.suite import evenly, load_suite, tokenize
 from specdistill.targets.frozen import FrozenTarget
 
 PAGE = ROOT / "docs" / "decoding.md"
-MARKS = re.compile(r"(<!-- round -->\n).*(<!-- /round -->)", re.DOTALL)
 K, NEW_TOKENS, NUM_PROMPTS = 4, 96, 16
 LENGTHS = (256, 2048, 8192)
 PARTS = {
@@ -100,7 +98,7 @@ def main(options: Options) -> ExitCode:
     tables = parts({name: decoder.rounds for name, decoder in decoders.items()}), operators(profiled)
     text = chain.from_iterable(prompt.token_ids for prompt in prompts)
     shown = "\n\n".join((caption(target), *tables, by_length(drafted, [*text])))
-    PAGE.write_text(MARKS.sub(lambda marks: f"{marks[1]}{shown}\n{marks[2]}", PAGE.read_text(encoding="utf-8")), "utf-8")
+    write_between(PAGE, "round", shown)
     print(shown)
     return ExitCode.DONE
 

@@ -252,8 +252,9 @@ def doctor(arguments: list[str]) -> int:
 
 def data(arguments: list[str]) -> int:
     """prepare a recipe's training rows, count them, and show a document's loss tokens; `data generate`: only have servers generate them"""
-    only_generate, arguments = arguments[:1] == ["generate"], arguments[arguments[:1] == ["generate"] :]
-    recipe = load_recipe(Recipe, [*_keys(arguments), "train.output_dir=runs"])  # a recipe needs it, the rows do not
+    only_generate = arguments[:1] == ["generate"]
+    keys = _keys(arguments[1:] if only_generate else arguments)
+    recipe = load_recipe(Recipe, [*keys, "train.output_dir=runs"])  # a recipe needs it, the rows do not
     if not isinstance(recipe, TrainedRecipe):
         raise UserError("method", got=f"{recipe.method}, which needs no training", expected="a method that is trained")
     from rich.console import Console  # here, and not above, because these import torch

@@ -5,6 +5,7 @@ over; its answer is asked for again. Of two answers to one question the first fi
 """
 
 import errno
+import hashlib
 import json
 import os
 import uuid
@@ -22,12 +23,19 @@ PATTERN = "answers-*.jsonl"
 
 
 class Question(NamedTuple):
-    """What identifies an answer. prompt: hash of what it begins from; turn: of the assistant's, from 0; seed: of sampling."""
+    """What identifies an answer. prompt: `digest` of its context; turn: of the assistant's, from 0; seed: of sampling. Of a batch that is
+    generated in process: digest of all of it, and the row.
+    """
 
     prompt: str
     turn: int
     temperature: float
     seed: int
+
+
+def digest(values: Any) -> str:
+    """A hash of plain values."""
+    return hashlib.sha256(json.dumps(values).encode()).hexdigest()
 
 
 @dataclass(frozen=True)

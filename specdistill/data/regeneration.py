@@ -7,9 +7,7 @@ A conversation gives a prompt of everything up to its first assistant turn. A te
 if more prompts are wanted than there are texts, from the beginnings of its paragraphs, lines or words.
 """
 
-import hashlib
 import itertools
-import json
 import logging
 import math
 import random
@@ -22,7 +20,7 @@ import torch
 from datasets import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from specdistill.data.answers import Answer, Answers, Question
+from specdistill.data.answers import Answer, Answers, Question, digest
 from specdistill.data.batch_generate import fast_dtype, generate, generation_mode
 from specdistill.data.cache import Row
 from specdistill.data.chat import Message, prompt_ids
@@ -183,8 +181,8 @@ def _remembered(
     """The continuations of a batch, from the answers if all of them are there."""
     prompts = [prompt.ids for prompt, _ in batch]
     temperatures = [temperature for _, temperature in batch]
-    digest = hashlib.sha256(json.dumps([prompts, temperatures, asked]).encode()).hexdigest()
-    questions = [Question(digest, row, temperature, asked["seed"]) for row, temperature in enumerate(temperatures)]
+    batch_digest = digest([prompts, temperatures, asked])
+    questions = [Question(batch_digest, row, temperature, asked["seed"]) for row, temperature in enumerate(temperatures)]
     known = [] if answers is None else [answers.get(question) for question in questions]
     if known and all(known):
         found = [list(answer.token_ids) for answer in known if answer]

@@ -8,7 +8,6 @@ Every server has as many threads as it may have requests in flight. All of them 
 they are, and what one does not answer another does. An answer is on disk before the next question is asked (specdistill.data.answers).
 """
 
-import hashlib
 import itertools
 import json
 import logging
@@ -22,10 +21,10 @@ from typing import Any
 
 from rich.console import Console
 
-from specdistill.data.answers import Answer, Answers, Question
+from specdistill.data.answers import Answer, Answers, Question, digest
 from specdistill.data.cache import Row
 from specdistill.data.chat import Message, render
-from specdistill.data.completion_server import Server, UnavailableError
+from specdistill.data.completion_server import CompletionServer, UnavailableError
 from specdistill.data.regeneration import Prompt, repeated, row_lengths
 from specdistill.data.set_aside import Candidate, Tally
 from specdistill.errors import ResourceError
@@ -37,24 +36,14 @@ POLL_SECONDS = 0.1
 
 
 @dataclass(frozen=True)
-class Start:
-    """What an answer begins from. prompt: its hash. messages: a conversation, whose assistant's turns are generated anew, or one after its
-    end where it has none; or ids: the first tokens of a text.
-    """
-
-    prompt: str
-    messages: tuple[Message, ...] = ()
-    ids: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True)
 class Task:
-    """A start, to be answered once at a temperature with a seed. number: its place among the results. max_length: of a context with its
-    answer, in tokens.
+    """What is generated from. messages: a conversation, whose assistant's turns are generated anew, or one after its end where it has none;
+    or ids: the first tokens of a text. number: its place among the results. max_length: of a context with its answer, in tokens.
     """
 
     number: int
-    start: Start
+    messages: tuple[Message, ...]
+    ids: tuple[int, ...]
     temperature: float
     seed: int
     max_length: int
@@ -66,10 +55,8 @@ def tasks(prompts: Sequence[Prompt], temperatures: Sequence[float], max_length: 
     texts = [prompt for prompt in prompts if not prompt.is_chat]
     lengths = itertools.cycle(row_lengths(max_length, len(texts[0].ids)) if texts else [max_length])
     for number, (prompt, temperature) in enumerate(repeated(mixed, temperatures)):
-        given: Any = {"messages": prompt.messages} if prompt.is_chat else {"ids": tuple(prompt.ids)}
-        digest = hashlib.sha256(json.dumps(given, sort_keys=True).encode()).hexdigest()
         length = max_length if prompt.is_chat else next(lengths)
-        yield Task(number, Start(digest, **given), temperature, seed + number // len(mixed), length)
+        yield Task(number, prompt.messages, tuple(prompt.ids), temperature, seed + number // len(mixed), length)
 
 
 class Queue:
@@ -111,6 +98,8 @@ class Tokenizer:
 
     def __init__(self, tokenizer: Any, end_ids: Sequence[int], template: dict[str, Any]) -> None:
         self.end_ids, self.special, self.template = frozenset(end_ids), frozenset(tokenizer.all_special_ids), template
+        # Which of several ended an answer its text does not say: the tokenizer's own ends a turn.
+        self._end = tokenizer.eos_token_id if tokenizer.eos_token_id in self.end_ids else next(iter(sorted(self.end_ids)), None)
         self._tokenizer, self._lock = tokenizer, threading.Lock()
 
     def context(self, messages: Sequence[Message]) -> tuple[int, ...]:
@@ -125,15 +114,15 @@ class Tokenizer:
             return str(self._tokenizer.decode(kept, skip_special_tokens=False))
 
     def answer(self, choice: dict[str, Any]) -> tuple[int, ...] | None:
-        """The token ids of a choice; None where its text does not come out of the tokenizer as it went in."""
-        given = choice.get("token_ids") or choice.get("tokens")
-        if given and isinstance(given[0], int):
-            return tuple(given)
-        with self._lock:
-            ids = list(self._tokenizer(choice["text"], add_special_tokens=False, verbose=False)["input_ids"])
-            same = self._tokenizer.decode(ids, skip_special_tokens=False) == choice["text"]
-        ended = choice.get("finish_reason") == "stop" and ids[-1:] and ids[-1] not in self.end_ids
-        return tuple(ids + [min(self.end_ids)] * bool(ended)) if same else None
+        """The token ids of a choice, with the one that ended it; None where its text does not come out of the tokenizer as it went in."""
+        ids = choice.get("token_ids") or choice.get("tokens")
+        if not ids:
+            with self._lock:
+                ids = self._tokenizer(choice["text"], add_special_tokens=False, verbose=False)["input_ids"]
+                if self._tokenizer.decode(ids, skip_special_tokens=False) != choice["text"]:
+                    return None
+        lacks_end = choice.get("finish_reason") == "stop" and not (ids and ids[-1] in self.end_ids)
+        return (*ids, self._end) if lacks_end and self._end is not None else tuple(ids)
 
 
 @dataclass(frozen=True)
@@ -146,7 +135,7 @@ class Turn:
 
 def generate(
     tasks: Iterator[Task],
-    servers: Sequence[Server],
+    servers: Sequence[CompletionServer],
     answers: Answers,
     tokenizer: Tokenizer,
     *,
@@ -161,7 +150,7 @@ def generate(
     queue, stopping, done = Queue(tasks), threading.Event(), dict[int, tuple[Task, list[Turn]]]()
     given_up: dict[str, str] = {}
 
-    def work(server: Server) -> None:
+    def work(server: CompletionServer) -> None:
         while (task := queue.take()) is not None:
             finished = False
             try:
@@ -196,27 +185,30 @@ def generate(
 
 
 def converse(
-    server: Server,
+    server: CompletionServer,
     task: Task,
     answers: Answers,
     tokenizer: Tokenizer,
     on_tokens: Callable[[int], object],
 ) -> list[Turn]:
-    """The turns from a start, each after the ones before it. It ends early with an answer that is no complete turn."""
-    start = task.start
+    """The turns of a task, each after the ones before it. It ends early with an answer that is no complete turn.
+
+    What the server has against a question is not kept: another server, or the same one started otherwise, may answer it.
+    """
     turns: list[Turn] = []
     told: list[Message] = []
-    for number, before in enumerate(_contexts(start.messages)):
+    for number, before in enumerate(_contexts(task.messages)):
         told += before
-        context = tokenizer.context(told) if start.messages else start.ids
+        context = tokenizer.context(told) if task.messages else task.ids
         if len(context) >= task.max_length:
             break
-        question = Question(start.prompt, number, task.temperature, task.seed)
+        question = Question(digest(context), number, task.temperature, task.seed)
         answer = answers.get(question)
-        if answer is None or answer.prompt_ids != context:
+        if answer is None:
             answer = ask(server, context, question, tokenizer, task.max_length - len(context))
-            answers.add(question, answer)
-            on_tokens(len(answer.token_ids))
+            if answer.error is None:
+                answers.add(question, answer)
+        on_tokens(len(answer.token_ids))
         turns.append(Turn(context, answer))
         if answer.error or answer.reason != "stop":
             break
@@ -237,7 +229,9 @@ def _contexts(messages: Sequence[Message]) -> Iterator[list[Message]]:
         yield told
 
 
-def ask(server: Server, context: tuple[int, ...], question: Question, tokenizer: Tokenizer, max_tokens: int) -> Answer:
+def ask(
+    server: CompletionServer, context: tuple[int, ...], question: Question, tokenizer: Tokenizer, max_tokens: int
+) -> Answer:
     """One answer. Raises UnavailableError when the server may give it later."""
     body = {
         "model": server.model,
@@ -277,7 +271,7 @@ def documents(turns: Sequence[Turn], *, all_tokens: bool) -> list[Row]:
 
 def served_rows(
     tasks: Iterator[Task],
-    servers: Sequence[Server],
+    servers: Sequence[CompletionServer],
     answers: Answers,
     tokenizer: Tokenizer,
     num_tokens: int,
@@ -293,7 +287,7 @@ def served_rows(
     tally, total = Tally(), 0
     with answers, progress("Generating training data", num_tokens, "tokens") as advance:
         for task, turns in generate(tasks, servers, answers, tokenizer, concurrency=concurrency, on_tokens=advance):
-            is_text = not task.start.messages
+            is_text = not task.messages
             candidates = (_candidate(turn, tokenizer, is_text) for turn in turns)
             num_kept = sum(1 for _ in itertools.takewhile(lambda candidate: tally.judge(candidate, rules), candidates))
             kept = turns[:num_kept]

@@ -18,7 +18,7 @@ from specdistill.data.answers import Answers
 from specdistill.data.batch_generate import fast_dtype
 from specdistill.data.cache import SHOWN, Row, cached, content_fingerprint, tokenizer_fingerprint
 from specdistill.data.chat import encode_chat, encode_text
-from specdistill.data.completion_server import Server
+from specdistill.data.completion_server import CompletionServer
 from specdistill.data.packing import pack, usable
 from specdistill.data.regeneration import Prompt, chat_prompts, end_token_ids, generated_rows, row_lengths, text_prompts
 from specdistill.data.served import Tokenizer, served_rows, tasks
@@ -189,7 +189,7 @@ def _served(config: DataConfig, sources: Sequence[Source], words: Words, fingerp
     """As `_regenerated`, by servers. Answers are kept in a folder of data.cache_dir, whatever becomes of this process."""
     settings, tokenizer = config.regenerate, words.tokenizer
     held_out_tokens = max(1, round(settings.num_tokens * config.validation_fraction))
-    servers = [Server(address, settings.timeout, settings.batch_size) for address in settings.server]
+    servers = [CompletionServer(address, settings.timeout) for address in settings.server]
     told = Tokenizer(tokenizer, words.end_ids, settings.template)
     made_with = [fingerprint, tokenizer_fingerprint(tokenizer), settings.template]
     folder = _folder(config, [*made_with, config.max_length])

@@ -24,14 +24,15 @@ GENERATED = "generation_tokens_total"
 
 
 class Server:
-    """A server by its address (`http://host:port`). key: where it was given; timeout: seconds that one answer may take."""
+    """A server by its address (`http://host:port`). key: where it was given; timeout: seconds that one answer may take, by timeout_key."""
 
-    def __init__(self, address: str, *, key: str, timeout: float) -> None:
+    def __init__(self, address: str, *, key: str, timeout: float, timeout_key: str = "eval.server_timeout") -> None:
         if not address.startswith(("http://", "https://")):
             raise UserError(key, got=address, expected="the address of a running server, as http://127.0.0.1:8000")
         import requests
 
         self.address, self.timeout, self.session = address.rstrip("/"), timeout, requests.Session()
+        self.timeout_key = timeout_key
         for scheme in ("http://", "https://"):
             self.session.mount(scheme, requests.adapters.HTTPAdapter(pool_maxsize=MOST_IN_FLIGHT))
 
@@ -55,7 +56,7 @@ class Server:
             response = self.session.request(method, url, json=body, timeout=(CONNECT_SECONDS, self.timeout))
         except requests.Timeout as error:
             what = f"{url} did not answer in {self.timeout:g} s"
-            raise ResourceError(what, next_step="look at the server's log, or raise eval.server_timeout") from error
+            raise ResourceError(what, next_step=f"look at the server's log, or raise {self.timeout_key}") from error
         except requests.RequestException as error:
             raise ResourceError(f"{url} does not answer", next_step="start the server, or look at its log") from error
         if response.status_code != 200:

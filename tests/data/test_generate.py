@@ -90,7 +90,7 @@ def test_what_cannot_be_generated_is_one_line(folder: Path, tmp_path: Path) -> N
         several = generate(folder, tmp_path, made)
     assert several.returncode == 2 and several.stderr.startswith("error: data.regenerate.server: got http://127.0.0.1")
     gone = generate(folder, tmp_path, made)
-    assert gone.returncode == 3 and "/v1/models names no models" in gone.stderr and "Traceback" not in gone.stderr
+    assert gone.returncode == 3 and "/v1/models does not answer" in gone.stderr and "Traceback" not in gone.stderr
     nobody = generate(folder, tmp_path)
     assert nobody.returncode == 2 and nobody.stderr.startswith("error: data.regenerate.server: got nothing"), nobody.stderr
 

@@ -10,7 +10,7 @@ import pytest
 
 from specdistill.data import completion_server
 from specdistill.data.answers import Answers
-from specdistill.data.completion_server import Server
+from specdistill.data.completion_server import CompletionServer
 from specdistill.data.regeneration import Prompt
 from specdistill.data.served import Task, Tokenizer, documents, generate, served_rows, tasks
 from specdistill.errors import ResourceError, UserError
@@ -51,13 +51,13 @@ def told() -> Tokenizer:
     return Tokenizer(tiny_tokenizer(CHAT_TEMPLATE), [END], {})
 
 
-def server(made: OpenAIServer, timeout: float = 20.0) -> Server:
-    connected = Server(made.address, timeout)
+def server(made: OpenAIServer, timeout: float = 20.0) -> CompletionServer:
+    connected = CompletionServer(made.address, timeout)
     connected.find_model(["tiny"])
     return connected
 
 
-def turns_of(folder: Path, *servers: Server, concurrency: int = 3) -> list[Any]:
+def turns_of(folder: Path, *servers: CompletionServer, concurrency: int = 3) -> list[Any]:
     """(context, answer) of every turn of every task, in order."""
     with Answers(folder) as answers:
         made = list(generate(numbered(), servers, answers, told(), concurrency=concurrency))
@@ -78,15 +78,15 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
 
 def test_each_turn_is_generated_in_the_context_of_those_before_it(undisturbed: list[Any]) -> None:
     tokenizer = tiny_tokenizer(CHAT_TEMPLATE)
-    first = next(task for task in numbered() if task.start.messages)
+    first = next(task for task in numbered() if task.messages)
     one, two = undisturbed[first.number]
-    messages = [first.start.messages[0]]
+    messages = [first.messages[0]]
     for context, answer in (one, two):
         ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
         assert list(context) == ids
         expected, text = completion(ids, first.seed, first.temperature, Behaviour().text)
         assert list(answer) == expected
-        messages += [turn("assistant", text), first.start.messages[2]]
+        messages += [turn("assistant", text), first.messages[2]]
 
 
 @pytest.mark.parametrize("fault", [429, 500, 503, CUT])
@@ -140,6 +140,33 @@ def test_a_refused_question_is_noted_and_ends_its_conversation(tmp_path: Path, u
     assert all(len(turns[-1].prompt_ids) % 7 == 0 for turns in refused)
 
 
+def test_a_server_that_refuses_everything_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(completion_server, "MOST_REFUSED", 8)
+    with (
+        running(Behaviour(fault=lambda number, body: 400)) as made,
+        pytest.raises(ResourceError, match="/v1/completions answered 400 "),
+    ):
+        turns_of(tmp_path, server(made))
+    assert not len(Answers(tmp_path))  # what was refused is asked again when the server is mended
+
+
+@pytest.mark.parametrize(
+    ("choice", "expected"),
+    [
+        (
+            {"text": "ab", "token_ids": [9, 8, 0], "finish_reason": "stop"},
+            (9, 8, 0),
+        ),  # ended by another end than the tokenizer's
+        ({"text": "ab", "token_ids": [9, 8], "finish_reason": "stop"}, (9, 8, 3)),  # llama.cpp leaves it out
+        ({"text": "ab", "token_ids": [9, 8], "finish_reason": "length"}, (9, 8)),
+    ],
+)
+def test_an_answer_has_the_token_that_ended_it(choice: dict[str, Any], expected: tuple[int, ...]) -> None:
+    tokenizer = tiny_tokenizer(CHAT_TEMPLATE)
+    tokenizer.eos_token = "<|end|>"
+    assert Tokenizer(tokenizer, [0, END], {}).answer(choice) == expected
+
+
 @pytest.mark.parametrize("status", [401, 404])
 def test_a_server_that_never_will_is_named_at_once(status: int, tmp_path: Path) -> None:
     with (
@@ -164,11 +191,11 @@ def test_the_model_is_found_by_name_or_because_it_is_alone() -> None:
     with running(Behaviour(models=("other", "tiny"))) as made:
         assert server(made).model == "tiny"
         with pytest.raises(UserError, match=r"^data\.regenerate\.server: got http://.*, which serves other, tiny"):
-            Server(made.address, 1.0).find_model(["elsewhere"])
-    with pytest.raises(ResourceError, match=r"/v1/models names no models"):
-        Server(made.address, 1.0).find_model(["tiny"])
+            CompletionServer(made.address, 1.0).find_model(["elsewhere"])
+    with pytest.raises(ResourceError, match=r"/v1/models does not answer; start the server"):
+        CompletionServer(made.address, 1.0).find_model(["tiny"])
     with pytest.raises(UserError, match=r"^data\.regenerate\.server: got localhost:8000"):
-        Server("localhost:8000", 1.0)
+        CompletionServer("localhost:8000", 1.0)
 
 
 def test_rows_are_those_of_the_first_tasks_that_give_enough(tmp_path: Path) -> None:
@@ -213,13 +240,13 @@ def test_an_answer_that_breaks_a_rule_is_left_out_with_what_follows(tmp_path: Pa
 def test_turns_share_a_row_where_their_contexts_continue(tmp_path: Path) -> None:
     with running() as made, Answers(tmp_path) as answers:
         results = list(generate(numbered(), [server(made)], answers, told(), concurrency=2))
-    _, turns = next(result for result in results if result[0].start.messages)
+    _, turns = next(result for result in results if result[0].messages)
     (row,) = documents(turns, all_tokens=False)
     assert row["length"] == len(row["input_ids"]) == len(row["loss_mask"])
     assert row["input_ids"] == [*turns[1].prompt_ids, *turns[1].answer.token_ids]
     assert sum(row["loss_mask"]) == sum(len(turn.answer.token_ids) for turn in turns)
     apart = documents([turns[1], turns[0]], all_tokens=False)
     assert len(apart) == 2
-    text_task, text_turns = next(result for result in results if not result[0].start.messages)
+    text_task, text_turns = next(result for result in results if not result[0].messages)
     (row,) = documents(text_turns, all_tokens=True)
-    assert row["loss_mask"] == [1] * row["length"] and text_task.start.ids == tuple(row["input_ids"][:4])
+    assert row["loss_mask"] == [1] * row["length"] and text_task.ids == tuple(row["input_ids"][:4])

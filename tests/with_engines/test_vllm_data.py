@@ -1,0 +1,77 @@
+"""`specdistill data generate` from a real vLLM: greedy answers are what transformers generates from the same contexts."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from specdistill.data.answers import PATTERN
+from specdistill.project import PICO, ROOT
+from tests.with_engines.environments import environment
+from tests.with_engines.test_vllm_server import QUIET
+
+pytestmark = [pytest.mark.engines, pytest.mark.slow]
+
+MODEL = str(PICO)
+
+
+@pytest.fixture(scope="module")
+def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Of vLLM with pico."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    log = tmp_path_factory.mktemp("vllm") / "log"
+    options = ["--dtype", "float32", "--max-model-len", "512", "--enforce-eager", "--block-size", "32", "--port", str(port)]
+    command = [str(environment("vllm") / "bin" / "vllm"), "serve", MODEL, *options]
+    surroundings = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | QUIET
+    with log.open("w") as said, subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT, env=surroundings) as server:
+        try:
+            for _ in range(300):
+                try:
+                    urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/models").close()
+                    break
+                except urllib.error.URLError:
+                    assert server.poll() is None, log.read_text()[-4000:]
+                    time.sleep(1.0)
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            server.terminate()
+
+
+def test_vllm_generates_what_transformers_does(address: str, tmp_path: Path) -> None:
+    """Conversations of two turns: each is answered after the one before it, and ends with the token that ended it."""
+    asked = [[f"What does `{name}` do?", "And in one line?"] for name in ("map", "zip", "sorted", "open", "len", "sum")]
+    turns = [[{"role": role, "content": said} for said in both for role in ("user", "assistant")] for both in asked]
+    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps({"messages": messages}) for messages in turns), encoding="utf-8")
+    keys = ["recipe=pico/eagle3", f"data.source={tmp_path / 'rows.jsonl'}", f"data.cache_dir={tmp_path / 'cache'}"]
+    keys += ["data.regenerate.num_tokens=100", "data.regenerate.temperatures=[0.0]", "data.regenerate.batch_size=1"]
+    keys += ["data.regenerate.set_aside=[]", "data.max_length=128", "data.validation_fraction=0.3"]
+    command = [sys.executable, "-m", "specdistill", "data", "generate", *keys, f"data.regenerate.server=[{address}]"]
+    surroundings = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=surroundings, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = [
+        line for path in tmp_path.glob(f"cache/answers/*/{PATTERN}") for line in path.read_text(encoding="utf-8").splitlines()
+    ]
+    answers = [json.loads(line) for line in lines]
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32), AutoTokenizer.from_pretrained(MODEL)
+    assert answers
+    for answer in answers:
+        ids = torch.tensor([answer["prompt_ids"]])
+        options = {"max_new_tokens": 128 - ids.shape[1], "do_sample": False, "pad_token_id": 0}
+        expected = model.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, ids.shape[1] :].tolist()
+        assert answer["token_ids"] == expected
+        if answer["turn"] == 0:
+            first = tokenizer.decode(answer["prompt_ids"])
+            assert any(both[0] in first for both in asked)
