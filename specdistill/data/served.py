@@ -27,12 +27,13 @@ from specdistill.data.chat import Message, render
 from specdistill.data.completion_server import CompletionServer, UnavailableError
 from specdistill.data.regeneration import Prompt, repeated, row_lengths
 from specdistill.data.set_aside import Candidate, Tally
-from specdistill.errors import ResourceError
+from specdistill.errors import ResourceError, UserError
 from specdistill.progress import progress
 
 logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.1
+MOST_BARREN = 1000  # tasks in a row of which nothing is kept, before it is no longer chance
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,7 @@ class Tokenizer:
 
     def __init__(self, tokenizer: Any, end_ids: Sequence[int], template: dict[str, Any]) -> None:
         self.end_ids, self.special, self.template = frozenset(end_ids), frozenset(tokenizer.all_special_ids), template
-        # Which of several ended an answer its text does not say: the tokenizer's own ends a turn.
+        # Which of several ended an answer its text does not say: the tokenizer's own ends a turn. A server may know more of them.
         self._end = tokenizer.eos_token_id if tokenizer.eos_token_id in self.end_ids else next(iter(sorted(self.end_ids)), None)
         self._tokenizer, self._lock = tokenizer, threading.Lock()
 
@@ -121,7 +122,7 @@ class Tokenizer:
                 ids = self._tokenizer(choice["text"], add_special_tokens=False, verbose=False)["input_ids"]
                 if self._tokenizer.decode(ids, skip_special_tokens=False) != choice["text"]:
                     return None
-        lacks_end = choice.get("finish_reason") == "stop" and not (ids and ids[-1] in self.end_ids)
+        lacks_end = choice.get("finish_reason") == "stop" and not (ids and ids[-1] in self.end_ids | self.special)
         return (*ids, self._end) if lacks_end and self._end is not None else tuple(ids)
 
 
@@ -283,8 +284,9 @@ def served_rows(
     """`num_tokens` generated tokens or a few more, as rows {input_ids, loss_mask, length}: those of the first tasks that give them.
 
     An answer that breaks a rule is left out, with what was said after it. Prints how many were, and saves it beside the answers.
+    Raises UserError when all of them are.
     """
-    tally, total = Tally(), 0
+    tally, total, barren = Tally(), 0, 0
     with answers, progress("Generating training data", num_tokens, "tokens") as advance:
         for task, turns in generate(tasks, servers, answers, tokenizer, concurrency=concurrency, on_tokens=advance):
             is_text = not task.messages
@@ -293,12 +295,18 @@ def served_rows(
             kept = turns[:num_kept]
             yield from documents(kept, all_tokens=is_text or loss_mask == "all")
             total += sum(len(turn.answer.token_ids) for turn in kept)
-            if total >= num_tokens:
+            barren = 0 if kept else barren + 1
+            if total >= num_tokens or barren == MOST_BARREN:
                 break
     tally.save(answers.folder / "set_aside.json")
     Console(stderr=True).print(tally.table())
     for server in servers:
         logger.info("%s gave %d answers", server.address, server.num_answers)
+    if barren == MOST_BARREN:
+        got = f"rules that {MOST_BARREN} answers in a row broke, most of all {tally.aside.most_common(1)[0][0]}"
+        raise UserError(
+            "data.regenerate.set_aside", got=got, expected="some to keep: the table above shows what they look like"
+        )
     if total < num_tokens:
         logger.warning("the prompts of data.source were used up after %d of %d tokens", total, num_tokens)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from specdistill.data import completion_server
+from specdistill.data import completion_server, served
 from specdistill.data.answers import Answers
 from specdistill.data.completion_server import CompletionServer
 from specdistill.data.regeneration import Prompt
@@ -157,6 +157,7 @@ def test_a_server_that_refuses_everything_is_named(tmp_path: Path, monkeypatch: 
             {"text": "ab", "token_ids": [9, 8, 0], "finish_reason": "stop"},
             (9, 8, 0),
         ),  # ended by another end than the tokenizer's
+        ({"text": "ab", "token_ids": [9, 8, 2], "finish_reason": "stop"}, (9, 8, 2)),  # by one that the server alone knows
         ({"text": "ab", "token_ids": [9, 8], "finish_reason": "stop"}, (9, 8, 3)),  # llama.cpp leaves it out
         ({"text": "ab", "token_ids": [9, 8], "finish_reason": "length"}, (9, 8)),
     ],
@@ -235,6 +236,19 @@ def test_an_answer_that_breaks_a_rule_is_left_out_with_what_follows(tmp_path: Pa
         rows = list(served_rows(numbered(), [server(made)], Answers(tmp_path), told(), 10**6, ["looping"], **options))
     tokenizer = tiny_tokenizer()
     assert rows and not any("ababab" in tokenizer.decode(row["input_ids"]) for row in rows)
+
+
+def test_a_run_of_which_nothing_is_kept_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(served, "MOST_BARREN", 20)
+    sampled = tasks(prompts(), [0.8], 128, seed=3)  # without end: a prompt gives another answer each time
+    with (
+        running(Behaviour(text=lambda digest: " ")) as made,
+        pytest.raises(
+            UserError, match=r"^data\.regenerate\.set_aside: got rules that 20 answers in a row broke, most of all empty"
+        ),
+    ):
+        list(served_rows(sampled, [server(made)], Answers(tmp_path), told(), 10**6, ["empty"], concurrency=2))
+    assert (tmp_path / "set_aside.json").is_file()
 
 
 def test_turns_share_a_row_where_their_contexts_continue(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from specdistill.project import ROOT
 
+QUIET_VLLM = {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
 FOLDER = Path(os.environ.get("SPECDISTILL_ENGINES", ROOT / ".venv-engines"))
 
 

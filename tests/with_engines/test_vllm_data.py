@@ -17,8 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from specdistill.data.answers import PATTERN
 from specdistill.project import PICO, ROOT
-from tests.with_engines.environments import environment
-from tests.with_engines.test_vllm_server import QUIET
+from tests.with_engines.environments import QUIET_VLLM, environment
 
 pytestmark = [pytest.mark.engines, pytest.mark.slow]
 
@@ -34,7 +33,7 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     log = tmp_path_factory.mktemp("vllm") / "log"
     options = ["--dtype", "float32", "--max-model-len", "512", "--enforce-eager", "--block-size", "32", "--port", str(port)]
     command = [str(environment("vllm") / "bin" / "vllm"), "serve", MODEL, *options]
-    surroundings = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | QUIET
+    surroundings = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | QUIET_VLLM
     with log.open("w") as said, subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT, env=surroundings) as server:
         try:
             for _ in range(300):

@@ -28,7 +28,6 @@ from tests.with_engines.environments import environment, run
 pytestmark = [pytest.mark.engines, pytest.mark.slow]
 
 NUM_PROMPTS, NEW_TOKENS, LOADS = 8, 48, (1, 4)
-QUIET = {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
 SHARED_MEMORY = Path("/dev/shm")
 
 
@@ -41,7 +40,7 @@ def command(draft: Path, folder: Path) -> list[str]:
 
 
 def evaluating(draft: Path, folder: Path) -> "subprocess.Popen[str]":
-    surroundings = {**os.environ, **QUIET, "PYTHONPATH": str(ROOT)}
+    surroundings = {**os.environ, **QUIET_VLLM, "PYTHONPATH": str(ROOT)}
     return subprocess.Popen(command(draft, folder), env=surroundings, cwd=ROOT, stderr=subprocess.PIPE, text=True)
 
 
@@ -143,7 +142,7 @@ def test_serve_md_is_true(trained: Callable[[str], Path], tmp_path: Path, monkey
     snippet = tmp_path / "snippet.py"
     changes = "dtype='float32', enforce_eager=True, block_size=32, disable_log_stats=False"
     snippet.write_text(re.search(r"```python\n(.*?)\n```", text, re.S)[1].replace("disable_log_stats=False", changes))  # type: ignore[index]
-    for name, value in QUIET.items():
+    for name, value in QUIET_VLLM.items():
         monkeypatch.setenv(name, value)
     bin_folder = environment("vllm") / "bin"
     length = float(re.search(r"acceptance length ([\d.]+)", run(bin_folder / "python", snippet))[1])  # type: ignore[index]
