@@ -23,7 +23,7 @@ from specdistill.suites.suite import load_suite, tokenize
 from specdistill.targets.files import TargetFiles
 from specdistill.targets.frozen import FrozenTarget
 from tests.with_engines.conftest import K
-from tests.with_engines.environments import environment, run
+from tests.with_engines.environments import QUIET_VLLM, environment, run
 
 pytestmark = [pytest.mark.engines, pytest.mark.slow]
 
