@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TypeVar
 
 from datasets import Dataset, List, Value, concatenate_datasets
 from datasets.config import HF_DATASETS_CACHE
@@ -19,6 +18,7 @@ from specdistill.data.batch_generate import fast_dtype
 from specdistill.data.cache import SHOWN, Row, cached, content_fingerprint, tokenizer_fingerprint
 from specdistill.data.chat import encode_chat, encode_text
 from specdistill.data.completion_server import CompletionServer
+from specdistill.data.held_out import by_hash, by_sample, row_hash
 from specdistill.data.packing import pack, usable
 from specdistill.data.regeneration import Prompt, chat_prompts, end_token_ids, generated_rows, row_lengths, text_prompts
 from specdistill.data.served import Tokenizer, served_rows, tasks
@@ -29,8 +29,6 @@ from specdistill.progress import progress
 from specdistill.recipe.sections import DataConfig
 from specdistill.targets.packed_rows import packing
 from specdistill.targets.sharding import is_shared
-
-D = TypeVar("D")
 
 DOCUMENT_COLUMNS = {"input_ids": List(Value("int32")), "loss_mask": List(Value("int8")), "length": Value("int32")}
 SHORT_ANSWER = 32  # tokens, fewer than an answer has on average, so that there are enough questions
@@ -98,7 +96,8 @@ def _from_source(config: DataConfig, sources: Sequence[Source], tokenizer: PreTr
     encoded = [_encoded(source, tokenizer, config.loss_mask, config.cache_dir) for source in sources]
     documents = concatenate_datasets(encoded)
     indices = usable(list(documents["length"]), list(documents["is_text"]), config.max_length)
-    held_out = _held_out(indices, config.validation_fraction, config.seed)
+    places = [(number, row) for number, source in enumerate(sources) for row in range(len(source.rows))]
+    held_out = {indices[position] for position in _held_out([places[index] for index in indices], sources, config)}
     generator = random.Random(config.seed)
     train: list[int] = []
     first = 0
@@ -162,7 +161,7 @@ def _regenerated(
                 )
 
         row_inputs = [[source.rows._fingerprint, source.weight] for source in sources]
-        shape = [config.max_length, config.validation_fraction, config.loss_mask, config.seed]
+        shape = [config.max_length, config.validation_fraction, config.validation_split, config.loss_mask, config.seed]
         how = settings.model_dump(include={"num_tokens", "prompt_tokens", "temperatures", "batch_size"})
         inputs = ["generated", index, num_tokens, model_inputs, row_inputs, shape, how]
         documents = cached(rows, DOCUMENT_COLUMNS, inputs, config.cache_dir)
@@ -216,7 +215,7 @@ def _served(config: DataConfig, sources: Sequence[Source], words: Words, fingerp
 
         row_inputs = [[source.rows._fingerprint, source.weight] for source in sources]
         how = settings.model_dump(include={"num_tokens", "prompt_tokens", "temperatures", "set_aside"})
-        shape = [config.max_length, config.validation_fraction, config.loss_mask, config.seed]
+        shape = [config.max_length, config.validation_fraction, config.validation_split, config.loss_mask, config.seed]
         inputs = ["served", index, num_tokens, made_with, row_inputs, shape, how]
         documents = cached(rows, DOCUMENT_COLUMNS, inputs, config.cache_dir)
         return documents.select(usable(list(documents["length"]), [False] * len(documents), config.max_length))
@@ -248,15 +247,21 @@ def _split_prompts(
             f"texts of {settings.prompt_tokens} tokens (data.regenerate.prompt_tokens) or questions of half of it at most"
         )
         raise UserError("data.max_length", got=f"{config.max_length}, and no row that gives a prompt", expected=expected)
-    held_out = _held_out(sorted({document for document, _ in candidates}), config.validation_fraction, config.seed)
+    documents = sorted({document for document, _ in candidates})
+    held_out = {documents[position] for position in _held_out(documents, sources, config)}
     train = [prompt for document, prompt in candidates if document not in held_out]
     return train, [prompt for document, prompt in candidates if document in held_out]
 
 
-def _held_out(documents: Sequence[D], fraction: float, seed: int) -> set[D]:
-    """The documents held out for validation: at least one, and never all."""
-    if len(documents) < 2:
-        expected = "two or more: one at least is held out for validation"
-        raise UserError("data.source", got="a single usable row", expected=expected)
-    count = min(len(documents) - 1, max(1, round(fraction * len(documents))))
-    return set(random.Random(seed).sample(list(documents), count))
+def _held_out(places: Sequence[tuple[int, int]], sources: Sequence[Source], config: DataConfig) -> set[int]:
+    """Positions in `places`, each a source and a row of it, of what is held out for validation."""
+    if config.validation_split == "sample":
+        return by_sample(len(places), config.validation_fraction, config.seed)
+    hashes = [_hashes(source, config.seed, config.cache_dir) for source in sources]
+    return by_hash([hashes[source][row] for source, row in places], config.validation_fraction)
+
+
+def _hashes(source: Source, seed: int, cache_dir: str | None) -> list[int]:
+    inputs = ["hashes", source.rows._fingerprint, seed]
+    made = cached(lambda: ({"hash": row_hash(row, seed)} for row in source.rows), {"hash": Value("int64")}, inputs, cache_dir)
+    return list(made["hash"])

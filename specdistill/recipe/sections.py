@@ -117,7 +117,12 @@ class DataConfig(Section):
     source: Any = option("pico", "pico, a jsonl/json/parquet file, a Hub id, or a list of {source, weight, split}")
     split: str = option("train", "split of the source")
     max_length: int = option(512, "tokens in a packed row; longer documents are left out", ge=8)
-    validation_fraction: float = option(0.02, "share of the documents held out for the training-time evaluation", ge=0, le=0.9)
+    validation_fraction: float = option(0.02, "share of the rows held out for the training-time evaluation", ge=0, le=0.9)
+    validation_split: Literal["hash", "sample"] = option(
+        "hash",
+        "which rows are held out: by a hash of what they hold, so that equal ones are on one side and more rows move none; or a random "
+        "sample of exactly that share",
+    )
     packing: bool = option(True, "put several documents into a row; they never see each other")
     loss_mask: Literal["assistant", "all"] = option("assistant", "tokens that carry loss")
     regenerate: RegenerateConfig = section(RegenerateConfig)

@@ -51,8 +51,7 @@ def test_documents_are_split_before_they_are_packed(tmp_path: Path) -> None:
     config = config_for(tmp_path, numbered(20))
     train, validation = training_data(config, tiny_tokenizer(), None, fingerprint="")
     kept, held_out = texts_in(train), texts_in(validation)
-    assert sorted(kept + held_out) == [row["text"] for row in numbered(20)]
-    assert len(held_out) == 4
+    assert sorted(kept + held_out) == [row["text"] for row in numbered(20)] and held_out
     assert train.column_names == ["input_ids", "loss_mask", "document_ids", "position_ids"]
     again = training_data(config, tiny_tokenizer(), None, fingerprint="")
     assert [half._fingerprint for half in again] == [train._fingerprint, validation._fingerprint]
@@ -60,12 +59,40 @@ def test_documents_are_split_before_they_are_packed(tmp_path: Path) -> None:
     assert sorted(texts_in(other)) != sorted(kept)
 
 
+def test_more_rows_move_none_to_the_other_side_and_equal_ones_are_on_one(tmp_path: Path) -> None:
+    """By hash, the default. A sample of exactly the share draws anew."""
+
+    def halves(rows: list[dict[str, Any]], **settings: Any) -> list[set[str]]:
+        made = training_data(config_for(tmp_path, rows, **settings), tiny_tokenizer(), None, fingerprint="")
+        return [set(texts_in(half)) for half in made]
+
+    train, validation = halves(numbered(100))
+    assert 10 <= len(validation) <= 30
+    more = [{"text": f"another {number}"} for number in range(50)]
+    later_train, later_validation = halves([*more, *reversed(numbered(100)), *numbered(100)])
+    assert train < later_train and validation < later_validation and not later_train & later_validation
+    train, validation = halves(numbered(100), validation_split="sample")
+    assert len(validation) == 20
+    assert not validation < halves([*more, *numbered(100)], validation_split="sample")[1]
+
+
+def test_answers_to_the_same_questions_are_on_one_side(tmp_path: Path) -> None:
+    def chat(question: int, answer: int) -> dict[str, Any]:
+        roles = ("user", f"q{question}"), ("assistant", f"a{answer}")
+        return {"messages": [{"role": role, "content": content} for role, content in roles]}
+
+    config = config_for(tmp_path, [chat(number % 20, number) for number in range(80)], max_length=64)
+    halves = training_data(config, tiny_tokenizer(CHAT_TEMPLATE), None, fingerprint="")
+    asked = [{text.split("<|end|>")[0] for text in texts_in(half)} for half in halves]
+    assert all(asked) and not asked[0] & asked[1] and len(asked[0] | asked[1]) == 20
+
+
 def test_weights_repeat_the_training_rows_of_a_source(tmp_path: Path) -> None:
     first = config_for(tmp_path, numbered(10)).source
     (tmp_path / "other").mkdir()
     second = config_for(tmp_path / "other", [{"text": f"other {number:03d}"} for number in range(10)]).source
     sources = [{"source": first, "weight": 2.5}, {"source": second, "weight": 0.5}]
-    config = config_for(tmp_path, numbered(10), source=sources, validation_fraction=0.1)
+    config = config_for(tmp_path, numbered(10), source=sources, validation_fraction=0.1, validation_split="sample")
     train, validation = training_data(config, tiny_tokenizer(), None, fingerprint="")
     kept = texts_in(train)
     repeated = [kept.count(row["text"]) for row in numbered(10)]
@@ -77,13 +104,14 @@ def test_weights_repeat_the_training_rows_of_a_source(tmp_path: Path) -> None:
 def test_assistant_tokens_alone_or_all_carry_loss(tmp_path: Path) -> None:
     rows = [{"messages": [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "cd"}]}] * 2
     for loss_mask, expected in (("assistant", "cd<|end|>"), ("all", "<|user|>\nab<|end|><|assistant|>\ncd<|end|>")):
-        config = config_for(tmp_path, rows, loss_mask=loss_mask)
+        config = config_for(tmp_path, rows, loss_mask=loss_mask, validation_split="sample")
         batch = collate(list(training_data(config, tiny_tokenizer(CHAT_TEMPLATE), None, fingerprint="")[0]))
         assert tiny_tokenizer().decode(batch["input_ids"][batch["loss_mask"] == 1]) == expected
 
 
 def test_one_document_a_row_without_packing(tmp_path: Path) -> None:
-    train, validation = training_data(config_for(tmp_path, numbered(20), packing=False), tiny_tokenizer(), None, fingerprint="")
+    config = config_for(tmp_path, numbered(20), packing=False, validation_split="sample")
+    train, validation = training_data(config, tiny_tokenizer(), None, fingerprint="")
     assert (len(train), len(validation)) == (16, 4)
 
 
@@ -135,6 +163,7 @@ def test_regenerated_answers_carry_loss_without_their_questions(tmp_path: Path) 
     [
         ({"max_length": 8, "source": "chats"}, "data.max_length: got 8, expected 20 or more"),
         ({"source": "single"}, "data.source: got a single usable row"),
+        ({"source": "alike"}, "data.source: got 4 usable rows that are all alike"),
         ({"source": "short"}, "data.source: got 3 rows of fewer than 3 tokens"),
         ({"regenerate": replace(GENERATED, prompt_tokens=32)}, "data.regenerate.prompt_tokens: got 32, expected 1 to 31"),
         (
@@ -146,7 +175,7 @@ def test_regenerated_answers_carry_loss_without_their_questions(tmp_path: Path) 
 )
 def test_settings_and_rows_that_cannot_be_used(tmp_path: Path, settings: dict[str, Any], message: str) -> None:
     chat = {"messages": [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]}
-    rows = {"chats": [chat, chat], "single": numbered(1), "short": [{"text": "a"}] * 3}
+    rows = {"chats": [chat, chat], "single": numbered(1), "short": [{"text": "a"}] * 3, "alike": numbered(1) * 4}
     name = settings.get("source", "")
     config = config_for(
         tmp_path, rows.get(name, numbered(5)), **{key: value for key, value in settings.items() if key != "source"}

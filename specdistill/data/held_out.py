@@ -1,0 +1,45 @@
+"""Which rows of the source are held out for validation.
+
+By hash, a row's side depends on nothing but what it holds and the seed: it stays there when others are added or left out, wherever it
+stands, and equal rows are on one side.
+"""
+
+import hashlib
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from specdistill.errors import UserError
+
+RANGE = 2**63  # of hashes: what a column of signed integers holds
+
+
+def row_hash(row: Mapping[str, Any], seed: int) -> int:
+    """0 … RANGE - 1, of a text, or of a conversation without what the assistant says: answers to the same questions are on one side."""
+    if row["text"] is not None:
+        content = ["text", row["text"]]
+    else:
+        content = [part for turn in row["messages"] if turn["role"] != "assistant" for part in (turn["role"], turn["content"])]
+    digest = hashlib.blake2b("\0".join([str(seed), *content]).encode(), digest_size=8)
+    return int.from_bytes(digest.digest()) % RANGE
+
+
+def by_hash(hashes: Sequence[int], fraction: float) -> set[int]:
+    """Positions of the hashes in the lowest `fraction` of their range: one at least, and never all. Raises UserError if all are equal."""
+    found = set(hashes)
+    if len(found) < 2:
+        got = "a single usable row" if len(hashes) < 2 else f"{len(hashes)} usable rows that are all alike"
+        raise UserError("data.source", got=got, expected="two or more: one at least is held out for validation")
+    below = {value for value in found if value < fraction * RANGE} or {min(found)}
+    if below == found:
+        below -= {max(found)}
+    return {position for position, value in enumerate(hashes) if value in below}
+
+
+def by_sample(count: int, fraction: float, seed: int) -> set[int]:
+    """A random sample of that fraction of `count` positions: one at least, and never all. Raises UserError for a single one."""
+    if count < 2:
+        raise UserError(
+            "data.source", got="a single usable row", expected="two or more: one at least is held out for validation"
+        )
+    return set(random.Random(seed).sample(range(count), min(count - 1, max(1, round(fraction * count)))))
