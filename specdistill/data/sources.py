@@ -1,7 +1,7 @@
 """Sources of training rows, and their many forms brought to two: a text, or a conversation.
 
 A source is a built-in one, a jsonl, json or parquet file, a folder or Hub id that the datasets library can load, or a list of
-`{source, weight, split, name}`. Every row becomes `{"text": str, "messages": None}` or
+`{source, weight, split, name, where, min_turns}`. Every row becomes `{"text": str, "messages": None}` or
 `{"text": None, "messages": [{"role", "content"}, …]}` with the roles system, user, assistant and tool.
 """
 
@@ -11,13 +11,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from pkgutil import resolve_name
+from types import MappingProxyType
 from typing import Any
 
 from datasets import Dataset, List, Value, load_dataset
 from datasets.exceptions import DatasetsError
 
 from specdistill.data.cache import Row, cached, content_fingerprint, quiet
-from specdistill.errors import ResourceError, UserError, nearest, one_line
+from specdistill.errors import ResourceError, UserError, beside, nearest, one_line
 from specdistill.recipe.fields import Section, option
 from specdistill.recipe.load import validate
 
@@ -38,6 +39,7 @@ EXCHANGES = (
 )
 KNOWN_COLUMNS = ("text", *CONVERSATIONS, "instances", *dict.fromkeys(name for pair in EXCHANGES for name in pair))
 INSTANCES = ("instruction", "instances")
+NO_CONDITIONS: Mapping[str, Any] = MappingProxyType({})
 EXPECTED = "text, messages, conversations, or instruction and output (prompt and response, question and answer)"
 ROLES = {
     **dict.fromkeys(("user", "human", "prompter"), "user"),
@@ -61,6 +63,8 @@ class SourceEntry(Section):
     weight: float = option(1.0, "2 uses every row twice", gt=0)
     split: str | None = option(None, "null: data.split")
     name: str | None = option(None, "configuration of a Hub id")
+    where: dict[str, Any] = option({}, "rows used: those whose columns hold these values, as {language: [English, German]}")
+    min_turns: int = option(0, "rows used: conversations with so many turns of the user at least; 0: texts, too", ge=0)
 
 
 def load_sources(source: Any, split: str, cache_dir: str | None = None) -> list[Source]:
@@ -76,16 +80,33 @@ def load_sources(source: Any, split: str, cache_dir: str | None = None) -> list[
         if not isinstance(entry, Mapping):
             raise UserError(key, got=repr(entry), expected="{source, weight, split} with the name of a source")
         made = validate(SourceEntry, entry, f"{key}.")
-        rows = load_rows(made.source, made.split or split, name=made.name, key=f"{key}.source", cache_dir=cache_dir)
+        rows = load_rows(
+            made.source,
+            made.split or split,
+            name=made.name,
+            where=made.where,
+            min_turns=made.min_turns,
+            key=f"{key}.source",
+            cache_dir=cache_dir,
+        )
         sources.append(Source(rows, made.weight, f"{key}.source"))
     return sources
 
 
 def load_rows(
-    source: str, split: str, *, name: str | None = None, key: str = "data.source", cache_dir: str | None = None
+    source: str,
+    split: str,
+    *,
+    name: str | None = None,
+    where: Mapping[str, Any] = NO_CONDITIONS,
+    min_turns: int = 0,
+    key: str = "data.source",
+    cache_dir: str | None = None,
 ) -> Dataset:
-    """One source's rows in the two common forms; `name` picks a configuration of a Hub id."""
+    """One source's rows in the two common forms; `name` picks a configuration of a Hub id, `where` and `min_turns` some of the rows."""
     if source in BUILT_IN:
+        if where or min_turns:
+            raise UserError(key, got=f"{source} with where or min_turns", expected="all of it, or another source")
         fingerprint, rows_of_split = resolve_name(BUILT_IN[source])(split)
         return cached(rows_of_split, COLUMNS, [source, fingerprint], cache_dir)
     raw = _load(source, split, name, key, cache_dir)
@@ -96,21 +117,43 @@ def load_rows(
         close = next((match for column in raw.column_names if (match := nearest(column, KNOWN_COLUMNS))), None)
         raise UserError(key, got=f"{source} with columns {', '.join(raw.column_names)}", expected=EXPECTED, nearest=close)
 
+    if unknown := next((column for column in where if column not in columns), None):
+        close = nearest(unknown, columns)
+        got, expected = f"{unknown}, which is no column of {source}", f"of {', '.join(raw.column_names)}"
+        raise UserError(beside(key, "where"), got=got, expected=expected, nearest=close)
+
     def normalised() -> Iterator[Row]:
-        dropped = 0
+        empty = others = 0
         for index, row in enumerate(raw):
+            if not matches(row, where):
+                others += 1
+                continue
             rows_of_it = list(normalise(row, f"{key} row {index}"))
-            dropped += not rows_of_it
-            yield from rows_of_it
-        if dropped:
-            logger.warning("%s: %d of %d rows of %s hold no text and are left out", key, dropped, len(raw), source)
+            long_enough = [made for made in rows_of_it if has_turns(made, min_turns)]
+            empty += not rows_of_it
+            others += bool(rows_of_it) and not long_enough
+            yield from long_enough
+        for count, why in ((empty, "hold no text"), (others, f"are not asked for by {beside(key, 'where')} and min_turns")):
+            if count:
+                logger.warning("%s: %d of %d rows of %s %s and are left out", key, count, len(raw), source, why)
 
     # The library's own fingerprint of a file is of its name and date, which differ between machines.
     fingerprint = content_fingerprint(raw) if Path(source).exists() else raw._fingerprint
-    rows = cached(normalised, COLUMNS, ["rows", fingerprint], cache_dir)
+    chosen = [dict(where), min_turns] if where or min_turns else []
+    rows = cached(normalised, COLUMNS, ["rows", fingerprint, *chosen], cache_dir)
     if len(rows) == 0:
-        raise UserError(key, got=f"{source}, whose rows are all empty", expected=EXPECTED)
+        got = f"{source}, of which where and min_turns leave no row" if chosen else f"{source}, whose rows are all empty"
+        raise UserError(key, got=got, expected=EXPECTED)
     return rows
+
+
+def matches(row: Mapping[str, Any], where: Mapping[str, Any]) -> bool:
+    """Whether each column named holds the value, or one of the list of values."""
+    return all(row[column] in (wanted if isinstance(wanted, list) else [wanted]) for column, wanted in where.items())
+
+
+def has_turns(row: Row, min_turns: int) -> bool:
+    return min_turns == 0 or sum(turn["role"] == "user" for turn in row["messages"] or ()) >= min_turns
 
 
 def normalise(row: Mapping[str, Any], where: str) -> Iterator[Row]:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -105,6 +106,35 @@ def test_a_list_of_sources_with_weights(tmp_path: Path) -> None:
         ("a", 2.0, "data.source[0].source"),
         ("b", 1.0, "data.source[1].source"),
     ]
+
+
+def test_an_entry_takes_the_rows_that_it_asks_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def row(language: str, score: int, questions: int) -> dict[str, Any]:
+        turns = [{"role": role, "content": f"{language} {score}"} for role in ("user", "assistant")] * questions
+        return {"language": language, "score": score, "messages": turns}
+
+    rows = [row("en", 1, 1), row("de", 1, 2), row("fr", 1, 2), row("de", 2, 2), row("de", 1, 3), row("en", 1, 2)]
+    entry = {"source": written(tmp_path / "rows.jsonl", rows)}
+
+    def taken(**conditions: Any) -> list[str]:
+        (source,) = load_sources([{**entry, **conditions}], "train", str(tmp_path))
+        return [f"{messages[0]['content']} {len(messages) // 2}" for messages in source.rows["messages"]]
+
+    everything = ["en 1 1", "de 1 2", "fr 1 2", "de 2 2", "de 1 3", "en 1 2"]
+    assert taken() == everything
+    assert taken(where={"language": ["en", "de"], "score": 1}) == ["en 1 1", "de 1 2", "de 1 3", "en 1 2"]
+    assert taken(min_turns=2) == everything[1:]
+    assert taken(where={"language": "de"}, min_turns=3) == ["de 1 3"]
+    said = "5 of 6 rows of .* are not asked for by data.source.0..where and min_turns and are left out"
+    assert re.search(said, caplog.text)
+    assert taken() == everything  # each choice is kept on its own
+    for conditions, message in (
+        ({"where": {"lang": "de"}}, r"data.source\[0\].where: got lang, which is no column of .*; did you mean language"),
+        ({"where": {"language": "es"}}, r"data.source\[0\].source: got .*, of which where and min_turns leave no row"),
+        ({"source": "pico", "min_turns": 2}, r"data.source\[0\].source: got pico with where or min_turns"),
+    ):
+        with pytest.raises(UserError, match=message):
+            taken(**conditions)
 
 
 @pytest.mark.parametrize(
