@@ -14,6 +14,7 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from itertools import compress
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -21,7 +22,7 @@ from typing import Annotated, Any, Literal
 from pydantic import create_model, model_validator
 
 import specdistill
-from specdistill.command import NO_SHORTHANDS, print_help, spell_out
+from specdistill.command import NO_SHORTHANDS, check_writable, print_help, spell_out
 from specdistill.engines import engines_with
 from specdistill.errors import ExitCode, ResourceError, UserError, explain, nearest
 from specdistill.launch import LaunchOptions, launch
@@ -118,6 +119,15 @@ class CommonDoctorOptions(Section):
         return self
 
 
+DATA_VERBS = ("show", "generate")
+IN_TERMINAL, ON_PAGE = 3, 24
+
+
+class ShowOptions(Section):
+    documents: int | None = option(None, f"documents to show as text; null: {IN_TERMINAL} here, {ON_PAGE} on a page", ge=1)
+    output: str | None = option(None, "HTML page for the same, with plots; null: none")
+
+
 WITH_A_TARGET = ReadWhen("with target=…", lambda it: it.target.model is not None)
 KEYS_OF_METHODS: dict[str, Any] = dict(eval_keys_of_methods(read_when=WITH_A_TARGET))
 DoctorOptions: type[CommonDoctorOptions] = create_model("DoctorOptions", __base__=CommonDoctorOptions, **KEYS_OF_METHODS)
@@ -135,8 +145,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"specdistill {specdistill.__version__}")
         return ExitCode.DONE
     if verb in OPTIONS and HELP & set(rest):
-        schema, shorthands = OPTIONS[verb]
-        print_help(f"specdistill {verb}: {VERBS[verb].__doc__}", schema, shorthands=shorthands)
+        schemas, shorthands = OPTIONS[verb]
+        print_help(f"specdistill {verb}: {VERBS[verb].__doc__}", *schemas, shorthands=shorthands)
         return ExitCode.DONE
     try:
         if verb not in VERBS:
@@ -251,26 +261,45 @@ def doctor(arguments: list[str]) -> int:
 
 
 def data(arguments: list[str]) -> int:
-    """prepare a recipe's training rows, count them, and show a document's loss tokens; `data generate`: only have servers generate them"""
-    only_generate = arguments[:1] == ["generate"]
-    keys = _keys(arguments[1:] if only_generate else arguments)
-    recipe = load_recipe(Recipe, [*keys, "train.output_dir=runs"])  # a recipe needs it, the rows do not
+    """prepare a recipe's training data, count it and show documents (`data show`); `data generate`: only have servers generate it"""
+    verb = arguments.pop(0) if arguments[:1] and arguments[0] in DATA_VERBS else "show"
+    keys = _keys(arguments)
+    is_shown = [verb == "show" and key.partition("=")[0] in ShowOptions.model_fields for key in keys]
+    options = load_recipe(ShowOptions, list(compress(keys, is_shown)))
+    own = [key for key, shown in zip(keys, is_shown, strict=True) if not shown]
+    recipe = load_recipe(Recipe, [*own, "train.output_dir=runs"])  # a recipe needs it, the rows do not
     if not isinstance(recipe, TrainedRecipe):
         raise UserError("method", got=f"{recipe.method}, which needs no training", expected="a method that is trained")
-    from rich.console import Console  # here, and not above, because these import torch
+    return _generate(recipe) if verb == "generate" else _show(recipe, options)
 
-    from specdistill.data.packing import document, summary
-    from specdistill.data.training_data import training_data
+
+def _show(recipe: TrainedRecipe, options: ShowOptions) -> int:
+    """Training data in the terminal and, where one is asked for, on a page."""
+    from specdistill.data import show  # here, and not above, because these import torch
+    from specdistill.data.sources import source_names
+    from specdistill.data.training_data import training_data, training_documents
+    from specdistill.report.rows import write_page
     from specdistill.targets.frozen import FrozenTarget
 
-    if only_generate:
-        return _generate(recipe)
+    if options.output is not None:
+        check_writable(Path(options.output).parent, "output")
     target = FrozenTarget.load(**vars(recipe.target))
-    train_set, eval_set = training_data(recipe.data, target.tokenizer, target.model, fingerprint=target.identity.weights)
-    console = Console()
-    console.print(summary({"train": train_set, "validation": eval_set}))
-    console.print("\nThe first document of the first row; tokens that carry loss are green:\n")
-    console.print(document(train_set[0], target.tokenizer))
+    made_from = recipe.data, target.tokenizer, target.model
+    packed = training_data(*made_from, fingerprint=target.identity.weights)
+    documents = training_documents(*made_from, fingerprint=target.identity.weights)
+    names, max_length = source_names(recipe.data.source), recipe.data.max_length
+    lengths = [show.lengths(part) for part in documents]
+    halves = {
+        name: show.half(len(rows), of, max_length)
+        for name, rows, of in zip(("train", "validation"), packed, lengths, strict=True)
+    }
+    mixture = show.mixture(lengths[0], names)
+    look = partial(show.shown, documents[0], names, tokenizer=target.tokenizer, max_length=max_length)
+    show.print_data(halves, mixture, look(options.documents or IN_TERMINAL))
+    if options.output is not None:
+        on_page = look(options.documents or ON_PAGE)
+        write_page(Path(options.output), "output", target.name, recipe.data, halves, mixture, lengths[0], on_page)
+        print(f"\npage: {options.output}")
     return ExitCode.DONE
 
 
@@ -342,12 +371,12 @@ def path(arguments: list[str]) -> int:
 
 VERBS = {verb.__name__: verb for verb in (demo, plan, export, doctor, data, train, eval, compare, gate, path)}
 # What a verb's --help lists. Those that are not here say it themselves: scripts, and `path`.
-OPTIONS: dict[str, tuple[type[Section], Mapping[str, str]]] = {
-    "demo": (Recipe, {}),
-    "plan": (PlanOptions, SHORTHANDS),
-    "export": (ExportOptions, SHORTHANDS),
-    "doctor": (DoctorOptions, DOCTOR_SHORTHANDS),
-    "data": (Recipe, {}),
+OPTIONS: dict[str, tuple[Sequence[type[Section]], Mapping[str, str]]] = {
+    "demo": ([Recipe], {}),
+    "plan": ([PlanOptions], SHORTHANDS),
+    "export": ([ExportOptions], SHORTHANDS),
+    "doctor": ([DoctorOptions], DOCTOR_SHORTHANDS),
+    "data": ([Recipe, ShowOptions], {}),
 }
 
 

@@ -146,6 +146,7 @@ def test_light_verbs_do_not_import_torch(arguments: str):
         ("train recipe=pico/target", "curriculum.batch_tokens"),
         ("demo", "eval.num_speculative_tokens"),
         ("data", "data.max_length"),
+        ("data", "output"),
         ("plan", "target.model"),
         ("gate", "baseline"),
     ],

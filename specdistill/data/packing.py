@@ -3,23 +3,20 @@
 Columns of a row, all `max_length` long: `input_ids`; `loss_mask` (1 where the token carries loss); `document_ids` (0, 1, 2, … in the
 row, -1 for padding): tokens see only the document they are in; `position_ids`, which restart at 0 with each document.
 
-What is read off such rows is here too: a batch of them, the draft vocabulary, and how they look to a reader.
+What is read off such rows is here too: a batch of them, and the draft vocabulary.
 """
 
 import logging
 import random
 from bisect import bisect_left, insort
-from collections.abc import Mapping, Sequence
-from itertools import groupby, pairwise
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from datasets import Dataset, List, Value
-from rich.table import Table
-from rich.text import Text
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
 from specdistill.data.cache import Row, cached
 from specdistill.errors import UserError
@@ -167,29 +164,3 @@ def draft_vocabulary(rows: Dataset, vocab_size: int, draft_vocab_size: int | Non
     for batch in rows.select_columns(["input_ids", "loss_mask"]).with_format("torch").iter(batch_size=1024):
         counts += torch.bincount(batch["input_ids"][batch["loss_mask"].bool()], minlength=vocab_size)
     return counts.argsort(descending=True, stable=True)[:draft_vocab_size].sort().values
-
-
-def summary(halves: Mapping[str, Dataset]) -> Table:
-    """Rows, documents, tokens and loss tokens of each half; `filled` is the share that is not padding."""
-    table = Table("", "rows", "documents", "tokens", "loss tokens", "filled")
-    for name, rows in halves.items():
-        counts = dict.fromkeys(("documents", "tokens", "loss_tokens", "slots"), 0)
-        for row in rows.select_columns(["document_ids", "loss_mask"]).with_format("numpy"):
-            is_token = row["document_ids"] != PADDING_DOCUMENT
-            counts["documents"] += int(row["document_ids"].max()) + 1
-            counts["tokens"] += int(is_token.sum())
-            counts["loss_tokens"] += int(row["loss_mask"].sum())
-            counts["slots"] += is_token.size
-        numbers = (len(rows), counts["documents"], counts["tokens"], counts["loss_tokens"])
-        table.add_row(name, *(f"{number:,}" for number in numbers), f"{counts['tokens'] / counts['slots']:.1%}")
-    return table
-
-
-def document(row: Mapping[str, Sequence[int]], tokenizer: PreTrainedTokenizerBase) -> Text:
-    """The first document of a row; loss tokens are green, the others dim."""
-    text = Text()
-    tokens = zip(row["input_ids"], row["loss_mask"], row["document_ids"], strict=True)
-    first = [(token, has_loss) for token, has_loss, number in tokens if number == 0]
-    for has_loss, group in groupby(first, key=lambda pair: bool(pair[1])):
-        text.append(str(tokenizer.decode([token for token, _ in group])), style="bold green" if has_loss else "dim")
-    return text

@@ -40,6 +40,7 @@ MOST_BARREN = 1000  # tasks in a row of which nothing is kept, before it is no l
 class Task:
     """What is generated from. messages: a conversation, whose assistant's turns are generated anew, or one after its end where it has none;
     or ids: the first tokens of a text. number: its place among the results. max_length: of a context with its answer, in tokens.
+    source: its place in data.source.
     """
 
     number: int
@@ -48,6 +49,7 @@ class Task:
     temperature: float
     seed: int
     max_length: int
+    source: int
 
 
 def tasks(prompts: Sequence[Prompt], temperatures: Sequence[float], max_length: int, seed: int) -> Iterator[Task]:
@@ -57,7 +59,7 @@ def tasks(prompts: Sequence[Prompt], temperatures: Sequence[float], max_length: 
     lengths = itertools.cycle(row_lengths(max_length, len(texts[0].ids)) if texts else [max_length])
     for number, (prompt, temperature) in enumerate(repeated(mixed, temperatures)):
         length = max_length if prompt.is_chat else next(lengths)
-        yield Task(number, prompt.messages, tuple(prompt.ids), temperature, seed + number // len(mixed), length)
+        yield Task(number, prompt.messages, tuple(prompt.ids), temperature, seed + number // len(mixed), length, prompt.source)
 
 
 class Queue:
@@ -281,7 +283,7 @@ def served_rows(
     concurrency: int,
     loss_mask: str = "assistant",
 ) -> Iterator[Row]:
-    """`num_tokens` generated tokens or a few more, as rows {input_ids, loss_mask, length}: those of the first tasks that give them.
+    """`num_tokens` generated tokens or a few more, as rows {input_ids, loss_mask, length, source}: those of the first tasks that give them.
 
     An answer that breaks a rule is left out, with what was said after it. Prints how many were, and saves it beside the answers.
     Raises UserError when all of them are.
@@ -293,7 +295,8 @@ def served_rows(
             candidates = (_candidate(turn, tokenizer, is_text) for turn in turns)
             num_kept = sum(1 for _ in itertools.takewhile(lambda candidate: tally.judge(candidate, rules), candidates))
             kept = turns[:num_kept]
-            yield from documents(kept, all_tokens=is_text or loss_mask == "all")
+            for row in documents(kept, all_tokens=is_text or loss_mask == "all"):
+                yield {**row, "source": task.source}
             total += sum(len(turn.answer.token_ids) for turn in kept)
             barren = 0 if kept else barren + 1
             if total >= num_tokens or barren == MOST_BARREN:

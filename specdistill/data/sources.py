@@ -93,6 +93,12 @@ def load_sources(source: Any, split: str, cache_dir: str | None = None) -> list[
     return sources
 
 
+def source_names(source: Any) -> list[str]:
+    """What `load_sources` loads, in its order, as a reader tells them apart."""
+    entries = [{"source": source}] if isinstance(source, str) else source
+    return [" ".join(str(value) for key, value in entry.items() if key != "weight" and value) for entry in entries]
+
+
 def load_rows(
     source: str,
     split: str,

@@ -3,7 +3,7 @@
 import math
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -30,7 +30,12 @@ from specdistill.recipe.sections import DataConfig
 from specdistill.targets.packed_rows import packing
 from specdistill.targets.sharding import is_shared
 
-DOCUMENT_COLUMNS = {"input_ids": List(Value("int32")), "loss_mask": List(Value("int8")), "length": Value("int32")}
+DOCUMENT_COLUMNS = {
+    "input_ids": List(Value("int32")),
+    "loss_mask": List(Value("int8")),
+    "length": Value("int32"),
+    "source": Value("int32"),
+}
 SHORT_ANSWER = 32  # tokens, fewer than an answer has on average, so that there are enough questions
 
 
@@ -47,32 +52,32 @@ def training_data(
     _check(config, tokenizer, model)
     agree({"weights of target.model": fingerprint[:SHOWN]})
     with first_on_each_machine("preparing the training data"):
-        train, validation = _prepared(config, tokenizer, model, fingerprint)
+        documents = training_documents(config, tokenizer, model, fingerprint=fingerprint)
+        padding = next(token for token in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if token is not None)
+        train, validation = (
+            pack(part, config.max_length, config.packing, padding, config.seed, config.cache_dir) for part in documents
+        )
     if are_several():
         rows = {"training rows": content_fingerprint(train), "validation rows": content_fingerprint(validation)}
         agree(rows, otherwise=": prepare on one machine, and copy data.cache_dir")
     return train, validation
 
 
-def _prepared(
-    config: DataConfig, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel | None, fingerprint: str
+def training_documents(
+    config: DataConfig, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel | None, *, fingerprint: str
 ) -> tuple[Dataset, Dataset]:
-    """(train, validation) rows, from the cache where they were made before."""
+    """(train, validation) documents before they are packed, in one process, from the cache where they were made before.
+
+    Columns: `input_ids`; `loss_mask`, 1 where a token carries loss; `length` in tokens; `source`, its place in data.source.
+    """
     sources = load_sources(config.source, config.split, config.cache_dir)
-    if config.regenerate.num_tokens > 0:
-        assert model is not None
-        if config.regenerate.server:
-            words = Words(tokenizer, tuple(end_token_ids(model, tokenizer)), str(model.name_or_path))
-            documents = _served(config, sources, words, fingerprint)
-        else:
-            documents = _regenerated(config, sources, tokenizer, model, fingerprint)
-    else:
-        documents = _from_source(config, sources, tokenizer)
-    padding = next(token for token in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if token is not None)
-    train, validation = (
-        pack(part, config.max_length, config.packing, padding, config.seed, config.cache_dir) for part in documents
-    )
-    return train, validation
+    if config.regenerate.num_tokens == 0:
+        return _from_source(config, sources, tokenizer)
+    assert model is not None
+    if config.regenerate.server:
+        words = Words(tokenizer, tuple(end_token_ids(model, tokenizer)), str(model.name_or_path))
+        return _served(config, sources, words, fingerprint)
+    return _regenerated(config, sources, tokenizer, model, fingerprint)
 
 
 def _check(config: DataConfig, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel | None) -> None:
@@ -93,7 +98,7 @@ def _check(config: DataConfig, tokenizer: PreTrainedTokenizerBase, model: PreTra
 
 def _from_source(config: DataConfig, sources: Sequence[Source], tokenizer: PreTrainedTokenizerBase) -> tuple[Dataset, Dataset]:
     """(train, validation) documents: the source's rows. Training has each row of a source of weight 2 twice."""
-    encoded = [_encoded(source, tokenizer, config.loss_mask, config.cache_dir) for source in sources]
+    encoded = [_encoded(source, number, tokenizer, config.loss_mask, config.cache_dir) for number, source in enumerate(sources)]
     documents = concatenate_datasets(encoded)
     indices = usable(list(documents["length"]), list(documents["is_text"]), config.max_length)
     places = [(number, row) for number, source in enumerate(sources) for row in range(len(source.rows))]
@@ -110,7 +115,7 @@ def _from_source(config: DataConfig, sources: Sequence[Source], tokenizer: PreTr
     return documents.select(train), documents.select(sorted(held_out))
 
 
-def _encoded(source: Source, tokenizer: PreTrainedTokenizerBase, loss_mask: str, cache_dir: str | None) -> Dataset:
+def _encoded(source: Source, number: int, tokenizer: PreTrainedTokenizerBase, loss_mask: str, cache_dir: str | None) -> Dataset:
     def documents() -> Iterator[Row]:
         with progress("Tokenizing", len(source.rows), "rows") as advance:
             for index, row in enumerate(source.rows):
@@ -119,10 +124,10 @@ def _encoded(source: Source, tokenizer: PreTrainedTokenizerBase, loss_mask: str,
                     encoded = encode_text(tokenizer, row["text"])
                 else:
                     encoded = encode_chat(tokenizer, row["messages"], loss_mask, f"{source.key} row {index}")
-                yield {**vars(encoded), "length": len(encoded.input_ids), "is_text": is_text}
+                yield {**vars(encoded), "length": len(encoded.input_ids), "source": number, "is_text": is_text}
                 advance()
 
-    inputs = ["encoded", source.rows._fingerprint, tokenizer_fingerprint(tokenizer), loss_mask]
+    inputs = ["encoded", source.rows._fingerprint, number, tokenizer_fingerprint(tokenizer), loss_mask]
     return cached(documents, {**DOCUMENT_COLUMNS, "is_text": Value("bool")}, inputs, cache_dir)
 
 
@@ -241,7 +246,7 @@ def _split_prompts(
         texts, chats = (math.ceil(count * weight / sum(weights)) for count in (num_texts, num_chats))
         prompts = text_prompts(source.rows, tokenizer, settings.prompt_tokens, texts, config.seed)
         prompts += chat_prompts(source.rows, tokenizer, config.max_length // 2, chats, config.seed)
-        candidates += [((number, prompt.row), prompt) for prompt in prompts]
+        candidates += [((number, prompt.row), replace(prompt, source=number)) for prompt in prompts]
     if not candidates:
         expected = (
             f"texts of {settings.prompt_tokens} tokens (data.regenerate.prompt_tokens) or questions of half of it at most"

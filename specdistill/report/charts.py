@@ -1,9 +1,10 @@
-"""The plots of the report and of a comparison, as SVG.
+"""The plots of the report, of a comparison and of training data, as SVG.
 
 Every plot is 420 units wide: two fit side by side on a desktop and one on a phone, with readable labels on both.
 """
 
 import itertools
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,8 @@ LETTER = 7.6  # the width that a character of a label takes, generously
 ABOVE, LONGEST = 14, int(WIDTH / LETTER)  # the height of a name above what it names, and the characters that fit there
 
 KINDS = {"prefill": "line", "draft": "bonus", "target": "bar", "rest": "faint"}  # what time goes into, and its colour
+TOKENS = {"loss tokens": "good", "other tokens": "line"}
+A_DOUBLING = 2  # bars of a histogram of lengths while they double
 STROKES = ("good", "bonus", "mine", "muted")  # of one curve after the other
 
 Row = Mapping[str, Any]
@@ -214,7 +217,7 @@ def time_per_token(latency: Mapping[str, Mapping[str, float]]) -> Markup | None:
     """A bar each for plain decoding and decoding with the draft: milliseconds a token, by what they go into."""
     sides = {"baseline": "plain", "speculative": "with draft"}
     bars = [(name, [*latency[side].items()]) for side, name in sides.items() if side in latency]
-    return _stacked(bars) if bars else None
+    return _of_times(bars) if bars else None
 
 
 def time_per_token_by_candidate(named: Named) -> Markup | None:
@@ -229,30 +232,89 @@ def time_per_token_by_candidate(named: Named) -> Markup | None:
         draft = row.get("draft_ms", 0.0) * row["num_draft_tokens"] / row["num_new_tokens"]
         verify = row["verify_ms"] * row["num_rounds"] / row["num_new_tokens"]
         bars.append((name, _parts(row["tokens_per_second"], draft=draft, target=verify)))
-    return _stacked(bars, left=0, above=ABOVE)
+    return _of_times(bars, left=0, above=ABOVE)
+
+
+def _of_times(bars: Sequence[tuple[str, Parts]], **place: Any) -> Markup:
+    def of_bar(milliseconds: float) -> str:
+        return f"{number(milliseconds, max(0, 3 - len(str(int(milliseconds)))))} ms"  # three digits
+
+    return _stacked(
+        bars, "Milliseconds that a token costs", KINDS, of_bar, lambda milliseconds: f"{number(milliseconds, 3)} ms", **place
+    )
 
 
 def _parts(tokens_per_second: float, **known: float) -> Parts:
     return [*known.items(), ("rest", 1000 / tokens_per_second - sum(known.values()))]
 
 
-def _stacked(rows: Sequence[tuple[str, Parts]], *, left: float = 88, above: int = 0) -> Markup:
-    """A bar for each name, its parts one after the other; names as in `_lines`."""
+def lengths(tokens: Sequence[int], axis: str, limit: int | None = None) -> Markup | None:
+    """Bars: how many documents have so many tokens, on a scale that doubles. limit: dashed."""
+    places = [int(A_DOUBLING * math.log2(count)) for count in tokens if count > 0]
+    if not places:
+        return None
+    first, last = min(places), max(places)
+    counts = [places.count(place) for place in range(first, last + 1)]
+    height = 230
+    x = Scale(first, last + 1, LEFT, WIDTH - RIGHT)
+    y = Scale(0, _round_count(max(counts)), height - BOTTOM - AXIS, TOP)
+    drawn = _y_axis(y, [(value, f"{value:,g}") for value in _ticks(0, y.high)], WIDTH - RIGHT)
+    for place, count in enumerate(counts, first):
+        title = f"{math.ceil(2 ** (place / A_DOUBLING)):,} to {math.ceil(2 ** ((place + 1) / A_DOUBLING)) - 1:,}: {count:,} documents"
+        where = {"x": x(place) + 1, "y": y(count), "width": round(x(place + 1) - x(place) - 2, 1)}
+        drawn.append(_tag("rect", _tag("title", title), **where, height=round(y.start - y(count), 1), rx=2, fill="var(--bar)"))
+    every = 1 + (last - first) // (9 * A_DOUBLING)
+    for power in range(-(-first // A_DOUBLING), (last + 1) // A_DOUBLING + 1, every):
+        drawn.append(_text(x(power * A_DOUBLING), y.start + 17, f"{2**power:,}", anchor="middle"))
+    if limit is not None and first <= (dashed := A_DOUBLING * math.log2(limit)) <= last + 1:
+        drawn.append(_line(x(dashed), TOP, x(dashed), y.start, "muted", stroke_dasharray="3 4"))
+    drawn.append(_text((LEFT + WIDTH - RIGHT) / 2, height - 6, axis, anchor="middle"))
+    return _svg(height, f"Documents by {axis}", drawn)
+
+
+def mixture(parts: Sequence[Any]) -> Markup:
+    """A bar for each source: its tokens, those with loss first."""
+    names = _short([part.source for part in parts], LONGEST)
+    of_source = [(part.loss_tokens, part.tokens - part.loss_tokens) for part in parts]
+    bars = [(name, [*zip(TOKENS, counts, strict=True)]) for name, counts in zip(names, of_source, strict=True)]
+    total = max(1, sum(part.tokens for part in parts))
+    label = "Tokens of each source"
+    return _stacked(
+        bars, label, TOKENS, lambda count: percent(count / total), lambda count: f"{count:,.0f}", left=0, above=ABOVE
+    )
+
+
+def _stacked(
+    rows: Sequence[tuple[str, Parts]],
+    label: str,
+    colours: Mapping[str, str],
+    of_bar: Shown,
+    of_part: Shown,
+    *,
+    left: float = 88,
+    above: int = 0,
+) -> Markup:
+    """A bar for each name, its parts one after the other; names as in `_lines`. of_bar, of_part: how amounts are written."""
     step, top = 52 + above, 8
-    x = Scale(0, max(sum(milliseconds for _, milliseconds in parts) for _, parts in rows), left, WIDTH - 72)
+    x = Scale(0, max(sum(amount for _, amount in parts) for _, parts in rows), left, WIDTH - 72)
     drawn = []
     for index, (name, parts) in enumerate(rows):
-        y, total, start = top + step * index + above, sum(milliseconds for _, milliseconds in parts), 0.0
+        y, total, start = top + step * index + above, sum(amount for _, amount in parts), 0.0
         drawn.append(_text(0, y - 1 if above else y + 24, name))
-        for kind, milliseconds in parts:
-            end = start + max(milliseconds, 0.0)
-            title = _tag("title", f"{kind}: {number(end - start, 3)} ms")
+        for kind, amount in parts:
+            end = start + max(amount, 0.0)
+            title = _tag("title", f"{kind}: {of_part(end - start)}")
             place = {"x": x(start), "y": y + 4, "width": round(x(end) - x(start), 1), "height": 32}
-            drawn.append(_tag("rect", title, **place, fill=f"var(--{KINDS[kind]})"))
+            drawn.append(_tag("rect", title, **place, fill=f"var(--{colours[kind]})"))
             start = end
-        three_digits = number(total, max(0, 3 - len(str(int(total)))))
-        drawn.append(_text(x(start) + 6, y + 24, f"{three_digits} ms", kind="strong"))
-    return _svg(top + len(rows) * step, "Milliseconds that a token costs", drawn)
+        drawn.append(_text(x(start) + 6, y + 24, of_bar(total), kind="strong"))
+    return _svg(top + len(rows) * step, label, drawn)
+
+
+def _round_count(most: int) -> int:
+    """The next of 1, 2, 5, 10, 20, …"""
+    power: int = 10 ** (len(str(most)) - 1)
+    return next(digits * power for digits in (1, 2, 5, 10) if digits * power >= most)
 
 
 def _tag(name: str, content: object = "", **attributes: object) -> Markup:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from datasets import Dataset
 
-from specdistill.data.sources import load_rows, load_sources, normalise
+from specdistill.data.sources import load_rows, load_sources, normalise, source_names
 from specdistill.errors import ResourceError, UserError
 from specdistill.pico.corpus import chats, standard_library
 
@@ -215,3 +215,9 @@ def written(path: Path, rows: Sequence[Mapping[str, Any]]) -> str:
     else:
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
+
+
+def test_sources_are_told_apart_by_what_is_taken_of_them() -> None:
+    assert source_names("pico") == ["pico"]
+    entries = [{"source": "a.jsonl", "weight": 2, "split": "test"}, {"source": "a.jsonl", "where": {"language": "French"}}]
+    assert source_names(entries) == ["a.jsonl test", "a.jsonl {'language': 'French'}"]
