@@ -1,19 +1,23 @@
-"""The loss of rows through a head, chunk by chunk: no tensor of [rows, vocabulary] outlives its chunk.
+"""The loss of rows through a head, block by block: no tensor of [rows, vocabulary] outlives its block.
 
-A chunk's logits are needed for the loss and for its gradient, so both are taken while they exist: forward keeps the gradient of the rows
-and, summed in float32, that of the head, and backward only scales them. `head_loss_plainly` is the same in one piece and by autograd.
+A block's logits are needed for the loss and for its gradient, so both are taken while they exist: each row of logits gives way to its own
+gradient, of which two products make those of the rows and of the head. Forward keeps them, the head's summed in float32, and backward only
+scales them. `head_loss_plainly` is the same in one piece and by autograd.
 
-Shapes: K drafted positions, R rows, r rows of a chunk, H hidden size, W vocabulary, M metrics.
+Shapes: K drafted positions, R rows, b rows of a block, r of a chunk of it, H hidden size, W vocabulary, M metrics.
 """
 
 from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-CHUNK = 2048  # rows; 250 MiB of float32 logits over 32k tokens
+BLOCK = 4096  # rows, of all K positions, whose logits exist at a time: products of fewer would not fill a GPU
+# Float32 logits in a divergence: more would not stay in caches, and glibc would map their memory anew each time.
+CHUNK_BYTES = 32 << 20
+# Rows of a position in a divergence that is compiled: what is fused needs no caches, and every chunk is compiled for itself.
+COMPILED_CHUNK = 2048
 
 
 class Head(Protocol):
@@ -30,19 +34,32 @@ LossOf = Callable[[Tensor, Any, int], tuple[Tensor, Tensor]]  # logits [r, W], t
 
 
 def head_loss(
-    rows_KRH: Tensor, weights_KR: Tensor, head: Head, targets_of: TargetsOf, loss_of: LossOf, *, chunk: int = CHUNK
+    rows_KRH: Tensor,
+    weights_KR: Tensor,
+    head: Head,
+    targets_of: TargetsOf,
+    loss_of: LossOf,
+    *,
+    block: int = BLOCK,
+    chunk_bytes: int = CHUNK_BYTES,
 ) -> tuple[Tensor, Tensor]:
     """The weighted sum of the rows' losses, a scalar, and their metrics [M, K, R], which take no gradient.
 
     The gradient reaches the rows and the head's weight and bias. All K positions of a row are compared with the same targets.
     """
     linear = head.linear
+    num_positions, vocabulary = len(rows_KRH), len(linear.weight)
+    if torch.compiler.is_compiling():
+        size = chunk = min(block, COMPILED_CHUNK)
+    else:
+        chunk = max(1, min(block // num_positions, chunk_bytes // (4 * vocabulary)))
+        size = chunk * max(1, block // (num_positions * chunk))
     gives_gradient = torch.is_grad_enabled()
     trains = tuple(
         gives_gradient and tensor is not None and tensor.requires_grad for tensor in (rows_KRH, linear.weight, linear.bias)
     )
-    result: tuple[Tensor, Tensor] = _InChunks.apply(  # type: ignore[no-untyped-call]
-        rows_KRH, linear.weight, linear.bias, weights_KR, head.finish, targets_of, loss_of, chunk, trains
+    result: tuple[Tensor, Tensor] = _InBlocks.apply(  # type: ignore[no-untyped-call]
+        rows_KRH, linear.weight, linear.bias, weights_KR, head.finish, targets_of, loss_of, size, chunk, trains
     )
     return result
 
@@ -58,7 +75,7 @@ def head_loss_plainly(
     return (losses_KR * weights_KR).sum(), metrics_KMR.detach().transpose(0, 1)
 
 
-class _InChunks(torch.autograd.Function):
+class _InBlocks(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -69,39 +86,50 @@ class _InChunks(torch.autograd.Function):
         finish: Callable[[Tensor], Tensor],
         targets_of: TargetsOf,
         loss_of: LossOf,
+        size: int,
         chunk: int,
         trains: tuple[bool, bool, bool],
     ) -> tuple[Tensor, Tensor]:
         device = rows_KRH.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight_WH.dtype
-        weight = weight_WH.detach().to(dtype).requires_grad_(trains[1])
-        bias = None if bias_W is None else bias_W.detach().to(dtype).requires_grad_(trains[2])
+        weight, bias = weight_WH.to(dtype), None if bias_W is None else bias_W.to(dtype)
+        num_positions, num_rows, _ = rows_KRH.shape
         total = torch.zeros((), dtype=torch.float32, device=rows_KRH.device)
-        rows_grad = torch.zeros_like(rows_KRH) if trains[0] else None
+        rows_grad = torch.empty_like(rows_KRH) if trains[0] else None
         weight_grad = torch.zeros_like(weight_WH, dtype=torch.float32) if trains[1] else None
         bias_grad = torch.zeros_like(bias_W, dtype=torch.float32) if bias_W is not None and trains[2] else None
+        buffer = weight.new_empty(num_positions * min(size, num_rows), len(weight))
         metrics = []
-        for start in range(0, rows_KRH.shape[1], chunk):
-            part = slice(start, start + chunk)
-            with torch.no_grad():
-                targets = targets_of(part)
-            found = []
-            for k in range(rows_KRH.shape[0]):
-                rows = rows_KRH[k, part].detach().requires_grad_(trains[0])
-                with torch.set_grad_enabled(any(trains)):
-                    losses_r, metrics_Mr = loss_of(finish(F.linear(rows.to(dtype), weight, bias)), targets, k)
-                    loss = (losses_r * weights_KR[k, part]).sum()
-                found.append(metrics_Mr.detach())
-                total = total + loss.detach()
-                wanted = [tensor for tensor in (rows, weight, bias) if tensor is not None and tensor.requires_grad]
-                grads = iter(torch.autograd.grad(loss, wanted) if wanted else ())
-                if rows_grad is not None:
-                    rows_grad[k, part] = next(grads)
-                if weight_grad is not None:
-                    weight_grad += next(grads)
-                if bias_grad is not None:
-                    bias_grad += next(grads)
-            metrics.append(torch.stack(found, dim=1))
+        for start in range(0, num_rows, size):
+            stop = min(start + size, num_rows)
+            rows_KbH = rows_KRH[:, start:stop].to(dtype)
+            rows = rows_KbH.flatten(0, 1)
+            logits = torch.mm(rows, weight.t(), out=buffer[: len(rows)])
+            if bias is not None:
+                logits += bias
+            logits_KbW = logits.view(num_positions, stop - start, -1)
+            for first in range(start, stop, chunk):
+                part = slice(first, min(first + chunk, stop))
+                own = slice(part.start - start, part.stop - start)
+                with torch.no_grad():
+                    targets = targets_of(part)
+                found = []
+                for k in range(num_positions):
+                    logits_rW = logits_KbW[k, own].detach().requires_grad_(any(trains))
+                    with torch.set_grad_enabled(any(trains)):
+                        losses_r, metrics_Mr = loss_of(finish(logits_rW), targets, k)
+                        loss = (losses_r * weights_KR[k, part]).sum()
+                    found.append(metrics_Mr.detach())
+                    total = total + loss.detach()
+                    if any(trains):
+                        logits_KbW[k, own] = torch.autograd.grad(loss, logits_rW)[0]
+                metrics.append(torch.stack(found, dim=1))
+            if rows_grad is not None:
+                rows_grad[:, start:stop] = (logits @ weight).view_as(rows_KbH)
+            if weight_grad is not None:
+                weight_grad += logits.t() @ rows
+            if bias_grad is not None:
+                bias_grad += logits.sum(0, dtype=torch.float32)
         metrics_MKR = torch.cat(metrics, dim=-1)
         ctx.save_for_backward(rows_grad, weight_grad, bias_grad)
         ctx.dtypes = weight_WH.dtype, None if bias_W is None else bias_W.dtype
@@ -116,5 +144,5 @@ class _InChunks(torch.autograd.Function):
             None if rows_grad is None else rows_grad * grad.to(rows_grad.dtype),
             None if weight_grad is None else (weight_grad * grad).to(weight_dtype),
             None if bias_grad is None else (bias_grad * grad).to(bias_dtype),
-            *[None] * 6,
+            *[None] * 7,
         )

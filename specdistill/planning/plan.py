@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from specdistill.errors import UserError
-from specdistill.losses.chunked import CHUNK
+from specdistill.losses.chunked import BLOCK
 from specdistill.methods import METHODS
 from specdistill.methods.sizes import ASSUMED_DTYPE, TOKENS_PER_SAMPLE, Described, Parts, PlannedDraft, Shape, weights_read
 from specdistill.planning.accounting import Account, objective_for, training_step
@@ -337,12 +337,12 @@ def training_memory(
     """Device memory of online training by part, roughly: the draft is counted with gradients and AdamW in float32.
 
     Activations of each token and unrolled step: 28H + 4I numbers a layer in bfloat16, as `specdistill.planning.accounting` counts them in
-    EAGLE-3 heads; and five float32 logits in each row of a chunk.
+    EAGLE-3 heads; and the logits of a block of the loss.
 
     vocabulary: tokens the draft's logits span. num_steps: unrolled steps. num_tokens: in a micro-batch.
     """
     layers = 2 * (28 * shape.hidden_size + 4 * shape.intermediate_size) * parts.num_layers
-    activations = num_tokens * num_steps * layers + 20 * CHUNK * vocabulary
+    activations = num_tokens * num_steps * layers + 2 * BLOCK * vocabulary
     return {
         "target": target_bytes,
         "draft": BYTES_PER_TRAINED * parts.parameters,

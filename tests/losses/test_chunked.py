@@ -45,13 +45,13 @@ class Case:
         return total.detach(), metrics, [tensor.grad for tensor in (self.rows, *self.linear.parameters())]
 
 
-@pytest.mark.parametrize("chunk", [1, 7, R, 1024])
+@pytest.mark.parametrize(("block", "chunk"), [(1, 1), (20, 7), (33, 4), (3 * R, 7), (3 * R, R), (1024, 1024)])
 @pytest.mark.parametrize(
     "divergence", [*DIVERGENCES, [{"name": "lk", "weight": 0.3}, {"name": "jsd", "beta": 0.2, "weight": 2}]], ids=str
 )
-def test_value_metrics_and_gradients_are_those_of_the_plain_form(divergence: Any, chunk: int) -> None:
+def test_value_metrics_and_gradients_are_those_of_the_plain_form(divergence: Any, block: int, chunk: int) -> None:
     case = Case(divergence)
-    total, metrics, grads = case.run(head_loss, chunk=chunk)
+    total, metrics, grads = case.run(head_loss, block=block, chunk_bytes=chunk * 4 * W)
     expected_total, expected_metrics, expected = case.run(head_loss_plainly)
     assert float(total) == pytest.approx(float(expected_total), rel=1e-5)
     assert metrics.shape == (2, K, R) and not metrics.requires_grad
@@ -66,7 +66,7 @@ def test_value_metrics_and_gradients_are_those_of_the_plain_form(divergence: Any
 )
 def test_frozen_biased_and_capped_heads(options: dict[str, Any]) -> None:
     case = Case(**options)
-    (total, _, grads), (expected_total, _, expected) = case.run(head_loss, chunk=16), case.run(head_loss_plainly)
+    (total, _, grads), (expected_total, _, expected) = case.run(head_loss, block=16), case.run(head_loss_plainly)
     assert float(total) == pytest.approx(float(expected_total), rel=1e-5)
     for grad, wanted in zip(grads, expected, strict=True):
         assert (grad is None) == (wanted is None)
@@ -76,7 +76,7 @@ def test_frozen_biased_and_capped_heads(options: dict[str, Any]) -> None:
 def test_rows_may_take_no_gradient() -> None:
     case = Case()
     case.rows = case.rows.detach()
-    _, _, (rows_grad, weight_grad) = case.run(head_loss, chunk=16)
+    _, _, (rows_grad, weight_grad) = case.run(head_loss, block=16)
     assert rows_grad is None and weight_grad is not None
     with torch.no_grad():
         total, _ = head_loss(case.rows, case.weights_KR, case.head, lambda rows: case.probs_RW[rows], case.losses)
@@ -86,7 +86,7 @@ def test_rows_may_take_no_gradient() -> None:
 def test_under_autocast_matrices_are_multiplied_in_16_bits_and_the_heads_gradient_is_float32() -> None:
     case = Case()
     with torch.autocast("cpu", torch.bfloat16):
-        total, _, grads = case.run(head_loss, chunk=16)
+        total, _, grads = case.run(head_loss, block=16)
         expected_total, _, expected = case.run(head_loss_plainly)
     assert float(total) == pytest.approx(float(expected_total), rel=1e-5) != float(case.run(head_loss_plainly)[0])
     for grad, wanted in zip(grads, expected, strict=True):
@@ -105,9 +105,9 @@ class Largest(TorchDispatchMode):
         return result
 
 
-def test_no_tensor_is_larger_than_a_chunk_s_logits() -> None:
-    chunk, largest = 10, {}
-    for name, form, options in (("chunked", head_loss, {"chunk": chunk}), ("plain", head_loss_plainly, {})):
+def test_no_tensor_is_larger_than_a_block_s_logits() -> None:
+    block, largest = 30, {}
+    for name, form, options in (("blocks", head_loss, {"block": block}), ("plain", head_loss_plainly, {})):
         case = Case()
         case.probs_RW = case.probs_RW[:1]  # so that no target has a row of its own
         with Largest() as mode:
@@ -116,7 +116,7 @@ def test_no_tensor_is_larger_than_a_chunk_s_logits() -> None:
             )
             total.backward()
         largest[name] = mode.numel
-    assert largest["chunked"] <= max(chunk * W, K * R * H) < largest["plain"] == R * W
+    assert largest["blocks"] <= max(block * W, K * R * H) < largest["plain"] == R * W
 
 
 @pytest.mark.slow
@@ -124,9 +124,9 @@ def test_no_tensor_is_larger_than_a_chunk_s_logits() -> None:
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # dynamo does it
 def test_it_compiles_as_one_graph() -> None:
     case = Case("jsd")
-    expected_total, expected_metrics, expected = case.run(head_loss, chunk=16)
+    expected_total, expected_metrics, expected = case.run(head_loss, block=16)
     step = torch.compile(lambda *args, **options: head_loss(*args, **options), fullgraph=True, backend="aot_eager")
-    total, metrics, grads = case.run(step, chunk=16)
+    total, metrics, grads = case.run(step, block=16)
     assert torch.allclose(total, expected_total) and torch.allclose(metrics, expected_metrics)
     for grad, wanted in zip(grads, expected, strict=True):
         assert grad is not None and wanted is not None and torch.allclose(grad, wanted, atol=1e-6)

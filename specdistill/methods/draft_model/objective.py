@@ -28,7 +28,7 @@ from transformers import PreTrainedModel
 from specdistill.data.batch_generate import generate, generation_mode
 from specdistill.data.packing import indexed
 from specdistill.errors import UserError
-from specdistill.losses.chunked import CHUNK, head_loss
+from specdistill.losses.chunked import BLOCK, head_loss
 from specdistill.losses.divergence import Divergence, acceptance
 from specdistill.targets.anatomy import Anatomy, examine
 from specdistill.targets.frozen import FrozenTarget
@@ -160,8 +160,8 @@ class Distillation(nn.Module):
         """The share of the rows with loss where the draft is furthest behind the reference. [R] bool."""
         assert soft_targets is not None and self._reference is not None
         gaps = []
-        for start in range(0, len(rows_RH), CHUNK):
-            part = slice(start, start + CHUNK)
+        for start in range(0, len(rows_RH), BLOCK):
+            part = slice(start, start + BLOCK)
             probs_rV = soft_targets.at(part, measure=False).probs_rW
             own, other = self._draft.head(rows_RH[part]), self._reference.head(reference_RH[part])
             gaps.append(rowwise_kl(own, probs_rV) - rowwise_kl(other, probs_rV))
