@@ -277,21 +277,26 @@ def _show(recipe: TrainedRecipe, options: ShowOptions) -> int:
     """Training data in the terminal and, where one is asked for, on a page."""
     from specdistill.data import show  # here, and not above, because these import torch
     from specdistill.data.sources import source_names
-    from specdistill.data.training_data import training_data, training_documents
+    from specdistill.data.training_data import packed, training_documents
     from specdistill.report.rows import write_page
     from specdistill.targets.frozen import FrozenTarget
 
     if options.output is not None:
         check_writable(Path(options.output).parent, "output")
     target = FrozenTarget.load(**vars(recipe.target))
-    made_from = recipe.data, target.tokenizer, target.model
-    packed = training_data(*made_from, fingerprint=target.identity.weights)
-    documents = training_documents(*made_from, fingerprint=target.identity.weights)
+    documents = training_documents(
+        recipe.data,
+        target.tokenizer,
+        target.model,
+        fingerprint=target.identity.weights,
+        measured_on=recipe.measured_on,
+    )
+    rows = packed(documents, recipe.data, target.tokenizer)
     names, max_length = source_names(recipe.data.source), recipe.data.max_length
     lengths = [show.lengths(part) for part in documents]
     halves = {
-        name: show.half(len(rows), of, max_length)
-        for name, rows, of in zip(("train", "validation"), packed, lengths, strict=True)
+        name: show.half(len(part), of, max_length)
+        for name, part, of in zip(("train", "validation"), rows, lengths, strict=True)
     }
     mixture = show.mixture(lengths[0], names)
     look = partial(show.shown, documents[0], names, tokenizer=target.tokenizer, max_length=max_length)
@@ -316,7 +321,9 @@ def _generate(recipe: TrainedRecipe) -> int:
         )
     words = read_words(target.model, revision=target.revision, trust_remote_code=target.trust_remote_code)
     identity = TargetFiles.of(target.model, target.revision, target.adapter).identity
-    train_set, eval_set = served_data(recipe.data, Words(*words, target.model), identity.weights)
+    train_set, eval_set = served_data(
+        recipe.data, Words(*words, target.model), fingerprint=identity.weights, measured_on=recipe.measured_on
+    )
     counts = " and ".join(f"{sum(part['length']):,} tokens in {len(part):,} documents" for part in (train_set, eval_set))
     print(f"for training and validation: {counts}")
     return ExitCode.DONE

@@ -10,6 +10,9 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 from specdistill.errors import ResourceError, UserError, nearest
 from specdistill.project import PICO
 
+# httpx's base class, under the name of the release that huggingface_hub stands on.
+HTTP_ERROR: type[BaseException] = HfHubHTTPError.__bases__[0]
+
 
 def resolve(model: str, key: str = "target.model") -> str:
     """The folder of `pico`, which ships with the package; any other name unchanged. Raises UserError for a missing folder or file."""

@@ -33,7 +33,13 @@ def main(recipe: DraftModelRecipe) -> None:
 
     # Target and data
     target = FrozenTarget.load(**vars(recipe.target))
-    train_set, eval_set = training_data(recipe.data, target.tokenizer, target.model, fingerprint=target.identity.weights)
+    train_set, eval_set = training_data(
+        recipe.data,
+        target.tokenizer,
+        target.model,
+        fingerprint=target.identity.weights,
+        measured_on=recipe.measured_on,
+    )
 
     # Draft, what it learns, and the run's record before its first step
     draft = create_draft(recipe, target, train_set)

@@ -17,6 +17,7 @@ from specdistill.data.answers import Answers
 from specdistill.data.batch_generate import fast_dtype
 from specdistill.data.cache import SHOWN, Row, cached, content_fingerprint, tokenizer_fingerprint
 from specdistill.data.chat import encode_chat, encode_text
+from specdistill.data.cleaning.left_out import cleaned
 from specdistill.data.completion_server import CompletionServer
 from specdistill.data.held_out import by_hash, by_sample, row_hash
 from specdistill.data.packing import pack, usable
@@ -40,23 +41,26 @@ SHORT_ANSWER = 32  # tokens, fewer than an answer has on average, so that there 
 
 
 def training_data(
-    config: DataConfig, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel | None, *, fingerprint: str
+    config: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    model: PreTrainedModel | None,
+    *,
+    fingerprint: str,
+    measured_on: Sequence[str] = (),
 ) -> tuple[Dataset, Dataset]:
     """(train, validation) rows with the columns of `packing`, split by document; at least one row each.
 
     With `regenerate.num_tokens` above 0 `model` generates the documents, once for each `fingerprint` of its weights. Of several processes
-    the first on each machine prepares them, and the others read what it has kept.
+    the first on each machine prepares them, and the others read what it has kept. measured_on: suites that the draft will be measured on,
+    whose prompts `data.decontaminate` keeps out.
     Raises UserError naming the recipe's key for settings or rows that cannot be used, and for machines whose rows or weights differ;
     ResourceError when the Hub or the disk fails.
     """
     _check(config, tokenizer, model)
     agree({"weights of target.model": fingerprint[:SHOWN]})
     with first_on_each_machine("preparing the training data"):
-        documents = training_documents(config, tokenizer, model, fingerprint=fingerprint)
-        padding = next(token for token in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if token is not None)
-        train, validation = (
-            pack(part, config.max_length, config.packing, padding, config.seed, config.cache_dir) for part in documents
-        )
+        documents = training_documents(config, tokenizer, model, fingerprint=fingerprint, measured_on=measured_on)
+        train, validation = packed(documents, config, tokenizer)
     if are_several():
         rows = {"training rows": content_fingerprint(train), "validation rows": content_fingerprint(validation)}
         agree(rows, otherwise=": prepare on one machine, and copy data.cache_dir")
@@ -64,13 +68,19 @@ def training_data(
 
 
 def training_documents(
-    config: DataConfig, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel | None, *, fingerprint: str
+    config: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    model: PreTrainedModel | None,
+    *,
+    fingerprint: str,
+    measured_on: Sequence[str] = (),
 ) -> tuple[Dataset, Dataset]:
     """(train, validation) documents before they are packed, in one process, from the cache where they were made before.
 
     Columns: `input_ids`; `loss_mask`, 1 where a token carries loss; `length` in tokens; `source`, its place in data.source.
     """
-    sources = load_sources(config.source, config.split, config.cache_dir)
+    _check(config, tokenizer, model)
+    sources = _sources(config, measured_on)
     if config.regenerate.num_tokens == 0:
         return _from_source(config, sources, tokenizer)
     assert model is not None
@@ -78,6 +88,22 @@ def training_documents(
         words = Words(tokenizer, tuple(end_token_ids(model, tokenizer)), str(model.name_or_path))
         return _served(config, sources, words, fingerprint)
     return _regenerated(config, sources, tokenizer, model, fingerprint)
+
+
+def packed(
+    documents: tuple[Dataset, Dataset], config: DataConfig, tokenizer: PreTrainedTokenizerBase
+) -> tuple[Dataset, Dataset]:
+    """Both halves as rows with the columns of `packing`."""
+    padding = next(token for token in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if token is not None)
+    train, validation = (
+        pack(part, config.max_length, config.packing, padding, config.seed, config.cache_dir) for part in documents
+    )
+    return train, validation
+
+
+def _sources(config: DataConfig, measured_on: Sequence[str]) -> list[Source]:
+    loaded = load_sources(config.source, config.split, config.cache_dir)
+    return cleaned(loaded, config.decontaminate, config.near_duplicates, measured_on, config.cache_dir)
 
 
 def _check(config: DataConfig, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel | None) -> None:
@@ -184,9 +210,11 @@ class Words:
     name: str
 
 
-def served_data(config: DataConfig, words: Words, fingerprint: str) -> tuple[Dataset, Dataset]:
+def served_data(
+    config: DataConfig, words: Words, *, fingerprint: str, measured_on: Sequence[str] = ()
+) -> tuple[Dataset, Dataset]:
     """(train, validation) documents generated by `data.regenerate.server`, for `training_data` to find. Needs no weights."""
-    return _served(config, load_sources(config.source, config.split, config.cache_dir), words, fingerprint)
+    return _served(config, _sources(config, measured_on), words, fingerprint)
 
 
 def _served(config: DataConfig, sources: Sequence[Source], words: Words, fingerprint: str) -> tuple[Dataset, Dataset]:

@@ -89,6 +89,11 @@ class TrainedRecipe(Recipe):
         """Of the draft's initialization: the Trainer's."""
         return int(self.train.get("seed", DEFAULT_SEED))
 
+    @property
+    def measured_on(self) -> list[str]:
+        """The suites that the draft is measured on, as far as the recipe says."""
+        return [suite for suite in (self.eval.suite, self.selection and self.selection.suite) if suite]
+
     @model_validator(mode="after")
     def _trainer_reads_its_keys(self) -> "TrainedRecipe":
         if other := next((name for name in READ_BY_ADAMW if name in self.train), None) if self.optimizer != "adamw" else None:

@@ -10,7 +10,7 @@ from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled, StrictD
 from transformers import AutoConfig, PreTrainedConfig
 
 from specdistill.errors import UserError, one_line
-from specdistill.hub import fetch, resolve
+from specdistill.hub import HTTP_ERROR, fetch, resolve
 from specdistill.methods import METHODS
 from specdistill.methods.checkpoint import read_config
 from specdistill.methods.mtp.checkpoint import ARCHITECTURE as MTP
@@ -18,8 +18,6 @@ from specdistill.methods.mtp.tensor_names import NATIVE_KEYS
 from specdistill.methods.sizes import CAUSAL_LM, Described
 
 TIMEOUT_SECONDS = 5
-# httpx's base class, under the name of the release that huggingface_hub stands on.
-HTTP_ERROR: type[BaseException] = HfHubHTTPError.__bases__[0]
 # What drafts call themselves, special names first; some are methods that are not trained here.
 METHOD_PATTERNS = (
     (r"p-?eagle", "peagle"),

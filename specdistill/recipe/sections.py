@@ -123,6 +123,13 @@ class DataConfig(Section):
         "which rows are held out: by a hash of what they hold, so that equal ones are on one side and more rows move none; or a random "
         "sample of exactly that share",
     )
+    decontaminate: list[str] = option(
+        ["all"],
+        "suites whose prompts no row may share 13 words in a row with; all: those that ship, and those of eval and selection; []: none",
+    )
+    near_duplicates: float | None = option(
+        None, "leave out rows this similar to an earlier one (Jaccard index of word 5-grams), as 0.8; null: none", ge=0.5, le=1
+    )
     packing: bool = option(True, "put several documents into a row; they never see each other")
     loss_mask: Literal["assistant", "all"] = option("assistant", "tokens that carry loss")
     regenerate: RegenerateConfig = section(RegenerateConfig)

@@ -108,7 +108,7 @@ def load_suite(name: str | None, target: str = "pico") -> Suite:
         return Suite(path.stem, digest[:12], "not stated", path.name, digest, parse(path.name, content, {}))
     header = _header(path)
     prompts = header.prompts if header.prompts.startswith(REMOTE) else str(path.parent / header.prompts)
-    content = read(prompts)
+    content = read(prompts, is_pinned=header.sha256 is not None)
     digest = hashlib.sha256(content).hexdigest()
     if header.sha256 not in (None, digest):
         expected = f"the content that {path.name} names by its sha256 {header.sha256}"
@@ -257,23 +257,28 @@ def _tokenize(row: SuiteRow, tokenizer: Any, whole: bool = False) -> Prompt:
     return Prompt(row.id, row.category, row.content, tuple(ids))
 
 
-def read(place: str) -> bytes:
-    """The content of a file or URL. Raises UserError for a file, ResourceError for a URL that cannot be read."""
-    path = download(place) if place.startswith(REMOTE) else place
+def read(place: str, *, is_pinned: bool = False) -> bytes:
+    """The content of a file or URL. Raises UserError for a file, ResourceError for a URL that cannot be read.
+
+    is_pinned: its content is known, so that a URL is asked for once and needs no network later.
+    """
+    path = download(place, is_pinned=is_pinned) if place.startswith(REMOTE) else place
     try:
         return Path(path).read_bytes()
     except OSError as error:
         raise UserError("eval.suite", got=f"{path} ({error.strerror})", expected="a readable file") from error
 
 
-def download(url: str) -> str:
+def download(url: str, *, is_pinned: bool = False) -> str:
     """A URL's file in the cache of the datasets library."""
     from datasets import DownloadConfig, DownloadManager  # slow to import, and reports do not need it
-    from huggingface_hub.errors import HfHubHTTPError
+
+    from specdistill.hub import HTTP_ERROR
 
     try:
-        path: str = DownloadManager(download_config=DownloadConfig(disable_tqdm=True)).download(url)
-    except (OSError, HfHubHTTPError) as error:
+        config = DownloadConfig(disable_tqdm=True, use_etag=not is_pinned)
+        path: str = DownloadManager(download_config=config).download(url)
+    except (OSError, HTTP_ERROR) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ResourceError(
             f"eval.suite: {url} could not be fetched ({reason})",

@@ -26,8 +26,8 @@ GENERATED = RegenerateConfig(num_tokens=300, prompt_tokens=4, batch_size=8)
 def config_for(folder: Path, rows: list[dict[str, Any]], **settings: Any) -> DataConfig:
     path = folder / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    defaults = {"source": str(path), "max_length": 32, "validation_fraction": 0.2, "cache_dir": str(folder / "cache")}
-    return DataConfig(**{**defaults, **settings})
+    defaults = {"source": str(path), "max_length": 32, "validation_fraction": 0.2, "decontaminate": []}
+    return DataConfig(**{**defaults, "cache_dir": str(folder / "cache"), **settings})
 
 
 def replace(config: Any, **changes: Any) -> Any:
