@@ -1,5 +1,6 @@
 """What a command says when it cannot do what was asked, and the exit code it leaves."""
 
+import copyreg
 import difflib
 import os
 import sys
@@ -7,6 +8,7 @@ import time
 import traceback
 from collections.abc import Iterable
 from enum import IntEnum
+from typing import Any
 
 SECONDS_APART = 10.0  # a launcher ends the other processes before that, on a busy machine too
 
@@ -19,7 +21,14 @@ class ExitCode(IntEnum):
     INTERRUPTED = 130  # by Ctrl-C, as a shell counts it
 
 
-class UserError(Exception):
+class ReportedError(Exception):
+    """One that a command says in a line. It is pickled whole, for a process that prepares rows to tell the one that waits for it."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return copyreg.__newobj__, (type(self), *self.args), vars(self)  # type: ignore[attr-defined]
+
+
+class UserError(ReportedError):
     """The user's input was wrong: one line that names the key, what was got, what was expected and the nearest valid name.
 
     >>> print(UserError("draft.num_layer", got="an unknown key", expected="a key of draft", nearest="draft.num_layers"))
@@ -32,7 +41,7 @@ class UserError(Exception):
         self.key = key
 
 
-class ResourceError(Exception):
+class ResourceError(ReportedError):
     """Something outside failed (Hub, disk, memory); says what to do next."""
 
     def __init__(self, what: str, *, next_step: str) -> None:

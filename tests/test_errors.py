@@ -1,4 +1,5 @@
 import doctest
+import pickle
 
 import pytest
 
@@ -50,3 +51,11 @@ def test_nearest_is_close_or_none(name: str, expected: str | None):
 
 def test_docstring_example():
     assert doctest.testmod(errors).failed == 0
+
+
+@pytest.mark.parametrize(
+    "error", [UserError("data.source", got="x", expected="y", nearest="z"), ResourceError("full", next_step="free some")]
+)
+def test_an_error_arrives_whole_from_another_process(error):
+    copy = pickle.loads(pickle.dumps(error))
+    assert (type(copy), str(copy), vars(copy)) == (type(error), str(error), vars(error))

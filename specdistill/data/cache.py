@@ -2,22 +2,30 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import datasets
 from datasets import Dataset, Features, disable_progress_bars, enable_progress_bars
+from datasets.config import HF_DATASETS_CACHE
 from datasets.exceptions import DatasetGenerationError
 from datasets.fingerprint import Hasher
 from datasets.utils import are_progress_bars_disabled
 from transformers import PreTrainedTokenizerBase
 
 from specdistill.errors import ResourceError
+from specdistill.progress import progress
 
 SHOWN = 12  # digits of a hash that a person compares
 VERSION = 1  # of the code that makes rows: raise it when equal inputs give other rows
+BATCH = 100  # rows that a function is given at a time
+MOST_PROCESSES, ROWS_EACH = 16, 2000  # rows that a process is worth starting for
 Row = dict[str, Any]
+Columns = Mapping[str, Sequence[Any]]
 
 
 def cached(
@@ -41,9 +49,74 @@ def cached(
         except DatasetGenerationError as error:  # wraps the error in `make_rows`
             raise (error.__cause__ or error) from None
         except OSError as error:
-            next_step = "free disk space, or set data.cache_dir to a folder that can be written"
-            raise ResourceError(f"prepared rows could not be kept on disk ({error})", next_step=next_step) from error
+            raise _not_kept(error) from error
     return dataset.select(range(len(dataset) - 1)).remove_columns("_is_row")
+
+
+def mapped(
+    rows: Dataset,
+    function: Callable[[Columns, Sequence[int]], Columns],
+    columns: dict[str, Any],
+    inputs: object,
+    *,
+    what: str,
+    num_proc: int | None = None,
+    cache_dir: str | None = None,
+) -> Dataset:
+    """What `function(rows, their numbers)` makes of each batch of rows; it runs only if no process has made it from equal `inputs` before.
+
+    The function is one of each row alone and may make any number of rows of it. It runs in as many processes as `num_processes` says,
+    which changes nothing else. They appear whole or not at all. what: is said of the work while it takes.
+    """
+    fingerprint = Hasher.hash([VERSION, sorted(columns), inputs])
+    folder = Path(cache_dir or HF_DATASETS_CACHE) / "prepared"
+    processes = num_processes(num_proc, len(rows))
+    is_new = not any(folder.glob(f"{fingerprint}*"))
+    is_shown_here = is_new and not (processes > 1 and sys.stderr.isatty())  # several processes show how far they are themselves
+    with (
+        progress(what, len(rows), "rows") if is_shown_here else nullcontext() as advance,
+        quiet() if is_shown_here or not is_new else nullcontext(),
+    ):
+
+        def counted(batch: Columns, numbers: Sequence[int]) -> Columns:
+            made = function(batch, numbers)
+            if advance is not None:
+                advance(len(numbers))
+            return made
+
+        try:
+            return rows.map(
+                function if processes > 1 else counted,
+                with_indices=True,
+                batched=True,
+                batch_size=BATCH,
+                remove_columns=rows.column_names,
+                features=Features(columns),
+                cache_file_name=str(folder / f"{fingerprint}.arrow"),
+                load_from_cache_file=True,
+                new_fingerprint=fingerprint,
+                num_proc=processes if processes > 1 else None,
+                desc=what,
+            )
+        except OSError as error:
+            raise _not_kept(error) from error
+        except RuntimeError as error:
+            if "abruptly died" not in str(error):
+                raise
+            next_step = "free memory, or take fewer processes (data.num_proc)"
+            raise ResourceError("a process that prepared rows was ended from outside", next_step=next_step) from error
+
+
+def num_processes(asked: int | None, num_rows: int) -> int:
+    """As many as were asked for; else one for each core that this process may use, but for few rows fewer."""
+    if asked is not None:
+        return min(asked, num_rows)
+    return max(1, min(len(os.sched_getaffinity(0)), MOST_PROCESSES, num_rows // ROWS_EACH))
+
+
+def _not_kept(error: OSError) -> ResourceError:
+    next_step = "free disk space, or set data.cache_dir to a folder that can be written"
+    return ResourceError(f"prepared rows could not be kept on disk ({error})", next_step=next_step)
 
 
 def content_fingerprint(dataset: Dataset) -> str:

@@ -1,13 +1,14 @@
-"""Texts and conversations as token ids, with a loss mask: the assistant's tokens, or all of them.
+"""Conversations by the target's own chat template, and where the assistant's turns stand in what it renders.
 
-A conversation is rendered by the target's own chat template. If the template marks the assistant's turns (`{% generation %}`), its marks
-are the mask. Otherwise the assistant's spans are found by rendering. A turn starts where the conversation before it, with the generation
-prompt, ends. Its content ends where a marker put there comes out. The closing text of the turn belongs to it, since the target has to
-generate that too. Without the markers, the rendered text must be the conversation, character for character.
+A turn starts where the conversation before it, with the generation prompt, ends. Its content ends where a marker put there comes out. The
+closing text of the turn belongs to it, since the target has to generate that too. Without the markers, the rendered text must be the
+conversation, character for character.
+
+`assistant_spans` renders each turn's beginnings to find this, whatever the template does. What stands around a turn is nearly always the
+same, so a `Frame` learns it once, and finds the turns of a conversation from two renderings.
 """
 
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -19,51 +20,12 @@ from specdistill.errors import UserError
 
 Message = dict[str, str]
 Render = Callable[[Sequence[Message], bool], str]
-GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
+Spans = list[tuple[int, int]]
 MARKER = "[[specdistill-marks-this-place]]"
 SHOWN_CHARACTERS = 240
-
-
-@dataclass(frozen=True)
-class Encoded:
-    """Token ids and, for each, 1 where it carries loss."""
-
-    input_ids: list[int]
-    loss_mask: list[int]
-
-
-def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> Encoded:
-    """A text as the target reads it, with its end-of-text token; every token carries loss."""
-    ids = list(tokenizer(text, verbose=False)["input_ids"])
-    if tokenizer.eos_token_id is not None and ids[-1:] != [tokenizer.eos_token_id]:
-        ids.append(tokenizer.eos_token_id)
-    return Encoded(ids, [1] * len(ids))
-
-
-def encode_chat(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], loss_mask: str, where: str = "data.source"
-) -> Encoded:
-    """A conversation by the target's chat template; `loss_mask` is `assistant` or `all`.
-
-    Raises UserError, with the rendered text, where the assistant's tokens come out as none or as all of them.
-    """
-    rendered = render(tokenizer, messages, where=where)
-    encoding = tokenizer(rendered, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-    ids = list(encoding["input_ids"])
-    if loss_mask == "all":
-        return Encoded(ids, [1] * len(ids))
-    if GENERATION_TAG.search(tokenizer.get_chat_template()):
-        options: Any = {"return_dict": True, "return_assistant_tokens_mask": True, "tokenizer_kwargs": {"verbose": False}}
-        marked: Any = tokenizer.apply_chat_template(list(messages), tokenize=True, **options)
-        mask = list(marked["assistant_masks"])
-    else:
-        spans = assistant_spans(lambda turns, prompt: render(tokenizer, turns, prompt, where), messages, where)
-        mask = [int(any(left < end and start < right for start, end in spans)) for left, right in encoding["offset_mapping"]]
-    if sum(mask) in (0, len(mask)):
-        got = f"{sum(mask)} of {len(mask)} tokens from the assistant in {shortened(rendered)!r}"
-        expected = "a conversation with turns of the assistant and of others (or data.loss_mask=all)"
-        raise UserError(where, got=got, expected=expected)
-    return Encoded(ids, mask)
+MASKABLE = "a template with {% generation %} tags, or data.loss_mask=all"
+# Roles of the conversations that a template is tried with; not every template takes the second.
+TRIALS = (("user", "assistant", "user", "assistant"), ("user", "assistant", "tool", "assistant", "tool", "assistant"))
 
 
 def prompt_ids(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], where: str = "data.source") -> list[int]:
@@ -92,25 +54,107 @@ def render(
         raise UserError(where, got=got, expected="a conversation that the target's chat template takes") from error
 
 
-def assistant_spans(render: Render, messages: Sequence[Message], where: str = "data.source") -> list[tuple[int, int]]:
+def assistant_spans(render: Render, messages: Sequence[Message], where: str = "data.source") -> Spans:
     """Character spans [start, end) of the assistant's turns in `render(messages, False)`, their closing text included."""
     whole = render(messages, False)
     turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-    marked = [_marked(message, at_end=True) for message in messages]
+    marked = _ends_marked(messages, turns)
     ends = _marker_positions(render(marked, False), whole)
     starts = [_prefix_start(render, messages[:turn], whole) for turn in turns]
     if None in starts:  # the template renders the last turns of a conversation in another way than those before them
-        opened = [_marked(message, at_end=False) for message in messages]
+        opened = [_marked(message, at_end=False) if index in turns else message for index, message in enumerate(messages)]
         starts = list(_marker_positions(render(opened, False), whole))
     if not len(starts) == len(ends) == len(turns):
         got = f"a chat template that changes the assistant's content in {shortened(whole)!r}"
-        raise UserError(where, got=got, expected="a template with {% generation %} tags, or data.loss_mask=all")
+        raise UserError(where, got=got, expected=MASKABLE)
     spans = []
     for turn, start, content_end in zip(turns, starts, ends, strict=True):
-        closing = render(marked[: turn + 1], False).rpartition(MARKER)[2].rstrip()
+        closing = _closing(render, marked[: turn + 1])
         end = content_end + len(closing) if whole.startswith(closing, content_end) else content_end
         spans.append((min(start or 0, content_end), end))
     return spans
+
+
+@dataclass(frozen=True)
+class Frame:
+    """What a template writes around the assistant's turns.
+
+    before: for the role of the message before a turn, what stands between its content and the turn: as much as is always there, and all
+    that the generation prompt has. closing: what follows the content of a turn.
+    """
+
+    before: Mapping[str, tuple[str, str]]
+    closing: str
+
+    def spans(self, render: Render, messages: Sequence[Message], whole: str) -> Spans | None:
+        """As `assistant_spans` finds them, where `whole` is `render(messages, False)`; None where anything is not as it was learned."""
+        turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+        if any(turn and messages[turn - 1]["role"] not in self.before for turn in turns):
+            return None
+        places = sorted({place for turn in turns for place in (turn - 1, turn) if place >= 0})
+        positions = _marker_positions(render(_ends_marked(messages, places), False), whole)
+        ends, spans = dict(zip(places, positions, strict=len(places) == len(positions))), []
+        for turn in turns if len(ends) == len(places) else ():
+            start = 0 if turn == 0 else self._start(messages[turn - 1], ends[turn - 1], whole)
+            closed = _follows(self.closing, messages[turn], ends[turn], whole)
+            if start is None or closed is None:
+                return None
+            spans.append((min(start, ends[turn]), closed + len(self.closing) if self.closing else ends[turn]))
+        return spans if len(spans) == len(turns) else None
+
+    def _start(self, message: Message, end: int, whole: str) -> int | None:
+        """Where the turn after a message starts, whose content ends at `end`: after as much of the generation prompt as is there."""
+        least, prompt = self.before[message["role"]]
+        begin = _follows(least, message, end, whole)
+        return None if begin is None else begin + _alike(prompt, whole[begin : begin + len(prompt)])
+
+
+def _follows(text: str, message: Message, end: int, whole: str) -> int | None:
+    """Where `text` stands after the content of a message that ends at `end`, or after the white space that ends the message."""
+    space = message["content"][len(message["content"].rstrip()) :]
+    return next((place for place in (end, end + len(space)) if whole.startswith(text, place)), None)
+
+
+def trial(roles: Sequence[str]) -> list[Message]:
+    """A conversation to try a template with."""
+    return [{"role": role, "content": f"What {role} {number} says."} for number, role in enumerate(roles)]
+
+
+def learn(render: Render, where: str = "data.source") -> Frame | None:
+    """The frame of a template, learned from conversations made for it; None where they show no fixed one, so that each is to be searched.
+
+    Raises UserError for a template whose assistant's turns cannot be found at all.
+    """
+    prompts: dict[str, set[str]] = {}
+    least: dict[str, str] = {}
+    closings: set[str] = set()
+    tried: list[tuple[list[Message], str, Spans]] = []
+    for roles in TRIALS:
+        messages = trial(roles)
+        try:
+            whole = render(messages, False)
+        except UserError:  # a role that the template does not take: a row that has it is refused
+            continue
+        tried.append((messages, whole, assistant_spans(render, messages, where)))
+        marked = _ends_marked(messages, range(len(messages)))
+        ends = _marker_positions(render(marked, False), whole)
+        if len(ends) != len(messages):
+            return None
+        for turn in range(1, len(roles), 2):
+            role, prompt = roles[turn - 1], render(marked[:turn], True).rpartition(MARKER)[2]
+            there = prompt[: _alike(prompt, whole[ends[turn - 1] :])]
+            least[role] = min(least.get(role, there), there, key=len)
+            prompts.setdefault(role, set()).add(prompt)
+            closings.add(_closing(render, marked[: turn + 1]))
+    if len(closings) != 1 or any(len(several) > 1 for several in prompts.values()):
+        return None
+    frame = Frame({role: (least[role], min(found)) for role, found in prompts.items()}, min(closings))
+    return frame if all(frame.spans(render, messages, whole) == spans for messages, whole, spans in tried) else None
+
+
+def _closing(render: Render, marked: Sequence[Message]) -> str:
+    """What follows the last message's content, but for white space."""
+    return render(marked, False).rpartition(MARKER)[2].rstrip()
 
 
 def _prefix_start(render: Render, before: Sequence[Message], whole: str) -> int | None:
@@ -121,21 +165,20 @@ def _prefix_start(render: Render, before: Sequence[Message], whole: str) -> int 
     """
     if not before:
         return 0
-    prompted = render(before, True)
-    start = next(
-        (index for index, (a, b) in enumerate(zip(prompted, whole, strict=False)) if a != b), min(len(prompted), len(whole))
-    )
+    start = _alike(render(before, True), whole)
     return start if start >= len(render(before, False).rstrip()) else None
 
 
 def _marked(message: Message, at_end: bool) -> Message:
-    """An assistant's message with the marker at its end or start, inside surrounding white space, which a template may strip."""
-    if message["role"] != "assistant":
-        return message
+    """A message with the marker at its end or start, inside surrounding white space, which a template may strip."""
     content = message["content"]
     body = content.strip()
     position = len(content.rstrip()) if at_end else content.find(body)
     return {**message, "content": content[:position] + MARKER + content[position:]}
+
+
+def _ends_marked(messages: Sequence[Message], places: Container[int]) -> list[Message]:
+    return [_marked(message, at_end=True) if index in places else message for index, message in enumerate(messages)]
 
 
 def _marker_positions(rendered: str, whole: str) -> list[int]:
@@ -144,6 +187,12 @@ def _marker_positions(rendered: str, whole: str) -> list[int]:
     if "".join(pieces) != whole:
         return []
     return list(accumulate(len(piece) for piece in pieces[:-1]))
+
+
+def _alike(first: str, second: str) -> int:
+    """How many characters two strings begin with alike."""
+    differ = (index for index, (a, b) in enumerate(zip(first, second, strict=False)) if a != b)
+    return next(differ, min(len(first), len(second)))
 
 
 def shortened(text: str) -> str:

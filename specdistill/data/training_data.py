@@ -1,5 +1,6 @@
 """From `data:` in a recipe to the two sets of packed rows that a trainer reads."""
 
+import logging
 import math
 import random
 from collections.abc import Iterator, Sequence
@@ -7,7 +8,8 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
-from datasets import Dataset, List, Value, concatenate_datasets
+import numpy as np
+from datasets import Dataset, Value, concatenate_datasets
 from datasets.config import HF_DATASETS_CACHE
 from datasets.fingerprint import Hasher
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -15,10 +17,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from specdistill.command import check_writable
 from specdistill.data.answers import Answers
 from specdistill.data.batch_generate import fast_dtype
-from specdistill.data.cache import SHOWN, Row, cached, content_fingerprint, tokenizer_fingerprint
-from specdistill.data.chat import encode_chat, encode_text
+from specdistill.data.cache import SHOWN, Row, cached, content_fingerprint, mapped, tokenizer_fingerprint
 from specdistill.data.cleaning.left_out import cleaned
 from specdistill.data.completion_server import CompletionServer
+from specdistill.data.encoding import DOCUMENT_COLUMNS, ENCODED_COLUMNS, Encoder
 from specdistill.data.held_out import by_hash, by_sample, row_hash
 from specdistill.data.packing import pack, usable
 from specdistill.data.regeneration import Prompt, chat_prompts, end_token_ids, generated_rows, row_lengths, text_prompts
@@ -26,17 +28,12 @@ from specdistill.data.served import Tokenizer, served_rows, tasks
 from specdistill.data.sources import Source, load_sources
 from specdistill.errors import UserError
 from specdistill.processes import agree, are_several, first_on_each_machine
-from specdistill.progress import progress
 from specdistill.recipe.sections import DataConfig
 from specdistill.targets.packed_rows import packing
 from specdistill.targets.sharding import is_shared
 
-DOCUMENT_COLUMNS = {
-    "input_ids": List(Value("int32")),
-    "loss_mask": List(Value("int8")),
-    "length": Value("int32"),
-    "source": Value("int32"),
-}
+logger = logging.getLogger(__name__)
+
 SHORT_ANSWER = 32  # tokens, fewer than an answer has on average, so that there are enough questions
 
 
@@ -124,37 +121,34 @@ def _check(config: DataConfig, tokenizer: PreTrainedTokenizerBase, model: PreTra
 
 def _from_source(config: DataConfig, sources: Sequence[Source], tokenizer: PreTrainedTokenizerBase) -> tuple[Dataset, Dataset]:
     """(train, validation) documents: the source's rows. Training has each row of a source of weight 2 twice."""
-    encoded = [_encoded(source, number, tokenizer, config.loss_mask, config.cache_dir) for number, source in enumerate(sources)]
-    documents = concatenate_datasets(encoded)
+    documents = concatenate_datasets([_encoded(source, number, tokenizer, config) for number, source in enumerate(sources)])
     indices = usable(list(documents["length"]), list(documents["is_text"]), config.max_length)
-    places = [(number, row) for number, source in enumerate(sources) for row in range(len(source.rows))]
-    held_out = {indices[position] for position in _held_out([places[index] for index in indices], sources, config)}
+    places = list(zip(documents["source"], documents["row"], strict=True))
+    rows = list(dict.fromkeys(places[index] for index in indices))  # of a row that was cut all documents are on one side
+    held_out = {rows[position] for position in _held_out(rows, sources, config)}
     generator = random.Random(config.seed)
     train: list[int] = []
-    first = 0
-    for source, part in zip(sources, encoded, strict=True):
-        rows = [index for index in indices if first <= index < first + len(part) and index not in held_out]
-        train += rows * int(source.weight) + generator.sample(rows, round(source.weight % 1 * len(rows)))
-        first += len(part)
+    for number, source in enumerate(sources):
+        own = [index for index in indices if places[index][0] == number and places[index] not in held_out]
+        train += own * int(source.weight) + generator.sample(own, round(source.weight % 1 * len(own)))
     if not train:
         raise UserError("data.source", got="weights that leave no row to train on", expected="larger weights")
-    return documents.select(train), documents.select(sorted(held_out))
+    return documents.select(train), documents.select([index for index in indices if places[index] in held_out])
 
 
-def _encoded(source: Source, number: int, tokenizer: PreTrainedTokenizerBase, loss_mask: str, cache_dir: str | None) -> Dataset:
-    def documents() -> Iterator[Row]:
-        with progress("Tokenizing", len(source.rows), "rows") as advance:
-            for index, row in enumerate(source.rows):
-                is_text = row["text"] is not None
-                if is_text:
-                    encoded = encode_text(tokenizer, row["text"])
-                else:
-                    encoded = encode_chat(tokenizer, row["messages"], loss_mask, f"{source.key} row {index}")
-                yield {**vars(encoded), "length": len(encoded.input_ids), "source": number, "is_text": is_text}
-                advance()
-
-    inputs = ["encoded", source.rows._fingerprint, number, tokenizer_fingerprint(tokenizer), loss_mask]
-    return cached(documents, {**DOCUMENT_COLUMNS, "is_text": Value("bool")}, inputs, cache_dir)
+def _encoded(source: Source, number: int, tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> Dataset:
+    encoder = Encoder(tokenizer, config.loss_mask, config.max_length, source.key, number)
+    if source.rows.data.column("messages").null_count < len(source.rows):
+        encoder.prove()
+    how = [config.loss_mask, config.max_length]
+    inputs = ["encoded", source.rows._fingerprint, number, tokenizer_fingerprint(tokenizer), how]
+    what, num_proc, cache_dir = "Tokenizing", config.num_proc, config.cache_dir
+    encoded = mapped(source.rows, encoder, ENCODED_COLUMNS, inputs, what=what, num_proc=num_proc, cache_dir=cache_dir)
+    _, num_documents = np.unique(np.asarray(encoded["row"]), return_counts=True)
+    if num_cut := int((num_documents > 1).sum()):
+        told = "%s: %d of %d rows are conversations longer than data.max_length=%d tokens and are cut at their turns"
+        logger.warning(told, source.key, num_cut, len(source.rows), config.max_length)
+    return encoded
 
 
 def _regenerated(

@@ -116,7 +116,7 @@ class RegenerateConfig(Section):
 class DataConfig(Section):
     source: Any = option("pico", "pico, a jsonl/json/parquet file, a Hub id, or a list of {source, weight, split}")
     split: str = option("train", "split of the source")
-    max_length: int = option(512, "tokens in a packed row; longer documents are left out", ge=8)
+    max_length: int = option(512, "tokens in a packed row; longer texts are cut, and longer conversations at a turn", ge=8)
     validation_fraction: float = option(0.02, "share of the rows held out for the training-time evaluation", ge=0, le=0.9)
     validation_split: Literal["hash", "sample"] = option(
         "hash",
@@ -134,6 +134,9 @@ class DataConfig(Section):
     loss_mask: Literal["assistant", "all"] = option("assistant", "tokens that carry loss")
     regenerate: RegenerateConfig = section(RegenerateConfig)
     seed: int = option(0, "order of the documents, and sampling in regeneration", ge=0)
+    num_proc: int | None = option(
+        None, "processes that prepare rows; null: one for each core, up to 16, and fewer for few rows", ge=1
+    )
     cache_dir: str | None = option(None, "where prepared rows are kept; default: the datasets library's cache")
 
     @field_validator("regenerate", mode="before")

@@ -1,12 +1,13 @@
 """Rows are made once, appear whole or not at all, and what goes wrong in making them arrives as it was raised."""
 
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 from datasets import Dataset, Features, List, Value
 
-from specdistill.data.cache import Row, cached, content_fingerprint, tokenizer_fingerprint
+from specdistill.data.cache import Columns, Row, cached, content_fingerprint, mapped, num_processes, tokenizer_fingerprint
 from specdistill.errors import ResourceError, UserError
 from tests.tiny import tiny_tokenizer
 
@@ -67,3 +68,54 @@ def test_tokenizers_are_told_apart_by_what_they_do() -> None:
     assert tokenizer_fingerprint(tiny_tokenizer("other")) != before
     tokenizer.add_tokens(["<more>"])
     assert tokenizer_fingerprint(tokenizer) != before
+
+
+def repeated_rows(rows: Columns, numbers: Sequence[int]) -> Columns:
+    """Each row as often as its number modulo 3 says; row 13 is refused."""
+    if "refused" in rows["text"]:
+        raise UserError("data.source row 13", got="it", expected="another")
+    return {"value": [number for number in numbers for _ in range(number % 3)]}
+
+
+NUMBERS = {"value": Value("int64")}
+FORKS = pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
+
+
+@FORKS
+def test_several_processes_map_to_the_rows_of_one(tmp_path: Path) -> None:
+    rows = Dataset.from_dict({"text": [f"row {number}" for number in range(50)]})
+    made = [
+        mapped(rows, repeated_rows, NUMBERS, "rows", what="Mapping", num_proc=count, cache_dir=str(tmp_path / str(count)))
+        for count in (1, 2, 3)
+    ]
+    assert made[0]["value"][:] == [number for number in range(50) for _ in range(number % 3)]
+    assert made[0].to_list() == made[1].to_list() == made[2].to_list()
+    assert len({each._fingerprint for each in made}) == 1 and all(each.column_names == ["value"] for each in made)
+
+    def fails(rows: Columns, numbers: Sequence[int]) -> Columns:
+        raise AssertionError("made again")
+
+    for count in (1, 2, 3):  # of a cache of any number of processes
+        again = mapped(rows, fails, NUMBERS, "rows", what="Mapping", num_proc=4 - count, cache_dir=str(tmp_path / str(count)))
+        assert again.to_list() == made[0].to_list() and again._fingerprint == made[0]._fingerprint
+
+
+@FORKS
+@pytest.mark.parametrize("num_proc", [1, 2])
+def test_what_a_process_refuses_is_said_and_nothing_is_kept(tmp_path: Path, num_proc: int) -> None:
+    rows = Dataset.from_dict({"text": ["row"] * 13 + ["refused"] + ["row"] * 13})
+    for _ in range(2):
+        with pytest.raises(UserError, match=r"^data.source row 13: got it, expected another$"):
+            mapped(rows, repeated_rows, NUMBERS, "rows", what="Mapping", num_proc=num_proc, cache_dir=str(tmp_path))
+
+
+def test_rows_may_map_to_none(tmp_path: Path) -> None:
+    rows = Dataset.from_dict({"text": ["row"]})
+    made = mapped(rows, repeated_rows, NUMBERS, "rows", what="Mapping", cache_dir=str(tmp_path))
+    assert len(made) == 0 and made.column_names == ["value"]
+
+
+def test_few_rows_are_not_worth_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(64)))
+    assert [num_processes(None, count) for count in (0, 100, 3999, 4000, 20_000, 10**7)] == [1, 1, 1, 2, 10, 16]
+    assert num_processes(2, 100) == 2 and num_processes(8, 3) == 3 and num_processes(64, 10**6) == 64

@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -107,6 +108,23 @@ def test_assistant_tokens_alone_or_all_carry_loss(tmp_path: Path) -> None:
         config = config_for(tmp_path, rows, loss_mask=loss_mask, validation_split="sample")
         batch = collate(list(training_data(config, tiny_tokenizer(CHAT_TEMPLATE), None, fingerprint="")[0]))
         assert tiny_tokenizer().decode(batch["input_ids"][batch["loss_mask"] == 1]) == expected
+
+
+def test_long_conversations_are_cut_and_stay_on_one_side(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Twelve rows of three exchanges, each as long as most of a row; the last exchange of one fits none."""
+    rows = []
+    for number in range(12):
+        turns = [("user", f"q{number}" + "?" * 30), ("assistant", "a")] * 3 + [("user", "x" * 64), ("assistant", "b")] * (
+            number == 0
+        )
+        rows.append({"messages": [{"role": role, "content": content} for role, content in turns]})
+    config = config_for(tmp_path, rows, max_length=64)
+    halves = training_data(config, tiny_tokenizer(CHAT_TEMPLATE), None, fingerprint="")
+    numbers = [[re.findall(r"q(\d+)", text)[0] for text in texts_in(half)] for half in halves]
+    assert all(numbers) and not set(numbers[0]) & set(numbers[1])
+    assert sorted(numbers[0] + numbers[1]) == sorted([str(number) for number in range(12)] * 3)
+    assert "12 of 12 rows are conversations longer than data.max_length=64 tokens and are cut at their turns" in caplog.text
+    assert "1 of 37 documents are longer than data.max_length=64 tokens and are left out" in caplog.text
 
 
 def test_one_document_a_row_without_packing(tmp_path: Path) -> None:
@@ -216,7 +234,7 @@ def test_rows_are_found_again_in_a_copied_cache(tmp_path: Path, monkeypatch: pyt
     config = config_for(tmp_path / "b", numbered(20))
     os.utime(str(config.source), (1, 1))
     shutil.copytree(tmp_path / "a" / "cache", tmp_path / "b" / "cache")
-    monkeypatch.setattr("specdistill.data.training_data.encode_text", None)
+    monkeypatch.setattr("specdistill.data.encoding.Encoder.texts", None)
     again = training_data(config, tiny_tokenizer(), None, fingerprint="")
     assert [part.to_list() for part in again] == [part.to_list() for part in first]
 
@@ -230,8 +248,8 @@ from tests.tiny import tiny_tokenizer
 """
 PREPARE = """
 machine = "ab"[rank // 2]
-texts, encode = [], module.encode_text
-module.encode_text = lambda tokenizer, text: texts.append(text) or encode(tokenizer, text)
+texts, encode = [], module.Encoder.texts
+module.Encoder.texts = lambda encoder, rows: texts.extend(rows) or encode(encoder, rows)
 
 def prepare(number):
     file = f"{folder}/rows-{number}-{machine}.jsonl"
