@@ -138,11 +138,15 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without the progress bars of the datasets library: they count rows that mean nothing to the user."""
-    were_disabled = are_progress_bars_disabled()
+    """Without the progress bars of the datasets library, which count rows that mean nothing to the user, and without its log: what fails is
+    raised, too.
+    """
+    were_disabled, verbosity = are_progress_bars_disabled(), datasets.logging.get_verbosity()
     disable_progress_bars()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
     try:
         yield
     finally:
+        datasets.logging.set_verbosity(verbosity)
         if not were_disabled:
             enable_progress_bars()

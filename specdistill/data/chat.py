@@ -50,7 +50,7 @@ def render(
         options: Any = {"tokenize": False, "add_generation_prompt": generation_prompt, **template}
         return str(tokenizer.apply_chat_template(list(messages), **options))
     except TemplateError as error:
-        got = f"turns {', '.join(message['role'] for message in messages)}: {error}"
+        got = f"turns {shortened(', '.join(message['role'] for message in messages))}: {error}"
         raise UserError(where, got=got, expected="a conversation that the target's chat template takes") from error
 
 

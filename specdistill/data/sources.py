@@ -1,7 +1,7 @@
 """Sources of training rows, and their many forms brought to two: a text, or a conversation.
 
 A source is a built-in one, a jsonl, json or parquet file, a folder or Hub id that the datasets library can load, or a list of
-`{source, weight, split, name, where, min_turns}`. Every row becomes `{"text": str, "messages": None}` or
+`{source, weight, split, name, columns, where, min_turns}`. Every row becomes `{"text": str, "messages": None}` or
 `{"text": None, "messages": [{"role", "content"}, …]}` with the roles system, user, assistant and tool.
 """
 
@@ -9,6 +9,7 @@ import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import dropwhile, pairwise, takewhile
 from pathlib import Path
 from pkgutil import resolve_name
 from types import MappingProxyType
@@ -37,10 +38,13 @@ EXCHANGES = (
     ("prompt", "completion"),
     ("question", "answer"),
 )
+PROMPTS = tuple(dict.fromkeys(question for question, _ in EXCHANGES))
 KNOWN_COLUMNS = ("text", *CONVERSATIONS, "instances", *dict.fromkeys(name for pair in EXCHANGES for name in pair))
+READ = (*KNOWN_COLUMNS, "system", "input", "context")
 INSTANCES = ("instruction", "instances")
-NO_CONDITIONS: Mapping[str, Any] = MappingProxyType({})
+NOTHING: Mapping[str, Any] = MappingProxyType({})
 EXPECTED = "text, messages, conversations, or instruction and output (prompt and response, question and answer)"
+TYPES = {str: "a string", list: "a list", dict: "an object", bool: "true or false", int: "a number", float: "a number"}
 ROLES = {
     **dict.fromkeys(("user", "human", "prompter"), "user"),
     **dict.fromkeys(("assistant", "gpt", "chatgpt", "bot", "model", "function_call", "tool_call"), "assistant"),
@@ -63,14 +67,17 @@ class SourceEntry(Section):
     weight: float = option(1.0, "2 uses every row twice", gt=0)
     split: str | None = option(None, "null: data.split")
     name: str | None = option(None, "configuration of a Hub id")
+    columns: dict[str, str] = option({}, "our name: the source's own, of each column that is read; {}: data.columns")
     where: dict[str, Any] = option({}, "rows used: those whose columns hold these values, as {language: [English, German]}")
     min_turns: int = option(0, "rows used: conversations with so many turns of the user at least; 0: texts, too", ge=0)
 
 
-def load_sources(source: Any, split: str, cache_dir: str | None = None) -> list[Source]:
+def load_sources(
+    source: Any, split: str, cache_dir: str | None = None, *, columns: Mapping[str, str] = NOTHING
+) -> list[Source]:
     """Load `data.source`. Raises UserError for a wrong name or setting, ResourceError when the Hub fails."""
     if isinstance(source, str):
-        return [Source(load_rows(source, split, cache_dir=cache_dir), 1.0, "data.source")]
+        return [Source(load_rows(source, split, columns=columns, cache_dir=cache_dir), 1.0, "data.source")]
     if not isinstance(source, Sequence) or not source:
         expected = "pico, a file, a Hub id, or a list of {source, weight, split}"
         raise UserError("data.source", got=repr(source), expected=expected)
@@ -84,6 +91,7 @@ def load_sources(source: Any, split: str, cache_dir: str | None = None) -> list[
             made.source,
             made.split or split,
             name=made.name,
+            columns=made.columns or columns,
             where=made.where,
             min_turns=made.min_turns,
             key=f"{key}.source",
@@ -104,29 +112,36 @@ def load_rows(
     split: str,
     *,
     name: str | None = None,
-    where: Mapping[str, Any] = NO_CONDITIONS,
+    columns: Mapping[str, str] = NOTHING,
+    where: Mapping[str, Any] = NOTHING,
     min_turns: int = 0,
     key: str = "data.source",
     cache_dir: str | None = None,
 ) -> Dataset:
-    """One source's rows in the two common forms; `name` picks a configuration of a Hub id, `where` and `min_turns` some of the rows."""
+    """One source's rows in the two common forms.
+
+    `name` picks a configuration of a Hub id, `where` and `min_turns` some of the rows. columns: our names for columns, and the source's.
+    """
     if source in BUILT_IN:
-        if where or min_turns:
-            raise UserError(key, got=f"{source} with where or min_turns", expected="all of it, or another source")
+        if where or min_turns or columns:
+            raise UserError(key, got=f"{source} with columns, where or min_turns", expected="all of it, or another source")
         fingerprint, rows_of_split = resolve_name(BUILT_IN[source])(split)
         return cached(rows_of_split, COLUMNS, [source, fingerprint], cache_dir)
     raw = _load(source, split, name, key, cache_dir)
     if len(raw) == 0:
         raise UserError(key, got=f"{source}, which holds no rows", expected="a dataset with rows")
-    columns = set(raw.column_names)
-    if not columns & {"text", *CONVERSATIONS} and not any(columns.issuperset(pair) for pair in (*EXCHANGES, INSTANCES)):
+    for what, wanted in (("where", where), ("columns", columns.values())):
+        if unknown := next((column for column in wanted if column not in raw.column_names), None):
+            got, expected = f"{unknown}, which is no column of {source}", f"of {', '.join(raw.column_names)}"
+            raise UserError(beside(key, what), got=got, expected=expected, nearest=nearest(unknown, raw.column_names))
+    if unknown := next((ours for ours in columns if ours not in READ), None):
+        expected = f"{{our name: its own}} with our names {', '.join(READ)}"
+        raise UserError(beside(key, "columns"), got=unknown, expected=expected, nearest=nearest(unknown, READ))
+    named = set(columns or raw.column_names)
+    if not named & {"text", *CONVERSATIONS, *PROMPTS} and not named.issuperset(INSTANCES):
         close = next((match for column in raw.column_names if (match := nearest(column, KNOWN_COLUMNS))), None)
-        raise UserError(key, got=f"{source} with columns {', '.join(raw.column_names)}", expected=EXPECTED, nearest=close)
-
-    if unknown := next((column for column in where if column not in columns), None):
-        close = nearest(unknown, columns)
-        got, expected = f"{unknown}, which is no column of {source}", f"of {', '.join(raw.column_names)}"
-        raise UserError(beside(key, "where"), got=got, expected=expected, nearest=close)
+        got = f"{source} with columns {', '.join(named if columns else raw.column_names)}"
+        raise UserError(key, got=got, expected=f"{EXPECTED}, or data.columns to say which are these", nearest=close)
 
     def normalised() -> Iterator[Row]:
         empty = others = 0
@@ -134,7 +149,8 @@ def load_rows(
             if not matches(row, where):
                 others += 1
                 continue
-            rows_of_it = list(normalise(row, f"{key} row {index}"))
+            read = {ours: row[own] for ours, own in columns.items()} if columns else row
+            rows_of_it = list(normalise(read, f"{key} row {index}"))
             long_enough = [made for made in rows_of_it if has_turns(made, min_turns)]
             empty += not rows_of_it
             others += bool(rows_of_it) and not long_enough
@@ -146,7 +162,11 @@ def load_rows(
     # The library's own fingerprint of a file is of its name and date, which differ between machines.
     fingerprint = content_fingerprint(raw) if Path(source).exists() else raw._fingerprint
     chosen = [dict(where), min_turns] if where or min_turns else []
-    rows = cached(normalised, COLUMNS, ["rows", fingerprint, *chosen], cache_dir)
+    try:
+        rows = cached(normalised, COLUMNS, ["rows", fingerprint, dict(columns), *chosen], cache_dir)
+    except UnicodeDecodeError as error:  # the library keeps the bytes of a file as they are
+        fault = first_fault(Path(source)) if Path(source).suffix in (".jsonl", ".json") else None
+        raise UserError(key, got=f"{source}{fault or ', which is not UTF-8'}", expected="text in UTF-8") from error
     if len(rows) == 0:
         got = f"{source}, of which where and min_turns leave no row" if chosen else f"{source}, whose rows are all empty"
         raise UserError(key, got=got, expected=EXPECTED)
@@ -180,6 +200,13 @@ def normalise(row: Mapping[str, Any], where: str) -> Iterator[Row]:
     elif exchange is not None:
         context = present.get("input") or present.get("context")
         yield _exchange(present[exchange[0]], context, present[exchange[1]], where)
+    elif question := next((name for name in PROMPTS if name in present and not _answers(name) & row.keys()), None):
+        turns = _exchange(present[question], present.get("input") or present.get("context"), None, where)["messages"]
+        yield {"text": None, "messages": turns[:1]}  # for the target to answer
+
+
+def _answers(question: str) -> set[str]:
+    return {answer for asked, answer in EXCHANGES if asked == question}
 
 
 def _load(source: str, split: str, name: str | None, key: str, cache_dir: str | None) -> Dataset:
@@ -219,17 +246,59 @@ def _load_file(path: Path, split: str, key: str, cache_dir: str | None) -> Datas
         if "corresponds to no data" in str(error):
             raise UserError(key, got=f"{path}, which holds no rows", expected="a dataset with rows") from error
         reason = one_line(str(error.__cause__ or error))[:300]
-        got = f"{path}, which does not read as {LOADERS[path.suffix]} ({reason})"
-        raise UserError(key, got=got, expected="rows") from error
+        fault = first_fault(path) if LOADERS[path.suffix] == "json" else None
+        got = f"{path}{fault}" if fault else f"{path}, which does not read as {LOADERS[path.suffix]} ({reason})"
+        raise UserError(key, got=got, expected="rows that are alike, a JSON object each" if fault else "rows") from error
+
+
+def first_fault(path: Path) -> str | None:
+    """Where JSON rows are first broken or not UTF-8; else a row with a value of another type, or a column that none before it has."""
+    kinds: dict[str, tuple[str, str]] = {}
+    changed = added = None
+    with path.open("rb") as lines:
+        is_list = lines.read(1) == b"["
+        lines.seek(0)
+        for number, line in enumerate([lines.read()] if is_list else lines, 1):
+            place = f", line {number}"
+            try:
+                value = json.loads(line.rstrip().decode("utf-8-sig")) if line.strip() else {}
+            except UnicodeDecodeError as error:
+                before = line[: error.start].count(b"\n")
+                return f", line {number + before}: byte {line[error.start]:#04x}, which is not UTF-8"
+            except json.JSONDecodeError as error:
+                return f", line {number + error.lineno - 1}, column {error.colno}: {error.msg}"
+            for index, row in enumerate(value if is_list else [value]):
+                place = f", row {index}" if is_list else place
+                if not isinstance(row, dict):
+                    return f"{place}: {TYPES.get(type(row), 'null')}"
+                for column, kind in ((column, TYPES[type(value)]) for column, value in row.items() if value is not None):
+                    if column not in kinds and kinds:
+                        added = f"{place}: {column}, which no row before it has"
+                    known, first = kinds.setdefault(column, (kind, place))
+                    if known != kind:
+                        changed = changed or f"{place}: {column} is {kind}, but {known} in {first.removeprefix(', ')}"
+    return changed or added
 
 
 def _conversation(turns: Any, where: str) -> list[dict[str, str]]:
-    """Turns in the `role`/`content` or the ShareGPT `from`/`value` form; turns before the first question or instruction are dropped."""
+    """Turns in the `role`/`content` or the ShareGPT `from`/`value` form. A greeting before the first question is left out.
+
+    Raises UserError for an order of roles that is no conversation's.
+    """
     if not isinstance(turns, list) or not all(isinstance(turn, Mapping) for turn in turns):
         raise UserError(where, got=f"a conversation of type {type(turns).__name__}", expected="a list of turns")
     messages = [_message(turn, where) for turn in turns]
-    first = next((index for index, message in enumerate(messages) if message["role"] in ("user", "system")), 0)
-    return messages[first:]
+    system = list(takewhile(lambda message: message["role"] == "system", messages))
+    asked = list(dropwhile(lambda message: message["role"] == "assistant", messages[len(system) :]))
+    roles = [message["role"] for message in asked]
+    expected = "a turn of the user first, and turns of the assistant between those of the user"
+    if len(messages) > len(system) and roles[:1] != ["user"]:
+        begins = messages[len(system)]["role"]
+        raise UserError(where, got=f"turns {begins}, … that no turn of the user comes before", expected=expected)
+    for place, pair in enumerate(pairwise(roles), len(messages) - len(asked)):
+        if pair == ("user", "user"):
+            raise UserError(where, got=f"two turns of the user in a row, numbers {place} and {place + 1}", expected=expected)
+    return [*system, *asked]
 
 
 def _message(turn: Mapping[str, Any], where: str) -> dict[str, str]:

@@ -99,7 +99,7 @@ def packed(
 
 
 def _sources(config: DataConfig, measured_on: Sequence[str]) -> list[Source]:
-    loaded = load_sources(config.source, config.split, config.cache_dir)
+    loaded = load_sources(config.source, config.split, config.cache_dir, columns=config.columns)
     return cleaned(loaded, config.decontaminate, config.near_duplicates, measured_on, config.cache_dir)
 
 

@@ -116,6 +116,9 @@ class RegenerateConfig(Section):
 class DataConfig(Section):
     source: Any = option("pico", "pico, a jsonl/json/parquet file, a Hub id, or a list of {source, weight, split}")
     split: str = option("train", "split of the source")
+    columns: dict[str, str] = option(
+        {}, "our name: the source's own, of each column that is read, as {messages: turns}; {}: found by their names"
+    )
     max_length: int = option(512, "tokens in a packed row; longer texts are cut, and longer conversations at a turn", ge=8)
     validation_fraction: float = option(0.02, "share of the rows held out for the training-time evaluation", ge=0, le=0.9)
     validation_split: Literal["hash", "sample"] = option(

@@ -10,9 +10,12 @@ from typing import Any
 import pytest
 from datasets import Dataset
 
+from specdistill.cli import main
 from specdistill.data.sources import load_rows, load_sources, normalise, source_names
-from specdistill.errors import ResourceError, UserError
+from specdistill.errors import ExitCode, ResourceError, UserError
 from specdistill.pico.corpus import chats, standard_library
+from tests.data.templates import CHATML, GEMMA
+from tests.tiny import input_keys, tiny_target_model, tiny_tokenizer
 
 Turns = list[tuple[str, str]]
 
@@ -131,7 +134,7 @@ def test_an_entry_takes_the_rows_that_it_asks_for(tmp_path: Path, caplog: pytest
     for conditions, message in (
         ({"where": {"lang": "de"}}, r"data.source\[0\].where: got lang, which is no column of .*; did you mean language"),
         ({"where": {"language": "es"}}, r"data.source\[0\].source: got .*, of which where and min_turns leave no row"),
-        ({"source": "pico", "min_turns": 2}, r"data.source\[0\].source: got pico with where or min_turns"),
+        ({"source": "pico", "min_turns": 2}, r"data.source\[0\].source: got pico with columns, where or min_turns"),
     ):
         with pytest.raises(UserError, match=message):
             taken(**conditions)
@@ -166,10 +169,20 @@ def test_sources_that_are_named_wrongly(source: Any, message: str) -> None:
     [
         ("rows.jsonl", "", "which is empty"),
         ("rows.json", "[]", "which holds no rows"),
-        ("rows.jsonl", '{"text": "a"}\n{"text": \n', "which does not read as json"),
+        ("rows.jsonl", '{"text": "a"}\n{"text": \n', r"rows.jsonl, line 2, column 9: Expecting value, expected rows"),
+        (
+            "rows.jsonl",
+            '{"text": "a"}\n\n{"text": "b"\n{"text": "c"}\n',
+            r"rows.jsonl, line 3, column 13: Expecting ',' delimiter",
+        ),
+        (
+            "rows.jsonl",
+            '{"text": "a"}\n["b"]\n',
+            r"rows.jsonl, line 2: a list, expected rows that are alike, a JSON object each",
+        ),
+        ("rows.json", '[{"text": "a"},\n{"text": }]', r"rows.json, line 2, column 10: Expecting value"),
         ("rows.parquet", "text", "which does not read as parquet"),
         ("rows.jsonl", '{"txt": "a", "id": 1}\n', "columns txt, id, expected text, messages, .*; did you mean text"),
-        ("rows.jsonl", '{"prompt": "a"}\n', "columns prompt, expected text, .*; did you mean prompt"),
         ("rows.jsonl", '{"text": ""}\n', "whose rows are all empty"),
         ("rows.jsonl", '{"text": "a"}\n{"text": 4}\n', "does not read as json|row 1: got text of type int"),
         ("rows.jsonl", '{"messages": [{"role": "usr", "content": "q"}]}\n', "row 0: got the role 'usr', .*; did you mean user"),
@@ -180,6 +193,121 @@ def test_files_that_cannot_be_used(tmp_path: Path, name: str, content: str, mess
     (tmp_path / name).write_text(content)
     with pytest.raises(UserError, match=message):
         load_rows(str(tmp_path / name), "train", cache_dir=str(tmp_path / "cache"))
+
+
+def test_bytes_that_are_not_utf8_are_named_by_their_line(tmp_path: Path) -> None:
+    for name, content, line in (
+        ("a.jsonl", b'{"text": "a"}\n{"text": "caf\xe9"}\n', 2),
+        ("b.json", b'[{"text":\n\n"\xe9"}]', 3),
+    ):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(UserError, match=f"{name}, line {line}: byte 0xe9, which is not UTF-8"):
+            load_rows(str(tmp_path / name), "train", cache_dir=str(tmp_path / "cache"))
+
+
+def test_a_column_that_begins_late_is_named_by_its_line(tmp_path: Path) -> None:
+    """The library reads a file in pieces of ten megabytes, and takes the columns of the first."""
+    rows = [{"text": "a" * 1000} for _ in range(11_000)]
+    path = written(tmp_path / "rows.jsonl", [*rows, {"text": "b", "more": 1}])
+    with pytest.raises(
+        UserError, match=r"rows.jsonl, line 11001: more, which no row before it has, expected rows that are alike"
+    ):
+        load_rows(path, "train", cache_dir=str(tmp_path / "cache"))
+    assert (
+        len(load_rows(written(tmp_path / "few.jsonl", [*rows[:9], {"text": "b", "more": 1}]), "train", cache_dir=str(tmp_path)))
+        == 10
+    )
+
+
+@pytest.mark.parametrize(
+    ("roles", "message"),
+    [
+        (["user", "user", "assistant"], "two turns of the user in a row, numbers 0 and 1"),
+        (["system", "user", "assistant", "user", "user"], "two turns of the user in a row, numbers 3 and 4"),
+        (["assistant"], "turns assistant, … that no turn of the user comes before"),
+        (["system", "tool", "user"], "turns tool, … that no turn of the user comes before"),
+    ],
+)
+def test_roles_out_of_order(roles: Sequence[str], message: str) -> None:
+    with pytest.raises(UserError, match=f"row 0: got {message}, expected a turn of the user first"):
+        turns_of({"messages": [{"role": role, "content": "c"} for role in roles]})
+
+
+def test_a_greeting_answers_nobody() -> None:
+    turns = [("system", "s"), ("assistant", "hi"), ("user", "q"), ("assistant", "a"), ("assistant", "and b"), ("tool", "t")]
+    row = {"messages": [{"role": role, "content": content} for role, content in turns]}
+    assert turns_of(row) == [turns[0], *turns[2:]]
+
+
+def test_prompts_without_answers_are_for_the_target_to_answer(tmp_path: Path) -> None:
+    path = written(tmp_path / "rows.jsonl", [{"instruction": "do", "input": "this"}, {"instruction": "do", "input": ""}])
+    rows = load_rows(path, "train", cache_dir=str(tmp_path))
+    assert [[turn["content"] for turn in turns] for turns in rows["messages"]] == [["do\n\nthis"], ["do"]]
+    assert list(normalise({"prompt": "p", "response": ""}, "row 0")) == []
+
+
+def test_columns_say_what_a_source_calls_ours(tmp_path: Path) -> None:
+    """Only these are read; conditions are on the source's own names."""
+    turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    path = written(tmp_path / "rows.jsonl", [{"talk": turns, "text": "no", "kind": kind} for kind in "ab"])
+    cache = str(tmp_path / "cache")
+    rows = load_rows(path, "train", columns={"messages": "talk"}, where={"kind": "b"}, cache_dir=cache)
+    assert rows.to_list() == [{"text": None, "messages": turns}]
+    assert load_rows(path, "train", cache_dir=cache)["text"] == ["no", "no"]
+    (first, second) = load_sources(
+        [{"source": path, "columns": {"text": "kind"}}, {"source": path}], "train", cache, columns={"messages": "talk"}
+    )
+    assert first.rows["text"] == ["a", "b"] and second.rows["messages"] == [turns, turns]
+    for columns, message in (
+        (
+            {"messages": "tlak"},
+            r"data.columns: got tlak, which is no column of .*, expected of talk, text, kind; did you mean talk",
+        ),
+        ({"mesages": "talk"}, r"data.columns: got mesages, expected .*our names text, messages, .*; did you mean messages"),
+        ({"answer": "talk"}, r"data.source: got .* with columns answer, expected text, messages"),
+    ):
+        with pytest.raises(UserError, match=message):
+            load_rows(path, "train", columns=columns, cache_dir=cache)
+    with pytest.raises(UserError, match=r"data.source\[0\].columns: got b, which is no column"):
+        load_sources([{"source": path, "columns": {"text": "b"}}], "train", cache)
+
+
+CHAT = '{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}\n'
+SYSTEM = CHAT.replace("[", '[{"role": "system", "content": "s"}, ')
+SHOUTING = CHATML.replace("{{ m.content }}", "{{ m.content | upper }}")
+LATE_COLUMN = CHAT * 130_000 + '{"messages": [], "more": 1}\n'
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("template", "content", "message"),
+    [
+        (CHATML, CHAT * 3 + '{"messages": [\n' + CHAT, "rows.jsonl, line 4, column 15: Expecting value"),
+        (CHATML, CHAT + '{"messages": "hello"}\n', "data.source row 1: got a conversation of type str, expected a list of turns"),
+        (CHATML, LATE_COLUMN, "rows.jsonl, line 130001: more, which no row before it has"),
+        (CHATML, CHAT + CHAT.replace("assistant", "user"), "data.source row 1: got two turns of the user in a row"),
+        (CHATML, CHAT + CHAT.replace("user", "assistant"), "data.source row 1: got turns assistant, … that no turn of the user"),
+        (CHATML, CHAT + '{"messages": [{"role": "user", "content": "q"}]}\n', "row 1: got a prompt without an answer, .*num_tokens"),
+        (CHATML, '{"prompt": "q"}\n' * 3, "data.source row 0: got a prompt without an answer"),
+        (CHATML, CHAT + CHAT.replace('"q"', '"caf\udce9"'), "rows.jsonl, line 2: byte 0xe9, which is not UTF-8"),
+        (GEMMA, CHAT + SYSTEM + CHAT, "data.source row 1: got turns system, user, assistant: System role not supported"),
+        (SHOUTING, CHAT * 3, "data.source: got a chat template that changes the assistant's content"),
+    ],
+)  # fmt: skip
+def test_the_command_says_in_a_line_what_is_wrong_with_a_file(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], template: str, content: str, message: str
+) -> None:
+    tiny_target_model().save_pretrained(tmp_path / "model")
+    tiny_tokenizer(template).save_pretrained(tmp_path / "model")
+    (tmp_path / "rows.jsonl").write_bytes(content.encode(errors="surrogateescape"))
+    capfd.readouterr()
+    assert (
+        main(["data", "recipe=small/eagle3", *input_keys(tmp_path), "data.regenerate=null", "data.num_proc=2"])
+        == ExitCode.USER_ERROR
+    )
+    said = capfd.readouterr().err.splitlines()
+    assert [line for line in said if re.match(f"error: .*{message}", line)], said
+    assert not any(line.startswith("Traceback") for line in said)
 
 
 def test_a_missing_file_names_its_neighbour(tmp_path: Path) -> None:
