@@ -119,6 +119,7 @@ class CommonDoctorOptions(Section):
         return self
 
 
+IN_THIS_PROCESS = LaunchOptions()
 DATA_VERBS = ("show", "generate")
 IN_TERMINAL, ON_PAGE = 3, 24
 
@@ -159,9 +160,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def train(arguments: list[str]) -> int:
     """train a draft on a recipe, or a target of its own; launch=… in several processes, as `accelerate launch train/….py` does"""
-    is_launch = [argument.partition("=")[0] in LaunchOptions.model_fields for argument in arguments]
-    options = load_recipe(LaunchOptions, list(compress(arguments, is_launch)))
-    arguments = [argument for argument, of_launch in zip(arguments, is_launch, strict=True) if not of_launch]
+    options, arguments = _launch_options(arguments)
     keys = _keys(arguments)
     schema = _schema_of(keys)
     method = METHODS.get(str(merged(keys).get("method", DEFAULT_METHOD)))
@@ -174,9 +173,7 @@ def train(arguments: list[str]) -> int:
         trained = [name for name, row in METHODS.items() if row.script]
         raise UserError("method", got="one that needs no training", expected=" or ".join(trained))
     load_recipe(schema, keys)
-    if options.launch is not None:
-        return launch(ROOT / script, arguments, options)
-    return _run_script(script, arguments)
+    return _run_script(script, arguments, options)
 
 
 def plan(arguments: list[str]) -> int:
@@ -261,7 +258,10 @@ def doctor(arguments: list[str]) -> int:
 
 
 def data(arguments: list[str]) -> int:
-    """prepare a recipe's training data, count it and show documents (`data show`); `data generate`: only have servers generate it"""
+    """prepare a recipe's training data and show it (`data show`); `data generate`: by servers; `data features`: store its features"""
+    if arguments[:1] == ["features"]:
+        launching, others = _launch_options(arguments[1:])
+        return _run_script("train/features.py", [*others, "train.output_dir=runs"], launching)  # features have no run
     verb = arguments.pop(0) if arguments[:1] and arguments[0] in DATA_VERBS else "show"
     keys = _keys(arguments)
     is_shown = [verb == "show" and key.partition("=")[0] in ShowOptions.model_fields for key in keys]
@@ -400,8 +400,17 @@ def _schema_of(keys: list[str]) -> type[Recipe] | type[TargetRecipe]:
     return TargetRecipe if own & merged(keys).keys() else Recipe
 
 
-def _run_script(script: str, arguments: list[str]) -> int:
+def _launch_options(arguments: list[str]) -> tuple[LaunchOptions, list[str]]:
+    """How to launch, and the arguments that do not say so."""
+    is_launch = [argument.partition("=")[0] in LaunchOptions.model_fields for argument in arguments]
+    others = [argument for argument, of_launch in zip(arguments, is_launch, strict=True) if not of_launch]
+    return load_recipe(LaunchOptions, list(compress(arguments, is_launch))), others
+
+
+def _run_script(script: str, arguments: list[str], options: LaunchOptions = IN_THIS_PROCESS) -> int:
     """Run one of the project's scripts as if by `python script arguments`; its own exit code ends this process."""
+    if options.launch is not None:
+        return launch(ROOT / script, arguments, options)
     sys.argv = [str(ROOT / script), *arguments]
     runpy.run_path(sys.argv[0], run_name="__main__")
     return ExitCode.DONE

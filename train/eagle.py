@@ -8,13 +8,16 @@ from functools import partial
 
 from specdistill import command
 from specdistill.data.training_data import training_data
+from specdistill.features.sources import feature_store
 from specdistill.gate.rules import load_gate
 from specdistill.measurement.selection import decoded_acceptance_length
 from specdistill.methods.load import create_draft, implementation
 from specdistill.methods.recipe import HeadRecipe, Recipe, check_trainable
 from specdistill.methods.target_record import save_draft
+from specdistill.recipe.sections import HiddenStatesConfig
 from specdistill.suites.suite import check_suite
 from specdistill.targets.frozen import FrozenTarget
+from specdistill.training.arguments import autocast_dtype
 from specdistill.training.optimizer import build_optimizer
 from specdistill.training.run import TrainingRun
 from specdistill.training.trainer import DraftTrainer
@@ -30,7 +33,9 @@ def main(recipe: HeadRecipe) -> None:
     method = implementation(recipe.method)
 
     # Target and data
-    target = FrozenTarget.load(**vars(recipe.target))
+    hidden_states = getattr(recipe, "hidden_states", HiddenStatesConfig())  # which heads have
+    runs_layers = hidden_states.runs_layers or recipe.selection is not None
+    target = FrozenTarget.load(**vars(recipe.target), layers_on_disk=not runs_layers)
     train_set, eval_set = training_data(
         recipe.data,
         target.tokenizer,
@@ -50,12 +55,15 @@ def main(recipe: HeadRecipe) -> None:
         rows=len(train_set),
     )
 
+    # Features that are kept, where each step does not have the target make its own
+    passes = {"autocast": autocast_dtype(run.arguments), "batch_size": run.arguments.train_batch_size}
+    store = feature_store(hidden_states, target, getattr(draft, "aux_layers", ()), [train_set, eval_set], **passes)
+
     # Train, and save the best
     optimizer = build_optimizer(recipe.optimizer, draft, run.arguments)
     save, decode = partial(save_draft, method, target), decoded_acceptance_length(recipe, target)
-    run.train(
-        DraftTrainer(objective, target, run.arguments, train_set, eval_set, save=save, decode=decode, optimizer=optimizer)
-    )
+    options = {"save": save, "decode": decode, "optimizer": optimizer, "store": store}
+    run.train(DraftTrainer(objective, target, run.arguments, train_set, eval_set, **options))
 
 
 if __name__ == "__main__":

@@ -166,8 +166,10 @@ def _regenerated(
 
     def part(index: int, num_tokens: int) -> Dataset:
         def rows() -> Iterator[Row]:
-            if is_shared(model):  # one process prepares rows while the others wait
-                got = f"{settings.num_tokens} with target.shard, and no rows that were generated before"
+            if is_shared(model) or any(weight.is_meta for weight in model.parameters()):
+                # One process prepares rows while the others wait, with layers in memory
+                why = "target.shard" if is_shared(model) else "hidden_states.mode=offline"
+                got = f"{settings.num_tokens} with {why}, and no rows that were generated before"
                 expected = "0, or `specdistill data` first, with target.shard=none in one process"
                 raise UserError("data.regenerate.num_tokens", got=got, expected=expected)
             with Answers(_folder(config, model_inputs)) as answers:

@@ -9,7 +9,7 @@ from pydantic.fields import FieldInfo
 from specdistill.errors import UserError, nearest
 from specdistill.methods import METHODS
 from specdistill.recipe.fields import ReadWhen, Section, default_of, like, option, section, shown
-from specdistill.recipe.sections import DataConfig, EvalConfig, SelectionConfig, TargetConfig
+from specdistill.recipe.sections import DataConfig, EvalConfig, HiddenStatesConfig, SelectionConfig, TargetConfig
 
 DEFAULT_METHOD = "eagle3"
 DEFAULT_SEED = 42  # of transformers.TrainingArguments
@@ -155,6 +155,15 @@ class HeadLoss(Section):
 class HeadRecipe(TrainedRecipe):
     draft: HeadDraft = section(HeadDraft)
     loss: HeadLoss = section(HeadLoss)
+    hidden_states: HiddenStatesConfig = section(HiddenStatesConfig)
+
+    @model_validator(mode="after")
+    def _stored_features_need_no_such_target(self) -> "HeadRecipe":
+        for name, plain in (("shard", "none"), ("fp8", False)):
+            if self.hidden_states.mode != "online" and (value := getattr(self.target, name)) != plain:
+                got = f"{shown(value)} with hidden_states.mode={self.hidden_states.mode}"
+                raise UserError(f"target.{name}", got=got, expected=f"{shown(plain)}, or hidden_states.mode=online")
+        return self
 
 
 def own_eval_keys(schema: type[Recipe]) -> dict[str, FieldInfo]:

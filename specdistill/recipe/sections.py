@@ -55,6 +55,10 @@ ON_ONE_GPU = ReadWhen(
 GENERATED = ReadWhen("when num_tokens is above 0; data.regenerate=null resets the section", lambda it: it.num_tokens > 0)
 SERVED = ReadWhen("with data.regenerate.server", lambda it: it.num_tokens > 0 and bool(it.server))
 
+STORED = ReadWhen("with hidden_states.mode=offline or hybrid", lambda it: it.mode != "online")
+MADE = ReadWhen("with hidden_states.mode=hybrid", lambda it: it.mode == "hybrid")
+MADE_BY_SERVERS = ReadWhen("with hidden_states.server", lambda it: bool(it.server))
+
 SetAside = Literal["refused", "empty", "truncated", "looping", "off_template", "wrong_language"]
 ATTENTION = ("sdpa", "eager", "flex_attention", "flash_attention_2", "flash_attention_3", "ORG/KERNEL")
 Attention = Annotated[str, one_of(lambda: ATTENTION, also=lambda name: "/" in name)]
@@ -146,6 +150,42 @@ class DataConfig(Section):
     @classmethod
     def _null_is_none_at_all(cls, value: Any) -> Any:
         return RegenerateConfig() if value is None else value
+
+
+class HiddenStatesConfig(Section):
+    """Where training takes the target's features from."""
+
+    mode: Literal["online", "offline", "hybrid"] = option(
+        "online",
+        "features come from a pass of the target in every step; from a store that has them all, without the target's layers; or from a "
+        "store that is filled before the first step, and from passes for rows that it has no room for",
+    )
+    path: str | None = option(None, "folder of the store", read_when=STORED)
+    dtype: Literal["bfloat16", "float8_e4m3fn", "float32"] = option(
+        "bfloat16", "what features are stored in; float8_e4m3fn with a scale for each vector", read_when=STORED
+    )
+    max_bytes: int | None = option(None, "size of the store at most; null: room for every row", ge=1, read_when=MADE)
+    shard_tokens: int = option(
+        32_768, "tokens in a file of the store, which is what a kill may cost again", ge=1, read_when=MADE
+    )
+    server: list[str] = option(
+        [],
+        "addresses of vLLM servers of the target that write hidden states to a folder which this machine sees, too; none: this "
+        "process makes them",
+        read_when=MADE,
+    )
+    timeout: float = option(600.0, "seconds that a server's answer may take", gt=0, read_when=MADE_BY_SERVERS)
+
+    @property
+    def runs_layers(self) -> bool:
+        """Whether training may have to run the target's layers."""
+        return self.mode == "online" or (self.mode == "hybrid" and (not self.server or self.max_bytes is not None))
+
+    @model_validator(mode="after")
+    def _a_store_has_a_place(self) -> "HiddenStatesConfig":
+        if self.mode != "online" and self.path is None:
+            raise UserError("hidden_states.path", got="nothing", expected="a folder")
+        return self
 
 
 class TreeConfig(Section):

@@ -42,6 +42,16 @@ class Features:
     aux: tuple[Tensor, ...]
     last_hidden: Tensor
 
+    @classmethod
+    def unstacked(cls, stacked_BATD: Tensor) -> "Features":
+        """Of auxiliary layers and last hidden state in one tensor [B, A + 1, T, D], as a store keeps them."""
+        *aux, last_hidden = stacked_BATD.unbind(1)
+        return cls(tuple(aux), last_hidden)
+
+    def stacked(self) -> Tensor:
+        """[B, A + 1, T, D]."""
+        return torch.stack((*self.aux, self.last_hidden), dim=1)
+
     def first(self, count: int) -> "Features":
         """Of the first `count` positions."""
         return Features(tuple(feature[:, :count] for feature in self.aux), self.last_hidden[:, :count])
@@ -97,12 +107,15 @@ class FrozenTarget:
         shard: str = "none",
         device_map: str | None = None,
         fp8: bool = False,
+        layers_on_disk: bool = False,
     ) -> "FrozenTarget":
         """Load `pico`, a folder, a GGUF file or a Hub id, and merge a LoRA adapter into it if one is named.
 
         Every process of a launch has to call it. shard: `layers` or `tensor`, for a part of the layers in each process
         (`specdistill.targets.sharding`). device_map: `auto` for all devices of one process, or one device.
         fp8: whether training rounds it (`specdistill.targets.fp8`), which needs the hardware; it is loaded as it is.
+        layers_on_disk: load what lies around the decoder layers alone, and read those whenever they are run. They are loaded all the same
+        where weights have to be converted, merged or spread.
         Raises UserError if it is no target or no adapter of it, or if it cannot be held so; ResourceError when the Hub fails.
         """
         _check_device_map(device_map)
@@ -116,6 +129,7 @@ class FrozenTarget:
             trust_remote_code=trust_remote_code,
             shard=shard,
             device_map=device_map or ("cuda" if torch.cuda.is_available() else "cpu"),
+            layers_on_disk=layers_on_disk and adapter is None and device_map not in SPREAD,
         )
         if any(module.weight.is_meta for module in (loaded.get_input_embeddings(), loaded.get_output_embeddings())):
             got = f"{device_map}, which leaves the embedding or the head of {model} on no device"

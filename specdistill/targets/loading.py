@@ -1,5 +1,6 @@
 """A causal language model and its tokenizer, read by transformers from a folder, a GGUF file or the Hub."""
 
+import logging
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 from specdistill.errors import UserError, one_line
 from specdistill.hub import hub_errors, resolve, split_gguf
 from specdistill.progress import hide_bars_of_transformers
+from specdistill.targets.anatomy import backbone_of, layer_lists
 from specdistill.targets.sharding import is_shared, num_processes, sharded
 
 
@@ -53,10 +55,12 @@ def read_causal_lm(
     trust_remote_code: bool = False,
     shard: str = "none",
     device_map: str = "cpu",
+    layers_on_disk: bool = False,
 ) -> tuple[Any, Any]:
     """A causal language model and its tokenizer from a folder, a GGUF file or the Hub; `key` is the recipe key that errors name.
 
-    shard: how the processes of a launch share it; one process holds it whole.
+    shard: how the processes of a launch share it; one process holds it whole. layers_on_disk: of weights in floating point, leave those
+    of the decoder layers in their files, to be read whenever they are run.
     Raises UserError for missing or broken files, missing weights and what cannot be shared, ResourceError when the Hub fails.
     """
     hide_bars_of_transformers()
@@ -68,11 +72,17 @@ def read_causal_lm(
         wanted["quantization_config"] = GgufConfig(dequantize=True)
     with _reading(key, path, expected):
         tokenizer = AutoTokenizer.from_pretrained(folder, **options)
-        if shard == "none" or num_processes() == 1:
-            loaded: Any = AutoModelForCausalLM.from_pretrained(folder, device_map=device_map, **wanted)
+        config = AutoConfig.from_pretrained(folder, **options)
+        is_quantized = "gguf_file" in options or getattr(config, "quantization_config", None) is not None
+        if layers_on_disk and not is_quantized:
+            logging.getLogger("accelerate.big_modeling").setLevel(
+                logging.ERROR
+            )  # it warns of parameters that are where they are wanted
+            places = _layers_on_disk(config, device_map, trust_remote_code)
+            loaded: Any = AutoModelForCausalLM.from_pretrained(folder, device_map=places, **wanted)
+        elif shard == "none" or num_processes() == 1:
+            loaded = AutoModelForCausalLM.from_pretrained(folder, device_map=device_map, **wanted)
         else:
-            config = AutoConfig.from_pretrained(folder, **options)
-            is_quantized = "gguf_file" in options or getattr(config, "quantization_config", None) is not None
             flags = {"is_quantized": is_quantized, "trust_remote_code": trust_remote_code}
             model_class, placed = sharded(shard, config, device_map, **flags)
             loaded = model_class.from_pretrained(folder, **placed, **wanted)
@@ -82,6 +92,25 @@ def read_causal_lm(
     if dtype == "float32" and is_plain(model):
         model.float()  # what transformers had to dequantize is in bfloat16
     return model, tokenizer
+
+
+def _layers_on_disk(config: Any, device: str, trust_remote_code: bool) -> dict[str, str]:
+    """A device map: every part of a model on the device, but for its decoder layers."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    lists = layer_lists(model, backbone_of(model))
+
+    def places(part: Any, name: str) -> dict[str, str]:
+        if part in lists:
+            return {name: "disk"}
+        if not any(each in lists for each in part.modules()):
+            return {name: device}
+        prefix = f"{name}." if name else ""
+        own = [own for own, _ in (*part.named_parameters(recurse=False), *part.named_buffers(recurse=False))]
+        inner = {key: value for child, module in part.named_children() for key, value in places(module, prefix + child).items()}
+        return {**dict.fromkeys((prefix + each for each in own), device), **inner}
+
+    return places(model, "")
 
 
 def is_plain(model: Any) -> bool:

@@ -22,6 +22,7 @@ from transformers import TrainingArguments
 
 from specdistill.data.packing import PADDING_DOCUMENT, collate
 from specdistill.errors import UserError
+from specdistill.features.store import FeatureStore
 from specdistill.targets.fp8 import Effect, round_to_fp8
 from specdistill.targets.frozen import FrozenTarget
 from specdistill.training.arguments import autocast_dtype
@@ -44,7 +45,9 @@ class Objective(Protocol):
         ...
 
     def read_target(self, target: FrozenTarget, inputs: Batch) -> dict[str, Any]:
-        """What forward needs from the frozen target; called without gradients."""
+        """What forward needs from the frozen target; called without gradients. `inputs` has `features` [B, A + 1, T, D], in place of which
+        forward is given those returned, where a store has them.
+        """
         ...
 
 
@@ -56,6 +59,7 @@ class DraftTrainer(ResumableTrainer):
         save: (draft, folder): write it in its public layout; checkpoints hold it beside the Trainer's own file.
         decode: (draft folder) -> its acceptance length in decoding, which evaluations then measure too.
         on_policy: (batch, its number in the run) -> that batch, or one that the draft generated in its place.
+        store: features that batches come with, so that the target makes none.
     """
 
     def __init__(
@@ -70,6 +74,7 @@ class DraftTrainer(ResumableTrainer):
         optimizer: torch.optim.Optimizer | None = None,
         decode: Callable[[Path], float] | None = None,
         on_policy: Callable[[Batch, int], Batch] | None = None,
+        store: FeatureStore | None = None,
     ) -> None:
         self.num_rows = len(train_set)
         filled = fill_up(train_set, arguments.train_batch_size * arguments.world_size)
@@ -80,7 +85,7 @@ class DraftTrainer(ResumableTrainer):
                 args=arguments,
                 train_dataset=filled,
                 eval_dataset=fill_up(eval_set, arguments.eval_batch_size * arguments.world_size),
-                data_collator=collate,
+                data_collator=collate if store is None else store.collate,
                 compute_metrics=step_metrics,
                 optimizers=(optimizer, None),
             )
@@ -179,7 +184,7 @@ class DraftTrainer(ResumableTrainer):
         with torch.autocast(self.args.device.type, dtype, enabled=dtype is not None):
             with torch.no_grad():  # under inference_mode nothing could be kept for backward without a copy
                 target_outputs = self.objective.read_target(self.target, inputs)
-            result: tuple[Tensor, StepSums] = model(**inputs, **target_outputs, measure=measure)
+            result: tuple[Tensor, StepSums] = model(**{**inputs, **target_outputs}, measure=measure)
         return result
 
     def save_draft(self, folder: Path) -> None:

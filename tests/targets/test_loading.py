@@ -16,6 +16,7 @@ from specdistill.project import PICO
 from specdistill.targets.files import TargetFiles
 from specdistill.targets.frozen import FrozenTarget
 from specdistill.targets.loading import read_tokenizer
+from tests.heads import HEADS, build_head
 from tests.tiny import tiny_target_model, tiny_tokenizer
 
 IDS = torch.arange(5, 40)[None]
@@ -134,3 +135,16 @@ def test_devices(folder: Path) -> None:
 def test_one_process_holds_the_whole_of_a_target_that_several_share(folder: Path, shard: str) -> None:
     shared, whole = FrozenTarget.load(str(folder), shard=shard), FrozenTarget.load(str(folder))
     assert torch.equal(shared.features(IDS, [1]).aux[0], whole.features(IDS, [1]).aux[0])
+
+
+def test_layers_stay_on_disk_until_they_are_run(folder: Path) -> None:
+    left, whole = FrozenTarget.load(str(folder), layers_on_disk=True), FrozenTarget.load(str(folder))
+    on_disk = {name for name, weight in left.model.named_parameters() if weight.is_meta}
+    assert on_disk and on_disk == {name for name, _ in left.model.named_parameters() if ".layers." in name}
+    assert left.device == whole.device and left.logits.linear.weight.equal(whole.logits.linear.weight)
+    for features, expected in zip(left.features(IDS, [1]).aux, whole.features(IDS, [1]).aux, strict=True):
+        assert torch.equal(features, expected)
+    for method in HEADS:
+        init = {"init": "scratch"} if method == "mtp" else {}
+        own, expected = (build_head(method, target, **init).state_dict() for target in (left, whole))
+        assert own.keys() == expected.keys() and all(torch.equal(own[name], expected[name]) for name in own)

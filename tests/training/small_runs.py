@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from datasets import Dataset
 
+from specdistill.features.store import FeatureStore
 from specdistill.losses.divergence import forward_kl
 from specdistill.methods.draft_model.checkpoint import save_draft_model
 from specdistill.methods.draft_model.create import create_draft_model
@@ -40,7 +41,12 @@ def rows(count: int, length: int) -> Dataset:
 
 
 def trainer(
-    output_dir: Path, data: Dataset, target: FrozenTarget | None = None, method: str = "eagle3", **train: Any
+    output_dir: Path,
+    data: Dataset,
+    target: FrozenTarget | None = None,
+    method: str = "eagle3",
+    store: FeatureStore | None = None,
+    **train: Any,
 ) -> DraftTrainer:
     target = target or tiny_target()
     arguments = training_arguments(
@@ -58,7 +64,7 @@ def trainer(
         objective = TrainingTimeTest(draft, forward_kl, 4, step_decay=0.8)
         save = partial(save_head, method)  # type: ignore[assignment]
     optimizer = MuonAdamW(draft, arguments.learning_rate)
-    return DraftTrainer(objective, target, arguments, data, data, save=save, optimizer=optimizer)
+    return DraftTrainer(objective, target, arguments, data, data, save=save, optimizer=optimizer, store=store)
 
 
 def gradient_of_one_step(output_dir: Path, micro_batch: int, accumulation: int) -> dict[str, torch.Tensor]:

@@ -89,11 +89,14 @@ class TrainingTimeTest(nn.Module):
         return loss_rows(batch["position_ids"], batch["loss_positions"], ahead=2).sum()
 
     def read_target(self, target: FrozenTarget, inputs: dict[str, Any]) -> dict[str, Any]:
-        """What `forward` needs from the frozen target: its features [B, T, D] and soft targets."""
-        documents = Documents(inputs["cumulative_lengths"], inputs["longest"])
-        features = target.features(
-            inputs["input_ids"], self.draft.aux_layers, position_ids_BT=inputs["position_ids"], documents=documents
-        )
+        """What `forward` needs from the frozen target: its features [B, T, D], which a batch from a store has, and soft targets."""
+        if "features" in inputs:
+            features = Features.unstacked(inputs["features"].to(target.tensor("embed_tokens.weight").dtype))
+        else:
+            documents = Documents(inputs["cumulative_lengths"], inputs["longest"])
+            features = target.features(
+                inputs["input_ids"], self.draft.aux_layers, position_ids_BT=inputs["position_ids"], documents=documents
+            )
         soft_targets = SoftTargets.of(
             target.logits, features.last_hidden, inputs["loss_positions"], self.draft.target_ids_W, self.temperature
         )

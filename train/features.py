@@ -1,0 +1,43 @@
+"""Fill the feature store that a head's recipe names, for training to read: with hidden_states.mode=hybrid, and without training.
+
+accelerate launch --config_file accelerate_configs/cpu.yaml train/features.py recipe=pico/eagle3 hidden_states.mode=hybrid …
+"""
+
+import sys
+
+from specdistill import command
+from specdistill.data.training_data import training_data
+from specdistill.errors import UserError
+from specdistill.features.sources import feature_store
+from specdistill.methods.load import create_draft
+from specdistill.methods.recipe import HeadRecipe, Recipe, check_trainable
+from specdistill.targets.frozen import FrozenTarget
+from specdistill.training.arguments import autocast_dtype, check_precision, training_arguments
+
+
+def main(recipe: HeadRecipe) -> None:
+    check_trainable(recipe, "train/eagle.py")
+    if recipe.hidden_states.mode != "hybrid":
+        expected = "hybrid, with hidden_states.path: a store that is filled"
+        raise UserError("hidden_states.mode", got=recipe.hidden_states.mode, expected=expected)
+    arguments = training_arguments(recipe.train)
+    check_precision(arguments, recipe.target.dtype)
+
+    # Target and data
+    target = FrozenTarget.load(**vars(recipe.target), layers_on_disk=not recipe.hidden_states.runs_layers)
+    train_set, eval_set = training_data(
+        recipe.data,
+        target.tokenizer,
+        target.model,
+        fingerprint=target.identity.weights,
+        measured_on=recipe.measured_on,
+    )
+
+    # Features of the layers that the draft reads, by passes as training makes them
+    draft = create_draft(recipe, target, train_set)
+    passes = {"autocast": autocast_dtype(arguments), "batch_size": arguments.train_batch_size}
+    feature_store(recipe.hidden_states, target, draft.aux_layers, [train_set, eval_set], **passes)
+
+
+if __name__ == "__main__":
+    sys.exit(command.run(main, Recipe))
