@@ -383,7 +383,7 @@ OPTIONS: dict[str, tuple[Sequence[type[Section]], Mapping[str, str]]] = {
     "plan": ([PlanOptions], SHORTHANDS),
     "export": ([ExportOptions], SHORTHANDS),
     "doctor": ([DoctorOptions], DOCTOR_SHORTHANDS),
-    "data": ([Recipe, ShowOptions], {}),
+    "data": ([Recipe, ShowOptions, LaunchOptions], {}),
 }
 
 
