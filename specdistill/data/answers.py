@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 from specdistill.errors import ResourceError
 
 PATTERN = "answers-*.jsonl"
+VERSION = 2  # of what is asked and kept: answers of another are not read
 
 
 class Question(NamedTuple):
@@ -43,8 +44,8 @@ class Answer:
     """What was generated.
 
     prompt_ids: the whole context. token_ids: of the answer, with the token that ended it. reason: why it ended, as the server says
-    (`stop`, `length`). model, server: that generated it. template: more arguments of the chat template. error: in place of tokens, what
-    the server had against the question.
+    (`stop`, `length`). model, server: that generated it. template: more arguments of the chat template. sampling: parameters beside the
+    temperature, as they were sent. error: in place of tokens, what the server had against the question.
     """
 
     prompt_ids: tuple[int, ...]
@@ -53,6 +54,7 @@ class Answer:
     model: str
     server: str
     template: dict[str, Any]
+    sampling: dict[str, float]
     error: str | None = None
 
 

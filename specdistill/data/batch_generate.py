@@ -13,6 +13,7 @@ Shapes: B rows, P prompt tokens (with padding), D head width, V vocabulary.
 """
 
 import copy
+import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -141,11 +142,12 @@ def generate(
 
     A row ends with a token of `end_ids`, included, or is cut before: after `max_new_tokens`, or once nearly all others have ended.
     `on_tokens` is called with the number of tokens generated since its last call. The batch is split into `num_parts`, by default as
-    many as suit the device, that are generated in parallel; the same seed, prompts and parts give the same tokens.
+    many as suit the device, that are generated in parallel; the same seed, prompts and parts give the same tokens, whatever number of
+    threads this process may use.
     """
     threads = torch.get_num_threads()
     if num_parts is None:
-        num_parts = max(1, min(threads, len(prompts) // MIN_PART_ROWS)) if model.device.type == "cpu" else 1
+        num_parts = max(1, min(_num_cores(), len(prompts) // MIN_PART_ROWS)) if model.device.type == "cpu" else 1
 
     def one_part(part: int) -> list[list[int]]:
         rows = (prompts[part::num_parts], temperatures[part::num_parts])
@@ -155,11 +157,16 @@ def generate(
         return one_part(0)
     try:
         share = max(1, threads // num_parts)
-        with ThreadPoolExecutor(num_parts, initializer=torch.set_num_threads, initargs=(share,)) as pool:
+        with ThreadPoolExecutor(min(threads, num_parts), initializer=torch.set_num_threads, initargs=(share,)) as pool:
             generated = list(pool.map(one_part, range(num_parts)))
     finally:
         torch.set_num_threads(threads)
     return [generated[row % num_parts][row // num_parts] for row in range(len(prompts))]
+
+
+def _num_cores() -> int:
+    """Of the machine, as far as they may be used, and however many processes share them."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @dataclass

@@ -1,5 +1,6 @@
 """Rows that are prepared once: the datasets library keeps them on disk under a fingerprint of all their inputs."""
 
+import errno
 import hashlib
 import json
 import os
@@ -24,6 +25,7 @@ SHOWN = 12  # digits of a hash that a person compares
 VERSION = 1  # of the code that makes rows: raise it when equal inputs give other rows
 BATCH = 100  # rows that a function is given at a time
 MOST_PROCESSES, ROWS_EACH = 16, 2000  # rows that a process is worth starting for
+OF_A_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO}
 Row = dict[str, Any]
 Columns = Mapping[str, Sequence[Any]]
 
@@ -46,8 +48,11 @@ def cached(
     with quiet():
         try:
             dataset = Dataset.from_generator(rows_and_mark, features=marked, cache_dir=cache_dir, fingerprint=fingerprint)
-        except DatasetGenerationError as error:  # wraps the error in `make_rows`
-            raise (error.__cause__ or error) from None
+        except DatasetGenerationError as error:  # wraps the error in `make_rows`, and the disk's
+            cause = error.__cause__ or error
+            if getattr(cause, "errno", None) in OF_A_DISK:
+                raise _not_kept(cause) from error
+            raise cause from None
         except OSError as error:
             raise _not_kept(error) from error
     return dataset.select(range(len(dataset) - 1)).remove_columns("_is_row")
@@ -114,7 +119,7 @@ def num_processes(asked: int | None, num_rows: int) -> int:
     return max(1, min(len(os.sched_getaffinity(0)), MOST_PROCESSES, num_rows // ROWS_EACH))
 
 
-def _not_kept(error: OSError) -> ResourceError:
+def _not_kept(error: BaseException) -> ResourceError:
     next_step = "free disk space, or set data.cache_dir to a folder that can be written"
     return ResourceError(f"prepared rows could not be kept on disk ({error})", next_step=next_step)
 

@@ -7,14 +7,16 @@ A conversation gives a prompt of everything up to its first assistant turn. A te
 if more prompts are wanted than there are texts, from the beginnings of its paragraphs, lines or words.
 """
 
-import itertools
 import logging
 import math
 import random
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
+from itertools import islice
+from typing import Any, NamedTuple
 
 import torch
 from datasets import Dataset
@@ -25,6 +27,7 @@ from specdistill.data.batch_generate import fast_dtype, generate, generation_mod
 from specdistill.data.cache import Row
 from specdistill.data.chat import Message, prompt_ids
 from specdistill.errors import ResourceError
+from specdistill.processes import Crew
 from specdistill.progress import progress
 from specdistill.targets.loading import end_ids
 
@@ -77,7 +80,7 @@ def text_prompts(rows: Dataset, tokenizer: PreTrainedTokenizerBase, num_tokens: 
     generator = random.Random(seed)
     prompts: list[Prompt] = []
     texts = ((row, record["text"]) for row, record in _shuffled(rows, seed) if record["text"] is not None)
-    while len(prompts) < 2 * limit and (batch := list(itertools.islice(texts, TEXTS_AT_ONCE))):
+    while len(prompts) < 2 * limit and (batch := list(islice(texts, TEXTS_AT_ONCE))):
         starts = [(row, text, start) for row, text in batch for start in _starts(text, per_text, generator)]
         snippets = [text[start : start + num_tokens * CHARACTERS_PER_TOKEN] for _, text, start in starts]
         for (row, _, start), ids in zip(starts, tokenizer(snippets, verbose=False)["input_ids"], strict=True):
@@ -99,18 +102,53 @@ def repeated(prompts: Sequence[Prompt], temperatures: Sequence[float]) -> Iterat
             yield prompt, sampled[index % len(sampled)]
 
 
-@dataclass
+class Order(NamedTuple):
+    """A batch to generate, as one process hands it to another."""
+
+    prompts: list[list[int]]
+    temperatures: list[float]
+    max_new_tokens: int
+    end_ids: list[int]
+    seed: int
+
+    def questions(self) -> list[Question]:
+        """One for each row."""
+        batch = digest(self)
+        return [Question(batch, row, temperature, self.seed) for row, temperature in enumerate(self.temperatures)]
+
+
+@dataclass(eq=False)
 class _PromptPool:
     """Prompts of texts, or of chats.
 
-    share: of all tokens. batches: (prompt, temperature) pairs. lengths: to which each batch is continued. tokens, rows: generated so far.
+    share: of all tokens. batches: (prompt, temperature) pairs, and those that were drawn. lengths: to which each batch is continued, in
+    turn. number, tokens, rows: batches, tokens and rows generated so far.
     """
 
     share: float
     batches: Iterator[list[tuple[Prompt, float]]]
-    lengths: Iterator[int]
-    tokens: int = 0
+    lengths: Sequence[int]
+    drawn: list[list[tuple[Prompt, float]]] = field(default_factory=list)
+    number: int = 0
+    tokens: float = 0.0
     rows: int = 0
+
+    def batch(self) -> list[tuple[Prompt, float]]:
+        """The next; empty when the prompts are used up."""
+        while len(self.drawn) <= self.number and (drawn := next(self.batches, None)):
+            self.drawn.append(drawn)
+        return self.drawn[self.number] if self.number < len(self.drawn) else []
+
+    def count(self, tokens: float, rows: int) -> None:
+        self.number, self.tokens, self.rows = self.number + 1, self.tokens + tokens, self.rows + rows
+
+
+class _Wanted(NamedTuple):
+    """A batch, and the place of its pool."""
+
+    pool: int
+    pairs: list[tuple[Prompt, float]]
+    order: Order
 
 
 def row_lengths(max_length: int, prompt_tokens: int) -> list[int]:
@@ -123,84 +161,101 @@ def row_lengths(max_length: int, prompt_tokens: int) -> list[int]:
     return [short, short, short, max_length] if short >= 2 * prompt_tokens else [max_length]
 
 
+@contextmanager
+def generating(model: PreTrainedModel, dtype: torch.dtype | None = None) -> Iterator[Callable[..., list[list[int]]]]:
+    """What continues the prompts of an order, in `dtype`, by default the fastest of the model's device. Only the first order makes the
+    model ready for it. Raises ResourceError when the device's memory does not hold a batch.
+    """
+    with ExitStack() as stack:
+        ready = cache(lambda: stack.enter_context(generation_mode(model, dtype or fast_dtype(model.device))))
+
+        def continued(order: Order, on_tokens: Callable[[int], object] = lambda count: None) -> list[list[int]]:
+            try:
+                return generate(ready(), **order._asdict(), on_tokens=on_tokens)
+            except torch.OutOfMemoryError as error:
+                what = f"the device ran out of memory while it generated {len(order.prompts)} rows at a time"
+                raise ResourceError(what, next_step="lower data.regenerate.batch_size or data.max_length") from error
+
+        yield continued
+
+
 def generated_rows(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
+    crew: Crew,
+    answers: Answers,
     prompts: Sequence[Prompt],
     num_tokens: int,
     temperatures: Sequence[float],
     max_length: int,
     batch_size: int,
     seed: int,
-    dtype: torch.dtype | None = None,
+    end_ids: Sequence[int],
+    *,
+    name: str = "",
     loss_mask: str = "assistant",
-    answers: Answers | None = None,
 ) -> Iterator[Row]:
     """About `num_tokens` tokens generated by the target, as rows {input_ids, loss_mask, length, source} of at most `max_length`.
 
-    The target computes in `dtype`, by default the fastest of its device. Deterministic for a seed and number of cores. Batches that are
-    among the answers are not generated again: a run that was killed goes on behind the last one it finished, to the same rows.
+    crew: of processes that are `generating`. Rows depend on the seed and the number of cores, not on the number of processes, which
+    generate what will be wanted next as far as that can be told. A batch is among the answers before its rows come, and is not generated
+    again: a run that was killed goes on behind the last one it finished. name: the target's.
     """
-    pools = []
+    pools: list[_PromptPool] = []
     for is_chat, share in ((False, 1 - CHAT_SHARE), (True, CHAT_SHARE)):
         if own := [prompt for prompt in prompts if prompt.is_chat == is_chat]:
             pairs, lengths = repeated(own, temperatures), [max_length] if is_chat else row_lengths(max_length, len(own[0].ids))
             batches = _by_length(pairs, batch_size, seed) if is_chat else _batched(pairs, batch_size)
-            pools.append(_PromptPool(share, batches, itertools.cycle(lengths)))
-    ends, total = end_token_ids(model, tokenizer), 0
-    fast_model = generation_mode(model, dtype or fast_dtype(model.device))
-    with fast_model as fast, progress("Generating training data", num_tokens, "tokens") as advance:
-        for number in itertools.count():
-            if not pools or total >= ENOUGH * num_tokens:
-                break
-            pool = min(pools, key=lambda pool: pool.tokens / pool.share)
-            batch = next(pool.batches, None)
-            if batch is None:
-                pools.remove(pool)
+            pools.append(_PromptPool(share, batches, lengths))
+    upcoming, counted = partial(_upcoming, pools, num_tokens, end_ids, seed * 1_000_003), set[Question]()
+    with progress("Generating training data", num_tokens, "tokens") as advance:
+        while wanted := next(upcoming(), None):
+            known = _known(wanted.order, answers)
+            if known is None:
+                orders = list(islice((it.order for it in upcoming() if _known(it.order, answers) is None), crew.size))
+                for order, made in zip(orders, crew(orders, on_tokens=advance), strict=True):
+                    for question, ids, continuation in zip(order.questions(), order.prompts, made, strict=True):
+                        answers.add(question, Answer(tuple(ids), tuple(continuation), "", name, "", {}, {}))
+                counted.add(orders[0].questions()[0])
                 continue
-            new_tokens = next(pool.lengths) - max(len(prompt.ids) for prompt, _ in batch)
-            expected = min(new_tokens, pool.tokens / pool.rows) if pool.rows else new_tokens
-            missing = pool.share * num_tokens - pool.tokens if len(pools) > 1 else num_tokens - total
-            batch = batch[: math.ceil(missing / expected)]
-            asked = {"max_new_tokens": new_tokens, "end_ids": ends, "seed": seed * 1_000_003 + number}
-            continuations = _remembered(fast, batch, asked, answers, advance)
-            for (prompt, _), continuation in zip(batch, continuations, strict=True):
+            if wanted.order.questions()[0] not in counted:
+                advance(sum(map(len, known)))
+            for (prompt, _), continuation in zip(wanted.pairs, known, strict=True):
                 ids = prompt.ids + continuation
                 prompt_mask = [int(loss_mask == "all" or not prompt.is_chat)] * len(prompt.ids)
                 mask = prompt_mask + [1] * len(continuation)
                 yield {"input_ids": ids, "loss_mask": mask, "length": len(ids), "source": prompt.source}
-            count = sum(map(len, continuations))
-            total, pool.tokens, pool.rows = total + count, pool.tokens + count, pool.rows + len(batch)
+            pools[wanted.pool].count(sum(map(len, known)), len(known))
+    total = sum(pool.tokens for pool in pools)
     if total < ENOUGH * num_tokens:
         logger.warning("the prompts of data.source were used up after %d of %d tokens", total, num_tokens)
 
 
-def _remembered(
-    model: PreTrainedModel,
-    batch: Sequence[tuple[Prompt, float]],
-    asked: Mapping[str, Any],
-    answers: Answers | None,
-    on_tokens: Callable[[int], object],
-) -> list[list[int]]:
-    """The continuations of a batch, from the answers if all of them are there."""
-    prompts = [prompt.ids for prompt, _ in batch]
-    temperatures = [temperature for _, temperature in batch]
-    batch_digest = digest([prompts, temperatures, asked])
-    questions = [Question(batch_digest, row, temperature, asked["seed"]) for row, temperature in enumerate(temperatures)]
-    known = [] if answers is None else [answers.get(question) for question in questions]
-    if known and all(known):
-        found = [list(answer.token_ids) for answer in known if answer]
-        on_tokens(sum(map(len, found)))
-        return found
-    try:
-        continuations = generate(model, prompts, temperatures, **asked, on_tokens=on_tokens)
-    except torch.OutOfMemoryError as error:
-        what = f"the device ran out of memory while it generated {len(batch)} rows at a time"
-        raise ResourceError(what, next_step="lower data.regenerate.batch_size or data.max_length") from error
-    if answers is not None:
-        for question, ids, continuation in zip(questions, prompts, continuations, strict=True):
-            answers.add(question, Answer(tuple(ids), tuple(continuation), "", str(model.name_or_path), "", {}))
-    return continuations
+def _upcoming(pools: Sequence[_PromptPool], num_tokens: int, end_ids: Sequence[int], first_seed: int) -> Iterator[_Wanted]:
+    """The batches that are still wanted. The first is certain; the others are as far as batches go on giving as many tokens as they did.
+
+    Each pool gives its share; the last batch only as many rows as are missing.
+    """
+    pools = [replace(pool) for pool in pools]
+    left = dict(enumerate(pools))
+    while left and (total := sum(pool.tokens for pool in pools)) < ENOUGH * num_tokens:
+        place, pool = min(left.items(), key=lambda item: item[1].tokens / item[1].share)
+        if not (pairs := pool.batch()):
+            del left[place]
+            continue
+        new_tokens = pool.lengths[pool.number % len(pool.lengths)] - max(len(prompt.ids) for prompt, _ in pairs)
+        expected = min(new_tokens, pool.tokens / pool.rows) if pool.rows else new_tokens
+        missing = pool.share * num_tokens - pool.tokens if len(left) > 1 else num_tokens - total
+        pairs = pairs[: math.ceil(missing / expected)]
+        ids, temperatures = [prompt.ids for prompt, _ in pairs], [temperature for _, temperature in pairs]
+        yield _Wanted(
+            place, pairs, Order(ids, temperatures, new_tokens, list(end_ids), first_seed + sum(it.number for it in pools))
+        )
+        pool.count(expected * len(pairs), len(pairs))
+
+
+def _known(order: Order, answers: Answers) -> list[list[int]] | None:
+    """The continuations of an order; None unless the answers have all of them."""
+    found = [answers.get(question) for question in order.questions()]
+    return [list(answer.token_ids) for answer in found if answer] if all(found) else None
 
 
 def end_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -209,7 +264,7 @@ def end_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) ->
 
 
 def _batched(items: Iterator[tuple[Prompt, float]], size: int) -> Iterator[list[tuple[Prompt, float]]]:
-    while batch := list(itertools.islice(items, size)):
+    while batch := list(islice(items, size)):
         yield batch
 
 

@@ -27,11 +27,13 @@ from specdistill.data.chat import Message, render
 from specdistill.data.completion_server import CompletionServer, UnavailableError
 from specdistill.data.regeneration import Prompt, repeated, row_lengths
 from specdistill.data.set_aside import Candidate, Tally
+from specdistill.engines.server import PLAIN_SAMPLING
 from specdistill.errors import ResourceError, UserError
 from specdistill.progress import progress
 
 logger = logging.getLogger(__name__)
 
+SAMPLING = {**PLAIN_SAMPLING, "repeat_penalty": 1.0}  # llama.cpp's word for the repetition penalty
 POLL_SECONDS = 0.1
 MOST_BARREN = 1000  # tasks in a row of which nothing is kept, before it is no longer chance
 
@@ -242,12 +244,18 @@ def ask(
         "max_tokens": max_tokens,
         "temperature": question.temperature,
         "seed": question.seed,
+        **SAMPLING,
         "skip_special_tokens": False,
         "return_token_ids": True,  # vLLM, SGLang
         "return_tokens": True,  # llama.cpp
     }
     found = server.complete(body)
-    facts: dict[str, Any] = {"prompt_ids": context, "server": server.address, "template": tokenizer.template}
+    facts: dict[str, Any] = {
+        "prompt_ids": context,
+        "server": server.address,
+        "template": tokenizer.template,
+        "sampling": SAMPLING,
+    }
     if isinstance(found, str):
         return Answer(token_ids=(), reason="refused", model=server.model, error=found, **facts)
     (choice, *_), model = found["choices"], str(found.get("model", server.model))

@@ -4,6 +4,7 @@ import logging
 import math
 import random
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -15,7 +16,7 @@ from datasets.fingerprint import Hasher
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from specdistill.command import check_writable
-from specdistill.data.answers import Answers
+from specdistill.data.answers import VERSION, Answers
 from specdistill.data.batch_generate import fast_dtype
 from specdistill.data.cache import SHOWN, Row, cached, content_fingerprint, mapped, tokenizer_fingerprint
 from specdistill.data.cleaning.left_out import cleaned
@@ -23,11 +24,19 @@ from specdistill.data.completion_server import CompletionServer
 from specdistill.data.encoding import DOCUMENT_COLUMNS, ENCODED_COLUMNS, Encoder
 from specdistill.data.held_out import by_hash, by_sample, row_hash
 from specdistill.data.packing import pack, usable
-from specdistill.data.regeneration import Prompt, chat_prompts, end_token_ids, generated_rows, row_lengths, text_prompts
+from specdistill.data.regeneration import (
+    Prompt,
+    chat_prompts,
+    end_token_ids,
+    generated_rows,
+    generating,
+    row_lengths,
+    text_prompts,
+)
 from specdistill.data.served import Tokenizer, served_rows, tasks
 from specdistill.data.sources import Source, load_sources
 from specdistill.errors import UserError
-from specdistill.processes import agree, are_several, first_on_each_machine
+from specdistill.processes import Crew, agree, are_several, first_on_each_machine
 from specdistill.recipe.sections import DataConfig
 from specdistill.targets.packed_rows import packing
 from specdistill.targets.sharding import is_shared
@@ -55,8 +64,11 @@ def training_data(
     """
     _check(config, tokenizer, model)
     agree({"weights of target.model": fingerprint[:SHOWN]})
-    with first_on_each_machine("preparing the training data"):
-        documents = training_documents(config, tokenizer, model, fingerprint=fingerprint, measured_on=measured_on)
+    in_process = config.regenerate.num_tokens > 0 and not config.regenerate.server
+    with ExitStack() as stack:
+        work = stack.enter_context(generating(model)) if in_process and model is not None else None
+        crew = stack.enter_context(first_on_each_machine("preparing the training data", work))
+        documents = training_documents(config, tokenizer, model, fingerprint=fingerprint, measured_on=measured_on, crew=crew)
         train, validation = packed(documents, config, tokenizer)
     if are_several():
         rows = {"training rows": content_fingerprint(train), "validation rows": content_fingerprint(validation)}
@@ -71,8 +83,10 @@ def training_documents(
     *,
     fingerprint: str,
     measured_on: Sequence[str] = (),
+    crew: Crew | None = None,
 ) -> tuple[Dataset, Dataset]:
-    """(train, validation) documents before they are packed, in one process, from the cache where they were made before.
+    """(train, validation) documents before they are packed, from the cache where they were made before. crew: generates them in process;
+    None: this process alone.
 
     Columns: `input_ids`; `loss_mask`, 1 where a token carries loss; `length` in tokens; `source`, its place in data.source.
     """
@@ -84,7 +98,8 @@ def training_documents(
     if config.regenerate.server:
         words = Words(tokenizer, tuple(end_token_ids(model, tokenizer)), str(model.name_or_path))
         return _served(config, sources, words, fingerprint)
-    return _regenerated(config, sources, tokenizer, model, fingerprint)
+    with generating(model) as work:
+        return _regenerated(config, sources, tokenizer, model, fingerprint, crew or Crew(work))
 
 
 def packed(
@@ -152,13 +167,17 @@ def _encoded(source: Source, number: int, tokenizer: PreTrainedTokenizerBase, co
 
 
 def _regenerated(
-    config: DataConfig, sources: Sequence[Source], tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, fingerprint: str
+    config: DataConfig,
+    sources: Sequence[Source],
+    tokenizer: PreTrainedTokenizerBase,
+    model: PreTrainedModel,
+    fingerprint: str,
+    crew: Crew,
 ) -> tuple[Dataset, Dataset]:
     """(train, validation) documents: generations of the target from prompts of two disjoint parts of the source's rows."""
     settings = config.regenerate
     held_out_tokens = max(1, round(settings.num_tokens * config.validation_fraction))
-    dtype = fast_dtype(model.device)
-    model_inputs = [fingerprint, str(dtype), tokenizer_fingerprint(tokenizer)]
+    model_inputs = [fingerprint, str(fast_dtype(model.device)), tokenizer_fingerprint(tokenizer)]
 
     @cache
     def prompts() -> tuple[list[Prompt], list[Prompt]]:
@@ -167,24 +186,24 @@ def _regenerated(
     def part(index: int, num_tokens: int) -> Dataset:
         def rows() -> Iterator[Row]:
             if is_shared(model) or any(weight.is_meta for weight in model.parameters()):
-                # One process prepares rows while the others wait, with layers in memory
+                # Each process generates batches of its own, with layers in memory
                 why = "target.shard" if is_shared(model) else "hidden_states.mode=offline"
                 got = f"{settings.num_tokens} with {why}, and no rows that were generated before"
                 expected = "0, or `specdistill data` first, with target.shard=none in one process"
                 raise UserError("data.regenerate.num_tokens", got=got, expected=expected)
             with Answers(_folder(config, model_inputs)) as answers:
                 yield from generated_rows(
-                    model,
-                    tokenizer,
+                    crew,
+                    answers,
                     prompts()[index],
                     num_tokens,
                     settings.temperatures,
                     config.max_length,
                     settings.batch_size,
                     seed=2 * config.seed + index,
-                    dtype=dtype,
+                    end_ids=end_token_ids(model, tokenizer),
+                    name=str(model.name_or_path),
                     loss_mask=config.loss_mask,
-                    answers=answers,
                 )
 
         row_inputs = [[source.rows._fingerprint, source.weight] for source in sources]
@@ -254,7 +273,7 @@ def _served(config: DataConfig, sources: Sequence[Source], words: Words, fingerp
 
 def _folder(config: DataConfig, made_with: object) -> Path:
     """Where answers made with these are kept."""
-    return Path(config.cache_dir or HF_DATASETS_CACHE) / "answers" / str(Hasher.hash(made_with))
+    return Path(config.cache_dir or HF_DATASETS_CACHE) / "answers" / str(Hasher.hash([VERSION, made_with]))
 
 
 def _split_prompts(

@@ -8,6 +8,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from specdistill.errors import ResourceError, UserError, one_line
@@ -76,6 +77,13 @@ class Identity:
     models: tuple[str, ...]
     max_length: int | None
     num_speculative_tokens: int | None
+
+
+# Sampling from the model's own distribution, in the words that vLLM and SGLang share; -1 keeps all tokens. What a request leaves out a
+# server takes from the model's generation_config.json, greedy requests included, which a penalty changes too.
+PLAIN_SAMPLING: Mapping[str, float] = MappingProxyType(
+    {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from specdistill.engines import limits, loader
 from specdistill.engines.engine import NORMS, SIZES, Engine, HeadExport, Layout, Program, Served, eagle3_config
 from specdistill.engines.limits import AUX_LAYERS
 from specdistill.engines.loader import Loader, Setting, Slot
-from specdistill.engines.server import Client, Counters, Identity, Request, Server, ServerCounts, reached
+from specdistill.engines.server import PLAIN_SAMPLING, Client, Counters, Identity, Request, Server, ServerCounts, reached
 from specdistill.errors import ResourceError
 
 EAGLE3 = Loader(
@@ -168,15 +168,9 @@ def answer_counts(answer: Any, k: int) -> ServerCounts:
 
 
 def sampling_parameters(request: Request) -> dict[str, Any]:
-    """In the words of vLLM, which SGLang shares; -1 keeps all tokens. Every value is given, or a model's own defaults would step in."""
-    return {
-        "temperature": request.temperature,
-        "top_p": request.top_p,
-        "top_k": request.top_k or -1,
-        "min_p": 0.0,
-        "repetition_penalty": 1.0,
-        "skip_special_tokens": False,
-    }
+    """In the words of vLLM, which SGLang shares."""
+    chosen = {"temperature": request.temperature, "top_p": request.top_p, "top_k": request.top_k or -1}
+    return {**PLAIN_SAMPLING, **chosen, "skip_special_tokens": False}
 
 
 VLLM = Engine(

@@ -13,7 +13,7 @@ import pytest
 from specdistill.data.answers import PATTERN, Answer, Answers, Question
 from specdistill.errors import ResourceError
 
-ANSWER = Answer(prompt_ids=(1, 2), token_ids=(3, 4), reason="stop", model="m", server="s", template={})
+ANSWER = Answer(prompt_ids=(1, 2), token_ids=(3, 4), reason="stop", model="m", server="s", template={}, sampling={"top_k": -1})
 
 
 def question(number: int) -> Question:
@@ -45,7 +45,7 @@ def test_a_line_that_was_cut_short_is_passed_over(tmp_path: Path) -> None:
 def test_two_writers_of_one_answer_are_read_alike(tmp_path: Path) -> None:
     with Answers(tmp_path) as one, Answers(tmp_path) as two:
         one.add(question(0), ANSWER)
-        two.add(question(0), Answer((1,), (9,), "stop", "m", "s", {}))
+        two.add(question(0), Answer((1,), (9,), "stop", "m", "s", {}, {}))
     assert Answers(tmp_path).get(question(0)) == Answers(tmp_path).get(question(0))
     assert len(Answers(tmp_path)) == 1
 

@@ -117,3 +117,48 @@ def test_a_killed_generation_in_process_goes_on_behind_its_last_batch(folder: Pa
     resumed = subprocess.run(data(tmp_path / "cut"), env=ENVIRONMENT, capture_output=True, text=True, check=False)
     assert resumed.returncode == 0 and resumed.stdout == whole.stdout
     assert answers(tmp_path / "cut") == answers(tmp_path / "whole")
+
+
+FULL = """
+mount -t tmpfs -o size=80k tmpfs "$1" || exit 99
+shift; disk=$1; shift
+"$@" 2> "$0.full"; echo $? > "$0.code"
+mount -o remount,size=50m tmpfs "$disk"
+exec "$@"
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("by_server", [True, False])
+def test_a_full_disk_ends_a_generation_in_one_line_and_it_goes_on_with_space(
+    by_server: bool, folder: Path, tmp_path: Path
+) -> None:
+    """A file system of 80 KiB, in a mount namespace of its own."""
+    if subprocess.run(
+        ["unshare", "-rm", "mount", "-t", "tmpfs", "tmpfs", tmp_path], capture_output=True, check=False
+    ).returncode:
+        pytest.skip("no mount namespaces on this machine")
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    with running() as made:
+        servers = [made] if by_server else []
+
+        def line(cache: Path) -> list[str]:
+            words = command(folder, cache, servers, "data.regenerate.num_tokens=5000", "target.dtype=float32")
+            return (
+                words
+                if by_server
+                else [word for word in words if word != "generate" and "server" not in word and "batch_size" not in word]
+            )
+
+        mounted = ["unshare", "-rm", "sh", "-c", FULL, str(tmp_path / "run"), str(disk), str(disk), *line(disk / "cache")]
+        whole, resumed = (
+            subprocess.run(words, env=ENVIRONMENT, capture_output=True, text=True, check=False, timeout=300)
+            for words in (line(tmp_path / "cache"), mounted)
+        )
+    assert whole.returncode == 0, whole.stderr
+    said = (tmp_path / "run.full").read_text()
+    assert (tmp_path / "run.code").read_text().strip() == "3" and "Traceback" not in said, said
+    assert "No space left on device); free disk space, or set data.cache_dir" in said.splitlines()[-1]
+    assert resumed.returncode == 0, resumed.stderr
+    assert resumed.stdout == whole.stdout

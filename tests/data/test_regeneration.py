@@ -1,18 +1,26 @@
 """Regeneration: prompts from the source, continued by the target, as documents with the right loss mask."""
 
-from collections.abc import Sequence
+import itertools
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from itertools import islice
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from datasets import Dataset
 
+from specdistill.data.answers import Answers, digest
 from specdistill.data.regeneration import (
     CHAT_SHARE,
+    Order,
     Prompt,
     chat_prompts,
     end_token_ids,
     generated_rows,
+    generating,
     repeated,
     row_lengths,
     text_prompts,
@@ -28,6 +36,25 @@ def rows_of(texts: Sequence[str], questions: Sequence[str] = ()) -> Dataset:
     return Dataset.from_dict(
         {"text": [*texts, *[None] * len(chats)], "messages": [*[None] * len(texts), *chats]}
     )  # fmt: skip
+
+
+@dataclass
+class CrewOf:
+    """A crew of several processes, in one. orders: that it was given, in turn."""
+
+    work: Callable[..., Any]
+    size: int = 1
+    orders: list[Order] = field(default_factory=list)
+
+    def __call__(self, items: Sequence[Order], **own: Any) -> list[Any]:
+        assert 0 < len(items) <= self.size
+        self.orders += items
+        return [self.work(item) for item in items]
+
+
+def rows_of_target(folder: Path, model: Any, *asked: Any, **more: Any) -> list[dict[str, Any]]:
+    with generating(model, torch.float32) as work, Answers(folder) as answers:
+        return list(generated_rows(CrewOf(work), answers, *asked, **more, end_ids=[0]))  # type: ignore[arg-type]
 
 
 def test_text_prompts_are_beginnings_first_and_then_paragraphs() -> None:
@@ -77,11 +104,11 @@ def test_three_batches_in_four_stop_half_way_but_not_before_a_short_row() -> Non
     assert row_lengths(512, 200) == [512]
 
 
-def test_generated_rows_hold_the_prompt_and_its_greedy_continuation() -> None:
+def test_generated_rows_hold_the_prompt_and_its_greedy_continuation(tmp_path: Path) -> None:
     model, tokenizer = tiny_target_model(num_layers=2), tiny_tokenizer(CHAT_TEMPLATE)
     source = rows_of(TEXTS, [f"question {number}" for number in range(8)])
     prompts = text_prompts(source, tokenizer, 8, 12, seed=0) + chat_prompts(source, tokenizer, 32, 8, seed=0)
-    rows = list(generated_rows(model, tokenizer, prompts, 400, [0.0], 64, batch_size=4, seed=0, dtype=torch.float32))
+    rows = rows_of_target(tmp_path, model, prompts, 400, [0.0], 64, batch_size=4, seed=0)
     known = {tuple(prompt.ids): prompt for prompt in prompts}
     generated = {False: 0, True: 0}
     for row in rows:
@@ -105,27 +132,56 @@ def test_generated_rows_hold_the_prompt_and_its_greedy_continuation() -> None:
     assert abs(generated[True] / sum(generated.values()) - CHAT_SHARE) < 0.25
 
 
-def test_used_up_greedy_prompts_end_generation_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    model, tokenizer = tiny_target_model(num_layers=1), tiny_tokenizer()
+def test_used_up_greedy_prompts_end_generation_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     prompts = [Prompt([5, 6, 7], 0, False), Prompt([8, 9, 10], 0, False)]
-    rows = list(generated_rows(model, tokenizer, prompts, 10_000, [0.0], 16, batch_size=8, seed=0))
+    rows = rows_of_target(tmp_path, tiny_target_model(num_layers=1), prompts, 10_000, [0.0], 16, batch_size=8, seed=0)
     assert len(rows) == 2
     count = sum(row["length"] - 3 for row in rows)
     assert f"the prompts of data.source were used up after {count} of 10000 tokens" in caplog.text
 
 
-def test_temperature_and_seed_change_what_is_generated() -> None:
-    model, tokenizer = tiny_target_model(num_layers=1), tiny_tokenizer()
+def test_temperature_and_seed_change_what_is_generated(tmp_path: Path) -> None:
+    model, places = tiny_target_model(num_layers=1), itertools.count()
     prompts = [Prompt([5, 6, 7], 0, False)] * 4
 
     def generate_all(temperature: float, seed: int) -> list[list[int]]:
-        rows = generated_rows(model, tokenizer, prompts, 100, [temperature], 32, batch_size=4, seed=seed)
+        rows = rows_of_target(tmp_path / str(next(places)), model, prompts, 100, [temperature], 32, batch_size=4, seed=seed)
         return [row["input_ids"] for row in rows]
 
     greedy = generate_all(0.0, 0)
     assert all(row == greedy[0] for row in greedy) and greedy == generate_all(0.0, 1)
     warm = generate_all(1.0, 0)
     assert len({tuple(row) for row in warm}) == len(warm) == 4 and warm == generate_all(1.0, 0) != generate_all(1.0, 1)
+
+
+def given(order: Order) -> list[list[int]]:
+    """Continuations of lengths that only the order says, a third of what they may be at least."""
+    draw = random.Random(repr(order)).randint
+    return [[5] * draw(order.max_new_tokens // 3, order.max_new_tokens) for _ in order.prompts]
+
+
+@pytest.mark.parametrize("kinds", [(False,), (True,), (False, True)])
+def test_rows_do_not_depend_on_the_number_of_processes(kinds: tuple[bool, ...], tmp_path: Path) -> None:
+    """Nor on which of them knew which batch before; hardly anything is generated that is not needed."""
+    lengths = random.Random(1)
+    prompts = [Prompt([7, number % 250], number, False) for number in range(300) if False in kinds]
+    prompts += [Prompt([8] * lengths.randint(2, 30), number, True) for number in range(900) if True in kinds]
+    made = {}
+    for size in (1, 2, 8):
+        crew = CrewOf(given, size)
+        with Answers(tmp_path / str(size)) as answers:
+            asked: Any = crew, answers, prompts, 20_000, [0.0, 0.8], 64, 8, 3, [0]
+            made[size] = list(generated_rows(*asked))
+        assert len(crew.orders) == len({digest(order) for order in crew.orders})
+        needed = len(made[size]) / 8
+        assert len(crew.orders) <= 1.3 * needed + size
+        again = CrewOf(given, 3)
+        with Answers(tmp_path / str(size)) as answers:
+            assert list(generated_rows(again, *asked[:0], answers, *asked[2:])) == made[size] and not again.orders  # type: ignore[arg-type]
+    assert made[1] == made[2] == made[8]
+    assert sum(row["length"] for row in made[1]) >= 0.99 * 20_000 and {row["input_ids"][0] for row in made[1]} == {
+        7 + k for k in kinds
+    }
 
 
 def test_everything_that_ends_a_text_is_an_end_token() -> None:

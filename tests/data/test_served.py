@@ -1,5 +1,6 @@
 """Generation by servers that refuse, fail, stall and die: nothing lost, nothing twice, and every row as it would be without."""
 
+import json
 import threading
 from collections.abc import Iterator
 from itertools import islice
@@ -87,6 +88,20 @@ def test_each_turn_is_generated_in_the_context_of_those_before_it(undisturbed: l
         expected, text = completion(ids, first.seed, first.temperature, Behaviour().text)
         assert list(answer) == expected
         messages += [turn("assistant", text), first.messages[2]]
+
+
+def test_a_question_leaves_nothing_to_a_model_s_own_sampling(tmp_path: Path) -> None:
+    """vLLM fills in what a request leaves out from generation_config.json; what was sent is kept with the answer."""
+    bodies: list[dict[str, Any]] = []
+    with running(Behaviour(fault=lambda number, body: bodies.append(body))) as made, Answers(tmp_path) as answers:  # type: ignore[func-returns-value]
+        ((_, (one, two)),) = generate(islice(chats(), 1), [server(made)], answers, told(), concurrency=1)
+    plain = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+    plain |= {"repetition_penalty": 1.0, "repeat_penalty": 1.0}
+    for turn, body in zip((one, two), bodies, strict=True):
+        assert {name: body[name] for name in plain} == plain == turn.answer.sampling
+        assert (body["temperature"], body["seed"], body["prompt"]) == (0.0, 3, list(turn.prompt_ids))
+    (kept,) = tmp_path.glob("answers-*.jsonl")
+    assert all(json.loads(line)["sampling"] == plain for line in kept.read_text().splitlines())
 
 
 @pytest.mark.parametrize("fault", [429, 500, 503, CUT])

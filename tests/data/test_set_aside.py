@@ -20,7 +20,7 @@ def candidate(
     context: str = ORDINARY,
     **more: object,
 ) -> Candidate:
-    answer = Answer((1,), ids, reason, "m", "s", {}, error=more.get("error"))  # type: ignore[arg-type]
+    answer = Answer((1,), ids, reason, "m", "s", {}, {}, error=more.get("error"))  # type: ignore[arg-type]
     return Candidate(answer, text, context, bool(more.get("is_text")), frozenset({1, 2, 3}))
 
 

@@ -282,3 +282,41 @@ def test_rows_are_prepared_once_on_each_machine_and_have_to_agree(tmp_path: Path
     for _, said in lines:
         assert said.split(":")[0] in ("training rows", "validation rows")
         assert "in process 2 on " in said and said.endswith(": prepare on one machine, and copy data.cache_dir")
+
+
+GENERATE = """
+from specdistill.data import regeneration
+from specdistill.data.cache import content_fingerprint
+from specdistill.recipe.sections import RegenerateConfig
+from tests.tiny import tiny_target_model
+
+machine, calls, generate = "ab"[rank // 2], [], regeneration.generate
+regeneration.generate = lambda *inputs, **settings: calls.append(1) or generate(*inputs, **settings)
+settings = RegenerateConfig(num_tokens=1500, prompt_tokens=4, batch_size=4, temperatures=[0.0, 0.8])
+cache = f"{folder}/cache-{machine}"
+config = DataConfig(source=f"{folder}/rows.jsonl", cache_dir=cache, max_length=32, validation_fraction=0.2, regenerate=settings)
+model = tiny_target_model(num_layers=1)
+halves = module.training_data(config, tiny_tokenizer(), model, fingerprint="0" * 64)
+print(len(calls), *map(content_fingerprint, halves))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_every_process_generates_a_share_of_the_same_rows(tmp_path: Path) -> None:
+    made = {}
+    for local_ranks in ((0,), (0, 1), (0, 1, 0)):
+        folder = tmp_path / "".join(map(str, local_ranks))
+        folder.mkdir()
+        (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, numbered(40))), encoding="utf-8")
+        ended = run_processes(folder, IMPORTS, GENERATE, *local_ranks)
+        assert [process.code for process in ended] == [0] * len(local_ranks), ended[-1].err
+        made[local_ranks] = [process.out.split() for process in ended]
+    assert len({tuple(out[1:]) for processes in made.values() for out in processes}) == 1
+    ((alone, *_),) = made[0,]
+    shares = [int(calls) for calls, *_ in made[0, 1]]
+    assert min(shares) >= 0.4 * int(alone) and sum(shares) <= int(alone) + 4
+    assert [calls for calls, *_ in made[0, 1, 0]] == [
+        *(str(share) for share in shares),
+        alone,
+    ]  # a machine of two, and one of one
