@@ -77,20 +77,19 @@ def mapped(
     folder = Path(cache_dir or HF_DATASETS_CACHE) / "prepared"
     processes = num_processes(num_proc, len(rows))
     is_new = not any(folder.glob(f"{fingerprint}*"))
-    is_shown_here = is_new and not (processes > 1 and sys.stderr.isatty())  # several processes show how far they are themselves
+    by_library = processes > 1 and sys.stderr.isatty()  # how far several processes are only the library knows
     with (
-        progress(what, len(rows), "rows") if is_shown_here else nullcontext() as advance,
-        quiet() if is_shown_here or not is_new else nullcontext(),
+        progress(what, len(rows), "rows") if is_new and not by_library else nullcontext(_nothing) as advance,
+        nullcontext() if is_new and by_library else quiet(),
     ):
 
         def counted(batch: Columns, numbers: Sequence[int]) -> Columns:
             made = function(batch, numbers)
-            if advance is not None:
-                advance(len(numbers))
+            advance(len(numbers))
             return made
 
         try:
-            return rows.map(
+            made = rows.map(
                 function if processes > 1 else counted,
                 with_indices=True,
                 batched=True,
@@ -103,6 +102,8 @@ def mapped(
                 num_proc=processes if processes > 1 else None,
                 desc=what,
             )
+            advance(len(rows) if processes > 1 else 0)
+            return made
         except OSError as error:
             raise _not_kept(error) from error
         except RuntimeError as error:
@@ -110,6 +111,10 @@ def mapped(
                 raise
             next_step = "free memory, or take fewer processes (data.num_proc)"
             raise ResourceError("a process that prepared rows was ended from outside", next_step=next_step) from error
+
+
+def _nothing(count: int) -> None:
+    pass
 
 
 def num_processes(asked: int | None, num_rows: int) -> int:

@@ -191,6 +191,8 @@ def _marker_positions(rendered: str, whole: str) -> list[int]:
 
 def _alike(first: str, second: str) -> int:
     """How many characters two strings begin with alike."""
+    if second.startswith(first):
+        return len(first)
     differ = (index for index, (a, b) in enumerate(zip(first, second, strict=False)) if a != b)
     return next(differ, min(len(first), len(second)))
 

@@ -10,15 +10,17 @@ import logging
 import random
 from bisect import bisect_left, insort
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from datasets import Dataset, List, Value
 from torch import Tensor
 
-from specdistill.data.cache import Row, cached
+from specdistill.data.cache import Columns, mapped
 from specdistill.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -94,29 +96,52 @@ def fill_rows(pieces: Sequence[Piece], max_length: int, packing: bool, seed: int
 
 
 def pack(
-    documents: Dataset, max_length: int, packing: bool, pad_token_id: int, seed: int, cache_dir: str | None = None
+    documents: Dataset,
+    max_length: int,
+    packing: bool,
+    pad_token_id: int,
+    seed: int,
+    cache_dir: str | None = None,
+    num_proc: int | None = None,
 ) -> Dataset:
     """Rows of `max_length` from documents with columns `input_ids`, `loss_mask` and `length`."""
-    lengths = list(documents["length"])
+    lengths = np.asarray(documents["length"]).tolist()
     rows = fill_rows(cut(lengths, max_length), max_length, packing, seed)
     share = 100 * sum(lengths) / max(1, len(rows) * max_length)
     logger.info("%d documents in %d rows of %d tokens, %.1f%% filled", len(lengths), len(rows), max_length, share)
+    plan = Dataset.from_dict({name: [[getattr(piece, name) for piece in row] for row in rows] for name in Piece._fields})
     inputs = ["packed", documents._fingerprint, max_length, packing, pad_token_id, seed]
-    arrays = documents.with_format("numpy")  # pieces of a long document are then views, not lists of all its tokens
-    return cached(lambda: (_row(arrays, row, max_length, pad_token_id) for row in rows), COLUMNS, inputs, cache_dir)
+    packer = Packer(documents.select_columns(["input_ids", "loss_mask"]).with_format("numpy"), max_length, pad_token_id)
+    return mapped(plan, packer, COLUMNS, inputs, what="Packing", num_proc=num_proc, cache_dir=cache_dir)
 
 
-def _row(documents: Dataset, pieces: Sequence[Piece], max_length: int, pad_token_id: int) -> Row:
-    row: dict[str, list[int]] = {column: [] for column in COLUMNS}
-    for number, piece in enumerate(pieces):
-        document, length = documents[piece.document], piece.stop - piece.start
-        row["input_ids"] += document["input_ids"][piece.start : piece.stop].tolist()
-        row["loss_mask"] += document["loss_mask"][piece.start : piece.stop].tolist()
-        row["document_ids"] += [number] * length
-        row["position_ids"] += range(length)
-    padding = max_length - len(row["input_ids"])
-    fillers = {"input_ids": pad_token_id, "loss_mask": 0, "document_ids": PADDING_DOCUMENT, "position_ids": 0}
-    return {column: values + [fillers[column]] * padding for column, values in row.items()}
+@dataclass(frozen=True)
+class Packer:
+    """Rows of pieces, with the columns of Piece, as rows of `max_length` tokens."""
+
+    documents: Dataset
+    max_length: int
+    pad_token_id: int
+
+    def __call__(self, rows: Columns, numbers: Sequence[int]) -> dict[str, list[Any]]:
+        needed = sorted({document for row in rows["document"] for document in row})
+        found = self.documents[needed]  # at once, and each of them once: a long document has pieces in many rows
+        tokens = dict(zip(needed, zip(found["input_ids"], found["loss_mask"], strict=True), strict=True))
+        shape = (len(numbers), self.max_length)
+        fillers = {"input_ids": self.pad_token_id, "loss_mask": 0, "document_ids": PADDING_DOCUMENT, "position_ids": 0}
+        packed = {column: np.full(shape, fillers[column], COLUMNS[column].feature.dtype) for column in COLUMNS}
+        for row, pieces in enumerate(zip(*(rows[name] for name in Piece._fields), strict=True)):
+            place = 0
+            for number, (document, start, stop) in enumerate(zip(*pieces, strict=True)):
+                input_ids, loss_mask = tokens[document]
+                length = stop - start
+                slots = row, slice(place, place + length)
+                packed["input_ids"][slots] = input_ids[start:stop]
+                packed["loss_mask"][slots] = loss_mask[start:stop]
+                packed["document_ids"][slots] = number
+                packed["position_ids"][slots] = range(length)
+                place += length
+        return {column: list(values) for column, values in packed.items()}
 
 
 def collate(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:

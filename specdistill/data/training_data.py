@@ -108,7 +108,8 @@ def packed(
     """Both halves as rows with the columns of `packing`."""
     padding = next(token for token in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if token is not None)
     train, validation = (
-        pack(part, config.max_length, config.packing, padding, config.seed, config.cache_dir) for part in documents
+        pack(part, config.max_length, config.packing, padding, config.seed, config.cache_dir, config.num_proc)
+        for part in documents
     )
     return train, validation
 
