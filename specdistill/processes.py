@@ -26,6 +26,11 @@ def are_several() -> bool:
     return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
 
 
+def share() -> tuple[int, int]:
+    """This process's number among those of the launch, and how many there are."""
+    return (distributed.get_rank(), distributed.get_world_size()) if are_several() else (0, 1)
+
+
 class Crew:
     """What the processes of this machine compute for its first: `work` of one item each. size: how many they are."""
 

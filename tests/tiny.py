@@ -92,6 +92,7 @@ def input_keys(folder: Path) -> list[str]:
         f"data.cache_dir={folder / 'cache'}",
         "data.max_length=64",
         "data.validation_fraction=0.1",
+        "data.decontaminate=[]",
     ]
 
 

@@ -7,6 +7,7 @@ import sys
 from functools import partial
 
 from specdistill import command
+from specdistill.data.streaming import look_at, record_of
 from specdistill.data.training_data import training_data
 from specdistill.gate.rules import load_gate
 from specdistill.measurement.selection import decoded_acceptance_length
@@ -42,14 +43,13 @@ def main(recipe: DraftModelRecipe) -> None:
     )
 
     # Draft, what it learns, and the run's record before its first step
-    draft = create_draft(recipe, target, train_set)
+    draft = create_draft(recipe, target, look_at(train_set))
     objective = method.objective(draft, recipe, target)
     run.record(
         target=target.name,
         target_revision=target.revision,
         target_weights=target.identity.weights,
-        data_fingerprint=train_set._fingerprint,
-        rows=len(train_set),
+        **record_of(train_set),
     )
 
     # Train, some of it on what the draft generates, and save the best

@@ -30,10 +30,15 @@ def by_hash(hashes: Sequence[int], fraction: float) -> set[int]:
     if len(found) < 2:
         got = "a single usable row" if len(hashes) < 2 else f"{len(hashes)} usable rows that are all alike"
         raise UserError("data.source", got=got, expected="two or more: one at least is held out for validation")
-    below = {value for value in found if value < fraction * RANGE} or {min(found)}
+    below = {value for value in found if is_below(value, fraction)} or {min(found)}
     if below == found:
         below -= {max(found)}
     return {position for position, value in enumerate(hashes) if value in below}
+
+
+def is_below(value: int, fraction: float) -> bool:
+    """Whether a hash is in the lowest `fraction` of their range."""
+    return value < fraction * RANGE
 
 
 def by_sample(count: int, fraction: float, seed: int) -> set[int]:

@@ -19,8 +19,9 @@ import torch
 import torch.nn.functional as F
 from datasets import Dataset, List, Value
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
-from specdistill.data.cache import Columns, mapped
+from specdistill.data.cache import Columns, Row, mapped
 from specdistill.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -72,7 +73,7 @@ def cut(lengths: Sequence[int], max_length: int) -> list[Piece]:
     return pieces
 
 
-def fill_rows(pieces: Sequence[Piece], max_length: int, packing: bool, seed: int) -> list[list[Piece]]:
+def fill_rows(pieces: Sequence[Piece], max_length: int, packing: bool, seed: int | str) -> list[list[Piece]]:
     """Rows of pieces. Best fit: in each shuffled chunk, longest first, every piece goes into the row where it leaves the least space."""
     shuffled = list(pieces)
     random.Random(seed).shuffle(shuffled)
@@ -109,17 +110,46 @@ def pack(
     rows = fill_rows(cut(lengths, max_length), max_length, packing, seed)
     share = 100 * sum(lengths) / max(1, len(rows) * max_length)
     logger.info("%d documents in %d rows of %d tokens, %.1f%% filled", len(lengths), len(rows), max_length, share)
-    plan = Dataset.from_dict({name: [[getattr(piece, name) for piece in row] for row in rows] for name in Piece._fields})
+    plan = Dataset.from_dict(_columns(rows))
     inputs = ["packed", documents._fingerprint, max_length, packing, pad_token_id, seed]
     packer = Packer(documents.select_columns(["input_ids", "loss_mask"]).with_format("numpy"), max_length, pad_token_id)
     return mapped(plan, packer, COLUMNS, inputs, what="Packing", num_proc=num_proc, cache_dir=cache_dir)
+
+
+def packed_rows(documents: Sequence[Row], max_length: int, packing: bool, pad_token_id: int, seed: int | str) -> list[Row]:
+    """As `pack`, of documents that are at hand, with arrays for `input_ids` and `loss_mask`; rows of lists."""
+    rows = fill_rows(cut([document["length"] for document in documents], max_length), max_length, packing, seed)
+    columns = Packer(_AtHand(documents), max_length, pad_token_id)(_columns(rows), range(len(rows)))
+    return [
+        {name: values.tolist() for name, values in zip(columns, row, strict=True)}
+        for row in zip(*columns.values(), strict=True)
+    ]
+
+
+def pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
+    """What rows are filled up with; it carries no loss."""
+    return next(token for token in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if token is not None)
+
+
+def _columns(rows: Sequence[Sequence[Piece]]) -> dict[str, list[list[int]]]:
+    return {name: [[getattr(piece, name) for piece in row] for row in rows] for name in Piece._fields}
+
+
+@dataclass(frozen=True)
+class _AtHand:
+    """Documents, asked for by their numbers as a Dataset is."""
+
+    documents: Sequence[Row]
+
+    def __getitem__(self, numbers: Sequence[int]) -> Columns:
+        return {name: [self.documents[number][name] for number in numbers] for name in ("input_ids", "loss_mask")}
 
 
 @dataclass(frozen=True)
 class Packer:
     """Rows of pieces, with the columns of Piece, as rows of `max_length` tokens."""
 
-    documents: Dataset
+    documents: Dataset | _AtHand
     max_length: int
     pad_token_id: int
 

@@ -15,7 +15,7 @@ from pkgutil import resolve_name
 from types import MappingProxyType
 from typing import Any
 
-from datasets import Dataset, List, Value, load_dataset
+from datasets import Dataset, IterableDataset, List, Value, load_dataset
 from datasets.exceptions import DatasetsError
 
 from specdistill.data.cache import Row, cached, content_fingerprint, quiet
@@ -42,6 +42,7 @@ PROMPTS = tuple(dict.fromkeys(question for question, _ in EXCHANGES))
 KNOWN_COLUMNS = ("text", *CONVERSATIONS, "instances", *dict.fromkeys(name for pair in EXCHANGES for name in pair))
 READ = (*KNOWN_COLUMNS, "system", "input", "context")
 INSTANCES = ("instruction", "instances")
+READ_AHEAD = 500  # rows of a stream that are brought to a common form at a time
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 EXPECTED = "text, messages, conversations, or instruction and output (prompt and response, question and answer)"
 TYPES = {str: "a string", list: "a list", dict: "an object", bool: "true or false", int: "a number", float: "a number"}
@@ -62,6 +63,15 @@ class Source:
     key: str
 
 
+@dataclass(frozen=True)
+class StreamedSource:
+    """As `Source`; the rows have two more columns: `source`, its number, and `row`, the number of the source's row that they are of."""
+
+    rows: IterableDataset
+    weight: float
+    key: str
+
+
 class SourceEntry(Section):
     source: str = option(..., "the name of a source")
     weight: float = option(1.0, "2 uses every row twice", gt=0)
@@ -71,34 +81,42 @@ class SourceEntry(Section):
     where: dict[str, Any] = option({}, "rows used: those whose columns hold these values, as {language: [English, German]}")
     min_turns: int = option(0, "rows used: conversations with so many turns of the user at least; 0: texts, too", ge=0)
 
+    def options(self, split: str, columns: Mapping[str, str]) -> dict[str, Any]:
+        """What reads it, with `split` and `columns` where it has none of its own."""
+        return {**self.model_dump(exclude={"weight"}), "split": self.split or split, "columns": self.columns or columns}
+
 
 def load_sources(
     source: Any, split: str, cache_dir: str | None = None, *, columns: Mapping[str, str] = NOTHING
 ) -> list[Source]:
     """Load `data.source`. Raises UserError for a wrong name or setting, ResourceError when the Hub fails."""
+    return [
+        Source(load_rows(**entry.options(split, columns), key=key, cache_dir=cache_dir), entry.weight, key)
+        for key, entry in _entries(source)
+    ]
+
+
+def stream_sources(source: Any, split: str, *, columns: Mapping[str, str] = NOTHING) -> list[StreamedSource]:
+    """As `load_sources`, but read while they are iterated."""
+    return [
+        StreamedSource(stream_rows(**entry.options(split, columns), number=number, key=key), entry.weight, key)
+        for number, (key, entry) in enumerate(_entries(source))
+    ]
+
+
+def _entries(source: Any) -> Iterator[tuple[str, SourceEntry]]:
+    """Each source with the key that errors name."""
     if isinstance(source, str):
-        return [Source(load_rows(source, split, columns=columns, cache_dir=cache_dir), 1.0, "data.source")]
+        yield "data.source", SourceEntry(source=source)
+        return
     if not isinstance(source, Sequence) or not source:
         expected = "pico, a file, a Hub id, or a list of {source, weight, split}"
         raise UserError("data.source", got=repr(source), expected=expected)
-    sources = []
     for index, entry in enumerate(source):
         key = f"data.source[{index}]"
         if not isinstance(entry, Mapping):
             raise UserError(key, got=repr(entry), expected="{source, weight, split} with the name of a source")
-        made = validate(SourceEntry, entry, f"{key}.")
-        rows = load_rows(
-            made.source,
-            made.split or split,
-            name=made.name,
-            columns=made.columns or columns,
-            where=made.where,
-            min_turns=made.min_turns,
-            key=f"{key}.source",
-            cache_dir=cache_dir,
-        )
-        sources.append(Source(rows, made.weight, f"{key}.source"))
-    return sources
+        yield f"{key}.source", validate(SourceEntry, entry, f"{key}.")
 
 
 def source_names(source: Any) -> list[str]:
@@ -130,47 +148,91 @@ def load_rows(
     raw = _load(source, split, name, key, cache_dir)
     if len(raw) == 0:
         raise UserError(key, got=f"{source}, which holds no rows", expected="a dataset with rows")
-    for what, wanted in (("where", where), ("columns", columns.values())):
-        if unknown := next((column for column in wanted if column not in raw.column_names), None):
-            got, expected = f"{unknown}, which is no column of {source}", f"of {', '.join(raw.column_names)}"
-            raise UserError(beside(key, what), got=got, expected=expected, nearest=nearest(unknown, raw.column_names))
-    if unknown := next((ours for ours in columns if ours not in READ), None):
-        expected = f"{{our name: its own}} with our names {', '.join(READ)}"
-        raise UserError(beside(key, "columns"), got=unknown, expected=expected, nearest=nearest(unknown, READ))
-    named = set(columns or raw.column_names)
-    if not named & {"text", *CONVERSATIONS, *PROMPTS} and not named.issuperset(INSTANCES):
-        close = next((match for column in raw.column_names if (match := nearest(column, KNOWN_COLUMNS))), None)
-        got = f"{source} with columns {', '.join(named if columns else raw.column_names)}"
-        raise UserError(key, got=got, expected=f"{EXPECTED}, or data.columns to say which are these", nearest=close)
+    _check_columns(raw.column_names, source, columns, where, key)
 
     def normalised() -> Iterator[Row]:
         empty = others = 0
         for index, row in enumerate(raw):
-            if not matches(row, where):
-                others += 1
-                continue
-            read = {ours: row[own] for ours, own in columns.items()} if columns else row
-            rows_of_it = list(normalise(read, f"{key} row {index}"))
-            long_enough = [made for made in rows_of_it if has_turns(made, min_turns)]
-            empty += not rows_of_it
-            others += bool(rows_of_it) and not long_enough
-            yield from long_enough
+            rows_of_it = chosen_rows(row, f"{key} row {index}", columns, where, min_turns)
+            empty += rows_of_it == []
+            others += rows_of_it is None
+            yield from rows_of_it or ()
         for count, why in ((empty, "hold no text"), (others, f"are not asked for by {beside(key, 'where')} and min_turns")):
             if count:
                 logger.warning("%s: %d of %d rows of %s %s and are left out", key, count, len(raw), source, why)
 
     # The library's own fingerprint of a file is of its name and date, which differ between machines.
     fingerprint = content_fingerprint(raw) if Path(source).exists() else raw._fingerprint
-    chosen = [dict(where), min_turns] if where or min_turns else []
+    conditions = [dict(where), min_turns] if where or min_turns else []
     try:
-        rows = cached(normalised, COLUMNS, ["rows", fingerprint, dict(columns), *chosen], cache_dir)
+        rows = cached(normalised, COLUMNS, ["rows", fingerprint, dict(columns), *conditions], cache_dir)
     except UnicodeDecodeError as error:  # the library keeps the bytes of a file as they are
         fault = first_fault(Path(source)) if Path(source).suffix in (".jsonl", ".json") else None
         raise UserError(key, got=f"{source}{fault or ', which is not UTF-8'}", expected="text in UTF-8") from error
     if len(rows) == 0:
-        got = f"{source}, of which where and min_turns leave no row" if chosen else f"{source}, whose rows are all empty"
+        got = f"{source}, of which where and min_turns leave no row" if conditions else f"{source}, whose rows are all empty"
         raise UserError(key, got=got, expected=EXPECTED)
     return rows
+
+
+def stream_rows(
+    source: str,
+    split: str,
+    *,
+    name: str | None = None,
+    columns: Mapping[str, str] = NOTHING,
+    where: Mapping[str, Any] = NOTHING,
+    min_turns: int = 0,
+    number: int = 0,
+    key: str = "data.source",
+) -> IterableDataset:
+    """As `load_rows`, read while it is iterated; `number` is the source's."""
+    if source in BUILT_IN:
+        raise UserError(key, got=f"{source} with data.streaming=true", expected="a file or a Hub id: it is not large")
+    raw = _load(source, split, name, key, streaming=True)
+    first = next(iter(raw), None)
+    if first is None:
+        raise UserError(key, got=f"{source}, which holds no rows", expected="a dataset with rows")
+    _check_columns(list(first), source, columns, where, key)
+
+    def normalised(batch: Mapping[str, Sequence[Any]], numbers: Sequence[int]) -> dict[str, list[Any]]:
+        made: dict[str, list[Any]] = {"text": [], "messages": [], "source": [], "row": []}
+        for row_number, values in zip(numbers, zip(*batch.values(), strict=True), strict=True):
+            raw_row = dict(zip(batch, values, strict=True))
+            for row in chosen_rows(raw_row, f"{key} row {row_number}", columns, where, min_turns) or ():
+                for column, value in {**row, "source": number, "row": row_number}.items():
+                    made[column].append(value)
+        return made
+
+    return raw.map(normalised, with_indices=True, batched=True, batch_size=READ_AHEAD, remove_columns=list(first))
+
+
+def _check_columns(own: Sequence[str], source: str, columns: Mapping[str, str], where: Mapping[str, Any], key: str) -> None:
+    """Raises UserError for a source without text or conversations, or without a column that `columns` or `where` names."""
+    for what, wanted in (("where", where), ("columns", columns.values())):
+        if unknown := next((column for column in wanted if column not in own), None):
+            got, expected = f"{unknown}, which is no column of {source}", f"of {', '.join(own)}"
+            raise UserError(beside(key, what), got=got, expected=expected, nearest=nearest(unknown, own))
+    if unknown := next((ours for ours in columns if ours not in READ), None):
+        expected = f"{{our name: its own}} with our names {', '.join(READ)}"
+        raise UserError(beside(key, "columns"), got=unknown, expected=expected, nearest=nearest(unknown, READ))
+    named = set(columns or own)
+    if not named & {"text", *CONVERSATIONS, *PROMPTS} and not named.issuperset(INSTANCES):
+        close = next((match for column in own if (match := nearest(column, KNOWN_COLUMNS))), None)
+        got = f"{source} with columns {', '.join(named if columns else own)}"
+        raise UserError(key, got=got, expected=f"{EXPECTED}, or data.columns to say which are these", nearest=close)
+
+
+def chosen_rows(
+    raw: Mapping[str, Any], place: str, columns: Mapping[str, str], where: Mapping[str, Any], min_turns: int
+) -> list[Row] | None:
+    """The rows that a row of a source gives, none for one without content; None for one that is not asked for."""
+    if not matches(raw, where):
+        return None
+    read = {ours: raw[own] for ours, own in columns.items()} if columns else raw
+    made = list(normalise(read, place))
+    long_enough = [row for row in made if has_turns(row, min_turns)]
+    return long_enough if long_enough or not made else None
 
 
 def matches(row: Mapping[str, Any], where: Mapping[str, Any]) -> bool:
@@ -209,15 +271,16 @@ def _answers(question: str) -> set[str]:
     return {answer for asked, answer in EXCHANGES if asked == question}
 
 
-def _load(source: str, split: str, name: str | None, key: str, cache_dir: str | None) -> Dataset:
+def _load(source: str, split: str, name: str | None, key: str, cache_dir: str | None = None, streaming: bool = False) -> Any:
+    """A Dataset, or an IterableDataset."""
     path = Path(source)
     if path.suffix in LOADERS:
-        return _load_file(path, split, key, cache_dir)
+        return _load_file(path, split, key, cache_dir, streaming)
     if not path.is_dir() and source.count("/") != 1:
         expected = "pico, a jsonl, json or parquet file, a folder, or a Hub id as owner/name"
         raise UserError(key, got=source, expected=expected, nearest=nearest(source, BUILT_IN))
     try:
-        return load_dataset(source, name, split=split, cache_dir=cache_dir)
+        return load_dataset(source, name, split=split, cache_dir=cache_dir, streaming=streaming)
     except ValueError as error:  # an unknown split or configuration: the message lists the valid ones
         raise UserError(key, got=f"{source}, split {split}: {error}", expected="a split and configuration of it") from error
     except (DatasetsError, OSError) as error:
@@ -228,7 +291,7 @@ def _load(source: str, split: str, name: str | None, key: str, cache_dir: str | 
         raise ResourceError(f"{key}: {source} could not be loaded from the Hub ({reason})", next_step=next_step) from error
 
 
-def _load_file(path: Path, split: str, key: str, cache_dir: str | None) -> Dataset:
+def _load_file(path: Path, split: str, key: str, cache_dir: str | None, streaming: bool) -> Any:
     if not path.is_file():
         siblings = {entry.stem: entry for entry in path.parent.glob("*") if entry.suffix in LOADERS}
         close = nearest(path.stem, siblings)
@@ -241,7 +304,8 @@ def _load_file(path: Path, split: str, key: str, cache_dir: str | None) -> Datas
         raise UserError("data.split", got=split, expected=f"train, the only split of the file {path.name}")
     try:
         with quiet():
-            return load_dataset(LOADERS[path.suffix], data_files=str(path), split=split, cache_dir=cache_dir)
+            loaded = {"data_files": str(path), "split": split, "cache_dir": cache_dir, "streaming": streaming}
+            return load_dataset(LOADERS[path.suffix], **loaded)
     except (DatasetsError, ValueError, TypeError) as error:
         if "corresponds to no data" in str(error):
             raise UserError(key, got=f"{path}, which holds no rows", expected="a dataset with rows") from error

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 from datasets import Dataset, Value, concatenate_datasets
 from datasets.config import HF_DATASETS_CACHE
+from datasets.distributed import split_dataset_by_node
 from datasets.fingerprint import Hasher
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -23,7 +24,7 @@ from specdistill.data.cleaning.left_out import cleaned
 from specdistill.data.completion_server import CompletionServer
 from specdistill.data.encoding import DOCUMENT_COLUMNS, ENCODED_COLUMNS, Encoder
 from specdistill.data.held_out import by_hash, by_sample, row_hash
-from specdistill.data.packing import pack, usable
+from specdistill.data.packing import pack, pad_token_id, usable
 from specdistill.data.regeneration import (
     Prompt,
     chat_prompts,
@@ -35,8 +36,9 @@ from specdistill.data.regeneration import (
 )
 from specdistill.data.served import Tokenizer, served_rows, tasks
 from specdistill.data.sources import Source, load_sources
+from specdistill.data.streaming import PackedStream, beginning, open_stream
 from specdistill.errors import UserError
-from specdistill.processes import Crew, agree, are_several, first_on_each_machine
+from specdistill.processes import Crew, agree, are_several, first_on_each_machine, share
 from specdistill.recipe.sections import DataConfig
 from specdistill.targets.packed_rows import packing
 from specdistill.targets.sharding import is_shared
@@ -53,8 +55,9 @@ def training_data(
     *,
     fingerprint: str,
     measured_on: Sequence[str] = (),
-) -> tuple[Dataset, Dataset]:
-    """(train, validation) rows with the columns of `packing`, split by document; at least one row each.
+) -> tuple[Dataset | PackedStream, Dataset]:
+    """(train, validation) rows with the columns of `packing`, split by document; at least one row each. With `streaming` the first are this
+    process's share of a stream.
 
     With `regenerate.num_tokens` above 0 `model` generates the documents, once for each `fingerprint` of its weights. Of several processes
     the first on each machine prepares them, and the others read what it has kept. measured_on: suites that the draft will be measured on,
@@ -68,11 +71,21 @@ def training_data(
     with ExitStack() as stack:
         work = stack.enter_context(generating(model)) if in_process and model is not None else None
         crew = stack.enter_context(first_on_each_machine("preparing the training data", work))
-        documents = training_documents(config, tokenizer, model, fingerprint=fingerprint, measured_on=measured_on, crew=crew)
+        if config.streaming:
+            source, preparation = open_stream(config, tokenizer, measured_on)
+            documents = beginning(source, preparation, config.cache_dir)
+        else:
+            documents = training_documents(
+                config, tokenizer, model, fingerprint=fingerprint, measured_on=measured_on, crew=crew
+            )
         train, validation = packed(documents, config, tokenizer)
     if are_several():
         rows = {"training rows": content_fingerprint(train), "validation rows": content_fingerprint(validation)}
         agree(rows, otherwise=": prepare on one machine, and copy data.cache_dir")
+    if config.streaming:
+        made_with = [train._fingerprint, validation._fingerprint, config.model_dump(exclude={"cache_dir"})]
+        own = split_dataset_by_node(source, *share())
+        return PackedStream(own, preparation, config.buffer_size, train, str(Hasher.hash(made_with))), validation
     return train, validation
 
 
@@ -86,11 +99,13 @@ def training_documents(
     crew: Crew | None = None,
 ) -> tuple[Dataset, Dataset]:
     """(train, validation) documents before they are packed, from the cache where they were made before. crew: generates them in process;
-    None: this process alone.
+    None: this process alone. Of a stream they are those of its beginning.
 
     Columns: `input_ids`; `loss_mask`, 1 where a token carries loss; `length` in tokens; `source`, its place in data.source.
     """
     _check(config, tokenizer, model)
+    if config.streaming:
+        return beginning(*open_stream(config, tokenizer, measured_on), config.cache_dir)
     sources = _sources(config, measured_on)
     if config.regenerate.num_tokens == 0:
         return _from_source(config, sources, tokenizer)
@@ -106,11 +121,8 @@ def packed(
     documents: tuple[Dataset, Dataset], config: DataConfig, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[Dataset, Dataset]:
     """Both halves as rows with the columns of `packing`."""
-    padding = next(token for token in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if token is not None)
-    train, validation = (
-        pack(part, config.max_length, config.packing, padding, config.seed, config.cache_dir, config.num_proc)
-        for part in documents
-    )
+    shape = config.max_length, config.packing, pad_token_id(tokenizer), config.seed, config.cache_dir, config.num_proc
+    train, validation = (pack(part, *shape) for part in documents)
     return train, validation
 
 
@@ -130,6 +142,10 @@ def _check(config: DataConfig, tokenizer: PreTrainedTokenizerBase, model: PreTra
     if config.packing and model is not None and packing(model) is None:
         got = "true with a target whose layers read one document into the next"
         raise UserError("data.packing", got=got, expected="false")
+    if config.streaming and config.regenerate.num_tokens > 0:
+        got = f"{config.regenerate.num_tokens} with data.streaming=true"
+        expected = "0, which trains on the source as it is, or data.streaming=false"
+        raise UserError("data.regenerate.num_tokens", got=got, expected=expected)
     if config.regenerate.num_tokens > 0 and prompt_tokens >= config.max_length:
         expected = f"1 to {config.max_length - 1} tokens, less than data.max_length"
         raise UserError("data.regenerate.prompt_tokens", got=prompt_tokens, expected=expected)

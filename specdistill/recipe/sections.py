@@ -58,6 +58,8 @@ SERVED = ReadWhen("with data.regenerate.server", lambda it: it.num_tokens > 0 an
 STORED = ReadWhen("with hidden_states.mode=offline or hybrid", lambda it: it.mode != "online")
 MADE = ReadWhen("with hidden_states.mode=hybrid", lambda it: it.mode == "hybrid")
 MADE_BY_SERVERS = ReadWhen("with hidden_states.server", lambda it: bool(it.server))
+STREAMED = ReadWhen("with data.streaming=true", lambda it: it.streaming)
+NOT_STREAMED = ReadWhen("without data.streaming", lambda it: not it.streaming)
 
 SetAside = Literal["refused", "empty", "truncated", "looping", "off_template", "wrong_language"]
 ATTENTION = ("sdpa", "eager", "flex_attention", "flash_attention_2", "flash_attention_3", "ORG/KERNEL")
@@ -129,20 +131,30 @@ class DataConfig(Section):
         "hash",
         "which rows are held out: by a hash of what they hold, so that equal ones are on one side and more rows move none; or a random "
         "sample of exactly that share",
+        read_when=NOT_STREAMED,
     )
     decontaminate: list[str] = option(
         ["all"],
         "suites whose prompts no row may share 13 words in a row with; all: those that ship, and those of eval and selection; []: none",
     )
     near_duplicates: float | None = option(
-        None, "leave out rows this similar to an earlier one (Jaccard index of word 5-grams), as 0.8; null: none", ge=0.5, le=1
+        None,
+        "leave out rows this similar to an earlier one (Jaccard index of word 5-grams), as 0.8; null: none",
+        ge=0.5,
+        le=1,
+        read_when=NOT_STREAMED,
     )
+    streaming: bool = option(False, "read the source while training goes on, and keep nothing of it on disk")
+    buffer_size: int = option(4096, "rows of the source that are shuffled and packed together", ge=2, read_when=STREAMED)
     packing: bool = option(True, "put several documents into a row; they never see each other")
     loss_mask: Literal["assistant", "all"] = option("assistant", "tokens that carry loss")
     regenerate: RegenerateConfig = section(RegenerateConfig)
     seed: int = option(0, "order of the documents, and sampling in regeneration", ge=0)
     num_proc: int | None = option(
-        None, "processes that prepare rows; null: one for each core, up to 16, and fewer for few rows", ge=1
+        None,
+        "processes that prepare rows; null: one for each core, up to 16, and fewer for few rows",
+        ge=1,
+        read_when=NOT_STREAMED,
     )
     cache_dir: str | None = option(None, "where prepared rows are kept; default: the datasets library's cache")
 

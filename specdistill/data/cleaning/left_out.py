@@ -45,9 +45,7 @@ def cleaned(
 
     Their fingerprints change with what is left out. Prints how many rows are, and where they are listed. Raises UserError if all are.
     """
-    suites, missing = load_suites(decontaminate, measured_on)
-    if missing and is_first():
-        logger.warning("data.decontaminate: %s could not be fetched, and no row is compared with them", ", ".join(missing))
+    suites = suites_at_hand(decontaminate, measured_on)
     if not suites and near_duplicates is None:
         return list(sources)
     inputs = [[source.rows._fingerprint for source in sources], [suite.sha256 for suite in suites], near_duplicates]
@@ -69,6 +67,14 @@ def cleaned(
             source if len(rows) == len(source.rows) else replace(source, rows=source.rows.select(rows).flatten_indices())
             for source, rows in zip(sources, kept, strict=True)
         ]
+
+
+def suites_at_hand(decontaminate: Sequence[str], measured_on: Sequence[str]) -> list[Suite]:
+    """The suites that rows are compared with; says which could not be fetched."""
+    suites, missing = load_suites(decontaminate, measured_on)
+    if missing and is_first():
+        logger.warning("data.decontaminate: %s could not be fetched, and no row is compared with them", ", ".join(missing))
+    return suites
 
 
 def left_out(sources: Sequence[Source], suites: Sequence[Suite], near_duplicates: float | None) -> Iterator[Row]:

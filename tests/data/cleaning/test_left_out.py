@@ -29,7 +29,13 @@ def folder(tmp_path: Path) -> Path:
 
 
 def data(folder: Path, *keys: str) -> int:
-    given = [*input_keys(folder), "data.max_length=128", "data.regenerate=null", f"eval.suite={folder / 'suite.jsonl'}"]
+    given = [
+        *input_keys(folder),
+        "data.decontaminate=[all]",
+        "data.max_length=128",
+        "data.regenerate=null",
+        f"eval.suite={folder / 'suite.jsonl'}",
+    ]
     return main(["data", "recipe=small/eagle3", *given, *keys])
 
 
