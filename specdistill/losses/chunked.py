@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 BLOCK = 4096  # rows, of all K positions, whose logits exist at a time: products of fewer would not fill a GPU
-# Float32 logits in a divergence: more would not stay in caches, and glibc would map their memory anew each time.
-CHUNK_BYTES = 32 << 20
+# Float32 logits in a divergence: larger ones would not stay in caches, and glibc would map their memory anew each time.
+CHUNK_BYTES = 16 << 20
 # Rows of a position in a divergence that is compiled: what is fused needs no caches, and every chunk is compiled for itself.
 COMPILED_CHUNK = 2048
 

@@ -14,7 +14,7 @@ from markupsafe import Markup, escape
 from specdistill.report.phrases import between, duration, number, percent, times
 
 WIDTH = 420
-LEFT, RIGHT = 46, 12  # margins of plots with a vertical axis
+LEFT, RIGHT = 46, 22  # margins of plots with a vertical axis
 TOP, BOTTOM = 22, 30
 AXIS = 16  # the height of an axis's name
 BESIDE = 108  # the width of names beside what they name
