@@ -8,6 +8,7 @@ import errno
 import hashlib
 import json
 import os
+import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from threading import Lock
 from types import TracebackType
 from typing import Any, NamedTuple
 
+from specdistill.cost import PREPARED_BYTES, Cost
 from specdistill.errors import ResourceError
 
 PATTERN = "answers-*.jsonl"
@@ -59,13 +61,18 @@ class Answer:
 
 
 class Answers:
-    """The answers in a folder; `with` opens a file for new ones. Several threads may add. In memory is only where each answer lies."""
+    """The answers in a folder; `with` opens a file for new ones. Several threads may add. In memory is only where each answer lies.
+
+    added: the new ones, with what becomes of them; seconds since the first question without an answer. Loss tokens are those of answers.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._places = {
             question: place for path in sorted(folder.glob(PATTERN), reverse=True) for question, place in _lines(path)
         }
+        self.added = Cost(0, 0, 0, 0, 0)
+        self._begin: float | None = None
         self._lock = Lock()
         self._path = folder
         self._file: Any = None
@@ -89,6 +96,7 @@ class Answers:
 
     def get(self, question: Question) -> Answer | None:
         if (place := self._places.get(question)) is None:
+            self._begin = self._begin or time.monotonic()
             return None
         with place.path.open("rb") as file:
             file.seek(place.start)
@@ -107,6 +115,14 @@ class Answers:
                 os.ftruncate(self._file.fileno(), start)
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             self._places.setdefault(question, Place(self._path, start))
+            tokens, context = len(answer.token_ids), len(answer.prompt_ids)
+            self.added = Cost(
+                self.added.rows + 1,
+                self.added.tokens + context + tokens,
+                self.added.loss_tokens + tokens,
+                self.added.num_bytes + len(line) + PREPARED_BYTES * (context + tokens),
+                time.monotonic() - (self._begin or 0.0),
+            )
 
 
 class Place(NamedTuple):

@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -23,6 +24,7 @@ from specdistill.progress import progress
 
 SHOWN = 12  # digits of a hash that a person compares
 VERSION = 1  # of the code that makes rows: raise it when equal inputs give other rows
+LARGE = 10_000  # rows whose preparation is worth an estimate
 BATCH = 100  # rows that a function is given at a time
 MOST_PROCESSES, ROWS_EACH = 16, 2000  # rows that a process is worth starting for
 OF_A_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO}
@@ -67,16 +69,22 @@ def mapped(
     what: str,
     num_proc: int | None = None,
     cache_dir: str | None = None,
+    sampled: Callable[[Columns, int, int, float], object] | None = None,
 ) -> Dataset:
     """What `function(rows, their numbers)` makes of each batch of rows; it runs only if no process has made it from equal `inputs` before.
 
     The function is one of each row alone and may make any number of rows of it. It runs in as many processes as `num_processes` says,
-    which changes nothing else. They appear whole or not at all. what: is said of the work while it takes.
+    which changes nothing else. They appear whole or not at all. what: is said of the work while it takes. sampled: is told
+    before it what comes of the first rows, how many these are of how many, and the seconds that all would then take.
     """
     fingerprint = Hasher.hash([VERSION, sorted(columns), inputs])
     folder = Path(cache_dir or HF_DATASETS_CACHE) / "prepared"
     processes = num_processes(num_proc, len(rows))
     is_new = not any(folder.glob(f"{fingerprint}*"))
+    if is_new and sampled is not None and len(rows) >= LARGE:
+        begin, first = time.monotonic(), rows[:BATCH]
+        made = function(first, range(BATCH))
+        sampled(made, BATCH, len(rows), (time.monotonic() - begin) * len(rows) / BATCH / processes)
     by_library = processes > 1 and sys.stderr.isatty()  # how far several processes are only the library knows
     with (
         progress(what, len(rows), "rows") if is_new and not by_library else nullcontext(_nothing) as advance,

@@ -21,6 +21,7 @@ from typing import Any
 
 from rich.console import Console
 
+from specdistill.cost import Cost
 from specdistill.data.answers import Answer, Answers, Question, digest
 from specdistill.data.cache import Row
 from specdistill.data.chat import Message, render
@@ -35,6 +36,7 @@ logger = logging.getLogger(__name__)
 
 SAMPLING = {**PLAIN_SAMPLING, "repeat_penalty": 1.0}  # llama.cpp's word for the repetition penalty
 POLL_SECONDS = 0.1
+FIRST_ANSWERS = 64  # new ones, that say what the others will cost
 MOST_BARREN = 1000  # tasks in a row of which nothing is kept, before it is no longer chance
 
 
@@ -290,13 +292,15 @@ def served_rows(
     *,
     concurrency: int,
     loss_mask: str = "assistant",
+    announced: Callable[[Cost, str], object] = lambda cost, sample: None,
 ) -> Iterator[Row]:
     """`num_tokens` generated tokens or a few more, as rows {input_ids, loss_mask, length, source}: those of the first tasks that give them.
 
     An answer that breaks a rule is left out, with what was said after it. Prints how many were, and saves it beside the answers.
+    announced: is told once, after the first answers, what the rest and these cost, and the sample that says so.
     Raises UserError when all of them are.
     """
-    tally, total, barren = Tally(), 0, 0
+    tally, total, barren, is_announced = Tally(), 0, 0, False
     with answers, progress("Generating training data", num_tokens, "tokens") as advance:
         for task, turns in generate(tasks, servers, answers, tokenizer, concurrency=concurrency, on_tokens=advance):
             is_text = not task.messages
@@ -307,6 +311,11 @@ def served_rows(
                 yield {**row, "source": task.source}
             total += sum(len(turn.answer.token_ids) for turn in kept)
             barren = 0 if kept else barren + 1
+            if not is_announced and answers.added.rows >= FIRST_ANSWERS and total:
+                is_announced, added = True, answers.added
+                useful = tally.kept / (tally.kept + tally.aside.total())
+                rest = max(0, num_tokens - total) / ((added.loss_tokens or 1) * useful)
+                announced(added.times(1 + rest), f"{added.rows:,.0f} answers in {added.seconds:.1f} s")
             if total >= num_tokens or barren == MOST_BARREN:
                 break
     tally.save(answers.folder / "set_aside.json")

@@ -3,10 +3,10 @@
 import logging
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -17,9 +17,10 @@ from datasets.fingerprint import Hasher
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from specdistill.command import check_writable
+from specdistill.cost import PREPARED_BYTES, Cost, announce
 from specdistill.data.answers import VERSION, Answers
 from specdistill.data.batch_generate import fast_dtype
-from specdistill.data.cache import SHOWN, Row, cached, content_fingerprint, mapped, tokenizer_fingerprint
+from specdistill.data.cache import SHOWN, Columns, Row, cached, content_fingerprint, mapped, tokenizer_fingerprint
 from specdistill.data.cleaning.left_out import cleaned
 from specdistill.data.completion_server import CompletionServer
 from specdistill.data.encoding import DOCUMENT_COLUMNS, ENCODED_COLUMNS, Encoder
@@ -132,7 +133,7 @@ def _sources(config: DataConfig, measured_on: Sequence[str]) -> list[Source]:
 
 
 def _check(config: DataConfig, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel | None) -> None:
-    check_writable(Path(config.cache_dir or HF_DATASETS_CACHE), "data.cache_dir")
+    check_writable(_cache(config), "data.cache_dir")
     prompt_tokens = config.regenerate.prompt_tokens
     if not tokenizer.is_fast:
         raise UserError("target.model", got=f"the tokenizer {type(tokenizer).__name__}", expected="one with a tokenizer.json")
@@ -175,12 +176,30 @@ def _encoded(source: Source, number: int, tokenizer: PreTrainedTokenizerBase, co
     how = [config.loss_mask, config.max_length]
     inputs = ["encoded", source.rows._fingerprint, number, tokenizer_fingerprint(tokenizer), how]
     what, num_proc, cache_dir = "Tokenizing", config.num_proc, config.cache_dir
-    encoded = mapped(source.rows, encoder, ENCODED_COLUMNS, inputs, what=what, num_proc=num_proc, cache_dir=cache_dir)
+    said = _announced(f"preparing {source.key}", config)
+    encoded = mapped(
+        source.rows,
+        encoder,
+        ENCODED_COLUMNS,
+        inputs,
+        what=what,
+        num_proc=num_proc,
+        cache_dir=cache_dir,
+        sampled=partial(_sampled, said),
+    )
     _, num_documents = np.unique(np.asarray(encoded["row"]), return_counts=True)
     if num_cut := int((num_documents > 1).sum()):
         told = "%s: %d of %d rows are conversations longer than data.max_length=%d tokens and are cut at their turns"
         logger.warning(told, source.key, num_cut, len(source.rows), config.max_length)
     return encoded
+
+
+def _sampled(announced: Callable[[Cost, str], None], made: Columns, rows: int, of: int, seconds: float) -> None:
+    """Tells what preparing `of` rows costs, from what the first `rows` of them gave in so many seconds."""
+    tokens = sum(made["length"])
+    loss_tokens = sum(int(sum(mask)) for mask in made["loss_mask"])
+    sample = Cost(len(made["length"]), tokens, loss_tokens, PREPARED_BYTES * tokens, seconds)
+    announced(sample.times(of / rows), f"the first {rows:,} rows")
 
 
 def _regenerated(
@@ -221,6 +240,7 @@ def _regenerated(
                     end_ids=end_token_ids(model, tokenizer),
                     name=str(model.name_or_path),
                     loss_mask=config.loss_mask,
+                    announced=_announced("generating", config, is_told=index == 0),
                 )
 
         row_inputs = [[source.rows._fingerprint, source.weight] for source in sources]
@@ -276,6 +296,7 @@ def _served(config: DataConfig, sources: Sequence[Source], words: Words, fingerp
                 settings.set_aside,
                 concurrency=settings.batch_size,
                 loss_mask=config.loss_mask,
+                announced=_announced("generating", config, is_told=index == 0),
             )
 
         row_inputs = [[source.rows._fingerprint, source.weight] for source in sources]
@@ -288,9 +309,23 @@ def _served(config: DataConfig, sources: Sequence[Source], words: Words, fingerp
     return part(0, max(1, settings.num_tokens - held_out_tokens)), part(1, held_out_tokens)
 
 
+def _announced(doing: str, config: DataConfig, *, is_told: bool = True) -> Callable[[Cost, str], None]:
+    """Tells what a pass costs, and refuses one that the disk has no room for."""
+
+    def announced(cost: Cost, sample: str) -> None:
+        if is_told:  # the validation rows' share is small
+            announce(doing, cost, sample, _cache(config), force=config.force)
+
+    return announced
+
+
+def _cache(config: DataConfig) -> Path:
+    return Path(config.cache_dir or HF_DATASETS_CACHE)
+
+
 def _folder(config: DataConfig, made_with: object) -> Path:
     """Where answers made with these are kept."""
-    return Path(config.cache_dir or HF_DATASETS_CACHE) / "answers" / str(Hasher.hash([VERSION, made_with]))
+    return _cache(config) / "answers" / str(Hasher.hash([VERSION, made_with]))
 
 
 def _split_prompts(

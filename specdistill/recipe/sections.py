@@ -157,6 +157,7 @@ class DataConfig(Section):
         read_when=NOT_STREAMED,
     )
     cache_dir: str | None = option(None, "where prepared rows are kept; default: the datasets library's cache")
+    force: bool = option(False, "begin although the disk has no room for what is estimated")
 
     @field_validator("regenerate", mode="before")
     @classmethod

@@ -162,3 +162,29 @@ def test_a_full_disk_ends_a_generation_in_one_line_and_it_goes_on_with_space(
     assert "No space left on device); free disk space, or set data.cache_dir" in said.splitlines()[-1]
     assert resumed.returncode == 0, resumed.stderr
     assert resumed.stdout == whole.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("by_server", [True, False])
+def test_a_generation_is_costed_before_it_is_paid(by_server: bool, folder: Path, tmp_path: Path) -> None:
+    """The estimate of the first answers is near what comes of all; one that the disk has no room for ends, and keeps them."""
+
+    def line(cache: Path, num_tokens: int, *more: str) -> subprocess.CompletedProcess[str]:
+        words = command(folder, cache, [made], f"data.regenerate.num_tokens={num_tokens}", *more)
+        if not by_server:
+            words = [word for word in words if word != "generate" and "server" not in word and "batch_size" not in word]
+        return subprocess.run(words, env=ENVIRONMENT, capture_output=True, text=True, check=False, timeout=300)
+
+    with running() as made:
+        refused = line(tmp_path / "huge", 10**12)
+        assert refused.returncode == 3, refused.stderr
+        assert "\nerror: generating takes about " in refused.stderr and refused.stderr.endswith("(data.force=true)\n")
+        assert 0 < len(answers(tmp_path / "huge")) < 1000
+        done = line(tmp_path / "cache", 10_000)
+    assert done.returncode == 0, done.stderr
+    cells = (line.split("│")[1:-1] for line in done.stderr.splitlines() if "│ " in line)
+    told = {cell[0].strip(): cell[1].strip().replace(",", "") for cell in cells}
+    rows, tokens, loss_tokens = (float(told[name]) for name in ("rows", "tokens", "loss tokens"))
+    found = answers(tmp_path / "cache")
+    assert sum(map(len, found.values())) == pytest.approx(loss_tokens, rel=0.2)
+    assert len(found) == pytest.approx(rows, rel=0.25) and tokens > loss_tokens

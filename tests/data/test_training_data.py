@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from specdistill.data.packing import collate
 from specdistill.data.training_data import training_data
-from specdistill.errors import UserError
+from specdistill.errors import ResourceError, UserError
 from specdistill.pico.corpus import CHAT_TEMPLATE
 from specdistill.recipe.sections import DataConfig, RegenerateConfig
 from tests.processes import run_processes
@@ -237,6 +238,25 @@ def test_rows_are_found_again_in_a_copied_cache(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr("specdistill.data.encoding.Encoder.texts", None)
     again = training_data(config, tiny_tokenizer(), None, fingerprint="")
     assert [part.to_list() for part in again] == [part.to_list() for part in first]
+
+
+def test_a_large_preparation_is_costed_from_its_first_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("specdistill.data.cache.LARGE", 300)
+    monkeypatch.setattr("specdistill.cost.shutil.disk_usage", lambda path: SimpleNamespace(free=50_000))
+    config = config_for(tmp_path, numbered(300))
+    with pytest.raises(
+        ResourceError, match=r"preparing data.source takes about 86.4 kB in .*, whose disk has 50.0 kB left; .*force=true"
+    ):
+        training_data(config, tiny_tokenizer(), None, fingerprint="")
+    train, validation = training_data(replace(config, force=True), tiny_tokenizer(), None, fingerprint="")
+    said = capsys.readouterr().err
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in said.splitlines() if "│" in line]
+    assert rows.count(["tokens", "4,800"]) == rows.count(["loss tokens", "4,800"]) == rows.count(["rows", "300"]) == 2
+    assert len(texts_in(train)) + len(texts_in(validation)) == 300
+    training_data(config, tiny_tokenizer(), None, fingerprint="")
+    assert "preparing" not in capsys.readouterr().err  # they are there
 
 
 IMPORTS = """
