@@ -2,12 +2,8 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from specdistill.data.answers import PATTERN
 from specdistill.project import PICO, ROOT
-from tests.with_engines.environments import QUIET_VLLM, environment
+from tests.with_engines.environments import serving
 
 pytestmark = [pytest.mark.engines, pytest.mark.slow]
 
@@ -27,25 +23,8 @@ MODEL = str(PICO)
 @pytest.fixture(scope="module")
 def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Of vLLM with pico."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    log = tmp_path_factory.mktemp("vllm") / "log"
-    options = ["--dtype", "float32", "--max-model-len", "512", "--enforce-eager", "--block-size", "32", "--port", str(port)]
-    command = [str(environment("vllm") / "bin" / "vllm"), "serve", MODEL, *options]
-    surroundings = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | QUIET_VLLM
-    with log.open("w") as said, subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT, env=surroundings) as server:
-        try:
-            for _ in range(300):
-                try:
-                    urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/models").close()
-                    break
-                except urllib.error.URLError:
-                    assert server.poll() is None, log.read_text()[-4000:]
-                    time.sleep(1.0)
-            yield f"http://127.0.0.1:{port}"
-        finally:
-            server.terminate()
+    with serving(tmp_path_factory.mktemp("vllm") / "log", MODEL) as served:
+        yield served
 
 
 def test_vllm_generates_what_transformers_does(address: str, tmp_path: Path) -> None:
