@@ -1,11 +1,13 @@
 """A feature store as training reads it: a folder of shards, whose rows come with the batches that they are in."""
 
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
 from datasets import Dataset
+from torch import Tensor
 
 from specdistill.data.packing import collate
 from specdistill.errors import UserError
@@ -55,18 +57,25 @@ class FeatureStore:
         if any(place is None and len(row) for place, row in zip(places, tokens, strict=True)):
             return batch
         length = batch["input_ids"].shape[1]
-        features = torch.zeros(
-            len(rows), self.origin.num_features, length, self.origin.hidden_size, dtype=self.origin.row_dtype
-        )
-        there = [(place, into) for place, into in zip(places, features, strict=True) if place is not None]
-        for (shard, index), _ in there:
-            shard.expect(index)
-        for (shard, index), into_ATD in there:
-            try:
-                shard.read(index, into_ATD)
-            except UnfitShardError as error:
-                raise UserError(KEY, got=f"{shard.path}, which {error}", expected=WHOLE) from error
+        shape = (len(rows), self.origin.num_features, length, self.origin.hidden_size)
+        features = torch.empty(shape, dtype=self.origin.row_dtype)
+        for place in filter(None, places):
+            place[0].expect(place[1])
+        with ThreadPoolExecutor(len(rows)) as pool:  # waiting for the disk, summing and copying are not Python's
+            list(pool.map(self._read, places, features))
         return {**batch, "features": features}
+
+    def _read(self, place: tuple[Shard, int] | None, into_ATD: Tensor) -> None:
+        """A row, and 0 where it has no tokens. Raises UserError for a damaged shard."""
+        if place is None:
+            into_ATD.zero_()
+            return
+        shard, index = place
+        into_ATD[:, len(shard.rows[index]) :] = 0
+        try:
+            shard.read(index, into_ATD)
+        except UnfitShardError as error:
+            raise UserError(KEY, got=f"{shard.path}, which {error}", expected=WHOLE) from error
 
 
 def opened(path: Path, origin: Origin) -> Shard:
