@@ -48,7 +48,7 @@ def test_damaged_missing_and_other_shards_are_made_again_by_name(tmp_path: Path,
     assert f"{NAMES[0]} is damaged (row 2): it is made again" in said
     assert f"{NAMES[2]} is of other features: weights c for aaaaaaaaaaaa: it is made again" in said
     assert NAMES[1] not in said and NAMES[3] not in said
-    batch, expected = batch_of(store, SETS[0], [3, 9])  # and not what was mapped before
+    batch, expected = batch_of(store, SETS[0], [2, 9])  # and not what was mapped before
     assert batch["features"].equal(expected)
 
 

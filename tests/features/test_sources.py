@@ -39,20 +39,33 @@ def history(folder: Path, target: FrozenTarget, method: str, store: FeatureStore
     return [entry[name] for entry in fit.state.log_history for name in names if name in entry]
 
 
-def stored(folder: Path, target: FrozenTarget, aux_layers: tuple[int, ...], dtype: str, rows: Dataset = ROWS) -> FeatureStore:
-    autocast = None if target.dtype == "float32" else torch.bfloat16
+def stored(
+    folder: Path,
+    target: FrozenTarget,
+    aux_layers: tuple[int, ...],
+    dtype: str,
+    rows: Dataset = ROWS,
+    autocast: torch.dtype | None = None,
+) -> FeatureStore:
     of = origin(dtype, hidden_size=target.hidden_size, aux_layers=aux_layers, computed=target.dtype)
     return filled(folder, [rows], of, by_target(target, aux_layers, autocast))
 
 
-@pytest.mark.parametrize(("dtype", "kept"), [(torch.float32, "float32"), (torch.bfloat16, "bfloat16")])
+FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("dtype", "autocast", "kept"),
+    [(FLOAT32, None, "float32"), (FLOAT32, BFLOAT16, "float32"), (BFLOAT16, BFLOAT16, "bfloat16")],
+)
 @pytest.mark.parametrize("method", HEADS)
-def test_losses_are_those_of_training_online(tmp_path: Path, method: str, dtype: torch.dtype, kept: str) -> None:
-    target = target_of(dtype)
-    mixed = {"bf16": dtype == torch.bfloat16}
+def test_losses_are_those_of_training_online(
+    tmp_path: Path, method: str, dtype: torch.dtype, autocast: torch.dtype | None, kept: str
+) -> None:
+    target, mixed = target_of(dtype), {"bf16": autocast is not None}
     expected = history(tmp_path, target, method, None, **mixed)
     aux_layers = tuple(trainer(tmp_path, ROWS, target, method).objective.draft.aux_layers)
-    store = stored(tmp_path / "store", target, aux_layers, kept)
+    store = stored(tmp_path / "store", target, aux_layers, kept, autocast=autocast)
     num_passes = 0
 
     def count(*_: Any) -> None:
