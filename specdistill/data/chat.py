@@ -135,11 +135,17 @@ def learn(render: Render, where: str = "data.source") -> Frame | None:
             whole = render(messages, False)
         except UserError:  # a role that the template does not take: a row that has it is refused
             continue
-        tried.append((messages, whole, assistant_spans(render, messages, where)))
+        try:
+            spans = assistant_spans(render, messages, where)
+        except UserError:
+            if "tool" in roles:  # matters only to rows with tools
+                continue
+            raise
         marked = _ends_marked(messages, range(len(messages)))
         ends = _marker_positions(render(marked, False), whole)
         if len(ends) != len(messages):
-            return None
+            continue
+        tried.append((messages, whole, spans))
         for turn in range(1, len(roles), 2):
             role, prompt = roles[turn - 1], render(marked[:turn], True).rpartition(MARKER)[2]
             there = prompt[: _alike(prompt, whole[ends[turn - 1] :])]

@@ -58,6 +58,12 @@ VICUNA = (
     "{% for m in messages %}{{ {'user': 'USER: ', 'assistant': 'ASSISTANT: '}.get(m.role, '') }}{{ m.content }}"
     "{{ '</s>' if m.role == 'assistant' else ' ' }}{% endfor %}{% if add_generation_prompt %}ASSISTANT: {% endif %}"
 )
+WITHOUT_TOOLS = "{% for m in messages %}{% if m.role != 'tool' %}<|{{ m.role }}|>{{ m.content }}</s>{% endif %}{% endfor %}"
+# What is said before a tool is called is left out, as if it were the call.
+CALLS_ALONE = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content if loop.last or loop.nextitem.role != 'tool' else 'CALL' }}</s>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
 WITHOUT_TURN_ENDS = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
 )
@@ -66,6 +72,13 @@ NUMBERED = (
     "{% for m in messages %}[{{ loop.index }} {{ m.role }}] {{ m.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}[{{ messages | length + 1 }} assistant] {% endif %}"
 )
+# A word moves to the last question, so that no turn follows what was rendered without it, and answers begin with an empty thought.
+MOVING = (
+    "{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index %}{% endif %}"
+    "{% endfor %}{% for m in messages %}{% if m.role == 'user' %}[INST]{% if loop.index == ns.last %}NOW {% endif %}"
+    "{{ m.content }}[/INST]{% elif m.role == 'assistant' %}<think></think>{{ m.content }}</s>{% endif %}{% endfor %}"
+)
+UNFRAMED = ("numbered", "moving")
 UNTAGGED_TEMPLATES = {
     "pico": UNTAGGED,
     "chatml": CHATML,
@@ -77,7 +90,10 @@ UNTAGGED_TEMPLATES = {
     "deepseek": DEEPSEEK,
     "vicuna": VICUNA,
     "without turn ends": WITHOUT_TURN_ENDS,
+    "without tools": WITHOUT_TOOLS,
+    "calls alone": CALLS_ALONE,
     "numbered": NUMBERED,
+    "moving": MOVING,
 }
 
 WORDS = [

@@ -18,6 +18,7 @@ from tests.data.templates import (
     CHATML,
     GEMMA,
     TAGGED,
+    UNFRAMED,
     UNTAGGED,
     UNTAGGED_TEMPLATES,
     Conversation,
@@ -97,8 +98,10 @@ def test_two_renderings_find_the_turns_that_many_find(name: str) -> None:
             found = frame.spans(counted, messages, whole)
             assert found in (None, spans) and counts[-1] <= 1  # besides that of `whole`
             counts[-1] = found is not None
-    assert (frame is None) == (name == "numbered")
-    assert frame is None or (len(counts) >= 15 and sum(counts) >= 0.9 * len(counts))
+    assert (frame is None) == (name in UNFRAMED)
+    assert frame is None or (
+        len(counts) >= 15 and sum(counts) >= (0.7 if "tool" in name or "call" in name else 0.9) * len(counts)
+    )
 
 
 @pytest.mark.parametrize(
