@@ -6,9 +6,14 @@ stands, and equal rows are on one side.
 
 import hashlib
 import random
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
+from specdistill.data.cache import Columns
 from specdistill.errors import UserError
 
 RANGE = 2**63  # of hashes: what a column of signed integers holds
@@ -24,16 +29,21 @@ def row_hash(row: Mapping[str, Any], seed: int) -> int:
     return int.from_bytes(digest.digest()) % RANGE
 
 
-def by_hash(hashes: Sequence[int], fraction: float) -> set[int]:
+def row_hashes(rows: Columns, numbers: Sequence[int], seed: int) -> dict[str, list[int]]:
+    """The column `hash` of rows {text, messages}."""
+    each = (dict(zip(rows, values, strict=True)) for values in zip(*rows.values(), strict=True))
+    return {"hash": [row_hash(row, seed) for row in each]}
+
+
+def by_hash(hashes: NDArray[np.int64], fraction: float) -> set[int]:
     """Positions of the hashes in the lowest `fraction` of their range: one at least, and never all. Raises UserError if all are equal."""
-    found = set(hashes)
+    found = np.unique(hashes)
     if len(found) < 2:
         got = "a single usable row" if len(hashes) < 2 else f"{len(hashes)} usable rows that are all alike"
         raise UserError("data.source", got=got, expected="two or more: one at least is held out for validation")
-    below = {value for value in found if is_below(value, fraction)} or {min(found)}
-    if below == found:
-        below -= {max(found)}
-    return {position for position, value in enumerate(hashes) if value in below}
+    count = bisect_left(found, True, key=lambda value: not is_below(int(value), fraction))
+    limit = found[min(max(count, 1), len(found) - 1)]
+    return set(np.flatnonzero(hashes < limit).tolist())
 
 
 def is_below(value: int, fraction: float) -> bool:

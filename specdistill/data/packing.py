@@ -18,10 +18,11 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from datasets import Dataset, List, Value
+from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from specdistill.data.cache import Columns, Row, mapped
+from specdistill.data.cache import Columns, Row, array, mapped
 from specdistill.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -46,17 +47,17 @@ class Piece(NamedTuple):
     stop: int
 
 
-def usable(lengths: Sequence[int], may_cut: Sequence[bool], max_length: int) -> list[int]:
+def usable(lengths: ArrayLike, may_cut: ArrayLike, max_length: int) -> NDArray[np.int64]:
     """Indices of documents of at least MIN_TOKENS, and no longer than a row unless they may be cut. Raises UserError for none."""
-    too_short = [length < MIN_TOKENS for length in lengths]
-    too_long = [length > max_length and not cut for length, cut in zip(lengths, may_cut, strict=True)]
-    indices = [index for index, flags in enumerate(zip(too_short, too_long, strict=True)) if not any(flags)]
-    if not indices and any(too_long):
-        shortest = min(length for length, long in zip(lengths, too_long, strict=True) if long)
+    lengths = np.asarray(lengths)
+    too_short, too_long = lengths < MIN_TOKENS, (lengths > max_length) & ~np.asarray(may_cut, bool)
+    indices = np.flatnonzero(~(too_short | too_long))
+    if not len(indices) and too_long.any():
+        shortest = lengths[too_long].min()
         raise UserError("data.max_length", got=max_length, expected=f"{shortest} or more: every row of data.source is longer")
-    if not indices:
+    if not len(indices):
         raise UserError("data.source", got=f"{len(lengths)} rows of fewer than {MIN_TOKENS} tokens", expected="longer rows")
-    for count, what in ((sum(too_long), f"longer than data.max_length={max_length}"), (sum(too_short), "too short to use")):
+    for count, what in ((too_long.sum(), f"longer than data.max_length={max_length}"), (too_short.sum(), "too short to use")):
         if count:
             logger.warning("%d of %d documents are %s tokens and are left out", count, len(lengths), what)
     return indices
@@ -106,7 +107,7 @@ def pack(
     num_proc: int | None = None,
 ) -> Dataset:
     """Rows of `max_length` from documents with columns `input_ids`, `loss_mask` and `length`."""
-    lengths = np.asarray(documents["length"]).tolist()
+    lengths = array(documents, "length").tolist()
     rows = fill_rows(cut(lengths, max_length), max_length, packing, seed)
     share = 100 * sum(lengths) / max(1, len(rows) * max_length)
     logger.info("%d documents in %d rows of %d tokens, %.1f%% filled", len(lengths), len(rows), max_length, share)

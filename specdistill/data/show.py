@@ -12,6 +12,8 @@ from rich.table import Table
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
+from specdistill.data.cache import array
+
 
 class Half(NamedTuple):
     """What training or validation holds. filled: the share of its rows that is not padding."""
@@ -65,7 +67,7 @@ def lengths(documents: Dataset) -> Lengths:
     """Of documents that are not packed yet."""
     columns = documents.with_format("numpy")
     loss_tokens = [int(mask.sum()) for batch in columns.iter(batch_size=1024) for mask in batch["loss_mask"]]
-    return Lengths(np.asarray(documents["length"]), np.asarray(loss_tokens), np.asarray(documents["source"]))
+    return Lengths(array(documents, "length"), np.asarray(loss_tokens), array(documents, "source"))
 
 
 def mixture(of: Lengths, names: Sequence[str]) -> list[Part]:
@@ -81,7 +83,7 @@ def shown(
     documents: Dataset, names: Sequence[str], count: int, tokenizer: PreTrainedTokenizerBase, max_length: int
 ) -> list[Shown]:
     """`count` of the documents, the first `max_length` tokens of each: of every source in turn, evenly over what it has."""
-    sources = np.asarray(documents["source"])
+    sources = array(documents, "source")
     own = [np.flatnonzero(sources == source) for source in np.unique(sources)]
     evenly = [places[np.linspace(0, len(places) - 1, min(count, len(places))).astype(int)] for places in own]
     chosen = [int(place) for turn in zip_longest(*evenly) for place in turn if place is not None][:count]

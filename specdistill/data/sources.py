@@ -15,10 +15,11 @@ from pkgutil import resolve_name
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 from datasets import Dataset, IterableDataset, List, Value, load_dataset
 from datasets.exceptions import DatasetsError
 
-from specdistill.data.cache import Row, cached, content_fingerprint, quiet
+from specdistill.data.cache import Columns, Row, array, cached, content_fingerprint, mapped, quiet
 from specdistill.errors import ResourceError, UserError, beside, nearest, one_line
 from specdistill.recipe.fields import Section, option
 from specdistill.recipe.load import validate
@@ -29,6 +30,7 @@ logger = logging.getLogger(__name__)
 BUILT_IN = {"pico": "specdistill.pico.corpus:rows"}
 
 COLUMNS = {"text": Value("string"), "messages": List({"role": Value("string"), "content": Value("string")})}
+READER_COLUMNS = {**COLUMNS, "source": Value("int32"), "row": Value("int64")}
 LOADERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 CONVERSATIONS = ("messages", "conversations", "conversation")
 EXCHANGES = (
@@ -87,11 +89,16 @@ class SourceEntry(Section):
 
 
 def load_sources(
-    source: Any, split: str, cache_dir: str | None = None, *, columns: Mapping[str, str] = NOTHING
+    source: Any,
+    split: str,
+    cache_dir: str | None = None,
+    *,
+    columns: Mapping[str, str] = NOTHING,
+    num_proc: int | None = None,
 ) -> list[Source]:
     """Load `data.source`. Raises UserError for a wrong name or setting, ResourceError when the Hub fails."""
     return [
-        Source(load_rows(**entry.options(split, columns), key=key, cache_dir=cache_dir), entry.weight, key)
+        Source(load_rows(**entry.options(split, columns), key=key, cache_dir=cache_dir, num_proc=num_proc), entry.weight, key)
         for key, entry in _entries(source)
     ]
 
@@ -135,6 +142,7 @@ def load_rows(
     min_turns: int = 0,
     key: str = "data.source",
     cache_dir: str | None = None,
+    num_proc: int | None = None,
 ) -> Dataset:
     """One source's rows in the two common forms.
 
@@ -150,29 +158,23 @@ def load_rows(
         raise UserError(key, got=f"{source}, which holds no rows", expected="a dataset with rows")
     _check_columns(raw.column_names, source, columns, where, key)
 
-    def normalised() -> Iterator[Row]:
-        empty = others = 0
-        for index, row in enumerate(raw):
-            rows_of_it = chosen_rows(row, f"{key} row {index}", columns, where, min_turns)
-            empty += rows_of_it == []
-            others += rows_of_it is None
-            yield from rows_of_it or ()
-        for count, why in ((empty, "hold no text"), (others, f"are not asked for by {beside(key, 'where')} and min_turns")):
-            if count:
-                logger.warning("%s: %d of %d rows of %s %s and are left out", key, count, len(raw), source, why)
-
     # The library's own fingerprint of a file is of its name and date, which differ between machines.
     fingerprint = content_fingerprint(raw) if Path(source).exists() else raw._fingerprint
     conditions = [dict(where), min_turns] if where or min_turns else []
+    inputs = ["rows", fingerprint, dict(columns), *conditions]
+    reader = Reader(key, dict(columns), dict(where), min_turns)
     try:
-        rows = cached(normalised, COLUMNS, ["rows", fingerprint, dict(columns), *conditions], cache_dir)
+        rows = mapped(raw, reader, READER_COLUMNS, inputs, what="Reading", num_proc=num_proc, cache_dir=cache_dir)
     except UnicodeDecodeError as error:  # the library keeps the bytes of a file as they are
         fault = first_fault(Path(source)) if Path(source).suffix in (".jsonl", ".json") else None
         raise UserError(key, got=f"{source}{fault or ', which is not UTF-8'}", expected="text in UTF-8") from error
+    if left_out := len(raw) - len(np.unique(array(rows, "row"))):
+        why = f"hold no text, or are not asked for by {beside(key, 'where')} and min_turns," if conditions else "hold no text"
+        logger.warning("%s: %d of %d rows of %s %s and are left out", key, left_out, len(raw), source, why)
     if len(rows) == 0:
         got = f"{source}, of which where and min_turns leave no row" if conditions else f"{source}, whose rows are all empty"
         raise UserError(key, got=got, expected=EXPECTED)
-    return rows
+    return rows.remove_columns(["source", "row"])
 
 
 def stream_rows(
@@ -195,16 +197,35 @@ def stream_rows(
         raise UserError(key, got=f"{source}, which holds no rows", expected="a dataset with rows")
     _check_columns(list(first), source, columns, where, key)
 
-    def normalised(batch: Mapping[str, Sequence[Any]], numbers: Sequence[int]) -> dict[str, list[Any]]:
-        made: dict[str, list[Any]] = {"text": [], "messages": [], "source": [], "row": []}
-        for row_number, values in zip(numbers, zip(*batch.values(), strict=True), strict=True):
-            raw_row = dict(zip(batch, values, strict=True))
-            for row in chosen_rows(raw_row, f"{key} row {row_number}", columns, where, min_turns) or ():
-                for column, value in {**row, "source": number, "row": row_number}.items():
+    reader = Reader(key, dict(columns), dict(where), min_turns, number)
+    return raw.map(reader, with_indices=True, batched=True, batch_size=READ_AHEAD, remove_columns=list(first))
+
+
+@dataclass(frozen=True)
+class Reader:
+    """Rows of a source in the two common forms, by the batch; with the source's number and their own, as columns."""
+
+    key: str
+    columns: dict[str, str]
+    where: dict[str, Any]
+    min_turns: int
+    source: int = 0
+
+    def __call__(self, batch: Columns, numbers: Sequence[int]) -> dict[str, list[Any]]:
+        """Raises UserError naming the first row that cannot be read."""
+        made: dict[str, list[Any]] = {column: [] for column in READER_COLUMNS}
+        for number, values in zip(numbers, zip(*batch.values(), strict=True), strict=True):
+            for row in self.read(dict(zip(batch, values, strict=True)), number):
+                for column, value in {**row, "source": self.source, "row": number}.items():
                     made[column].append(value)
         return made
 
-    return raw.map(normalised, with_indices=True, batched=True, batch_size=READ_AHEAD, remove_columns=list(first))
+    def read(self, raw: Mapping[str, Any], number: int) -> list[Row]:
+        """None for a row without content, or that is not asked for."""
+        if not matches(raw, self.where):
+            return []
+        read = {ours: raw[own] for ours, own in self.columns.items()} if self.columns else raw
+        return [row for row in normalise(read, f"{self.key} row {number}") if has_turns(row, self.min_turns)]
 
 
 def _check_columns(own: Sequence[str], source: str, columns: Mapping[str, str], where: Mapping[str, Any], key: str) -> None:
@@ -221,18 +242,6 @@ def _check_columns(own: Sequence[str], source: str, columns: Mapping[str, str], 
         close = next((match for column in own if (match := nearest(column, KNOWN_COLUMNS))), None)
         got = f"{source} with columns {', '.join(named if columns else own)}"
         raise UserError(key, got=got, expected=f"{EXPECTED}, or data.columns to say which are these", nearest=close)
-
-
-def chosen_rows(
-    raw: Mapping[str, Any], place: str, columns: Mapping[str, str], where: Mapping[str, Any], min_turns: int
-) -> list[Row] | None:
-    """The rows that a row of a source gives, none for one without content; None for one that is not asked for."""
-    if not matches(raw, where):
-        return None
-    read = {ours: raw[own] for ours, own in columns.items()} if columns else raw
-    made = list(normalise(read, place))
-    long_enough = [row for row in made if has_turns(row, min_turns)]
-    return long_enough if long_enough or not made else None
 
 
 def matches(row: Mapping[str, Any], where: Mapping[str, Any]) -> bool:

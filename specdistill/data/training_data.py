@@ -14,17 +14,18 @@ from datasets import Dataset, Value, concatenate_datasets
 from datasets.config import HF_DATASETS_CACHE
 from datasets.distributed import split_dataset_by_node
 from datasets.fingerprint import Hasher
+from numpy.typing import NDArray
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from specdistill.command import check_writable
 from specdistill.cost import PREPARED_BYTES, Cost, announce
 from specdistill.data.answers import VERSION, Answers
 from specdistill.data.batch_generate import fast_dtype
-from specdistill.data.cache import SHOWN, Columns, Row, cached, content_fingerprint, mapped, tokenizer_fingerprint
+from specdistill.data.cache import SHOWN, Columns, Row, array, cached, content_fingerprint, mapped, tokenizer_fingerprint
 from specdistill.data.cleaning.left_out import cleaned
 from specdistill.data.completion_server import CompletionServer
 from specdistill.data.encoding import DOCUMENT_COLUMNS, ENCODED_COLUMNS, Encoder
-from specdistill.data.held_out import by_hash, by_sample, row_hash
+from specdistill.data.held_out import by_hash, by_sample, row_hashes
 from specdistill.data.packing import pack, pad_token_id, usable
 from specdistill.data.regeneration import (
     Prompt,
@@ -128,7 +129,7 @@ def packed(
 
 
 def _sources(config: DataConfig, measured_on: Sequence[str]) -> list[Source]:
-    loaded = load_sources(config.source, config.split, config.cache_dir, columns=config.columns)
+    loaded = load_sources(config.source, config.split, config.cache_dir, columns=config.columns, num_proc=config.num_proc)
     return cleaned(loaded, config.decontaminate, config.near_duplicates, measured_on, config.cache_dir)
 
 
@@ -155,18 +156,19 @@ def _check(config: DataConfig, tokenizer: PreTrainedTokenizerBase, model: PreTra
 def _from_source(config: DataConfig, sources: Sequence[Source], tokenizer: PreTrainedTokenizerBase) -> tuple[Dataset, Dataset]:
     """(train, validation) documents: the source's rows. Training has each row of a source of weight 2 twice."""
     documents = concatenate_datasets([_encoded(source, number, tokenizer, config) for number, source in enumerate(sources)])
-    indices = usable(list(documents["length"]), list(documents["is_text"]), config.max_length)
-    places = list(zip(documents["source"], documents["row"], strict=True))
-    rows = list(dict.fromkeys(places[index] for index in indices))  # of a row that was cut all documents are on one side
-    held_out = {rows[position] for position in _held_out(rows, sources, config)}
+    lengths, is_text, number, row = (array(documents, name) for name in ("length", "is_text", "source", "row"))
+    indices = usable(lengths, is_text, config.max_length)
+    # Of a row that was cut all documents are on one side.
+    rows, row_of = np.unique(_first_rows(sources)[number[indices]] + row[indices], return_inverse=True)
+    is_held_out = np.isin(row_of, sorted(_held_out(rows, sources, config)))
     generator = random.Random(config.seed)
     train: list[int] = []
-    for number, source in enumerate(sources):
-        own = [index for index in indices if places[index][0] == number and places[index] not in held_out]
+    for place, source in enumerate(sources):
+        own = indices[(number[indices] == place) & ~is_held_out].tolist()
         train += own * int(source.weight) + generator.sample(own, round(source.weight % 1 * len(own)))
     if not train:
         raise UserError("data.source", got="weights that leave no row to train on", expected="larger weights")
-    return documents.select(train), documents.select([index for index in indices if places[index] in held_out])
+    return documents.select(train), documents.select(indices[is_held_out])
 
 
 def _encoded(source: Source, number: int, tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> Dataset:
@@ -187,7 +189,7 @@ def _encoded(source: Source, number: int, tokenizer: PreTrainedTokenizerBase, co
         cache_dir=cache_dir,
         sampled=partial(_sampled, said),
     )
-    _, num_documents = np.unique(np.asarray(encoded["row"]), return_counts=True)
+    _, num_documents = np.unique(array(encoded, "row"), return_counts=True)
     if num_cut := int((num_documents > 1).sum()):
         told = "%s: %d of %d rows are conversations longer than data.max_length=%d tokens and are cut at their turns"
         logger.warning(told, source.key, num_cut, len(source.rows), config.max_length)
@@ -248,7 +250,7 @@ def _regenerated(
         how = settings.model_dump(include={"num_tokens", "prompt_tokens", "temperatures", "batch_size"})
         inputs = ["generated", index, num_tokens, model_inputs, row_inputs, shape, how]
         documents = cached(rows, DOCUMENT_COLUMNS, inputs, config.cache_dir)
-        return documents.select(usable(list(documents["length"]), [False] * len(documents), config.max_length))
+        return documents.select(usable(array(documents, "length"), False, config.max_length))
 
     return part(0, max(1, settings.num_tokens - held_out_tokens)), part(1, held_out_tokens)
 
@@ -304,7 +306,7 @@ def _served(config: DataConfig, sources: Sequence[Source], words: Words, fingerp
         shape = [config.max_length, config.validation_fraction, config.validation_split, config.loss_mask, config.seed]
         inputs = ["served", index, num_tokens, made_with, row_inputs, shape, how]
         documents = cached(rows, DOCUMENT_COLUMNS, inputs, config.cache_dir)
-        return documents.select(usable(list(documents["length"]), [False] * len(documents), config.max_length))
+        return documents.select(usable(array(documents, "length"), False, config.max_length))
 
     return part(0, max(1, settings.num_tokens - held_out_tokens)), part(1, held_out_tokens)
 
@@ -348,20 +350,28 @@ def _split_prompts(
         )
         raise UserError("data.max_length", got=f"{config.max_length}, and no row that gives a prompt", expected=expected)
     documents = sorted({document for document, _ in candidates})
-    held_out = {documents[position] for position in _held_out(documents, sources, config)}
+    first = _first_rows(sources)
+    rows = np.array([first[number] + row for number, row in documents])
+    held_out = {documents[position] for position in _held_out(rows, sources, config)}
     train = [prompt for document, prompt in candidates if document not in held_out]
     return train, [prompt for document, prompt in candidates if document in held_out]
 
 
-def _held_out(places: Sequence[tuple[int, int]], sources: Sequence[Source], config: DataConfig) -> set[int]:
-    """Positions in `places`, each a source and a row of it, of what is held out for validation."""
+def _first_rows(sources: Sequence[Source]) -> NDArray[np.int64]:
+    """The number of each source's first row, where the rows of all are counted through."""
+    return np.cumsum([0, *(len(source.rows) for source in sources[:-1])])
+
+
+def _held_out(rows: NDArray[np.int64], sources: Sequence[Source], config: DataConfig) -> set[int]:
+    """Positions in `rows`, counted through all sources, of what is held out for validation."""
     if config.validation_split == "sample":
-        return by_sample(len(places), config.validation_fraction, config.seed)
-    hashes = [_hashes(source, config.seed, config.cache_dir) for source in sources]
-    return by_hash([hashes[source][row] for source, row in places], config.validation_fraction)
+        return by_sample(len(rows), config.validation_fraction, config.seed)
+    hashes = np.concatenate([_hashes(source, config) for source in sources])
+    return by_hash(hashes[rows], config.validation_fraction)
 
 
-def _hashes(source: Source, seed: int, cache_dir: str | None) -> list[int]:
-    inputs = ["hashes", source.rows._fingerprint, seed]
-    made = cached(lambda: ({"hash": row_hash(row, seed)} for row in source.rows), {"hash": Value("int64")}, inputs, cache_dir)
-    return list(made["hash"])
+def _hashes(source: Source, config: DataConfig) -> NDArray[np.int64]:
+    inputs = ["hashes", source.rows._fingerprint, config.seed]
+    hashing, columns = partial(row_hashes, seed=config.seed), {"hash": Value("int64")}
+    made = mapped(source.rows, hashing, columns, inputs, what="Hashing", num_proc=config.num_proc, cache_dir=config.cache_dir)
+    return array(made, "hash")

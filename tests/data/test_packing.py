@@ -99,7 +99,7 @@ def test_texts_are_cut_into_whole_rows_and_a_rest_that_is_worth_a_row() -> None:
 
 
 def test_documents_that_cannot_be_used_are_counted(caplog: pytest.LogCaptureFixture) -> None:
-    assert usable([2, 3, 8, 9, 9], [False, False, False, False, True], 8) == [1, 2, 4]
+    assert usable([2, 3, 8, 9, 9], [False, False, False, False, True], 8).tolist() == [1, 2, 4]
     assert "1 of 5 documents are longer than data.max_length=8 tokens" in caplog.text
     assert "1 of 5 documents are too short" in caplog.text
     with pytest.raises(UserError, match=r"data.max_length: got 8, expected 9 or more"):

@@ -128,7 +128,7 @@ def test_an_entry_takes_the_rows_that_it_asks_for(tmp_path: Path, caplog: pytest
     assert taken(where={"language": ["en", "de"], "score": 1}) == ["en 1 1", "de 1 2", "de 1 3", "en 1 2"]
     assert taken(min_turns=2) == everything[1:]
     assert taken(where={"language": "de"}, min_turns=3) == ["de 1 3"]
-    said = "5 of 6 rows of .* are not asked for by data.source.0..where and min_turns and are left out"
+    said = "5 of 6 rows of .* hold no text, or are not asked for by data.source.0..where and min_turns, and are left out"
     assert re.search(said, caplog.text)
     assert taken() == everything  # each choice is kept on its own
     for conditions, message in (
