@@ -56,7 +56,11 @@ def main(recipe: HeadRecipe) -> None:
     )
 
     # Features that are kept, where each step does not have the target make its own
-    passes = {"autocast": autocast_dtype(run.arguments), "batch_size": run.arguments.train_batch_size}
+    passes = {
+        "autocast": autocast_dtype(run.arguments),
+        "batch_size": run.arguments.train_batch_size,
+        "force": recipe.data.force,
+    }
     store = feature_store(hidden_states, target, getattr(draft, "aux_layers", ()), [train_set, eval_set], **passes)
 
     # Train, and save the best

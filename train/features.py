@@ -35,7 +35,7 @@ def main(recipe: HeadRecipe) -> None:
 
     # Features of the layers that the draft reads, by passes as training makes them
     draft = create_draft(recipe, target, train_set)
-    passes = {"autocast": autocast_dtype(arguments), "batch_size": arguments.train_batch_size}
+    passes = {"autocast": autocast_dtype(arguments), "batch_size": arguments.train_batch_size, "force": recipe.data.force}
     feature_store(recipe.hidden_states, target, draft.aux_layers, [train_set, eval_set], **passes)
 
 

@@ -60,8 +60,9 @@ class Prompt:
 
 
 def chat_prompts(rows: Dataset, tokenizer: PreTrainedTokenizerBase, max_tokens: int, limit: int, seed: int) -> list[Prompt]:
-    """Up to `limit` prompts of at most `max_tokens`, one for each conversation, in shuffled order."""
+    """Up to `limit` prompts of at most `max_tokens`, one for each conversation, in shuffled order; says how many were longer."""
     prompts: list[Prompt] = []
+    num_longer = 0
     for row, record in _shuffled(rows, seed):
         if len(prompts) == limit:
             break
@@ -69,6 +70,11 @@ def chat_prompts(rows: Dataset, tokenizer: PreTrainedTokenizerBase, max_tokens: 
             ids = prompt_ids(tokenizer, record["messages"], f"data.source row {row}")
             if len(ids) <= max_tokens:
                 prompts.append(Prompt(ids, row, is_chat=True, messages=tuple(record["messages"])))
+            else:
+                num_longer += 1
+    if num_longer:
+        told = "%d conversations, beside %d that are answered, ask in more than %d tokens, half of data.max_length, and are left out"
+        logger.warning(told, num_longer, len(prompts), max_tokens)
     return prompts
 
 

@@ -6,6 +6,7 @@ its bytes are the same. A killed process repeats the shard that it was at.
 
 import fcntl
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -16,6 +17,7 @@ from safetensors import SafetensorError
 from torch import Tensor, distributed
 
 from specdistill.command import check_writable
+from specdistill.cost import Cost, announce
 from specdistill.errors import ResourceError, UserError
 from specdistill.features.shard import HEADER_BYTES, Origin, Shard, Tokens, UnfitShardError, write_shard
 from specdistill.features.store import KEY, PATTERN, FeatureStore, numpy_rows, opened, shard_name
@@ -35,11 +37,13 @@ def fill(
     max_bytes: int | None = None,
     *,
     batch_size: int = 1,
+    force: bool = False,
 ) -> FeatureStore:
     """The store of the rows of some sets, or of the first of them that have room in `max_bytes`. Every process has to call it.
 
-    batch_size: rows that `make` is given at a time. Says which shards that were there are made again, and why. A launch waits for another
-    one that fills the same folder. Raises ResourceError for a disk that is full or cannot be written, and goes on from there next time.
+    batch_size: rows that `make` is given at a time. Says which shards that were there are made again, and why, and after the first one what
+    the others cost. A launch waits for another one that fills the same folder. Raises ResourceError for a disk that is full, cannot be
+    written or, unless `force`, has no room for the others, and goes on from there next time.
     """
     check_writable(folder, KEY)
     rows = concatenate_datasets(list(sets))
@@ -53,8 +57,16 @@ def fill(
         of_all(None)
         own = list(shards.items())[rank::count]
         with progress("Storing features", sum(len(part) for _, part in own), "rows") as advance:
+            is_told = rank > 0
             for name, part in own:
-                _complete(folder / name, rows.select(part), origin, make, batch_size)
+                begin, shard_rows = time.monotonic(), rows.select(part)
+                is_new = _complete(folder / name, shard_rows, origin, make, batch_size)
+                left = sum(len(other) for file, other in shards.items() if not (folder / file).exists())
+                if is_new and left and not is_told:
+                    is_told, sample = True, _cost(folder / name, shard_rows, (time.monotonic() - begin) / count)
+                    announce(
+                        "storing features", sample.times(left / len(part)), f"the first {len(part):,} rows", folder, force=force
+                    )
                 advance(len(part))
         of_all(None)
     try:
@@ -104,12 +116,12 @@ def _clear(folder: Path, shards: dict[str, range]) -> None:
         path.unlink()
 
 
-def _complete(path: Path, rows: Dataset, origin: Origin, make: Make, batch_size: int) -> None:
-    """Have a shard of these rows: the one that is there, if it is, or a new one."""
+def _complete(path: Path, rows: Dataset, origin: Origin, make: Make, batch_size: int) -> bool:
+    """Have a shard of these rows: the one that is there, if it is, or a new one. Whether it is new."""
     tokens = [Tokens.of(row) for row in numpy_rows(rows)]
     try:
         _check(Shard.open(path, origin), tokens)
-        return
+        return False
     except UnfitShardError as error:
         if path.exists():
             print(f"{path} {error}: it is made again", file=sys.stderr, flush=True)
@@ -117,6 +129,13 @@ def _complete(path: Path, rows: Dataset, origin: Origin, make: Make, batch_size:
     for batch in rows.iter(batch_size):
         features += make([dict(zip(batch, row, strict=True)) for row in zip(*batch.values(), strict=True)])
     write_shard(path, origin, tokens, features)
+    return True
+
+
+def _cost(path: Path, rows: Dataset, seconds: float) -> Cost:
+    """Of a shard that was made in so many seconds."""
+    tokens, loss_tokens = sum(len(Tokens.of(row)) for row in numpy_rows(rows)), sum(map(sum, rows["loss_mask"]))
+    return Cost(len(rows), tokens, loss_tokens, path.stat().st_size, seconds)
 
 
 def _check(shard: Shard, rows: Sequence[Tokens]) -> None:

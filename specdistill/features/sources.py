@@ -26,11 +26,13 @@ def feature_store(
     *,
     autocast: torch.dtype | None,
     batch_size: int,
+    force: bool = False,
 ) -> FeatureStore | None:
     """The store that `hidden_states:` asks for, filled as far as it asks; None: every step has the target make its features.
 
-    autocast: what training multiplies matrices in under mixed precision. batch_size: rows of a pass. Every process has to call it. Raises
-    UserError for a store that cannot be used, ResourceError when the disk or a server fails.
+    autocast: what training multiplies matrices in under mixed precision. batch_size: rows of a pass. force: fill it although the disk has
+    no room for what is estimated. Every process has to call it. Raises UserError for a store that cannot be used, ResourceError when the
+    disk or a server fails.
     """
     if config.mode == "online":
         return None
@@ -43,7 +45,7 @@ def feature_store(
     timeout = config.timeout
     make = by_servers(target, layers, config.server, timeout) if config.server else by_target(target, layers, autocast)
     limits = config.shard_tokens, config.max_bytes
-    store = fill(folder, sets, origin, make, *limits, batch_size=batch_size)
+    store = fill(folder, sets, origin, make, *limits, batch_size=batch_size, force=force)
     print(f"{folder}: features of {store.num_rows - store.num_missing:,} of {store.num_rows:,} rows", file=sys.stderr)
     return store
 

@@ -77,7 +77,7 @@ def test_short_of_paragraphs_texts_are_entered_at_lines_and_then_at_words() -> N
     assert len(starts) == 10 and all(start.startswith("word") for start in starts[6:])
 
 
-def test_chat_prompts_end_before_the_answer_and_leave_room_for_it() -> None:
+def test_chat_prompts_end_before_the_answer_and_leave_room_for_it(caplog: pytest.LogCaptureFixture) -> None:
     tokenizer = tiny_tokenizer(CHAT_TEMPLATE)
     prompts = chat_prompts(rows_of(TEXTS[:1], ["one", "two", "x" * 90]), tokenizer, max_tokens=40, limit=9, seed=0)
     assert sorted(tokenizer.decode(prompt.ids) for prompt in prompts) == [
@@ -85,6 +85,7 @@ def test_chat_prompts_end_before_the_answer_and_leave_room_for_it() -> None:
         "<|user|>\ntwo<|end|><|assistant|>\n",
     ]
     assert all(prompt.is_chat for prompt in prompts)
+    assert "1 conversations, beside 2 that are answered, ask in more than 40 tokens" in caplog.text
     assert len(chat_prompts(rows_of([], ["one", "two"]), tokenizer, max_tokens=40, limit=1, seed=0)) == 1
 
 

@@ -58,10 +58,16 @@ class Counting:
 
 
 def filled(
-    folder: Path, sets: Sequence[Dataset], of: Origin, make: Make | None = None, max_bytes: int | None = None
+    folder: Path,
+    sets: Sequence[Dataset],
+    of: Origin,
+    make: Make | None = None,
+    max_bytes: int | None = None,
+    *,
+    force: bool = False,
 ) -> FeatureStore:
     """In shards of four rows."""
-    return fill(folder, sets, of, make or Counting(of), 4 * LENGTH, max_bytes, batch_size=2)
+    return fill(folder, sets, of, make or Counting(of), 4 * LENGTH, max_bytes, batch_size=2, force=force)
 
 
 def batch_of(store: FeatureStore, rows: Dataset, indices: Sequence[int]) -> tuple[dict[str, Tensor], Tensor]:

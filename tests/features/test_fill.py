@@ -1,6 +1,7 @@
 """Filling a store: what is there and whole stays, all else is made again, whoever makes it and however often it is interrupted."""
 
 import errno
+import shutil
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,24 @@ def test_a_store_is_made_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     filled(tmp_path, SETS, origin(), make)
     assert make.num_made == 13
     assert "made again" not in capsys.readouterr().err
+
+
+def test_what_a_store_costs_is_said_after_its_first_shard(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    filled(tmp_path / "store", SETS, origin())
+    said = capsys.readouterr().err
+    assert said.count("storing features") == 1 and "the first 4 rows" in said and " 9 " in said  # of 13
+    filled(tmp_path / "store", SETS, origin())
+    assert "storing features" not in capsys.readouterr().err
+    free = shutil.disk_usage(tmp_path)._replace(free=100)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: free)
+    with pytest.raises(
+        ResourceError, match=r"storing features takes about .* whose disk has 100 bytes left; .*data\.force=true"
+    ):
+        filled(tmp_path / "small", SETS, origin())
+    assert sorted(contents(tmp_path / "small")) == NAMES[:1]
+    assert filled(tmp_path / "small", SETS, origin(), force=True).num_missing == 0
 
 
 def test_damaged_missing_and_other_shards_are_made_again_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
