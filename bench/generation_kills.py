@@ -23,6 +23,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
+import torch
 from datasets import Dataset
 
 from specdistill.command import run
@@ -77,7 +78,7 @@ def main(options: Options) -> ExitCode:
     for way, num_tokens in sizes.items():
         place, more = folder / way.replace(" ", "-"), [*keys, f"data.regenerate.num_tokens={num_tokens}"]
         found[way] = trial(place, way, more, options.num_kills, random.Random(options.seed))
-    made = {"hardware": hardware("cpu"), "ways": found}
+    made = {"hardware": hardware(torch.device("cpu")), "ways": found}
     RESULTS.write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
     write_between(PAGE, "generation_kills", page(made))
     return ExitCode.DONE if all(way["identical"] == way["runs"] for way in found.values()) else ExitCode.CHECK_FAILED
