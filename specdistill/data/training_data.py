@@ -105,7 +105,8 @@ def training_documents(
 
     Columns: `input_ids`; `loss_mask`, 1 where a token carries loss; `length` in tokens; `source`, its place in data.source.
     """
-    _check(config, tokenizer, model)
+    if crew is None:  # with one all processes have checked, of which a target that they share needs every one
+        _check(config, tokenizer, model)
     if config.streaming:
         return beginning(*open_stream(config, tokenizer, measured_on), config.cache_dir)
     sources = _sources(config, measured_on)
