@@ -144,7 +144,8 @@ def test_a_full_disk_ends_a_generation_in_one_line_and_it_goes_on_with_space(
         servers = [made] if by_server else []
 
         def line(cache: Path) -> list[str]:
-            words = command(folder, cache, servers, "data.regenerate.num_tokens=5000", "target.dtype=float32")
+            forced = "data.force=true"  # or the estimate would already refuse it
+            words = command(folder, cache, servers, "data.regenerate.num_tokens=5000", "target.dtype=float32", forced)
             return (
                 words
                 if by_server

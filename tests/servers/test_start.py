@@ -91,6 +91,8 @@ def test_an_engine_that_dies_later_shows_its_last_lines(tmp_path, capsys):
 
     def die(address):
         engine_of(tmp_path).kill()
+        while "ended with status" not in log.read_text():  # before its guard is ended, too
+            time.sleep(0.01)
         Server(address, key="", timeout=5).json("/version")
 
     with (
