@@ -112,7 +112,7 @@ def _clear(folder: Path, shards: dict[str, range]) -> None:
     others = [path for path in folder.glob(PATTERN) if kept and path.name.partition("-")[2] not in kept]
     if others:
         print(f"{folder}: {len(others)} shards of other rows are removed", file=sys.stderr)
-    for path in (*folder.glob("*.part"), *others):
+    for path in (*folder.glob("*.part"), *folder.glob(".tmp*"), *others):  # the second are safetensors' own
         path.unlink()
 
 

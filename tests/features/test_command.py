@@ -89,14 +89,14 @@ def test_a_full_disk_is_one_line_and_the_same_command_goes_on(keys: list[str], w
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", small], capture_output=True, check=False).returncode:
         pytest.skip("may not mount a file system")
     try:
-        ended = run(features(keys, small / "store"))
+        ended = run(features(keys, small / "store", "data.force=true"))
         assert ended.returncode == 3, ended.stderr
         assert "Traceback" not in ended.stderr and "No space left" in ended.stderr.splitlines()[-1]
         there = shards(small / "store")
         assert there and there.items() < shards(whole).items()
         assert not list((small / "store").glob("*.part"))
         subprocess.run(["mount", "-o", "remount,size=100m", small], check=True)
-        ended = run(features(keys, small / "store"))
+        ended = run(features(keys, small / "store", "data.force=true"))
         assert ended.returncode == 0 and shards(small / "store") == shards(whole)
     finally:
         subprocess.run(["umount", small], check=True)
