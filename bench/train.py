@@ -297,7 +297,7 @@ def page(results: Mapping[str, Any]) -> str:
             f"our evaluations are made within that time. Decoded here, greedily, K = {found['num_speculative_tokens']}. "
             f"Ours against speculators' best: {longer}. {measured_on(found)}"
         )
-        rows = [("ours", "its recipe's", f"{found['steps']:,}", accepted_by(found, "ours"))]
+        rows = [("ours", "as above", f"{found['steps']:,}", accepted_by(found, "ours"))]
         for name, own in found["speculators"].items():
             settings = f"learning rate {own['learning_rate']:g}, rows of {own['length']:,} tokens"
             rows.append(("speculators", settings, f"{own['steps']:,}", accepted_by(found, name)))

@@ -221,7 +221,7 @@ class Reader:
         return made
 
     def read(self, raw: Mapping[str, Any], number: int) -> list[Row]:
-        """None for a row without content, or that is not asked for."""
+        """The rows that a row of the source gives; none for one without content, or that is not asked for."""
         if not matches(raw, self.where):
             return []
         read = {ours: raw[own] for ours, own in self.columns.items()} if self.columns else raw

@@ -58,6 +58,7 @@ def test_damaged_missing_and_other_shards_are_made_again_by_name(tmp_path: Path,
     (tmp_path / "store" / NAMES[1]).unlink()
     (tmp_path / "other" / NAMES[2]).replace(tmp_path / "store" / NAMES[2])
     (tmp_path / "store" / f"{NAMES[3]}.part").write_bytes(b"what a killed process left")
+    (tmp_path / "store" / ".tmpAbCdEf").write_bytes(b"and what safetensors left, killed as it wrote")
     capsys.readouterr()
     make = Counting(origin())
     store = filled(tmp_path / "store", SETS, origin(), make)
