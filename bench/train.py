@@ -32,7 +32,6 @@ from specdistill.data.training_data import training_data
 from specdistill.engines.limits import engine_aux_layers
 from specdistill.errors import ExitCode, ResourceError, UserError
 from specdistill.export.export import export
-from specdistill.hub import resolve
 from specdistill.measurement.hardware import hardware, software
 from specdistill.methods.eagle3.checkpoint import save_eagle3
 from specdistill.methods.eagle3.module import build_eagle3
@@ -43,6 +42,7 @@ from specdistill.recipe.load import load_recipe
 from specdistill.report.files import read_report
 from specdistill.report.phrases import duration, size
 from specdistill.report.text import table, write_between
+from specdistill.repositories import resolve
 from specdistill.statistics.intervals import interval, relative_change
 from specdistill.statistics.metrics import METRICS, Metric, prompt_sums, value
 from specdistill.targets.files import TargetFiles

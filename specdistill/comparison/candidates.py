@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from specdistill.errors import UserError, nearest
-from specdistill.hub import split_revision
 from specdistill.methods import METHODS
 from specdistill.methods.checkpoint import read_config
 from specdistill.methods.load import implementation, locate, method_of
+from specdistill.repositories import split_revision
 
 KEY = "drafts"
 NESTED = ("transformer_layer_config", "model", "text_config")  # where some layouts have a decoder's sizes

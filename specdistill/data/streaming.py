@@ -29,8 +29,8 @@ from specdistill.data.held_out import is_below, row_hash
 from specdistill.data.packing import MIN_TOKENS, packed_rows, pad_token_id
 from specdistill.data.sources import stream_sources
 from specdistill.errors import ResourceError, UserError, one_line
-from specdistill.hub import HTTP_ERROR
 from specdistill.recipe.sections import DataConfig
+from specdistill.repositories import HTTP_ERROR
 
 logger = logging.getLogger(__name__)
 

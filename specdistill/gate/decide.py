@@ -17,10 +17,10 @@ from typing import Any, Literal
 
 from specdistill.errors import UserError
 from specdistill.gate.rules import DEFAULT_CONFIDENCE, SCOPES, Rule
-from specdistill.hub import fetch, split_revision
 from specdistill.report.files import REPORT, SAMPLES, read_report, row_metrics
 from specdistill.report.phrases import scalar
 from specdistill.report.tables import METRICS_SHOWN, main_rows
+from specdistill.repositories import fetch, split_revision
 from specdistill.statistics.intervals import Interval, interval, relative_change
 from specdistill.statistics.metrics import METRICS, prompt_sums
 from specdistill.statistics.records import ALL, PromptRecord, records_of

@@ -17,11 +17,11 @@ from safetensors import SafetensorError
 
 from specdistill.decoding.proposer import Proposer
 from specdistill.errors import UserError, nearest, one_line
-from specdistill.hub import fetch, resolve, split_revision
 from specdistill.methods import METHODS
 from specdistill.methods.checkpoint import PICKLED, read_config
 from specdistill.methods.contract import Draft, Implementation
 from specdistill.methods.target_record import check_target
+from specdistill.repositories import fetch, resolve, split_revision
 from specdistill.targets.files import INDEX, SINGLE, Shards
 from specdistill.targets.frozen import FrozenTarget
 

@@ -10,12 +10,12 @@ from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled, StrictD
 from transformers import AutoConfig, PreTrainedConfig
 
 from specdistill.errors import UserError, one_line
-from specdistill.hub import HTTP_ERROR, fetch, resolve
 from specdistill.methods import METHODS
 from specdistill.methods.checkpoint import read_config
 from specdistill.methods.mtp.checkpoint import ARCHITECTURE as MTP
 from specdistill.methods.mtp.tensor_names import NATIVE_KEYS
 from specdistill.methods.sizes import CAUSAL_LM, Described
+from specdistill.repositories import HTTP_ERROR, fetch, resolve
 
 TIMEOUT_SECONDS = 5
 # What drafts call themselves, special names first; some are methods that are not trained here.

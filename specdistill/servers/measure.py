@@ -16,11 +16,11 @@ from specdistill.engines import ENGINES
 from specdistill.engines.engine import Served
 from specdistill.engines.server import Completion
 from specdistill.errors import ResourceError, UserError
-from specdistill.hub import resolve
 from specdistill.measurement.configurations import Settings
 from specdistill.methods import METHODS
 from specdistill.progress import progress
 from specdistill.recipe.sections import EvalConfig, TargetConfig
+from specdistill.repositories import resolve
 from specdistill.servers.peers import Peer, connect
 from specdistill.servers.start import started
 from specdistill.suites.suite import Prompt, Suite, evenly, tokenize

@@ -273,7 +273,7 @@ def download(url: str, *, is_pinned: bool = False) -> str:
     """A URL's file in the cache of the datasets library."""
     from datasets import DownloadConfig, DownloadManager  # slow to import, and reports do not need it
 
-    from specdistill.hub import HTTP_ERROR
+    from specdistill.repositories import HTTP_ERROR
 
     try:
         config = DownloadConfig(disable_tqdm=True, use_etag=not is_pinned)

@@ -15,8 +15,8 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from specdistill.errors import UserError, one_line
-from specdistill.hub import fetch, large_file_hashes, resolve, split_gguf
 from specdistill.project import PICO
+from specdistill.repositories import fetch, large_file_hashes, resolve, split_gguf
 from specdistill.targets.identity import TargetIdentity, combined, file_hashes
 
 KEY = "target.model"

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 
 from specdistill.errors import UserError
-from specdistill.hub import resolve
+from specdistill.repositories import resolve
 from specdistill.targets.anatomy import examine
 from specdistill.targets.cache import is_recurrent
 from specdistill.targets.files import TargetFiles

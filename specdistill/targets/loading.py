@@ -13,8 +13,8 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, GgufConfig, PreTrainedModel
 
 from specdistill.errors import UserError, one_line
-from specdistill.hub import hub_errors, resolve, split_gguf
 from specdistill.progress import hide_bars_of_transformers
+from specdistill.repositories import hub_errors, resolve, split_gguf
 from specdistill.targets.anatomy import backbone_of, layer_lists
 from specdistill.targets.sharding import is_shared, num_processes, sharded
 

@@ -11,9 +11,9 @@ import pytest
 from specdistill.errors import UserError
 from specdistill.gate.decide import read_baseline
 from specdistill.gate.rules import load_gate
-from specdistill.hub import split_revision
 from specdistill.project import ROOT
 from specdistill.report.files import write_report
+from specdistill.repositories import split_revision
 from tests.loopback_hub import environment, fetched, hub_with
 from tests.simulated import simulate, simulated_report
 

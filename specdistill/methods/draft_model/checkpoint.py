@@ -15,10 +15,10 @@ from transformers import PreTrainedModel
 
 from specdistill.engines.engine import Engine
 from specdistill.errors import UserError, nearest
-from specdistill.hub import resolve
 from specdistill.methods.checkpoint import check_finite, link, new_folder, read_config, read_tensors
 from specdistill.methods.draft_model.gguf import write_gguf
 from specdistill.methods.draft_model.vocabulary import describe_difference
+from specdistill.repositories import resolve
 from specdistill.targets.cache import is_recurrent
 from specdistill.targets.files import TargetFiles
 from specdistill.targets.frozen import FrozenTarget
