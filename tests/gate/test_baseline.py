@@ -14,7 +14,7 @@ from specdistill.gate.rules import load_gate
 from specdistill.project import ROOT
 from specdistill.report.files import write_report
 from specdistill.repositories import split_revision
-from tests.loopback_hub import environment, fetched, hub_with
+from tests.loopback_hub import Hub, fetched, loopback_hub
 from tests.simulated import simulate, simulated_report
 
 DRAFT, TAG = "someone/tiny-draft", "v1.2"
@@ -68,21 +68,25 @@ def test_a_revision_is_what_follows_the_last_at(in_empty_folder: Path) -> None:
 
 
 @pytest.fixture
-def hub(released: Path) -> Iterator[str]:
-    """A draft's config and, under report/, the release's report."""
-    files = {"config.json": b"{}", **{f"report/{path.name}": path.read_bytes() for path in released.iterdir()}}
-    with hub_with(DRAFT, files, revision=TAG) as address:
-        yield address
+def hub(released: Path, tmp_path: Path) -> Iterator[Hub]:
+    """A draft's config and, under report/, the release's report; what has come since has no report."""
+    files = {f"report/{path.name}": path for path in released.iterdir()}
+    with loopback_hub(tmp_path / "hub") as hub:
+        hub.create(DRAFT, {"config.json": b"{}", **files})
+        hub.tag(DRAFT, TAG)
+        hub.commit(DRAFT, dict.fromkeys(files))
+        yield hub
 
 
-def gate(cwd: Path, endpoint: str, baseline: str) -> subprocess.CompletedProcess[str]:
+def gate(cwd: Path, hub: Hub, baseline: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, ROOT / "eval/gate.py", "report=report", "gates=gate.yaml", f"baseline={baseline}"],
         capture_output=True,
         text=True,
         cwd=cwd,
         check=False,
-        env=environment(endpoint, cwd / "home"),
+        timeout=120,
+        env=hub.environment(cwd / "home", token=None),
     )
 
 
@@ -95,7 +99,7 @@ def work(tmp_path: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_a_draft_is_judged_against_the_report_of_a_tag(hub: str, work: Path) -> None:
+def test_a_draft_is_judged_against_the_report_of_a_tag(hub: Hub, work: Path) -> None:
     result = gate(work, hub, f"{DRAFT}@{TAG}")
     assert result.returncode == 1, result.stderr
     (rule,) = json.loads((work / "report/gate/report.json").read_text())["gate"]["rules"]
@@ -104,7 +108,7 @@ def test_a_draft_is_judged_against_the_report_of_a_tag(hub: str, work: Path) -> 
 
 
 @pytest.mark.slow
-def test_a_tag_that_is_not_there(hub: str, work: Path) -> None:
+def test_a_tag_that_is_not_there(hub: Hub, work: Path) -> None:
     result = gate(work, hub, f"{DRAFT}@v9")
     assert (result.returncode, result.stdout) == (3, "")
     assert result.stderr.startswith(f"error: baseline: {DRAFT}@v9 is no folder here, and could not be fetched")

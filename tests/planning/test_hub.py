@@ -10,22 +10,25 @@ import pytest
 
 from specdistill.planning.reading import infer_method, names_target
 from specdistill.project import PICO
-from tests.loopback_hub import COMMIT, environment, hub_with
+from tests.loopback_hub import Hub, environment, loopback_hub
 
 TARGET = "someone/Tiny-3.1-4M-Instruct"
 CONFIG = (PICO / "config.json").read_bytes()
-REPOSITORIES = [
-    {"id": "a/EAGLE3-TINY3.1-Instruct-4M", "tags": [], "downloads": 900},
-    {"id": "b/my-drafter", "tags": [f"base_model:{TARGET}", "eagle3"], "downloads": 7},
-    {"id": "c/EAGLE3-Tiny-3.1-70M-Instruct", "tags": [], "downloads": 5000},
-    {"id": "d/Tiny-3.1-4M-Instruct-GGUF", "tags": [f"base_model:{TARGET}"], "downloads": 9000},
+DRAFTS = [
+    ("a/EAGLE3-TINY3.1-Instruct-4M", (), 900),
+    ("b/my-drafter", (f"base_model:{TARGET}", "eagle3"), 7),
+    ("c/EAGLE3-Tiny-3.1-70M-Instruct", (), 5000),
+    ("d/Tiny-3.1-4M-Instruct-GGUF", (f"base_model:{TARGET}",), 9000),
 ]
 
 
 @pytest.fixture
-def hub() -> Iterator[str]:
-    with hub_with(TARGET, {"config.json": CONFIG}, listing=REPOSITORIES) as address:
-        yield address
+def hub(tmp_path: Path) -> Iterator[Hub]:
+    with loopback_hub(tmp_path / "hub") as hub:
+        hub.create(TARGET, {"config.json": CONFIG})
+        for repository, tags, downloads in DRAFTS:
+            hub.create(repository, tags=tags, downloads=downloads)
+        yield hub
 
 
 def plan(cwd: Path, endpoint: str, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -35,16 +38,17 @@ def plan(cwd: Path, endpoint: str, *arguments: str) -> subprocess.CompletedProce
         text=True,
         cwd=cwd,
         check=False,
+        timeout=120,
         env={**environment(endpoint, cwd / "home"), "COLUMNS": "100"},
     )
 
 
 @pytest.mark.slow
-def test_drafts_are_found_by_card_and_by_name(hub: str, tmp_path: Path):
-    result = plan(tmp_path, hub, f"target={TARGET}", "output=plan.json")
+def test_drafts_are_found_by_card_and_by_name(hub: Hub, tmp_path: Path):
+    result = plan(tmp_path, hub.address, f"target={TARGET}", "output=plan.json")
     assert result.returncode == 0, result.stderr
     written = json.loads((tmp_path / "plan.json").read_text(encoding="utf-8"))
-    assert written["target"]["revision"] == COMMIT and written["target"]["parameters"] == 3_674_240
+    assert written["target"]["revision"] == hub.commits(TARGET)[0] and written["target"]["parameters"] == 3_674_240
     assert written["hub"] == {
         "not_asked": None,
         "drafts": [
@@ -57,8 +61,8 @@ def test_drafts_are_found_by_card_and_by_name(hub: str, tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_a_target_that_the_hub_does_not_have(hub: str, tmp_path: Path):
-    result = plan(tmp_path, hub, "target=someone/else")
+def test_a_target_that_the_hub_does_not_have(hub: Hub, tmp_path: Path):
+    result = plan(tmp_path, hub.address, "target=someone/else")
     assert (result.returncode, result.stdout) == (3, "")
     assert result.stderr.splitlines()[-1].startswith("error: target.model: someone/else is no folder here")
 

@@ -14,7 +14,7 @@ from specdistill.methods.target_record import SECTION
 from specdistill.project import ROOT
 from specdistill.servers.peers import check_draft
 from specdistill.targets.files import TargetFiles
-from tests.loopback_hub import environment, fetched, hub_with
+from tests.loopback_hub import fetched, loopback_hub
 
 DRAFT = "someone/tiny-draft"
 OTHER = {"name_or_path": "someone/else", "revision": None, "adapter": None, "weights": "1" * 64, "tokenizer": "2" * 64}
@@ -37,10 +37,13 @@ def test_a_draft_on_the_hub_is_checked_by_its_config_alone(made_for: str, tmp_pa
         "eval.server=http://127.0.0.1:9",
         f"draft={DRAFT}",
     ]
-    with hub_with(DRAFT, {"config.json": config(target), "model.safetensors": b"large"}) as hub:
+    with loopback_hub(tmp_path / "hub") as hub:
+        hub.create(DRAFT, {"config.json": config(target), "model.safetensors": b"large"})
         command = [sys.executable, ROOT / "eval/run.py", *keys, f"output_dir={tmp_path / 'report'}"]
-        surroundings = environment(hub, tmp_path / "home")
-        result = subprocess.run(command, capture_output=True, text=True, check=False, env=surroundings, cwd=tmp_path)
+        surroundings = hub.environment(tmp_path / "home", token=None)
+        result = subprocess.run(
+            command, capture_output=True, text=True, check=False, timeout=120, env=surroundings, cwd=tmp_path
+        )
     assert fetched(tmp_path / "home") == {"config.json"}
     said = result.stderr.strip().splitlines()[-1]
     if made_for == "pico":

@@ -1,0 +1,168 @@
+"""A Hugging Face Hub on loopback, which the real client is told of: repositories, commits, tags, large files, faults on demand.
+
+    with loopback_hub(tmp_path / "hub") as hub:
+        hub.create("org/name", {"config.json": b"{}"})
+        subprocess.run([...], env=hub.environment(tmp_path / "home"))   # or, in this process: with hub.client(tmp_path / "home")
+        assert hub.tags("org/name") == {"v1": hub.commits("org/name")[0]}
+
+`store.py` keeps what was sent, `routes.py` answers, `faults.py` says what can go wrong, `cas.py` is the storage of Xet.
+"""
+
+import os
+import shutil
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from http.server import ThreadingHTTPServer
+from pathlib import Path
+from typing import Literal
+from unittest import mock
+
+from huggingface_hub import close_session, constants
+
+from specdistill.project import ROOT
+from tests.loopback_hub.access import OWNER, STRANGER, RefusedError, Request
+from tests.loopback_hub.cas import Storage
+from tests.loopback_hub.faults import Fault, Faults
+from tests.loopback_hub.server import Handler
+from tests.loopback_hub.store import File, Objects, Repository, Sparse
+
+__all__ = ["Fault", "Hub", "Sparse", "environment", "fetched", "loopback_hub"]
+
+
+class Hub:
+    """What a test says to the Hub, and asks of it, beside what clients do."""
+
+    # Tokens of the owner of every repository, and of somebody who sees what is public.
+    token = "hf_loopbackOwner" + "0" * 21
+    other_token = "hf_loopbackOther" + "0" * 21
+    xet_token = "xet_loopback" + "0" * 21
+
+    def __init__(self, folder: Path, port: int, transfer: Literal["lfs", "xet"]):
+        self.address = f"http://127.0.0.1:{port}"
+        self.storage_address = f"http://localhost:{port}"  # another host: where large files lie, tokens do not go
+        self.transfer = transfer
+        self.objects = Objects(folder / "objects")
+        self.arriving = folder / "arriving"
+        self.arriving.mkdir(parents=True, exist_ok=True)
+        self.cas = Storage(folder / "cas") if transfer == "xet" else None
+        self.users = {self.token: OWNER, self.other_token: STRANGER}
+        self.repositories: dict[str, Repository] = {}
+        self.requests: list[Request] = []
+        self.faults = Faults()
+        self.inject = self.faults.inject
+
+    def create(
+        self,
+        name: str,
+        files: Mapping[str, bytes | Path | Sparse] | None = None,
+        *,
+        card: str = "",
+        tags: tuple[str, ...] = (),
+        downloads: int = 0,
+        private: bool = False,
+        gated: bool = False,
+    ) -> str:
+        """A repository with these files, `card` as its README.md and `tags` beside those that the card gives it; returns its commit."""
+        self.repositories[name] = Repository(name, private, gated, tags, downloads)
+        return self.commit(name, {**(files or {}), **({"README.md": card.encode()} if card else {})}, "initial commit")
+
+    def commit(self, name: str, files: Mapping[str, bytes | Path | Sparse | None], title: str = "another commit") -> str:
+        """On top of main; a file that is None is deleted. Returns the commit."""
+        kept = {path: None if content is None else self._keep(path, content) for path, content in files.items()}
+        return self.repositories[name].commit(kept, title).id
+
+    def tag(self, name: str, tag: str, revision: str = "main") -> None:
+        commit = self.repositories[name].resolve(revision)
+        assert commit, f"{name} has no {revision}"
+        self.repositories[name].git_tags[tag] = commit.id
+
+    def grant(self, name: str, user: str = STRANGER) -> None:
+        """The user may read a gated repository."""
+        self.repositories[name].members.add(user)
+
+    def files(self, name: str, revision: str = "main") -> dict[str, Path]:
+        """The files of a revision, and where their bytes lie."""
+        commit = self.repositories[name].resolve(revision)
+        assert commit, f"{name} has no {revision}"
+        return {path: self.objects.path(file.sha256) for path, file in commit.files.items()}
+
+    def commits(self, name: str, revision: str = "main") -> list[str]:
+        """The last first."""
+        return [commit.id for commit in self.repositories[name].history(revision)]
+
+    def tags(self, name: str) -> dict[str, str]:
+        """The commit of each tag."""
+        return dict(self.repositories[name].git_tags)
+
+    def asked(self, route: str) -> list[Request]:
+        return [request for request in self.requests if request.route == route]
+
+    def environment(self, home: Path, *, token: str | None = token) -> dict[str, str]:
+        """Of a process that asks this Hub, as the owner, and keeps what it fetches in `home`."""
+        variables = environment(self.address, home)
+        variables["HF_HUB_DISABLE_XET"] = "1" if self.transfer == "lfs" else "0"
+        return {**variables, **({"HF_TOKEN": token} if token else {})}
+
+    @contextmanager
+    def client(self, home: Path, *, token: str | None = token) -> Iterator[None]:
+        """In this process huggingface_hub asks this Hub, as the owner, and keeps what it fetches in `home`."""
+        settings = {
+            "ENDPOINT": self.address,
+            "HUGGINGFACE_CO_URL_TEMPLATE": self.address + "/{repo_id}/resolve/{revision}/{filename}",
+            "HF_HUB_OFFLINE": False,
+            "HF_HUB_DISABLE_XET": self.transfer == "lfs",
+            "HF_HOME": str(home),
+            "HF_HUB_CACHE": str(home / "hub"),
+            "HF_TOKEN_PATH": str(home / "token"),
+            "HF_STORED_TOKENS_PATH": str(home / "stored_tokens"),
+        }
+        variables = {"HF_HUB_OFFLINE": "0", "HF_HOME": str(home), **({"HF_TOKEN": token} if token else {})}
+        with mock.patch.multiple(constants, **settings), mock.patch.dict(os.environ, variables):
+            if token is None:
+                os.environ.pop("HF_TOKEN", None)
+            try:
+                yield
+            finally:
+                close_session()
+
+    def uploaded(self, path: str, sha256: str) -> File:
+        """A large file of a commit, whose bytes must have arrived before."""
+        found = (self.cas.hashes() if self.cas else {}).get(sha256)
+        if self.cas and found and self.cas.fetch(*found, self.arriving / sha256) == sha256:
+            (self.arriving / sha256).replace(self.objects.path(sha256))
+        if sha256 not in self.objects:
+            raise RefusedError(400, f"LFS pointer of {path} pointed to a file that does not exist")
+        file = self.objects.describe(path, sha256, lfs=True)
+        return File(**{**vars(file), "xet": found[0] if found else None})
+
+    def _keep(self, path: str, content: bytes | Path | Sparse) -> File:
+        file = self.objects.add(path, content)
+        if not (self.cas and file.lfs) or isinstance(content, Sparse):
+            return file
+        return File(**{**vars(file), "xet": self.cas.add(self.objects.path(file.sha256))})
+
+
+@contextmanager
+def loopback_hub(folder: Path, transfer: Literal["lfs", "xet"] = "lfs") -> Iterator[Hub]:
+    """A Hub that keeps its files in `folder`, and moves large ones by classic LFS, or by Xet as the Hub does now."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.hub = hub = Hub(folder, server.server_port, transfer)  # type: ignore[attr-defined]
+    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+    try:
+        yield hub
+    finally:
+        server.shutdown()
+        server.server_close()
+        shutil.rmtree(hub.arriving)
+
+
+def environment(address: str, home: Path) -> dict[str, str]:
+    """Of a process that asks the Hub at this address without a token, and keeps what it fetches in `home`."""
+    inherited = {name: value for name, value in os.environ.items() if name not in ("HF_TOKEN", "HF_HUB_CACHE", "HF_TOKEN_PATH")}
+    return {**inherited, "HF_ENDPOINT": address, "HF_HUB_OFFLINE": "0", "HF_HOME": str(home), "PYTHONPATH": str(ROOT)}
+
+
+def fetched(home: Path) -> set[str]:
+    """The names of the files that were fetched into `home`."""
+    return {path.name for path in home.rglob("snapshots/*/**/*") if path.is_file()}

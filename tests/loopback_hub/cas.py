@@ -1,0 +1,70 @@
+"""The storage of Xet on this machine: hf_xet chunks and deduplicates into a folder, here as in the process of whoever uploads."""
+
+import hashlib
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+
+import hf_xet
+
+from tests.loopback_hub.faults import with_another_byte
+
+# A shard (https://huggingface.co/docs/xet/shard): a header of 48 bytes, then for each file a record of 48 bytes, its segments, and by its
+# flags as many verification records and one with the sha256, all of the same size; hashes are four little-endian words.
+RECORD = 48
+VERIFIED, WITH_SHA256 = 1 << 31, 1 << 30
+
+
+class Storage:
+    def __init__(self, folder: Path):
+        self.folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+        self.address = f"local://{folder.resolve()}"
+
+    def add(self, path: Path) -> str:
+        """Keep a file; returns the hash by which it is fetched."""
+        with hf_xet.XetSession().new_upload_commit(endpoint=self.address) as commit:
+            upload = commit.start_upload_file(str(path), sha256=hf_xet.COMPUTE_SHA256)
+        return upload.result().xet_info.hash
+
+    def hashes(self) -> dict[str, tuple[str, int]]:
+        """By the sha256 of each file that was uploaded: its hash, and its size in bytes."""
+        return {
+            sha256: (name, size)
+            for shard in self.folder.rglob("shards/*.mdb")
+            for sha256, name, size in _files(shard.read_bytes())
+        }
+
+    def fetch(self, name: str, size: int, path: Path) -> str:
+        """Write a file that was uploaded to `path`; returns the sha256 of what was read."""
+        digest = hashlib.sha256()
+        group = hf_xet.XetSession().new_download_stream_group(endpoint=self.address)
+        with path.open("wb") as file:
+            for chunk in group.download_stream(hf_xet.XetFileInfo(name, size)):
+                file.write(chunk)
+                digest.update(chunk)
+        return digest.hexdigest()
+
+    def damage(self) -> None:
+        """Another byte in the middle of every block of chunks."""
+        for block in self.folder.rglob("xorbs/default.*"):
+            if block.suffix != ".tagset":
+                content = block.read_bytes()
+                block.chmod(0o644)
+                block.write_bytes(with_another_byte(content, len(content) // 2))
+
+
+def _files(shard: bytes) -> Iterator[tuple[str, str, int]]:
+    """(sha256, hash, size) of each file."""
+    at = RECORD
+    while shard[at : at + 32] != b"\xff" * 32:
+        name, flags, segments = shard[at : at + 32], *struct.unpack_from("<II", shard, at + 32)
+        sizes = [struct.unpack_from("<I", shard, at + RECORD * (1 + index) + 36)[0] for index in range(segments)]
+        at += RECORD * (1 + segments * (2 if flags & VERIFIED else 1))
+        if flags & WITH_SHA256:
+            yield _hexadecimal(shard[at : at + 32]), _hexadecimal(name), sum(sizes)
+            at += RECORD
+
+
+def _hexadecimal(value: bytes) -> str:
+    return "".join(f"{word:016x}" for word in struct.unpack("<4Q", value))

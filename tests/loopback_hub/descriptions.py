@@ -1,0 +1,91 @@
+"""What the Hub says about a repository and its files, from its commits and its card."""
+
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from tests.loopback_hub.store import Commit, File, Repository, git_hash, pointer
+
+if TYPE_CHECKING:
+    from tests.loopback_hub import Hub
+
+
+def description(
+    hub: "Hub", repository: Repository, commit: Commit | None = None, *, siblings: bool = False, blobs: bool = False
+) -> dict[str, Any]:
+    commit = commit or repository.resolve("main")
+    files = commit.files if commit else {}
+    return {
+        "id": repository.id,
+        "modelId": repository.id,
+        "author": repository.id.split("/")[0],
+        "sha": commit.id if commit else None,
+        "lastModified": commit.date if commit else None,
+        "private": repository.private,
+        "gated": "manual" if repository.gated else False,
+        "disabled": False,
+        "downloads": repository.downloads,
+        "likes": 0,
+        "tags": tags_of(hub, repository),
+        "cardData": card_of(hub, commit),
+        "usedStorage": sum(file.size for file in files.values()),
+        **({"siblings": [sibling(path, file, blobs) for path, file in sorted(files.items())]} if siblings else {}),
+    }
+
+
+def sibling(path: str, file: File, blobs: bool) -> dict[str, Any]:
+    if not blobs:
+        return {"rfilename": path}
+    large = {"sha256": file.sha256, "size": file.size, "pointerSize": len(pointer(file.sha256, file.size))}
+    return {"rfilename": path, "size": file.size, "blobId": file.git, **({"lfs": large} if file.lfs else {})}
+
+
+def card_of(hub: "Hub", commit: Commit | None) -> dict[str, Any]:
+    """The metadata at the head of README.md."""
+    file = commit.files.get("README.md") if commit else None
+    return metadata(hub.objects.path(file.sha256).read_text(encoding="utf-8")) if file else {}
+
+
+def metadata(card: str) -> dict[str, Any]:
+    found = re.match(r"---\s*\n(.*?)\n---\s*(\n|$)", card, re.DOTALL)
+    return (yaml.safe_load(found[1]) or {}) if found else {}
+
+
+def tags_of(hub: "Hub", repository: Repository) -> list[str]:
+    """Those given, and what the Hub derives from the card."""
+    card = card_of(hub, repository.resolve("main"))
+    bases = [card["base_model"]] if isinstance(card.get("base_model"), str) else card.get("base_model", [])
+    relation = card.get("base_model_relation", "finetune")
+    derived = [
+        *card.get("tags", []),
+        *([card["library_name"]] if "library_name" in card else []),
+        *(f"base_model:{base}" for base in bases),
+        *(f"base_model:{relation}:{base}" for base in bases),
+        *([f"license:{card['license']}"] if "license" in card else []),
+    ]
+    return list(dict.fromkeys([*repository.tags, *derived]))
+
+
+def entries(files: Mapping[str, File], folder: str, *, recursive: bool) -> list[dict[str, Any]]:
+    inside = {path: file for path, file in files.items() if not folder or path.startswith(f"{folder}/")}
+    depth = folder.count("/") + 1 if folder else 0
+    folders = {"/".join(path.split("/")[:end]) for path in inside for end in range(depth + 1, path.count("/") + 1)}
+    if not recursive:
+        folders = {path for path in folders if path.count("/") == depth}
+        inside = {path: file for path, file in inside.items() if path.count("/") == depth}
+    found = [{"type": "directory", "path": path, "oid": git_hash(path.encode()), "size": 0} for path in sorted(folders)]
+    return [*found, *(entry(path, file) for path, file in sorted(inside.items()))]
+
+
+def entry(path: str, file: File) -> dict[str, Any]:
+    large = {"oid": file.sha256, "size": file.size, "pointerSize": len(pointer(file.sha256, file.size))}
+    return {
+        "type": "file",
+        "path": path,
+        "oid": file.git,
+        "size": file.size,
+        **({"lfs": large} if file.lfs else {}),
+        **({"xetHash": file.xet} if file.xet else {}),
+    }

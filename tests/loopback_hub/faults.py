@@ -1,0 +1,67 @@
+"""Faults on demand: what a request meets instead of an answer, or beside it."""
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Literal
+
+Kind = Literal["status", "cut", "lost", "corrupt", "slow", "conflict", "call"]
+
+
+@dataclass
+class Fault:
+    """What the next `times` requests of a route meet, after `skip` of them went well.
+
+    status: answered with `status` (429 with Retry-After `seconds`), and nothing is done.
+    cut: the connection ends in the middle of the body, of the answer's, or of the request's where one is sent; nothing is done.
+    lost: all is done, and the connection ends before the answer.
+    corrupt: one byte of the body, sent or received, is another.
+    slow: the body stops for `seconds` in its middle.
+    conflict: another commit lands on the branch just before.
+    call: `call()` in the middle of the body, then it is cut: to kill whoever asks.
+
+    `route` is a name in routes.ROUTES; `path` is in the request's path.
+    """
+
+    kind: Kind
+    route: str
+    times: int = 1
+    skip: int = 0
+    path: str = ""
+    status: int = 500
+    seconds: float = 0
+    call: Callable[[], None] | None = None
+
+
+class Faults:
+    def __init__(self) -> None:
+        self._waiting: list[Fault] = []
+        self._lock = threading.Lock()
+        self.met: list[Fault] = []
+
+    def inject(self, fault: Fault) -> None:
+        self._waiting.append(replace(fault))
+
+    def clear(self) -> None:
+        with self._lock:
+            self._waiting.clear()
+
+    def meets(self, route: str, path: str) -> Fault | None:
+        """The fault that this request meets."""
+        with self._lock:
+            for fault in self._waiting:
+                if fault.route != route or fault.path not in path:
+                    continue
+                if fault.skip:
+                    fault.skip -= 1
+                    continue
+                fault.times -= 1
+                if not fault.times:
+                    self._waiting.remove(fault)
+                self.met.append(fault)
+                return fault
+        return None
+
+
+def with_another_byte(content: bytes, index: int) -> bytes:
+    return content[:index] + bytes([content[index] ^ 0xFF]) + content[index + 1 :]

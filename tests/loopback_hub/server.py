@@ -1,0 +1,149 @@
+"""HTTP around the routes: bodies are read to disk and sent from it, by ranges, and faults meet them there."""
+
+import json
+import tempfile
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import parse_qs, unquote, urlsplit
+
+from tests.loopback_hub.access import Answer, RefusedError, Request
+from tests.loopback_hub.faults import Fault, with_another_byte
+from tests.loopback_hub.routes import ROUTES
+
+if TYPE_CHECKING:
+    from tests.loopback_hub import Hub
+
+BLOCK = 1 << 16
+
+
+class CutError(Exception):
+    """The connection ends here."""
+
+
+class Handler(BaseHTTPRequestHandler):
+    def answer(self) -> None:
+        hub: Hub = self.server.hub  # type: ignore[attr-defined]
+        url = urlsplit(self.path)
+        request = Request(
+            self.command, url.path, parse_qs(url.query), {name.lower(): value for name, value in self.headers.items()}
+        )
+        hub.requests.append(request)
+        route, found = next(
+            (
+                (route, found)
+                for route in ROUTES
+                if self.command in route.methods and (found := route.pattern.fullmatch(url.path))
+            ),
+            (None, None),
+        )
+        if route and found:
+            request.route = route.name
+            request.values = {key: unquote(value) for key, value in found.groupdict().items()}
+        fault = hub.faults.meets(request.route, url.path)
+        try:
+            self._receive(request, fault, hub.arriving)
+            if fault and fault.kind == "status":
+                waits = {"Retry-After": str(int(fault.seconds))} if fault.status == 429 else {}
+                answer = Answer({"error": "a fault that was asked for"}, waits, fault.status)
+            elif not route:
+                answer = Answer({"error": f"no endpoint {self.command} {url.path}"}, {}, 404)
+            else:
+                if fault and fault.kind == "conflict":
+                    hub.commit(request.values["id"], {"someone-else.txt": b"was faster"}, "a commit from aside")
+                try:
+                    answer = route.answer(hub, request)
+                except RefusedError as refused:
+                    answer = refused.answer
+            request.status = answer.status
+            if fault and (fault.kind == "lost" or (fault.kind == "cut" and self.command == "HEAD")):
+                raise CutError
+            self._send(answer, fault)
+        except (CutError, ConnectionError):
+            self.close_connection = True
+        finally:
+            if request.body:
+                request.body.unlink(missing_ok=True)
+
+    do_GET = do_HEAD = do_POST = do_PUT = do_DELETE = answer
+
+    def _receive(self, request: Request, fault: Fault | None, folder: Path) -> None:
+        """The body into a file. A fault strikes here where one is sent."""
+        length = int(self.headers.get("Content-Length", 0))
+        if not length and "Transfer-Encoding" not in self.headers:
+            return
+        with tempfile.NamedTemporaryFile(dir=folder, delete=False) as file:
+            request.body = Path(file.name)
+            for block in self._blocks(length):
+                file.write(block)
+                if fault and fault.kind in ("cut", "call", "slow") and file.tell() >= length / 2:
+                    _strike(fault)
+                    fault = None
+        if fault and fault.kind == "corrupt":
+            content = request.body.read_bytes()
+            request.body.write_bytes(with_another_byte(content, len(content) // 2))
+
+    def _blocks(self, length: int) -> Iterator[bytes]:
+        if length:
+            # At least two, so that there is a middle.
+            size = min(BLOCK, max(1, length // 2))
+            for start in range(0, length, size):
+                yield self.rfile.read(min(size, length - start))
+            return
+        while size := int(self.rfile.readline().split(b";")[0], 16):
+            yield self.rfile.read(size)
+            self.rfile.readline()
+        self.rfile.readline()
+
+    def _send(self, answer: Answer, fault: Fault | None) -> None:
+        content = answer.content
+        if not isinstance(content, bytes | Path):
+            content, answer.headers = json.dumps(content).encode(), {"Content-Type": "application/json", **answer.headers}
+        size = content.stat().st_size if isinstance(content, Path) else len(content)
+        start, end, status = 0, size, answer.status
+        headers: dict[str, Any] = dict(answer.headers)
+        if (asked := self.headers.get("Range")) and isinstance(content, Path):
+            first, _, last = asked.removeprefix("bytes=").partition("-")
+            start, end = (int(first), min(size, int(last) + 1) if last else size) if first else (size - int(last), size)
+            status = 206 if start < size else 416
+            headers["Content-Range"] = f"bytes {start}-{end - 1}/{size}" if start < size else f"bytes */{size}"
+            end = max(start, end) if start < size else start
+        self.send_response(status)
+        for name, value in {**headers, "Content-Length": str(end - start)}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command == "HEAD":
+            return
+        middle = (start + end) // 2
+        for position, block in _read(content, start, end):
+            damaged = fault and fault.kind == "corrupt" and position <= middle < position + len(block)
+            self.wfile.write(with_another_byte(block, middle - position) if damaged else block)
+            if fault and fault.kind in ("cut", "call", "slow") and position + len(block) >= middle and self.command == "GET":
+                self.wfile.flush()
+                _strike(fault)
+                fault = None
+
+    def log_message(self, *_: Any) -> None:
+        """Quiet: what the server says would be taken for the command's."""
+
+
+def _strike(fault: Fault) -> None:
+    time.sleep(fault.seconds)
+    if fault.call:
+        fault.call()
+    if fault.kind != "slow":
+        raise CutError
+
+
+def _read(content: bytes | Path, start: int, end: int) -> Iterator[tuple[int, bytes]]:
+    """(position, block), at least two of them, so that there is a middle."""
+    size = min(BLOCK, max(1, (end - start) // 2))
+    if isinstance(content, bytes):
+        yield from ((position, content[position : min(position + size, end)]) for position in range(start, end, size))
+        return
+    with content.open("rb") as file:
+        file.seek(start)
+        for position in range(start, end, size):
+            yield position, file.read(min(size, end - position))

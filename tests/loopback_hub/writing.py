@@ -1,0 +1,196 @@
+"""Endpoints that write: repositories, large files, commits, tags and branches."""
+
+import base64
+import hashlib
+import json
+import time
+from typing import TYPE_CHECKING
+
+import yaml
+
+from tests.loopback_hub.access import OWNER, Answer, RefusedError, Request, commit_of, repository_of, user_of
+from tests.loopback_hub.descriptions import metadata
+from tests.loopback_hub.store import File, is_large
+
+if TYPE_CHECKING:
+    from tests.loopback_hub import Hub
+
+# Some of the licences that the Hub knows by name; a card with another one is refused.
+LICENSES = {
+    *("apache-2.0", "mit", "openrail", "bsd-2-clause", "bsd-3-clause", "gpl-3.0", "agpl-3.0", "lgpl-3.0", "mpl-2.0", "cc0-1.0"),
+    *(
+        "cc-by-4.0",
+        "cc-by-sa-4.0",
+        "cc-by-nc-4.0",
+        "cc-by-nc-sa-4.0",
+        "cc-by-nc-nd-4.0",
+        "llama2",
+        "llama3",
+        "llama3.1",
+        "llama3.2",
+    ),
+    *("llama3.3", "llama4", "gemma", "unlicense", "unknown", "other"),
+}
+
+
+def create_repository(hub: "Hub", request: Request) -> Answer:
+    user, asked = user_of(hub, request), request.json()
+    name = f"{asked.get('organization') or user}/{asked['name']}"
+    if user is None:
+        raise RefusedError(401, "Invalid username or password.")
+    if user != OWNER:
+        raise RefusedError(403, f'You don\'t have the rights to create a model under the namespace "{name.split("/")[0]}"')
+    url = f"{hub.address}/{name}"
+    if name in hub.repositories:
+        return Answer({"error": "You already created this model repo", "url": url}, status=409)
+    hub.create(
+        name,
+        {".gitattributes": b"*.safetensors filter=lfs diff=lfs merge=lfs -text\n"},
+        private=asked.get("visibility") == "private",
+    )
+    return Answer({"url": url, "name": name, "id": name})
+
+
+def preupload(hub: "Hub", request: Request) -> Answer:
+    files = commit_of(repository_of(hub, request, writes=True), request.values["revision"]).files
+    answer = []
+    for asked in request.json()["files"]:
+        large = is_large(asked["path"], asked["size"], base64.b64decode(asked["sample"]))
+        known = files.get(asked["path"])
+        oid = None if known is None or known.lfs != large else known.sha256 if large else known.git
+        answer.append({"path": asked["path"], "uploadMode": "lfs" if large else "regular", "shouldIgnore": False, "oid": oid})
+    return Answer({"files": answer})
+
+
+def batch(hub: "Hub", request: Request) -> Answer:
+    """Where the objects that are not here yet are to be sent."""
+    repository = repository_of(hub, request, writes=True)
+    verify = {"href": f"{hub.address}/{repository.id}.git/info/lfs/verify", "header": {}}
+    objects = [
+        {
+            **asked,
+            **(
+                {}
+                if asked["oid"] in hub.objects
+                else {
+                    "actions": {
+                        "upload": {"href": f"{hub.storage_address}/upload/{asked['oid']}", "header": {}},
+                        "verify": verify,
+                    }
+                }
+            ),
+        }
+        for asked in request.json()["objects"]
+    ]
+    return Answer({"transfer": "basic", "objects": objects})
+
+
+def upload(hub: "Hub", request: Request) -> Answer:
+    """Kept only if its sha256 is the one that was announced."""
+    assert request.body
+    with request.body.open("rb") as file:
+        if hashlib.file_digest(file, "sha256").hexdigest() != request.values["sha256"]:
+            raise RefusedError(400, "The SHA256 you specified did not match the calculated checksum.")
+    request.body.replace(hub.objects.path(request.values["sha256"]))
+    return Answer()
+
+
+def verify(hub: "Hub", request: Request) -> Answer:
+    repository_of(hub, request, writes=True)
+    asked = request.json()
+    if asked["oid"] not in hub.objects or hub.objects.path(asked["oid"]).stat().st_size != asked["size"]:
+        raise RefusedError(404, "Object not found")
+    return Answer({})
+
+
+def xet_token(hub: "Hub", request: Request) -> Answer:
+    """Where Xet keeps its chunks. A real one is an address on the network; hf_xet takes a folder as well."""
+    writes = request.values["access"] == "write"
+    repository_of(hub, request, writes=writes, reads_files=not writes)
+    assert hub.cas
+    expires = int(time.time()) + 3600
+    headers = {"X-Xet-Cas-Url": hub.cas.address, "X-Xet-Access-Token": hub.xet_token, "X-Xet-Token-Expiration": str(expires)}
+    return Answer({"casUrl": hub.cas.address, "accessToken": hub.xet_token, "exp": expires}, headers)
+
+
+def commit(hub: "Hub", request: Request) -> Answer:
+    """All of it or nothing, on top of the parent that it names."""
+    repository = repository_of(hub, request, writes=True)
+    branch = request.values["revision"]
+    assert request.body
+    lines = [json.loads(line) for line in request.body.read_bytes().splitlines()]
+    header = next(line["value"] for line in lines if line["key"] == "header")
+    with repository.lock:
+        head = commit_of(repository, branch)
+        if branch not in repository.branches:
+            raise RefusedError(400, f"{branch} is not a branch")
+        if header.get("parentCommit") not in (None, head.id):
+            raise RefusedError(412, "A commit has happened since. Please refresh and try again.")
+        changed: dict[str, File | None] = {}
+        for line in lines:
+            value = line["value"]
+            if line["key"] == "file":
+                changed[value["path"]] = hub.objects.add(value["path"], base64.b64decode(value["content"]))
+            elif line["key"] == "lfsFile":
+                changed[value["path"]] = hub.uploaded(value["path"], value["oid"])
+            elif line["key"] == "deletedFile":
+                if value["path"] not in head.files:
+                    raise RefusedError(404, "A file with this name doesn't exist", "EntryNotFound")
+                changed[value["path"]] = None
+            elif line["key"] == "deletedFolder":
+                changed |= {path: None for path in head.files if path.startswith(value["path"].rstrip("/") + "/")}
+        made = repository.commit(changed, header["summary"], header.get("description", ""), branch)
+    return Answer(
+        {
+            "success": True,
+            "commitOid": made.id,
+            "commitUrl": f"{hub.address}/{repository.id}/commit/{made.id}",
+            "hookOutput": "",
+        }
+    )
+
+
+def validate_yaml(hub: "Hub", request: Request) -> Answer:
+    """What the Hub holds against a card's metadata, as far as this one knows."""
+    try:
+        card = metadata(request.json()["content"])
+    except yaml.YAMLError as error:
+        return Answer({"errors": [{"message": f"YAML is not valid: {error}"}], "warnings": []}, status=400)
+    errors = []
+    if card.get("license", "other") not in LICENSES:
+        errors.append(f'"license" must be one of [{", ".join(sorted(LICENSES))}]')
+    bases = [card["base_model"]] if isinstance(card.get("base_model"), str) else card.get("base_model", [])
+    errors += [
+        f'"base_model" with value "{base}" is not valid. Use a model id from the Hub.' for base in bases if base.count("/") != 1
+    ]
+    for result in card.get("model-index", []):
+        if not {"name", "results"} <= set(result):
+            errors.append('"model-index[0].results" is required')
+    missing = [] if card else [{"message": "empty or missing yaml metadata in repo card"}]
+    return Answer({"errors": [{"message": one} for one in errors], "warnings": missing}, status=400 if errors else 200)
+
+
+def tag(hub: "Hub", request: Request) -> Answer:
+    repository, asked = repository_of(hub, request, writes=True), request.json()
+    target = commit_of(repository, request.values["revision"])
+    with repository.lock:
+        if asked["tag"] in repository.git_tags:
+            raise RefusedError(409, "Tag reference exists already")
+        repository.git_tags[asked["tag"]] = target.id
+    return Answer({})
+
+
+def delete_tag(hub: "Hub", request: Request) -> Answer:
+    if repository_of(hub, request, writes=True).git_tags.pop(request.values["revision"], None) is None:
+        raise RefusedError(404, "Tag not found", "RevisionNotFound")
+    return Answer({})
+
+
+def branch(hub: "Hub", request: Request) -> Answer:
+    repository = repository_of(hub, request, writes=True)
+    target = commit_of(repository, request.json().get("startingPoint", "main"))
+    with repository.lock:
+        if request.values["branch"] in repository.branches:
+            raise RefusedError(409, "Reference already exists")
+        repository.branches[request.values["branch"]] = target.id
+    return Answer({})
