@@ -70,6 +70,10 @@ def test_a_killed_run_resumes_in_mid_epoch_to_the_same_losses(folder: Path, tmp_
     assert not (tmp_path / "killed" / "draft").exists()
     place = json.loads((tmp_path / "killed" / "checkpoint-6" / "stream_0.json").read_text(encoding="utf-8"))
     assert place["buffer"] > 0 and place["taken"] > 0, place  # within an epoch, and within a buffer
+    if processes == 2:
+        alone = start(*keys(folder, tmp_path / "killed", "train.per_device_train_batch_size=4"), num_processes=1, config="cpu")
+        said = finish(alone)
+        assert alone.returncode == 2 and "expected 2, whose places in the stream of rows" in said, said
     resumed = begun("killed")
     said = finish(resumed)
     assert resumed.returncode == 0, said
