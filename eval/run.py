@@ -36,11 +36,11 @@ from specdistill.measurement.measured import (
 )
 from specdistill.measurement.quality import add_quality
 from specdistill.methods import METHODS
-from specdistill.methods.load import load_proposer, locate
+from specdistill.methods.load import describe_draft, load_proposer, locate
 from specdistill.methods.recipe import Recipe
 from specdistill.methods.target_record import check_target
 from specdistill.recipe.sections import EvalConfig
-from specdistill.report.files import previous_report, write_report
+from specdistill.report.files import digest, previous_report, write_report
 from specdistill.report.text import print_power_analysis, print_report
 from specdistill.servers.measure import Start, Task, check_startable, measure_running, measure_started
 from specdistill.servers.peers import check_draft, connect_pair
@@ -73,6 +73,7 @@ def main(recipe: Recipe) -> ExitCode:
         report, records = measure_engine(recipe, suite, prior, folder / "engine")
 
     # Judge and write
+    report["digest"] = digest(report, records)
     report = judge(rules, Evidence(report, records), baseline, first_release=config.baseline == FIRST_RELEASE)
     write_report(folder, report, records)
     if config.engine == "specdistill":
@@ -104,9 +105,7 @@ def measure_here(
     if any(plan.settings.batch_size > 1 for plan in plans):
         BatchDecoder(target, proposer)  # refuses what cannot be batched, before anything is measured
 
-    report_of = partial(
-        draft_report, target, proposer, suite, draft={"model": draft, "revision": None, "method": recipe.method}
-    )
+    report_of = partial(draft_report, target, proposer, suite, draft=describe_draft(draft, recipe.method))
 
     def is_enough(records: Sequence[PromptRecord]) -> bool:
         """Of the main configuration: its gate is decided, or its time is over."""
@@ -236,8 +235,8 @@ def measure_engine(
         outcome, has_baseline = measure_started(task, Start.of(config, target, served, folder)), True
         found = hardware(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
         machine = {name: found[name] for name in ("device", "name", "count", "memory_bytes")}  # threads are the engine's own
-        named["target"]["dtype"] = target.dtype
-        named["draft"]["method"] = served.method
+        named["target"] |= {"dtype": target.dtype, "weights": files.identity.weights}
+        named["draft"] = describe_draft(draft, served.method or recipe.method)
 
     report, records = engine_report(task, outcome, has_baseline=has_baseline, hardware=machine, **named)
     add_quality(report, records, suite, special_tokens=tokenizer.all_special_tokens, run_code=config.run_code)

@@ -8,6 +8,7 @@ import itertools
 import json
 import pickle
 from collections.abc import Sequence
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from specdistill.methods.target_record import check_target
 from specdistill.repositories import fetch, resolve, split_revision
 from specdistill.targets.files import INDEX, SINGLE, Shards
 from specdistill.targets.frozen import FrozenTarget
+from specdistill.targets.identity import combined, file_hashes
 
 EXPECTED = "a draft: an EAGLE or MTP head or a causal language model, config.json and weights"
 # Parallel drafts have the tensors of a head and these.
@@ -87,6 +89,31 @@ def locate(
     """
     name, revision = split_revision(draft)
     return fetch(resolve(name, key), key=key, expected=expected, revision=revision, patterns=patterns)
+
+
+def draft_files(folder: Path) -> list[Path]:
+    """The files of a folder that are the draft: those of the names in WHOLE_DRAFT, in order."""
+    return sorted(path for path in folder.iterdir() if path.is_file() and any(fnmatch(path.name, name) for name in WHOLE_DRAFT))
+
+
+def draft_hash(folder: Path) -> str:
+    """sha256 of a draft: of the names and contents of its files, wherever they lie, and whatever else lies beside them."""
+    files = draft_files(folder)
+    # Resolved, so that each is read: a link's name says nothing about what it leads to.
+    hashes = file_hashes(path.resolve() for path in files)
+    return combined(f"{sha256} {path.name}" for sha256, path in zip(hashes, files, strict=True))
+
+
+def describe_draft(draft: str | None, method: str) -> dict[str, Any]:
+    """A report's `draft`, as far as its name and files say: the folder or Hub id, the commit of the latter, and the hash of its files.
+
+    draft: None for a method without weights. Raises as `locate`.
+    """
+    if draft is None:
+        return {"model": None, "revision": None, "method": method}
+    folder = locate(draft)
+    is_here = Path(resolve(split_revision(draft)[0])).is_dir()
+    return {"model": draft, "revision": None if is_here else folder.name, "method": method, "weights": draft_hash(folder)}
 
 
 def method_of(folder: Path, *, key: str = "eval.draft") -> str:

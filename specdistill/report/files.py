@@ -8,11 +8,13 @@ The token view's data is each prompt's completion, round by round, as compact JS
 prompts would make the page too large, as many as fit are taken, evenly over the categories; samples.jsonl holds them all.
 """
 
+import hashlib
 import json
 import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,7 @@ from specdistill.statistics.records import ALL, PromptRecord, read_records, reco
 from specdistill.suites.suite import evenly
 
 REPORT, SAMPLES = "report.json", "samples.jsonl"
+JUDGED = ("gate", "baseline", "digest")  # parts of a report that change when it is judged again, and the hash of all others
 SCHEMA = Path(__file__).parent / "report.schema.json"
 SCALARS = ("number", "integer", "boolean")
 ROW_IDENTITY = ("num_speculative_tokens", "temperature", "batch_size")  # numbers of a row that are its configuration
@@ -57,6 +60,13 @@ def staged(folder: Path) -> Iterator[Path]:
                 os.replace(path, folder / path.name)
     except OSError as error:
         raise ResourceError(f"could not write the report to {folder} ({error.strerror})", next_step="free the disk") from error
+
+
+def digest(report: Mapping[str, Any], records: Sequence[PromptRecord]) -> str:
+    """sha256 of what was measured, to be taken when it was: of a report without its verdict (JUDGED), and of its records."""
+    measured = {name: part for name, part in report.items() if name not in JUDGED}
+    content = json.dumps([measured, [asdict(record) for record in records]], sort_keys=True, allow_nan=False)
+    return hashlib.sha256(content.encode()).hexdigest()
 
 
 def previous_report(folder: Path) -> tuple[dict[str, Any], list[PromptRecord]] | None:

@@ -1,0 +1,84 @@
+"""Runs as training and measuring leave them, of a tiny target and a draft model that needs no training."""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from specdistill.gate.decide import Evidence, judge
+from specdistill.gate.rules import load_gate
+from specdistill.methods import METHODS
+from specdistill.methods.recipe import Recipe
+from specdistill.methods.target_record import save_draft
+from specdistill.recipe.load import load_recipe, save_recipe
+from specdistill.report.files import digest, read_report, write_report
+from specdistill.report.recomputed import recomputed
+from specdistill.statistics.records import HFGenerate, PromptRecord, Timing
+from specdistill.targets.frozen import FrozenTarget
+from tests.draft_models import half_right
+from tests.scripts import evaluate
+from tests.tiny import tiny_target_model, tiny_tokenizer
+
+SURER = 3.0  # times its logits: so few outcomes are likely that a few draws test sampling
+PLAIN_STEP, ROUND = 2.5e-3, 3.5e-3  # seconds
+
+
+def finished_run(folder: Path, *more: str) -> Path:
+    """The folder of a run that was measured for real, with its target and its suite beside it; it passes the default gate.
+
+    more: keys of its recipe. Its times are set, as a tiny target gains nothing by speculation.
+    """
+    model = tiny_target_model()
+    model.lm_head.weight.data *= SURER
+    model.save_pretrained(folder / "target")
+    tiny_tokenizer().save_pretrained(folder / "target")
+    rows = [{"id": f"{kind}{n}", "category": kind, "prompt": f"{kind} {n} {kind} {n} "} for kind in "ab" for n in range(6)]
+    (folder / "suite.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    run = folder / "run"
+    keys = [
+        "method=draft_model",
+        f"target.model={folder / 'target'}",
+        f"train.output_dir={run}",
+        f"eval.suite={folder / 'suite.jsonl'}",
+        "eval.max_new_tokens=16",
+        "eval.repeats=1",
+        "eval.warmup=0",
+        "eval.sampling_draws=100",
+        *more,
+    ]
+    recipe = load_recipe(Recipe, keys)
+    target = FrozenTarget.load(**vars(recipe.target))
+    save_draft(METHODS["draft_model"].implementation(), target, half_right(target), run / "draft")
+    (run / "run").mkdir()
+    save_recipe(recipe, run / "run" / "recipe.yaml")
+    (run / "run" / "provenance.json").write_text(json.dumps({"created": "2026-11-23T04:00:00+00:00"}), encoding="utf-8")
+    evaluate(f"recipe={run / 'run' / 'recipe.yaml'}")
+    remake(run, timed)
+    return run
+
+
+def remake(run: Path, change: Callable[[PromptRecord], PromptRecord], gate: str | None = None) -> None:
+    """Replace a run's report by the one of changed records, whole in itself, as if they had been measured so."""
+    report, records = read_report(run / "report")
+    write(run, report, [change(record) for record in records], gate)
+
+
+def write(run: Path, report: dict, records: Sequence[PromptRecord], gate: str | None = None) -> None:
+    """Write a report that is whole in itself: its numbers are those of its records, its digest and its verdict its own."""
+    report = {**report, **recomputed(report, records)}
+    report["digest"] = digest(report, records)
+    name = gate or load_recipe(Recipe, [f"recipe={run / 'run' / 'recipe.yaml'}"]).gate
+    write_report(run / "report", judge(load_gate(name), Evidence(report, records)), records)
+
+
+def timed(record: PromptRecord) -> PromptRecord:
+    """With times that say that a round takes somewhat longer than a step."""
+    spec, plain = record.speculative, record.baseline
+    assert plain and plain.num_rounds is not None and spec.num_rounds is not None
+    rounds, steps = spec.num_rounds * ROUND, plain.num_rounds * PLAIN_STEP
+    return replace(
+        record,
+        speculative=Timing(spec.num_tokens, spec.num_rounds, PLAIN_STEP + rounds, PLAIN_STEP, rounds * 0.1, rounds * 0.9),
+        baseline=Timing(plain.num_tokens, plain.num_rounds, PLAIN_STEP + steps, PLAIN_STEP, 0.0, steps),
+        hf_generate=HFGenerate(plain.num_tokens, (PLAIN_STEP + steps) * 1.1),
+    )
