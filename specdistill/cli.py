@@ -23,6 +23,7 @@ from pydantic import create_model, model_validator
 
 import specdistill
 from specdistill.command import NO_SHORTHANDS, check_writable, print_help, spell_out
+from specdistill.credentials import check_arguments
 from specdistill.engines import engines_with
 from specdistill.errors import ExitCode, ResourceError, UserError, explain, nearest
 from specdistill.launch import LaunchOptions, launch
@@ -150,6 +151,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print_help(f"specdistill {verb}: {VERBS[verb].__doc__}", *schemas, shorthands=shorthands)
         return ExitCode.DONE
     try:
+        check_arguments(rest)
         if verb not in VERBS:
             expected = f"one of {', '.join(VERBS)}"
             raise UserError(f"specdistill {verb}", got="an unknown verb", expected=expected, nearest=nearest(verb, VERBS))

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TypeVar
 
+from specdistill.credentials import check_arguments
 from specdistill.errors import ExitCode, ResourceError, UserError, explain
 from specdistill.progress import hide_bars_of_transformers
 from specdistill.recipe.fields import Section, describe
@@ -39,6 +40,7 @@ def run(
         return ExitCode.DONE
     hide_bars_of_transformers()
     try:
+        check_arguments(arguments)
         given = [spell_out(argument, shorthands) for argument in arguments if not argument.startswith("debug=")]
         first = [] if any(argument.startswith("recipe=") for argument in given) else without_recipe
         return main(load_recipe(schema, [*first, *given])) or ExitCode.DONE

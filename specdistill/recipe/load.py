@@ -14,6 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails, PydanticUndefined
 
+from specdistill.credentials import check_no_secret
 from specdistill.errors import UserError, nearest, one_line
 from specdistill.project import RECIPES
 from specdistill.recipe.fields import Section, default_of, kind_of, leaves, read_when_of, section_of, shown
@@ -29,7 +30,10 @@ def load_recipe(schema: type[S], arguments: Sequence[str]) -> S:
 
 
 def merged(arguments: Sequence[str]) -> dict[str, Any]:
-    """The values of a recipe's file under those of the command line, interpolations resolved, nothing validated yet."""
+    """The values of a recipe's file under those of the command line, interpolations resolved, nothing validated yet.
+
+    Raises UserError also for a secret among them: ${oc.env:…} of one would be written into the run's record.
+    """
     file, overrides = None, []
     for argument in arguments:
         key, separator, value = argument.partition("=")
@@ -47,10 +51,12 @@ def merged(arguments: Sequence[str]) -> dict[str, Any]:
     try:
         for layer in layers:
             config = cast(DictConfig, OmegaConf.merge(config, layer))
-        return cast(dict[str, Any], OmegaConf.to_container(config, resolve=True))
+        values = cast(dict[str, Any], OmegaConf.to_container(config, resolve=True))
     except OmegaConfBaseException as error:
         got = one_line(str(error).split("\n")[0])
         raise UserError(error.full_key or "recipe", got=got, expected="a value, or ${another.key}") from error
+    _check_no_secret(values)
+    return values
 
 
 def validate(schema: type[S], values: Mapping[str, Any], prefix: str = "") -> S:
@@ -93,12 +99,21 @@ def save_recipe(recipe: Section, path: Path) -> None:
 
 def _read_yaml(path: Path) -> DictConfig:
     try:
+        check_no_secret("recipe", path.read_text(encoding="utf-8"))  # first, because an error of YAML quotes the line
         config = OmegaConf.load(path)
     except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
         raise UserError("recipe", got=f"{path}: {error}", expected="a readable YAML file") from error
     if not isinstance(config, DictConfig):
         raise UserError("recipe", got=f"{path}, which holds a list", expected="YAML with keys")
     return config
+
+
+def _check_no_secret(node: Any, *place: Any) -> None:
+    if isinstance(node, Mapping | list):
+        for name, value in node.items() if isinstance(node, Mapping) else enumerate(node):
+            _check_no_secret(value, *place, name)
+    elif isinstance(node, str):
+        check_no_secret(_spelled(list(place)), node)
 
 
 def _without_required(node: Any, required: Collection[str], prefix: str = "") -> Any:

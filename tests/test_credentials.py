@@ -1,0 +1,74 @@
+"""Secrets that somebody types are refused by every command, by name of the key and without being repeated."""
+
+from pathlib import Path
+
+import pytest
+
+from specdistill.cli import VERBS, main
+from specdistill.credentials import secret_in
+from specdistill.methods.recipe import Recipe
+from specdistill.recipe.load import load_recipe
+
+TOKEN = "hf_" + "abCD12" * 6
+REFUSED = "no secret: what is given here is recorded"
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        (TOKEN, "a token"),
+        (f"vllm serve --hf-token {TOKEN}", "a token"),
+        ("https://me:pass@host/rows.jsonl", "a password"),
+        (f"see https://{'x' * 30}@host/", "a password"),
+        ("ssh://me:pass@host", "a password"),
+        ("an-api-key-of-mine", "OPENAI_API_KEY"),
+        ("ssh://git@host/repo", None),
+        ("hf://datasets/org/name@v1/rows.parquet", None),
+        ("https://host/rows.jsonl?mail=me@host", None),
+        ("http://127.0.0.1:8000", None),
+        ("org/name@v1.2", None),
+        ("hf_transfer", None),
+        ("EMPTY", None),
+    ],
+)
+def test_what_is_a_secret(text: str, kind: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "an-api-key-of-mine")
+    monkeypatch.setenv("HF_TOKEN", "EMPTY")
+    found = secret_in(text)
+    assert found is None if kind is None else found is not None and kind in found and text not in found
+
+
+@pytest.mark.parametrize("verb", [*VERBS, "unknown"])
+@pytest.mark.parametrize("argument", ["target={}", "{}", "{}=1", "train.hub_token={}", "recipe={}"])
+def test_every_verb_refuses_one_and_does_not_repeat_it(verb: str, argument: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([verb, argument.format(TOKEN), "debug=true"]) == 2
+    shown = capsys.readouterr()
+    assert TOKEN not in shown.out + shown.err and shown.out == ""
+    key = argument.partition("=")[0] if not argument.startswith("{") else "the command line"
+    assert shown.err.splitlines()[-1].startswith(f"error: {key}: got a token of the Hugging Face Hub, expected {REFUSED}")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "data: {source: ['https://me:pass@host/rows.jsonl']}",
+        "data: {source: ['${oc.env:HF_TOKEN}']}",
+        "# {token}",
+        "a: [{token}",
+    ],
+)
+def test_a_recipe_holds_none_either(
+    line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    (tmp_path / "mine.yaml").write_text(line.replace("{token}", TOKEN) + "\n")
+    arguments = [f"recipe={tmp_path / 'mine.yaml'}", "target=pico", f"train.output_dir={tmp_path / 'run'}"]
+    assert main(["train", *arguments, "debug=true"]) == 2
+    error = capsys.readouterr().err
+    assert TOKEN not in error and "me:pass" not in error and REFUSED in error
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_is_no_secret_is_loaded() -> None:
+    keys = ["target.model=org/name", "train.output_dir=runs/x", "eval.baseline=org/draft@v1.2"]
+    assert load_recipe(Recipe, keys).eval.baseline == "org/draft@v1.2"
