@@ -32,7 +32,7 @@ from specdistill.methods.recipe import DEFAULT_METHOD, Recipe, TrainedRecipe, ev
 from specdistill.project import PICO, ROOT
 from specdistill.recipe.fields import ReadWhen, Section, default_of, leaves, like, one_of, option, section
 from specdistill.recipe.load import load_recipe, merged
-from specdistill.recipe.sections import Attention, TargetConfig, TargetRecipe
+from specdistill.recipe.sections import Attention, PublishConfig, TargetConfig, TargetRecipe
 
 PATHS = {"pico": PICO}
 DEMO_RECIPE, DEMO_FOLDER = "pico/eagle3", "runs/demo"
@@ -118,6 +118,18 @@ class CommonDoctorOptions(Section):
                 expected = "no such key with decode=false, which reads the target's files alone"
                 raise UserError(f"target.{name}", got=value, expected=expected)
         return self
+
+
+class PublishOptions(PublishConfig):
+    """The keys of a recipe's section `publish`, which say what is not said here, and what is asked of one release."""
+
+    run: str = option(..., "folder of a finished run: draft/, run/ and report/")
+    tag: str | None = option(None, "of the release; null: v1, v2, … whichever comes next")
+    force: str | None = option(
+        None, "reason why a draft is published although it is refused; it stands on the card", min_length=1
+    )
+    dry_run: bool = option(False, "write the folder, say how it differs from what is on the Hub, and publish nothing")
+    output_dir: str | None = option(None, "new folder for what is published; null: <run>/release, which is written anew")
 
 
 IN_THIS_PROCESS = LaunchOptions()
@@ -348,6 +360,23 @@ def compare(arguments: list[str]) -> int:
     return _run_script("eval/compare.py", arguments)
 
 
+def publish(arguments: list[str]) -> int:
+    """release a draft that passed its gate on the Hub: the weights, the evidence and a card in one commit, with a tag on it"""
+    options = load_recipe(PublishOptions, _keys(arguments))
+    from specdistill.hub.publish import print_outcome, publish_run  # here, and not above, because these import torch
+
+    outcome = publish_run(
+        Path(options.run),
+        options.model_dump(include=options.model_fields_set & PublishConfig.model_fields.keys()),
+        tag=options.tag,
+        reason=options.force,
+        dry_run=options.dry_run,
+        output_dir=Path(options.output_dir) if options.output_dir else None,
+    )
+    print_outcome(outcome)
+    return ExitCode.CHECK_FAILED if outcome.refusals and outcome.folder is None else ExitCode.DONE
+
+
 def demo(arguments: list[str]) -> int:
     """train a head for the target that ships with the package, decode with it, measure, pass the gate; key=value goes to both"""
     keys = [f"recipe={DEMO_RECIPE}", f"train.output_dir={DEMO_FOLDER}", *arguments]
@@ -378,7 +407,7 @@ def path(arguments: list[str]) -> int:
     return ExitCode.DONE
 
 
-VERBS = {verb.__name__: verb for verb in (demo, plan, export, doctor, data, train, eval, compare, gate, path)}
+VERBS = {verb.__name__: verb for verb in (demo, plan, export, doctor, data, train, eval, compare, gate, publish, path)}
 # What a verb's --help lists. Those that are not here say it themselves: scripts, and `path`.
 OPTIONS: dict[str, tuple[Sequence[type[Section]], Mapping[str, str]]] = {
     "demo": ([Recipe], {}),
@@ -386,6 +415,7 @@ OPTIONS: dict[str, tuple[Sequence[type[Section]], Mapping[str, str]]] = {
     "export": ([ExportOptions], SHORTHANDS),
     "doctor": ([DoctorOptions], DOCTOR_SHORTHANDS),
     "data": ([Recipe, ShowOptions, LaunchOptions], {}),
+    "publish": ([PublishOptions], {}),
 }
 
 

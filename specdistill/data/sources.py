@@ -1,7 +1,7 @@
 """Sources of training rows, and their many forms brought to two: a text, or a conversation.
 
 A source is a built-in one, a jsonl, json or parquet file, a folder or Hub id that the datasets library can load, or a list of
-`{source, weight, split, name, columns, where, min_turns}`. Every row becomes `{"text": str, "messages": None}` or
+`{source, weight, split, name, columns, where, min_turns, license}`. Every row becomes `{"text": str, "messages": None}` or
 `{"text": None, "messages": [{"role", "content"}, …]}` with the roles system, user, assistant and tool.
 """
 
@@ -28,6 +28,9 @@ logger = logging.getLogger(__name__)
 
 # Functions of a split that return a fingerprint of its rows, and a function that yields them.
 BUILT_IN = {"pico": "specdistill.pico.corpus:rows"}
+BUILT_IN_LICENSES = {"pico": "PSF-2.0"}
+# Keys of a source that say nothing of which rows are read.
+NOT_READ = {"weight", "license"}
 
 COLUMNS = {"text": Value("string"), "messages": List({"role": Value("string"), "content": Value("string")})}
 READER_COLUMNS = {**COLUMNS, "source": Value("int32"), "row": Value("int64")}
@@ -82,10 +85,11 @@ class SourceEntry(Section):
     columns: dict[str, str] = option({}, "our name: the source's own, of each column that is read; {}: data.columns")
     where: dict[str, Any] = option({}, "rows used: those whose columns hold these values, as {language: [English, German]}")
     min_turns: int = option(0, "rows used: conversations with so many turns of the user at least; 0: texts, too", ge=0)
+    license: str | None = option(None, "for the card of a published draft; null: pico's own, or what a Hub id's card states")
 
     def options(self, split: str, columns: Mapping[str, str]) -> dict[str, Any]:
         """What reads it, with `split` and `columns` where it has none of its own."""
-        return {**self.model_dump(exclude={"weight"}), "split": self.split or split, "columns": self.columns or columns}
+        return {**self.model_dump(exclude=NOT_READ), "split": self.split or split, "columns": self.columns or columns}
 
 
 def load_sources(
@@ -129,7 +133,13 @@ def _entries(source: Any) -> Iterator[tuple[str, SourceEntry]]:
 def source_names(source: Any) -> list[str]:
     """What `load_sources` loads, in its order, as a reader tells them apart."""
     entries = [{"source": source}] if isinstance(source, str) else source
-    return [" ".join(str(value) for key, value in entry.items() if key != "weight" and value) for entry in entries]
+    return [" ".join(str(value) for key, value in entry.items() if key not in NOT_READ and value) for entry in entries]
+
+
+def licensed_sources(source: Any) -> list[SourceEntry]:
+    """The sources of `data.source`, each with its licence as far as that is stated here. Raises UserError for a wrong name or setting."""
+    entries = (entry for _, entry in _entries(source))
+    return [entry.model_copy(update={"license": entry.license or BUILT_IN_LICENSES.get(entry.source)}) for entry in entries]
 
 
 def load_rows(

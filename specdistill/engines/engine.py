@@ -81,7 +81,7 @@ class Served:
 
     target: the name an engine is given, None where it is not known.
     samples: whether the draft was measured with drafts that are drawn, not greedy.
-    config: the config.json that was written, empty for a GGUF file.
+    config: the config.json that was written, empty for a GGUF file. files: the names in `output`, which need not be on this machine.
     """
 
     method: str | None
@@ -90,6 +90,7 @@ class Served:
     num_tokens: int
     samples: bool
     config: Mapping[str, Any]
+    files: tuple[str, ...] = ()
 
     @property
     def quoted_output(self) -> str:

@@ -18,8 +18,8 @@ def serve_command(served: Served) -> str:
         source = f"{served.quoted_output} --target-model-dir {target}"
         commands += [f"python convert_hf_to_gguf.py {source} --outtype f16 --outfile {draft}"]
     else:
-        (file,) = served.output.glob("*.gguf")
-        draft, kind = shlex.quote(str(file)), "draft-simple"
+        (file,) = (name for name in served.files if name.endswith(".gguf"))
+        draft, kind = shlex.quote(str(served.output / file)), "draft-simple"
     return "\n".join([*commands, f"llama-server -m target.gguf -md {draft} --spec-type {kind} --spec-draft-n-max {num}"])
 
 

@@ -74,6 +74,7 @@ def export(
         num_tokens=num_tokens,
         samples=settings.get("temperature", 0) > 0 and settings.get("draft_sampling", "greedy") != "greedy",
         config={} if types else read_config(output_dir, "output_dir"),
+        files=tuple(sorted(path.name for path in output_dir.iterdir())),
     )
     (output_dir / "SERVE.md").write_text(serve_md(to, served, measured), encoding="utf-8")
     return served

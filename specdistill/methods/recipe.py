@@ -9,7 +9,14 @@ from pydantic.fields import FieldInfo
 from specdistill.errors import UserError, nearest
 from specdistill.methods import METHODS
 from specdistill.recipe.fields import ReadWhen, Section, default_of, like, option, section, shown
-from specdistill.recipe.sections import DataConfig, EvalConfig, HiddenStatesConfig, SelectionConfig, TargetConfig
+from specdistill.recipe.sections import (
+    DataConfig,
+    EvalConfig,
+    HiddenStatesConfig,
+    PublishConfig,
+    SelectionConfig,
+    TargetConfig,
+)
 
 DEFAULT_METHOD = "eagle3"
 DEFAULT_SEED = 42  # of transformers.TrainingArguments
@@ -19,7 +26,7 @@ READ_BY_ADAMW = ("optim", "optim_args", "optim_target_modules", "adam_beta1", "a
 UNREAD = {
     "label_smoothing_factor": "a draft's loss has no labels to smooth",
     "neftune_noise_alpha": "a draft reads the target's features or tokens as they are",
-    "push_to_hub": "`hf upload` publishes the finished draft's folder",
+    "push_to_hub": "`specdistill publish` releases a draft that passed its gate, with the evidence",
     **dict.fromkeys(("use_liger_kernel", "liger_kernel_config"), "its kernels are for whole models of transformers"),
     **dict.fromkeys(("fp16_full_eval", "bf16_full_eval"), "a draft is evaluated as it is trained"),
     "label_names": "a draft's batches have no labels",
@@ -46,6 +53,7 @@ class Recipe(Section):
     train: dict[str, Any] = option({}, "transformers.TrainingArguments, field by field; output_dir is required")
     eval: EvalConfig = section(EvalConfig)
     gate: str = option("default", "gate name, or a gate YAML")
+    publish: PublishConfig = section(PublishConfig)
 
     @classmethod
     def schema_for(cls, values: Mapping[str, Any]) -> type[Section]:

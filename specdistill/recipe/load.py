@@ -140,7 +140,7 @@ def _user_error(schema: type[Section], chosen: type[Section], detail: ErrorDetai
             key = f"{key}.{name}"
         return UserError(key, got="nothing", expected=f"a value ({field.description})")
     if kind == "literal_error":
-        choices = kind_of(field).split(", ")[0].replace(" or null", "").split("|")
+        choices = kind_of(field).split(", ")[0].replace(" or null", "").removeprefix("list of ").split("|")
         return UserError(key, got=repr(value), expected=f"one of {', '.join(choices)}", nearest=nearest(str(value), choices))
     if kind in ("model_type", "model_attributes_type"):
         null = "null or " * (section_of(field.annotation) is not field.annotation and isinstance(place[-1], str))

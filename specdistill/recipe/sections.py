@@ -318,6 +318,22 @@ class SelectionConfig(Section):
     max_new_tokens: int = option(64, "tokens generated for each prompt", ge=1)
 
 
+class PublishConfig(Section):
+    """What `specdistill publish` does with a finished run, unless its command says otherwise."""
+
+    repo: str | None = option(None, "repository on the Hub, as org/name; a new one is made where there is none")
+    private: bool | None = option(
+        None, "only its members see the repository; null: a new one is private, and one that exists stays as it is"
+    )
+    license: str | None = option(None, "licence of the draft, as the Hub names it; null: its target's")
+    base_model: str | None = option(
+        None, "Hub id of a target that was read from a folder; its files must have the hashes of that folder's"
+    )
+    exports: list[Annotated[str, one_of(lambda: engines_with("layouts"))]] = option(
+        [], "engines whose own layouts are published as well, each in a folder of its name"
+    )
+
+
 class TokenizerConfig(Section):
     vocab_size: int = option(1024, "byte-level BPE tokens, the 256 bytes and 4 special ones included", ge=260)
 

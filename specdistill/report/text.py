@@ -21,14 +21,17 @@ COLOURS = {"passed": "green", "failed": "red", "inconclusive": "yellow", "not ju
 
 
 def to_markdown(report: Mapping[str, Any]) -> str:
-    return "\n\n".join(section for section in _sections(report) if section) + "\n"
+    head = f"# {phrases.verdict(report)}: {plain(phrases.title(report))}", phrases.summary(report), phrases.failed_rules(report)
+    return "\n\n".join([*filter(None, head), measured(report)]) + "\n"
+
+
+def measured(report: Mapping[str, Any]) -> str:
+    """What follows the verdict in `to_markdown`, for a page with a beginning of its own."""
+    return "\n\n".join(section for section in _sections(report) if section)
 
 
 def _sections(report: Mapping[str, Any]) -> Iterator[str]:
     rules = report["gate"]["rules"]
-    yield f"# {phrases.verdict(report)}: {plain(phrases.title(report))}"
-    yield phrases.summary(report)
-    yield phrases.failed_rules(report)
     yield plain(phrases.settings_line(report))
     yield _list(f"**{plain(finding['name'])}**: {plain(finding['message'])}" for finding in report["findings"])
     if "baseline" in report:

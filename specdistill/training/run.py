@@ -150,6 +150,7 @@ def _obstacle(path: Path, recipe: Any) -> str | None:
 
 
 def _same_steps(recipe: str) -> Any:
-    """A recipe without the keys that share out the rows of its steps."""
+    """A recipe without the keys that share out the rows of its steps, and those that are read once it is trained."""
     values = yaml.safe_load(recipe)
+    values.pop("publish", None)
     return {**values, "train": {name: value for name, value in values["train"].items() if name not in SHARE_OUT}}

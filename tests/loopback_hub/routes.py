@@ -34,6 +34,7 @@ ROUTES = [
     route("list", "GET", "/api/models", reading.list_models),
     route("info", "GET", MODEL, reading.info),
     route("info", "GET", MODEL + "/revision/{revision}", reading.info),
+    route("dataset", "GET", "/api/datasets/{id}", reading.info),  # a repository like any other, under another path
     route("tree", "GET", MODEL + "/tree/{revision}", reading.tree),
     route("tree", "GET", MODEL + "/tree/{revision}/{path}", reading.tree),
     route("paths", "POST", MODEL + "/paths-info/{revision}", reading.paths_info),

@@ -1,0 +1,286 @@
+"""The model card of a published draft: what it drafts for, how to serve it, what was measured, and what it was made from.
+
+Its metadata is what the Hub searches: `base_model` finds the drafts of a target.
+"""
+
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import EvalResult, ModelCard, ModelCardData, constants
+
+from specdistill import __version__
+from specdistill.hub.evidence import Release
+from specdistill.hub.licenses import Licensed, front_matter
+from specdistill.methods import METHODS
+from specdistill.project import SUITES
+from specdistill.recipe.fields import default_of
+from specdistill.report import phrases, tables
+from specdistill.report.text import measured, plain, table
+from specdistill.statistics.records import ALL
+from specdistill.targets.identity import TargetIdentity
+from specdistill.training.history import History
+
+TEMPLATE = Path(__file__).with_name("card.md.j2")
+# Rows of a report -> how a card's metadata names and shows them.
+METRICS = {
+    "mean_acceptance_length": "acceptance length",
+    "acceptance_rate": "acceptance rate",
+    "speedup": "speedup over plain decoding",
+}
+# Settings of a report that `eval:` has under the same name.
+SETTINGS = (
+    "num_speculative_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "max_new_tokens",
+    "batch_size",
+    "compile",
+    "repeats",
+    "warmup",
+    "seed",
+)
+
+
+@dataclass(frozen=True)
+class Published:
+    """What a card is about.
+
+    repository, tag: where it will be. history: of the training; None where it is not known. target: as the draft records it.
+    base_model: its Hub id, where it has one. parts: what the draft was made from. license: of the draft. serving: (engine, commands).
+    overridden: the refusals that `reason` overrode.
+    """
+
+    repository: str
+    tag: str
+    release: Release
+    history: History | None
+    target: TargetIdentity
+    base_model: str | None
+    parts: Sequence[Licensed]
+    license: str
+    serving: Sequence[tuple[str, str]]
+    overridden: Sequence[str] = ()
+    reason: str | None = None
+
+    @property
+    def name(self) -> str:
+        return self.repository.rpartition("/")[2]
+
+    @property
+    def method(self) -> str:
+        return str(self.report["draft"]["method"])
+
+    @property
+    def report(self) -> dict[str, Any]:
+        return self.release.report
+
+    @property
+    def target_name(self) -> str:
+        """As commands are given it: pico, the Hub id, or TARGET."""
+        return "pico" if self.target.name_or_path == "pico" else self.base_model or "TARGET"
+
+
+def model_card(of: Published) -> ModelCard:
+    """Everything from outside is escaped; names of repositories and tags are checked by the Hub's own rules before."""
+    terms = list(dict.fromkeys(part.terms for part in of.parts if part.terms))
+    card: ModelCard = ModelCard.from_template(
+        metadata(of),
+        template_str=TEMPLATE.read_text(encoding="utf-8"),
+        reason=None if of.reason is None else plain(of.reason),
+        overridden=list(map(plain, of.overridden)),
+        name=of.name,
+        target=_target(of),
+        method=of.method,
+        summary=METHODS[of.method].summary,
+        displays=[entry.display for entry in terms],
+        tag=of.tag,
+        version=__version__,
+        verdict=_verdict(of.report),
+        serving=of.serving,
+        placeholders=_placeholders(of),
+        procedure=phrases.procedure(of.report),
+        measured=_deeper(measured(of.report)),
+        limits=list(_limits(of)),
+        training=list(_training(of)),
+        parts=table(("", "what", "licence"), ((part.what, plain(part.name), plain(part.shown)) for part in of.parts)),
+        notices=[entry.notice for entry in terms],
+        license=f"The draft itself: licence {plain(of.license)}.",
+        identity=_identity(of.target),
+        again=measured_again(of),
+    )
+    return card
+
+
+def metadata(of: Published) -> ModelCardData:
+    """What the Hub reads. A head or a layer is of no use without its very target, which of the four relations that the Hub knows only
+    `adapter` says; none of them says what a model of its own is to its target, and there the Hub makes its own choice.
+    """
+    is_model = METHODS[of.method].artifact == "model"
+    began = [part.name for part in of.parts if part.what == "initialization" and _is_hub_id(part.name)]
+    data = [part.name for part in of.parts if part.what == "training data" and _is_hub_id(part.name)]
+    base = [*filter(None, [of.base_model]), *began]
+    return ModelCardData(
+        **front_matter(of.license),
+        base_model=base[0] if len(base) == 1 else base or None,
+        base_model_relation="adapter" if base and not is_model else None,
+        library_name="transformers" if is_model else "specdistill",
+        pipeline_tag="text-generation",
+        tags=["speculative-decoding", of.method, "specdistill"],
+        datasets=data or None,
+        model_name=of.name,
+        eval_results=list(_results(of)),
+    )
+
+
+def measured_again(of: Published) -> str:
+    """The command that measures the published draft as the report's main configuration was."""
+    report, settings, section = of.report, of.report["settings"], type(of.release.recipe).model_fields["eval"].annotation
+    fields: dict[str, Any] = getattr(section, "model_fields", {})
+    values: dict[str, Any] = {"eval.suite": report["suite"]["name"] if _is_named_suite(report) else "SUITE"}
+    if report["results"][0]["num_prompts"] < report["suite"]["num_prompts"]:
+        values["eval.num_prompts"] = report["results"][0]["num_prompts"]
+    if settings.get("tree"):
+        values["eval.tree"] = settings["tree"]
+    engine = report.get("engine", {}).get("name", "specdistill")
+    of_server = {"batch_size": "concurrency"} if engine != "specdistill" else {}
+    if of_server:
+        values["eval.engine"] = engine
+    for name in (*SETTINGS, *settings.get("drafting", {})):
+        value = settings.get("drafting", {}).get(name, settings.get(name))
+        key = of_server.get(name, name)
+        if key in fields and value is not None and value != default_of(fields[key]):
+            values[f"eval.{key}"] = value
+    if report["target"].get("dtype", "float32") != "float32":
+        values["target.dtype"] = report["target"]["dtype"]
+    if of.target.adapter:
+        values["target.adapter"] = of.target.adapter
+    named = {"method": of.method, "target": of.target_name, "draft": f"{of.repository}@{of.tag}", **values}
+    words = [shlex.quote(f"{key}={_yaml(value)}") for key, value in named.items()]
+    return " \\\n    ".join(["specdistill eval", *words])
+
+
+def _yaml(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{key}: {_yaml(entry)}' for key, entry in value.items())}}}"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _results(of: Published) -> Iterator[EvalResult]:
+    """For the whole suite each metric, with its interval and what it was measured on."""
+    report, row = of.report, of.report["results"][0]
+    for metric, name in METRICS.items():
+        if metric in row:
+            settings = {key: row[key] for key in ("num_speculative_tokens", "temperature", "batch_size", "num_prompts")}
+            interval = {"ci95": list(row[f"{metric}_ci95"])} if row.get(f"{metric}_ci95") else {}
+            yield EvalResult(
+                task_type="text-generation",
+                task_name="speculative decoding",
+                dataset_type=row["suite"],
+                dataset_name=f"{row['suite']}, version {row['suite_version']}",
+                metric_type=metric,
+                metric_name=name,
+                metric_value=row[metric],
+                metric_args={**settings, "hardware": report["hardware"]["name"], **interval},
+                source_name="its report",
+                source_url=f"{constants.ENDPOINT}/{of.repository}/blob/{of.tag}/report/report.md",
+            )
+
+
+def _target(of: Published) -> str:
+    if of.base_model:
+        return f"[{of.base_model}]({constants.ENDPOINT}/{of.base_model})"
+    return "pico, the target that ships with specdistill" if of.target.name_or_path == "pico" else "a target of the publisher's"
+
+
+def _placeholders(of: Published) -> str:
+    """What the capital words in commands stand for; empty where there are none."""
+    pico = "the folder that `specdistill path pico` prints" if of.target.name_or_path == "pico" else "a folder with the target"
+    target = "" if of.base_model else f"`TARGET` stands for {pico}, whose hashes are below."
+    name, sha256 = (plain(of.report["suite"][key]) for key in ("name", "sha256"))
+    suite = "" if _is_named_suite(of.report) else f"`SUITE` stands for the file of the suite {name}, with sha256 `{sha256}`."
+    return " ".join(filter(None, [target, suite]))
+
+
+def _verdict(report: Mapping[str, Any]) -> str:
+    said = phrases.summary(report), phrases.failed_rules(report)
+    return f"Its gate: **{phrases.verdict(report).lower()}**. {' '.join(plain(words) for words in said if words)}"
+
+
+def _deeper(markdown: str) -> str:
+    """With each heading a level down, below the one of a section."""
+    return "\n".join(f"#{line}" if line.startswith("#") else line for line in markdown.splitlines())
+
+
+def _limits(of: Published) -> Iterator[str]:
+    """What the numbers are about; outside of it nothing is known."""
+    report, rows = of.report, of.report["results"]
+    lengths = [record.num_prompt_tokens for record in of.release.records]
+    most = report["settings"]["max_new_tokens"]
+    yield f"Contexts: prompts of {min(lengths):,} to {max(lengths):,} tokens, and {most:,} tokens generated at most."
+    data = getattr(of.release.recipe, "data", None)
+    if data:
+        yield f"It was trained on rows of {data.max_length:,} tokens."
+    temperatures = ", ".join(f"{value:g}" for value in sorted({row["temperature"] for row in rows}))
+    sizes = ", ".join(map(str, sorted({row["batch_size"] for row in rows})))
+    yield f"Temperatures: {temperatures} (0 is greedy). Prompts at once: {sizes}. Speed at other loads differs, and may be a loss."
+    suite, categories = report["suite"], [phrases.row_name(row) for row in tables.main_rows(report) if row["category"] != ALL]
+    kinds = f", in the categories {', '.join(map(plain, categories))}" if categories else ""
+    yield (
+        f"Languages and subjects: those of the suite {plain(suite['name'])} ({plain(suite['source'])}; licence "
+        f"{plain(suite['licence'])}){kinds}; others were not measured."
+    )
+    dtype = report["target"].get("dtype")
+    yield from map(plain, of.release.notes)
+    yield f"Hardware: {plain(report['hardware']['name'])}{f', with the target in {dtype}' if dtype else ''}."
+
+
+def _training(of: Published) -> Iterator[str]:
+    recipe, provenance, history = of.release.recipe, of.release.provenance, of.history
+    named = next((word for word in provenance.get("command", []) if word.startswith("recipe=")), None)
+    shown = f" (`{named}` and what stands beside it in the command)" if named and "`" not in named else ""
+    yield f"[recipe.yaml](recipe.yaml) holds every setting{shown}, [provenance.json](provenance.json) versions, commit and data."
+    data, rows = getattr(recipe, "data", None), provenance.get("rows")
+    epochs = max((entry.get("epoch", 0) for entry in history.log), default=0) if history else 0
+    if data and rows:
+        seen = f", {epochs:.2f} times: at most {round(rows * data.max_length * epochs):,} tokens" if epochs else ""
+        yield f"Data: {rows:,} packed rows of {data.max_length:,} tokens{seen}."
+    if data and data.regenerate.num_tokens:
+        temperatures = ", ".join(f"{value:g}" for value in data.regenerate.temperatures)
+        yield f"The target generated {data.regenerate.num_tokens:,} tokens of them, at temperatures {temperatures}."
+    if history:
+        hours = (
+            "in a time that is not known, as it was resumed"
+            if history.seconds is None
+            else f"in {phrases.duration(history.seconds)}"
+        )
+        yield f"Training: {history.steps:,} steps {hours}."
+    packages = provenance.get("packages", {})
+    if packages:
+        yield f"With {', '.join(f'{name} {version}' for name, version in packages.items())}."
+
+
+def _identity(target: TargetIdentity) -> str:
+    rows = {
+        "name": Path(target.name_or_path).name if Path(target.name_or_path).is_absolute() else target.name_or_path,
+        "commit": target.revision,
+        "adapter": target.adapter,
+        "sha256 of its weights' sha256": target.weights,
+        "sha256 of its tokenizer's sha256": target.tokenizer,
+    }
+    shown = table(
+        ("", ""), ((name, f"`{value}`" if "sha256" in name else plain(value)) for name, value in rows.items() if value)
+    )
+    return f"{shown}\n\n`specdistill` refuses to decode with it for a target with other hashes."
+
+
+def _is_named_suite(report: Mapping[str, Any]) -> bool:
+    """Whether the suite is one that ships, which a command names."""
+    return (SUITES / f"{report['suite']['name']}.yaml").is_file()
+
+
+def _is_hub_id(name: str) -> bool:
+    return name.count("/") == 1 and not Path(name).exists()

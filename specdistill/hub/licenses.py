@@ -1,0 +1,149 @@
+"""Licences of what a draft was made from, and what they ask of whoever publishes it.
+
+They are named as on the Hub (https://huggingface.co/docs/hub/repositories-licenses). Read in the licences themselves: section 1.b of
+Llama's community licences (a draft learns from its target's outputs, which they cover), and the No Derivatives clause of Creative Commons.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from huggingface_hub import HfApi
+from huggingface_hub.errors import RepositoryNotFoundError
+from huggingface_hub.repocard import metadata_load
+
+from specdistill.data.sources import LOADERS, licensed_sources
+from specdistill.errors import UserError, one_line
+from specdistill.repositories import hub_errors
+
+UNKNOWN, OTHER = "unknown", "other"
+CARD = "README.md"
+# What a licence may ask to be passed on beside the weights.
+TEXTS = ("LICENSE*", "LICENCE*", "NOTICE*", "USE_POLICY*")
+# The identifiers that a card's `license` may have; others are stated as `license_name` beside `other`.
+LISTED = (
+    "afl-3.0 agpl-3.0 apache-2.0 apple-amlr apple-ascl artistic-2.0 bigcode-openrail-m bigscience-bloom-rail-1.0 "
+    "bigscience-openrail-m bsd bsd-2-clause bsd-3-clause bsd-3-clause-clear bsl-1.0 c-uda cc cc-by-2.0 cc-by-2.5 cc-by-3.0 "
+    "cc-by-4.0 cc-by-nc-2.0 cc-by-nc-3.0 cc-by-nc-4.0 cc-by-nc-nd-3.0 cc-by-nc-nd-4.0 cc-by-nc-sa-2.0 cc-by-nc-sa-3.0 "
+    "cc-by-nc-sa-4.0 cc-by-nd-4.0 cc-by-sa-3.0 cc-by-sa-4.0 cc0-1.0 cdla-permissive-1.0 cdla-permissive-2.0 "
+    "cdla-sharing-1.0 creativeml-openrail-m deepfloyd-if-license ecl-2.0 epl-1.0 epl-2.0 etalab-2.0 eupl-1.1 eupl-1.2 "
+    "fair-noncommercial-research-license gemma gfdl gpl gpl-2.0 gpl-3.0 grok2-community h-research intel-research isc lgpl "
+    "lgpl-2.1 lgpl-3.0 lgpl-lr llama2 llama3 llama3.1 llama3.2 llama3.3 llama4 lppl-1.3c mit mpl-2.0 ms-pl ncsa odbl odc-by "
+    "ofl-1.1 openmdw-1.0 openrail openrail++ osl-3.0 other pddl postgresql unknown unlicense wtfpl zlib"
+)
+IDENTIFIERS = frozenset(LISTED.split())
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What a licence asks of a model that learnt from what it covers.
+
+    prefix: how the model's name begins. display: words on its card. notice: for a text file beside the weights.
+    """
+
+    prefix: str
+    display: str
+    notice: str
+
+
+def _llama(name: str, built_with: str, prefix: str) -> Terms:
+    notice = f"{name} is licensed under the {name} Community License, Copyright © Meta Platforms, Inc. All Rights Reserved."
+    return Terms(prefix, f"Built with {built_with}", notice)
+
+
+TERMS = {
+    "llama3": _llama("Meta Llama 3", "Meta Llama 3", "Llama 3"),
+    **{f"llama{version}": _llama(f"Llama {version}", "Llama", "Llama") for version in ("3.1", "3.2", "3.3", "4")},
+}
+
+
+@dataclass(frozen=True)
+class Licensed:
+    """Something that a draft was made from. what: its part in that. license: None where nobody states it."""
+
+    what: str
+    name: str
+    license: str | None
+
+    @property
+    def shown(self) -> str:
+        return self.license or UNKNOWN
+
+    @property
+    def terms(self) -> Terms | None:
+        return TERMS.get((self.license or "").lower())
+
+
+def licensed_model(what: str, name: str, folder: Path) -> Licensed:
+    """A model whose card, if it has one, is in a folder. Raises UserError for a card that cannot be read."""
+    path = folder / CARD
+    try:
+        return Licensed(what, name, stated(metadata_load(path)) if path.is_file() else None)
+    except (ValueError, OSError, yaml.YAMLError) as error:
+        raise UserError(what, got=f"{path} ({one_line(str(error))[:120]})", expected="a model card") from error
+
+
+def licensed_data(source: Any) -> list[Licensed]:
+    """The sources of `data.source`. Raises UserError for a wrong setting of them, ResourceError when the Hub fails."""
+    return [
+        Licensed("training data", _name(entry.source), entry.license or _of_dataset(entry.source))
+        for entry in licensed_sources(source)
+    ]
+
+
+def forbidden(parts: Sequence[Licensed], repository: str) -> Iterator[str]:
+    """Why licences forbid a draft made of these parts to be published under this name; nothing where they do not."""
+    for part in parts:
+        if re.search(r"(^|-)nd(-|$)", part.shown.lower()):
+            yield f"the licence of the {part.what}, {part.name}, is {part.license}, which forbids to distribute what derives from it"
+        # "Llama 3" is also the beginning of llama-3.1-8B
+        name = repository.rpartition("/")[2]
+        if part.terms and not _letters(name).startswith(_letters(part.terms.prefix)):
+            asks = f"asks that the repository's name begin with {part.terms.prefix}, and it is {name}"
+            yield f"the licence of the {part.what}, {part.name}, is {part.license}, which {asks}"
+
+
+def license_of_draft(given: str | None, parts: Sequence[Licensed]) -> str:
+    """What the draft is licensed under: as given, else as its target."""
+    return given or next((part.shown for part in parts if part.what == "target"), UNKNOWN)
+
+
+def front_matter(license: str) -> dict[str, Any]:
+    """The keys of a card that state a licence."""
+    return {"license": license} if license in IDENTIFIERS else {"license": OTHER, "license_name": license}
+
+
+def stated(metadata: Mapping[str, Any] | None) -> str | None:
+    """The licence that a card's metadata states."""
+    value = (metadata or {}).get("license")
+    value = value[0] if isinstance(value, list) and value else value
+    return str((metadata or {}).get("license_name") or value) if value == OTHER else str(value) if value else None
+
+
+def _is_file(source: str) -> bool:
+    return Path(source).exists() or Path(source).suffix in LOADERS or source.count("/") != 1
+
+
+def _name(source: str) -> str:
+    """Without the folders of the machine that trained."""
+    return Path(source).name if _is_file(source) else source
+
+
+def _of_dataset(source: str) -> str | None:
+    """What the card of a data set on the Hub states; None for a file, and where the Hub does not show such a data set."""
+    if _is_file(source):
+        return None
+    with hub_errors("data.source", source, expected="a Hub id"):
+        try:
+            card = HfApi().dataset_info(source).card_data
+        except RepositoryNotFoundError:
+            return None
+        return stated({"license": card.get("license"), "license_name": card.get("license_name")}) if card else None
+
+
+def _letters(name: str) -> str:
+    """A name without what may stand between its words."""
+    return re.sub(r"[\s._-]", "", name.lower())

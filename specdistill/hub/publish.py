@@ -1,0 +1,245 @@
+"""A finished run released on the Hub: the draft as it was measured, the evidence for it, exports for engines, and the card."""
+
+import shutil
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import HfApi, constants
+from huggingface_hub.hf_api import RepoFile
+
+from specdistill.engines.engine import Served
+from specdistill.errors import UserError
+from specdistill.export.export import export
+from specdistill.hub.card import Published, model_card
+from specdistill.hub.evidence import DRAFT, FINISHED, RECIPE, Release, check_evidence
+from specdistill.hub.licenses import CARD, TEXTS, Licensed, forbidden, license_of_draft, licensed_data, licensed_model
+from specdistill.hub.repository import (
+    LICENSES,
+    NOTICE,
+    REPORT,
+    Change,
+    Repository,
+    check_names,
+    difference,
+    hub_failures,
+    is_same,
+    upload,
+)
+from specdistill.hub.serving import serving_lines
+from specdistill.methods import METHODS
+from specdistill.methods.checkpoint import link, new_folder, read_config
+from specdistill.methods.recipe import Recipe
+from specdistill.methods.target_record import recorded_target
+from specdistill.recipe.load import load_recipe
+from specdistill.report.files import SAMPLES, write_report
+from specdistill.report.phrases import size
+from specdistill.repositories import fetch, hub_errors, split_gguf
+from specdistill.targets.files import Shards, TargetFiles
+from specdistill.targets.identity import SHOWN, TargetIdentity
+from specdistill.training.history import read_history
+
+STAGED = "release"  # in a run's folder
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What a release was made from. identity: of the target. base_model: its Hub id, None where it has none."""
+
+    target: TargetFiles
+    identity: TargetIdentity
+    base_model: str | None
+    parts: Sequence[Licensed]
+
+    @classmethod
+    def of(cls, release: Release, base_model: str | None) -> "Origin":
+        """Raises UserError where `base_model` is another target, ResourceError when the Hub fails."""
+        recipe, named = release.recipe, release.recipe.target
+        if base_model is None:
+            target = TargetFiles.of(named.model, named.revision, named.adapter, named.trust_remote_code)
+        else:
+            with hub_errors("base_model", base_model, expected="the Hub id of the target"):
+                HfApi().model_info(base_model)
+            target = TargetFiles.of(base_model, adapter=named.adapter)
+        made_for = recorded_target(release.run / DRAFT, "run") or TargetFiles.of(named.model, named.revision).identity
+        if base_model is not None and not target.identity.is_same(made_for):
+            raise UserError("base_model", got=f"{target.identity}", expected=f"the draft's target: {made_for}")
+        hub_id = None if Path(target.name).exists() else split_gguf(target.name)[0]
+        parts = [licensed_model("target", hub_id or Path(named.model).name, target.fetch(CARD))]
+        init = getattr(getattr(recipe, "draft", None), "init", None) or ""
+        others = {"target's adapter": named.adapter, "initialization": init if "/" in init else None}
+        for what, model in others.items():
+            if model:
+                folder = fetch(model, key=what, expected="a folder or a Hub id", patterns=[CARD])
+                parts.append(licensed_model(what, Path(model).name if Path(model).exists() else model, folder))
+        data = getattr(recipe, "data", None)
+        return cls(target, made_for, hub_id, [*parts, *(licensed_data(data.source) if data else [])])
+
+    def refusals(self, repository: str) -> list[str]:
+        return [f"licence: {why}" for why in forbidden(self.parts, repository)]
+
+
+def is_released(release: Release, files: Mapping[str, RepoFile]) -> bool:
+    """Whether a commit with these files is the release of this run: of this draft, this training and this measurement."""
+    samples = release.run / REPORT / SAMPLES
+    own = {path.name: path for path in (*release.draft, release.recipe_file, release.provenance_file)}
+    return all(is_same(path, files.get(name)) for name, path in {**own, f"{REPORT}/{SAMPLES}": samples}.items())
+
+
+def stage(
+    release: Release,
+    origin: Origin,
+    output: Path,
+    *,
+    repository: str,
+    tag: str,
+    license: str | None = None,
+    exports: Sequence[str] = (),
+    overridden: Sequence[str] = (),
+    reason: str | None = None,
+) -> None:
+    """Write the folder of a release; the draft's files are linked, not read.
+
+    Raises UserError for what is in its place, for a link among the draft's files and for an export that cannot be, ResourceError when the
+    disk fails.
+    """
+    draft, method = release.run / DRAFT, str(release.report["draft"]["method"])
+    k = int(release.report["settings"]["num_speculative_tokens"])
+    Shards.open(draft, "run").check()
+    if linked := next((path for path in release.draft if path.is_symlink()), None):
+        raise UserError("run", got=f"{linked}, a link", expected="a file: what a link leads to would be published")
+    if exports and METHODS[method].artifact == "layer":
+        expected = "none: engines load a layer in a copy of its target, which is exported where it is served"
+        raise UserError("exports", got=", ".join(exports), expected=expected)
+    settings, target = release.report["settings"], origin.target
+    with new_folder(output) as folder:
+        for path in (*release.draft, release.recipe_file, release.provenance_file):
+            link(path, folder / path.name)
+        write_report(folder / REPORT, release.report, release.records)
+        exported = {}
+        for engine in exports:
+            exported[engine] = export(draft, engine, folder / engine, target, num_speculative_tokens=k)
+            (folder / engine / "SERVE.md").unlink()  # with names of this machine; the card says how to serve it
+        terms = dict.fromkeys(part.terms.notice for part in origin.parts if part.terms)
+        if terms:
+            (folder / NOTICE).write_text("".join(f"{notice}\n" for notice in terms), encoding="utf-8")
+        texts = target.fetch(*TEXTS)
+        for path in sorted(path for pattern in TEXTS for path in texts.glob(pattern) if path.is_file()):
+            (folder / LICENSES).mkdir(exist_ok=True)
+            link(path, folder / LICENSES / path.name)
+        served = Served(
+            method=method,
+            output=Path(repository),
+            target=origin.base_model,
+            num_tokens=k,
+            samples=settings.get("temperature", 0) > 0 and settings.get("draft_sampling", "greedy") != "greedy",
+            config=read_config(draft, "run"),
+        )
+        card = model_card(
+            Published(
+                repository=repository,
+                tag=tag,
+                release=release,
+                history=read_history(draft, key="run"),
+                target=origin.identity,
+                base_model=origin.base_model,
+                parts=origin.parts,
+                license=license_of_draft(license, origin.parts),
+                serving=list(serving_lines(served, draft, exported, repository=repository, tag=tag)),
+                overridden=overridden,
+                reason=reason,
+            )
+        )
+        (folder / CARD).write_text(str(card), encoding="utf-8")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a run. commit: None where nothing was published: it was refused (refusals that no reason overrode), or a trial.
+
+    folder: what was or would be published; None where that was not written, as it was refused or is there already.
+    """
+
+    repository: str
+    tag: str
+    refusals: Sequence[str]
+    folder: Path | None = None
+    changes: Sequence[Change] = ()
+    commit: str | None = None
+
+
+def publish_run(
+    run: Path,
+    given: Mapping[str, Any],
+    *,
+    tag: str | None = None,
+    reason: str | None = None,
+    dry_run: bool = False,
+    output_dir: Path | None = None,
+) -> Outcome:
+    """Release a run's draft, or say why not.
+
+    given: keys of `publish:` in place of those of the run's recipe. tag: None takes the next of v1, v2, …. reason: why it is published
+    although it is refused. dry_run: write the folder and compare it with the Hub, no more. output_dir: a new folder; None takes `release`
+    in the run's, which is written anew.
+
+    Raises UserError for what the user got wrong, ResourceError when the Hub or the disk fails.
+    """
+    if not (run / RECIPE).is_file():
+        raise UserError("run", got=f"{run}, which has no {RECIPE}", expected=FINISHED)
+    config = load_recipe(Recipe, [f"recipe={run / RECIPE}"]).publish.model_copy(update=dict(given))
+    name = check_names(config.repo, tag)
+    if not dry_run:
+        with hub_failures(name):
+            HfApi().whoami()
+    there = Repository.read(name)
+    there.check_visible(config.private)
+    release = check_evidence(run, first_release=there.last_release() is None)
+    if known := next((it for it in ([tag] if tag else there.tags) if is_released(release, there.at(it))), None):
+        return Outcome(name, known, (), commit=there.tags[known])
+    if tag in there.tags:
+        raise UserError("tag", got=f"{tag}, which is another release of {name}", expected=f"a new one, as {there.next_tag}")
+    tag = tag or there.next_tag
+    origin = Origin.of(release, config.base_model)
+    if origin.base_model == name:
+        raise UserError("repo", got=f"{name}, which is the target's", expected="one for the draft")
+    refusals = [*map(str, release.refusals), *origin.refusals(name)]
+    if refusals and reason is None:
+        return Outcome(name, tag, refusals)
+    if reason is not None and not refusals:
+        raise UserError("force", got=reason, expected="no such key: nothing speaks against this release")
+
+    folder = output_dir or run / STAGED
+    if output_dir is None:
+        shutil.rmtree(folder, ignore_errors=True)
+    options: dict[str, Any] = {"license": config.license, "exports": config.exports, "overridden": refusals, "reason": reason}
+    stage(release, origin, folder, repository=name, tag=tag, **options)
+    changes = difference(folder, there.files)
+    if dry_run:
+        return Outcome(name, tag, refusals, folder, changes)
+    return Outcome(name, tag, refusals, folder, changes, upload(folder, changes, there, tag, private=config.private))
+
+
+def print_outcome(outcome: Outcome) -> None:
+    """Each file and what becomes of it, and what was released; refusals on stderr."""
+    if outcome.refusals and outcome.folder is None:
+        for refusal in outcome.refusals:
+            print(f"refused: {refusal}", file=sys.stderr)
+        print("nothing was published; force=REASON publishes it all the same, with the reason on the card", file=sys.stderr)
+        return
+    name = f"{outcome.repository}@{outcome.tag}"
+    if outcome.folder is None:
+        print(f"{name} is this release already: {constants.ENDPOINT}/{outcome.repository}/tree/{outcome.tag}")
+        return
+    for change in outcome.changes:
+        print(f"{change.what:8} {size(change.size):>12}  {change.path}")
+    counts = Counter(change.what for change in outcome.changes)
+    total = sum(change.size for change in outcome.changes if change.what != "removed")
+    print(f"{name}: {size(total)} in {', '.join(f'{count} {what}' for what, count in counts.items())}, from {outcome.folder}")
+    if outcome.commit is None:
+        print("a trial: nothing was sent")
+    else:
+        print(f"released: {constants.ENDPOINT}/{outcome.repository}/tree/{outcome.tag} (commit {outcome.commit[:SHOWN]})")

@@ -1,0 +1,144 @@
+"""The model card of a head on a target of the Hub: what is in its metadata, and what a reader is told."""
+
+import shlex
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from huggingface_hub import ModelCard
+
+from specdistill.command import spell_out
+from specdistill.gate.decide import Evidence, judge
+from specdistill.gate.rules import load_gate
+from specdistill.hub.card import Published, measured_again, model_card
+from specdistill.hub.evidence import Release
+from specdistill.hub.licenses import Licensed
+from specdistill.methods.recipe import Recipe
+from specdistill.recipe.load import load_recipe
+from specdistill.targets.identity import TargetIdentity
+from specdistill.training.history import History
+from tests.scripts import load_script
+from tests.simulated import simulate, simulated_report, simulated_sweep
+
+TARGET = TargetIdentity("Qwen/Qwen3-8B", "b" * 40, None, "a" * 64, "c" * 64)
+PROVENANCE = {"command": ["train/eagle.py", "recipe=mine/eagle3"], "rows": 1000, "packages": {"torch": "2.13.0"}}
+PARTS = [Licensed("target", "Qwen/Qwen3-8B", "apache-2.0"), Licensed("training data", "org/chats", None)]
+
+
+@pytest.fixture(scope="module")
+def published() -> Published:
+    records = simulate(24)
+    report = judge(load_gate("default"), Evidence(simulated_sweep(simulated_report(records), 8), records))
+    recipe = load_recipe(Recipe, ["recipe=pico/eagle3", "train.output_dir=runs/mine", "data.source=org/chats"])
+    history = History(4000.0, 500, [{"step": 500, "epoch": 2.5, "loss": 1.0}])
+    release = Release(Path("runs/mine"), recipe, PROVENANCE, (), report, records, ())
+    serving = [("vLLM", "vllm serve Qwen/Qwen3-8B")]
+    return Published("org/Qwen3-8B-eagle3", "v3", release, history, TARGET, "Qwen/Qwen3-8B", PARTS, "apache-2.0", serving)
+
+
+def with_report(published: Published, **parts: Any) -> Published:
+    return replace(published, release=replace(published.release, report={**published.report, **parts}))
+
+
+def test_metadata_of_a_head(published: Published) -> None:
+    data = ModelCard(str(model_card(published))).data
+    assert (data.base_model, data.base_model_relation) == ("Qwen/Qwen3-8B", "adapter")
+    assert (data.library_name, data.license, data.datasets) == ("specdistill", "apache-2.0", ["org/chats"])
+    assert data.tags == ["speculative-decoding", "eagle3", "specdistill"]
+    row = published.report["results"][0]
+    assert [(result.metric_type, result.metric_value) for result in data.eval_results] == [
+        (name, row[name]) for name in ("mean_acceptance_length", "acceptance_rate", "speedup")
+    ]
+
+
+def test_what_a_reader_is_told(published: Published) -> None:
+    text = model_card(published).text
+    for said in (
+        "[Qwen/Qwen3-8B](https://huggingface.co/Qwen/Qwen3-8B)",
+        "Method `eagle3`, a head that reads three of the target's layers (arXiv 2503.01840).",
+        "Release v3",
+        "vLLM:\n\n```bash\nvllm serve Qwen/Qwen3-8B\n```",
+        "### Configurations",
+        "- Temperatures: 0, 0.8, 1 (0 is greedy). Prompts at once: 1, 2, 4, 8.",
+        "- Contexts: prompts of 60 to 310 tokens, and 128 tokens generated at most.",
+        "- Hardware: AMD EPYC 9B45",
+        "- [recipe.yaml](recipe.yaml) holds every setting (`recipe=mine/eagle3`",
+        "- Data: 1,000 packed rows of 256 tokens, 2.50 times: at most 640,000 tokens.",
+        "- The target generated 420,000 tokens of them, at temperatures 0, 0.5, 0.8.",
+        "- Training: 500 steps in 1 h 6 min.",
+        "- With torch 2.13.0.",
+        "| training data | org/chats | unknown |",
+        f"| commit | {'b' * 40} |",
+        f"| sha256 of its weights' sha256 | `{'a' * 64}` |",
+    ):
+        assert said in text
+    assert "TARGET" not in text and "Published although" not in text
+
+
+def test_what_the_evidence_lacks(published: Published) -> None:
+    """A server's report times nothing without a baseline; a run that was resumed does not know its time."""
+    row = {key: value for key, value in published.report["results"][0].items() if not key.startswith("speedup")}
+    row["not_measured"] = {**row["not_measured"], "speedup": "no baseline"}
+    lacking = with_report(published, results=[row])
+    text = model_card(replace(lacking, history=replace(published.history, seconds=None))).text
+    assert "Speed not measured (no baseline)" in text
+    assert "500 steps in a time that is not known, as it was resumed" in text
+    assert [result.metric_type for result in model_card(lacking).data.eval_results] == [
+        "mean_acceptance_length",
+        "acceptance_rate",
+    ]
+    assert "Training: " not in model_card(replace(published, history=None)).text
+
+
+def test_nothing_from_outside_is_markup(published: Published) -> None:
+    evil = "<img src=x>|`*_[a](b)"
+    bad = with_report(
+        published,
+        suite={**published.report["suite"], "name": evil, "source": evil},
+        hardware={**published.report["hardware"], "name": evil},
+        findings=[{"name": evil, "message": evil}],
+    )
+    bad = replace(bad, reason=evil, overridden=[evil], parts=[Licensed("training data", evil, evil)], license=evil)
+    card = model_card(replace(bad, target=replace(TARGET, name_or_path=evil)))
+    assert card.data.license_name == evil
+    assert "<img" not in card.text.replace("\\<img", "")
+
+
+@pytest.mark.parametrize(
+    ("settings", "given"),
+    [
+        ({}, {"eval.suite": "pico"}),
+        ({"temperature": 0.7, "top_p": 0.9, "num_speculative_tokens": 6}, {"eval.temperature": "0.7", "eval.top_p": "0.9"}),
+        ({"tree": {"budget": 24, "depth": 4, "top_k": 4}}, {"eval.tree": "{budget: 24, depth: 4, top_k: 4}"}),
+        ({"batch_size": 4, "max_new_tokens": 64}, {"eval.batch_size": "4", "eval.max_new_tokens": "64"}),
+    ],
+)
+def test_the_command_that_measures_it_again(published: Published, settings: dict[str, Any], given: dict[str, str]) -> None:
+    """Every key of it is one of `specdistill eval`, which makes the same settings of them."""
+    suite = {**published.report["suite"], "name": "pico"}
+    changed = with_report(published, settings={**published.report["settings"], **settings}, suite=suite)
+    program, verb, *words = shlex.split(measured_again(changed).replace("\\\n", ""))
+    assert (program, verb) == ("specdistill", "eval")
+    assert {"method=eagle3", "target=Qwen/Qwen3-8B", "draft=org/Qwen3-8B-eagle3@v3"} <= set(words)
+    assert {f"{key}={value}" for key, value in given.items()} <= set(words)
+    script = load_script("eval/run.py")
+    recipe = load_recipe(Recipe, ["train.output_dir=runs", *(spell_out(word, script.SHORTHANDS) for word in words)])
+    for name, value in settings.items():
+        made = getattr(recipe.eval, name)
+        assert (made if name != "tree" else made.model_dump(exclude_none=True)) == value
+
+
+def test_a_suite_of_ones_own_is_told_by_its_hash(published: Published) -> None:
+    text = model_card(published).text
+    assert "eval.suite=SUITE" in text
+    assert f"`SUITE` stands for the file of the suite simulated, with sha256 `{'0' * 64}`." in text
+
+
+def test_a_target_that_is_on_no_hub(published: Published) -> None:
+    here = replace(published, base_model=None, target=replace(TARGET, name_or_path="/home/me/models/mine", revision=None))
+    card = model_card(here)
+    assert card.data.base_model is None and card.data.get("base_model_relation") is None
+    assert "/home/me" not in str(card) and "| name | mine |" in card.text and "target=TARGET" in card.text
+    pico = model_card(replace(here, target=replace(TARGET, name_or_path="pico"))).text
+    assert "`specdistill path pico`" in pico and "target=pico" in pico

@@ -1,0 +1,84 @@
+"""What licences ask of who publishes a draft, and how they are stated."""
+
+from typing import Any
+
+import pytest
+
+from specdistill.data.sources import load_sources
+from specdistill.hub.licenses import Licensed, forbidden, front_matter, license_of_draft, licensed_data, licensed_model, stated
+from tests.loopback_hub import loopback_hub
+
+
+def of(license: str | None, what: str = "target") -> Licensed:
+    return Licensed(what, "org/it", license)
+
+
+@pytest.mark.parametrize(
+    ("license", "name", "refused"),
+    [
+        ("apache-2.0", "draft", False),
+        (None, "draft", False),
+        ("other", "draft", False),
+        ("cc-by-nd-4.0", "draft", True),
+        ("CC-BY-NC-ND-3.0", "draft", True),
+        ("cc-by-nc-4.0", "draft", False),
+        ("standard-terms", "draft", False),  # has an nd in it
+        ("llama2", "draft", False),
+        ("llama3", "llama-draft", True),
+        ("llama3", "Llama-3-8B-eagle3", False),
+        ("llama3.1", "eagle3-Llama-3.1", True),
+        ("llama3.1", "llama3.1-eagle3", False),
+        ("llama4", "Llama_4-Scout-eagle3", False),
+    ],
+)
+def test_what_is_refused(license: str | None, name: str, refused: bool) -> None:
+    for what in ("target", "training data"):
+        assert bool(list(forbidden([of("mit", "data"), of(license, what)], f"Llama/{name}"))) == refused
+
+
+@pytest.mark.parametrize(
+    ("metadata", "license"),
+    [
+        ({"license": "mit"}, "mit"),
+        ({"license": ["mit", "apache-2.0"]}, "mit"),
+        ({"license": "other", "license_name": "llama3"}, "llama3"),
+        ({"license": "other"}, "other"),
+        ({"language": "en"}, None),
+        (None, None),
+    ],
+)
+def test_what_a_card_states(metadata: dict[str, Any] | None, license: str | None) -> None:
+    assert stated(metadata) == license
+
+
+def test_a_draft_has_the_licence_that_is_given_or_its_targets() -> None:
+    parts = [of("cc0-1.0", "training data"), of("gemma")]
+    assert license_of_draft(None, parts) == "gemma"
+    assert license_of_draft("mit", parts) == "mit"
+    assert license_of_draft(None, parts[:1]) == license_of_draft(None, [of(None)]) == "unknown"
+    assert front_matter("gemma") == {"license": "gemma"}
+    assert front_matter("acme-1.0") == {"license": "other", "license_name": "acme-1.0"}
+
+
+def test_a_card_that_cannot_be_read(tmp_path) -> None:
+    (tmp_path / "README.md").write_text("---\nlicense: [mit\n---\n")
+    with pytest.raises(Exception, match=r"target: got .*README.md \(while parsing.*expected a model card"):
+        licensed_model("target", "it", tmp_path)
+
+
+def test_data(tmp_path) -> None:
+    """A source says it itself; pico's is known; a file's is not, and of a file only its name is told."""
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"text": "one"}\n')
+    source = [{"source": "pico"}, {"source": str(rows)}, {"source": str(rows), "license": "cc-by-4.0", "weight": 2}]
+    found = [(part.name, part.license) for part in licensed_data(source)]
+    assert found == [("pico", "PSF-2.0"), ("rows.jsonl", None), ("rows.jsonl", "cc-by-4.0")]
+    assert [len(loaded.rows) for loaded in load_sources(source[1:], "train")] == [1, 1]
+
+
+def test_data_on_the_hub(tmp_path) -> None:
+    with loopback_hub(tmp_path / "hub") as hub, hub.client(tmp_path / "home"):
+        hub.create("org/chats", card="---\nlicense: odc-by\n---\n")
+        shown, hidden = licensed_data([{"source": "org/chats"}, {"source": "org/others"}])
+    assert (shown.name, shown.license) == ("org/chats", "odc-by")
+    assert (hidden.name, hidden.shown) == ("org/others", "unknown")

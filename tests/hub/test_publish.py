@@ -1,0 +1,362 @@
+"""`specdistill publish` against a Hub on loopback, which the real client asks: what is there afterwards, whatever happens on the way."""
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from huggingface_hub import ModelCard
+
+from specdistill.cli import main
+from specdistill.export.export import export
+from specdistill.report.files import read_report
+from tests.finished_runs import finished_run
+from tests.loopback_hub import Fault, Hub, loopback_hub
+
+NAME = "someone/half-right"
+DRAFT = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+REPORT = {f"report/{name}" for name in ("junit.xml", "report.html", "report.json", "report.md", "samples.jsonl")}
+RELEASE = {"README.md", "recipe.yaml", "provenance.json", *DRAFT, *REPORT}
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return finished_run(tmp_path_factory.mktemp("measured"))
+
+
+@pytest.fixture
+def run(measured: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(measured, tmp_path / "run")
+
+
+@pytest.fixture(params=["lfs", "xet"])
+def hub(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    with loopback_hub(tmp_path / "hub", request.param) as hub, hub.client(tmp_path / "home"):
+        yield hub
+
+
+@pytest.fixture
+def lfs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    with loopback_hub(tmp_path / "hub") as hub, hub.client(tmp_path / "home"):
+        yield hub
+
+
+def publish(run: Path, *arguments: str, repo: str = NAME) -> int:
+    return main(["publish", f"run={run}", f"repo={repo}", *arguments])
+
+
+def refused(capsys: pytest.CaptureFixture[str], code: int, run: Path, *arguments: str, repo: str = NAME) -> str:
+    """The one line of an error."""
+    capsys.readouterr()
+    assert publish(run, *arguments, repo=repo) == code
+    said = capsys.readouterr().err
+    assert said.startswith("error: ") and said.count("\n") == 1
+    return said
+
+
+def uploads(hub: Hub) -> int:
+    return len(hub.asked("upload")) + len(hub.asked("commit"))
+
+
+def contents(hub: Hub, revision: str) -> dict[str, bytes]:
+    return {name: path.read_bytes() for name, path in hub.files(NAME, revision).items()}
+
+
+# What is there
+
+
+def test_a_release_is_one_commit_with_everything_and_a_tag_on_it(hub: Hub, run: Path) -> None:
+    assert publish(run) == 0
+    new, _ = hub.commits(NAME)
+    assert hub.tags(NAME) == {"v1": new} and hub.repositories[NAME].private
+    there = contents(hub, "v1")
+    assert there.keys() == RELEASE | {".gitattributes"}
+    assert {name: there[name] for name in DRAFT} == {name: (run / "draft" / name).read_bytes() for name in DRAFT}
+    assert there["recipe.yaml"] == (run / "run/recipe.yaml").read_bytes()
+    assert there["report/samples.jsonl"] == (run / "report/samples.jsonl").read_bytes()
+    report, _ = read_report(run / "report")
+    assert json.loads(there["report/report.json"])["results"] == report["results"]
+    assert {name: path.read_bytes() for name, path in files_in(run / "release").items()} == {
+        name: there[name] for name in RELEASE
+    }
+
+
+def files_in(folder: Path) -> dict[str, Path]:
+    return {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
+
+
+def test_the_card_says_what_it_is_and_what_was_measured(lfs: Hub, run: Path) -> None:
+    assert publish(run) == 0
+    card = ModelCard(contents(lfs, "v1")["README.md"].decode())
+    report, _ = read_report(run / "report")
+    row = report["results"][0]
+    assert (card.data.library_name, card.data.pipeline_tag, card.data.license) == ("transformers", "text-generation", "unknown")
+    assert card.data.tags == ["speculative-decoding", "draft_model", "specdistill"]
+    results = {result.metric_type: result for result in card.data.eval_results}
+    assert {name: result.metric_value for name, result in results.items()} == {name: row[name] for name in results}
+    assert results.keys() == {"mean_acceptance_length", "acceptance_rate", "speedup"}
+    assert results["speedup"].metric_args["ci95"] == row["speedup_ci95"]
+    assert results["speedup"].metric_args["hardware"] == report["hardware"]["name"]
+    for said in (
+        f'vllm serve TARGET \\\n    --speculative-config \'{{"method": "draft_model", "model": "{NAME}"',
+        f"--speculative-draft-model-path {NAME}",
+        "prompts of 8 to 8 tokens, and 16 tokens generated at most",
+        "| training data | pico | PSF-2.0 |",
+        "| target | target | unknown |",
+        "Its gate: **passed**",
+        f"`{report['target']['weights']}`",
+    ):
+        assert said in card.text
+
+
+def test_a_trial_writes_the_folder_and_sends_nothing(
+    lfs: Hub, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert publish(run, "dry_run=true", f"output_dir={tmp_path / 'trial'}") == 0
+    assert NAME not in lfs.repositories and uploads(lfs) == 0
+    assert files_in(tmp_path / "trial").keys() == RELEASE
+    said = capsys.readouterr().out
+    assert "new         712.2 KiB  model.safetensors" in said and "nothing was sent" in said
+    assert publish(run) == 0
+    capsys.readouterr()
+    assert publish(run, "tag=v2", "dry_run=true") == 0
+    said = capsys.readouterr().out
+    assert "same        712.2 KiB  model.safetensors" in said
+    assert "changed" in next(line for line in said.splitlines() if line.endswith("README.md"))
+    assert lfs.tags(NAME).keys() == {"v1"}
+
+
+def test_exports_stand_in_folders_of_their_engines(lfs: Hub, run: Path, tmp_path: Path) -> None:
+    assert publish(run, "exports=[vllm]") == 0
+    export(run / "draft", "vllm", tmp_path / "vllm")
+    there = contents(lfs, "v1")
+    names = {path.name for path in (tmp_path / "vllm").iterdir()} - {"SERVE.md"}
+    assert {name: there[f"vllm/{name}"] for name in names} == {name: (tmp_path / "vllm" / name).read_bytes() for name in names}
+    assert there.keys() == RELEASE | {".gitattributes"} | {f"vllm/{name}" for name in names}
+    assert "--include 'vllm/*'" in there["README.md"].decode()
+    # The next release has none, and takes away what would be of another draft.
+    assert publish(run, "tag=v2") == 0
+    assert contents(lfs, "v2").keys() == RELEASE | {".gitattributes"}
+
+
+def test_a_recipe_says_what_the_command_does_not(lfs: Hub, run: Path) -> None:
+    path = run / "run/recipe.yaml"
+    path.write_text(path.read_text().replace("repo: null\n  private: null", f"repo: {NAME}\n  private: false"))
+    assert main(["publish", f"run={run}", "license=apache-2.0"]) == 0
+    assert not lfs.repositories[NAME].private
+    assert ModelCard(contents(lfs, "v1")["README.md"].decode()).data.license == "apache-2.0"
+
+
+def test_a_target_in_a_folder_may_be_one_of_the_hub(lfs: Hub, run: Path, measured: Path, capsys) -> None:
+    files = {path.name: path for path in (measured.parent / "target").iterdir()}
+    lfs.create("org/target", {**files, "README.md": b"---\nlicense: mit\n---\n", "LICENSE": b"do what you like"})
+    other = json.loads(files["tokenizer.json"].read_text()) | {"truncation": None, "version": "1.1"}
+    lfs.create("org/other", {**files, "tokenizer.json": json.dumps(other).encode()})
+    assert "base_model: got org/other@" in refused(capsys, 2, run, "base_model=org/other")
+    assert publish(run, "base_model=org/target") == 0
+    there = contents(lfs, "v1")
+    card = ModelCard(there["README.md"].decode())
+    assert card.data.base_model == "org/target" and card.data.license == "mit"
+    assert there["licenses/LICENSE"] == b"do what you like"
+    assert "vllm serve org/target" in card.text and "TARGET" not in card.text
+
+
+# Again
+
+
+def test_what_is_released_is_not_released_again(lfs: Hub, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert publish(run) == 0
+    before = uploads(lfs)
+    assert publish(run) == publish(run, "tag=v1") == 0
+    assert "is this release already" in capsys.readouterr().out
+    assert uploads(lfs) == before and lfs.tags(NAME).keys() == {"v1"}
+
+
+def test_a_tag_is_never_moved(lfs: Hub, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert publish(run) == 0
+    tags = lfs.tags(NAME)
+    provenance = run / "run/provenance.json"
+    provenance.write_text(json.dumps({"created": "another day"}))
+    said = refused(capsys, 2, run, "tag=v1")
+    assert f"tag: got v1, which is another release of {NAME}, expected a new one, as v2" in said
+    assert lfs.tags(NAME) == tags and len(lfs.commits(NAME)) == 2
+    assert publish(run) == 0
+    assert lfs.tags(NAME) == {**tags, "v2": lfs.commits(NAME)[0]}
+
+
+@pytest.mark.parametrize(
+    ("fault", "lands"),
+    [
+        (Fault("status", "create", status=500), False),
+        (Fault("cut", "upload", times=20), False),
+        (Fault("corrupt", "upload", times=20), False),
+        (Fault("status", "commit", status=503, times=20), False),
+        (Fault("cut", "commit"), False),
+        (Fault("conflict", "commit"), False),
+        (Fault("lost", "commit"), True),
+        (Fault("status", "tag", status=500, times=20), True),
+        (Fault("cut", "tree", times=20), True),
+    ],
+    ids=lambda value: f"{value.kind} at {value.route}" if isinstance(value, Fault) else "",
+)
+def test_after_a_fault_nothing_is_half_there_and_the_command_goes_on(
+    lfs: Hub, run: Path, capsys: pytest.CaptureFixture[str], fault: Fault, lands: bool
+) -> None:
+    """lands: whether the commit is there, which then gets its tag and no other."""
+    lfs.inject(fault)
+    refused(capsys, 3, run)
+    if NAME in lfs.repositories:
+        assert lfs.tags(NAME) == {}
+        whole = lfs.files(NAME).keys() >= RELEASE
+        assert whole == lands and (lands or not RELEASE & lfs.files(NAME).keys())
+    lfs.faults.clear()
+    num_commits, num_uploads = len(lfs.commits(NAME)) if lands else 0, len(lfs.asked("upload"))
+    assert publish(run) == 0
+    assert lfs.tags(NAME) == {"v1": lfs.commits(NAME)[0]}
+    assert contents(lfs, "v1").keys() >= RELEASE
+    if lands:
+        assert len(lfs.commits(NAME)) == num_commits and len(lfs.asked("upload")) == num_uploads
+    if fault.route == "commit":  # all large files had arrived
+        assert len(lfs.asked("upload")) == num_uploads
+
+
+def test_a_tag_that_was_set_meanwhile_stays(lfs: Hub, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """To somebody else's commit; and what no release put there is left alone."""
+    theirs = lfs.create(NAME, {"notes.txt": b"of the team"}, private=True)
+    lfs.inject(Fault("slow", "tag", call=lambda: lfs.tag(NAME, "v1", theirs)))
+    assert "the Hub has that already" in refused(capsys, 3, run, "tag=v1")
+    assert lfs.tags(NAME) == {"v1": theirs}
+    assert "tag: got v1, which is another release" in refused(capsys, 2, run, "tag=v1")
+    assert publish(run, "tag=v2") == 0
+    assert contents(lfs, "v2")["notes.txt"] == b"of the team"
+
+
+# Not at all
+
+
+def test_what_did_not_pass_is_published_only_with_a_reason(lfs: Hub, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    weights = run / "draft/config.json"
+    weights.write_text(weights.read_text().replace("\n}", ',\n  "_touched": 1\n}'))
+    assert publish(run) == publish(run, "dry_run=true") == 1
+    said = capsys.readouterr().err
+    assert "refused: other weights: the report measured those with hash" in said and "force=REASON" in said
+    assert NAME not in lfs.repositories and not (run / "release").exists()
+    assert publish(run, "force=<b>we</b> know") == 0
+    card = ModelCard(contents(lfs, "v1")["README.md"].decode())
+    top, _, _ = card.text.partition("\n# half-right\n")
+    assert "> **Published although it was refused.** The publisher's reason: \\<b\\>we\\</b\\> know" in top
+    assert "> - other weights: the report measured those with hash" in top
+
+
+def test_a_reason_for_what_is_not_refused(lfs: Hub, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "force: got in a hurry, expected no such key" in refused(capsys, 2, run, "force=in a hurry")
+    assert NAME not in lfs.repositories
+
+
+@pytest.mark.parametrize(
+    ("license", "repo", "said"),
+    [
+        ("cc-by-nc-nd-4.0", NAME, "is cc-by-nc-nd-4.0, which forbids to distribute what derives from it"),
+        ("llama3.1", NAME, "asks that the repository's name begin with Llama, and it is half-right"),
+        ("llama3.1", "someone/Llama-draft", ""),
+    ],
+)
+def test_the_licence_of_the_target(
+    lfs: Hub, run: Path, measured: Path, capsys: pytest.CaptureFixture[str], license: str, repo: str, said: str
+) -> None:
+    card = measured.parent / "target/README.md"
+    card.write_text(f"---\nlicense: {license}\n---\n")
+    try:
+        assert publish(run, repo=repo) == bool(said)
+    finally:
+        card.unlink()
+    if said:
+        assert said in capsys.readouterr().err and repo not in lfs.repositories
+        return
+    there = {name: path.read_bytes().decode() for name, path in lfs.files(repo).items() if name in ("README.md", "NOTICE")}
+    assert "**Built with Llama.**" in there["README.md"] and "license: llama3.1" in there["README.md"]
+    assert there["NOTICE"].startswith("Llama 3.1 is licensed under the Llama 3.1 Community License, Copyright ©")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["repo=half-right"], "repo: got half-right, expected a repository on the Hub, as org/name"),
+        (["repo=some one/half-right"], "repo: got some one/half-right, expected"),
+        (["repo=someone/half--right"], "repo: got someone/half--right, expected"),
+        (["tag=main"], "tag: got main, expected a name such as v1"),
+        (["tag=v1..2"], "tag: got v1..2, expected"),
+        (["tag=-f"], "tag: got -f, expected"),
+        (
+            ["exports=[vlm]"],
+            "exports[0]: got 'vlm', expected one of vllm, sglang, speculators, safeailab, gguf; did you mean vllm?",
+        ),
+        (["run=/nowhere"], "run: got /nowhere, which has no run/recipe.yaml"),
+        (["base_model=org/what"], "base_model: org/what is no folder here"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_what_the_user_got_wrong(lfs: Hub, run: Path, capsys, arguments: list[str], said: str) -> None:
+    assert main(["publish", f"run={run}", f"repo={NAME}", *arguments]) in (2, 3)
+    shown = capsys.readouterr().err
+    assert said in shown and shown.count("\n") == 1
+    assert NAME not in lfs.repositories
+
+
+def test_a_run_that_is_not_measured(lfs: Hub, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.rmtree(run / "report")
+    assert f"run: got {run}, which has no report, expected the folder of a run that was trained" in refused(capsys, 2, run)
+    shutil.rmtree(run / "draft")
+    assert "which has no draft" in refused(capsys, 2, run)
+
+
+def test_a_link_is_not_followed_to_what_it_leads_to(lfs: Hub, run: Path, tmp_path: Path, capsys) -> None:
+    secret = tmp_path / "secret"
+    secret.write_bytes((run / "draft/tokenizer_config.json").read_bytes())
+    (run / "draft/tokenizer_config.json").unlink()
+    (run / "draft/tokenizer_config.json").symlink_to(secret)
+    assert "tokenizer_config.json, a link, expected a file" in refused(capsys, 2, run)
+    assert NAME not in lfs.repositories
+
+
+def test_a_public_repository_is_no_place_for_what_is_private(lfs: Hub, run: Path, capsys) -> None:
+    lfs.create(NAME)
+    assert f"private: got true, and {NAME} is public, expected null" in refused(capsys, 2, run, "private=true")
+    assert publish(run, "private=false") == 0
+
+
+def test_nobody_is_logged_in(tmp_path: Path, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with loopback_hub(tmp_path / "hub") as hub, hub.client(tmp_path / "home", token=None):
+        said = refused(capsys, 3, run)
+    assert "repo: nobody is logged in to http://127.0.0.1" in said and "`hf auth login`" in said
+
+
+def test_who_may_not_write(tmp_path: Path, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with loopback_hub(tmp_path / "hub") as hub, hub.client(tmp_path / "home", token=Hub.other_token):
+        assert f"repo: you may not write to {NAME}" in refused(capsys, 3, run)
+        hub.create(NAME)
+        assert f"repo: you may not write to {NAME}" in refused(capsys, 3, run)
+        assert hub.tags(NAME) == {}
+    with loopback_hub(tmp_path / "hub2") as hub, hub.client(tmp_path / "home2", token="hf_unknown"):
+        assert "repo: the Hub does not know the token" in refused(capsys, 3, run)
+
+
+def test_a_full_disk(lfs: Hub, run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "link", full)
+    monkeypatch.setattr(shutil, "copy2", full)
+    assert "No space left on device" in refused(capsys, 3, run)
+    assert NAME not in lfs.repositories and not (run / "release").exists()
+
+
+def test_a_hub_that_is_not_there(tmp_path: Path, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with loopback_hub(tmp_path / "hub") as hub:
+        pass
+    with hub.client(tmp_path / "home"):
+        assert "did not answer" in refused(capsys, 3, run)
