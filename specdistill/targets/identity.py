@@ -49,7 +49,8 @@ def combined(hashes: Iterable[str]) -> str:
 
 
 def _file_hash(path: Path) -> str:
-    if path.is_symlink() and re.fullmatch("[0-9a-f]{64}", stored := path.resolve().name):  # in the Hub's cache
+    # In the Hub's cache. The link itself says it: what it leads to may be a link too, to a file that is named by another hash (Xet).
+    if path.is_symlink() and re.fullmatch("[0-9a-f]{64}", stored := path.readlink().name):
         return stored
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from huggingface_hub.hf_api import ModelInfo
 
-from specdistill import hub
+from specdistill import repositories
 from specdistill.errors import UserError
 from specdistill.targets import files
 from specdistill.targets.files import INDEX, SINGLE, TargetFiles
@@ -88,6 +88,18 @@ def test_files_in_the_hubs_cache_are_not_read_again(saved: Path, tmp_path: Path,
     assert found.is_same(expected) and (found.name_or_path, found.revision) == ("org/name", COMMIT)
 
 
+def test_a_link_to_what_xet_stored_is_named_by_the_first_link(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The cache then has one more link: from the file that is named by its sha256 to one that is named by Xet's own hash."""
+    expected, snapshot = identity(saved), in_cache(tmp_path, saved, [SINGLE, "tokenizer.json"])
+    for blob in sorted((tmp_path / "blobs").iterdir()):
+        blob.replace(stored := tmp_path / ("e" * 63 + str(len(list(tmp_path.iterdir())))))
+        blob.symlink_to(stored)
+    monkeypatch.setattr(files, "fetch", lambda name, **_: snapshot)
+    assert TargetFiles("org/name").identity.is_same(expected)
+
+
 def test_weights_that_were_not_fetched_are_known_by_what_the_hub_says(
     saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -102,7 +114,7 @@ def test_weights_that_were_not_fetched_are_known_by_what_the_hub_says(
 
     expected, snapshot = identity(saved), in_cache(tmp_path, saved, ["tokenizer.json"])
     monkeypatch.setattr(files, "fetch", lambda name, **_: snapshot)
-    monkeypatch.setattr(hub, "HfApi", Api)
+    monkeypatch.setattr(repositories, "HfApi", Api)
     assert TargetFiles("org/name", "main").identity.is_same(expected)
     assert asked == [("org/name", COMMIT, True)]
 
