@@ -2,16 +2,29 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from datetime import UTC, datetime
+from errno import EACCES, EDQUOT, ENOSPC, ENOTDIR, EPERM, EROFS
 from pathlib import Path
+from ssl import SSLCertVerificationError
 
-from huggingface_hub import HfApi, snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
+from huggingface_hub import HfApi, constants, get_token, snapshot_download
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+    RevisionResolutionError,
+)
 
 from specdistill.errors import ResourceError, UserError, nearest
 from specdistill.project import PICO
 
 # httpx's base class, under the name of the release that huggingface_hub stands on.
 HTTP_ERROR: type[BaseException] = HfHubHTTPError.__bases__[0]
+NAMES_SHOWN = 6
 
 
 def resolve(model: str, key: str = "target.model") -> str:
@@ -35,18 +48,77 @@ def split_gguf(model: str) -> tuple[str, str | None]:
 
 @contextmanager
 def hub_errors(key: str, name: str, *, expected: str) -> Iterator[None]:
-    """Raises ResourceError when the Hub fails while `name` is fetched, UserError naming `key` when `name` is no id."""
+    """Raises ResourceError when the Hub or its cache fails while `name` is fetched, UserError naming `key` when `name` is no id."""
     try:
         yield
     except HFValidationError as error:
         raise UserError(key, got=name, expected=expected) from error
-    except (HfHubHTTPError, OfflineModeIsEnabled, LocalEntryNotFoundError) as error:
+    except (HTTP_ERROR, OfflineModeIsEnabled, LocalEntryNotFoundError, RevisionResolutionError) as error:
         if Path(name).is_dir():
             raise UserError(key, got=f"{name}, which lacks files", expected=expected) from error
-        raise ResourceError(
-            f"{key}: {name} is no folder here, and could not be fetched from the Hub ({str(error).splitlines()[0]})",
-            next_step="check the path or the id, HF_TOKEN and the network",
-        ) from error
+        reason, next_step = _reason(error, *split_revision(name))
+        raise ResourceError(f"{key}: {name} is no folder here, and {reason}", next_step=next_step) from error
+    except OSError as error:
+        if not _is_of_cache(error):
+            raise
+        what = f"{key}: {name} could not be kept in the Hub's cache, {constants.HF_HUB_CACHE} ({error.strerror})"
+        raise ResourceError(what, next_step="set HF_HOME to a folder that can be written and has room") from error
+
+
+def _reason(error: BaseException, repository: str, revision: str | None) -> tuple[str, str]:
+    """Why the Hub did not give a repository, and what to do about it: told by the error, or by the one behind it."""
+    chain = [error]
+    while behind := chain[-1].__cause__ or chain[-1].__context__:
+        chain.append(behind)
+    login = "log in (hf auth login, or HF_TOKEN)" if get_token() is None else "log in as one who may read it (hf auth whoami)"
+    for each in chain:
+        if isinstance(each, GatedRepoError):
+            return "it is gated", f"accept its terms at {constants.ENDPOINT}/{repository} and {login}"
+        if isinstance(each, RepositoryNotFoundError):
+            return (
+                f"{constants.ENDPOINT} has no such repository, or it is private",
+                f"check the name; if it is private, {login}",
+            )
+        if isinstance(each, RevisionNotFoundError):
+            return f"could not be fetched from the Hub: {repository} has no such revision", _revisions(repository, revision)
+        if isinstance(each, SSLCertVerificationError):
+            now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
+            reason = (
+                f"could not be fetched from the Hub: the certificate of {constants.ENDPOINT} is refused ({each.verify_message})"
+            )
+            return reason, f"check this machine's clock (it says {now}) and its certificates"
+    said = next(iter(str(error).splitlines()), "") or type(error).__name__
+    return f"could not be fetched from the Hub ({said})", "check the path or the id, HF_TOKEN and the network"
+
+
+def _revisions(repository: str, revision: str | None) -> str:
+    """The names that a repository has instead, the nearest first."""
+    try:
+        refs = HfApi().list_repo_refs(repository)
+    except (HTTP_ERROR, OfflineModeIsEnabled):
+        return "check its name"
+    names = [ref.name for ref in (*refs.tags, *refs.branches)]
+    close = nearest(revision or "", names)
+    hint = f"did you mean {close}? " if close else ""
+    return f"{hint}it has {', '.join(names[:NAMES_SHOWN])}{', …' * (len(names) > NAMES_SHOWN)}"
+
+
+def _is_of_cache(error: OSError) -> bool:
+    """Whether a file of the Hub's cache could not be written: no permission, a full or read-only disk."""
+    cache = Path(constants.HF_HUB_CACHE)
+    where = Path(str(error.filename)) if error.filename else cache
+    of_cache = where == cache or cache in where.parents or where in cache.parents
+    return of_cache and error.errno in (EACCES, EPERM, EROFS, ENOTDIR, ENOSPC, EDQUOT)
+
+
+@contextmanager
+def offline() -> Iterator[None]:
+    """Ask the Hub for nothing, as HF_HUB_OFFLINE=1 does, which huggingface_hub reads when it is imported."""
+    before, constants.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE, True
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE = before
 
 
 def split_revision(entry: str) -> tuple[str, str | None]:
