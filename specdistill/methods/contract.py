@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
-from torch import nn
+from torch import Tensor, nn
 
 from specdistill.decoding.proposer import Proposer
+from specdistill.targets.files import TargetFiles
 from specdistill.targets.frozen import FrozenTarget
 
 Draft = Any  # a method's own module
@@ -49,6 +50,9 @@ class Implementation:
         head_shape: (config.json, layers of the target or None) -> the shape of a head as it was trained; None for other drafts.
         inspect: (folder, target or None, **options, as of load_proposer) -> `head_shape` as decoding would read it. Raises UserError,
             under the key `draft`, for a draft that is broken or does not fit the target.
+        check: (folder, tensors by name, target, key=, name=, **options, as of load_proposer): as much of `inspect` as config.json,
+            tokenizer and the shapes of tensors tell, for a draft whose weights are not fetched yet. `name` is what errors call it.
+        check_native: (tensors by name, target): that the target's own checkpoint holds such a layer. None where targets have none.
         simulation: None where drafting cannot be simulated on completions of the target.
         likely_causes: why a draft of this method may accept little, where no mistake explains it.
         export: (folder, engine, output, target or None, K): write the draft for an engine (see specdistill.engines); `dtype=` where its
@@ -65,6 +69,8 @@ class Implementation:
     objective: Callable[[Draft, Any, FrozenTarget], nn.Module] | None = None
     head_shape: Callable[[Mapping[str, Any], int | None], Any] = lambda config, num_layers: None
     inspect: Callable[..., Any] = lambda folder, target, **options: None
+    check: Callable[..., Any] = lambda folder, tensors, target, **options: None
+    check_native: Callable[[Mapping[str, Tensor], TargetFiles], None] | None = None
     simulation: Simulation | None = None
     likely_causes: Sequence[str] = ()
     export: Callable[..., None] | None = None

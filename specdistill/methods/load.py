@@ -7,7 +7,7 @@ do not: SafeAILab's EAGLE-3 heads call themselves `LlamaForCausalLM`, as a plain
 import itertools
 import json
 import pickle
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Set
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,16 @@ EXPECTED = "a draft: an EAGLE or MTP head or a causal language model, config.jso
 # Parallel drafts have the tensors of a head and these.
 OTHER_TENSORS = {"mask_hidden", "hidden_norm.weight"}
 WEIGHTS = ("*.safetensors", "*.index.json", "pytorch_model*.bin")
-TOKENIZER = ("tokenizer*", "*tokens*.json", "vocab.*", "merges.txt", "*.jinja")
+TOKENIZER = (
+    "tokenizer*",
+    "*tokens*.json",
+    "vocab.*",
+    "merges.txt",
+    "*.jinja",
+    "chat_template.json",
+    "spiece.model",
+    "*.tiktoken",
+)
 WHOLE_DRAFT = ("config.json", "generation_config.json", *WEIGHTS, *TOKENIZER)
 
 
@@ -118,21 +127,25 @@ def describe_draft(draft: str | None, method: str) -> dict[str, Any]:
 
 def method_of(folder: Path, *, key: str = "eval.draft") -> str:
     """The method whose draft a folder holds. `key` is what errors name; raises UserError, saying what was found, for anything else."""
-    config, names = read_config(folder, key), _tensor_names(folder, key)
+    return recognized(read_config(folder, key), _tensor_names(folder, key), name=folder, key=key)
+
+
+def recognized(config: Mapping[str, Any], names: Set[str], *, name: Path | str, key: str) -> str:
+    """The method whose draft has this config.json and tensors of these names. Raises UserError, calling it `name`, for anything else."""
     parallel = bool(names & OTHER_TENSORS)
     methods = {
-        name: method.implementation()
-        for name, method in METHODS.items()
+        each: method.implementation()
+        for each, method in METHODS.items()
         if names and not (parallel and method.artifact == "head")
     }
-    certain = (name for name, method in methods.items() if method.has_tensors(names))
-    named = (name for name, method in methods.items() if method.is_named(config, names))
+    certain = (each for each, method in methods.items() if method.has_tensors(names))
+    named = (each for each, method in methods.items() if method.is_named(config, names))
     if found := next(itertools.chain(certain, named), None):
         return found
     architectures = config.get("architectures") or []
     weights = f"{len(names)} tensors" if names else "no weights"
     what = f"architectures {', '.join(map(str, architectures)) or 'not named'} and {weights}"
-    raise UserError(key, got=f"{folder}, which holds a config.json with {what}", expected=EXPECTED)
+    raise UserError(key, got=f"{name}, which holds a config.json with {what}", expected=EXPECTED)
 
 
 def _tensor_names(folder: Path, key: str) -> set[str]:

@@ -2,7 +2,7 @@
 
 import json
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from functools import cached_property
@@ -98,9 +98,12 @@ class Shards:
 
     def check(self) -> None:
         """Raises UserError unless every tensor is in the file that the index names, and in no other."""
-        inside = [(name, file) for file in self.files for name in _names(self.folder / file, self.key)]
-        wrong = sorted({name for name, _ in set(inside) ^ set(self.file_of.items())})
-        if wrong:
+        for file in self.files:
+            self.check_file(file, _names(self.folder / file, self.key))
+
+    def check_file(self, file: str, names: Collection[str]) -> None:
+        """Raises UserError unless the tensors in a file are those that the index names for it."""
+        if wrong := sorted({name for name, place in self.file_of.items() if place == file} ^ set(names)):
             got = f"{self.folder}, whose files and index differ about {', '.join(wrong[:3])}"
             raise UserError(self.key, got=got, expected="every tensor in the one file that the index names")
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import peft
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, GgufConfig, PreTrainedModel
 
@@ -17,6 +18,18 @@ from specdistill.progress import hide_bars_of_transformers
 from specdistill.repositories import hub_errors, resolve, split_gguf
 from specdistill.targets.anatomy import backbone_of, layer_lists
 from specdistill.targets.sharding import is_shared, num_processes, sharded
+
+READING_ERRORS = (
+    OSError,
+    ValueError,
+    RuntimeError,
+    StrictDataclassError,
+    struct.error,
+    TypeError,
+    LookupError,
+    AttributeError,
+    AssertionError,
+)
 
 
 def _place(path: str, **options: Any) -> tuple[str, dict[str, Any]]:
@@ -39,7 +52,7 @@ def _reading(key: str, name: str, expected: str) -> Iterator[None]:
         got = f"{name} ({one_line(str(error))})"
         expected = "packages that are installed, or another checkpoint or target.attn"
         raise UserError(key, got=got, expected=expected) from error
-    except (OSError, ValueError, RuntimeError, struct.error, TypeError, LookupError, AttributeError, AssertionError) as error:
+    except READING_ERRORS as error:
         # The last four are transformers' own, of a config.json that lacks what its class reads; struct's are of a GGUF file cut short.
         got = f"{name} ({str(error).splitlines()[0][:200] if str(error) else type(error).__name__})"
         raise UserError(key, got=got, expected=expected) from error
@@ -92,6 +105,18 @@ def read_causal_lm(
     if dtype == "float32" and is_plain(model):
         model.float()  # what transformers had to dequantize is in bfloat16
     return model, tokenizer
+
+
+def read_without_weights(folder: Path, *, key: str, name: str) -> tuple[Any, Any]:
+    """A causal language model on the meta device, and its tokenizer, from a folder's config and tokenizer. `name` is what errors call it.
+
+    Raises UserError for files of which none can be made.
+    """
+    with _reading(key, name, "the config and the tokenizer of a causal language model"):
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        config = AutoConfig.from_pretrained(folder)
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config), tokenizer
 
 
 def _layers_on_disk(config: Any, device: str, trust_remote_code: bool) -> dict[str, str]:

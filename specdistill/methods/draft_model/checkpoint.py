@@ -6,16 +6,18 @@ Engines take a GGUF file, or the model's own folder with a config.json for trans
 import copy
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import peft
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from specdistill.engines.engine import Engine
 from specdistill.errors import UserError, nearest
-from specdistill.methods.checkpoint import check_finite, link, new_folder, read_config, read_tensors
+from specdistill.methods.checkpoint import check_finite, check_tensors, link, new_folder, read_config, read_tensors
 from specdistill.methods.draft_model.gguf import write_gguf
 from specdistill.methods.draft_model.vocabulary import describe_difference
 from specdistill.repositories import resolve
@@ -53,6 +55,22 @@ def load_draft_model(
     check_attention(model, key, name)
     check_finite(model.state_dict(), name, key)
     return model.to(device).eval(), tokenizer
+
+
+def check_outline(model: PreTrainedModel, tensors: Mapping[str, Tensor], *, key: str, name: str) -> None:
+    """Raises UserError where a file's tensors, which need have no content, are not those of the model that its config.json describes.
+
+    Names that transformers would rename are left to it, and so are the shapes of quantized weights.
+    """
+    if getattr(model.config, "quantization_config", None) is not None:
+        return
+    expected = model.state_dict()
+    if both := expected.keys() & tensors.keys():
+        if not tensors.keys() <= expected.keys():
+            expected, tensors = ({each: of[each] for each in sorted(both)} for of in (expected, tensors))
+        in_file = {id(parameter) for each, parameter in model.named_parameters(remove_duplicate=False) if each in tensors}
+        tied = {each for each, parameter in model.named_parameters(remove_duplicate=False) if id(parameter) in in_file}
+        check_tensors(expected, tensors, name, key, what="the model in its config.json", optional=tied)
 
 
 def check_attention(model: PreTrainedModel, key: str, name: str) -> None:

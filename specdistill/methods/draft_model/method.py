@@ -1,18 +1,20 @@
 """Draft models as a row of the table: how one is recognized, created, trained, examined, planned and exported."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from datasets import Dataset
+from torch import Tensor
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from specdistill.decoding.proposer import Proposer
 from specdistill.losses.divergence import build_divergence
 from specdistill.methods import sizes
 from specdistill.methods.contract import Implementation
-from specdistill.methods.draft_model.checkpoint import export, load_alike, load_draft_model, save_draft_model
+from specdistill.methods.draft_model.checkpoint import check_outline, export, load_alike, load_draft_model, save_draft_model
 from specdistill.methods.draft_model.config import Recipe
 from specdistill.methods.draft_model.create import check_decoder, create_draft_model, on_meta, propose_shape, with_lora
 from specdistill.methods.draft_model.objective import Distillation
@@ -20,7 +22,7 @@ from specdistill.methods.draft_model.proposer import DraftModelProposer
 from specdistill.methods.draft_model.vocabulary import match_vocabularies
 from specdistill.targets.files import TargetFiles
 from specdistill.targets.frozen import FrozenTarget
-from specdistill.targets.loading import read_tokenizer
+from specdistill.targets.loading import read_tokenizer, read_without_weights
 
 CALIBRATION_ROWS = 16  # rows of training data whose activations say what a pruned width keeps
 # Of the target's parameters; published draft models have 2 % (arXiv 2403.00858) to 10 % (arXiv 2402.01528).
@@ -77,6 +79,23 @@ def inspect(folder: Path, target: TargetFiles | None, *, heterogeneous_vocab: bo
         )
 
 
+def check(
+    folder: Path,
+    tensors: Mapping[str, Tensor],
+    target: TargetFiles | None,
+    *,
+    key: str,
+    name: str,
+    heterogeneous_vocab: bool = False,
+    **others: Any,
+) -> None:
+    model, tokenizer = read_without_weights(folder, key=key, name=name)
+    check_outline(model, tensors, key=key, name=name)
+    if target is not None:
+        of_target, _ = read_tokenizer(target.name, revision=target.revision, trust_remote_code=target.trust_remote_code)
+        match_vocabularies(of_target, target.vocab_size, tokenizer, _width(model), heterogeneous=heterogeneous_vocab, key=key)
+
+
 def _width(model: Any) -> int:
     """Of the logits, which may be more than the tokenizer's tokens."""
     return len(model.get_output_embeddings().weight)
@@ -107,6 +126,7 @@ METHOD = Implementation(
     save=lambda draft, target, folder: save_draft_model(draft, target.tokenizer, folder),
     objective=objective,
     inspect=inspect,
+    check=check,
     planned=planned,
     likely_causes=("its tokenizer gives tokens other numbers",),
     export=export,

@@ -55,18 +55,32 @@ def read_eagle(folder: Path, target: checkpoint.Target | None, *, key: str) -> t
 
     Raises UserError as `load_eagle` does.
     """
+    tensors = checkpoint.read_tensors(folder, key)
+    config = check_eagle(folder, tensors, target, key=key, name=folder)
+    if not config.fc_bias:
+        tensors.pop("fc.bias", None)
+    return config, tensors
+
+
+def check_eagle(
+    folder: Path, tensors: Mapping[str, Tensor], target: checkpoint.Target | None, *, key: str, name: Path | str
+) -> EagleConfig:
+    """A head's config, checked against the target's sizes and the names and shapes of its tensors, which need have no content.
+
+    Without content, an `fc.bias` is taken for zeros where the config says that there is none. Raises UserError as `read_eagle` does.
+    """
     raw = checkpoint.read_config(folder, key)
     config = config_from_json(raw.get("model", raw), key)
     if target is not None:
-        checkpoint.check_fit({"hidden_size": config.hidden_size, "vocab_size": config.vocab_size}, target, folder, key)
-    tensors = checkpoint.read_tensors(folder, key)
-    if "fc.bias" in tensors and not tensors["fc.bias"].any():
-        del tensors["fc.bias"]
+        checkpoint.check_fit({"hidden_size": config.hidden_size, "vocab_size": config.vocab_size}, target, name, key)
+    bias = tensors.get("fc.bias")
+    if bias is not None and not (config.fc_bias if bias.is_meta else bias.any()):
+        tensors = {each: tensor for each, tensor in tensors.items() if each != "fc.bias"}
         config = dataclasses.replace(config, fc_bias=False)
     with torch.device("meta"):
         expected = EagleDraft(config).state_dict()
-    checkpoint.check_tensors(expected, tensors, folder, key, what=WHAT, optional=EagleDraft.shared)
-    return config, tensors
+    checkpoint.check_tensors(expected, tensors, name, key, what=WHAT, optional=EagleDraft.shared)
+    return config
 
 
 def export(draft: Path, engine: Engine, output: Path, target: TargetFiles | None, num_speculative_tokens: int) -> None:

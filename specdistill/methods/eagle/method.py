@@ -5,7 +5,7 @@ from typing import Any
 
 from specdistill.methods import sizes
 from specdistill.methods.contract import Implementation
-from specdistill.methods.eagle.checkpoint import config_from_json, export, load_eagle, read_eagle, save_eagle
+from specdistill.methods.eagle.checkpoint import check_eagle, config_from_json, export, load_eagle, read_eagle, save_eagle
 from specdistill.methods.eagle.module import EagleDraft, build_eagle, eagle_config
 from specdistill.methods.heads import mistakes
 from specdistill.methods.heads.head import create_head
@@ -68,6 +68,7 @@ METHOD = Implementation(
     objective=objective,
     head_shape=lambda config, num_layers: config_from_json(config.get("model", config), "draft"),
     inspect=lambda folder, target: read_eagle(folder, target, key="draft")[0],
+    check=check_eagle,
     simulation=mistakes.simulation(repairs),
     likely_causes=mistakes.LIKELY_CAUSES,
     planned=planned,

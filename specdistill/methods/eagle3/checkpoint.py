@@ -80,28 +80,9 @@ def read_eagle3(folder: Path, target: checkpoint.Target | None, *, key: str) -> 
     An embedding that is a copy of the target's, perhaps in another dtype, is left out; the config says when it is the head's own. The
     target is needed where the config does not say how deep it is. Raises UserError as `load_eagle3` does.
     """
-    config = config_from_json(checkpoint.read_config(folder, key), None if target is None else target.num_layers, key)
-    if target is not None:
-        sizes = {"target_hidden_size": config.target_hidden_size, "vocab_size": config.vocab_size}
-        checkpoint.check_fit(sizes | {"num_target_layers": config.target_num_layers}, target, folder, key)
-    if not all(0 <= layer <= config.target_num_layers for layer in config.aux_layers):
-        got = f"{folder} with auxiliary layers {list(config.aux_layers)}"
-        raise UserError(key, got=got, expected=f"0..{config.target_num_layers}")
-    tensors: dict[str, Tensor] = {}
-    for name, tensor in checkpoint.read_tensors(folder, key).items():
-        here = name
-        for there, part in RENAMED.items():
-            here = here.replace(there, part)
-        if here in tensors:
-            raise UserError(key, got=f"{folder} with {name} and {here}", expected="one name for each tensor")
-        tensors[here] = tensor
-    with torch.device("meta"):
-        expected = Eagle3Draft(config).state_dict()
-    own_width = config.hidden_size != config.target_hidden_size
-    optional = {"t2d"} | (set() if own_width else {EMBEDDING})
-    if not config.prunes_vocabulary:
-        optional |= {"d2t"} | (set() if own_width else {HEAD})
-    checkpoint.check_tensors(expected, tensors, folder, key, what=WHAT, optional=optional)
+    raw = checkpoint.read_config(folder, key)
+    config = checked_config(raw, target, key=key, name=folder)
+    tensors = renamed(config, checkpoint.read_tensors(folder, key), key=key, name=folder)
     tensors.pop("t2d", None)
     if "d2t" in tensors:
         ids = torch.arange(config.draft_vocab_size) + tensors["d2t"]
@@ -110,12 +91,52 @@ def read_eagle3(folder: Path, target: checkpoint.Target | None, *, key: str) -> 
             raise UserError(key, got=f"{folder} with a d2t of other numbers", expected=expected_ids)
         if not config.prunes_vocabulary:
             del tensors["d2t"]
+    own_width = config.hidden_size != config.target_hidden_size
     if target is not None and EMBEDDING in tensors and not own_width:
         if checkpoint.is_copy(tensors[EMBEDDING], target.tensor(EMBEDDING)):
             del tensors[EMBEDDING]
         else:
             config = dataclasses.replace(config, own_embedding=True)
     return config, tensors
+
+
+def check_eagle3(
+    folder: Path, tensors: Mapping[str, Tensor], target: TargetFiles | None, *, key: str, name: Path | str
+) -> None:
+    """As `read_eagle3`, but for the values of the tensors, which need have no content."""
+    renamed(checked_config(checkpoint.read_config(folder, key), target, key=key, name=name), tensors, key=key, name=name)
+
+
+def checked_config(raw: Mapping[str, Any], target: checkpoint.Target | None, *, key: str, name: Path | str) -> Eagle3Config:
+    """What a config.json says of a head. Raises UserError for what heads do not have here, and for another target's sizes."""
+    config = config_from_json(raw, None if target is None else target.num_layers, key)
+    if target is not None:
+        sizes = {"target_hidden_size": config.target_hidden_size, "vocab_size": config.vocab_size}
+        checkpoint.check_fit(sizes | {"num_target_layers": config.target_num_layers}, target, name, key)
+    if not all(0 <= layer <= config.target_num_layers for layer in config.aux_layers):
+        got = f"{name} with auxiliary layers {list(config.aux_layers)}"
+        raise UserError(key, got=got, expected=f"0..{config.target_num_layers}")
+    return config
+
+
+def renamed(config: Eagle3Config, tensors: Mapping[str, Tensor], *, key: str, name: Path | str) -> dict[str, Tensor]:
+    """A file's tensors by the names they have here. Raises UserError unless they are those of a head with this config."""
+    result: dict[str, Tensor] = {}
+    for in_file, tensor in tensors.items():
+        here = in_file
+        for there, part in RENAMED.items():
+            here = here.replace(there, part)
+        if here in result:
+            raise UserError(key, got=f"{name} with {in_file} and {here}", expected="one name for each tensor")
+        result[here] = tensor
+    with torch.device("meta"):
+        expected = Eagle3Draft(config).state_dict()
+    own_width = config.hidden_size != config.target_hidden_size
+    optional = {"t2d"} | (set() if own_width else {EMBEDDING})
+    if not config.prunes_vocabulary:
+        optional |= {"d2t"} | (set() if own_width else {HEAD})
+    checkpoint.check_tensors(expected, result, name, key, what=WHAT, optional=optional)
+    return result
 
 
 def export(draft: Path, engine: Engine, output: Path, target: TargetFiles | None, num_speculative_tokens: int) -> None:

@@ -11,7 +11,7 @@ from specdistill.data.packing import draft_vocabulary
 from specdistill.engines.limits import engine_aux_layers
 from specdistill.methods import sizes
 from specdistill.methods.contract import Implementation
-from specdistill.methods.eagle3.checkpoint import config_from_json, export, load_eagle3, read_eagle3, save_eagle3
+from specdistill.methods.eagle3.checkpoint import check_eagle3, config_from_json, export, load_eagle3, read_eagle3, save_eagle3
 from specdistill.methods.eagle3.config import Recipe
 from specdistill.methods.eagle3.module import Eagle3Draft, build_eagle3, check_aux_layers, eagle3_config
 from specdistill.methods.heads import mistakes
@@ -139,6 +139,7 @@ METHOD = Implementation(
     objective=objective,
     head_shape=lambda config, num_layers: config_from_json(config, num_layers, "draft"),
     inspect=lambda folder, target: read_eagle3(folder, target, key="draft")[0],
+    check=check_eagle3,
     simulation=mistakes.simulation(repairs),
     likely_causes=mistakes.LIKELY_CAUSES,
     planned=planned,

@@ -10,7 +10,7 @@ Tensors keep the dtype that the checkpoint has them in, so a layer that was not 
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from specdistill.errors import UserError
 from specdistill.methods.checkpoint import check_new, check_tensors, link, new_folder, read_config, read_tensors, write_draft
 from specdistill.methods.mtp import tensor_names
 from specdistill.methods.mtp.module import MtpDraft
-from specdistill.methods.mtp.tensor_names import Naming, depth_key, has_fused_experts, naming_of
+from specdistill.methods.mtp.tensor_names import NATIVE_KEYS, Naming, depth_key, has_fused_experts, naming_of
 from specdistill.targets.files import INDEX, SINGLE, Shards, TargetFiles, needed
 from specdistill.targets.frozen import FrozenTarget
 
@@ -77,11 +77,9 @@ def _fill_from_target(draft: MtpDraft, target: FrozenTarget) -> None:
         raise nothing
     if not Path(where).is_dir():  # it came from the Hub, whose files are in the cache by now
         where = str(Path(cached_file(where, "config.json", revision=target.revision) or where).parent)
-    shards, naming = Shards.open(Path(where), "target.model"), naming_of(target.config.model_type)
-    prefix = naming.find_prefix(shards.file_of, target.num_layers)
+    shards = Shards.open(Path(where), "target.model")
+    naming, prefix = native_layer(shards.file_of, target.config.model_type, target.num_layers, where)
     if prefix is None:
-        if strange := next((name for name in shards.file_of if "mtp" in name), None):
-            raise UserError("target.model", got=f"{where} with {strange}", expected=f"the names of {naming.name}")
         raise nothing
     tensors = shards.load(name for name in shards.file_of if naming.owns(name, prefix))
     for name in naming.copies:
@@ -90,6 +88,55 @@ def _fill_from_target(draft: MtpDraft, target: FrozenTarget) -> None:
             got = f"{target.name}, whose multi-token-prediction layer has its own {name}"
             raise UserError("target.model", got=got, expected="a layer that shares embedding and head with the target")
     _fill(draft, tensors, naming, prefix, target.name, "target.model", assign=False)
+
+
+def native_layer(names: Collection[str], model_type: str, num_layers: int, target: str) -> tuple[Naming, str | None]:
+    """How a checkpoint names its own layer, and the prefix of that, None where it has none. Raises UserError for names of no known kind."""
+    naming = naming_of(model_type)
+    prefix = naming.find_prefix(names, num_layers)
+    if prefix is None and (strange := next((name for name in names if "mtp" in name), None)):
+        raise UserError("target.model", got=f"{target} with {strange}", expected=f"the names of {naming.name}")
+    return naming, prefix
+
+
+def check_native(tensors: Mapping[str, Tensor], target: TargetFiles) -> None:
+    """Raises UserError unless a target's checkpoint holds a layer that fits it. The tensors need have no content."""
+    text = target.text_config
+    naming, prefix = native_layer(tensors.keys(), str(text.get("model_type")), target.num_layers, target.name)
+    if prefix is None:
+        stated = next((f", though its config.json says {key} {text[key]}" for key in NATIVE_KEYS if text.get(key)), "")
+        got = f"{target.name}, which has no multi-token-prediction weights{stated}"
+        raise UserError(
+            "target.model", got=got, expected="a target that comes with such a layer, or draft=…, one that was trained"
+        )
+    _check_parts(tensors, naming, prefix, target, target.name, "target.model")
+
+
+def check_mtp(folder: Path, tensors: Mapping[str, Tensor], target: TargetFiles | None, *, key: str, name: Path | str) -> None:
+    """As `load_mtp`, but for the decoder layer inside, which only the target's own class describes. The tensors need have no content."""
+    if target is None:
+        return
+    check_fit(read_config(folder, key), target.text_config, name, key, target.name)
+    naming = naming_of(target.text_config["model_type"])
+    prefix = naming.prefix(target.num_layers)
+    if strange := next((each for each in tensors if not naming.owns(each, prefix)), None):
+        raise UserError(key, got=f"{name} with {strange}", expected=f"the tensors of one layer, {prefix}… ({naming.name})")
+    _check_parts(tensors, naming, prefix, target, name, key)
+
+
+def _check_parts(
+    tensors: Mapping[str, Tensor], naming: Naming, prefix: str, target: TargetFiles, name: Path | str, key: str
+) -> None:
+    """Raises UserError unless what surrounds the decoder layer is as wide as the target: fc [H, 2H] and norms of H."""
+    size = target.hidden_size
+    for part, there in naming.names.items():
+        shape, expected = (
+            getattr(tensors.get(prefix + there), "shape", None),
+            (size, 2 * size) if part == "fc.weight" else (size,),
+        )
+        if shape is None or tuple(shape) != expected:
+            got = f"{name} {'without' if shape is None else 'with'} {prefix}{there}{'' if shape is None else f' of shape {tuple(shape)}'}"
+            raise UserError(key, got=got, expected=f"one of shape {expected}")
 
 
 def _fill(
@@ -130,7 +177,7 @@ def load_mtp(folder: Path | str, target: FrozenTarget, *, key: str = "eval.draft
     return draft.to(target.device)
 
 
-def check_fit(config: Mapping[str, Any], text_config: Mapping[str, Any], folder: Path, key: str, target: str) -> None:
+def check_fit(config: Mapping[str, Any], text_config: Mapping[str, Any], folder: Path | str, key: str, target: str) -> None:
     """Raises UserError unless a folder's config.json is that of a draft for a target with this text config."""
     if config.get("architectures") != [ARCHITECTURE]:
         got = f"{folder} with architectures {config.get('architectures')}"

@@ -11,7 +11,16 @@ from specdistill.methods.contract import Implementation
 from specdistill.methods.heads import mistakes
 from specdistill.methods.heads.proposer import proposer_loader
 from specdistill.methods.heads.unroll import objective
-from specdistill.methods.mtp.checkpoint import ARCHITECTURE, build_mtp, check_fit, export, load_mtp, save_mtp
+from specdistill.methods.mtp.checkpoint import (
+    ARCHITECTURE,
+    build_mtp,
+    check_fit,
+    check_mtp,
+    check_native,
+    export,
+    load_mtp,
+    save_mtp,
+)
 from specdistill.methods.mtp.module import MtpDraft
 from specdistill.methods.mtp.tensor_names import NATIVE_KEYS
 from specdistill.statistics.theory import alpha_from_acceptance_length
@@ -70,6 +79,8 @@ METHOD = Implementation(
     save=lambda draft, target, folder: save_mtp(draft, folder),
     objective=objective,
     inspect=inspect,
+    check=check_mtp,
+    check_native=check_native,
     simulation=mistakes.simulation(repairs),
     likely_causes=mistakes.LIKELY_CAUSES,
     planned=planned,
