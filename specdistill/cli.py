@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict
 from functools import partial
 from itertools import compress
@@ -69,6 +70,52 @@ class ExportOptions(Section):
     dtype: str | None = option(None, "weights of a draft model in a GGUF file: f32, f16 or q8_0; null: f16")
     num_speculative_tokens: int | None = option(None, "tokens drafted a round, for SERVE.md; null: the report's, or 3", ge=1)
     dry_run: bool = option(False, "write the untrained draft of recipe=…, with its key=value, to try its layout in an engine")
+
+
+class AcquiredTarget(Section):
+    model: str | None = option(None, "the draft's target: pico, a folder, a GGUF file or a Hub id")
+    revision: str | None = like(TargetConfig, "revision")
+    adapter: str | None = like(TargetConfig, "adapter")
+
+
+class AcquireOptions(Section):
+    method: Annotated[str, one_of(lambda: list(METHODS))] | None = option(None, "what drafts; a row of docs/methods.md")
+    target: AcquiredTarget = section(AcquiredTarget)
+    draft: str | None = option(
+        None, "org/name or org/name@revision on the Hub, or a folder; null: show what there is, or a layer of the target's own"
+    )
+    revision: str | None = option(
+        None, "branch, tag or commit of the draft", read_when=ReadWhen("with draft=…", lambda it: it.draft is not None)
+    )
+    heterogeneous_vocab: bool = option(
+        False,
+        "a draft model may have another tokenizer than its target",
+        read_when=ReadWhen("by method draft_model", lambda it: it.method == "draft_model"),
+    )
+    verify: bool = option(False, "compare the files in the cache with the Hub's checksums, and fetch again what is damaged")
+    offline: bool = option(False, "ask the Hub for nothing; what is missing in the cache is listed")
+    warm: bool = option(False, "fetch the target's files too, for later jobs that are offline")
+    bundle: str | None = option(None, "new archive for draft and target, for a machine without the Hub")
+    from_bundle: str | None = option(None, "archive that bundle= wrote, to be restored; the other keys are in it")
+    output_dir: str | None = option(
+        None,
+        "new folder for what a bundle holds; null: the Hub's cache",
+        read_when=ReadWhen("with from_bundle=…", lambda it: it.from_bundle is not None),
+    )
+    dry_run: bool = option(False, "say what would be fetched, and fetch configs and headers alone")
+
+    @model_validator(mode="after")
+    def _a_bundle_says_the_rest(self) -> "AcquireOptions":
+        given = sorted(self.model_fields_set - {"from_bundle", "output_dir"})
+        if self.from_bundle is not None and given:
+            raise UserError(given[0], got="a value", expected="no such key with from_bundle=…, which says it")
+        if self.from_bundle is None and (self.method is None or self.target.model is None):
+            key = "method" if self.method is None else "target.model"
+            raise UserError(key, got="nothing", expected="a value, or from_bundle=…")
+        if self.bundle is not None and (self.dry_run or self.target.adapter):
+            key = "dry_run" if self.dry_run else "target.adapter"
+            raise UserError(key, got="a value", expected="no such key with bundle=…, which holds whole files")
+        return self
 
 
 WITH_TARGET = ReadWhen("with target=…", lambda it: it.model is not None)
@@ -210,6 +257,35 @@ def plan(arguments: list[str]) -> int:
             got = f"{options.output} ({error.strerror})"
             raise UserError("output", got=got, expected="a file that can be written") from error
     print_plan(made, drafts, not_asked)
+    return ExitCode.DONE
+
+
+def acquire(arguments: list[str]) -> int:
+    """fetch the draft of a method for a target, checked before its weights are fetched; its folder is all that stdout says"""
+    options = load_recipe(AcquireOptions, _keys(arguments, SHORTHANDS))
+    from specdistill.hub.acquire import acquire as fetch  # here, and not above, because these import torch
+    from specdistill.hub.bundle import restore_bundle
+    from specdistill.repositories import offline
+
+    if options.from_bundle is not None:
+        print(restore_bundle(Path(options.from_bundle), Path(options.output_dir) if options.output_dir else None))
+        return ExitCode.DONE
+    of_method = {"heterogeneous_vocab": True} if options.heterogeneous_vocab else {}
+    with offline() if options.offline else nullcontext():
+        folder = fetch(
+            str(options.method),
+            str(options.target.model),
+            options.draft,
+            target_revision=options.target.revision,
+            adapter=options.target.adapter,
+            revision=options.revision,
+            verify=options.verify,
+            warm=options.warm,
+            bundle=options.bundle,
+            dry_run=options.dry_run,
+            **of_method,
+        )
+    print(folder)
     return ExitCode.DONE
 
 
@@ -407,11 +483,12 @@ def path(arguments: list[str]) -> int:
     return ExitCode.DONE
 
 
-VERBS = {verb.__name__: verb for verb in (demo, plan, export, doctor, data, train, eval, compare, gate, publish, path)}
+VERBS = {verb.__name__: verb for verb in (demo, plan, acquire, export, doctor, data, train, eval, compare, gate, publish, path)}
 # What a verb's --help lists. Those that are not here say it themselves: scripts, and `path`.
 OPTIONS: dict[str, tuple[Sequence[type[Section]], Mapping[str, str]]] = {
     "demo": ([Recipe], {}),
     "plan": ([PlanOptions], SHORTHANDS),
+    "acquire": ([AcquireOptions], SHORTHANDS),
     "export": ([ExportOptions], SHORTHANDS),
     "doctor": ([DoctorOptions], DOCTOR_SHORTHANDS),
     "data": ([Recipe, ShowOptions, LaunchOptions], {}),

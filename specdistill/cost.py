@@ -27,13 +27,18 @@ class Cost(NamedTuple):
         return Cost(*(value * factor for value in self))
 
 
+def free_bytes(folder: Path) -> int:
+    """On the disk of a folder, which need not exist yet."""
+    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    return shutil.disk_usage(existing).free
+
+
 def announce(doing: str, cost: Cost, sample: str, folder: Path, *, force: bool = False) -> None:
     """Print a pass's cost to stderr. Raises ResourceError when the disk of `folder` has no room for it, unless `force`.
 
     sample: what it is reckoned from.
     """
-    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
-    free, taken = decimal(left := shutil.disk_usage(existing).free), decimal(int(cost.num_bytes))
+    free, taken = decimal(left := free_bytes(folder)), decimal(int(cost.num_bytes))
     minutes = cost.seconds / 60
     table = Table(doing, "estimate")
     for name, count in (("rows", cost.rows), ("tokens", cost.tokens), ("loss tokens", cost.loss_tokens)):
