@@ -1,5 +1,6 @@
 """Runs as training and measuring leave them, of a tiny target and a draft model that needs no training."""
 
+import hashlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -43,7 +44,7 @@ def finished_run(folder: Path, *more: str) -> Path:
         "eval.max_new_tokens=16",
         "eval.repeats=1",
         "eval.warmup=0",
-        "eval.sampling_draws=100",
+        "eval.sampling_draws=60",
         *more,
     ]
     recipe = load_recipe(Recipe, keys)
@@ -51,7 +52,9 @@ def finished_run(folder: Path, *more: str) -> Path:
     save_draft(METHODS["draft_model"].implementation(), target, half_right(target), run / "draft")
     (run / "run").mkdir()
     save_recipe(recipe, run / "run" / "recipe.yaml")
-    (run / "run" / "provenance.json").write_text(json.dumps({"created": "2026-11-23T04:00:00+00:00"}), encoding="utf-8")
+    sha256 = hashlib.sha256((run / "run" / "recipe.yaml").read_bytes()).hexdigest()
+    provenance = {"created": "2026-11-23T04:00:00+00:00", "recipe": sha256}
+    (run / "run" / "provenance.json").write_text(json.dumps(provenance), encoding="utf-8")
     evaluate(f"recipe={run / 'run' / 'recipe.yaml'}")
     remake(run, timed)
     return run

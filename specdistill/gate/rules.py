@@ -48,10 +48,11 @@ def load_gate(name: str) -> list[Rule]:
         raise UserError("gate", got=f"{path}: {one_line(str(error))}", expected="a readable YAML file") from error
     if not isinstance(entries, list) or not entries:
         raise UserError("gate", got=f"{path}, which holds no list", expected="a YAML list of rules")
-    return [_rule(f"{path.name} rule {number}", entry) for number, entry in enumerate(entries, start=1)]
+    return [read_rule(f"{path.name} rule {number}", entry) for number, entry in enumerate(entries, start=1)]
 
 
-def _rule(place: str, entry: Any) -> Rule:
+def read_rule(place: str, entry: Any) -> Rule:
+    """A rule from its entry in a gate's YAML. Raises UserError, naming its place, for what is none."""
     _check_keys(place, entry, ("metric", "scope", *REQUIREMENTS, "confidence", "severity"))
     requirements = [name for name in REQUIREMENTS if name in entry]
     if len(requirements) != 1:

@@ -43,10 +43,54 @@ def recomputed(report: Mapping[str, Any], records: Sequence[PromptRecord]) -> di
     return parts
 
 
-def contradictions(report: Mapping[str, Any], records: Sequence[PromptRecord]) -> Iterator[str]:
-    """Where a report says something else than its records, in words; nothing for one that was made from them."""
-    for name, computed in recomputed(report, records).items():
-        yield from _differences(name, report.get(name), computed)
+def contradictions(report: Mapping[str, Any], computed: Mapping[str, Any]) -> Iterator[str]:
+    """Where a report says something else than what is `recomputed`, in words; nothing for one that was made from its records."""
+    for name, part in computed.items():
+        yield from _differences(name, report.get(name), part)
+
+
+def defects(records: Sequence[PromptRecord], settings: Mapping[str, Any]) -> Iterator[str]:
+    """Where records are none that decoding leaves, in words. settings: the report's."""
+    seen: set[tuple[str, str]] = set()
+    for record in records:
+        if (key := (record.id, repr(record.configuration))) in seen:
+            yield f"{record.id} is there twice"
+        seen.add(key)
+        for wrong in _defects(record, settings):
+            yield f"{record.id}: {wrong}"
+
+
+def _defects(record: PromptRecord, settings: Mapping[str, Any]) -> Iterator[str]:
+    at, tokens, plain = record.configuration, record.token_ids, record.baseline
+    for number, entry in enumerate(record.rounds, start=1):
+        accepted = len(entry.accepted)
+        if entry.accepted != entry.drafted[:accepted] or entry.accepted != entry.emitted[:accepted]:
+            yield f"round {number} accepted what was not drafted or not emitted"
+        elif len(entry.emitted) - accepted not in (0, 1) or (len(entry.drafted) > at.num_speculative_tokens):
+            yield f"round {number} has more tokens than K = {at.num_speculative_tokens} allows"
+        elif at.tree is None and entry.num_off_path:
+            yield f"round {number} of a chain has other branches"
+        elif (
+            at.tree is None
+            and accepted < min(len(entry.drafted), len(entry.emitted))
+            and (entry.drafted[accepted] == entry.emitted[accepted])
+        ):
+            yield f"round {number} rejected the target's own token"
+        elif (len(entry.drafted_text), len(entry.emitted_text)) != (len(entry.drafted), len(entry.emitted)):
+            yield f"round {number} has other texts than tokens"
+    counted: dict[str, tuple[int | None, int]] = {
+        "tokens": (record.speculative.num_tokens, len(tokens) if tokens else record.speculative.num_tokens)
+    }
+    if record.counts is None:
+        counted["rounds"] = (record.speculative.num_rounds, len(record.rounds))
+    else:
+        counted["accepted tokens"] = (record.counts.num_accepted_tokens, sum(record.counts.accepted_per_position))
+    for what, (said, held) in counted.items():
+        if said != held:
+            yield f"it says {said} {what} and has {held}"
+    for timing in (record.speculative, plain):
+        if timing and not (1 <= timing.num_tokens <= settings["max_new_tokens"] and timing.seconds > 0):
+            yield f"{timing.num_tokens} tokens in {timing.seconds} s, where {settings['max_new_tokens']} were asked for"
 
 
 def _differences(place: str, stated: Any, computed: Any) -> Iterator[str]:

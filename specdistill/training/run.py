@@ -4,6 +4,7 @@ Its folder holds `draft/`, `report/`, the trainer's checkpoints, and `run/`: the
 revision, data fingerprint), which is written before the first step.
 """
 
+import hashlib
 import json
 import os
 import shutil
@@ -89,6 +90,7 @@ class TrainingRun:
             raise UserError("train.output_dir", got=got, expected=f"a new folder, or {other} {facts[other]}")
         provenance = {
             "created": datetime.now(UTC).isoformat(timespec="seconds"),
+            "recipe": hashlib.sha256(recipe_yaml(self.recipe).encode()).hexdigest(),
             "command": sys.argv,
             "python": sys.version.split()[0],
             "packages": {name: version(name) for name in PACKAGES},
