@@ -1,9 +1,11 @@
-"""The CI workflow that judges releases: it is YAML, and every command in it is one that exists, with keys that are accepted."""
+"""The CI workflow that judges and publishes drafts: its callers give inputs that it has, and every command in it is one that exists."""
 
 import json
 import os
 import re
 import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,109 +20,154 @@ from specdistill.project import ROOT, SUITES
 from specdistill.recipe.load import load_recipe
 from tests.scripts import load_script
 
-PATH = ROOT / ".github" / "workflows" / "release-gate.yml"
-WORKFLOW = yaml.safe_load(PATH.read_text(encoding="utf-8"))
-VALUES = {
-    "vars.RELEASE_TARGET": "org/target",
-    "vars.RELEASE_METHOD": "eagle3",
-    "inputs.draft || vars.RELEASE_DRAFT": "org/draft@v2",
-    "vars.RELEASE_SUITE || 'spec-bench'": "spec-bench",
-    "inputs.baseline || vars.RELEASE_BASELINE": "org/draft@v1",
-    "secrets.HF_TOKEN": "secret",
-    "github.token": "token",
-    "github.event.pull_request.html_url": "https://github.com/org/repo/pull/7",
-}
+FOLDER = ROOT / ".github" / "workflows"
+GATE = yaml.safe_load((FOLDER / "release-gate.yml").read_text(encoding="utf-8"))
+# YAML 1.1 reads the key `on` as true.
+CALL = GATE[True]["workflow_call"]
+(STEPS,) = (job["steps"] for job in GATE["jobs"].values())
+# Who calls it: this repository, and the example for others.
+PAGE = (ROOT / "docs" / "release.md").read_text(encoding="utf-8")
+(EXAMPLE,) = re.findall(r"```yaml\n(# \.github.*?)```", PAGE, re.DOTALL)
+CALLERS = {"pico": yaml.safe_load((FOLDER / "pico.yml").read_text(encoding="utf-8")), "another repository": yaml.safe_load(EXAMPLE)}
+PULL_REQUEST = "https://github.com/org/repo/pull/7"
 # Stands in for every program: it writes down what the shell gave it.
 RECORDER = """#!/usr/bin/env python3
 import json, pathlib, sys
 with open({record!r}, "a") as file:
     print(json.dumps([pathlib.Path(sys.argv[0]).name, *sys.argv[1:]]), file=file)
 """
-PROGRAMS = ("make", "gh", ".venv/bin/specdistill")
 
 
-def filled_in(environment: dict[str, str]) -> dict[str, str]:
-    """An `env` section as GitHub would fill it in; an expression that is not in VALUES is an error here."""
-    return {name: re.sub(r"\$\{\{ (.+?) \}\}", lambda found: VALUES[found[1]], value) for name, value in environment.items()}
+@dataclass(frozen=True)
+class Event:
+    """What starts the workflow, and who calls it with which inputs."""
+
+    given: Mapping[str, Any]
+    pull_request: bool
+    tag: str = ""
+
+    @property
+    def inputs(self) -> dict[str, Any]:
+        return {name: self.given.get(name, declared.get("default", "")) for name, declared in CALL["inputs"].items()}
+
+    def holds(self, condition: str) -> bool:
+        """An `if` of a step, while no step has failed. One that is not here is an error."""
+        from_here = "github.event.pull_request.head.repo.full_name == github.repository"
+        return {
+            "always()": True,
+            "inputs.run == ''": self.inputs["run"] == "",
+            f"always() && github.event_name == 'pull_request' && {from_here}": self.pull_request,
+            "success() && github.ref_type == 'tag' && inputs.repo != ''": bool(self.tag and self.inputs["repo"]),
+        }[condition]
+
+    def filled_in(self, environment: Mapping[str, str]) -> dict[str, str]:
+        """An `env` section as GitHub would fill it in. An expression that is not here is an error."""
+        values = {
+            **{f"inputs.{name}": str(value) for name, value in self.inputs.items()},
+            "inputs.run || 'runs/release-gate'": self.inputs["run"] or "runs/release-gate",
+            "github.ref_name": self.tag or "7/merge",
+            "github.token": "token",
+            "github.event.pull_request.html_url": PULL_REQUEST,
+            "secrets.HF_TOKEN": "secret",
+        }
+        return {name: re.sub(r"\$\{\{ (.+?) \}\}", lambda found: values[found[1]], text) for name, text in environment.items()}
 
 
-def commands(job: dict[str, Any], folder: Path) -> list[list[str]]:
-    """What every step of a job runs, as the shell passes it on: the program's name and its arguments."""
+def commands(event: Event, folder: Path) -> list[list[str]]:
+    """What every step runs, as the shell passes it on: the program's name and its arguments."""
     record = folder / "commands"
-    for name in PROGRAMS:
+    for name in ("python", "gh", ".venv/bin/pip", ".venv/bin/specdistill"):
         program = folder / name
         program.parent.mkdir(parents=True, exist_ok=True)
         program.write_text(RECORDER.format(record=str(record)))
         program.chmod(0o755)
-    for report in ("runs/gate/report", "runs/release"):
-        (folder / report).mkdir(parents=True)
-        (folder / report / "report.md").write_text("# Passed\n")
-    path = {"PATH": f"{folder}:{os.environ['PATH']}", "GITHUB_STEP_SUMMARY": str(folder / "summary.md")}
-    for step in job["steps"]:
-        if "run" in step:
-            environment = path | filled_in(job.get("env", {})) | filled_in(step.get("env", {}))
-            subprocess.run(["bash", "-euo", "pipefail", "-c", step["run"]], cwd=folder, check=True, env=environment)
+    (job,) = GATE["jobs"].values()
+    variables = event.filled_in(job["env"])
+    (folder / variables["RUN"] / "report").mkdir(parents=True)
+    (folder / variables["RUN"] / "report" / "report.md").write_text("# Passed\n")
+    variables |= {"PATH": f"{folder}:{os.environ['PATH']}", "GITHUB_STEP_SUMMARY": str(folder / "summary.md")}
+    for step in STEPS:
+        if "run" in step and event.holds(step.get("if", "always()")):
+            surroundings = variables | event.filled_in(step.get("env", {}))
+            shell = ["bash", "-euo", "pipefail", "-c", step["run"]]
+            subprocess.run(shell, cwd=folder, check=True, env=surroundings, timeout=60)
     return [json.loads(line) for line in record.read_text().splitlines()]
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, list[list[str]]]]:
-    folders = {name: tmp_path_factory.mktemp(name) for name in WORKFLOW["jobs"]}
-    return {name: (folders[name], commands(job, folders[name])) for name, job in WORKFLOW["jobs"].items()}
 
 
 def recipe_of(command: list[str]) -> Recipe:
     """The recipe that a command's keys stand for; raises UserError for one that is not accepted."""
     script = load_script("eval/run.py")
-    first = [] if any(key.startswith("recipe=") for key in command) else ["train.output_dir=runs/eval"]
-    return load_recipe(Recipe, [*first, *(spell_out(key, script.SHORTHANDS) for key in command)])
+    return load_recipe(Recipe, [spell_out(key, script.SHORTHANDS) for key in command])
 
 
-def test_every_command_exists_and_takes_its_keys(run: dict[str, tuple[Path, list[list[str]]]]) -> None:
-    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    ran = [command for _, job in run.values() for command in job]
-    assert {command[0] for command in ran} == {"make", "gh", "specdistill"}
-    for program, verb, *keys in ran:
-        if program == "make":
-            assert verb in targets
-        elif program == "specdistill":
-            assert verb in VERBS
-            recipe = recipe_of(keys)
-            load_gate(recipe.gate)
-            assert (SUITES / f"{recipe.eval.suite}.yaml").is_file()
+@pytest.mark.parametrize("caller", CALLERS.values(), ids=CALLERS)
+def test_a_caller_gives_inputs_and_rights_that_the_workflow_asks_for(caller: dict[Any, Any]) -> None:
+    assert caller["permissions"] == {"contents": "read", "pull-requests": "write"}
+    kinds = {"string": str, "number": int, "boolean": bool}
+    for job in caller["jobs"].values():
+        assert re.fullmatch(r"(\.|[\w-]+/specdistill)/\.github/workflows/release-gate\.yml(@\w+)?", job["uses"])
+        assert job["with"].keys() <= CALL["inputs"].keys()
+        assert job.get("secrets", {}).keys() <= CALL["secrets"].keys()
+        for name, declared in CALL["inputs"].items():
+            assert name in job["with"] or not declared.get("required")
+            assert isinstance(job["with"].get(name, declared.get("default")), kinds[declared["type"]])
 
 
-def test_pico_is_trained_and_judged_in_one_folder_and_its_report_is_shown(run: dict[str, tuple[Path, list[list[str]]]]) -> None:
-    folder, ran = run["pico"]
-    train, measure = (recipe_of(command[2:]) for command in ran if command[0] == "specdistill")
-    assert train == measure and train.gate == "pico"
-    report = f"{train.train['output_dir']}/report"
-    assert (folder / "summary.md").read_text() == "# Passed\n"
-    (comment,) = (command for command in ran if command[0] == "gh")
-    assert comment[-2:] == ["--body-file", f"{report}/report.md"] and VALUES["github.event.pull_request.html_url"] in comment
-    uploads = [step["with"]["path"] for step in WORKFLOW["jobs"]["pico"]["steps"] if "upload-artifact" in step.get("uses", "")]
-    assert uploads == [report]
+def test_pico_is_trained_and_judged_in_one_folder_and_its_report_is_shown(tmp_path: Path) -> None:
+    event = Event(CALLERS["pico"]["jobs"]["pico"]["with"], pull_request=True)
+    ran = commands(event, tmp_path)
+    assert [command[:2] for command in ran] == [
+        ["python", "-m"],
+        ["pip", "install"],
+        ["specdistill", "train"],
+        ["specdistill", "eval"],
+        ["gh", "pr"],
+    ]
+    trained = recipe_of(ran[2][2:])
+    assert trained.train["output_dir"] == "runs/release-gate" and (SUITES / f"{trained.eval.suite}.yaml").is_file()
+    load_gate(trained.gate)
+    assert ran[3][2:] == ["recipe=runs/release-gate/run/recipe.yaml", "train.output_dir=runs/release-gate"]
+    assert (ROOT / ran[1][ran[1].index("--constraint") + 1]).is_file() and ran[1][-1] == "."
+    assert ran[4][-2:] == ["--body-file", "runs/release-gate/report/report.md"] and PULL_REQUEST in ran[4]
+    assert (tmp_path / "summary.md").read_text() == "# Passed\n"
+    uploads = [step["with"]["path"] for step in STEPS if "upload-artifact" in step.get("uses", "")]
+    assert uploads == ["${{ env.RUN }}/report"]
 
 
-def test_a_release_is_judged_against_the_one_before(run: dict[str, tuple[Path, list[list[str]]]]) -> None:
-    folder, ran = run["release"]
-    (recipe,) = (recipe_of(command[2:]) for command in ran if command[0] == "specdistill")
-    assert (recipe.eval.draft, recipe.eval.baseline, recipe.gate) == ("org/draft@v2", "org/draft@v1", "release")
-    assert (recipe.target.model, recipe.method, recipe.eval.suite) == ("org/target", "eagle3", "spec-bench")
-    assert recipe.eval.output_dir == "runs/release"
-    assert (folder / "summary.md").read_text() == "# Passed\n"
+def test_a_tag_is_published_and_a_pull_request_is_not(tmp_path: Path) -> None:
+    given = CALLERS["another repository"]["jobs"]["draft"]["with"]
+    for number, (tag, last) in enumerate({"": "gh", "v2": "specdistill"}.items()):
+        folder = tmp_path / str(number)
+        # An absolute folder of the runner stands here inside the test's.
+        event = Event({**given, "run": str(folder / "my run")}, pull_request=not tag, tag=tag)
+        ran = [command for command in commands(event, folder) if command[0] in ("specdistill", "gh")]
+        assert ran[0] == [
+            *("specdistill", "eval", f"recipe={folder}/my run/run/recipe.yaml", f"train.output_dir={folder}/my run"),
+            "eval.baseline=org/name@v1",
+        ]
+        assert len(ran) == 2 and ran[1][0] == last
+    assert ran[1] == ["specdistill", "publish", f"run={folder}/my run", "repo=org/name", "tag=v2"]
+
+
+def test_every_verb_exists() -> None:
+    verbs = re.findall(r"specdistill (\w+)", " ".join(step.get("run", "") for step in STEPS))
+    assert verbs and set(verbs) <= VERBS.keys()
 
 
 def test_what_people_type_reaches_the_shell_as_variables_only() -> None:
     """`${{ … }}` inside a script would be run as code."""
-    for job in WORKFLOW["jobs"].values():
-        for step in job["steps"]:
-            assert "${{" not in step.get("run", "")
+    for step in STEPS:
+        assert "${{" not in step.get("run", "")
 
 
-def test_the_report_is_shown_also_when_the_gate_fails() -> None:
-    for job in WORKFLOW["jobs"].values():
-        steps = job["steps"]
-        judged = next(number for number, step in enumerate(steps) if step.get("name") == "Measure and judge")
-        assert len(steps) > judged + 2
-        assert all(step["if"].startswith("always()") for step in steps[judged + 1 :])
+def test_the_token_is_in_the_steps_that_ask_the_hub_alone() -> None:
+    assert [step["name"] for step in STEPS if "HF_TOKEN" in step.get("env", {})] == ["Train", "Measure and judge", "Publish"]
+    (job,) = GATE["jobs"].values()
+    assert "secrets" not in str(job["env"])
+
+
+def test_the_report_is_shown_also_when_the_gate_fails_and_nothing_is_published_then() -> None:
+    names = [step.get("name", step.get("uses")) for step in STEPS]
+    after = STEPS[names.index("Measure and judge") + 1 :]
+    assert len(after) == 4
+    assert [step["if"].split(" ")[0] for step in after] == ["success()", "always()", "always()", "always()"]
