@@ -28,7 +28,10 @@ CALL = GATE[True]["workflow_call"]
 # Who calls it: this repository, and the example for others.
 PAGE = (ROOT / "docs" / "release.md").read_text(encoding="utf-8")
 (EXAMPLE,) = re.findall(r"```yaml\n(# \.github.*?)```", PAGE, re.DOTALL)
-CALLERS = {"pico": yaml.safe_load((FOLDER / "pico.yml").read_text(encoding="utf-8")), "another repository": yaml.safe_load(EXAMPLE)}
+CALLERS = {
+    "pico": yaml.safe_load((FOLDER / "pico.yml").read_text(encoding="utf-8")),
+    "another repository": yaml.safe_load(EXAMPLE),
+}
 PULL_REQUEST = "https://github.com/org/repo/pull/7"
 # Stands in for every program: it writes down what the shell gave it.
 RECORDER = """#!/usr/bin/env python3
