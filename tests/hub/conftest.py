@@ -1,4 +1,4 @@
-"""A tiny target and an EAGLE-3 head for it, in folders and on a Hub, and `specdistill acquire` in this process."""
+"""A measured run; a tiny target and an EAGLE-3 head for it, in folders and on a Hub, and `specdistill acquire` in this process."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +11,7 @@ from specdistill.cli import main
 from specdistill.methods.load import implementation
 from specdistill.methods.target_record import save_draft
 from specdistill.targets.frozen import FrozenTarget
+from tests.finished_runs import finished_run
 from tests.heads import build_head
 from tests.loopback_hub import Hub, loopback_hub
 from tests.tiny import tiny_target_model, tiny_tokenizer
@@ -46,6 +47,12 @@ class Acquire:
     def cached(self, home: Path | None = None) -> set[str]:
         """Names of files in the cache's snapshots."""
         return {path.name for path in (home or self.home).rglob("snapshots/*/**/*") if path.is_file()}
+
+
+@pytest.fixture(scope="session")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with a report that passes its gate; tests that change it copy it."""
+    return finished_run(tmp_path_factory.mktemp("measured"))
 
 
 @pytest.fixture(scope="session")

@@ -16,14 +16,9 @@ from specdistill.hub.evidence import SPOT_CHECK, check_evidence
 from specdistill.methods.load import draft_hash
 from specdistill.report.files import read_report, write_report
 from specdistill.statistics.records import PromptRecord, RoundRecord
-from tests.finished_runs import finished_run, timed, write
+from tests.finished_runs import timed, write
 
 NOT_DECODED = "not decoded again"
-
-
-@pytest.fixture(scope="module")
-def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return finished_run(tmp_path_factory.mktemp("measured"))
 
 
 @pytest.fixture

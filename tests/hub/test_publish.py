@@ -12,18 +12,12 @@ from huggingface_hub import ModelCard
 from specdistill.cli import main
 from specdistill.export.export import export
 from specdistill.report.files import read_report
-from tests.finished_runs import finished_run
 from tests.loopback_hub import Fault, Hub, loopback_hub
 
 NAME = "someone/half-right"
 DRAFT = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
 REPORT = {f"report/{name}" for name in ("junit.xml", "report.html", "report.json", "report.md", "samples.jsonl")}
 RELEASE = {"README.md", "recipe.yaml", "provenance.json", *DRAFT, *REPORT}
-
-
-@pytest.fixture(scope="module")
-def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return finished_run(tmp_path_factory.mktemp("measured"))
 
 
 @pytest.fixture
