@@ -15,7 +15,9 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from specdistill.methods.load import locate
+from specdistill.methods.load import implementation, locate
+from specdistill.methods.target_record import save_draft
+from tests.heads import build_head
 from tests.hub.conftest import DRAFT, TARGET, Acquire, Said, files_of
 from tests.loopback_hub import Fault, Hub, Sparse, environment, loopback_hub
 from tests.mtp_targets import write_checkpoint
@@ -94,6 +96,25 @@ def test_a_layer_comes_with_its_target(kind: str, hub: Hub, acquire: Acquire, tm
     assert acquire.cached() == {path.name for path in (tmp_path / "native").iterdir()}
     said = acquire("method=mtp", f"target={TARGET}")
     assert said.code == 2 and "which has no multi-token-prediction weights" in said.error
+
+
+def test_a_layer_of_another_width_is_refused(hub: Hub, acquire: Acquire, tmp_path: Path) -> None:
+    """In the target's own checkpoint, and in a draft that was trained."""
+    target = write_checkpoint("qwen3_5", tmp_path / "native")
+    save_draft(implementation("mtp"), target, build_head("mtp", target), tmp_path / "draft")
+    for name in ("native", "draft"):
+        hub.create(f"someone/{name}", files_of(tmp_path / name))
+    keys = ("method=mtp", "target=someone/native")
+    assert acquire(*keys, "draft=someone/draft").code == 0
+    for name in ("native", "draft"):
+        tensors = load_file(tmp_path / name / "model.safetensors")
+        save_file({**tensors, "mtp.fc.weight": tensors["mtp.fc.weight"][:, 1:].contiguous()}, tmp_path / "model.safetensors")
+        hub.commit(f"someone/{name}", {"model.safetensors": tmp_path / "model.safetensors"})
+    said = acquire(*keys)
+    why = "with mtp.fc.weight of shape (32, 63), expected one of shape (32, 64)"
+    assert (said.code, said.error) == (2, f"target.model: got someone/native {why}")
+    said = acquire(*keys, "draft=someone/draft")
+    assert (said.code, said.error) == (2, f"draft: got someone/draft {why}")
 
 
 def test_no_weights_no_work(acquire: Acquire, hub: Hub) -> None:
@@ -205,6 +226,13 @@ def index_that_leads_out(hub: Hub, saved: dict[str, Path], tmp_path: Path) -> No
     hub.commit(DRAFT, {"model.safetensors.index.json": json.dumps(index).encode()})
 
 
+def index_that_is_behind(hub: Hub, saved: dict[str, Path], tmp_path: Path) -> None:
+    """It leaves out a tensor that a head may lack."""
+    names = load_file(saved["draft"] / "model.safetensors").keys() - {"t2d"}
+    index = {"weight_map": dict.fromkeys(sorted(names), "model.safetensors")}
+    hub.commit(DRAFT, {"model.safetensors.index.json": json.dumps(index).encode()})
+
+
 Change = Callable[..., None]
 
 
@@ -219,6 +247,7 @@ Change = Callable[..., None]
         (cut_short, "whose model.safetensors cannot be read"),
         (without_tensor, "without fc.weight, expected fc.weight of shape (64, 192)"),
         (index_that_leads_out, "with ../../model.safetensors, expected files in the same folder"),
+        (index_that_is_behind, "whose files and index differ about t2d"),
         (lambda hub, *a: hub.commit(DRAFT, {"../../outside.json": b"{}"}), "which lists '../../outside.json'"),
         (lambda hub, *a: hub.commit(DRAFT, {"/etc/passwd": b"{}"}), "which lists '/etc/passwd'"),
         (lambda hub, *a: hub.commit(DRAFT, {"config.json": b"{"}), "expected JSON"),
