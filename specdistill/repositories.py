@@ -24,7 +24,6 @@ from specdistill.project import PICO
 
 # httpx's base class, under the name of the release that huggingface_hub stands on.
 HTTP_ERROR: type[BaseException] = HfHubHTTPError.__bases__[0]
-BUSY = (429, 500, 502, 503, 504)
 NAMES_SHOWN = 6
 
 
@@ -88,10 +87,8 @@ def _reason(error: BaseException, repository: str, revision: str | None) -> tupl
                 f"could not be fetched from the Hub: the certificate of {constants.ENDPOINT} is refused ({each.verify_message})"
             )
             return reason, f"check this machine's clock (it says {now}) and its certificates"
-    said = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
-    is_busy = any(isinstance(each, HfHubHTTPError) and each.response.status_code in BUSY for each in chain)
-    next_step = "run it again in a while" if is_busy else "check the path or the id, HF_TOKEN and the network"
-    return f"could not be fetched from the Hub ({said})", next_step
+    said = next(iter(str(error).splitlines()), "") or type(error).__name__
+    return f"could not be fetched from the Hub ({said})", "check the path or the id, HF_TOKEN and the network"
 
 
 def _revisions(repository: str, revision: str | None) -> str:
@@ -132,21 +129,12 @@ def split_revision(entry: str) -> tuple[str, str | None]:
     return name, revision
 
 
-def fetch(
-    name: str,
-    *,
-    key: str,
-    expected: str,
-    revision: str | None = None,
-    patterns: Sequence[str] | None = None,
-    ignored: Sequence[str] = (),
-) -> Path:
-    """The folder `name`, or the local copy of the Hub repository's files, all or those that match `patterns`, and not `ignored`."""
+def fetch(name: str, *, key: str, expected: str, revision: str | None = None, patterns: Sequence[str] | None = None) -> Path:
+    """The folder `name`, or the local copy of the Hub repository's files, all or those that match `patterns`."""
     if Path(name).is_dir():
         return Path(name)
-    allowed = None if patterns is None else list(patterns)
     with hub_errors(key, f"{name}@{revision}" if revision else name, expected=expected):
-        return Path(snapshot_download(name, revision=revision, allow_patterns=allowed, ignore_patterns=list(ignored)))
+        return Path(snapshot_download(name, revision=revision, allow_patterns=None if patterns is None else list(patterns)))
 
 
 def large_file_hashes(repository: str, revision: str, *, key: str) -> dict[str, str]:

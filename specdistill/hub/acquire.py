@@ -73,8 +73,6 @@ def acquire(
     folder, gguf = split_gguf(target)
     of_target = Source.of(folder, target_revision, key="target.model", expected=TARGET)
     files = TargetFiles(f"{of_target.repository or of_target.folder}{f'/{gguf}' if gguf else ''}", of_target.commit, adapter)
-    if gguf:
-        _fetch_gguf(of_target, gguf, dry_run)
     whole_target = bool(warm or bundle)
     if draft is not None:
         source = _source_of(draft, revision)
@@ -140,16 +138,6 @@ def _checked(
         check_target(folder, target, "draft", **options)
     say(f"{source.name}: a draft of method {method} that fits {of_target.name}")
     return [*needed, *headers.files]
-
-
-def _fetch_gguf(target: Source, file: str, dry_run: bool) -> None:
-    """Fetch the one file that holds a target's config too, so that nothing can be checked without it."""
-    if file not in target.files:
-        raise UserError("target.model", got=f"{target.name} without {file}", expected="a GGUF file that it has")
-    _announce([Wanted("target", target, [file])])
-    if dry_run and target.missing([file]):
-        raise UserError("dry_run", got="true", expected=f"false: {file} holds the target's config, and is not here")
-    target.fetch([file])
 
 
 def _check_native(method: str, target: TargetFiles, source: Source) -> None:

@@ -15,6 +15,7 @@ from typing import Annotated, Any, BinaryIO, Literal
 
 from huggingface_hub import constants
 from huggingface_hub.errors import HFValidationError
+from huggingface_hub.file_download import repo_folder_name
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 from pydantic import AfterValidator, Field, ValidationError
 from rich.filesize import decimal
@@ -22,7 +23,7 @@ from rich.filesize import decimal
 from specdistill.command import check_writable
 from specdistill.cost import free_bytes
 from specdistill.errors import ResourceError, UserError, one_line
-from specdistill.hub.sources import Source, cache_of, checksum_of, is_inside, say
+from specdistill.hub.sources import Source, checksum_of, is_inside, say
 from specdistill.methods.checkpoint import new_folder
 from specdistill.recipe.fields import Section
 
@@ -212,7 +213,7 @@ def _into_cache(path: Path, archive: tarfile.TarFile, manifest: Manifest, cache:
             _extract(path, archive, manifest, Path(temporary))
             for role, part in manifest.parts.items():
                 assert part.repository is not None and part.commit is not None
-                repository = cache_of(part.repository)
+                repository = cache / repo_folder_name(repo_id=part.repository, repo_type="model")
                 folders[role] = repository / "snapshots" / part.commit
                 for file, entry in part.files.items():
                     blob, link = repository / "blobs" / entry.checksum, folders[role] / file

@@ -78,10 +78,10 @@ class Published:
     def report(self) -> dict[str, Any]:
         return self.release.report
 
-    @property
-    def target_name(self) -> str:
-        """As commands are given it: pico, the Hub id, or TARGET."""
-        return "pico" if self.target.name_or_path == "pico" else self.base_model or "TARGET"
+
+def target_name(target: TargetIdentity, base_model: str | None) -> str:
+    """As specdistill's commands are given it: pico, the Hub id, or TARGET."""
+    return "pico" if target.name_or_path == "pico" else base_model or "TARGET"
 
 
 def model_card(of: Published) -> ModelCard:
@@ -158,7 +158,12 @@ def measured_again(of: Published) -> str:
         values["target.dtype"] = report["target"]["dtype"]
     if of.target.adapter:
         values["target.adapter"] = of.target.adapter
-    named = {"method": of.method, "target": of.target_name, "draft": f"{of.repository}@{of.tag}", **values}
+    named = {
+        "method": of.method,
+        "target": target_name(of.target, of.base_model),
+        "draft": f"{of.repository}@{of.tag}",
+        **values,
+    }
     words = [shlex.quote(f"{key}={_yaml(value)}") for key, value in named.items()]
     return " \\\n    ".join(["specdistill eval", *words])
 

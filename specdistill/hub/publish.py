@@ -14,7 +14,7 @@ from huggingface_hub.hf_api import RepoFile
 from specdistill.engines.engine import Served
 from specdistill.errors import UserError
 from specdistill.export.export import export
-from specdistill.hub.card import Published, model_card
+from specdistill.hub.card import Published, model_card, target_name
 from specdistill.hub.evidence import DRAFT, FINISHED, RECIPE, Release, check_evidence
 from specdistill.hub.licenses import CARD, TEXTS, Licensed, forbidden, license_of_draft, licensed_data, licensed_model
 from specdistill.hub.repository import (
@@ -138,6 +138,7 @@ def stage(
             samples=settings.get("temperature", 0) > 0 and settings.get("draft_sampling", "greedy") != "greedy",
             config=read_config(draft, "run"),
         )
+        name = target_name(origin.identity, origin.base_model)
         card = model_card(
             Published(
                 repository=repository,
@@ -148,7 +149,7 @@ def stage(
                 base_model=origin.base_model,
                 parts=origin.parts,
                 license=license_of_draft(license, origin.parts),
-                serving=list(serving_lines(served, draft, exported, repository=repository, tag=tag)),
+                serving=list(serving_lines(served, draft, exported, repository=repository, tag=tag, target=name)),
                 overridden=overridden,
                 reason=reason,
             )

@@ -195,7 +195,7 @@ def hub_failures(repository: str) -> Iterator[None]:
         raise ResourceError("repo: HF_HUB_OFFLINE is set", next_step="unset it to publish") from error
     except HTTP_ERROR as error:
         what = f"repo: {constants.ENDPOINT} did not answer ({one_line(str(error)) or type(error).__name__})"
-        raise ResourceError(what, next_step=AGAIN) from error
+        raise ResourceError(what, next_step=f"check the network and this machine's clock, and {AGAIN}") from error
     except (ValueError, RuntimeError, OSError) as error:
         # A card that the Hub refuses, an answer that is none, and whatever hf_xet meets: it knows no other class.
         what = f"repo: {repository} could not be written ({one_line(str(error))[:300]})"

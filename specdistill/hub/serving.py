@@ -29,13 +29,19 @@ def loads_as_is(engine: Engine, method: str, folder: Path) -> bool:
     return not (result.refused or result.silent)
 
 
+def can_express(engine: Engine, method: str, folder: Path) -> bool:
+    """Whether an export for an engine would be more than refused, as far as is known without the target."""
+    layout, head = engine.layouts.get(method), implementation(method).head_shape(read_config(folder, "draft"), None)
+    return layout is not None and not any(limit.has(head) for limit in layout.limits)
+
+
 def serving_lines(
-    served: Served, draft: Path, exports: Mapping[str, Served], *, repository: str, tag: str
+    served: Served, draft: Path, exports: Mapping[str, Served], *, repository: str, tag: str, target: str
 ) -> Iterator[tuple[str, str]]:
     """(engine's title, commands) for each engine that can be given the draft: as it is, as exported beside it, or exported first.
 
     served: the draft in the repository's root. draft: its folder here. exports: engine -> what was exported for it, into a folder of that
-    name.
+    name. target: as specdistill's own commands name it.
     """
     assert served.method is not None
     local = repository.rpartition("/")[2]

@@ -13,7 +13,6 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
-from json import JSONDecodeError
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
@@ -98,15 +97,13 @@ class Source:
             try:
                 is_offline = constants.is_offline_mode()
                 commit = HfApi().resolve_revision(place, revision=revision, local_files_only=is_offline).resolved
-                folder = cache_of(place) / "snapshots" / commit
-                files = _cached(place, commit, folder) if is_offline else _listed(place, commit)
             except RevisionResolutionError as error:
                 if not is_offline:
                     raise
                 raise _not_here(f"{key}: of {shown} nothing is in the Hub's cache, {constants.HF_HUB_CACHE}") from error
-            except (UnicodeDecodeError, JSONDecodeError, LookupError, TypeError) as error:
-                what = f"{key}: what {constants.ENDPOINT} says of {shown} cannot be read ({one_line(str(error))[:120]})"
-                raise ResourceError(what, next_step="run it again") from error
+            repository = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=place, repo_type="model")
+            folder = repository / "snapshots" / commit
+            files = _cached(place, commit, folder) if is_offline else _listed(place, commit)
         if unsafe := next((path for path in files if not is_inside(path)), None):
             raise UserError(key, got=f"{shown}, which lists {unsafe!r}", expected="names of files inside the repository")
         return cls(key, shown, folder, files, place, revision, commit)
@@ -283,11 +280,6 @@ class Headers(Mapping[str, Tensor]):
     def _broken(self, file: str, why: str) -> UserError:
         got = f"{self.source.name}, whose {file} cannot be read ({one_line(why)[:160]})"
         return UserError(self.source.key, got=got, expected="whole safetensors files")
-
-
-def cache_of(repository: str) -> Path:
-    """Where huggingface_hub keeps a repository's blobs, snapshots and refs."""
-    return Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=repository, repo_type="model")
 
 
 def is_inside(path: str) -> bool:

@@ -97,8 +97,7 @@ def locate(
     Raises UserError for a path that is no folder, ResourceError when the Hub fails.
     """
     name, revision = split_revision(draft)
-    place = resolve(name, key)  # its folders hold other things: reports, layouts of engines
-    return fetch(place, key=key, expected=expected, revision=revision, patterns=patterns, ignored=["*/*"])
+    return fetch(resolve(name, key), key=key, expected=expected, revision=revision, patterns=patterns)
 
 
 def draft_files(folder: Path) -> list[Path]:

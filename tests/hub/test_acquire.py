@@ -15,11 +15,8 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from specdistill.methods.load import implementation, locate
-from specdistill.methods.target_record import save_draft
-from tests.heads import build_head
 from tests.hub.conftest import DRAFT, TARGET, Acquire, Said, files_of
-from tests.loopback_hub import Fault, Hub, Sparse, environment, loopback_hub
+from tests.loopback_hub import Fault, Hub, Sparse, environment
 from tests.mtp_targets import write_checkpoint
 from tests.public_pairs import PAIRS, WRONG_PAIRS, Repository
 from tests.tiny import tiny_target_model, tiny_tokenizer
@@ -98,66 +95,10 @@ def test_a_layer_comes_with_its_target(kind: str, hub: Hub, acquire: Acquire, tm
     assert said.code == 2 and "which has no multi-token-prediction weights" in said.error
 
 
-def test_a_layer_of_another_width_is_refused(hub: Hub, acquire: Acquire, tmp_path: Path) -> None:
-    """In the target's own checkpoint, and in a draft that was trained."""
-    target = write_checkpoint("qwen3_5", tmp_path / "native")
-    save_draft(implementation("mtp"), target, build_head("mtp", target), tmp_path / "draft")
-    for name in ("native", "draft"):
-        hub.create(f"someone/{name}", files_of(tmp_path / name))
-    keys = ("method=mtp", "target=someone/native")
-    assert acquire(*keys, "draft=someone/draft").code == 0
-    for name in ("native", "draft"):
-        tensors = load_file(tmp_path / name / "model.safetensors")
-        save_file({**tensors, "mtp.fc.weight": tensors["mtp.fc.weight"][:, 1:].contiguous()}, tmp_path / "model.safetensors")
-        hub.commit(f"someone/{name}", {"model.safetensors": tmp_path / "model.safetensors"})
-    said = acquire(*keys)
-    why = "with mtp.fc.weight of shape (32, 63), expected one of shape (32, 64)"
-    assert (said.code, said.error) == (2, f"target.model: got someone/native {why}")
-    said = acquire(*keys, "draft=someone/draft")
-    assert (said.code, said.error) == (2, f"draft: got someone/draft {why}")
-
-
 def test_no_weights_no_work(acquire: Acquire, hub: Hub) -> None:
     said = acquire("method=ngram", f"target={TARGET}")
     assert said == Said(2, "", "error: method: got ngram, which has no weights, expected a method with something to acquire\n")
     assert hub.requests == []
-
-
-def test_files_that_xet_stores(saved: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Their links lead on to a store of the whole cache, and the target's hashes, which the draft records, are the same."""
-    with loopback_hub(tmp_path / "loopback", transfer="xet") as hub:
-        for name, kind in ((TARGET, "target"), (DRAFT, "draft")):
-            hub.create(name, files_of(saved[kind]))
-        acquire = Acquire(hub, tmp_path / "home", capsys)
-        assert acquire.head("warm=true").code == 0
-        said = acquire.head("warm=true")  # by the files in the cache
-        assert said.code == 0, said.err
-        stored = (Path(said.out.strip()) / "model.safetensors").resolve()
-        assert (
-            "xet-token" in {request.route for request in hub.requests} and stored.parent.parent == tmp_path / "home/hub/blobs"
-        )
-        intact = stored.read_bytes()
-        stored.chmod(0o644)
-        stored.write_bytes(intact[:-1] + b"\xff")
-        said = acquire.head("verify=true")
-        assert said.code == 0 and "fetched again: model.safetensors" in said.err, said.err
-        assert (Path(said.out.strip()) / "model.safetensors").read_bytes() == intact
-
-
-def test_folders_of_a_repository_are_left_there(hub: Hub, acquire: Acquire) -> None:
-    """By every command that takes a Hub id."""
-    with hub.client(acquire.home):
-        folder = locate(DRAFT, key="draft")
-    inside = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
-    assert inside == {"config.json", "model.safetensors", "pytorch_model.bin"}
-
-
-def test_a_gguf_target_must_be_there_to_be_checked(hub: Hub, acquire: Acquire) -> None:
-    said = acquire("method=eagle3", f"target={TARGET}/none.gguf", f"draft={DRAFT}")
-    assert (said.code, said.error) == (2, f"target.model: got {TARGET} without none.gguf, expected a GGUF file that it has")
-    hub.commit(TARGET, {"model.gguf": b"GGUF"})
-    said = acquire("method=eagle3", f"target={TARGET}/model.gguf", f"draft={DRAFT}", "dry_run=true")
-    assert said.code == 2 and said.error.startswith("dry_run: got true, expected false: model.gguf holds the target's config")
 
 
 # Which draft
@@ -226,13 +167,6 @@ def index_that_leads_out(hub: Hub, saved: dict[str, Path], tmp_path: Path) -> No
     hub.commit(DRAFT, {"model.safetensors.index.json": json.dumps(index).encode()})
 
 
-def index_that_is_behind(hub: Hub, saved: dict[str, Path], tmp_path: Path) -> None:
-    """It leaves out a tensor that a head may lack."""
-    names = load_file(saved["draft"] / "model.safetensors").keys() - {"t2d"}
-    index = {"weight_map": dict.fromkeys(sorted(names), "model.safetensors")}
-    hub.commit(DRAFT, {"model.safetensors.index.json": json.dumps(index).encode()})
-
-
 Change = Callable[..., None]
 
 
@@ -247,7 +181,6 @@ Change = Callable[..., None]
         (cut_short, "whose model.safetensors cannot be read"),
         (without_tensor, "without fc.weight, expected fc.weight of shape (64, 192)"),
         (index_that_leads_out, "with ../../model.safetensors, expected files in the same folder"),
-        (index_that_is_behind, "whose files and index differ about t2d"),
         (lambda hub, *a: hub.commit(DRAFT, {"../../outside.json": b"{}"}), "which lists '../../outside.json'"),
         (lambda hub, *a: hub.commit(DRAFT, {"/etc/passwd": b"{}"}), "which lists '/etc/passwd'"),
         (lambda hub, *a: hub.commit(DRAFT, {"config.json": b"{"}), "expected JSON"),
@@ -416,21 +349,6 @@ def test_a_revision_that_does_not_exist(acquire: Acquire) -> None:
     said = acquire.head("revision=v11")
     assert said.code == 3
     assert said.error.endswith(f"{DRAFT} has no such revision; did you mean v1? it has v1, main"), said.err
-
-
-@pytest.mark.parametrize(("route", "skip"), [("info", 0), ("tree", 0), ("resolve", 1), ("download", 0)])
-@pytest.mark.parametrize("kind", ["status", "cut", "corrupt"])
-def test_a_fault_costs_a_line_at_most_and_the_next_run_is_whole(
-    kind: str, route: str, skip: int, hub: Hub, acquire: Acquire
-) -> None:
-    hub.inject(Fault(kind, route, skip=skip, status=429))  # type: ignore[arg-type]
-    said = acquire.head()
-    assert hub.faults.met and said.code in (0, 3), said.err
-    assert said.code == 0 or (said.out, said.err.count("\n")) == ("", 1)
-    assert kind != "status" or said.code == 0 or said.error.endswith("; run it again in a while"), said.error
-    said = acquire.head()
-    assert said.code == 0, said.err
-    assert (Path(said.out.strip()) / "model.safetensors").read_bytes() == hub.files(DRAFT)["model.safetensors"].read_bytes()
 
 
 def test_a_full_disk_is_known_before(hub: Hub, acquire: Acquire, monkeypatch: pytest.MonkeyPatch) -> None:

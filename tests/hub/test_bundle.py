@@ -1,6 +1,5 @@
 """Bundles: the same bytes again, restored where there is no Hub, and refused when they hold anything but what their manifest says."""
 
-import hashlib
 import io
 import json
 import tarfile
@@ -103,17 +102,6 @@ def link(members: Members) -> None:
     info.type, info.linkname = tarfile.SYMTYPE, "/etc/passwd"
 
 
-def link_inside(members: Members) -> None:
-    """A file as a link to its like, which the manifest knows as that."""
-    content = members[index_of(members, "draft/config.json")][1]
-    manifest = json.loads(members[0][1])
-    manifest["parts"]["draft"]["files"]["copy.json"] = {"size": 0, "checksum": hashlib.sha256(content).hexdigest()}
-    members[0] = (members[0][0], json.dumps(manifest).encode())
-    info = tarfile.TarInfo("draft/copy.json")
-    info.type, info.linkname = tarfile.SYMTYPE, "config.json"
-    members.append((info, b""))
-
-
 def without(members: Members) -> None:
     del members[index_of(members, "target/config.json")]
 
@@ -141,7 +129,6 @@ def lead_out(part: dict[str, Any]) -> None:
     [
         (another_byte, "whose draft/model.safetensors is not what its checksum says"),
         (link, "with 'draft/config.json', a link or a special file"),
-        (link_inside, "with 'draft/copy.json', a link or a special file"),
         (without, "without target/config.json"),
         (member("draft/more"), "with 'draft/more', no file that its manifest lists so"),
         (member("../../outside"), "with '../../outside', no file"),

@@ -1,16 +1,19 @@
 """`specdistill publish` against a Hub on loopback, which the real client asks: what is there afterwards, whatever happens on the way."""
 
+import hashlib
 import json
 import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from huggingface_hub import ModelCard
 
 from specdistill.cli import main
 from specdistill.export.export import export
+from specdistill.measurement.spot_check import SpotCheck
 from specdistill.report.files import read_report
 from tests.loopback_hub import Fault, Hub, loopback_hub
 
@@ -23,6 +26,16 @@ RELEASE = {"README.md", "recipe.yaml", "provenance.json", *DRAFT, *REPORT}
 @pytest.fixture
 def run(measured: Path, tmp_path: Path) -> Path:
     return shutil.copytree(measured, tmp_path / "run")
+
+
+@pytest.fixture(autouse=True)
+def decoded_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts that are decoded again are what test_evidence.py and test_round_trip.py are about; it takes seconds."""
+
+    def check(*arguments: Any, num_prompts: int) -> SpotCheck:
+        return SpotCheck(["a0"], True, [], arguments[4]["lossless"])
+
+    monkeypatch.setattr("specdistill.hub.evidence.spot_check", check)
 
 
 @pytest.fixture(params=["lfs", "xet"])
@@ -140,6 +153,8 @@ def test_exports_stand_in_folders_of_their_engines(lfs: Hub, run: Path, tmp_path
 def test_a_recipe_says_what_the_command_does_not(lfs: Hub, run: Path) -> None:
     path = run / "run/recipe.yaml"
     path.write_text(path.read_text().replace("repo: null\n  private: null", f"repo: {NAME}\n  private: false"))
+    sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
+    (run / "run/provenance.json").write_text(json.dumps({"recipe": sha256}))
     assert main(["publish", f"run={run}", "license=apache-2.0"]) == 0
     assert not lfs.repositories[NAME].private
     assert ModelCard(contents(lfs, "v1")["README.md"].decode()).data.license == "apache-2.0"
@@ -237,13 +252,13 @@ def test_what_did_not_pass_is_published_only_with_a_reason(lfs: Hub, run: Path, 
     weights.write_text(weights.read_text().replace("\n}", ',\n  "_touched": 1\n}'))
     assert publish(run) == publish(run, "dry_run=true") == 1
     said = capsys.readouterr().err
-    assert "refused: other weights: the report measured those with hash" in said and "force=REASON" in said
+    assert "refused: other weights: the report measured a draft with hash" in said and "force=REASON" in said
     assert NAME not in lfs.repositories and not (run / "release").exists()
     assert publish(run, "force=<b>we</b> know") == 0
     card = ModelCard(contents(lfs, "v1")["README.md"].decode())
     top, _, _ = card.text.partition("\n# half-right\n")
     assert "> **Published although it was refused.** The publisher's reason: \\<b\\>we\\</b\\> know" in top
-    assert "> - other weights: the report measured those with hash" in top
+    assert "> - other weights: the report measured a draft with hash" in top
 
 
 def test_a_reason_for_what_is_not_refused(lfs: Hub, run: Path, capsys: pytest.CaptureFixture[str]) -> None:

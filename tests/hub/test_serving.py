@@ -1,0 +1,69 @@
+"""Which engines a published draft is for, and by which command; judged by the doctor's loaders and by the exports themselves."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from specdistill.doctor.diagnosis import diagnose
+from specdistill.engines import ENGINES, engines_with
+from specdistill.engines.engine import Served
+from specdistill.errors import UserError
+from specdistill.export.export import export
+from specdistill.hub.serving import can_express, loads_as_is, serving_lines
+from specdistill.methods.checkpoint import read_config
+from specdistill.targets.files import TargetFiles
+from specdistill.targets.frozen import FrozenTarget
+from tests.heads import head_of, save_head
+from tests.tiny import tiny_target_model, tiny_tokenizer
+
+# Method -> shapes of its heads that engines treat differently.
+SHAPES: dict[str, list[dict[str, Any]]] = {
+    "eagle3": [
+        {"draft_vocabulary": torch.arange(0, 200, 2)},
+        {"fc_norm": True, "norm_output": True},
+        {"norm_before_residual": True},
+        {"num_layers": 2},
+        {"sliding_window": 16},
+        {"aux_layers": (1, 2, 4)},
+    ],
+    "eagle": [{}, {"sliding_window": 16}],
+}
+CASES = [(method, shape) for method, shapes in SHAPES.items() for shape in shapes]
+
+
+@pytest.fixture(scope="module")
+def target(saved: dict[str, Path]) -> FrozenTarget:
+    return FrozenTarget.load(str(saved["target"]))
+
+
+@pytest.mark.parametrize(("method", "shape"), CASES, ids=lambda value: "-".join(value) if isinstance(value, dict) else value)
+def test_engines_load_and_export_what_is_said(
+    target: FrozenTarget, saved: dict[str, Path], tmp_path: Path, method: str, shape: dict[str, Any]
+) -> None:
+    save_head(method, head_of(method, target, shape, torch.float32), tmp_path / "draft")
+    for name in engines_with("layouts"):
+        if method in ENGINES[name].loaders:
+            assert loads_as_is(ENGINES[name], method, tmp_path / "draft") == diagnose(tmp_path / "draft", name).is_sound, name
+        if not can_express(ENGINES[name], method, tmp_path / "draft"):
+            with pytest.raises(UserError, match=r"^engine: got "):
+                export(tmp_path / "draft", name, tmp_path / name, TargetFiles.of(str(saved["target"])))
+        else:
+            export(tmp_path / "draft", name, tmp_path / name, TargetFiles.of(str(saved["target"])))
+
+
+def test_each_engine_is_told_how(tmp_path: Path) -> None:
+    target = FrozenTarget(tiny_target_model(num_layers=8), tiny_tokenizer(), name="org/target")
+    draft = tmp_path / "draft"
+    save_head("eagle3", head_of("eagle3", target, {"draft_vocabulary": torch.arange(0, 200, 2)}, torch.float32), draft)
+    served = Served("eagle3", Path("org/draft"), "org/target", 4, False, read_config(draft, "draft"))
+    exports = {"gguf": export(draft, "gguf", tmp_path / "gguf")}
+    lines = dict(serving_lines(served, draft, exports, repository="org/draft", tag="v2", target="org/target"))
+    assert lines["vLLM"].startswith("vllm serve org/target") and '"model": "org/draft"' in lines["vLLM"]
+    assert "--speculative-draft-model-path org/draft" in lines["SGLang"]
+    fetch, _, convert, _ = lines["llama.cpp"].splitlines()
+    assert fetch == "hf download org/draft --revision v2 --local-dir draft --include 'gguf/*'"
+    assert "convert_hf_to_gguf.py draft/gguf --target-model-dir org/target" in convert
+    assert "draft=org/draft@v2 engine=speculators target=org/target" in lines["speculators, served by vLLM"]
+    assert "TensorRT-LLM" not in lines and str(tmp_path) not in str(lines)
