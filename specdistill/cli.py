@@ -112,6 +112,8 @@ class AcquireOptions(Section):
         if self.from_bundle is None and (self.method is None or self.target.model is None):
             key = "method" if self.method is None else "target.model"
             raise UserError(key, got="nothing", expected="a value, or from_bundle=…")
+        if self.target.adapter is not None and self.draft is None:
+            raise UserError("target.adapter", got=self.target.adapter, expected="no such key without draft=…")
         if self.bundle is not None and (self.dry_run or self.target.adapter):
             key = "dry_run" if self.dry_run else "target.adapter"
             raise UserError(key, got="a value", expected="no such key with bundle=…, which holds whole files")

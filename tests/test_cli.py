@@ -86,6 +86,8 @@ def test_version(capsys: pytest.CaptureFixture[str]):
         (["eval", "recipe=pico/target"], "recipe: got the recipe of a target, expected the recipe of a draft"),
         (["demo", "eval.temperature=-1"], "eval.temperature: got -1, expected float, at least 0"),
         (["plan"], "target.model: got nothing, expected a value"),
+        (["acquire", "target=pico"], "method: got nothing, expected a value, or from_bundle="),
+        (["acquire", "target=pico", "method=eagle4"], "method: got 'eagle4', expected "),
         (["plan", "target=nowhere/at/all"], "target.model: got nowhere/at/all, which is no folder"),
         (["plan", "target=pico", "suite=pico"], "suite: got an unknown key, expected one of "),
         (["plan", "target=pico", "output=no/such/plan.json"], "output: got no/such/plan.json (No such file or directory)"),
@@ -131,7 +133,8 @@ def test_a_mistake_in_the_training_arguments_writes_nothing(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    "arguments", ["--help", "train --help", "demo --help", "data --help", "plan --help", "path pico", "train recipe=nope"]
+    "arguments",
+    ["--help", "train --help", "demo --help", "data --help", "plan --help", "acquire --help", "path pico", "train recipe=nope"],
 )
 def test_light_verbs_do_not_import_torch(arguments: str):
     code = f"import sys, specdistill.cli as c; c.main({arguments.split()!r}); sys.exit('torch' in sys.modules)"

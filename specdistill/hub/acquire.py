@@ -72,6 +72,8 @@ def acquire(
         raise UserError("bundle", got=f"{bundle}, which exists", expected="a new file")
     folder, gguf = split_gguf(target)
     of_target = Source.of(folder, target_revision, key="target.model", expected=TARGET)
+    if warm and of_target.repository is None:
+        raise UserError("warm", got="true", expected=f"false with a target that is here, {target}")
     files = TargetFiles(f"{of_target.repository or of_target.folder}{f'/{gguf}' if gguf else ''}", of_target.commit, adapter)
     whole_target = bool(warm or bundle)
     if draft is not None:
@@ -169,40 +171,34 @@ def _compare_card(draft: Source, target: Source) -> None:
         named = None  # a card is prose; what cannot be read says nothing
     models = [named] if isinstance(named, str) else named or []
     if target.repository and models and target.repository.lower() not in {str(model).lower() for model in models}:
-        say(
-            f"warning: the card of {draft.name} names {', '.join(map(str, models))}, not {target.repository}; their sizes are the same"
-        )
+        others = ", ".join(map(str, models))
+        say(f"warning: the card of {draft.name} names {others}, not {target.repository}; only sizes say that it fits")
 
 
 def _announce(wanted: Sequence[Wanted]) -> None:
     """Say what will be fetched, how long that may take and what the disk has free. Raises ResourceError where it has too little."""
-    sizes = {
-        (each.source.name, file): each.source.files[file].size for each in wanted for file in each.source.missing(each.files)
-    }
+    missing = [(each.source, file) for each in wanted for file in each.source.missing(each.files)]
     for each in wanted:
-        missing = each.source.missing(each.files)
-        listed = "".join(f"\n  {decimal(each.source.files[file].size):>10}  {file}" for file in missing)
+        own = [f"\n  {decimal(source.files[file].size):>10}  {file}" for source, file in missing if source is each.source]
         at = f" (commit {each.source.commit})" if each.source.commit else ""
-        say(f"{each.role}: {each.source.name}{at}, {len(each.files)} files, {len(missing)} of them to fetch{listed}")
-    total, cache = sum(sizes.values()), Path(constants.HF_HUB_CACHE)
-    if not total or constants.is_offline_mode():
+        say(f"{each.role}: {each.source.name}{at}, {len(each.files)} files, {len(own)} of them to fetch{''.join(own)}")
+    if not missing or constants.is_offline_mode():
         return
-    free = free_bytes(cache)
-    say(f"to fetch: {decimal(total)} into {cache}, whose disk has {decimal(free)} free; time: {_minutes(wanted, total)}")
+    total, cache = sum(source.files[file].size for source, file in missing), Path(constants.HF_HUB_CACHE)
+    what = f"{decimal(total)} into {cache}, whose disk has {decimal(free := free_bytes(cache))} free"
     if total > free:
-        what = f"{decimal(total)} are to be fetched into {cache}, whose disk has {decimal(free)} free"
-        raise ResourceError(what, next_step="free disk space, or set HF_HOME to a larger disk")
+        raise ResourceError(f"to fetch: {what}", next_step="free disk space, or set HF_HOME to a larger disk")
+    source, file = max(missing, key=lambda each: each[0].files[each[1]].size)
+    say(f"to fetch: {what}; time: {_minutes(source, file, total) if total >= WORTH_TIMING else 'not estimated for so little'}")
 
 
-def _minutes(wanted: Sequence[Wanted], total: int) -> str:
-    """What a sample of the largest file says, taken where there is enough to fetch."""
-    if total < WORTH_TIMING:
-        return "not estimated, the link is timed for more than 64 MiB"
-    missing = [(each.source.files[file].size, each.source, file) for each in wanted for file in each.source.missing(each.files)]
-    _, source, file = max(missing, key=lambda entry: entry[0])
-    received, seconds = source.rate(file)
-    sample = f"{decimal(received)} of {file} came at {decimal(int(received / seconds))}/s over one connection"
-    return f"about {total / received * seconds / 60:.0f} min ({sample})"
+def _minutes(source: Source, file: str, total: int) -> str:
+    """What a sample of a file says, taken over one connection."""
+    sample, seconds = source.sample(file)
+    if not sample:
+        return "unknown"
+    rate = sample / seconds
+    return f"about {total / rate / 60:.0f} min, if all comes as {decimal(sample)} of {file} did, at {decimal(int(rate))}/s"
 
 
 def _not_chosen(method: str, target: str, repository: str | None) -> UserError | ResourceError:

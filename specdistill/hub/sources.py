@@ -174,15 +174,18 @@ class Source:
             hf_raise_for_status(answer)
             yield from answer.iter_bytes()
 
-    def rate(self, file: str) -> tuple[int, float]:
-        """Bytes of a file that one connection gave, and the seconds from the first of them to the last. Raises ResourceError."""
+    def sample(self, file: str) -> tuple[int, float]:
+        """Bytes of a file and the seconds that they took, after the first of them; no bytes where all came at once."""
         received, start, now = 0, None, 0.0
         for chunk in self.begin(file, SAMPLE_BYTES):
-            received, now = received + len(chunk), time.monotonic()
-            start = start or now
+            now = time.monotonic()
+            if start is None:
+                start = now
+                continue
+            received += len(chunk)
             if now - start > SAMPLE_SECONDS:
                 break
-        return received, max(now - (start or now), 1e-9)
+        return received, now - (start or now)
 
     def _download(self, files: Sequence[str]) -> None:
         assert self.repository is not None
