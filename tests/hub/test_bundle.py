@@ -10,6 +10,9 @@ from typing import Any
 
 import pytest
 
+from specdistill.methods.load import load_proposer, locate
+from specdistill.repositories import offline
+from specdistill.targets.frozen import FrozenTarget
 from tests.hub.conftest import DRAFT, TARGET, Acquire, files_of
 from tests.loopback_hub import Hub
 
@@ -51,6 +54,10 @@ def test_a_bundle_fills_a_cache_without_a_hub(bundle: Path, acquire: Acquire, hu
     again = acquire.head("revision=v1", "offline=true", "warm=true", "verify=true", home=home)
     assert (again.code, again.out) == (0, said.out), again.err
     assert acquire(f"from_bundle={bundle}", home=home).code == 0
+    with hub.client(home), offline():  # as other commands find it
+        target = FrozenTarget.load(TARGET)
+        assert locate(f"{DRAFT}@v1", key="draft") == folder
+        assert load_proposer("eagle3", f"{DRAFT}@v1", target) is not None
     assert hub.requests == [] and not list((home / "hub").glob("tmp*"))
 
 
