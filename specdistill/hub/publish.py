@@ -11,6 +11,7 @@ from typing import Any
 from huggingface_hub import HfApi, constants
 from huggingface_hub.hf_api import RepoFile
 
+from specdistill.credentials import check_no_secret
 from specdistill.engines.engine import Served
 from specdistill.errors import UserError
 from specdistill.export.export import export
@@ -109,6 +110,7 @@ def stage(
     draft, method = release.run / DRAFT, str(release.report["draft"]["method"])
     k = int(release.report["settings"]["num_speculative_tokens"])
     Shards.open(draft, "run").check()
+    check_no_secret(str(release.provenance_file), release.provenance_file.read_text(encoding="utf-8"))
     if linked := next((path for path in release.draft if path.is_symlink()), None):
         raise UserError("run", got=f"{linked}, a link", expected="a file: what a link leads to would be published")
     if exports and METHODS[method].artifact == "layer":

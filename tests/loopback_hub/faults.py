@@ -14,7 +14,7 @@ class Fault:
 
     status: answered with `status` (429 with Retry-After `seconds`), and nothing is done.
     cut: the connection ends in the middle of the body, of the answer's, or of the request's where one is sent; nothing is done.
-    lost: all is done, and the connection ends before the answer.
+    lost: all is done, and the connection ends before the answer, after `call()` if there is one.
     corrupt: one byte of the body, sent or received, is another.
     slow: the body stops for `seconds` in its middle.
     conflict: another commit lands on the branch just before.
@@ -35,21 +35,21 @@ class Fault:
 
 class Faults:
     def __init__(self) -> None:
-        self._waiting: list[Fault] = []
+        self.waiting: list[Fault] = []
         self._lock = threading.Lock()
         self.met: list[Fault] = []
 
     def inject(self, fault: Fault) -> None:
-        self._waiting.append(replace(fault))
+        self.waiting.append(replace(fault))
 
     def clear(self) -> None:
         with self._lock:
-            self._waiting.clear()
+            self.waiting.clear()
 
     def meets(self, route: str, path: str) -> Fault | None:
         """The fault that this request meets."""
         with self._lock:
-            for fault in self._waiting:
+            for fault in self.waiting:
                 if fault.route != route or fault.path not in path:
                     continue
                 if fault.skip:
@@ -57,11 +57,11 @@ class Faults:
                     continue
                 fault.times -= 1
                 if not fault.times:
-                    self._waiting.remove(fault)
+                    self.waiting.remove(fault)
                 self.met.append(fault)
                 return fault
         return None
 
 
 def with_another_byte(content: bytes, index: int) -> bytes:
-    return content[:index] + bytes([content[index] ^ 0xFF]) + content[index + 1 :]
+    return content[:index] + bytes([content[index] ^ 1]) + content[index + 1 :]

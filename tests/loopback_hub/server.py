@@ -58,8 +58,9 @@ class Handler(BaseHTTPRequestHandler):
                 except RefusedError as refused:
                     answer = refused.answer
             request.status = answer.status
-            if fault and (fault.kind == "lost" or (fault.kind == "cut" and self.command == "HEAD")):
-                raise CutError
+            has_no_body = self.command == "HEAD" or answer.content == b""
+            if fault and (fault.kind == "lost" or (fault.kind in ("cut", "call") and has_no_body)):
+                _strike(fault)
             self._send(answer, fault)
         except (CutError, ConnectionError):
             self.close_connection = True

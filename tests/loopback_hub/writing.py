@@ -118,8 +118,11 @@ def commit(hub: "Hub", request: Request) -> Answer:
     repository = repository_of(hub, request, writes=True)
     branch = request.values["revision"]
     assert request.body
-    lines = [json.loads(line) for line in request.body.read_bytes().splitlines()]
-    header = next(line["value"] for line in lines if line["key"] == "header")
+    try:
+        lines = [json.loads(line) for line in request.body.read_bytes().splitlines()]
+        header = next(line["value"] for line in lines if line["key"] == "header")
+    except (ValueError, LookupError, StopIteration) as error:
+        raise RefusedError(400, f"not the lines of a commit: {error}") from error
     with repository.lock:
         head = commit_of(repository, branch)
         if branch not in repository.branches:
