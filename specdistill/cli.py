@@ -169,16 +169,43 @@ class CommonDoctorOptions(Section):
         return self
 
 
+NEW_RELEASE = ReadWhen("without restore=…", lambda it: it.restore is None)
+
+
 class PublishOptions(PublishConfig):
     """The keys of a recipe's section `publish`, which say what is not said here, and what is asked of one release."""
 
-    run: str = option(..., "folder of a finished run: draft/, run/ and report/")
-    tag: str | None = option(None, "of the release; null: v1, v2, … whichever comes next")
-    force: str | None = option(
-        None, "reason why a draft is published although it is refused; it stands on the card", min_length=1
+    run: str | None = option(None, "folder of a finished run: draft/, run/ and report/", read_when=NEW_RELEASE)
+    tag: str | None = option(None, "of the release; null: v1, v2, … whichever comes next", read_when=NEW_RELEASE)
+    baseline: str | None = option(
+        None,
+        "none: a first release; or a report of the last one that was measured again; null: the last release as published",
+        read_when=NEW_RELEASE,
     )
+    suite: str | None = option(None, "what was measured, where the run's recipe names no suite", read_when=NEW_RELEASE)
+    spot_check: int = option(8, "prompts decoded again with the draft; 0 is refused as evidence", ge=0, read_when=NEW_RELEASE)
+    force: str | None = option(
+        None,
+        "reason why a draft is published although it is refused; it stands on the card",
+        min_length=1,
+        read_when=NEW_RELEASE,
+    )
+    restore: str | None = option(None, "tag of an earlier release that the main branch shall hold again")
     dry_run: bool = option(False, "write the folder, say how it differs from what is on the Hub, and publish nothing")
-    output_dir: str | None = option(None, "new folder for what is published; null: <run>/release, which is written anew")
+    output_dir: str | None = option(
+        None, "new folder for what is published; null: <run>/release, which is written anew", read_when=NEW_RELEASE
+    )
+
+    @model_validator(mode="after")
+    def _a_run_or_a_release(self) -> "PublishOptions":
+        if self.run is None and self.restore is None:
+            raise UserError("run", got="nothing", expected="the folder of a finished run, or restore=TAG")
+        given = self.model_fields_set & PublishConfig.model_fields.keys() - {"repo"}
+        if self.restore is not None and given:
+            raise UserError(
+                min(given), got=f"a value with restore={self.restore}", expected="no such key: nothing is made anew"
+            )
+        return self
 
 
 IN_THIS_PROCESS = LaunchOptions()
@@ -441,15 +468,21 @@ def compare(arguments: list[str]) -> int:
 def publish(arguments: list[str]) -> int:
     """release a draft that passed its gate on the Hub: the weights, the evidence and a card in one commit, with a tag on it"""
     options = load_recipe(PublishOptions, _keys(arguments))
-    from specdistill.hub.publish import print_outcome, publish_run  # here, and not above, because these import torch
+    from specdistill.hub.publish import print_outcome, publish_run, restore_release  # not above: these import torch
 
+    if options.restore is not None:
+        restore_release(options.repo, options.restore, dry_run=options.dry_run)
+        return ExitCode.DONE
     outcome = publish_run(
-        Path(options.run),
+        Path(str(options.run)),
         options.model_dump(include=options.model_fields_set & PublishConfig.model_fields.keys()),
         tag=options.tag,
         reason=options.force,
         dry_run=options.dry_run,
         output_dir=Path(options.output_dir) if options.output_dir else None,
+        baseline=options.baseline,
+        suite=options.suite,
+        spot_check=options.spot_check,
     )
     print_outcome(outcome)
     return ExitCode.CHECK_FAILED if outcome.refusals and outcome.folder is None else ExitCode.DONE

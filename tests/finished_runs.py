@@ -2,12 +2,17 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+import shutil
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file, save_file
 
 from specdistill.gate.decide import Evidence, judge
 from specdistill.gate.rules import load_gate
+from specdistill.hub.evidence import PROVENANCE, RECIPE
 from specdistill.methods import METHODS
 from specdistill.methods.recipe import Recipe
 from specdistill.methods.target_record import save_draft
@@ -51,27 +56,60 @@ def finished_run(folder: Path, *more: str) -> Path:
     target = FrozenTarget.load(**vars(recipe.target))
     save_draft(METHODS["draft_model"].implementation(), target, half_right(target), run / "draft")
     (run / "run").mkdir()
-    save_recipe(recipe, run / "run" / "recipe.yaml")
-    sha256 = hashlib.sha256((run / "run" / "recipe.yaml").read_bytes()).hexdigest()
+    save_recipe(recipe, run / RECIPE)
+    sha256 = hashlib.sha256((run / RECIPE).read_bytes()).hexdigest()
     provenance = {"created": "2026-11-23T04:00:00+00:00", "recipe": sha256}
-    (run / "run" / "provenance.json").write_text(json.dumps(provenance), encoding="utf-8")
-    evaluate(f"recipe={run / 'run' / 'recipe.yaml'}")
+    (run / PROVENANCE).write_text(json.dumps(provenance), encoding="utf-8")
+    evaluate(f"recipe={run / RECIPE}")
     remake(run, timed)
     return run
 
 
-def remake(run: Path, change: Callable[[PromptRecord], PromptRecord], gate: str | None = None) -> None:
-    """Replace a run's report by the one of changed records, whole in itself, as if they had been measured so."""
-    report, records = read_report(run / "report")
-    write(run, report, [change(record) for record in records], gate)
+def again(run: Path, folder: Path, changes: Mapping[str, str], *, scale: float = 1.001) -> Path:
+    """Another run: a run's copy with other weights and these lines of its recipe changed, measured for real."""
+    shutil.copytree(run, folder)
+    weights = load_file(folder / "draft" / "model.safetensors")
+    scaled = {name: tensor * scale for name, tensor in weights.items()}
+    save_file(scaled, folder / "draft" / "model.safetensors", {"format": "pt"})
+    edit_recipe(folder, changes)
+    keys = [f"recipe={folder / RECIPE}", f"draft={folder / 'draft'}", f"output_dir={folder / 'report'}"]
+    evaluate(*keys)
+    remake(folder, timed)
+    return folder
 
 
-def write(run: Path, report: dict, records: Sequence[PromptRecord], gate: str | None = None) -> None:
+def edit_recipe(run: Path, changes: Mapping[str, str], *, with_hash: bool = True) -> None:
+    """Change lines of a run's recipe, and the hash of it that was kept when it was trained."""
+    text = (run / RECIPE).read_text(encoding="utf-8")
+    for old, new in changes.items():
+        assert old in text, old
+        text = text.replace(old, new, 1)
+    (run / RECIPE).write_text(text, encoding="utf-8")
+    if with_hash:
+        provenance = json.loads((run / PROVENANCE).read_text(encoding="utf-8"))
+        provenance["recipe"] = hashlib.sha256(text.encode()).hexdigest()
+        (run / PROVENANCE).write_text(json.dumps(provenance), encoding="utf-8")
+
+
+def remake(run: Path, change: Callable[[PromptRecord], PromptRecord], report: Path | None = None) -> None:
+    """Replace a report of a run, its own or another, by the one of changed records, whole in itself, as if they had been measured so."""
+    folder = report or run / "report"
+    stated, records = read_report(folder)
+    write(run, stated, [change(record) for record in records], folder)
+
+
+def write(run: Path, report: dict[str, Any], records: Sequence[PromptRecord], folder: Path | None = None) -> None:
     """Write a report that is whole in itself: its numbers are those of its records, its digest and its verdict its own."""
     report = {**report, **recomputed(report, records)}
     report["digest"] = digest(report, records)
-    name = gate or load_recipe(Recipe, [f"recipe={run / 'run' / 'recipe.yaml'}"]).gate
-    write_report(run / "report", judge(load_gate(name), Evidence(report, records)), records)
+    rules = load_gate(load_recipe(Recipe, [f"recipe={run / RECIPE}"]).gate)
+    write_report(folder or run / "report", judge(rules, Evidence(report, records)), records)
+
+
+def slower(record: PromptRecord, factor: float = 3.0) -> PromptRecord:
+    """As if drafting cost more."""
+    record = timed(record)
+    return replace(record, speculative=replace(record.speculative, seconds=factor * record.speculative.seconds))
 
 
 def timed(record: PromptRecord) -> PromptRecord:

@@ -51,7 +51,8 @@ class Published:
 
     repository, tag: where it will be. history: of the training; None where it is not known. target: as the draft records it.
     base_model: its Hub id, where it has one. parts: what the draft was made from. license: of the draft. serving: (engine, commands).
-    overridden: the refusals that `reason` overrode.
+    overridden: the refusals that `reason` overrode. since: tag of the release before, None for a first; changes: what changed since, as
+    Markdown.
     """
 
     repository: str
@@ -65,6 +66,8 @@ class Published:
     serving: Sequence[tuple[str, str]]
     overridden: Sequence[str] = ()
     reason: str | None = None
+    since: str | None = None
+    changes: str = ""
 
     @property
     def name(self) -> str:
@@ -103,7 +106,9 @@ def model_card(of: Published) -> ModelCard:
         serving=of.serving,
         placeholders=_placeholders(of),
         procedure=phrases.procedure(of.report),
-        measured=_deeper(measured(of.report)),
+        since=of.since,
+        changes=of.changes,
+        measured=_deeper(measured({name: part for name, part in of.report.items() if name != "baseline"})),
         limits=list(_limits(of)),
         training=list(_training(of)),
         parts=table(("", "what", "licence"), ((part.what, plain(part.name), plain(part.shown)) for part in of.parts)),

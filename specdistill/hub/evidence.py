@@ -45,6 +45,7 @@ DRAFT, RECIPE, PROVENANCE, REPORT = "draft", "run/recipe.yaml", "run/provenance.
 FINISHED = "the folder of a run that was trained and measured: draft/, run/ and report/"
 EVERY_RELEASE = {"specdistill": "default"}  # by what measured it, the gate that any release passes; of engines `server`
 SPOT_CHECK = 8  # prompts that are decoded again
+NOT_COMPARED = "not compared"  # with the last release
 NUM_SHOWN = 3  # of several like things that are wrong
 
 
@@ -86,6 +87,13 @@ class Release:
         return self.run / PROVENANCE
 
 
+def check_finished(run: Path) -> None:
+    """Raises UserError for a folder that is no finished run."""
+    for part in (DRAFT, RECIPE, PROVENANCE, REPORT):
+        if not (run / part).exists():
+            raise UserError("run", got=f"{run}, which has no {part}", expected=FINISHED)
+
+
 def check_evidence(
     run: Path,
     *,
@@ -101,9 +109,7 @@ def check_evidence(
 
     Raises UserError for a folder that is no finished run, and for a report or a recipe that cannot be read.
     """
-    for part in (DRAFT, RECIPE, PROVENANCE, REPORT):
-        if not (run / part).exists():
-            raise UserError("run", got=f"{run}, which has no {part}", expected=FINISHED)
+    check_finished(run)
     recipe, provenance = load_recipe(Recipe, [f"recipe={run / RECIPE}"]), _read_provenance(run / PROVENANCE)
     report, records = read_report(run / REPORT, "run")
     if not records:
@@ -126,10 +132,12 @@ def check_evidence(
         decoding, decoded = [Refusal("not decoded again", str(error))], []
     try:
         judged = judge(rules, measured, baseline, first_release=first_release)
-    except UserError as error:
-        decoding.append(Refusal("no comparison", str(error)))
+        decided = [*_of_gate(judged, has_baseline=baseline is not None)]
+    except UserError as error:  # the two measured different things
         judged = judge(rules, measured)
-    refusals += [*decoding, *_of_gate(judged)]
+        others = [rule for rule in rules if rule.requirement != "max_regression"]
+        decided = [Refusal(NOT_COMPARED, str(error)), *_of_gate(judge(others, measured))]
+    refusals += [*decoding, *decided]
     draft = tuple(draft_files(run / DRAFT))
     return Release(run, recipe, provenance, draft, judged, records, tuple(refusals), tuple(notes + decoded))
 
@@ -335,10 +343,12 @@ def _other_texts(
         yield Refusal("edited report", f"quality.{wrong[0]} is not what the answers score")
 
 
-def _of_gate(report: Mapping[str, Any]) -> Iterator[Refusal]:
+def _of_gate(report: Mapping[str, Any], *, has_baseline: bool = False) -> Iterator[Refusal]:
     for rule in report["gate"]["rules"]:
         if rule["verdict"] != "passed" and rule["severity"] != "warn":
             name = rule["metric"] if rule["metric"] == "incomplete" else f"gate {rule['verdict']}"
+            if has_baseline and "max_regression" in rule["requirement"] and rule["value"] is None:
+                name = NOT_COMPARED  # as on another machine: nobody has measured both alike
             yield Refusal(name, f"{rule['metric']}: {rule['reason']}")
 
 

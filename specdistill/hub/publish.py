@@ -16,8 +16,18 @@ from specdistill.engines.engine import Served
 from specdistill.errors import UserError
 from specdistill.export.export import export
 from specdistill.hub.card import Published, model_card, target_name
-from specdistill.hub.evidence import DRAFT, FINISHED, RECIPE, Release, check_evidence
+from specdistill.hub.evidence import (
+    DRAFT,
+    NOT_COMPARED,
+    PROVENANCE,
+    RECIPE,
+    SPOT_CHECK,
+    Release,
+    check_evidence,
+    check_finished,
+)
 from specdistill.hub.licenses import CARD, TEXTS, Licensed, forbidden, license_of_draft, licensed_data, licensed_model
+from specdistill.hub.releases import LastRelease, last_release, restore, restored, tag_message, to_measure_again, what_changed
 from specdistill.hub.repository import (
     LICENSES,
     NOTICE,
@@ -33,6 +43,7 @@ from specdistill.hub.repository import (
 from specdistill.hub.serving import serving_lines
 from specdistill.methods import METHODS
 from specdistill.methods.checkpoint import link, new_folder, read_config
+from specdistill.methods.load import draft_files
 from specdistill.methods.recipe import Recipe
 from specdistill.methods.target_record import recorded_target
 from specdistill.recipe.load import load_recipe
@@ -83,11 +94,11 @@ class Origin:
         return [f"licence: {why}" for why in forbidden(self.parts, repository)]
 
 
-def is_released(release: Release, files: Mapping[str, RepoFile]) -> bool:
+def is_released(run: Path, files: Mapping[str, RepoFile]) -> bool:
     """Whether a commit with these files is the release of this run: of this draft, this training and this measurement."""
-    samples = release.run / REPORT / SAMPLES
-    own = {path.name: path for path in (*release.draft, release.recipe_file, release.provenance_file)}
-    return all(is_same(path, files.get(name)) for name, path in {**own, f"{REPORT}/{SAMPLES}": samples}.items())
+    own = {path.name: path for path in (*draft_files(run / DRAFT), run / RECIPE, run / PROVENANCE)}
+    samples = {f"{REPORT}/{SAMPLES}": run / REPORT / SAMPLES}
+    return all(path.is_file() and is_same(path, files.get(name)) for name, path in {**own, **samples}.items())
 
 
 def stage(
@@ -101,8 +112,9 @@ def stage(
     exports: Sequence[str] = (),
     overridden: Sequence[str] = (),
     reason: str | None = None,
+    last: LastRelease | None = None,
 ) -> None:
-    """Write the folder of a release; the draft's files are linked, not read.
+    """Write the folder of a release; the draft's files are linked, not read. last: the release before it.
 
     Raises UserError for what is in its place, for a link among the draft's files and for an export that cannot be, ResourceError when the
     disk fails.
@@ -154,6 +166,8 @@ def stage(
                 serving=list(serving_lines(served, draft, exported, repository=repository, tag=tag, target=name)),
                 overridden=overridden,
                 reason=reason,
+                since=last.tag if last else None,
+                changes=what_changed(release, last) if last else "",
             )
         )
         (folder / CARD).write_text(str(card), encoding="utf-8")
@@ -163,7 +177,8 @@ def stage(
 class Outcome:
     """What became of a run. commit: None where nothing was published: it was refused (refusals that no reason overrode), or a trial.
 
-    folder: what was or would be published; None where that was not written, as it was refused or is there already.
+    folder: what was or would be published; None where that was not written, as it was refused or is there already. advice: what to do
+    about a refusal.
     """
 
     repository: str
@@ -172,6 +187,7 @@ class Outcome:
     folder: Path | None = None
     changes: Sequence[Change] = ()
     commit: str | None = None
+    advice: str | None = None
 
 
 def publish_run(
@@ -182,17 +198,19 @@ def publish_run(
     reason: str | None = None,
     dry_run: bool = False,
     output_dir: Path | None = None,
+    baseline: str | None = None,
+    suite: str | None = None,
+    spot_check: int = SPOT_CHECK,
 ) -> Outcome:
     """Release a run's draft, or say why not.
 
     given: keys of `publish:` in place of those of the run's recipe. tag: None takes the next of v1, v2, …. reason: why it is published
     although it is refused. dry_run: write the folder and compare it with the Hub, no more. output_dir: a new folder; None takes `release`
-    in the run's, which is written anew.
+    in the run's, which is written anew. baseline: see `last_release`; suite, spot_check: see `check_evidence`.
 
     Raises UserError for what the user got wrong, ResourceError when the Hub or the disk fails.
     """
-    if not (run / RECIPE).is_file():
-        raise UserError("run", got=f"{run}, which has no {RECIPE}", expected=FINISHED)
+    check_finished(run)
     config = load_recipe(Recipe, [f"recipe={run / RECIPE}"]).publish.model_copy(update=dict(given))
     name = check_names(config.repo, tag)
     if not dry_run:
@@ -200,18 +218,20 @@ def publish_run(
             HfApi().whoami()
     there = Repository.read(name)
     there.check_visible(config.private)
-    release = check_evidence(run, first_release=there.last_release() is None)
-    if known := next((it for it in ([tag] if tag else there.tags) if is_released(release, there.at(it))), None):
+    if known := next((it for it in ([tag] if tag else there.tags) if is_released(run, there.at(it))), None):
         return Outcome(name, known, (), commit=there.tags[known])
     if tag in there.tags:
         raise UserError("tag", got=f"{tag}, which is another release of {name}", expected=f"a new one, as {there.next_tag}")
-    tag = tag or there.next_tag
+    tag, last = tag or there.next_tag, last_release(there, baseline)
+    evidence = last.evidence if last else None
+    release = check_evidence(run, baseline=evidence, first_release=last is None, suite=suite, num_prompts=spot_check)
     origin = Origin.of(release, config.base_model)
     if origin.base_model == name:
         raise UserError("repo", got=f"{name}, which is the target's", expected="one for the draft")
     refusals = [*map(str, release.refusals), *origin.refusals(name)]
     if refusals and reason is None:
-        return Outcome(name, tag, refusals)
+        compared = not any(refusal.name == NOT_COMPARED for refusal in release.refusals)
+        return Outcome(name, tag, refusals, advice=None if compared or last is None else to_measure_again(release, last))
     if reason is not None and not refusals:
         raise UserError("force", got=reason, expected="no such key: nothing speaks against this release")
 
@@ -219,11 +239,30 @@ def publish_run(
     if output_dir is None:
         shutil.rmtree(folder, ignore_errors=True)
     options: dict[str, Any] = {"license": config.license, "exports": config.exports, "overridden": refusals, "reason": reason}
-    stage(release, origin, folder, repository=name, tag=tag, **options)
+    stage(release, origin, folder, repository=name, tag=tag, last=last, **options)
     changes = difference(folder, there.files)
     if dry_run:
         return Outcome(name, tag, refusals, folder, changes)
-    return Outcome(name, tag, refusals, folder, changes, upload(folder, changes, there, tag, private=config.private))
+    message = tag_message(release, tag, last)
+    commit = upload(folder, changes, there, tag, message=message, private=config.private)
+    return Outcome(name, tag, refusals, folder, changes, commit)
+
+
+def restore_release(repository: str | None, tag: str, *, dry_run: bool = False) -> None:
+    """Put an earlier release on the main branch again, and say what became of each file. Raises as `restored` and `restore`."""
+    name = check_names(repository, tag)
+    there = Repository.read(name)
+    changes = restored(there, tag)
+    print_changes(f"{name}@{tag}", changes)
+    if all(change.what == "same" for change in changes):
+        print(f"{name} holds {tag} already")
+    elif dry_run:
+        print("a trial: nothing was sent")
+    else:
+        commit = restore(there, tag, changes)
+        print(
+            f"restored: {constants.ENDPOINT}/{name} holds {tag} again (commit {commit[:SHOWN]}), and every tag is where it was"
+        )
 
 
 def print_outcome(outcome: Outcome) -> None:
@@ -231,18 +270,25 @@ def print_outcome(outcome: Outcome) -> None:
     if outcome.refusals and outcome.folder is None:
         for refusal in outcome.refusals:
             print(f"refused: {refusal}", file=sys.stderr)
+        if outcome.advice:
+            print(f"to compare it with the last release: {outcome.advice}", file=sys.stderr)
         print("nothing was published; force=REASON publishes it all the same, with the reason on the card", file=sys.stderr)
         return
     name = f"{outcome.repository}@{outcome.tag}"
     if outcome.folder is None:
         print(f"{name} is this release already: {constants.ENDPOINT}/{outcome.repository}/tree/{outcome.tag}")
         return
-    for change in outcome.changes:
-        print(f"{change.what:8} {size(change.size):>12}  {change.path}")
-    counts = Counter(change.what for change in outcome.changes)
-    total = sum(change.size for change in outcome.changes if change.what != "removed")
-    print(f"{name}: {size(total)} in {', '.join(f'{count} {what}' for what, count in counts.items())}, from {outcome.folder}")
+    print_changes(name, outcome.changes)
+    print(f"from {outcome.folder}")
     if outcome.commit is None:
         print("a trial: nothing was sent")
     else:
         print(f"released: {constants.ENDPOINT}/{outcome.repository}/tree/{outcome.tag} (commit {outcome.commit[:SHOWN]})")
+
+
+def print_changes(name: str, changes: Sequence[Change]) -> None:
+    for change in changes:
+        print(f"{change.what:8} {size(change.size):>12}  {change.path}")
+    counts = Counter(change.what for change in changes)
+    total = sum(change.size for change in changes if change.what != "removed")
+    print(f"{name}: {size(total)} in {', '.join(f'{count} {what}' for what, count in counts.items())}")

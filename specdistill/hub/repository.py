@@ -62,10 +62,15 @@ class Repository:
             return cls(name, bool(info.private), commits, files_at(name, commits[0]), tags)
 
     def last_release(self) -> str | None:
-        """The tag of the last commit of the main branch that is a release: one with a report."""
-        tagged = {commit: tag for tag, commit in self.tags.items()}
-        releases = (tagged[commit] for commit in self.commits if commit in tagged)
-        return next((tag for tag in releases if f"{REPORT}/{REPORT_FILE}" in self.at(tag)), None)
+        """The tag of the release that the main branch holds, restored or new; else of the last of its commits that is a release.
+
+        A release is a tag with a report.
+        """
+        report, tagged = f"{REPORT}/{REPORT_FILE}", {commit: tag for tag, commit in self.tags.items()}
+        reports = {tagged[commit]: self.at(tagged[commit]).get(report) for commit in self.commits if commit in tagged}
+        releases = {tag: file.blob_id for tag, file in reports.items() if file}
+        here = self.files[report].blob_id if report in self.files else None
+        return next((tag for tag, blob in releases.items() if blob == here), next(iter(releases), None))
 
     def at(self, tag: str) -> dict[str, RepoFile]:
         """The files of a tag; none where there is no such tag."""
@@ -136,8 +141,10 @@ def difference(folder: Path, files: Mapping[str, RepoFile]) -> list[Change]:
     return changes + [Change(name, "removed", files[name].size) for name in removed]
 
 
-def upload(folder: Path, changes: Sequence[Change], repository: Repository, tag: str, *, private: bool | None) -> str:
-    """Commit a release on top of what the Hub was seen to have, and tag it; returns the commit.
+def upload(
+    folder: Path, changes: Sequence[Change], repository: Repository, tag: str, *, message: str, private: bool | None
+) -> str:
+    """Commit a release on top of what the Hub was seen to have, and tag it with a message; returns the commit.
 
     Raises ResourceError when the Hub fails, when it was changed meanwhile, and when the tag was set to something else.
     """
@@ -155,7 +162,7 @@ def upload(folder: Path, changes: Sequence[Change], repository: Repository, tag:
             raise ResourceError(what, next_step=AGAIN)
         if repository.tags.get(tag) != head:
             try:
-                api.create_tag(name, tag=tag, revision=head, tag_message=f"Release {tag}")
+                api.create_tag(name, tag=tag, revision=head, tag_message=message)
             except HfHubHTTPError as error:
                 there = {entry.name: entry.target_commit for entry in api.list_repo_refs(name).tags}
                 if error.response.status_code != 409 or there.get(tag) != head:

@@ -16,7 +16,7 @@ from specdistill.hub.evidence import SPOT_CHECK, check_evidence
 from specdistill.methods.load import draft_hash
 from specdistill.report.files import read_report, write_report
 from specdistill.statistics.records import PromptRecord, RoundRecord
-from tests.finished_runs import timed, write
+from tests.finished_runs import edit_recipe, remake, slower, timed, write
 
 NOT_DECODED = "not decoded again"
 
@@ -51,8 +51,7 @@ def edit_report(run: Path, *place: str | int, to: Any) -> None:
 
 
 def reseal(run: Path, change: Callable[[PromptRecord], PromptRecord] = lambda record: record) -> None:
-    report, records = read_report(run / "report")
-    write(run, report, [change(record) for record in records])
+    remake(run, change)
 
 
 def edit_records(run: Path, change: Callable[[list[PromptRecord]], list[PromptRecord]]) -> None:
@@ -60,23 +59,9 @@ def edit_records(run: Path, change: Callable[[list[PromptRecord]], list[PromptRe
     write(run, report, change(records))
 
 
-def edit_recipe(run: Path, old: str, new: str, *, with_hash: bool = True) -> None:
-    path = run / "run/recipe.yaml"
-    assert old in path.read_text()
-    path.write_text(path.read_text().replace(old, new))
-    if with_hash:
-        edit(run / "run/provenance.json", lambda it: {**it, "recipe": hashlib.sha256(path.read_bytes()).hexdigest()})
-
-
 def scale_weights(folder: Path) -> None:
     weights = load_file(folder / "model.safetensors")
     save_file({name: tensor * 1.01 for name, tensor in weights.items()}, folder / "model.safetensors", {"format": "pt"})
-
-
-def slower(record: PromptRecord) -> PromptRecord:
-    """As if the draft cost more than it gains."""
-    record = timed(record)
-    return replace(record, speculative=replace(record.speculative, seconds=3 * record.speculative.seconds))
 
 
 def sometimes_slower(record: PromptRecord) -> PromptRecord:
@@ -101,6 +86,7 @@ def with_longer_drafts(record: PromptRecord) -> PromptRecord:
 # What is released
 
 
+@pytest.mark.slow
 def test_a_run_that_was_measured_is_released(run: Path) -> None:
     release = check_evidence(run, num_prompts=3)
     assert release.refusals == ()
@@ -110,6 +96,7 @@ def test_a_run_that_was_measured_is_released(run: Path) -> None:
     assert [path.name for path in release.draft] == names
 
 
+@pytest.mark.slow
 def test_a_folder_that_was_moved_or_is_reached_by_a_link(run: Path, tmp_path: Path) -> None:
     (run / "draft").rename(tmp_path / "elsewhere")
     (run / "draft").symlink_to(tmp_path / "elsewhere")
@@ -329,7 +316,7 @@ POINT = "- {metric: speedup, min: 1.0, confidence: 0}\n"
 
 def a_weaker_gate(run: Path, rules: str = WEAK, *, with_hash: bool = True) -> None:
     (run / "weak.yaml").write_text(rules)
-    edit_recipe(run, "gate: default", f"gate: {run / 'weak.yaml'}", with_hash=with_hash)
+    edit_recipe(run, {"gate: default": f"gate: {run / 'weak.yaml'}"}, with_hash=with_hash)
 
 
 def a_weaker_gate_after_a_failure(run: Path) -> None:
@@ -370,26 +357,26 @@ def a_server_that_was_none(run: Path) -> None:
 
 
 def another_k(run: Path) -> None:
-    edit_recipe(run, "num_speculative_tokens: 4", "num_speculative_tokens: 6")
+    edit_recipe(run, {"num_speculative_tokens: 4": "num_speculative_tokens: 6"})
 
 
 def another_temperature(run: Path) -> None:
-    edit_recipe(run, "  temperature: 0.0\n  top_p", "  temperature: 0.7\n  top_p")
+    edit_recipe(run, {"  temperature: 0.0\n  top_p": "  temperature: 0.7\n  top_p"})
 
 
 def other_lengths(run: Path) -> None:
-    edit_recipe(run, "max_new_tokens: 16", "max_new_tokens: 64")
+    edit_recipe(run, {"max_new_tokens: 16": "max_new_tokens: 64"})
 
 
 def intervals_of_a_run_that_did_not_stop_early(run: Path) -> None:
-    edit_recipe(run, "target_precision: null", "target_precision: 0.01")
+    edit_recipe(run, {"target_precision: null": "target_precision: 0.01"})
 
 
 def another_suite(run: Path) -> None:
     other = run / "easy.jsonl"
     other.write_text(json.dumps({"prompt": "a a a a a a"}) + "\n")
     (place,) = (line for line in (run / "run/recipe.yaml").read_text().splitlines() if "suite.jsonl" in line)
-    edit_recipe(run, place, f"  suite: {other}")
+    edit_recipe(run, {place: f"  suite: {other}"})
 
 
 def another_dtype(run: Path) -> None:
@@ -416,12 +403,12 @@ def another_target_in_the_recipe(run: Path) -> None:
     (place,) = (line for line in (run / "run/recipe.yaml").read_text().splitlines() if line.startswith("  model:"))
     shutil.copytree(place.removeprefix("  model: "), run / "other")
     scale_weights(run / "other")
-    edit_recipe(run, place, f"  model: {run / 'other'}")
+    edit_recipe(run, {place: f"  model: {run / 'other'}"})
 
 
 def a_target_that_is_gone(run: Path) -> None:
     (place,) = (line for line in (run / "run/recipe.yaml").read_text().splitlines() if line.startswith("  model:"))
-    edit_recipe(run, place, f"  model: {run / 'gone'}")
+    edit_recipe(run, {place: f"  model: {run / 'gone'}"})
 
 
 ATTEMPTS: dict[Callable[[Path], None], set[str]] = {
@@ -492,11 +479,13 @@ def test_nothing_is_released_that_was_not_decoded_again(run: Path) -> None:
     assert SPOT_CHECK > 1
 
 
+@pytest.mark.slow
 def test_other_weights_do_not_decode_what_was_recorded(run: Path) -> None:
     other_weights_in_a_report_made_to_fit(run)
     assert refused(run, num_prompts=4) == {"not reproduced"}
 
 
+@pytest.mark.slow
 def test_records_of_a_better_draft_are_not_decoded_again(run: Path) -> None:
     reseal(run, with_longer_drafts)
     assert refused(run, num_prompts=4) == {"not reproduced"}
@@ -507,6 +496,7 @@ def measured_elsewhere(run: Path) -> None:
     reseal(run)
 
 
+@pytest.mark.slow
 def test_on_another_machine_the_acceptance_length_is_compared(run: Path) -> None:
     measured_elsewhere(run)
     release = check_evidence(run, num_prompts=2)
@@ -517,6 +507,7 @@ def test_on_another_machine_the_acceptance_length_is_compared(run: Path) -> None
     assert refusal.name == "not reproduced" and refusal.why.startswith("acceptance length ")
 
 
+@pytest.mark.slow
 def test_losslessness_is_tested_again(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A decoder that accepts what it should not."""
     monkeypatch.setattr(verify, "greedy", lambda tokens, choices: (len(tokens), choices[len(tokens)]))

@@ -52,14 +52,18 @@ def lfs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
         yield hub
 
 
-def publish(run: Path, *arguments: str, repo: str = NAME) -> int:
-    return main(["publish", f"run={run}", f"repo={repo}", *arguments])
+def publish(run: Path, *arguments: str, repo: str = NAME, first: bool = True) -> int:
+    """first: nothing was released before; or the same, which is there already."""
+    named = ["baseline=none"] if first else []
+    return main(["publish", f"run={run}", f"repo={repo}", "spot_check=1", *named, *arguments])
 
 
-def refused(capsys: pytest.CaptureFixture[str], code: int, run: Path, *arguments: str, repo: str = NAME) -> str:
+def refused(
+    capsys: pytest.CaptureFixture[str], code: int, run: Path, *arguments: str, repo: str = NAME, first: bool = True
+) -> str:
     """The one line of an error."""
     capsys.readouterr()
-    assert publish(run, *arguments, repo=repo) == code
+    assert publish(run, *arguments, repo=repo, first=first) == code
     said = capsys.readouterr().err
     assert said.startswith("error: ") and said.count("\n") == 1
     return said
@@ -130,7 +134,7 @@ def test_a_trial_writes_the_folder_and_sends_nothing(
     assert "new         712.2 KiB  model.safetensors" in said and "nothing was sent" in said
     assert publish(run) == 0
     capsys.readouterr()
-    assert publish(run, "tag=v2", "dry_run=true") == 0
+    assert publish(run, "tag=v2", "dry_run=true", first=False) == 0
     said = capsys.readouterr().out
     assert "same        712.2 KiB  model.safetensors" in said
     assert "changed" in next(line for line in said.splitlines() if line.endswith("README.md"))
@@ -146,7 +150,7 @@ def test_exports_stand_in_folders_of_their_engines(lfs: Hub, run: Path, tmp_path
     assert there.keys() == RELEASE | {".gitattributes"} | {f"vllm/{name}" for name in names}
     assert "--include 'vllm/*'" in there["README.md"].decode()
     # The next release has none, and takes away what would be of another draft.
-    assert publish(run, "tag=v2") == 0
+    assert publish(run, "tag=v2", first=False) == 0
     assert contents(lfs, "v2").keys() == RELEASE | {".gitattributes"}
 
 
@@ -155,7 +159,7 @@ def test_a_recipe_says_what_the_command_does_not(lfs: Hub, run: Path) -> None:
     path.write_text(path.read_text().replace("repo: null\n  private: null", f"repo: {NAME}\n  private: false"))
     sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
     (run / "run/provenance.json").write_text(json.dumps({"recipe": sha256}))
-    assert main(["publish", f"run={run}", "license=apache-2.0"]) == 0
+    assert main(["publish", f"run={run}", "baseline=none", "spot_check=1", "license=apache-2.0"]) == 0
     assert not lfs.repositories[NAME].private
     assert ModelCard(contents(lfs, "v1")["README.md"].decode()).data.license == "apache-2.0"
 
@@ -240,7 +244,7 @@ def test_a_tag_that_was_set_meanwhile_stays(lfs: Hub, run: Path, capsys: pytest.
     assert "the Hub has that already" in refused(capsys, 3, run, "tag=v1")
     assert lfs.tags(NAME) == {"v1": theirs}
     assert "tag: got v1, which is another release" in refused(capsys, 2, run, "tag=v1")
-    assert publish(run, "tag=v2") == 0
+    assert publish(run, "tag=v2", first=False) == 0
     assert contents(lfs, "v2")["notes.txt"] == b"of the team"
 
 

@@ -52,6 +52,7 @@ class Repository:
     commits: dict[str, Commit] = field(default_factory=dict)
     branches: dict[str, str] = field(default_factory=dict)
     git_tags: dict[str, str] = field(default_factory=dict)
+    tag_messages: dict[str, str] = field(default_factory=dict)
     members: set[str] = field(default_factory=set)  # who may read it although it is gated
     lock: threading.RLock = field(default_factory=threading.RLock)
 

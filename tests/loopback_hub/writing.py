@@ -180,6 +180,7 @@ def tag(hub: "Hub", request: Request) -> Answer:
         if asked["tag"] in repository.git_tags:
             raise RefusedError(409, "Tag reference exists already")
         repository.git_tags[asked["tag"]] = target.id
+        repository.tag_messages[asked["tag"]] = asked.get("message", "")
     return Answer({})
 
 

@@ -1,0 +1,183 @@
+"""A second release beside the first, and the way back, on a Hub on loopback that the real client asks."""
+
+import json
+import shlex
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from specdistill.cli import main
+from specdistill.hub.repository import Repository
+from tests.finished_runs import again, remake, slower, timed
+from tests.loopback_hub import Fault, Hub, loopback_hub
+from tests.scripts import evaluate
+
+pytestmark = pytest.mark.slow  # each measures, or publishes twice
+NAME = "someone/half-right"
+GATE = "- {metric: mean_acceptance_length, max_regression: 0.15}\n- {metric: speedup, max_regression: 0.15}\n"
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    with loopback_hub(tmp_path / "hub") as hub, hub.client(tmp_path / "home"):
+        yield hub
+
+
+@pytest.fixture(scope="module")
+def trained_further(measured: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of other weights, measured as the first was; its recipe has a gate that allows no regression."""
+    folder = tmp_path_factory.mktemp("further")
+    (folder / "gate.yaml").write_text(GATE)
+    return again(
+        measured, folder / "run", {"gate: default": f"gate: {folder / 'gate.yaml'}", "max_length: 512": "max_length: 256"}
+    )
+
+
+@pytest.fixture
+def first(measured: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(measured, tmp_path / "first")
+
+
+@pytest.fixture
+def second(trained_further: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(trained_further, tmp_path / "second")
+
+
+def publish(run: Path, *arguments: str) -> int:
+    return main(["publish", f"run={run}", f"repo={NAME}", "spot_check=1", *arguments])
+
+
+def said(capsys: pytest.CaptureFixture[str]) -> str:
+    return capsys.readouterr().err
+
+
+def contents(hub: Hub, revision: str) -> dict[str, bytes]:
+    return {name: path.read_bytes() for name, path in hub.files(NAME, revision).items()}
+
+
+# A release after another
+
+
+def test_a_first_release_is_one_by_name(hub: Hub, first: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert publish(first) == 2
+    assert f"baseline: got nothing, expected none: {NAME} has no release to compare with" in said(capsys)
+    assert NAME not in hub.repositories
+    assert publish(first, "baseline=none") == 0
+    message = hub.repositories[NAME].tag_messages["v1"]
+    assert message.startswith("Release v1, the first\n\n") and "the speed of plain decoding" in message
+    assert "Changes since" not in contents(hub, "v1")["README.md"].decode()
+    assert publish(first) == publish(first, "baseline=none") == 0  # it is there already
+    assert hub.tags(NAME).keys() == {"v1"}
+
+
+def test_a_release_says_what_changed(hub: Hub, first: Path, second: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert publish(first, "baseline=none") == 0
+    assert publish(second, "baseline=none") == 2  # to be compared with nothing would be a way around the gate
+    assert f"expected no such key: {NAME} has the release v1" in said(capsys)
+    assert publish(second) == 0
+    card, report = contents(hub, "v2")["README.md"].decode(), json.loads(contents(hub, "v2")["report/report.json"])
+    assert report["baseline"]["draft"] == {"model": NAME, "revision": "v1", "method": "draft_model"}
+    rules = {rule["metric"]: rule for rule in report["gate"]["rules"] if "max_regression" in rule["requirement"]}
+    assert rules.keys() == {"mean_acceptance_length", "speedup"} and report["gate"]["passed"]
+    changes = card.partition("## Changes since v1\n")[2].partition("\n## What was measured")[0]
+    assert f"Compared with {NAME}@v1, measured" in changes
+    assert "| acceptance length | 2.58 | " in changes and "| acceptance length, b |" in changes and "| speedup |" in changes
+    assert "- `data.max_length`: 512 → 256" in changes and "train.output_dir" not in changes
+    message = hub.repositories[NAME].tag_messages["v2"]
+    assert "Since v1:\n- acceptance length 2.58 to " in message and "- data.max_length: 512 to 256" in message
+
+
+def test_a_regression_is_refused(hub: Hub, first: Path, second: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert publish(first, "baseline=none") == 0
+    remake(second, lambda record: slower(record, 1.4))
+    assert publish(second) == 1
+    assert "refused: gate failed: speedup: " in said(capsys)
+    assert hub.tags(NAME).keys() == {"v1"}
+
+
+def test_the_last_release_is_measured_again_with_other_settings(
+    hub: Hub, first: Path, second: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By the command that the refusal prints."""
+    assert publish(first, "baseline=none") == 0
+    shorter = again(second, second.parent / "shorter", {"num_speculative_tokens: 4": "num_speculative_tokens: 2"})
+    said(capsys)
+    assert publish(shorter) == 1
+    refusal, advice, _ = said(capsys).splitlines()[-3:]
+    assert refusal == "refused: not compared: baseline: got num_speculative_tokens 4, expected 2, as in the report"
+    command, _, option = advice.partition(": ")[2].partition(", then publish with ")
+    verb, *keys = shlex.split(command)[1:]
+    assert verb == "eval" and f"draft={NAME}@v1" in keys
+    evaluate(*keys)
+    remake(shorter, timed, report=shorter / "last-release")
+    assert publish(shorter, option) == 0
+    report = json.loads(contents(hub, "v2")["report/report.json"])
+    assert report["baseline"]["draft"]["revision"] == "v1" and report["gate"]["passed"]
+    assert publish(second, f"baseline={second / 'report'}") == 2
+    assert f"a report of other weights, expected one of {NAME}@v2" in said(capsys)
+
+
+def test_a_last_release_that_was_edited(hub: Hub, first: Path, second: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert publish(first, "baseline=none") == 0
+    samples = contents(hub, "v1")["report/samples.jsonl"].splitlines()
+    hub.commit(NAME, {"report/samples.jsonl": b"\n".join(samples[1:])})
+    hub.repositories[NAME].git_tags.clear()
+    hub.tag(NAME, "v1")
+    assert publish(second) == 2
+    assert f"repo: got {NAME}@v1, a report that was edited, expected one as it was measured" in said(capsys)
+
+
+# The way back
+
+
+def restore(tag: str, *arguments: str) -> int:
+    return main(["publish", f"repo={NAME}", f"restore={tag}", *arguments])
+
+
+@pytest.fixture
+def two_releases(hub: Hub, first: Path, second: Path) -> Hub:
+    """Of which the second has a file that the first has not; and somebody wrote another one beside them."""
+    assert publish(first, "baseline=none") == 0
+    assert publish(second, "exports=[sglang]") == 0
+    hub.commit(NAME, {"notes.txt": b"by hand"})
+    return hub
+
+
+def test_an_earlier_release_is_restored(two_releases: Hub, second: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    hub, tags, sent = two_releases, two_releases.tags(NAME), len(two_releases.asked("upload"))
+    commits = hub.commits(NAME)
+    assert restore("v1", "dry_run=true") == 0
+    shown = capsys.readouterr().out
+    assert "changed     712.2 KiB  model.safetensors" in shown and "removed" in shown and "nothing was sent" in shown
+    assert hub.commits(NAME) == commits
+    assert restore("v1") == 0
+    assert contents(hub, "main") == {**contents(hub, "v1"), "notes.txt": b"by hand"}
+    assert len(hub.asked("upload")) == sent and hub.tags(NAME) == tags
+    assert hub.commits(NAME)[1:] == commits
+    assert Repository.read(NAME).last_release() == "v1"  # what the next release is compared with
+    capsys.readouterr()
+    assert restore("v1") == 0
+    assert f"{NAME} holds v1 already" in capsys.readouterr().out and len(hub.commits(NAME)) == len(commits) + 1
+    assert restore("v2") == 0
+    assert contents(hub, "main") == {**contents(hub, "v2"), "notes.txt": b"by hand"}
+
+
+def test_what_cannot_be_restored(two_releases: Hub, second: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    two_releases.commit(NAME, {"report/report.json": None})
+    two_releases.tag(NAME, "draft")
+    for tag, got in (("v7", "restore: got v7, expected a release of"), ("draft", "restore: got draft, which holds no report")):
+        capsys.readouterr()
+        assert restore(tag) == 2
+        assert got in said(capsys)
+    for key in ("tag=v3", f"run={second}", "force=because", "baseline=none", "private=false"):
+        assert restore("v1", key) == 2
+        assert said(capsys).startswith(f"error: {key.partition('=')[0]}: got ")
+    two_releases.inject(Fault("conflict", "commit"))
+    before = contents(two_releases, "main")
+    assert restore("v1") == 3
+    assert "was changed while" in said(capsys)
+    assert contents(two_releases, "main").items() >= before.items()
+    assert restore("v1") == 0
