@@ -66,7 +66,10 @@ class Event:
     def filled_in(self, environment: Mapping[str, str]) -> dict[str, str]:
         """An `env` section as GitHub would fill it in. An expression that is not here is an error."""
         values = {
-            **{f"inputs.{name}": str(value) for name, value in self.inputs.items()},
+            **{
+                f"inputs.{name}": str(value).lower() if isinstance(value, bool) else str(value)
+                for name, value in self.inputs.items()
+            },
             "inputs.run || 'runs/release-gate'": self.inputs["run"] or "runs/release-gate",
             "github.ref_name": self.tag or "7/merge",
             "github.token": "token",
@@ -150,6 +153,8 @@ def test_a_tag_is_published_and_a_pull_request_is_not(tmp_path: Path) -> None:
         ]
         assert len(ran) == 2 and ran[1][0] == last
     assert ran[1] == ["specdistill", "publish", f"run={folder}/my run", "repo=org/name", "tag=v2"]
+    first = Event({**given, "run": str(tmp_path / "first"), "first": True}, pull_request=False, tag="v1")
+    assert commands(first, tmp_path / "first")[-1][-2:] == ["tag=v1", "baseline=none"]
 
 
 def test_every_verb_exists() -> None:

@@ -197,7 +197,7 @@ def test_a_tag_is_never_moved(lfs: Hub, run: Path, capsys: pytest.CaptureFixture
     said = refused(capsys, 2, run, "tag=v1")
     assert f"tag: got v1, which is another release of {NAME}, expected a new one, as v2" in said
     assert lfs.tags(NAME) == tags and len(lfs.commits(NAME)) == 2
-    assert publish(run) == 0
+    assert publish(run, first=False) == 0
     assert lfs.tags(NAME) == {**tags, "v2": lfs.commits(NAME)[0]}
 
 
@@ -244,7 +244,7 @@ def test_a_tag_that_was_set_meanwhile_stays(lfs: Hub, run: Path, capsys: pytest.
     assert "the Hub has that already" in refused(capsys, 3, run, "tag=v1")
     assert lfs.tags(NAME) == {"v1": theirs}
     assert "tag: got v1, which is another release" in refused(capsys, 2, run, "tag=v1")
-    assert publish(run, "tag=v2", first=False) == 0
+    assert publish(run, "tag=v2") == 0
     assert contents(lfs, "v2")["notes.txt"] == b"of the team"
 
 
@@ -308,13 +308,13 @@ def test_the_licence_of_the_target(
             ["exports=[vlm]"],
             "exports[0]: got 'vlm', expected one of vllm, sglang, speculators, safeailab, gguf; did you mean vllm?",
         ),
-        (["run=/nowhere"], "run: got /nowhere, which has no run/recipe.yaml"),
+        (["run=/nowhere"], "run: got /nowhere, which has no draft"),
         (["base_model=org/what"], "base_model: org/what is no folder here"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
 def test_what_the_user_got_wrong(lfs: Hub, run: Path, capsys, arguments: list[str], said: str) -> None:
-    assert main(["publish", f"run={run}", f"repo={NAME}", *arguments]) in (2, 3)
+    assert main(["publish", f"run={run}", f"repo={NAME}", "baseline=none", "spot_check=1", *arguments]) in (2, 3)
     shown = capsys.readouterr().err
     assert said in shown and shown.count("\n") == 1
     assert NAME not in lfs.repositories

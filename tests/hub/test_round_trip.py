@@ -22,7 +22,7 @@ def test_what_is_acquired_drafts_as_it_did_before_it_was_published(
     run, target = shutil.copytree(measured, tmp_path / "run"), measured.parent / "target"
     with loopback_hub(tmp_path / "hub", "xet") as hub:
         with hub.client(tmp_path / "publisher"):
-            assert main(["publish", f"run={run}", f"repo={NAME}", "private=false"]) == 0
+            assert main(["publish", f"run={run}", f"repo={NAME}", "baseline=none", "private=false"]) == 0
         with hub.client(tmp_path / "reader", token=None):
             capsys.readouterr()
             assert main(["acquire", "method=draft_model", f"target={target}", f"draft={NAME}@v1", "verify=true"]) == 0
