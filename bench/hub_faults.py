@@ -255,7 +255,7 @@ def publishing(hub: Hub, commands: Parent, released: Path) -> Way:
 
 
 def publish_of(released: Path) -> list[str]:
-    return ["publish", f"run={released}", f"repo={NAME}"]
+    return ["publish", f"run={released}", f"repo={NAME}", "baseline=none"]
 
 
 def fetching(hub: Hub, commands: Parent, released: Path, target: Path) -> Way:

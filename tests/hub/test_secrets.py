@@ -52,7 +52,7 @@ def test_a_planted_token_is_found_nowhere_else(
     home.mkdir()
     (home / "token").write_text(kept)
     with loopback_hub(tmp_path / "hub") as hub, hub.client(home), mock.patch.object(constants, "HF_DEBUG", True):
-        published = ["publish", f"run={finished}", f"repo={NAME}"]
+        published = ["publish", f"run={finished}", f"repo={NAME}", "baseline=none"]
         hub.inject(Fault("status", "whoami", status=401))
         assert run(*published) == 3
         hub.inject(Fault("status", "commit", status=403))
@@ -83,7 +83,7 @@ def test_a_record_with_a_secret_is_not_published(measured: Path, tmp_path: Path,
     record = finished / "run/provenance.json"
     record.write_text(record.read_text().replace("{", f'{{"command": ["--token", "{Hub.token}"], ', 1))
     with loopback_hub(tmp_path / "hub") as hub, hub.client(tmp_path / "home"):
-        assert main(["publish", f"run={finished}", f"repo={NAME}"]) == 2
+        assert main(["publish", f"run={finished}", f"repo={NAME}", "baseline=none"]) == 2
         assert NAME not in hub.repositories
     said = capsys.readouterr().err
     assert f"{record}: got a token of the Hugging Face Hub" in said and Hub.token not in said
