@@ -19,7 +19,7 @@ from typing import Any
 
 from specdistill import __version__
 from specdistill.errors import ResourceError, UserError
-from specdistill.gate.decide import Evidence, decide, judge
+from specdistill.gate.decide import Evidence, changes, decide, judge
 from specdistill.gate.rules import Rule, load_gate, read_rule
 from specdistill.measurement.configurations import Settings
 from specdistill.measurement.hardware import fit_threads
@@ -134,7 +134,8 @@ def check_evidence(
         judged = judge(rules, measured, baseline, first_release=first_release)
         decided = [*_of_gate(judged, has_baseline=baseline is not None)]
     except UserError as error:  # the two measured different things
-        judged = judge(rules, measured)
+        assert baseline is not None
+        judged = {**judge(rules, measured), "baseline": changes(measured, baseline)}  # which says why there are none
         others = [rule for rule in rules if rule.requirement != "max_regression"]
         decided = [Refusal(NOT_COMPARED, str(error)), *_of_gate(judge(others, measured))]
     refusals += [*decoding, *decided]

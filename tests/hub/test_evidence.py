@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from specdistill.decoding import verify
 from specdistill.hub.evidence import SPOT_CHECK, check_evidence
 from specdistill.methods.load import draft_hash
-from specdistill.report.files import read_report, write_report
-from specdistill.statistics.records import PromptRecord, RoundRecord
+from specdistill.report.files import digest, read_report, write_report
+from specdistill.statistics.records import Configuration, PromptRecord, RoundRecord
 from tests.finished_runs import edit_recipe, remake, slower, timed, write
 
 NOT_DECODED = "not decoded again"
@@ -196,6 +196,11 @@ def a_better_category(run: Path) -> None:
     edit_report(run, "results", 1, "mean_acceptance_length", to=4.5)
 
 
+def a_better_speedup_and_a_digest_made_to_fit(run: Path) -> None:
+    a_better_speedup(run)
+    edit_report(run, "digest", to=digest(*read_report(run / "report")))
+
+
 def more_prompts_than_records(run: Path) -> None:
     edit_report(run, "results", 0, "num_prompts", to=480)
 
@@ -300,6 +305,11 @@ def a_verdict_turned_around(run: Path) -> None:
     edit_report(run, "gate", "verdict", to="passed")
 
 
+def a_failure_turned_around_by_its_interval(run: Path) -> None:
+    reseal(run, slower)
+    a_better_interval(run)
+
+
 def no_gate_at_all(run: Path) -> None:
     reseal(run, slower)
     edit_report(run, "gate", to={"verdict": None, "passed": False, "rules": []})
@@ -358,6 +368,14 @@ def a_server_that_was_none(run: Path) -> None:
 
 def another_k(run: Path) -> None:
     edit_recipe(run, {"num_speculative_tokens: 4": "num_speculative_tokens: 6"})
+
+
+def fewer_repetitions(run: Path) -> None:
+    edit_recipe(run, {"repeats: 1": "repeats: 3"})
+
+
+def records_of_another_k_first(run: Path) -> None:
+    reseal(run, lambda record: replace(record, configuration=Configuration(6)))
 
 
 def another_temperature(run: Path) -> None:
@@ -426,6 +444,7 @@ ATTEMPTS: dict[Callable[[Path], None], set[str]] = {
     a_better_interval: {"edited report"},
     a_better_headline: {"edited report"},
     a_better_category: {"edited report"},
+    a_better_speedup_and_a_digest_made_to_fit: {"edited report"},
     more_prompts_than_records: {"edited report"},
     no_divergences: {"edited report"},
     no_digest: {"edited report"},
@@ -443,6 +462,7 @@ ATTEMPTS: dict[Callable[[Path], None], set[str]] = {
     accepted_though_not_drafted: {"edited samples"},
     fewer_tokens_than_counted: {"edited samples"},
     a_verdict_turned_around: {"gate failed"},
+    a_failure_turned_around_by_its_interval: {"edited report", "gate failed"},
     no_gate_at_all: {"gate failed"},
     nobody_can_tell: {"gate inconclusive"},
     a_weaker_gate_after_a_failure: {"gate failed"},
@@ -453,6 +473,8 @@ ATTEMPTS: dict[Callable[[Path], None], set[str]] = {
     another_gate_in_the_recipe: {"edited recipe"},
     a_server_that_was_none: {"another measurement", "gate failed"},
     another_k: {"another measurement"},
+    fewer_repetitions: {"another measurement"},
+    records_of_another_k_first: {"another measurement"},
     another_temperature: {"another measurement"},
     other_lengths: {"another measurement"},
     intervals_of_a_run_that_did_not_stop_early: {"another measurement"},

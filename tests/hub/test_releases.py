@@ -108,6 +108,9 @@ def test_the_last_release_is_measured_again_with_other_settings(
     assert publish(shorter) == 1
     refusal, advice, _ = said(capsys).splitlines()[-3:]
     assert refusal == "refused: not compared: baseline: got num_speculative_tokens 4, expected 2, as in the report"
+    assert publish(shorter, "force=it has to be", "dry_run=true") == 0
+    card = (shorter / "release/README.md").read_text()
+    assert "not comparable" in card and "not compared" in card
     command, _, option = advice.partition(": ")[2].partition(", then publish with ")
     verb, *keys = shlex.split(command)[1:]
     assert verb == "eval" and f"draft={NAME}@v1" in keys
