@@ -94,7 +94,7 @@ def model_card(of: Published) -> ModelCard:
         metadata(of),
         template_str=TEMPLATE.read_text(encoding="utf-8"),
         reason=None if of.reason is None else plain(of.reason),
-        overridden=list(map(plain, of.overridden)),
+        overridden=[plain(refusal.replace(f"{of.release.run}/", "")) for refusal in of.overridden],  # a folder of one machine
         name=of.name,
         target=_target(of),
         method=of.method,

@@ -16,6 +16,7 @@ from specdistill.export.export import export
 from specdistill.measurement.spot_check import SpotCheck
 from specdistill.report.files import read_report
 from tests.loopback_hub import Fault, Hub, loopback_hub
+from tests.loopback_hub.store import Repository
 
 NAME = "someone/half-right"
 DRAFT = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
@@ -237,6 +238,22 @@ def test_after_a_fault_nothing_is_half_there_and_the_command_goes_on(
         assert len(lfs.asked("upload")) == num_uploads
 
 
+def test_a_commit_that_is_not_what_was_sent_gets_no_tag(
+    lfs: Hub, run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit = Repository.commit
+
+    def losing(self: Repository, files: dict[str, Any], *others: Any) -> Any:
+        return commit(self, {path: file for path, file in files.items() if path != "report/samples.jsonl"}, *others)
+
+    with monkeypatch.context() as broken:
+        broken.setattr(Repository, "commit", losing)
+        assert "the Hub holds other content than was sent in report/samples.jsonl" in refused(capsys, 3, run)
+    assert lfs.tags(NAME) == {}
+    assert publish(run) == 0
+    assert contents(lfs, "v1").keys() >= RELEASE
+
+
 def test_a_tag_that_was_set_meanwhile_stays(lfs: Hub, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """To somebody else's commit; and what no release put there is left alone."""
     theirs = lfs.create(NAME, {"notes.txt": b"of the team"}, private=True)
@@ -262,7 +279,7 @@ def test_what_did_not_pass_is_published_only_with_a_reason(lfs: Hub, run: Path, 
     card = ModelCard(contents(lfs, "v1")["README.md"].decode())
     top, _, _ = card.text.partition("\n# half-right\n")
     assert "> **Published although it was refused.** The publisher's reason: \\<b\\>we\\</b\\> know" in top
-    assert "> - other weights: the report measured a draft with hash" in top
+    assert "> - other weights: the report measured a draft with hash" in top and str(run) not in card.text
 
 
 def test_a_reason_for_what_is_not_refused(lfs: Hub, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
