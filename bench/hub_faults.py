@@ -2,11 +2,12 @@
 
     python bench/hub_faults.py [num_faults=100]
 
-Each trial runs `specdistill publish` or `specdistill acquire` until one fault has met it, at a request or at a moment drawn at random,
-then the same command again until it is done, without a fault. After every command the Hub is looked at: a commit holds all files of the
-release or none, a tag is on a commit that does; and what was fetched is, byte for byte, what the Hub holds. Large files move by classic LFS
-in half of the trials and by Xet in the others. So that a hundred faults take minutes, the commands are children of a process that has
-imported the package and decoded the prompts that `publish` decodes again, and the client does not wait between its own tries.
+Each trial runs `specdistill publish` or `specdistill acquire` until one fault has met it, each kind by turns, at a request or a moment
+drawn at random, then the same command again until it is done, without a fault. After every command the Hub is looked at: a commit
+holds all files of the release or none, a tag is on a commit that does; and what was fetched is, byte for byte, what the Hub holds.
+Large files move by classic LFS in half of the trials and by Xet in the others. So that a hundred faults take minutes, the commands
+are children of a process that has imported the package and decoded the prompts that `publish` decodes again, and the client does not
+wait between its own tries.
 
 Writes bench/results/hub_faults.json and the table in docs/release.md.
 """
@@ -23,7 +24,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -46,6 +47,18 @@ NAME, TAG, ASIDE = "someone/draft", "v1", "someone-else.txt"
 MOST_TRIES = 4
 # Requests whose answers, or whose bodies, are files: where a byte may be another one without TLS or JSON noticing.
 CARRY_FILES = {"upload", "commit", "resolve", "download"}
+MOMENT, CHUNKS = "killed at a moment", "other bytes in Xet's chunks"
+FAULTS = {
+    "an error once": Fault("status", ""),
+    "errors for longer than the client tries": Fault("status", "", times=9),
+    "connection cut": Fault("cut", ""),
+    "answer lost": Fault("lost", ""),
+    "another byte": Fault("corrupt", ""),
+    "slow": Fault("slow", "", seconds=0.1),
+    "another commit in between": Fault("conflict", ""),
+    "killed during a request": Fault("call", ""),
+    "killed after a request": Fault("lost", ""),
+}
 # Runs one command itself, then those that it is told, each in a child of its own, and says their process ids and exit codes.
 PARENT = """
 import json, os, sys, time
@@ -153,17 +166,17 @@ class Way:
         self.seconds = time.monotonic() - start
         self.asked = [(request.route, request.method) for request in self.hub.requests[first:]]
 
-    def trial(self, draw: random.Random) -> dict[str, Any]:
+    def trial(self, kind: str, draw: random.Random) -> dict[str, Any]:
         """One fault, and the command repeated until it is done. What met no fault, as a moment after its end, is no trial."""
         while True:
             self.reset()
             self.hub.faults.clear()
             met = len(self.hub.faults.met)
-            kind, undo, moment = self._begin(draw)
+            undo, moment = self._begin(kind, draw)
             is_injected = bool(self.hub.faults.waiting)
             # A header in which a byte is another one may be the author's mistake as well.
             first, found = self._run(
-                moment, (ExitCode.RESOURCE_ERROR, ExitCode.USER_ERROR) if "corrupt" in kind else (ExitCode.RESOURCE_ERROR,)
+                moment, (ExitCode.RESOURCE_ERROR, ExitCode.USER_ERROR) if "byte" in kind else (ExitCode.RESOURCE_ERROR,)
             )
             if first or (moment is None and len(self.hub.faults.met) - met >= is_injected):
                 break
@@ -185,45 +198,37 @@ class Way:
             found.append(f"exit code {code}: {err.strip()[-300:]}")
         return code, found
 
-    def _begin(self, draw: random.Random) -> tuple[str, Callable[[], None], float | None]:
-        """A fault and what ends it, or the second in which to kill."""
+    def _begin(self, kind: str, draw: random.Random) -> tuple[Callable[[], None], float | None]:
+        """What ends a fault, and the second in which to kill."""
 
         def nothing() -> None:
             pass
 
-        if draw.random() < 0.2:
-            return "killed at a moment", nothing, draw.uniform(0, self.seconds)
-        if self.hub.cas and self.arguments[0] == "acquire" and draw.random() < 0.2:
+        if kind == MOMENT:
+            return nothing, draw.uniform(0, self.seconds)
+        if kind == CHUNKS:
+            assert self.hub.cas
             self.hub.cas.damage()
-            return "corrupt chunks of Xet", self.hub.cas.damage, None  # twice, and they are as they were
-        number = draw.randrange(len(self.asked))
-        route, method = self.asked[number]
-        kinds: list[Literal["status", "cut", "lost", "corrupt", "slow", "conflict", "call"]] = [
-            "status",
-            "cut",
-            "lost",
-            "slow",
-            "call",
-        ]
-        kinds += ["corrupt"] * 2 if route in CARRY_FILES and method != "HEAD" else []
-        kinds += ["conflict"] * 3 if route == "commit" else []
-        kind = draw.choice(kinds)
-        done = draw.random() < 0.5
-        status, times = draw.choice((429, 500, 502, 503)), draw.choice((1, 9)) if kind == "status" else 1
+            return self.hub.cas.damage, None  # twice, and they are as they were
+        fault = FAULTS[kind]
+        number = draw.choice([number for number, (route, method) in enumerate(self.asked) if meets(fault, route, method)])
+        route, _ = self.asked[number]
         skip = sum(before == route for before, _ in self.asked[:number])
-        if kind == "call":
-            self.hub.inject(Fault("lost" if done else "call", route, skip=skip, call=self.commands.kill))
-            return f"killed {'after' if done else 'during'} a request", nothing, None
-        self.hub.inject(Fault(kind, route, times, skip, status=status, seconds=0.1))
-        names = {
-            "status": f"{status}" + (" for longer than the client tries" if times > 1 else ""),
-            "cut": "connection cut",
-            "lost": "answer lost",
-            "corrupt": "corrupt byte",
-            "slow": "slow",
-            "conflict": "another commit in between",
-        }
-        return names[kind], nothing, None
+        call = self.commands.kill if kind.startswith("killed") else None
+        self.hub.inject(replace(fault, route=route, skip=skip, status=draw.choice((429, 500, 502, 503)), call=call))
+        return nothing, None
+
+    def kinds(self) -> list[str]:
+        """The faults that it may meet."""
+        chunks = [CHUNKS] if self.hub.cas and self.arguments[0] == "acquire" else []
+        return [kind for kind, fault in FAULTS.items() if any(meets(fault, *asked) for asked in self.asked)] + [MOMENT, *chunks]
+
+
+def meets(fault: Fault, route: str, method: str) -> bool:
+    """Whether a fault can strike a request: another byte, where the body is a file; another commit, before a commit."""
+    if fault.kind == "corrupt":
+        return route in CARRY_FILES and method != "HEAD"
+    return fault.kind != "conflict" or route == "commit"
 
 
 def publishing(hub: Hub, commands: Parent, released: Path) -> Way:
@@ -231,8 +236,9 @@ def publishing(hub: Hub, commands: Parent, released: Path) -> Way:
 
     def reset() -> None:
         hub.repositories.clear()
-        for path in hub.objects.folder.iterdir():
-            path.unlink()
+        for folder in (hub.objects.folder, *([hub.cas.folder] if hub.cas else [])):
+            shutil.rmtree(folder)
+            folder.mkdir()
 
     def check(done: bool, _: str) -> list[str]:
         found = []
@@ -295,7 +301,8 @@ def trials(
             else fetching(hub, commands, released, released.parent / "target")
         )
         way.measure()
-        made = [way.trial(draw) for _ in range(count)]
+        kinds = way.kinds()
+        made = [way.trial(kinds[number % len(kinds)], draw) for number in range(count)]
     found = [f"{one['fault']}: {what}" for one in made for what in one["found"]]
     print(
         f"{command} by {transfer}: {count} faults, {dict(Counter(one['ended'] for one in made))}, {found or 'all whole'}",
