@@ -261,6 +261,14 @@ def test_a_commit_from_aside(lfs: Hub) -> None:
     assert set(lfs.files(NAME)) == {"someone-else.txt"}
 
 
+def test_a_commit_with_another_byte_is_taken(lfs: Hub) -> None:
+    """Nothing in it has a checksum but large files: who commits reads back what is there."""
+    lfs.create(NAME)
+    lfs.inject(Fault("corrupt", "commit"))
+    HfApi().create_commit(NAME, additions(a_txt=b"some text " * 99), commit_message="mine")
+    assert len(lfs.commits(NAME)) == 2 and lfs.files(NAME)["a.txt"].read_bytes() != b"some text " * 99
+
+
 def test_an_answer_that_is_lost(lfs: Hub) -> None:
     lfs.create(NAME)
     lfs.inject(Fault("lost", "commit"))

@@ -64,4 +64,5 @@ class Faults:
 
 
 def with_another_byte(content: bytes, index: int) -> bytes:
-    return content[:index] + bytes([content[index] ^ 1]) + content[index + 1 :]
+    """A letter becomes its capital, so that base64 stays base64."""
+    return content[:index] + bytes([content[index] ^ 0x20]) + content[index + 1 :]

@@ -1,6 +1,7 @@
 """HTTP around the routes: bodies are read to disk and sent from it, by ranges, and faults meet them there."""
 
 import json
+import re
 import tempfile
 import time
 from collections.abc import Iterator
@@ -84,7 +85,9 @@ class Handler(BaseHTTPRequestHandler):
                     fault = None
         if fault and fault.kind == "corrupt":
             content = request.body.read_bytes()
-            request.body.write_bytes(with_another_byte(content, len(content) // 2))
+            middle = len(content) // 2
+            letter = re.compile(rb"[A-Za-z]").search(content, middle)
+            request.body.write_bytes(with_another_byte(content, letter.start() if letter else middle))
 
     def _blocks(self, length: int) -> Iterator[bytes]:
         if length:
@@ -117,11 +120,12 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if self.command == "HEAD":
             return
+        fault = fault if self.command == "GET" else None  # it has struck where the body was received
         middle = (start + end) // 2
         for position, block in _read(content, start, end):
             damaged = fault and fault.kind == "corrupt" and position <= middle < position + len(block)
             self.wfile.write(with_another_byte(block, middle - position) if damaged else block)
-            if fault and fault.kind in ("cut", "call", "slow") and position + len(block) >= middle and self.command == "GET":
+            if fault and fault.kind in ("cut", "call", "slow") and position + len(block) >= middle:
                 self.wfile.flush()
                 _strike(fault)
                 fault = None
