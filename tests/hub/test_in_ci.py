@@ -25,7 +25,7 @@ def test_a_tag_of_the_repository_is_a_tag_on_the_hub(measured: Path, tmp_path: P
     command.write_text(f'#!/bin/sh\nexec {sys.executable} -m specdistill "$@"\n')
     command.chmod(0o755)
     with loopback_hub(tmp_path / "hub") as hub:
-        given = {"RUN": str(run), "REPO": NAME, "TAG": "v3"}
+        given = {"RUN": str(run), "REPO": NAME, "TAG": "v3", "FIRST": "true"}
         assert given.keys() - {"RUN"} == step["env"].keys() - {"HF_TOKEN"}
         environment = {**hub.environment(tmp_path / "home"), **given}
         shell = ["bash", "-euo", "pipefail", "-c", step["run"]]
