@@ -18,7 +18,7 @@ from specdistill.comparison.compare import is_lossless
 from specdistill.errors import ExitCode
 from specdistill.methods import METHODS
 from specdistill.methods.recipe import Recipe
-from specdistill.planning.plan import recipe_for
+from specdistill.planning.rows import recipe_for
 from specdistill.project import ROOT
 from specdistill.recipe.load import load_recipe, recipe_yaml
 from specdistill.report.phrases import a_round, between, duration, number, percent, settings_line, size, times

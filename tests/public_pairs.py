@@ -1,8 +1,8 @@
 """Public targets with their drafts, as config.json and tensors without content, and pairs that are wrong in one thing each.
 
 Names, shapes and dtypes are the published checkpoints'; sizes that are known from elsewhere are checked in
-tests/planning/test_public_pairs.py. A file's header is true and its data is a hole in the file: gigabytes in a few blocks of disk.
-Weights of drafts have one element that is not zero, and vocabulary maps are written whole, since readers look at both.
+tests/planning/test_public_pairs.py. A file's header is true and its data is a hole in the file: gigabytes in a few blocks of
+disk. Weights of drafts have one element that is not zero, and vocabulary maps are written whole, since readers look at both.
 
     target, draft = PAIRS["llama-eagle3"].write(tmp_path)
 
@@ -31,8 +31,8 @@ Tensors = dict[str, tuple[str, tuple[int, ...]]]  # dtype and shape, by name
 class Repository:
     """A repository of the Hub. base: the model that its card names as what it is for.
 
-    written: bytes of tensors that are not a hole. files: further ones, by name. tokenizer: the name of a family, whose members have equal
-    tokenizers of a few tokens; None for a head, which has none.
+    written: bytes of tensors that are not a hole. files: further ones, by name. tokenizer: the name of a family, whose members
+    have equal tokenizers of a few tokens; None for a head, which has none.
     """
 
     name: str

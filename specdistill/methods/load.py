@@ -7,6 +7,7 @@ do not: SafeAILab's EAGLE-3 heads call themselves `LlamaForCausalLM`, as a plain
 import itertools
 import json
 import pickle
+import re
 from collections.abc import Mapping, Sequence, Set
 from fnmatch import fnmatch
 from pathlib import Path
@@ -30,6 +31,8 @@ from specdistill.targets.identity import combined, file_hashes
 EXPECTED = "a draft: an EAGLE or MTP head or a causal language model, config.json and weights"
 # Parallel drafts have the tensors of a head and these.
 OTHER_TENSORS = {"mask_hidden", "hidden_norm.weight"}
+# Methods that are not decoded here, by what their drafts' config.json says that they are.
+OTHER_METHODS = {"peagle": r"p-?eagle", "dflash": r"dflash", "dspark": r"dspark"}
 WEIGHTS = ("*.safetensors", "*.index.json", "pytorch_model*.bin")
 TOKENIZER = (
     "tokenizer*",
@@ -142,10 +145,18 @@ def recognized(config: Mapping[str, Any], names: Set[str], *, name: Path | str, 
     named = (each for each, method in methods.items() if method.is_named(config, names))
     if found := next(itertools.chain(certain, named), None):
         return found
+    if names and (other := other_method(config)):
+        raise UserError(key, got=f"{name}, a draft of method {other}, which is not decoded here yet", expected=EXPECTED)
     architectures = config.get("architectures") or []
     weights = f"{len(names)} tensors" if names else "no weights"
     what = f"architectures {', '.join(map(str, architectures)) or 'not named'} and {weights}"
     raise UserError(key, got=f"{name}, which holds a config.json with {what}", expected=EXPECTED)
+
+
+def other_method(config: Mapping[str, Any]) -> str | None:
+    """The method of another project that a draft's config.json speaks of; None where it speaks of none that is known."""
+    said = " ".join(map(str, [*(config.get("architectures") or []), config.get("speculators_model_type")])).lower()
+    return next((method for method, pattern in OTHER_METHODS.items() if re.search(pattern, said)), None)
 
 
 def _tensor_names(folder: Path, key: str) -> set[str]:

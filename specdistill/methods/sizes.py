@@ -9,6 +9,7 @@ Symbols: H hidden size, I MLP width, N query heads, G key/value heads, d head si
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from fnmatch import fnmatch
 from functools import cached_property
 from typing import Any
 
@@ -18,6 +19,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from specdistill.errors import UserError, one_line
+from specdistill.targets.cache_size import CacheSize, cache_size, of_attention
 from specdistill.targets.frozen import FrozenTarget
 from specdistill.targets.stand_in import stand_in
 
@@ -65,15 +67,23 @@ class Parts:
     copied: int = 0
 
 
-def weights_read(model: PreTrainedModel, num_tokens: int = 1) -> float:
+Weigh = Callable[[str, nn.Parameter], float]  # what a parameter of this name counts
+
+
+def one_each(name: str, parameter: nn.Parameter) -> float:
+    return parameter.numel()
+
+
+def weights_read(model: PreTrainedModel, num_tokens: int = 1, weigh: Weigh = one_each) -> float:
     """Parameters that one pass over `num_tokens` tokens reads: all but an embedding table that is not the head."""
     embedding: Any = model.get_input_embeddings()
     head: Any = model.get_output_embeddings()
-    looked_up = 0 if head.weight is embedding.weight else embedding.weight.numel()
-    return parameters_read(model, model.config.get_text_config(), num_tokens) - float(looked_up)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    looked_up = 0.0 if head.weight is embedding.weight else weigh(names[id(embedding.weight)], embedding.weight)
+    return parameters_read(model, model.config.get_text_config(), num_tokens, weigh) - looked_up
 
 
-def parameters_read(module: nn.Module, config: Any, num_tokens: int = 1) -> float:
+def parameters_read(module: nn.Module, config: Any, num_tokens: int = 1, weigh: Weigh = one_each) -> float:
     """A module's parameters, of a mixture's E experts those that the tokens are sent to.
 
     With k experts for each of n tokens, chosen independently, a share of 1 - (1 - k/E)^n of them; k/E for one token.
@@ -82,7 +92,7 @@ def parameters_read(module: nn.Module, config: Any, num_tokens: int = 1) -> floa
     num_experts = next((size for name in names if (size := getattr(config, name, None))), 1)
     chosen = getattr(config, "num_experts_per_tok", None) or num_experts
     share = 1 - (1 - chosen / num_experts) ** num_tokens
-    sizes = (("experts" in name.split("."), parameter.numel()) for name, parameter in module.named_parameters())
+    sizes = (("experts" in name.split("."), weigh(name, parameter)) for name, parameter in module.named_parameters())
     return sum(size * share if of_expert else size for of_expert, size in sizes)
 
 
@@ -108,7 +118,8 @@ class Described:
     """A target or a draft by its config.json, as the file has it (`raw`) and as transformers reads it.
 
     key: what errors name. hub_id: None for what came from a folder. native_mtp: the key that says how many layers predict further tokens,
-    and how many; None without such layers.
+    and how many; None without such layers. stored_bytes: of all weights, as the checkpoint's index or file says; None where neither is
+    at hand.
     """
 
     name: str
@@ -119,6 +130,7 @@ class Described:
     config: Any
     native_mtp: tuple[str, int] | None
     trust_remote_code: bool = False
+    stored_bytes: int | None = None
 
     @property
     def text(self) -> Any:
@@ -165,6 +177,54 @@ class Described:
         return int(self.model.num_parameters())
 
     @cached_property
+    def cache(self) -> CacheSize | None:
+        """Of the KV cache; None for a class that does not show it."""
+        return cache_size(self.model)
+
+    @property
+    def quantization(self) -> dict[str, Any] | None:
+        """The settings of quantised weights."""
+        found: dict[str, Any] | None = (self.raw | (self.raw.get("text_config") or {})).get("quantization_config")
+        return found
+
+    def itemsize(self, dtype: torch.dtype | None = None) -> int:
+        """Bytes of a weight that no quantization converted."""
+        return (dtype or self.dtype or ASSUMED_DTYPE).itemsize
+
+    @cached_property
+    def converted_itemsize(self) -> float:
+        """Bytes of a weight that quantization converted, scales included, on average: what the stored bytes leave for them.
+
+        Layers that predict further tokens are stored beside those of the class, and as large as its last one.
+        """
+        if not self.quantization or self.stored_bytes is None:
+            return self.itemsize()
+        sizes = [
+            (self._is_converted(name, parameter), name, parameter.numel()) for name, parameter in self.model.named_parameters()
+        ]
+        kept = sum(size for converted, _, size in sizes if not converted)
+        last, extra = f".layers.{self.text.num_hidden_layers - 1}.", (self.native_mtp or ("", 0))[1]
+        converted = sum(size * (1 + extra * (last in name)) for is_converted, name, size in sizes if is_converted)
+        return (
+            min(float(self.itemsize()), (self.stored_bytes - kept * self.itemsize()) / converted)
+            if converted
+            else self.itemsize()
+        )
+
+    def weigh(self, dtype: torch.dtype | None = None) -> Weigh:
+        """Bytes of a parameter of `model`, in a dtype or as the checkpoint has it."""
+        return lambda name, parameter: (
+            parameter.numel()
+            * (self.converted_itemsize if self.quantization and self._is_converted(name, parameter) else self.itemsize(dtype))
+        )
+
+    def _is_converted(self, name: str, parameter: nn.Parameter) -> bool:
+        """Whether quantization takes the parameter: a matrix that is no table of tokens, and none that it names as kept."""
+        settings = self.quantization or {}
+        kept = [*(settings.get("modules_to_not_convert") or []), *(settings.get("ignore") or []), "*embed_tokens", "*lm_head"]
+        return parameter.ndim > 1 and not any(fnmatch(name, f"{pattern}*") for pattern in kept)
+
+    @cached_property
     def stand_in(self) -> FrozenTarget | None:
         """A small target of the same class, or None. Raises UserError where decoding would refuse the target."""
         return stand_in(self.config, self.name, trust_remote_code=self.trust_remote_code)
@@ -193,6 +253,7 @@ class PlannedDraft:
         shape: of its layers; None where it has none.
         vocabulary: tokens that its logits span.
         note: what it is, in words.
+        cache: of its KV cache; None where it has none, or where its class does not show it.
         recipe_keys: what a recipe made for another target needs changed for this one.
         build: the draft for the target at its full size, whose tensors may have no content (see specdistill.planning.accounting).
     """
@@ -202,6 +263,7 @@ class PlannedDraft:
     vocabulary: int
     note: str
     published: Published
+    cache: CacheSize | None = None
     recipe_keys: tuple[str, ...] = ()
     build: Callable[[FrozenTarget], Any] | None = None
 
@@ -210,3 +272,10 @@ def planned_shape(target: Described, given: Described | None, settings: Mapping[
     """Of the head that is given, or of the one that a recipe with these keys of `draft:` would train."""
     sizes = {name: settings[name] for name in Shape.__annotations__ if name in settings}
     return shape_of(given.text) if given else replace(shape_of(target.text), **{"num_layers": 1, **sizes})
+
+
+def cache_of_head(shape: Shape, given: Described | None) -> CacheSize:
+    """Of a head's layers, which are as Llama's; those of a head that is given may have a window."""
+    kinds = set(given.raw.get("layer_types") or []) if given else set()
+    window = given.raw.get("sliding_window") if given and kinds == {"sliding_attention"} else None
+    return of_attention(shape.num_layers, shape.num_key_value_heads, shape.head_dim, window)

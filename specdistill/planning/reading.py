@@ -1,6 +1,8 @@
 """What is known before anything is trained: a target and a draft by their config.json, and drafts that others published on the Hub."""
 
+import json
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,10 +14,12 @@ from transformers import AutoConfig, PreTrainedConfig
 from specdistill.errors import UserError, one_line
 from specdistill.methods import METHODS
 from specdistill.methods.checkpoint import read_config
+from specdistill.methods.load import other_method
 from specdistill.methods.mtp.checkpoint import ARCHITECTURE as MTP
-from specdistill.methods.mtp.tensor_names import NATIVE_KEYS
+from specdistill.methods.mtp.tensor_names import NATIVE_KEYS, naming_of
 from specdistill.methods.sizes import CAUSAL_LM, Described
 from specdistill.repositories import HTTP_ERROR, fetch, resolve
+from specdistill.targets.files import INDEX, SINGLE, Shards
 
 TIMEOUT_SECONDS = 5
 # What drafts call themselves, special names first; some are methods that are not trained here.
@@ -37,28 +41,60 @@ def read(name: str, *, key: str, revision: str | None = None, trust_remote_code:
     Raises UserError when there is none or it cannot be read, ResourceError when the Hub fails.
     """
     path = resolve(name, key)
-    patterns = ["config.json", *(["*.py"] if trust_remote_code else [])]
+    patterns = ["config.json", INDEX, *(["*.py"] if trust_remote_code else [])]
     folder = fetch(path, key=key, expected="pico, a folder or a Hub id", revision=revision, patterns=patterns)
     if not (folder / "config.json").is_file():
         raise UserError(key, got=f"{name}, which has no config.json", expected="a folder or a Hub id with one")
     raw = read_config(folder, key)
     try:
-        config: Any = (
-            PreTrainedConfig.from_dict(raw["text_config"])  # of the target that this project's own MTP drafts are for
-            if raw.get("architectures") == [MTP]
-            else AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-        )
+        if raw.get("architectures") == [MTP]:
+            config: Any = PreTrainedConfig.from_dict(
+                raw["text_config"]
+            )  # of the target that this project's own MTP drafts are for
+        elif isinstance(
+            nested := raw.get("transformer_layer_config") or raw.get("model"), dict
+        ):  # as speculators and vLLM wrap a head's
+            config = AutoConfig.for_model(**nested)
+        else:
+            config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, TypeError, KeyError, AttributeError, StrictDataclassError) as error:
         raise UserError(key, got=f"{name} ({one_line(str(error))[:160]})", expected=CAUSAL_LM) from error
     hub_id = None if Path(path).is_dir() else path
-    parts = (raw, raw.get("text_config") or {})  # what transformers makes of them does not count
-    native_mtp = next(((key, part[key]) for part in parts for key in NATIVE_KEYS if part.get(key)), None)
-    return Described(name, key, hub_id, folder.name if hub_id else None, raw, config, native_mtp, trust_remote_code)
+    native_mtp = stated_layers(raw)
+    names, stored_bytes = _stored(folder, key)
+    text = config.get_text_config()
+    if names and naming_of(text.model_type).find_prefix(names, getattr(text, "num_hidden_layers", 0)) is None:
+        native_mtp = None  # whatever config.json says
+    revision = folder.name if hub_id else None
+    return Described(name, key, hub_id, revision, raw, config, native_mtp, trust_remote_code, stored_bytes)
+
+
+def stated_layers(raw: Mapping[str, Any]) -> tuple[str, int] | None:
+    """The key of a config.json that says how many layers predict further tokens, and how many; what transformers makes of it does not
+    count.
+    """
+    parts = (raw, raw.get("text_config") or {})
+    return next(((key, part[key]) for part in parts for key in NATIVE_KEYS if part.get(key)), None)
+
+
+def _stored(folder: Path, key: str) -> tuple[set[str], int | None]:
+    """Names of a checkpoint's tensors, and their bytes, as far as an index or a file is there."""
+    if not ((folder / INDEX).is_file() or (folder / SINGLE).is_file()):
+        return set(), None
+    shards = Shards.open(folder, key, complete=False)
+    if (folder / INDEX).is_file():
+        stated = json.loads((folder / INDEX).read_text(encoding="utf-8")).get("metadata", {}).get("total_size")
+        return set(shards.file_of), stated if isinstance(stated, int) else None
+    return set(shards.file_of), shards.num_bytes
 
 
 def method_of_config(draft: Described, target: Described) -> str:
-    """The method a draft's config speaks of; SafeAILab's heads call themselves plain Llama, but their sizes tell. Else raises UserError."""
-    named = " ".join(draft.raw.get("architectures") or []).lower()
+    """The method a draft's config speaks of, which may be one that is not decoded here; SafeAILab's heads call themselves plain Llama, but
+    their sizes tell. Else raises UserError.
+    """
+    if other := other_method(draft.raw):
+        return other
+    named = " ".join([*(draft.raw.get("architectures") or []), str(draft.raw.get("model_type"))]).lower()
     if "eagle3" in named or {"draft_vocab_size", "eagle_config"} & draft.raw.keys():
         return "eagle3"
     same_width = getattr(draft.text, "hidden_size", None) == getattr(target.text, "hidden_size", 0)
@@ -73,11 +109,12 @@ def method_of_config(draft: Described, target: Described) -> str:
 
 
 def check_fit(draft: Described, target: Described, method: str) -> list[str]:
-    """Raises UserError for another vocabulary, or for a head of another width; warns where padding may explain the difference.
+    """Raises UserError for another vocabulary, or for a head of another width, depth or with layers that the target lacks; warns where
+    padding may explain the difference.
 
     Only a draft model may be padded otherwise: heads share the target's embedding.
     """
-    is_head = METHODS[method].artifact != "model"
+    is_head, depth = method not in METHODS or METHODS[method].artifact != "model", target.text.num_hidden_layers
     got, expected = draft.text.vocab_size, target.text.vocab_size
     width = draft.raw.get("target_hidden_size") or draft.text.hidden_size
     if got != expected and (is_head or abs(got - expected) > 0.01 * expected):
@@ -88,7 +125,19 @@ def check_fit(draft: Described, target: Described, method: str) -> list[str]:
     if is_head and width != target.text.hidden_size:
         got = f"{draft.name} for a width of {width:,}"
         raise UserError("draft", got=got, expected=f"{target.text.hidden_size:,}, the target's")
+    if is_head and (made_for := draft.raw.get("num_target_layers") or depth) != depth:
+        raise UserError("draft", got=f"{draft.name} for a target of {made_for} layers", expected=f"{depth}, the target's")
+    if beyond := [layer for layer in _layers_read(draft, method, depth) if not 0 <= layer <= depth]:
+        got = f"{draft.name}, which reads the target after layers {', '.join(map(str, beyond))}"
+        raise UserError("draft", got=got, expected=f"layers of its {depth}")
     return []
+
+
+def _layers_read(draft: Described, method: str, depth: int) -> Sequence[int]:
+    """After how many of the target's layers a head reads. Raises UserError for a config.json that no such head has."""
+    if method not in METHODS:
+        return [layer + 1 for layer in (draft.raw.get("dflash_config") or {}).get("target_layer_ids") or []]
+    return getattr(METHODS[method].implementation().head_shape(draft.raw, depth), "aux_layers", ())
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,9 @@
-"""How large a KV cache is, before there are weights: what a class keeps of a sequence, found by running it over tensors without content.
+"""How large a KV cache is, before there are weights: what a class keeps of a sequence, found by running it over tensors without
+content.
 
-Two passes over transformers' own cache, of two tokens and of three, tell what grows and what does not. So grouped heads, latent attention,
-sliding windows and recurrent layers need no formula each. `tests/targets/test_cache_size.py` compares the sizes with caches that are full.
+Two passes over transformers' own cache, of two tokens and of three, tell what grows and what does not. So grouped heads, latent
+attention, sliding windows and recurrent layers need no formula each. `tests/targets/test_cache_size.py` compares the sizes with
+caches that are full.
 """
 
 from dataclasses import dataclass, replace
@@ -14,8 +16,8 @@ from transformers import DynamicCache
 
 @dataclass(frozen=True)
 class LayerCache:
-    """heads: that a device can have a part of; 1 for latent attention. size: numbers kept of a token. window: tokens that are kept at most,
-    None for all. state: bytes kept of a sequence whatever its length.
+    """heads: that a device can have a part of; 1 for latent attention. size: numbers kept of a token. window: tokens that are
+    kept at most, None for all. state: bytes kept of a sequence whatever its length.
     """
 
     heads: int
@@ -33,7 +35,8 @@ class CacheSize:
     def num_bytes(self, context: int, batch_size: int, itemsize: int, tensor_parallel: int = 1) -> int:
         """Of `batch_size` sequences of `context` tokens, on each of the devices that share the model.
 
-        itemsize: bytes of a key's and a value's numbers. A device has whole heads, and at least one, as inference engines divide them.
+        itemsize: bytes of a key's and a value's numbers. A device has whole heads, and at least one, as inference engines
+        divide them.
         """
         total = 0
         for layer in self.layers:

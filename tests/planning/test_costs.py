@@ -9,7 +9,7 @@ from specdistill.methods.eagle3.method import eagle3_head
 from specdistill.methods.eagle3.module import build_eagle3
 from specdistill.methods.mtp.method import mtp_head
 from specdistill.methods.sizes import Shape, shape_of
-from specdistill.planning import plan as costs
+from specdistill.planning import rows as costs
 from specdistill.statistics.theory import alpha_from_acceptance_length
 from specdistill.targets.frozen import FrozenTarget
 from tests.tiny import tiny_target_model, tiny_tokenizer
@@ -24,7 +24,7 @@ def test_an_eagle3_head_for_llama_8b():
     head = eagle3_head(LLAMA_8B, VOCABULARY, 32_000, 4096)
     assert head.read == layer + 8_192 + 131_072_000 == 374_358_016
     assert head.parameters == head.read + 3 * 4096**2
-    assert costs.step_shares(head, TARGET_READ, 32) == pytest.approx({"weights": 0.04988, "layers": 0.03125}, rel=1e-3)
+    assert costs.step_shares(head.read, TARGET_READ, 1, 32) == pytest.approx({"weights": 0.04988, "layers": 0.03125}, rel=1e-3)
 
 
 def test_an_eagle_head_borrows_the_target_s_head():
@@ -65,7 +65,7 @@ def test_the_best_k():
 def test_the_fitted_overhead_gives_back_what_was_measured():
     """vLLM issue 20780: v = 1.18, c = 0.144, and 1.75 times plain decoding at AL 3.08, K = 4."""
     head = eagle3_head(LLAMA_8B, VOCABULARY, 32_000, 4096)
-    shares = costs.step_shares(head, TARGET_READ, 32)
+    shares = costs.step_shares(head.read, TARGET_READ, 1, 32)
     assert max(shares.values()) + costs.LAYERS_OVERHEAD / 32 == pytest.approx(0.144, rel=0.01)
     alpha = alpha_from_acceptance_length(3.08, 4)
     low, high = costs.speedup_range((alpha, alpha), [1.0] * 8, shares, 32)
@@ -78,7 +78,7 @@ def test_the_measured_speedups_of_others_lie_in_the_ranges():
     heads = {"eagle": eagle_head(LLAMA_8B, VOCABULARY), "eagle3": eagle3_head(LLAMA_8B, VOCABULARY, 32_000, 4096)}
     published = {"eagle": eagle.PUBLISHED, "eagle3": eagle3.PUBLISHED}
     for method, speedups in {"eagle": (1.65,), "eagle3": (1.75, 2.42)}.items():
-        shares = costs.step_shares(heads[method], TARGET_READ, 32)
+        shares = costs.step_shares(heads[method].read, TARGET_READ, 1, 32)
         low, high = costs.speedup_range(published[method].alphas, [1.0] * 8, shares, 32)
         assert all(low.speedup < speedup < high.speedup for speedup in speedups)
 

@@ -18,9 +18,12 @@ from specdistill.methods.draft_model.create import propose_shape
 from specdistill.methods.eagle3.module import build_eagle3
 from specdistill.methods.recipe import Recipe
 from specdistill.methods.sizes import Described
-from specdistill.planning import plan as planning
+from specdistill.planning import rows
 from specdistill.planning.accounting import Account
-from specdistill.planning.plan import Plan, make_plan, print_plan, recommend, short
+from specdistill.planning.advice import recommend
+from specdistill.planning.budget import Serving
+from specdistill.planning.plan import Plan, make_plan
+from specdistill.planning.printing import print_plan, short
 from specdistill.planning.reading import read
 from specdistill.project import ROOT
 from specdistill.recipe.load import load_recipe
@@ -56,7 +59,7 @@ def folder(parent: Path, config: dict[str, Any], name: str = "target") -> str:
     return str(path)
 
 
-def plan_for(tmp_path: Path, config: dict[str, Any], draft: dict[str, Any] | None = None, **options: bool) -> Plan:
+def plan_for(tmp_path: Path, config: dict[str, Any], draft: dict[str, Any] | None = None, **options: Any) -> Plan:
     target = read(folder(tmp_path, config), key="target.model")
     return make_plan(target, read(folder(tmp_path, draft, "draft"), key="draft") if draft else None, **options)
 
@@ -146,7 +149,7 @@ def test_the_page_on_scale_says_what_each_of_eight_gpus_holds(
 
 def test_what_is_computed_says_which_devices_hold_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     step = Account(peak_bytes=20 * 10**9, traffic_bytes=4 * 10**11, flops=10**14, data_dependent_ops=0)
-    monkeypatch.setattr(planning, "_account", lambda method, planned, target: step if method == "eagle3" else None)
+    monkeypatch.setattr(rows, "_account", lambda method, planned, target, training: step if method == "eagle3" else None)
     plan, output = plan_for(tmp_path, LLAMA_8B, computed=True), io.StringIO()
     row = row_of(plan, "eagle3")
     assert row.training_memory["activations"] == step.peak_bytes
@@ -163,8 +166,8 @@ def test_what_is_computed_says_which_devices_hold_it(tmp_path: Path, monkeypatch
     assert "fits on no one device" in output.getvalue()
 
 
-def test_caches_of_other_kinds_have_no_size(tmp_path: Path):
-    assert plan_for(tmp_path, MIXTURE).target["kv_bytes"] is None  # linear attention beside the ordinary
+def test_only_layers_that_attend_grow(tmp_path: Path):
+    assert plan_for(tmp_path, MIXTURE).target["kv_bytes"] == 2 * 2 * 256 * 2  # one of four, two heads of 256
 
 
 def test_a_fresh_mtp_layer_has_no_published_acceptance(tmp_path: Path):
@@ -185,11 +188,13 @@ def test_native_layers_are_found_by_their_key_and_come_first(tmp_path: Path, nes
         text = {"model_type": "qwen3_5_text", "mtp_num_hidden_layers": 1, "vocab_size": 1000, "num_hidden_layers": 4}
         text |= {"hidden_size": 2048, "intermediate_size": 4096}
         config = {"architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5", "text_config": text}
-    plan = plan_for(tmp_path, config)
+    plan = plan_for(tmp_path, config, serving=Serving(context=512))
     key = "mtp_num_hidden_layers" if nested else "num_nextn_predict_layers"
     assert plan.target["native_mtp"] == {"key": key, "layers": 1}
     assert row_of(plan, "mtp").note == f"the target's own ({key}: 1)"
     assert plan.recommendation["method"] == "mtp"
+    longer = make_plan(read(plan.target["model"], key="target.model"), serving=Serving(context=4096))
+    assert longer.recommendation["method"] == "ngram"  # these small layers read less than their caches are
     assert ("names no dtype" in " ".join(plan.warnings)) == nested
 
 
@@ -280,14 +285,20 @@ def test_a_draft_that_is_given_takes_its_method_s_row(tmp_path: Path, config: di
     if method == "draft_model":
         row = row_of(plan, method)
         assert row.parameters == 1_235_814_400
-        assert row.step_shares == {"weights": pytest.approx(0.1647, rel=1e-3), "layers": 0.5}
+        # 1.2358B and 7.5049B weights read, and KV caches of 2,048 tokens, 32 and 128 KiB each
+        read = [2 * weights + 2048 * cache * 1024 for weights, cache in ((1_235_814_400, 32), (7_504_924_672, 128))]
+        assert row.step_shares == {"weights": pytest.approx(read[0] / read[1]), "layers": 0.5}
 
 
 def test_a_draft_larger_than_its_target_is_warned_of(tmp_path: Path):
     plan = plan_for(tmp_path, LLAMA_1B, LLAMA_8B)
     row = row_of(plan, "draft_model")
     assert row.high.speedup < 1
-    assert plan.warnings[0].endswith(f"a predicted speedup of at most {row.high.speedup:.2f}")
+    assert plan.warnings[0].endswith("has 8,030,261,248 parameters, the target 1,235,814,400")
+    assert "takes 6.018 of" in plan.warnings[1] and plan.warnings[1].endswith(
+        "more than a tenth seldom pays beyond a few draft tokens"
+    )
+    assert plan.warnings[2] == f"the pair cannot pay here: a predicted speedup of at most {row.high.speedup:.2f}"
 
 
 @pytest.mark.parametrize(

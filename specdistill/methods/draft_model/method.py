@@ -20,6 +20,7 @@ from specdistill.methods.draft_model.create import check_decoder, create_draft_m
 from specdistill.methods.draft_model.objective import Distillation
 from specdistill.methods.draft_model.proposer import DraftModelProposer
 from specdistill.methods.draft_model.vocabulary import match_vocabularies
+from specdistill.targets.cache_size import cache_size
 from specdistill.targets.files import TargetFiles
 from specdistill.targets.frozen import FrozenTarget
 from specdistill.targets.loading import read_tokenizer, read_without_weights
@@ -114,7 +115,7 @@ def planned(target: sizes.Described, given: sizes.Described | None, settings: di
     parts = sizes.Parts(int(model.num_parameters()), sizes.weights_read(model), shape.num_layers)
     keys = ("draft.init=width", "draft.num_layers=null", f"draft.max_parameters={parts.parameters}")
     note = "a smaller language model with a head of its own"
-    return sizes.PlannedDraft(parts, shape, target.text.vocab_size, note, PUBLISHED, keys)
+    return sizes.PlannedDraft(parts, shape, target.text.vocab_size, note, PUBLISHED, cache_size(model), keys)
 
 
 METHOD = Implementation(

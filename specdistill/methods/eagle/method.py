@@ -49,7 +49,8 @@ def planned(target: sizes.Described, given: sizes.Described | None, settings: di
         draft.borrow(full)
         return draft
 
-    return sizes.PlannedDraft(eagle_head(shape, vocabulary), shape, vocabulary, note, PUBLISHED, keys, build)
+    cache = sizes.cache_of_head(shape, given)
+    return sizes.PlannedDraft(eagle_head(shape, vocabulary), shape, vocabulary, note, PUBLISHED, cache, keys, build)
 
 
 def eagle_head(shape: sizes.Shape, vocab_size: int) -> sizes.Parts:

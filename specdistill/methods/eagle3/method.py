@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -105,13 +106,17 @@ def planned(target: sizes.Described, given: sizes.Described | None, settings: di
     if given:
         width, num_aux = given.raw.get("draft_vocab_size") or vocabulary, given.raw.get("num_aux_hidden_states") or 3
     parts = eagle3_head(shape, vocabulary, width, hidden_size, num_aux)
+    borrows_head = given is not None and not given.raw.get("draft_vocab_size") and shape.hidden_size == hidden_size
+    if borrows_head:  # as ModelOpt writes heads for the whole vocabulary
+        parts = replace(parts, parameters=parts.parameters - width * hidden_size)
     keys = (f"draft.vocab_size={sizes.DRAFT_VOCABULARY}",) if vocabulary > sizes.DRAFT_VOCABULARY else ()
-    note = f"reads {num_aux} of the target's layers, its own head of {width:,} tokens"
+    head = "the target's head" if borrows_head else "its own head"
+    note = f"reads {num_aux} of the target's layers, {head} of {width:,} tokens"
 
     def build(full: FrozenTarget) -> Eagle3Draft:
         return Eagle3Draft(eagle3_config(full, width, **vars(shape)))
 
-    return sizes.PlannedDraft(parts, shape, width, note, PUBLISHED, keys, build)
+    return sizes.PlannedDraft(parts, shape, width, note, PUBLISHED, sizes.cache_of_head(shape, given), keys, build)
 
 
 def eagle3_head(

@@ -24,6 +24,7 @@ from specdistill.methods.mtp.checkpoint import (
 from specdistill.methods.mtp.module import MtpDraft
 from specdistill.methods.mtp.tensor_names import NATIVE_KEYS
 from specdistill.statistics.theory import alpha_from_acceptance_length
+from specdistill.targets.cache_size import CacheSize
 from specdistill.targets.files import TargetFiles
 from specdistill.targets.frozen import FrozenTarget
 
@@ -59,7 +60,14 @@ def planned(target: sizes.Described, given: sizes.Described | None, settings: di
     parts = mtp_head(target.text.hidden_size, target.text.vocab_size, own, read, num_layers)
     note = f"the target's own ({key}: {num_layers})" if key else f"a fresh layer: the config has no {', no '.join(NATIVE_KEYS)}"
     shape, published = replace(sizes.shape_of(target.text), num_layers=1), PUBLISHED if key else FRESH
-    return sizes.PlannedDraft(parts, shape, target.text.vocab_size, note, published, ("draft.init=null",) if key else ())
+    keys = ("draft.init=null",) if key else ()
+    return sizes.PlannedDraft(parts, shape, target.text.vocab_size, note, published, _cache(target), keys)
+
+
+def _cache(target: sizes.Described) -> CacheSize | None:
+    """Of one layer as the target's last that sees all tokens."""
+    full = [layer for layer in target.cache.layers if layer.size and layer.window is None] if target.cache else []
+    return CacheSize((full[-1],)) if full else None
 
 
 def mtp_head(hidden_size: int, vocab_size: int, layer: int, layer_read: float, num_layers: int = 1) -> sizes.Parts:

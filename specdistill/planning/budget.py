@@ -1,0 +1,173 @@
+"""What each device holds while a target serves, alone and with a draft, and how much context is left.
+
+Weights and KV cache are counted; what an engine takes beside them is assumed. Devices that share a model (tensor parallelism)
+each have an equal part of its weights, and of its cache whole heads.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from specdistill.errors import UserError
+from specdistill.methods.sizes import Described
+from specdistill.planning.devices import H100, USABLE
+from specdistill.targets.cache_size import CacheSize
+
+CONTEXT = 4096  # where none is asked for
+ENGINE_BYTES = 2**30  # its kernels and graphs, and buffers through which devices speak
+PASS_TOKENS = 8192  # of prompts in a pass, as vLLM takes them
+NO_LIMIT = 2**30  # tokens: more than that are not counted
+MOST_DEVICES = 64
+KV_CACHE_DTYPES = {"fp8": "float8_e4m3fn"}
+
+
+@dataclass(frozen=True)
+class Serving:
+    """What a target is to serve. context: tokens of a sequence. dtype: of weights; None for the one they are stored in.
+    kv_cache_dtype: None for that of the weights. memory: bytes of one device. gpu_memory_utilization: the share of it that the
+    engine takes.
+    """
+
+    context: int = CONTEXT
+    batch_size: int = 1
+    dtype: torch.dtype | None = None
+    kv_cache_dtype: torch.dtype | None = None
+    tensor_parallel: int = 1
+    memory: float = H100.memory
+    gpu_memory_utilization: float = USABLE
+
+    @classmethod
+    def of(
+        cls,
+        target: Described,
+        *,
+        context: int | None = None,
+        dtype: str | None = None,
+        kv_cache_dtype: str | None = None,
+        memory_gb: float = H100.memory / 2**30,
+        **options: Any,
+    ) -> "Serving":
+        """By names; context: None for CONTEXT, or what the target has if that is less. memory_gb: GiB."""
+        longest = getattr(target.text, "max_position_embeddings", None) or CONTEXT
+        return cls(
+            context=context or min(CONTEXT, longest),
+            dtype=getattr(torch, dtype) if dtype else None,
+            kv_cache_dtype=getattr(torch, KV_CACHE_DTYPES.get(kv_cache_dtype, kv_cache_dtype)) if kv_cache_dtype else None,
+            memory=memory_gb * 2**30,
+            **options,
+        )
+
+    def kv_itemsize(self, target: Described) -> int:
+        return self.kv_cache_dtype.itemsize if self.kv_cache_dtype else target.itemsize(self.dtype)
+
+    def check(self, target: Described, draft: Described | None) -> None:
+        """Raises UserError for what no engine would serve: more context than the target has, heads that devices cannot share."""
+        longest = getattr(target.text, "max_position_embeddings", None)
+        if longest and self.context > longest:
+            raise UserError(
+                "serving.context", got=self.context, expected=f"at most {longest}, the target's max_position_embeddings"
+            )
+        if self.dtype and target.quantization:
+            expected = f"null: the weights of {target.name} are {target.quantization.get('quant_method', 'quantised')}"
+            raise UserError("serving.dtype", got=str(self.dtype).removeprefix("torch."), expected=expected)
+        for model in filter(None, (target, draft)):
+            heads = getattr(model.text, "num_attention_heads", self.tensor_parallel)
+            if heads % self.tensor_parallel:
+                expected = f"a divisor of {heads}, the attention heads of {model.name}"
+                raise UserError("serving.tensor_parallel", got=self.tensor_parallel, expected=expected)
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Of each device, in bytes.
+
+    parts: what it holds, by name. total: their sum. needs: a memory that this fits in, with the share that the engine leaves.
+    room: tokens of context that all sequences together can have on the memory that was asked for, 0 where the weights alone do
+    not fit and None where no layer keeps tokens for good. cost: of them, how many the draft takes; None for the target alone.
+    tensor_parallel: devices on which it fits, where it does not; None where MOST_DEVICES do not hold it.
+    """
+
+    parts: dict[str, int]
+    total: int
+    needs: int
+    fits: bool
+    room: int | None
+    cost: int | None = None
+    tensor_parallel: int | None = None
+
+
+def budget(
+    target: Described,
+    serving: Serving,
+    draft_bytes: float = 0,
+    draft_cache: CacheSize | None = None,
+    num_speculative_tokens: int = 0,
+) -> Budget:
+    """Of a target with a draft, or alone without bytes and cache of one."""
+    draft = (draft_bytes, draft_cache, num_speculative_tokens)
+    made = _budget(target, serving, *draft)
+    if made.fits:
+        return made
+    numbers = (serving.tensor_parallel << power for power in range(1, MOST_DEVICES.bit_length()))
+    fitting = (n for n in numbers if n <= MOST_DEVICES and _budget(target, replace(serving, tensor_parallel=n), *draft).fits)
+    return replace(made, tensor_parallel=next(fitting, None))
+
+
+def _budget(
+    target: Described, serving: Serving, draft_bytes: float, draft_cache: CacheSize | None, num_speculative_tokens: int
+) -> Budget:
+    dtype, devices = serving.dtype, serving.tensor_parallel
+    itemsize, kv_itemsize = target.itemsize(dtype), serving.kv_itemsize(target)
+    parts = {
+        "target": weight_bytes(target, dtype) / devices,
+        "KV cache": 0,
+        "draft": draft_bytes / devices,
+        "draft's KV cache": 0,
+        "engine": ENGINE_BYTES
+        + _activations(target.text, itemsize, serving.batch_size * (num_speculative_tokens + 1), devices),
+    }
+
+    def caches(context: int) -> tuple[int, int]:
+        target_cache, own = (
+            size.num_bytes(context, serving.batch_size, kv_itemsize, devices) if size else 0
+            for size in (target.cache, draft_cache)
+        )
+        return target_cache, own
+
+    usable, fixed = serving.gpu_memory_utilization * serving.memory, sum(parts.values())
+    parts["KV cache"], parts["draft's KV cache"] = caches(serving.context)
+    total = int(sum(parts.values()))
+    longest = _longest(lambda context: fixed + sum(caches(context)) <= usable)
+    return Budget(
+        parts={name: int(size) for name, size in parts.items() if size},
+        total=total,
+        needs=int(total / serving.gpu_memory_utilization),
+        fits=total <= usable,
+        room=None if longest >= NO_LIMIT else longest * serving.batch_size,
+    )
+
+
+def weight_bytes(target: Described, dtype: torch.dtype | None = None) -> float:
+    """Of all weights of a model, in a dtype or as they are stored; tied ones count once."""
+    weigh = target.weigh(dtype)
+    return sum(weigh(name, parameter) for name, parameter in target.model.named_parameters())
+
+
+def _activations(text: Any, itemsize: int, verified: int, devices: int) -> int:
+    """Of a pass over a chunk of prompts: six vectors as wide as the hidden state and three as the MLP; and float32 logits of a round."""
+    width = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
+    rows = PASS_TOKENS * itemsize * (6 * text.hidden_size + 3 * width // devices)
+    return int(rows + 4 * verified * text.vocab_size)
+
+
+def _longest(fits: Callable[[int], bool]) -> int:
+    """The largest number up to NO_LIMIT that fits; 0 where nothing does."""
+    low, high = 0, NO_LIMIT
+    if fits(high):
+        return high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low

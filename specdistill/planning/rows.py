@@ -1,0 +1,366 @@
+"""A method's row of the plan: what its draft holds, what training it takes, and what it promises where the target serves.
+
+Symbols: H hidden size, I MLP width, K draft tokens a round, B sequences, alpha the acceptance rate, taken as equal at every
+position; c a draft step and v a verification of K tokens, both in plain target steps. Nothing is measured.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import yaml
+
+from specdistill.errors import UserError
+from specdistill.losses.chunked import BLOCK
+from specdistill.methods import METHODS, Cost
+from specdistill.methods.sizes import ASSUMED_DTYPE, Described, Parts, PlannedDraft, Shape, weights_read
+from specdistill.planning import dflash
+from specdistill.planning.accounting import Account, objective_for, training_step
+from specdistill.planning.budget import MOST_DEVICES, Budget, Serving, budget
+from specdistill.planning.devices import DEVICES, H100, MATRIX_SHARE, TRAFFIC_SHARE, USABLE
+from specdistill.project import RECIPES
+from specdistill.statistics.theory import expected_acceptance_length, predicted_speedup
+
+MAX_K = 8
+# What an engine adds to bytes and layers: Llama-3.1-8B with its EAGLE-3 head in vLLM issue 20780 takes 8.35 + 1.016 K ms a round where a
+# plain step takes 7.07, so v = 1.18 and c = 0.144, against v = 1 and c = 0.050 of the bytes alone; 0.094 of 32 layers are 3.
+VERIFY_OVERHEAD = 0.18
+LAYERS_OVERHEAD = 3.0
+# Operations that take as long as a byte does: an H100 computes on 184 sequences in the time in which it reads the weights.
+FLOPS_PER_BYTE = MATRIX_SHARE * H100.flops / (TRAFFIC_SHARE * H100.bandwidth)
+# float32 weight, gradient and two AdamW moments; Muon keeps one moment of the matrices.
+BYTES_PER_TRAINED, BYTES_PER_COPIED = 16, 4
+TRAINING_FLOPS = 4e14  # a second, of one H100 or H200 in bfloat16: 40 % of what its tensor cores can
+SMALL = 100_000_000  # parameters of the largest target that the recipes of small ones are meant for as they stand
+
+
+@dataclass(frozen=True)
+class Training:
+    """A micro-batch: rows and their tokens."""
+
+    batch_size: int = 4
+    max_length: int = 2048
+
+
+A_BATCH = Training()
+
+
+@dataclass(frozen=True)
+class Expected:
+    """The best K at one alpha, and what it gives."""
+
+    num_speculative_tokens: int
+    acceptance_length: float
+    speedup: float
+
+
+@dataclass(frozen=True)
+class Row:
+    """One method. Numbers that do not exist or that nobody published are None, and `note` says why.
+
+    draft: the one that was given; None for the one that the recipe would train. bytes: in the draft's dtype. disk_bytes: the
+    hidden states of all training tokens. training_memory: its parts, in bytes. training_hours: of one GPU. training_rates:
+    computed tokens a second on one device of each kind that holds all of this; None where the activations are a rough
+    formula's. training_devices: of the kind that serves, on which training fits with target.shard=layers, 1 for one that holds
+    all; None where MOST_DEVICES do not. kv_bytes: KV cache of the draft for a token of context. step_ratio: c, the larger of
+    the step_shares. low, high: the two ends of the speedup, where and as the target is to serve. serving: what each device
+    holds then.
+    """
+
+    method: str
+    available: bool
+    note: str
+    recipe: str | None
+    draft: str | None = None
+    artifact: str | None = None
+    num_layers: int | None = None
+    hidden_size: int | None = None
+    parameters: int | None = None
+    bytes: int | None = None
+    training_tokens: int | None = None
+    training_source: str | None = None
+    disk_bytes: int | None = None
+    training_memory_bytes: int | None = None
+    training_memory: dict[str, int] | None = None
+    training_hours: float | None = None
+    training_rates: dict[str, float] | None = None
+    training_devices: int | None = None
+    kv_bytes: int | None = None
+    step_ratio: float | None = None
+    step_shares: dict[str, float] | None = None
+    alphas: tuple[float, float] | None = None
+    acceptance_source: str | None = None
+    low: Expected | None = None
+    high: Expected | None = None
+    serving: Budget | None = None
+    recipe_keys: tuple[str, ...] = ()
+
+    @property
+    def middle(self) -> float:
+        """Geometric mean of the speedup's two ends; 0 where there are none."""
+        return math.sqrt(self.low.speedup * self.high.speedup) if self.low and self.high else 0.0
+
+
+@dataclass(frozen=True)
+class Passes:
+    """Passes of a target and of a draft over B sequences of some context, by the bytes that they read, or would in the time
+    that their arithmetic takes where that is longer.
+    """
+
+    target: Described
+    serving: Serving
+
+    @cached_property
+    def plain(self) -> float:
+        """A step of the target without a draft."""
+        return self._target(1, spread=True)
+
+    @cached_property
+    def verified(self) -> list[float]:
+        """v for K = 1, 2, …, with every token of a mixture sent to experts of its own."""
+        return [self._target(k + 1, spread=True) / self.plain for k in range(1, dflash.MOST_TOKENS + 1)]
+
+    @cached_property
+    def verified_at_best(self) -> list[float]:
+        """v where the tokens of a sequence share their experts."""
+        return [self._target(k + 1, spread=False) / self.plain for k in range(1, dflash.MOST_TOKENS + 1)]
+
+    def draft(self, planned: PlannedDraft, weights: float) -> float:
+        """A step of a draft, of whose weights it reads so many bytes."""
+        cache = (
+            planned.cache.num_bytes(self.serving.context, self.serving.batch_size, self._kv_itemsize) if planned.cache else 0
+        )
+        return max(weights + cache, 2 * planned.parts.read * self.serving.batch_size / FLOPS_PER_BYTE)
+
+    @property
+    def _kv_itemsize(self) -> int:
+        return self.serving.kv_itemsize(self.target)
+
+    def _target(self, num_tokens: int, *, spread: bool) -> float:
+        """Over so many tokens of each sequence."""
+        model, batch_size, cache = self.target.model, self.serving.batch_size, self.target.cache
+        read = weights_read(model, batch_size * (num_tokens if spread else 1), self.target.weigh(self.serving.dtype))
+        held = cache.num_bytes(self.serving.context, batch_size, self._kv_itemsize) if cache else 0
+        return max(read + held, 2 * weights_read(model) * batch_size * num_tokens / FLOPS_PER_BYTE)
+
+
+def row_of(
+    method: str, target: Described, given: Described | None, passes: Passes, training: Training, *, computed: bool
+) -> Row:
+    """The method's row, for the draft that is given or else for the one a recipe would train."""
+    serving, known = passes.serving, METHODS.get(method)
+    cost, plan = (known.cost, known.implementation().planned) if known else (dflash.COST, dflash.planned)
+    recipe, settings = recipe_for(method, target.name)
+    artifact = known.artifact if known else "head"
+    if plan is None:
+        return Row(method, False, "nothing is known of its cost", recipe, artifact=artifact)
+    try:
+        planned: PlannedDraft = plan(target, given, settings.get("draft", {}))
+    except UserError as error:
+        if given is not None:
+            raise
+        return Row(method, False, str(error), recipe, artifact=artifact)
+    parts, shape, published = planned.parts, planned.shape, planned.published
+    if not settings and recipe and target.parameters <= SMALL:
+        settings = read_recipe(recipe)
+    generated = settings.get("data", {}).get("regenerate", {}).get("num_tokens")
+    tokens = generated or published.training_tokens
+    itemsize = (serving.dtype or (given or target).dtype or target.dtype or ASSUMED_DTYPE).itemsize
+    size, weights = parts.parameters * float(itemsize), parts.read * float(itemsize)
+    if (
+        artifact == "layer" and target.native_mtp and target.quantization
+    ):  # stored as the target's own layers, but for the tables
+        tables = parts.copied / 2
+        size = parts.parameters * target.converted_itemsize
+        weights = tables * itemsize + (parts.read - tables) * target.converted_itemsize
+    shares = step_shares(
+        passes.draft(planned, weights) if parts.read else 0.0, passes.plain, parts.num_layers, target.text.num_hidden_layers
+    )
+    low = high = None
+    if published.alphas:
+        most = dflash.MOST_TOKENS if cost.passes == "1" else MAX_K
+        low, high = speedup_range(
+            published.alphas,
+            passes.verified[:most],
+            shares,
+            target.text.num_hidden_layers,
+            cost.passes,
+            verify_at_best=passes.verified_at_best[:most],
+        )
+    held = None
+    if parts.parameters:
+        alone = budget(target, serving)
+        held = budget(target, serving, size, planned.cache, high.num_speculative_tokens if high else 0)
+        if held.room is not None and alone.room is not None:
+            held = replace(held, cost=alone.room - held.room)
+    row = Row(
+        method=method,
+        available=True,
+        note=planned.note,
+        recipe=recipe,
+        draft=given.name if given else None,
+        artifact=artifact,
+        num_layers=parts.num_layers,
+        hidden_size=shape.hidden_size if shape else 0,
+        parameters=parts.parameters,
+        bytes=int(size),
+        kv_bytes=planned.cache.per_token(serving.kv_itemsize(target)) if planned.cache else None,
+        step_ratio=max(shares.values()),
+        step_shares=shares,
+        alphas=published.alphas,
+        acceptance_source=published.acceptance_source,
+        low=low,
+        high=high,
+        serving=held,
+        recipe_keys=planned.recipe_keys,
+    )
+    if known is None:  # not trained here
+        return row
+    return replace(
+        row,
+        training_tokens=tokens,
+        training_source=f"recipe {recipe}" if generated else published.training_source,
+        **_training(method, planned, target, cost, training, tokens, serving.memory, computed=computed),
+    )
+
+
+def _training(
+    method: str,
+    planned: PlannedDraft,
+    target: Described,
+    cost: Cost,
+    training: Training,
+    tokens: int | None,
+    device_memory: float,
+    *,
+    computed: bool,
+) -> dict[str, Any]:
+    """What training takes, as fields of a row."""
+    parts, itemsize = planned.parts, target.itemsize()
+    memory: dict[str, int] = {}
+    disk, hours, rates = 0, 0.0, None
+    if planned.shape is not None:
+        num_tokens, read = training.batch_size * training.max_length, weights_read(target.model)
+        step = _account(method, planned, target, training) if computed else None
+        memory = training_memory(
+            parts, target.parameters * itemsize, planned.shape, planned.vocabulary, cost.unrolled, num_tokens
+        )
+        rate = TRAINING_FLOPS / (2 * read + 6 * parts.read * cost.unrolled)
+        if step is not None:
+            memory["activations"] = step.peak_bytes
+            speeds = {device: device.tokens_per_second(step, num_tokens, 2 * read * num_tokens) for device in DEVICES}
+            rates = {device.name: speed for device, speed in speeds.items() if device.holds(sum(memory.values()))}
+            rate = speeds[H100]
+        hours = (tokens or 0) / rate / 3600
+        disk = cost.features * target.text.hidden_size * itemsize * (tokens or 0)
+    return {
+        "disk_bytes": None if tokens is None else disk,
+        "training_memory_bytes": sum(memory.values()),
+        "training_memory": memory,
+        "training_hours": None if tokens is None else hours,
+        "training_rates": rates,
+        "training_devices": _devices(target, memory, device_memory) if memory else None,
+    }
+
+
+def _devices(target: Described, memory: Mapping[str, int], device_memory: float) -> int | None:
+    """The fewest devices, a power of two, that hold what training takes when they share the target's layers and gather one at a time."""
+    itemsize, depth = target.itemsize(), target.text.num_hidden_layers
+    layers = itemsize * sum(size.numel() for name, size in target.model.named_parameters() if ".layers." in name)
+    beside = sum(memory.values()) - layers
+    number = 1
+    while number <= MOST_DEVICES:
+        held = layers if number == 1 else layers / number + layers / depth
+        if beside + held <= USABLE * device_memory:
+            return number
+        number *= 2
+    return None
+
+
+def recipe_for(method: str, target: str) -> tuple[str | None, dict[str, Any]]:
+    """The recipe to start from, and its keys when it is the target's own: else that of small targets, else any of the method."""
+    found = {}
+    for path in sorted(RECIPES.rglob("*.yaml")):
+        keys = yaml.safe_load(path.read_text(encoding="utf-8"))
+        if keys.get("method") == method:
+            found[path.parent.name] = (path.relative_to(RECIPES).with_suffix("").as_posix(), keys)
+    if target in found:
+        return found[target]
+    name, _ = found.get("small") or next(iter(found.values()), (None, {}))
+    return name, {}
+
+
+def read_recipe(name: str) -> dict[str, Any]:
+    """A shipped recipe's keys."""
+    keys: dict[str, Any] = yaml.safe_load((RECIPES / f"{name}.yaml").read_text(encoding="utf-8"))
+    return keys
+
+
+def _account(method: str, planned: PlannedDraft, target: Described, training: Training) -> Account | None:
+    """Of a step that trains the draft; None where no draft can be built without weights."""
+    if planned.build is None:
+        return None
+    objective = objective_for(method, planned.build, METHODS[method].cost.unrolled)
+    return training_step(objective, target, rows=training.batch_size, length=training.max_length)
+
+
+def step_shares(step: float, target_step: float, layers: int, target_layers: int) -> dict[str, float]:
+    """A draft step over a target step, by what they read (weights and KV cache) and by layers run: the larger is c."""
+    return {"weights": step / target_step, "layers": layers / target_layers}
+
+
+def best_k(alpha: float, verify: Sequence[float], c: float, passes: str = "K") -> Expected:
+    """S = AL / (v + c·K) at the fewest tokens that come within 1 % of the best, AL = 1 + alpha + … + alpha^K (arXiv
+    2211.17192).
+
+    verify: v for K = 1, 2, … passes: of the draft in a round, "K", "1" or "0"; c·K stands for as many times c.
+    """
+    lengths = [expected_acceptance_length(alpha, k) for k in range(1, len(verify) + 1)]
+    speedups = [
+        float(predicted_speedup(length, verify[k - 1], {"K": c * k, "1": c, "0": 0.0}[passes]))
+        for k, length in enumerate(lengths, 1)
+    ]
+    index = next(index for index, speedup in enumerate(speedups) if speedup >= 0.99 * max(speedups))
+    return Expected(index + 1, lengths[index], speedups[index])
+
+
+def speedup_range(
+    alphas: tuple[float, float],
+    verify: Sequence[float],
+    shares: Mapping[str, float],
+    target_layers: int,
+    passes: str = "K",
+    *,
+    verify_at_best: Sequence[float] | None = None,
+) -> tuple[Expected, Expected]:
+    """The two ends: the lower alpha with c and an engine's overhead, and the higher alpha where what is read is all that
+    counts.
+
+    verify: v for K = 1, 2, …, by what is read. verify_at_best: at the higher end; None for 1, a dense target with few
+    sequences. shares: of `step_shares`. passes: of `best_k`. A draft that runs no layers launches none.
+    """
+    overhead = LAYERS_OVERHEAD / target_layers if shares["layers"] else 0.0
+    low = best_k(alphas[0], [v + VERIFY_OVERHEAD for v in verify], max(shares.values()) + overhead, passes)
+    return low, best_k(alphas[1], verify_at_best or [1.0] * len(verify), shares["weights"], passes)
+
+
+def training_memory(
+    parts: Parts, target_bytes: int, shape: Shape, vocabulary: int, num_steps: int, num_tokens: int
+) -> dict[str, int]:
+    """Device memory of online training by part, roughly: the draft is counted with gradients and AdamW in float32.
+
+    Activations of each token and unrolled step: 28H + 4I numbers a layer in bfloat16, as `specdistill.planning.accounting`
+    counts them in EAGLE-3 heads; and the logits of a block of the loss.
+
+    vocabulary: tokens the draft's logits span. num_steps: unrolled steps. num_tokens: in a micro-batch.
+    """
+    layers = 2 * (28 * shape.hidden_size + 4 * shape.intermediate_size) * parts.num_layers
+    activations = num_tokens * num_steps * layers + 2 * BLOCK * vocabulary
+    return {
+        "target": target_bytes,
+        "draft": BYTES_PER_TRAINED * parts.parameters,
+        "frozen tables": BYTES_PER_COPIED * parts.copied,
+        "activations": activations,
+    }

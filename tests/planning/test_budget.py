@@ -1,0 +1,109 @@
+"""What a device holds while a target serves: sums by hand, against published sizes, and what is refused."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from specdistill.errors import UserError
+from specdistill.methods.sizes import Described
+from specdistill.planning.budget import Serving, budget, weight_bytes
+from specdistill.planning.reading import read
+from specdistill.targets.cache_size import of_attention
+from tests.public_pairs import DEEPSEEK_V3, GPT_OSS_120B, LLAMA_8B, Repository
+
+GIB = 2**30
+
+
+def described(folder: Path, repository: Repository) -> Described:
+    return read(str(repository.write(folder / repository.name)), key="target.model")
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Described:
+    return described(tmp_path_factory.mktemp("llama"), LLAMA_8B)
+
+
+def test_parts_add_up_and_say_what_memory_they_fit_in(llama: Described):
+    serving = Serving(context=8192, batch_size=4, memory=24 * GIB, gpu_memory_utilization=0.9)
+    made = budget(llama, serving, 850_000_000, of_attention(1, 8, 128), num_speculative_tokens=4)
+    # A pass of 8,192 tokens: 6 · 4096 + 3 · 14336 numbers in bfloat16; 20 rows of float32 logits
+    engine = GIB + 8192 * 2 * (6 * 4096 + 3 * 14336) + 4 * 20 * 128_256
+    assert made.parts == {
+        "target": 16_060_522_496,
+        "KV cache": 4 * 8192 * 128 * 1024,
+        "draft": 850_000_000,
+        "draft's KV cache": 4 * 8192 * 4 * 1024,
+        "engine": engine,
+    }
+    assert made.total == sum(made.parts.values()) and made.needs == int(made.total / 0.9)
+    assert made.fits == (made.total <= 0.9 * 24 * GIB)
+
+
+def test_what_is_left_is_room_for_context(llama: Described):
+    serving = Serving(memory=24 * GIB, gpu_memory_utilization=0.9)
+    alone, drafted = budget(llama, serving), budget(llama, serving, 850_000_000, of_attention(1, 8, 128))
+    left = 0.9 * 24 * GIB - alone.parts["target"] - alone.parts["engine"]
+    assert alone.room == int(left // (128 * 1024))
+    assert drafted.room == int((left - 850_000_000) // (132 * 1024))
+    several = budget(llama, replace(serving, batch_size=8))
+    assert alone.room - 200 < several.room <= alone.room and several.room % 8 == 0  # logits of seven more
+
+
+@pytest.mark.parametrize(
+    ("changed", "part", "size"),
+    [
+        ({"dtype": torch.float32}, "target", 32_121_044_992),
+        ({"dtype": torch.float32}, "KV cache", 4096 * 256 * 1024),
+        ({"kv_cache_dtype": torch.float8_e4m3fn}, "KV cache", 4096 * 64 * 1024),
+        ({"tensor_parallel": 4}, "KV cache", 4096 * 32 * 1024),
+        ({"tensor_parallel": 16}, "KV cache", 4096 * 16 * 1024),  # eight heads: each on two devices
+        ({"tensor_parallel": 4}, "target", 16_060_522_496 // 4),
+    ],
+)
+def test_dtypes_and_devices_change_what_each_holds(llama: Described, changed: dict[str, Any], part: str, size: int):
+    assert budget(llama, Serving(**changed)).parts[part] == size
+
+
+def test_what_does_not_fit_says_on_how_many_devices_it_would(llama: Described):
+    made = budget(llama, Serving(memory=16 * GIB))
+    assert not made.fits and made.room == 0 and made.tensor_parallel == 2
+    assert budget(llama, Serving(memory=GIB)).tensor_parallel is None
+
+
+@pytest.mark.parametrize(("repository", "gigabytes"), [(DEEPSEEK_V3, 674), (GPT_OSS_120B, 65.2)])
+def test_quantised_weights_count_as_they_are_stored(tmp_path: Path, repository: Repository, gigabytes: float):
+    """DeepSeek-V3: all 688.6 GB but the layer that predicts on."""
+    target = described(tmp_path, repository)
+    assert weight_bytes(target) / 1e9 == pytest.approx(gigabytes, rel=0.01)
+    without = replace(target, stored_bytes=None)
+    assert weight_bytes(without) == 2 * target.parameters
+
+
+def test_deepseek_v3_fits_on_sixteen_of_eighty_gigabytes(tmp_path: Path):
+    """And on eight of 141, as its authors serve it."""
+    target = described(tmp_path, DEEPSEEK_V3)
+    assert budget(target, Serving()).tensor_parallel == 16
+    assert budget(target, Serving(memory=141e9)).tensor_parallel == 8
+
+
+@pytest.mark.parametrize(
+    ("serving", "said"),
+    [
+        ({"context": 200_000}, "serving.context: got 200000, expected at most 131072, the target's max_position_embeddings"),
+        ({"tensor_parallel": 3}, "serving.tensor_parallel: got 3, expected a divisor of 32, the attention heads of"),
+    ],
+)
+def test_what_no_engine_serves_is_refused(llama: Described, serving: dict[str, Any], said: str):
+    with pytest.raises(UserError) as refused:
+        Serving(**serving).check(llama, None)
+    assert said in str(refused.value)
+
+
+def test_a_dtype_is_refused_for_quantised_weights(tmp_path: Path):
+    target = described(tmp_path, GPT_OSS_120B)
+    with pytest.raises(UserError, match=r"serving\.dtype: got float32, expected null: the weights of .* are mxfp4"):
+        Serving(dtype=torch.float32).check(target, None)
+    Serving().check(target, None)
