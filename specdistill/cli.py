@@ -388,8 +388,9 @@ def doctor(arguments: list[str]) -> int:
     from specdistill.doctor.diagnosis import diagnose, print_diagnosis  # here, and not above, because these import torch
     from specdistill.methods.load import locate
 
+    in_target = options.draft == options.target.model  # its own layer, of which no weights are read
     made = diagnose(
-        locate(options.draft, key="draft"),
+        Path(options.draft) if in_target else locate(options.draft, key="draft"),
         options.engine,
         decode=options.decode,
         suite=options.eval.suite,

@@ -31,8 +31,9 @@ Tensors = dict[str, tuple[str, tuple[int, ...]]]  # dtype and shape, by name
 class Repository:
     """A repository of the Hub. base: the model that its card names as what it is for.
 
-    written: bytes of tensors that are not a hole. files: further ones, by name. tokenizer: the name of a family, whose members
-    have equal tokenizers of a few tokens; None for a head, which has none.
+    filled: whether every tensor has a number that is not zero. written: bytes of tensors that are not a hole. files: further
+    ones, by name. tokenizer: the name of a family, whose members have equal tokenizers of a few tokens; None for a head, which
+    has none.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Repository:
     base: str | None = None
     tags: tuple[str, ...] = ()
     tokenizer: str | None = None
+    filled: bool = False
     written: Mapping[str, bytes] = field(default_factory=dict)
     files: Mapping[str, bytes] = field(default_factory=dict)
     pickled: bool = False
@@ -63,13 +65,14 @@ class Repository:
         if self.tokenizer:
             _tokenizer(self.tokenizer).save_pretrained(folder)
         if self.pickled:
-            weights = {name: torch.zeros(1).expand(shape) for name, (_, shape) in self.tensors.items()}
+            dtypes = {"F16": torch.float16, "I64": torch.int64, "BOOL": torch.bool}
+            weights = {name: torch.ones(1, dtype=dtypes[dtype]).expand(shape) for name, (dtype, shape) in self.tensors.items()}
             torch.save(weights, folder / "pytorch_model.bin")
             return folder
         shards = _shards(self.tensors)
         names = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
         for name, shard in zip(names if len(shards) > 1 else ["model.safetensors"], shards, strict=True):
-            _write_sparse(folder / name, shard, self.written, filled=self.base is not None)
+            _write_sparse(folder / name, shard, self.written, filled=self.filled)
         if len(shards) > 1:
             index = {
                 "metadata": {"total_size": self.num_bytes},
@@ -240,6 +243,7 @@ LLAMA_1B = Repository(
     },
     decoder(2048, 8192, 32, 8, 64, 128256, 16, tied=True),
     tokenizer="llama3",
+    filled=True,
 )  # fmt: skip
 
 # As SafeAILab writes heads: a plain Llama's config with one layer
@@ -262,6 +266,7 @@ LLAMA_EAGLE = Repository(
         "F16",
     ),
     base=LLAMA_8B.name,
+    filled=True,
     tags=("eagle",),
 )
 LLAMA_EAGLE3 = Repository(
@@ -269,6 +274,7 @@ LLAMA_EAGLE3 = Repository(
     LLAMA_HEAD | {"draft_vocab_size": 32000},
     in_dtype(eagle3("midlayer.", 4096, 14336, 32, 8, 128, 128256, 32000, maps=("d2t", "t2d")), "F16"),
     base=LLAMA_8B.name,
+    filled=True,
     tags=("eagle3",),
     written=vocabulary_maps(128256, 32000),
 )
@@ -314,6 +320,7 @@ QWEN3_EAGLE3 = Repository(
     table("embed_tokens.weight", 151936, 4096)
     | eagle3("layers.0.", 4096, 12288, 32, 8, 128, 151936, 32000, maps=("d2t", "t2d")),
     base=QWEN3_8B.name,
+    filled=True,
     tags=("speculators", "eagle3"),
     written=vocabulary_maps(151936, 32000),
 )  # fmt: skip
@@ -343,6 +350,7 @@ QWEN3_DFLASH = Repository(
     },
     dflash(4096, 12288, 32, 8, 128, 5, 5),
     base=QWEN3_8B.name,
+    filled=True,
     tags=("dflash",),
 )  # fmt: skip
 
@@ -476,6 +484,7 @@ GPT_OSS_20B_EAGLE3 = Repository(
     GPT_OSS_HEAD | {"draft_vocab_size": 32000, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 11, 21]}},
     eagle3("midlayer.", 2880, 17280, 64, 8, 64, 201088, 32000, maps=("d2t", "t2d")),
     base=GPT_OSS_20B.name,
+    filled=True,
     tags=("eagle3",),
     written=vocabulary_maps(201088, 32000),
 )
@@ -493,6 +502,7 @@ GPT_OSS_120B_EAGLE3 = Repository(
     },
     eagle3("layers.0.", 2880, 17280, 64, 8, 64, 201088, None, maps=()),
     base=GPT_OSS_120B.name,
+    filled=True,
     tags=("eagle3", "modelopt"),
 )  # fmt: skip
 
@@ -669,7 +679,7 @@ WRONG_PAIRS = {
         _with(LLAMA_EAGLE3, draft_vocab_size=64000),
         "a config.json with another draft vocabulary than the tensors",
     ),
-    "zeros": Pair("eagle3", LLAMA_8B, replace(LLAMA_EAGLE3, base=None), "a head of zeros"),
+    "zeros": Pair("eagle3", LLAMA_8B, replace(LLAMA_EAGLE3, filled=False), "a head of zeros"),
     "pickled": Pair("eagle3", LLAMA_8B, replace(LLAMA_EAGLE3, pickled=True), "weights in a pickle alone"),
     "no-weights": Pair("eagle3", LLAMA_8B, replace(LLAMA_EAGLE3, tensors={}), "a repository without weights"),
     "encoder-decoder": Pair("eagle3", ENCODER, LLAMA_EAGLE3, "a target that is no causal language model"),

@@ -1,11 +1,12 @@
-"""The examination of a draft: its files first, then a few prompts decoded with what is sound enough for that; and how a person reads it.
+"""The examination of a draft: its files first, then a few prompts decoded with what is sound enough for that; and how a person
+reads it.
 
-Files are to be whole, to fit the target, and to be loaded by an engine as the draft was trained. What readers refuse is a finding. So
-are values that no training leaves, a vocabulary whose two maps do not agree, settings that differ from the target's, and what an engine's
-loader makes of the folder.
+Files are to be whole, to fit the target, and to be loaded by an engine as the draft was trained. What readers refuse is a
+finding. So are values that no training leaves, a vocabulary whose two maps do not agree, settings that differ from the
+target's, and what an engine's loader makes of the folder.
 
-Decoding says whether the draft accepts what its training saw, and if not, why. No measurement (`specdistill eval` is): a handful of short
-greedy completions, enough to tell a draft that works from one that does not.
+Decoding says whether the draft accepts what its training saw, and if not, why. No measurement (`specdistill eval` is): a
+handful of short greedy completions, enough to tell a draft that works from one that does not.
 """
 
 from collections import Counter
@@ -31,10 +32,11 @@ from specdistill.engines.engine import Engine
 from specdistill.engines.loader import check_loader, loader_of
 from specdistill.errors import UserError
 from specdistill.methods import METHODS
-from specdistill.methods.checkpoint import FLOATS, read_config, read_tensors, stored_dtype
+from specdistill.methods.checkpoint import FLOATS, extremes, read_config, read_tensors, stored_dtype
 from specdistill.methods.contract import Simulation
 from specdistill.methods.layers import HeadShape
 from specdistill.methods.load import implementation, load_proposer, method_of
+from specdistill.methods.mtp.checkpoint import check_native_layer
 from specdistill.methods.target_record import check_target
 from specdistill.suites.suite import load_suite, tokenize
 from specdistill.targets.files import TargetFiles
@@ -83,8 +85,8 @@ class Acceptance:
 class Diagnosis:
     """method and config: None where they were not understood; only heads have a config here.
 
-    refused: by a reader, so that nothing can be decoded with it. acceptance: None where nothing was decoded. recorded: what training
-    simulated when it chose these weights; None without a history.
+    refused: by a reader, so that nothing can be decoded with it. acceptance: None where nothing was decoded. recorded: what
+    training simulated when it chose these weights; None without a history.
     """
 
     folder: Path
@@ -129,6 +131,8 @@ def diagnose(
     Raises UserError for a target or a suite that is none, ResourceError when the Hub fails.
     """
     of_files = {name: target[name] for name in ("revision", "adapter", "trust_remote_code") if name in target}
+    if model and draft.resolve() == Path(model).resolve():
+        return examine_native(TargetFiles.of(model, **of_files))
     made = examine(draft, TargetFiles.of(model, **of_files) if model else None, engine, options_of)
     made.recorded = recorded(draft)
     if model and decode and made.method is not None and not made.refused:
@@ -147,8 +151,8 @@ def diagnose(
 def examine(
     folder: Path, target: TargetFiles | None = None, engine: str | None = None, options_of: OptionsOf = no_options
 ) -> Diagnosis:
-    """Examine a folder that holds a draft. `target`: what it drafts for; `engine`: one with `loaders`; `options_of`: a method -> its own
-    options of decoding.
+    """Examine a folder that holds a draft. `target`: what it drafts for; `engine`: one with `loaders`; `options_of`: a method
+    -> its own options of decoding.
 
     Raises UserError for a target that is none, ResourceError when the Hub fails.
     """
@@ -177,6 +181,22 @@ def examine(
     return seen
 
 
+def examine_native(target: TargetFiles) -> Diagnosis:
+    """Examine the layer that predicts further tokens in a target's own checkpoint, by names and shapes. Raises UserError for a
+    target that is none.
+    """
+    seen = Diagnosis(Path(target.name))
+    try:
+        seen.num_tensors = check_native_layer(target)
+    except UserError as error:
+        seen.refused = True
+        seen.findings.append(problem(str(error).removeprefix(f"{error.key}: got ")))
+        return seen
+    seen.method = "mtp"
+    seen.findings.append(note("the layer is in its target's own checkpoint, from which engines serve it; not decoded"))
+    return seen
+
+
 @contextmanager
 def refusals(seen: Diagnosis) -> Iterator[None]:
     """What a reader says of the draft, as a finding, without the key that an argument has on the command line."""
@@ -194,10 +214,11 @@ def _values(tensors: Mapping[str, Tensor]) -> Iterator[Finding]:
     for name, tensor in tensors.items():
         if tensor.dtype not in FLOATS:
             continue
-        if not tensor.any() and not name.endswith(".bias"):
+        largest = max(map(abs, extremes(tensor)))
+        if not largest and not name.endswith(".bias"):
             yield problem(f"{name} is all zeros", "it was not saved, or not trained: save the draft again")
-        elif tensor.abs().max() > LARGE:
-            yield warning(f"{name} has a weight of {float(tensor.abs().max()):.3g}", "look at how training ended")
+        elif largest > LARGE:
+            yield warning(f"{name} has a weight of {largest:.3g}", "look at how training ended")
 
 
 def _config(config: Mapping[str, Any], seen: Diagnosis) -> Iterator[Finding]:
@@ -361,7 +382,8 @@ def _cause(
 
 @torch.inference_mode()
 def _fit(objective: Any, target: FrozenTarget, completion: Generation) -> tuple[float, float]:
-    """How close a head is to the target on a completion: mean forward KL of its drafted positions, and the simulated acceptance length.
+    """How close a head is to the target on a completion: mean forward KL of its drafted positions, and the simulated acceptance
+    length.
 
     Steadier than counting accepted tokens, and one pass of the draft.
     """

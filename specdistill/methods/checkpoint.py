@@ -6,6 +6,7 @@ Tensors are read bit for bit in their stored dtype. A module is filled with NaN 
 import dataclasses
 import functools
 import json
+import math
 import os
 import pickle
 import shutil
@@ -105,9 +106,18 @@ def read_tensors(folder: Path, key: str) -> dict[str, Tensor]:
 
 def check_finite(tensors: Mapping[str, Tensor], folder: Path | str, key: str) -> None:
     """Raises UserError for weights that are NaN or infinite."""
-    broken = next((name for name, tensor in tensors.items() if tensor.dtype in FLOATS and not tensor.isfinite().all()), None)
+    floats = ((name, tensor) for name, tensor in tensors.items() if tensor.dtype in FLOATS)
+    broken = next((name for name, tensor in floats if not all(map(math.isfinite, extremes(tensor)))), None)
     if broken:
         raise UserError(key, got=f"{folder} with NaN or infinity in {broken}", expected="finite weights")
+
+
+def extremes(tensor: Tensor) -> tuple[float, float]:
+    """The least and the greatest of the numbers, in one pass; both NaN where one of them is."""
+    if not tensor.numel():
+        return 0.0, 0.0
+    least, greatest = tensor.aminmax()
+    return float(least), float(greatest)
 
 
 def _unpickle(path: Path, key: str) -> dict[str, Tensor]:

@@ -192,37 +192,34 @@ class Described:
         return (dtype or self.dtype or ASSUMED_DTYPE).itemsize
 
     @cached_property
+    def converted(self) -> frozenset[str]:
+        """Parameters that quantization took: matrices that are no table of tokens, and that it does not name as kept."""
+        if self.quantization is None:
+            return frozenset()
+        kept = [*(self.quantization.get("modules_to_not_convert") or []), *(self.quantization.get("ignore") or [])]
+        kept += ["*embed_tokens", "*lm_head"]
+        matrices = (name for name, parameter in self.model.named_parameters() if parameter.ndim > 1)
+        return frozenset(name for name in matrices if not any(fnmatch(name, f"{pattern}*") for pattern in kept))
+
+    @cached_property
     def converted_itemsize(self) -> float:
-        """Bytes of a weight that quantization converted, scales included, on average: what the stored bytes leave for them.
+        """Bytes of a weight that quantization took, scales included, on average: what the stored bytes leave for them.
 
         Layers that predict further tokens are stored beside those of the class, and as large as its last one.
         """
-        if not self.quantization or self.stored_bytes is None:
+        if not self.converted or self.stored_bytes is None:
             return self.itemsize()
-        sizes = [
-            (self._is_converted(name, parameter), name, parameter.numel()) for name, parameter in self.model.named_parameters()
-        ]
-        kept = sum(size for converted, _, size in sizes if not converted)
+        sizes = {name: parameter.numel() for name, parameter in self.model.named_parameters()}
         last, extra = f".layers.{self.text.num_hidden_layers - 1}.", (self.native_mtp or ("", 0))[1]
-        converted = sum(size * (1 + extra * (last in name)) for is_converted, name, size in sizes if is_converted)
-        return (
-            min(float(self.itemsize()), (self.stored_bytes - kept * self.itemsize()) / converted)
-            if converted
-            else self.itemsize()
-        )
+        kept = sum(size for name, size in sizes.items() if name not in self.converted)
+        taken = sum(sizes[name] * (1 + extra * (last in name)) for name in self.converted)
+        return float(min(self.itemsize(), (self.stored_bytes - kept * self.itemsize()) / taken))
 
     def weigh(self, dtype: torch.dtype | None = None) -> Weigh:
         """Bytes of a parameter of `model`, in a dtype or as the checkpoint has it."""
         return lambda name, parameter: (
-            parameter.numel()
-            * (self.converted_itemsize if self.quantization and self._is_converted(name, parameter) else self.itemsize(dtype))
+            parameter.numel() * (self.converted_itemsize if name in self.converted else self.itemsize(dtype))
         )
-
-    def _is_converted(self, name: str, parameter: nn.Parameter) -> bool:
-        """Whether quantization takes the parameter: a matrix that is no table of tokens, and none that it names as kept."""
-        settings = self.quantization or {}
-        kept = [*(settings.get("modules_to_not_convert") or []), *(settings.get("ignore") or []), "*embed_tokens", "*lm_head"]
-        return parameter.ndim > 1 and not any(fnmatch(name, f"{pattern}*") for pattern in kept)
 
     @cached_property
     def stand_in(self) -> FrozenTarget | None:

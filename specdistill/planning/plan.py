@@ -78,9 +78,9 @@ def make_plan(
 
     Whether a target's logits are scaled or capped changes nothing in a plan: alphas are published ones, sizes and passes the same.
     """
-    facts = _facts(target)
-    longest = facts["max_length"]
     serving = serving or Serving.of(target)
+    facts = _facts(target, serving)
+    longest = facts["max_length"]
     serving.check(target, draft)
     training = replace(training, max_length=min(training.max_length, longest or training.max_length))
     passes, alone = Passes(target, serving), budget(target, serving)
@@ -138,7 +138,7 @@ def _asked(serving: Serving, target: Described) -> dict[str, Any]:
     return vars(serving) | {name: str(value).removeprefix("torch.") for name, value in names.items()}
 
 
-def _facts(target: Described) -> dict[str, Any]:
+def _facts(target: Described, serving: Serving) -> dict[str, Any]:
     native, text, dtype = target.native_mtp, target.text, target.dtype or ASSUMED_DTYPE
     return {
         "model": target.name,
@@ -148,7 +148,7 @@ def _facts(target: Described) -> dict[str, Any]:
         "quantization": target.quantization and target.quantization.get("quant_method", "quantised"),
         "parameters": target.parameters,
         "bytes": round(weight_bytes(target)),
-        "kv_bytes": target.cache.per_token(dtype.itemsize) if target.cache else None,
+        "kv_bytes": target.cache.per_token(serving.kv_itemsize(target)) if target.cache else None,
         "parameters_read": round(weights_read(target.model)),
         "num_layers": text.num_hidden_layers,
         "hidden_size": text.hidden_size,

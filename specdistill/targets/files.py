@@ -81,6 +81,17 @@ class Shards:
             part = weights.get_slice(name)
             return part[:0].dtype, torch.Size(part.get_shape())
 
+    def shapes(self, names: Iterable[str]) -> dict[str, torch.Size]:
+        """Of tensors in files that are here, by headers alone; each file is opened once."""
+        by_file = defaultdict(list)
+        for name in names:
+            by_file[self.folder / self.file_of[name]].append(name)
+        found: dict[str, torch.Size] = {}
+        for path in filter(Path.is_file, by_file):
+            with safe_open(path, framework="pt") as weights:
+                found |= {name: torch.Size(weights.get_slice(name).get_shape()) for name in by_file[path]}
+        return found
+
     def load(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Tensors by name. Raises UserError for a broken file."""
         tensors = {}

@@ -1,11 +1,12 @@
 """Multi-token-prediction drafts: a target's own, a fresh one, and one in a folder of its own.
 
-Engines load such a layer from the target's checkpoint alone, so a draft's folder (config.json, model.safetensors) is specdistill's; its
-tensors bear the names that engines know, and the export merges them into a full copy of the target's checkpoint, where engines look.
+Engines load such a layer from the target's checkpoint alone, so a draft's folder (config.json, model.safetensors) is
+specdistill's; its tensors bear the names that engines know, and the export merges them into a full copy of the target's
+checkpoint, where engines look.
 
 Only files that must differ are written there: the shards that hold the target's own such layer (or one new shard,
-`model-mtp.safetensors`), the index and config.json. Other weights are hard links where the file system allows it, all else is copied.
-Tensors keep the dtype that the checkpoint has them in, so a layer that was not trained comes out bit for bit.
+`model-mtp.safetensors`), the index and config.json. Other weights are hard links where the file system allows it, all else is
+copied. Tensors keep the dtype that the checkpoint has them in, so a layer that was not trained comes out bit for bit.
 """
 
 import json
@@ -41,8 +42,8 @@ def build_mtp(target: FrozenTarget, *, init: str | None = None, seed: int = 0) -
     Args:
         init: None for the weights that the target's checkpoint has, `scratch` for a fresh layer, or a draft's folder.
 
-    Raises UserError when the target has no such weights and `init` is None, when they are not those of one layer, or when the target's
-    architecture does not fit (see `MtpDraft`).
+    Raises UserError when the target has no such weights and `init` is None, when they are not those of one layer, or when the
+    target's architecture does not fit (see `MtpDraft`).
     """
     if init is not None and init != "scratch":
         return load_mtp(init, target, key="draft.init")
@@ -58,7 +59,8 @@ def build_mtp(target: FrozenTarget, *, init: str | None = None, seed: int = 0) -
 def _initialize(draft: MtpDraft, target: FrozenTarget, seed: int) -> None:
     """The target's last hidden state, through a layer as its architecture initializes them, into the target's own final norm.
 
-    A copy of the target's layer starts lower but learns slower: it was made for a residual stream that all layers before it add to.
+    A copy of the target's layer starts lower but learns slower: it was made for a residual stream that all layers before it add
+    to.
     """
     size = draft.fc.out_features
     draft.fc.weight.copy_(torch.cat((torch.zeros(size, size), torch.eye(size)), dim=1))
@@ -148,6 +150,34 @@ def _fill(
     draft.load_state_dict(naming.from_file(tensors, prefix), assign=assign)
 
 
+def check_native_layer(target: TargetFiles) -> int:
+    """How many tensors the layer in a target's own checkpoint has.
+
+    Raises UserError when there is no such layer, or when it is not what engines load: the norms and the projection, and a
+    decoder layer with the names and shapes of the target's own last one.
+    """
+    text, naming = target.text_config, naming_of(str(target.text_config.get("model_type")))
+    shards = Shards.open(target.fetch("config.json", INDEX, SINGLE), "target.model", complete=False)
+    prefix = naming.find_prefix(shards.file_of, target.num_layers)
+    if prefix is None:
+        got = f"{target.name}, whose files have no layer that predicts further tokens"
+        raise UserError("target.model", got=got, expected=f"the names of {naming.name}")
+    last = f"layers.{target.num_layers - 1}."
+    own = {name.partition(last)[2]: name for name in shards.file_of if f".{last}" in f".{name}"}
+    expected = {prefix + naming.layer + end: name for end, name in own.items()}
+    missing = sorted((expected.keys() | {prefix + name for name in naming.names.values()}) - shards.file_of.keys())
+    if missing:
+        raise UserError("target.model", got=f"{target.name} without {', '.join(missing[:3])}", expected="a whole layer")
+    layers = shards.shapes([*expected, *expected.values()])
+    fuse, width = prefix + naming.names["fc.weight"], int(text["hidden_size"])
+    wanted = {fuse: torch.Size((width, 2 * width))} | {name: layers[own] for name, own in expected.items() if own in layers}
+    for name, shape in shards.shapes(wanted).items():
+        if shape != wanted[name]:
+            got = f"{target.name} with {name} of shape {tuple(shape)}"
+            raise UserError("target.model", got=got, expected=f"{tuple(wanted[name])}")
+    return sum(naming.owns(name, prefix) for name in shards.file_of)
+
+
 def save_mtp(draft: MtpDraft, folder: Path) -> None:
     """Write a draft; `load_mtp` reads it back bit for bit."""
     text = draft.config.text_config
@@ -166,8 +196,8 @@ def save_mtp(draft: MtpDraft, folder: Path) -> None:
 def load_mtp(folder: Path | str, target: FrozenTarget, *, key: str = "eval.draft") -> MtpDraft:
     """Read a draft for a target, in the dtype of the file. `key` is the recipe key the folder came from, which errors name.
 
-    Raises UserError when files are missing or broken, when a tensor is missing, unknown or of another shape, or when the draft is for
-    another target.
+    Raises UserError when files are missing or broken, when a tensor is missing, unknown or of another shape, or when the draft
+    is for another target.
     """
     folder = Path(folder)
     check_fit(read_config(folder, key), target.config.to_dict(), folder, key, target.name)
@@ -204,8 +234,9 @@ def export(draft: Path, engine: Engine, output: Path, target: TargetFiles | None
 def merge_mtp_weights(draft: Path, target: Path, output: Path) -> None:
     """Write `output`: the checkpoint in the folder `target` with the layer in the folder `draft` (see `save_mtp`).
 
-    Raises UserError when the output exists, the draft is for another target, its tensors are not those that the checkpoint already has,
-    or the checkpoint is quantized or disagrees with its index; ResourceError when writing fails. Nothing is left behind then.
+    Raises UserError when the output exists, the draft is for another target, its tensors are not those that the checkpoint
+    already has, or the checkpoint is quantized or disagrees with its index; ResourceError when writing fails. Nothing is left
+    behind then.
     """
     check_new(output)
     checkpoint = Shards.open(target, "target.model")
