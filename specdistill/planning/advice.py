@@ -19,8 +19,8 @@ def recommend(
 ) -> dict[str, str | None]:
     """The method to start with, why, and the command; `target` as in a plan, `alone` its budget without a draft.
 
-    It is the draft whose speedup has the highest middle, with two exceptions for what costs nothing. Layers that come with the target
-    win unless another draft promises more at its low end; look-up wins when no draft promises more than it at the high end.
+    It is what has the highest middle of its speedup, look-up included. Layers that come with the target cost no training either: they win
+    unless another draft promises more at its low end, or look-up at its high end.
     """
     ends = {row.method: (row.low.speedup, row.high.speedup) for row in rows if row.low and row.high}
     rows = [row for row in rows if row.method in METHODS]  # of others nothing can be run here
@@ -30,14 +30,15 @@ def recommend(
     native = drafts and target["native_mtp"] and artifact[max(drafts, key=lambda row: ends[row.method][0]).method] == "layer"
     if native:
         drafts.sort(key=lambda row: artifact[row.method] != "layer")
-    ranked = [*drafts, lookup] if drafts and ends[drafts[0].method][1] > ends[lookup.method][1] else [lookup, *drafts]
+    promise = (lambda row: ends[row.method][1]) if native else (lambda row: row.middle)
+    ranked = [*drafts, lookup] if drafts and promise(drafts[0]) > promise(lookup) else [lookup, *drafts]
     best = ranked[0]
     low, high = ends[best.method]
     if high <= 1:
         return {"method": None, "reason": "no method promises more than plain decoding", "start": None}
-    why = "the most of the drafts in the middle of its range, and more at its best than look-up without training"
+    why = "the most in the middle of its range"
     if best is lookup:
-        why = "it needs no training, and no draft promises more at its best"
+        why = "it needs no training, and no draft promises more"
     elif native:
         why = "its layer comes with the target, and nothing else promises more at its low end"
     others = ", ".join(f"{row.method} {row.middle:.2f}" for row in ranked[1:])

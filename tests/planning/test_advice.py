@@ -83,6 +83,21 @@ def test_the_command_that_measures_a_draft_is_one_that_eval_takes(tmp_path: Path
     assert recipe.eval.num_speculative_tokens == 4  # 3 to 6 are the best
 
 
+def test_look_up_is_recommended_before_a_draft_that_is_faster_at_its_best_alone(tmp_path: Path):
+    plan = plan_of(tmp_path, TARGETS["tiny"])
+    (lookup,) = [row for row in plan.methods if row.method == "ngram"]
+    assert lookup.low is not None and lookup.high is not None
+
+    def recommended(at_worst: float) -> str | None:
+        best = replace(lookup.high, speedup=1.1 * lookup.high.speedup)
+        draft = {"low": replace(lookup.low, speedup=at_worst * lookup.low.speedup), "high": best}
+        rows = [replace(row, **draft) if row.method == "eagle3" else replace(row, low=None) for row in plan.methods]
+        return recommend([lookup if row.method == "ngram" else row for row in rows], plan.target)["method"]
+
+    assert recommended(at_worst=0.5) == "ngram"
+    assert recommended(at_worst=1.0) == "eagle3"
+
+
 @pytest.mark.slow
 def test_look_up_is_recommended_where_it_promises_most_and_obstacles_are_told(tmp_path: Path):
     """gpt-oss-120b in MXFP4 reads so little a step that this head, with the target's own output layer, is not cheap beside it."""
