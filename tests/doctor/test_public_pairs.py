@@ -1,5 +1,6 @@
 """The doctor on public drafts and on wrong ones, by files alone (see tests/public_pairs.py)."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,20 @@ def test_a_wrong_draft_is_told(name: str, tmp_path: Path, capsys: pytest.Capture
     code, said = examined(WRONG_PAIRS[name], tmp_path / name, capsys)
     assert code == (2 if name == "encoder-decoder" else 1), said
     assert SAID[name] in said
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"mtp.layers.0.mlp.down_proj.weight": None}, "without mtp.layers.0.mlp.down_proj.weight, expected a whole layer"),
+        ({"mtp.fc.weight": ("BF16", (4096, 4096))}, "with mtp.fc.weight of shape (4096, 4096), expected (4096, 8192)"),
+    ],
+)
+def test_a_target_s_own_layer_is_whole(changed: dict[str, Any], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    pair = PAIRS["qwen3.5-mtp"]
+    tensors = {name: tensor for name, tensor in (pair.target.tensors | changed).items() if tensor}
+    code, shown = examined(replace(pair, target=replace(pair.target, tensors=tensors)), tmp_path / "pair", capsys)
+    assert code == 1 and said in shown
 
 
 def test_every_wrong_pair_is_told_by_one_or_the_other():
