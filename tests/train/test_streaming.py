@@ -73,7 +73,9 @@ def test_a_killed_run_resumes_in_mid_epoch_to_the_same_losses(folder: Path, tmp_
     if processes == 2:
         alone = start(*keys(folder, tmp_path / "killed", "train.per_device_train_batch_size=4"), num_processes=1, config="cpu")
         said = finish(alone)
-        assert alone.returncode == 2 and "expected 2, whose places in the stream of rows" in said, said
+        assert (
+            alone.returncode != 0 and "error: accelerate launch --num_processes: got 1, expected 2, whose places in" in said
+        ), said
     resumed = begun("killed")
     said = finish(resumed)
     assert resumed.returncode == 0, said
