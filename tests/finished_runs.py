@@ -123,3 +123,23 @@ def timed(record: PromptRecord) -> PromptRecord:
         baseline=Timing(plain.num_tokens, plain.num_rounds, PLAIN_STEP + steps, PLAIN_STEP, 0.0, steps),
         hf_generate=HFGenerate(plain.num_tokens, (PLAIN_STEP + steps) * 1.1),
     )
+
+
+def edit(path: Path, change: Callable[[Any], Any]) -> None:
+    path.write_text(json.dumps(change(json.loads(path.read_text(encoding="utf-8")))), encoding="utf-8")
+
+
+def edit_report(run: Path, *place: str | int, to: Any) -> None:
+    def change(report: Any) -> Any:
+        part = report
+        for name in place[:-1]:
+            part = part[name]
+        part[place[-1]] = to
+        return report
+
+    edit(run / "report/report.json", change)
+
+
+def scale_weights(folder: Path) -> None:
+    weights = load_file(folder / "model.safetensors")
+    save_file({name: tensor * 1.01 for name, tensor in weights.items()}, folder / "model.safetensors", {"format": "pt"})

@@ -157,8 +157,10 @@ def _row_metric(rule: Rule, evidence: Evidence) -> Estimate:
     if rule.metric not in METRICS or rule.confidence == DEFAULT_CONFIDENCE:
         ci95, why = row.get(f"{rule.metric}_ci95"), row["not_measured"].get(f"{rule.metric}_ci95")
         return Estimate(value, tuple(ci95) if ci95 else None, f"no interval ({why})" if why else None, row["num_prompts"])
-    sums, seed = prompt_sums(records_of(row, evidence.records)), evidence.report["settings"]["seed"]
-    bounds = interval(METRICS[rule.metric], sums, confidence=_confidence(rule, evidence), seed=seed)
+    records, seed = records_of(row, evidence.records), evidence.report["settings"]["seed"]
+    if not records:
+        return Estimate(value, reason="no record is of this row")
+    bounds = interval(METRICS[rule.metric], prompt_sums(records), confidence=_confidence(rule, evidence), seed=seed)
     return Estimate(value, bounds, None if bounds else "too few prompts for an interval", row["num_prompts"])
 
 

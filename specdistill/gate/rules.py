@@ -37,8 +37,11 @@ class Rule:
 def load_gate(name: str) -> list[Rule]:
     """The rules of a gate, by name or path. Raises UserError for an unknown gate, key or metric, and for a rule without exactly one
     requirement.
+
+    A name without an ending is always that of a gate that ships, whatever lies in the working directory.
     """
-    path = next((path for path in (Path(name), GATES / f"{name}.yaml", ROOT / name) if path.is_file()), None)
+    places = (Path(name), ROOT / name) if name.endswith((".yaml", ".yml")) else (GATES / f"{name}.yaml",)
+    path = next((path for path in places if path.is_file()), None)
     if path is None:
         known = sorted(path.stem for path in GATES.glob("*.yaml"))
         raise UserError("gate", got=name, expected=f"one of {', '.join(known)}, or a gate YAML", nearest=nearest(name, known))

@@ -17,7 +17,7 @@ from huggingface_hub import constants
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.file_download import repo_folder_name
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
-from pydantic import AfterValidator, Field, ValidationError
+from pydantic import AfterValidator, Field, ValidationError, model_validator
 from rich.filesize import decimal
 
 from specdistill.command import check_writable
@@ -61,6 +61,12 @@ class BundledFolder(Section):
     revision: Annotated[str, AfterValidator(_inside)] | None
     commit: Annotated[str, Field(pattern="^[0-9a-f]{40}$")] | None
     files: dict[Annotated[str, AfterValidator(_inside)], BundledFile]
+
+    @model_validator(mode="after")
+    def _is_of_a_commit_or_a_folder(self) -> "BundledFolder":
+        if (self.repository is None) != (self.commit is None):
+            raise ValueError("a repository and its commit, or neither")
+        return self
 
 
 class Manifest(Section):

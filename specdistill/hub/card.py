@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData, constants
 
 from specdistill import __version__
@@ -288,8 +289,9 @@ def _identity(target: TargetIdentity) -> str:
 
 
 def _is_named_suite(report: Mapping[str, Any]) -> bool:
-    """Whether the suite is one that ships, which a command names."""
-    return (SUITES / f"{report['suite']['name']}.yaml").is_file()
+    """Whether the suite is one that ships, which a command names, and no other of that name."""
+    path = SUITES / f"{report['suite']['name']}.yaml"
+    return path.is_file() and str(yaml.safe_load(path.read_text(encoding="utf-8"))["version"]) == report["suite"]["version"]
 
 
 def _is_hub_id(name: str) -> bool:

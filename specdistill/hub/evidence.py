@@ -38,7 +38,7 @@ from specdistill.statistics.records import PromptRecord
 from specdistill.suites.suite import Prompt, Suite, load_suite, tokenize
 from specdistill.targets.files import TargetFiles
 from specdistill.targets.frozen import FrozenTarget
-from specdistill.targets.identity import SHOWN
+from specdistill.targets.identity import SHOWN, content_hash
 from specdistill.targets.loading import read_tokenizer
 
 DRAFT, RECIPE, PROVENANCE, REPORT = "draft", "run/recipe.yaml", "run/provenance.json", "report"
@@ -66,7 +66,7 @@ class Release:
 
     draft: its files, which are published as they are. report, records: judged again; to be written by `write_report`, so that its pages
     are rendered from them. provenance: of the training. refusals: none for a release; with `force` they are listed on the card.
-    notes: sentences that a reader should know, and no reason to refuse.
+    notes: sentences that a reader should know, and no reason to refuse. content: hash of the draft's files, recipe and provenance.
     """
 
     run: Path
@@ -76,7 +76,8 @@ class Release:
     report: dict[str, Any]
     records: list[PromptRecord]
     refusals: tuple[Refusal, ...]
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...]
+    content: str
 
     @property
     def recipe_file(self) -> Path:
@@ -110,7 +111,11 @@ def check_evidence(
     Raises UserError for a folder that is no finished run, and for a report or a recipe that cannot be read.
     """
     check_finished(run)
+    draft = tuple(draft_files(run / DRAFT))
+    content = content_hash([*draft, run / RECIPE, run / PROVENANCE])
     recipe, provenance = load_recipe(Recipe, [f"recipe={run / RECIPE}"]), _read_provenance(run / PROVENANCE)
+    if suite and recipe.eval.suite not in (None, suite):
+        raise UserError("suite", got=suite, expected=f"no such key: the run's recipe names {recipe.eval.suite}")
     report, records = read_report(run / REPORT, "run")
     if not records:
         raise UserError("run", got=f"{run / REPORT}, whose samples.jsonl holds no record", expected=FINISHED)
@@ -139,8 +144,7 @@ def check_evidence(
         others = [rule for rule in rules if rule.requirement != "max_regression"]
         decided = [Refusal(NOT_COMPARED, str(error)), *_of_gate(judge(others, measured))]
     refusals += [*decoding, *decided]
-    draft = tuple(draft_files(run / DRAFT))
-    return Release(run, recipe, provenance, draft, judged, records, tuple(refusals), tuple(notes + decoded))
+    return Release(run, recipe, provenance, draft, judged, records, tuple(refusals), tuple(notes + decoded), content)
 
 
 def rules_of(recipe: Recipe, report: Mapping[str, Any]) -> list[Rule]:
@@ -294,7 +298,7 @@ def _other_prompts(
     recipe: Recipe,
 ) -> Iterator[Refusal]:
     """Whether a report is of the suite that was asked for, and of as many of its prompts."""
-    if report["suite"]["sha256"] != asked.sha256:
+    if (report["suite"]["name"], report["suite"]["sha256"]) != (asked.name, asked.sha256):
         suites = (
             f"{report['suite']['name']} ({report['suite']['sha256'][:SHOWN]}), expected {asked.name} ({asked.sha256[:SHOWN]})"
         )

@@ -51,10 +51,15 @@ from specdistill.report.files import SAMPLES, write_report
 from specdistill.report.phrases import size
 from specdistill.repositories import fetch, hub_errors, split_gguf
 from specdistill.targets.files import Shards, TargetFiles
-from specdistill.targets.identity import SHOWN, TargetIdentity
+from specdistill.targets.identity import SHOWN, TargetIdentity, content_hash
 from specdistill.training.history import read_history
 
 STAGED = "release"  # in a run's folder
+WEIGHTS = (".safetensors", ".gguf")
+OF_A_SUITE = (
+    SAMPLES,
+    "report.html",
+)  # prompts and completions, which may be about addresses; what else these say report.json says
 
 
 @dataclass(frozen=True)
@@ -122,7 +127,6 @@ def stage(
     draft, method = release.run / DRAFT, str(release.report["draft"]["method"])
     k = int(release.report["settings"]["num_speculative_tokens"])
     Shards.open(draft, "run").check()
-    check_no_secret(str(release.provenance_file), release.provenance_file.read_text(encoding="utf-8"))
     if linked := next((path for path in release.draft if path.is_symlink()), None):
         raise UserError("run", got=f"{linked}, a link", expected="a file: what a link leads to would be published")
     if exports and METHODS[method].artifact == "layer":
@@ -171,6 +175,19 @@ def stage(
             )
         )
         (folder / CARD).write_text(str(card), encoding="utf-8")
+        for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+            if path.suffix not in WEIGHTS and path.name not in OF_A_SUITE:
+                check_no_secret(path.name, path.read_text(encoding="utf-8", errors="replace"))
+    check_unchanged(release, output)
+
+
+def check_unchanged(release: Release, folder: Path) -> None:
+    """Raises UserError where what would be published is not what was checked: somebody wrote into the run meanwhile, a training perhaps."""
+    names = [path.name for path in (*release.draft, release.recipe_file, release.provenance_file)]
+    if content_hash([folder / name for name in names]) != release.content:
+        raise UserError(
+            "run", got=f"{release.run}, which changed while it was checked", expected="a run that nothing writes to"
+        )
 
 
 @dataclass(frozen=True)
@@ -241,6 +258,7 @@ def publish_run(
     options: dict[str, Any] = {"license": config.license, "exports": config.exports, "overridden": refusals, "reason": reason}
     stage(release, origin, folder, repository=name, tag=tag, last=last, **options)
     changes = difference(folder, there.files)
+    check_unchanged(release, folder)  # its files are links to the run's
     if dry_run:
         return Outcome(name, tag, refusals, folder, changes)
     message = tag_message(release, tag, last)
@@ -277,6 +295,7 @@ def print_outcome(outcome: Outcome) -> None:
     name = f"{outcome.repository}@{outcome.tag}"
     if outcome.folder is None:
         print(f"{name} is this release already: {constants.ENDPOINT}/{outcome.repository}/tree/{outcome.tag}")
+        print("with other keys it is another release, whose tag= is a new one")
         return
     print_changes(name, outcome.changes)
     print(f"from {outcome.folder}")

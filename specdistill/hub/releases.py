@@ -74,11 +74,20 @@ def last_release(repository: Repository, baseline: str | None) -> LastRelease | 
     if baseline and report["draft"].get("weights") != draft_hash(locate(f"{name}@{repository.tags[tag]}", key="repo")):
         raise UserError(key, got=f"{baseline}, a report of other weights", expected=f"one of {name}@{tag}")
     report["draft"] |= {"model": name, "revision": tag}  # as a reader knows it, and not where it was measured
-    recipe, provenance = (
-        yaml.safe_load((folder / file).read_text(encoding="utf-8")) if (folder / file).is_file() else {}
-        for file in (RECIPE, PROVENANCE)
-    )
-    return LastRelease(name, tag, Evidence(report, records), recipe or {}, provenance or {})
+    recipe, provenance = (_mapping(folder / file, f"{name}@{tag}") for file in (RECIPE, PROVENANCE))
+    return LastRelease(name, tag, Evidence(report, records), recipe, provenance)
+
+
+def _mapping(path: Path, release: str) -> dict[str, Any]:
+    """What a file of a release holds; nothing where it has none. Raises UserError for what `publish` does not write."""
+    expected = "a release as publish writes them; restore=TAG takes an earlier one back"
+    try:
+        found = yaml.safe_load(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError("repo", got=f"{release} with {path.name} that does not read", expected=expected) from error
+    if not isinstance(found, dict):
+        raise UserError("repo", got=f"{release} with {path.name} that holds no keys", expected=expected)
+    return found
 
 
 def to_measure_again(release: Release, last: LastRelease) -> str:

@@ -10,7 +10,7 @@ import hashlib
 import re
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
@@ -141,12 +141,13 @@ class Source:
         What is damaged is fetched again, once. Raises ResourceError when that does not help, when the Hub or its cache fails, and offline
         for each file that is missing or damaged.
         """
-        missing = self.missing(files)
+        missing, unchecked = self.missing(files), self._unchecked()
         if missing and (self.repository is None or constants.is_offline_mode()):
             raise self._incomplete(missing)
         if missing:
+            self._keep_unchecked(unchecked | set(missing))
             self._download(missing)
-        damaged = self.damaged(files if verify else missing)
+        damaged = self.damaged(file for file in files if verify or file in missing or file in unchecked)
         if damaged and not constants.is_offline_mode():
             say(f"{self.name}: not what the Hub lists, so fetched again: {', '.join(damaged)}")
             self._discard(damaged)
@@ -158,6 +159,8 @@ class Source:
             raise ResourceError(
                 what, next_step="run it again with a network, or look at what stands between this machine and the Hub"
             )
+        if missing or unchecked:
+            self._keep_unchecked(unchecked - set(files))
         return self.folder
 
     def damaged(self, files: Iterable[str]) -> list[str]:
@@ -208,6 +211,25 @@ class Source:
                 path.unlink()
                 path = target
             path.unlink(missing_ok=True)
+
+    @property
+    def _record(self) -> Path:
+        """Names the files that a run began to fetch, until they have been compared: it may have been killed in between."""
+        return self.folder.parent.parent / f".unchecked-{self.commit}"
+
+    def _unchecked(self) -> set[str]:
+        return set(self._record.read_text(encoding="utf-8").splitlines()) if self.commit and self._record.is_file() else set()
+
+    def _keep_unchecked(self, files: Collection[str]) -> None:
+        try:
+            if files:
+                self._record.parent.mkdir(parents=True, exist_ok=True)
+                self._record.write_text("\n".join(sorted(files)), encoding="utf-8")
+            else:
+                self._record.unlink(missing_ok=True)
+        except OSError as error:
+            what = f"{self.key}: {self.name} could not be kept in the Hub's cache, {constants.HF_HUB_CACHE} ({error.strerror})"
+            raise ResourceError(what, next_step="set HF_HOME to a folder that can be written and has room") from error
 
     def _incomplete(self, missing: Sequence[str]) -> ResourceError:
         where = self.folder if self.repository is None else f"the Hub's cache, {constants.HF_HUB_CACHE}"

@@ -26,7 +26,7 @@ from specdistill.methods.target_record import check_target
 from specdistill.repositories import fetch, resolve, split_revision
 from specdistill.targets.files import INDEX, SINGLE, Shards
 from specdistill.targets.frozen import FrozenTarget
-from specdistill.targets.identity import combined, file_hashes
+from specdistill.targets.identity import content_hash
 
 EXPECTED = "a draft: an EAGLE or MTP head or a causal language model, config.json and weights"
 # Parallel drafts have the tensors of a head and these.
@@ -110,10 +110,7 @@ def draft_files(folder: Path) -> list[Path]:
 
 def draft_hash(folder: Path) -> str:
     """sha256 of a draft: of the names and contents of its files, wherever they lie, and whatever else lies beside them."""
-    files = draft_files(folder)
-    # Resolved, so that each is read: a link's name says nothing about what it leads to.
-    hashes = file_hashes(path.resolve() for path in files)
-    return combined(f"{sha256} {path.name}" for sha256, path in zip(hashes, files, strict=True))
+    return content_hash(draft_files(folder))
 
 
 def describe_draft(draft: str | None, method: str) -> dict[str, Any]:

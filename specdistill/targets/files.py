@@ -1,6 +1,7 @@
 """A checkpoint's files: its config.json, and single tensors, read without loading the model, of a folder or of a target on the Hub."""
 
 import json
+import os
 from collections import defaultdict
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
@@ -48,7 +49,7 @@ class Shards:
             return cls(folder, dict.fromkeys(_names(folder / SINGLE, key), SINGLE), key)
         try:
             file_of: dict[str, str] = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
-            files = sorted(set(file_of.values()))
+            files = sorted(set(map(os.fspath, file_of.values())))  # which takes names alone
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(key, got=f"{folder / INDEX}: {error}", expected="a safetensors index") from error
         for file in files:

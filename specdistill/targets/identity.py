@@ -48,6 +48,14 @@ def combined(hashes: Iterable[str]) -> str:
     return hashlib.sha256("\n".join(sorted(hashes)).encode()).hexdigest()
 
 
+def content_hash(paths: Iterable[Path]) -> str:
+    """sha256 of the names and contents of files, wherever they lie."""
+    files = list(paths)
+    # Resolved, so that each is read: a link's name says nothing about what it leads to.
+    hashes = file_hashes(path.resolve() for path in files)
+    return combined(f"{sha256} {path.name}" for sha256, path in zip(hashes, files, strict=True))
+
+
 def _file_hash(path: Path) -> str:
     # In the Hub's cache. The link itself says it: what it leads to may be a link too, to a file that is named by another hash (Xet).
     if path.is_symlink() and re.fullmatch("[0-9a-f]{64}", stored := path.readlink().name):

@@ -6,7 +6,7 @@ import ssl
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
+from specdistill.hub.sources import Source
 from tests.hub.conftest import DRAFT, TARGET, Acquire, Said, files_of
 from tests.loopback_hub import Fault, Hub, Sparse, environment
 from tests.mtp_targets import write_checkpoint
@@ -465,3 +466,29 @@ def test_public_pairs_that_are_wrong(name: str, large_disk: None, hub: Hub, acqu
     said = told(name, hub, acquire, tmp_path)
     assert (said.code, said.out, said.err.count("\n")) == (2, "", 1), said.err
     assert said.error.startswith(("draft: got ", "target.model: got ", "method: got "))
+
+
+def test_what_arrived_wrong_before_a_run_ended_is_compared_by_the_next(
+    hub: Hub, acquire: Acquire, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    weights, download = hub.files(DRAFT)["model.safetensors"], Source._download
+
+    class Killed(BaseException):
+        """In the place of a signal, which would end the tests, too."""
+
+    def killed(source: Source, files: Sequence[str]) -> None:
+        download(source, files)
+        if "model.safetensors" in files:
+            (here,) = acquire.home.rglob(f"models--{DRAFT.replace('/', '--')}/snapshots/*/model.safetensors")
+            here.write_bytes(weights.read_bytes()[:-1] + b"?")
+            raise Killed
+
+    monkeypatch.setattr(Source, "_download", killed)
+    with pytest.raises(Killed):
+        acquire.head()
+    monkeypatch.setattr(Source, "_download", download)
+    said = acquire.head()
+    assert said.code == 0 and "fetched again: model.safetensors" in said.err
+    assert (Path(said.out.strip()) / "model.safetensors").read_bytes() == weights.read_bytes()
+    assert not [*acquire.home.rglob(".unchecked-*")]

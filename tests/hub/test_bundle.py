@@ -144,6 +144,7 @@ def lead_out(part: dict[str, Any]) -> None:
         (in_manifest(lambda part: part.update(revision="../../refs")), "leads out of the folder"),
         (in_manifest(lambda part: part.update(repository="../x/y")), "parts.draft.repository"),
         (in_manifest(lambda part: part.update(commit="main")), "parts.draft.commit"),
+        (in_manifest(lambda part: part.update(repository=None)), "a repository and its commit, or neither"),
         (lambda members: members.reverse(), "which does not begin with manifest.json"),
         (lambda members: members.clear(), "which does not begin with manifest.json"),
     ],

@@ -32,7 +32,7 @@ def published() -> Published:
     report = judge(load_gate("default"), Evidence(simulated_sweep(simulated_report(records), 8), records))
     recipe = load_recipe(Recipe, ["recipe=pico/eagle3", "train.output_dir=runs/mine", "data.source=org/chats"])
     history = History(4000.0, 500, [{"step": 500, "epoch": 2.5, "loss": 1.0}])
-    release = Release(Path("runs/mine"), recipe, PROVENANCE, (), report, records, ())
+    release = Release(Path("runs/mine"), recipe, PROVENANCE, (), report, records, (), (), "")
     serving = [("vLLM", "vllm serve Qwen/Qwen3-8B")]
     return Published("org/Qwen3-8B-eagle3", "v3", release, history, TARGET, "Qwen/Qwen3-8B", PARTS, "apache-2.0", serving)
 

@@ -9,14 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors.torch import load_file, save_file
 
 from specdistill.decoding import verify
 from specdistill.hub.evidence import SPOT_CHECK, check_evidence
 from specdistill.methods.load import draft_hash
 from specdistill.report.files import digest, read_report, write_report
 from specdistill.statistics.records import Configuration, PromptRecord, RoundRecord
-from tests.finished_runs import edit_recipe, remake, slower, timed, write
+from tests.finished_runs import edit, edit_recipe, edit_report, remake, scale_weights, slower, timed, write
 
 NOT_DECODED = "not decoded again"
 
@@ -35,21 +34,6 @@ def refused(run: Path, *, num_prompts: int = 0, **options: Any) -> set[str]:
 # Hands on a run's files. `reseal`: with everything made to fit again, as this package's own code would have written it.
 
 
-def edit(path: Path, change: Callable[[Any], Any]) -> None:
-    path.write_text(json.dumps(change(json.loads(path.read_text(encoding="utf-8")))), encoding="utf-8")
-
-
-def edit_report(run: Path, *place: str | int, to: Any) -> None:
-    def change(report: Any) -> Any:
-        part = report
-        for name in place[:-1]:
-            part = part[name]
-        part[place[-1]] = to
-        return report
-
-    edit(run / "report/report.json", change)
-
-
 def reseal(run: Path, change: Callable[[PromptRecord], PromptRecord] = lambda record: record) -> None:
     remake(run, change)
 
@@ -57,11 +41,6 @@ def reseal(run: Path, change: Callable[[PromptRecord], PromptRecord] = lambda re
 def edit_records(run: Path, change: Callable[[list[PromptRecord]], list[PromptRecord]]) -> None:
     report, records = read_report(run / "report")
     write(run, report, change(records))
-
-
-def scale_weights(folder: Path) -> None:
-    weights = load_file(folder / "model.safetensors")
-    save_file({name: tensor * 1.01 for name, tensor in weights.items()}, folder / "model.safetensors", {"format": "pt"})
 
 
 def sometimes_slower(record: PromptRecord) -> PromptRecord:
@@ -360,6 +339,20 @@ def another_gate_in_the_recipe(run: Path) -> None:
     a_weaker_gate(run, with_hash=False)
 
 
+def a_gate_of_that_name_in_the_working_directory(run: Path) -> None:
+    (run.parent / "default").write_text(WEAK)
+    reseal(run, slower)
+
+
+def another_suite_by_name(run: Path) -> None:
+    edit_report(run, "suite", "name", to="pico-short")
+
+
+def another_suite_by_name_made_to_fit(run: Path) -> None:
+    another_suite_by_name(run)
+    reseal(run)
+
+
 def a_server_that_was_none(run: Path) -> None:
     """Reports of servers are judged by other rules."""
     edit_report(run, "engine", to={"name": "vllm", "version": "1"})
@@ -468,6 +461,9 @@ ATTEMPTS: dict[Callable[[Path], None], set[str]] = {
     a_weaker_gate_after_a_failure: {"gate failed"},
     a_weaker_gate_from_the_beginning: {"gate failed"},
     a_rule_made_a_warning: {"gate failed"},
+    a_gate_of_that_name_in_the_working_directory: {"gate failed"},
+    another_suite_by_name: {"edited report", "another measurement"},
+    another_suite_by_name_made_to_fit: {"another measurement"},
     the_number_without_its_interval: {"gate inconclusive"},
     a_gate_file_loosened_after_a_failure: {"gate failed"},
     another_gate_in_the_recipe: {"edited recipe"},
@@ -488,7 +484,8 @@ ATTEMPTS: dict[Callable[[Path], None], set[str]] = {
 
 
 @pytest.mark.parametrize("attempt", ATTEMPTS, ids=lambda attempt: attempt.__name__)
-def test_an_attempt_is_refused(run: Path, attempt: Callable[[Path], None]) -> None:
+def test_an_attempt_is_refused(run: Path, attempt: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(run.parent)
     attempt(run)
     assert refused(run) == ATTEMPTS[attempt]
 

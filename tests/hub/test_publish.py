@@ -15,6 +15,7 @@ from specdistill.cli import main
 from specdistill.export.export import export
 from specdistill.measurement.spot_check import SpotCheck
 from specdistill.report.files import read_report
+from tests.finished_runs import edit_report, remake, scale_weights
 from tests.loopback_hub import Fault, Hub, loopback_hub
 from tests.loopback_hub.store import Repository
 
@@ -390,3 +391,36 @@ def test_a_hub_that_is_not_there(tmp_path: Path, run: Path, capsys: pytest.Captu
         pass
     with hub.client(tmp_path / "home"):
         assert "did not answer" in refused(capsys, 3, run)
+
+
+def test_a_run_that_changes_while_it_is_checked_is_not_published(
+    lfs: Hub, run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def check(*arguments: Any, num_prompts: int) -> SpotCheck:
+        scale_weights(run / "draft")  # as a training would that still goes on
+        return SpotCheck(["a0"], True, [], arguments[4]["lossless"])
+
+    monkeypatch.setattr("specdistill.hub.evidence.spot_check", check)
+    assert "which changed while it was checked" in refused(capsys, 2, run)
+    assert NAME not in lfs.repositories
+
+
+def test_a_secret_in_any_file_is_not_published(lfs: Hub, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    edit_report(run, "suite", "source", to="https://me:a-password@example.org/prompts")
+    remake(run, lambda record: record)
+    assert ": got an address with a password" in refused(capsys, 2, run)
+    assert NAME not in lfs.repositories
+
+
+def test_a_suite_beside_the_recipe_s_own_is_refused(lfs: Hub, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "suite: got pico, expected no such key" in refused(capsys, 2, run, "suite=pico")
+
+
+@pytest.mark.parametrize("content", [b"a: [", b"- 1\n"])
+def test_a_last_release_that_does_not_read_is_one_line(
+    content: bytes, lfs: Hub, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert publish(run) == 0
+    lfs.commit(NAME, {"recipe.yaml": content})
+    lfs.tag(NAME, "v2")
+    assert "v2 with recipe.yaml that " in refused(capsys, 2, run, "tag=v3", first=False)

@@ -86,4 +86,4 @@ def test_a_record_with_a_secret_is_not_published(measured: Path, tmp_path: Path,
         assert main(["publish", f"run={finished}", f"repo={NAME}", "baseline=none"]) == 2
         assert NAME not in hub.repositories
     said = capsys.readouterr().err
-    assert f"{record}: got a token of the Hugging Face Hub" in said and Hub.token not in said
+    assert f"{record.name}: got a token of the Hugging Face Hub" in said and Hub.token not in said
