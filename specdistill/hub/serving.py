@@ -52,7 +52,7 @@ def serving_lines(
             yield engine.title, f"{fetch} --include {shlex.quote(f'{name}/*')}\n{engine.serve_command(exported)}"
         elif loads_as_is(engine, served.method, draft):
             yield engine.title, engine.serve_command(served)
-        elif served.method in engine.layouts:
+        elif can_express(engine, served.method, draft):
             words = [
                 f"draft={repository}@{tag}",
                 f"engine={name}",

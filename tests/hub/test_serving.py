@@ -67,3 +67,12 @@ def test_each_engine_is_told_how(tmp_path: Path) -> None:
     assert "convert_hf_to_gguf.py draft/gguf --target-model-dir org/target" in convert
     assert "draft=org/draft@v2 engine=speculators target=org/target" in lines["speculators, served by vLLM"]
     assert "TensorRT-LLM" not in lines and str(tmp_path) not in str(lines)
+
+
+def test_no_command_is_given_that_an_export_would_refuse(tmp_path: Path) -> None:
+    target = FrozenTarget(tiny_target_model(num_layers=8), tiny_tokenizer(), name="org/target")
+    draft = tmp_path / "draft"
+    save_head("eagle3", head_of("eagle3", target, {"num_layers": 2}, torch.float32), draft)
+    served = Served("eagle3", Path("org/draft"), "org/target", 4, False, read_config(draft, "draft"))
+    lines = dict(serving_lines(served, draft, {}, repository="org/draft", tag="v2", target="org/target"))
+    assert "vLLM" in lines and not {"SGLang", "llama.cpp"} & lines.keys(), lines
