@@ -45,13 +45,33 @@ def render(
     """template: more arguments of the chat template, as enable_thinking."""
     if tokenizer.chat_template is None:
         got = "conversations for a target whose tokenizer has no chat template"
-        raise UserError(where, got=got, expected="text rows, or a target.model with a chat template")
+        raise UserError(
+            where, got=got, expected="text rows, or a chat_template.jinja beside the tokenizer, as of its instruct model"
+        )
     try:
         options: Any = {"tokenize": False, "add_generation_prompt": generation_prompt, **template}
         return str(tokenizer.apply_chat_template(list(messages), **options))
     except TemplateError as error:
         got = f"turns {shortened(', '.join(message['role'] for message in messages))}: {error}"
         raise UserError(where, got=got, expected="a conversation that the target's chat template takes") from error
+
+
+def opened_turn(tokenizer: PreTrainedTokenizerBase, system: str | None, where: str = "data.source") -> tuple[str, str]:
+    """What the template writes before a user's first words, and after them up to the assistant's.
+
+    Raises UserError for a tokenizer without a template, and for a template that does not write the words as they are, once, after others.
+    """
+    expected = "prompts of your own, a file or a Hub id, or a target.model with a chat template that opens a user's turn"
+    if tokenizer.chat_template is None:
+        raise UserError(where, got="self for a target whose tokenizer has no chat template", expected=expected)
+    told = [] if system is None else [{"role": "system", "content": system}]
+    rendered = render(tokenizer, [*told, {"role": "user", "content": MARKER}], True, where)
+    before, *after = rendered.split(MARKER)
+    # Words bring their own space: as a token of its own before them it would be out of place.
+    if len(after) != 1 or not before.strip():
+        got = f"self with a chat template that does not open a user's turn in {shortened(rendered)!r}"
+        raise UserError(where, got=got, expected=expected)
+    return before.rstrip(" "), after[0]
 
 
 def assistant_spans(render: Render, messages: Sequence[Message], where: str = "data.source") -> Spans:

@@ -220,9 +220,7 @@ def generated_rows(
             known = _known(wanted.order, answers)
             if known is None:
                 orders = list(islice((it.order for it in upcoming() if _known(it.order, answers) is None), crew.size))
-                for order, made in zip(orders, crew(orders, on_tokens=advance), strict=True):
-                    for question, ids, continuation in zip(order.questions(), order.prompts, made, strict=True):
-                        answers.add(question, Answer(tuple(ids), tuple(continuation), "", name, "", {}, {}))
+                _generate(orders, crew, answers, name, advance)
                 if not counted:
                     answered = answers.added.loss_tokens or 1
                     missing = num_tokens - sum(pool.tokens for pool in pools)
@@ -264,6 +262,23 @@ def _upcoming(pools: Sequence[_PromptPool], num_tokens: int, end_ids: Sequence[i
             place, pairs, Order(ids, temperatures, new_tokens, list(end_ids), first_seed + sum(it.number for it in pools))
         )
         pool.count(expected * len(pairs), len(pairs))
+
+
+def continuations(
+    orders: Sequence[Order], crew: Crew, answers: Answers, name: str, on_tokens: Callable[[int], object] = lambda count: None
+) -> list[list[int]]:
+    """Of all prompts of the orders, in turn. Those that are not among the answers are generated, and kept there."""
+    missing = iter([order for order in orders if _known(order, answers) is None])
+    while some := list(islice(missing, crew.size)):
+        _generate(some, crew, answers, name, on_tokens)
+    return [list(answer.token_ids) for order in orders for question in order.questions() if (answer := answers.get(question))]
+
+
+def _generate(orders: Sequence[Order], crew: Crew, answers: Answers, name: str, on_tokens: Callable[[int], object]) -> None:
+    """Have each of up to `crew.size` orders generated, and keep what comes."""
+    for order, made in zip(orders, crew(orders, on_tokens=on_tokens), strict=True):
+        for question, ids, continuation in zip(order.questions(), order.prompts, made, strict=True):
+            answers.add(question, Answer(tuple(ids), tuple(continuation), "", name, "", {}, {}))
 
 
 def _known(order: Order, answers: Answers) -> list[list[int]] | None:

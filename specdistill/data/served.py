@@ -25,9 +25,9 @@ from specdistill.cost import Cost
 from specdistill.data.answers import Answer, Answers, Question, digest
 from specdistill.data.cache import Row
 from specdistill.data.chat import Message, render
+from specdistill.data.cleaning.set_aside import RULES, Candidate, Tally
 from specdistill.data.completion_server import CompletionServer, UnavailableError
 from specdistill.data.regeneration import Prompt, repeated, row_lengths
-from specdistill.data.set_aside import Candidate, Tally
 from specdistill.engines.server import PLAIN_SAMPLING
 from specdistill.errors import ResourceError, UserError
 from specdistill.progress import progress
@@ -301,11 +301,12 @@ def served_rows(
     Raises UserError when all of them are.
     """
     tally, total, barren, is_announced = Tally(), 0, 0, False
+    asked_of = {name: RULES[name] for name in rules}
     with answers, progress("Generating training data", num_tokens, "tokens") as advance:
         for task, turns in generate(tasks, servers, answers, tokenizer, concurrency=concurrency, on_tokens=advance):
             is_text = not task.messages
             candidates = (_candidate(turn, tokenizer, is_text) for turn in turns)
-            num_kept = sum(1 for _ in itertools.takewhile(lambda candidate: tally.judge(candidate, rules), candidates))
+            num_kept = sum(1 for _ in itertools.takewhile(lambda candidate: tally.judge(candidate, asked_of), candidates))
             kept = turns[:num_kept]
             for row in documents(kept, all_tokens=is_text or loss_mask == "all"):
                 yield {**row, "source": task.source}

@@ -1,13 +1,13 @@
 """Sources of training rows, and their many forms brought to two: a text, or a conversation.
 
-A source is a built-in one, a jsonl, json or parquet file, a folder or Hub id that the datasets library can load, or a list of
-`{source, weight, split, name, columns, where, min_turns, license}`. Every row becomes `{"text": str, "messages": None}` or
+A source is `self`, the target's own prompts (specdistill.data.self_prompts), a built-in one, a jsonl, json or parquet file, a folder or
+Hub id that the datasets library can load, or a list of entries, `SourceEntry`. Every row becomes `{"text": str, "messages": None}` or
 `{"text": None, "messages": [{"role", "content"}, …]}` with the roles system, user, assistant and tool.
 """
 
 import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import dropwhile, pairwise, takewhile
 from pathlib import Path
@@ -21,7 +21,7 @@ from datasets.exceptions import DatasetsError
 
 from specdistill.data.cache import Columns, Row, array, cached, content_fingerprint, mapped, quiet
 from specdistill.errors import ResourceError, UserError, beside, nearest, one_line
-from specdistill.recipe.fields import Section, option
+from specdistill.recipe.fields import ReadWhen, Section, option
 from specdistill.recipe.load import validate
 
 logger = logging.getLogger(__name__)
@@ -29,8 +29,16 @@ logger = logging.getLogger(__name__)
 # Functions of a split that return a fingerprint of its rows, and a function that yields them.
 BUILT_IN = {"pico": "specdistill.pico.corpus:rows"}
 BUILT_IN_LICENSES = {"pico": "PSF-2.0"}
-# Keys of a source that say nothing of which rows are read.
+SELF = "self"
+OF_SELF = ReadWhen("with source: self", lambda it: it.source == SELF)
+OF_OTHERS = ReadWhen("of rows that are there: those of self are generated", lambda it: it.source != SELF)
+# Keys of a source that say nothing of which rows are read, and of those that are.
 NOT_READ = {"weight", "license"}
+GENERATED = {"num_prompts", "temperature", "system"}
+FROM_HUB = ReadWhen(
+    "of a data set on the Hub: files and folders have no revisions",
+    lambda it: it.source not in {SELF, *BUILT_IN} and not Path(it.source).exists(),
+)
 
 COLUMNS = {"text": Value("string"), "messages": List({"role": Value("string"), "content": Value("string")})}
 READER_COLUMNS = {**COLUMNS, "source": Value("int32"), "row": Value("int64")}
@@ -79,17 +87,39 @@ class StreamedSource:
 
 class SourceEntry(Section):
     source: str = option(..., "the name of a source")
+    revision: str | None = option(None, "branch, tag or commit of a Hub id", read_when=FROM_HUB)
     weight: float = option(1.0, "2 uses every row twice", gt=0)
-    split: str | None = option(None, "null: data.split")
-    name: str | None = option(None, "configuration of a Hub id")
-    columns: dict[str, str] = option({}, "our name: the source's own, of each column that is read; {}: data.columns")
-    where: dict[str, Any] = option({}, "rows used: those whose columns hold these values, as {language: [English, German]}")
-    min_turns: int = option(0, "rows used: conversations with so many turns of the user at least; 0: texts, too", ge=0)
-    license: str | None = option(None, "for the card of a published draft; null: pico's own, or what a Hub id's card states")
+    split: str | None = option(None, "null: data.split", read_when=OF_OTHERS)
+    name: str | None = option(None, "configuration of a Hub id", read_when=OF_OTHERS)
+    columns: dict[str, str] = option(
+        {}, "our name: the source's own, of each column that is read; {}: data.columns", read_when=OF_OTHERS
+    )
+    where: dict[str, Any] = option(
+        {}, "rows used: those whose columns hold these values, as {language: [English, German]}", read_when=OF_OTHERS
+    )
+    min_turns: int = option(
+        0, "rows used: conversations with so many turns of the user at least; 0: texts, too", ge=0, read_when=OF_OTHERS
+    )
+    license: str | None = option(
+        None, "for the card of a published draft; null: pico's own, or what a Hub id's card states", read_when=OF_OTHERS
+    )
+    num_prompts: int | None = option(
+        None, "prompts that the target generates; null: as many as data.regenerate.num_tokens needs", ge=2, read_when=OF_SELF
+    )
+    temperature: float = option(1.0, "sampling temperature of these prompts", gt=0, read_when=OF_SELF)
+    system: list[str] = option(
+        [],
+        "system messages, an equal share of the prompts each, that say what they are about; no row holds them",
+        read_when=OF_SELF,
+    )
 
     def options(self, split: str, columns: Mapping[str, str]) -> dict[str, Any]:
         """What reads it, with `split` and `columns` where it has none of its own."""
-        return {**self.model_dump(exclude=NOT_READ), "split": self.split or split, "columns": self.columns or columns}
+        return {
+            **self.model_dump(exclude=NOT_READ | GENERATED),
+            "split": self.split or split,
+            "columns": self.columns or columns,
+        }
 
 
 def load_sources(
@@ -99,12 +129,29 @@ def load_sources(
     *,
     columns: Mapping[str, str] = NOTHING,
     num_proc: int | None = None,
+    own_prompts: Callable[[SourceEntry, str], Dataset] | None = None,
 ) -> list[Source]:
-    """Load `data.source`. Raises UserError for a wrong name or setting, ResourceError when the Hub fails."""
-    return [
-        Source(load_rows(**entry.options(split, columns), key=key, cache_dir=cache_dir, num_proc=num_proc), entry.weight, key)
-        for key, entry in _entries(source)
-    ]
+    """Load `data.source`. own_prompts: (entry, its key) -> rows of the source `self`; None where the target generates nothing.
+
+    Raises UserError for a wrong name or setting, ResourceError when the Hub fails.
+    """
+
+    def rows(entry: SourceEntry, key: str) -> Dataset:
+        if entry.source != SELF:
+            return load_rows(**entry.options(split, columns), key=key, cache_dir=cache_dir, num_proc=num_proc)
+        if own_prompts is None:
+            expected = "data.regenerate.num_tokens above 0, for answers to its prompts, or another source"
+            raise UserError(key, got="self with data.regenerate.num_tokens=0", expected=expected)
+        return own_prompts(entry, key)
+
+    entries = list(_entries(source))
+    if all(entry.source == SELF for _, entry in entries):
+        for key, value, default in (("data.columns", dict(columns), {}), ("data.split", split, "train")):
+            if value != default:
+                raise UserError(
+                    key, got=f"{value} with the source self alone", expected=f"{default}: it is of rows that are there"
+                )
+    return [Source(rows(entry, key), entry.weight, key) for key, entry in entries]
 
 
 def stream_sources(source: Any, split: str, *, columns: Mapping[str, str] = NOTHING) -> list[StreamedSource]:
@@ -121,7 +168,7 @@ def _entries(source: Any) -> Iterator[tuple[str, SourceEntry]]:
         yield "data.source", SourceEntry(source=source)
         return
     if not isinstance(source, Sequence) or not source:
-        expected = "pico, a file, a Hub id, or a list of {source, weight, split}"
+        expected = "pico, self, a file, a Hub id, or a list of {source, weight, split}"
         raise UserError("data.source", got=repr(source), expected=expected)
     for index, entry in enumerate(source):
         key = f"data.source[{index}]"
@@ -136,6 +183,16 @@ def source_names(source: Any) -> list[str]:
     return [" ".join(str(value) for key, value in entry.items() if key not in NOT_READ and value) for entry in entries]
 
 
+def left_open(source: Any) -> Iterator[str]:
+    """What the sources of `data.source` do not say and a person may want said: a revision, a licence. Raises as `licensed_sources` does."""
+    for entry in licensed_sources(source):
+        is_on_hub = entry.source.count("/") == 1 and FROM_HUB.holds(entry) and Path(entry.source).suffix not in LOADERS
+        if is_on_hub and entry.revision is None:
+            yield f"data.source: {entry.source} has no revision, and its rows are those of today: a commit as revision keeps them"
+        if not is_on_hub and entry.source != SELF and entry.license is None:
+            yield f"data.source: {entry.source} has no license, without which no draft of it is published: state it in its entry"
+
+
 def licensed_sources(source: Any) -> list[SourceEntry]:
     """The sources of `data.source`, each with its licence as far as that is stated here. Raises UserError for a wrong name or setting."""
     entries = (entry for _, entry in _entries(source))
@@ -146,6 +203,7 @@ def load_rows(
     source: str,
     split: str,
     *,
+    revision: str | None = None,
     name: str | None = None,
     columns: Mapping[str, str] = NOTHING,
     where: Mapping[str, Any] = NOTHING,
@@ -163,7 +221,7 @@ def load_rows(
             raise UserError(key, got=f"{source} with columns, where or min_turns", expected="all of it, or another source")
         fingerprint, rows_of_split = resolve_name(BUILT_IN[source])(split)
         return cached(rows_of_split, COLUMNS, [source, fingerprint], cache_dir)
-    raw = _load(source, split, name, key, cache_dir)
+    raw = _load(source, split, name, revision, key, cache_dir)
     if len(raw) == 0:
         raise UserError(key, got=f"{source}, which holds no rows", expected="a dataset with rows")
     _check_columns(raw.column_names, source, columns, where, key)
@@ -191,6 +249,7 @@ def stream_rows(
     source: str,
     split: str,
     *,
+    revision: str | None = None,
     name: str | None = None,
     columns: Mapping[str, str] = NOTHING,
     where: Mapping[str, Any] = NOTHING,
@@ -199,9 +258,9 @@ def stream_rows(
     key: str = "data.source",
 ) -> IterableDataset:
     """As `load_rows`, read while it is iterated; `number` is the source's."""
-    if source in BUILT_IN:
+    if source in {SELF, *BUILT_IN}:
         raise UserError(key, got=f"{source} with data.streaming=true", expected="a file or a Hub id: it is not large")
-    raw = _load(source, split, name, key, streaming=True)
+    raw = _load(source, split, name, revision, key, streaming=True)
     first = next(iter(raw), None)
     if first is None:
         raise UserError(key, got=f"{source}, which holds no rows", expected="a dataset with rows")
@@ -290,18 +349,28 @@ def _answers(question: str) -> set[str]:
     return {answer for asked, answer in EXCHANGES if asked == question}
 
 
-def _load(source: str, split: str, name: str | None, key: str, cache_dir: str | None = None, streaming: bool = False) -> Any:
+def _load(
+    source: str,
+    split: str,
+    name: str | None,
+    revision: str | None,
+    key: str,
+    cache_dir: str | None = None,
+    streaming: bool = False,
+) -> Any:
     """A Dataset, or an IterableDataset."""
     path = Path(source)
     if path.suffix in LOADERS:
         return _load_file(path, split, key, cache_dir, streaming)
     if not path.is_dir() and source.count("/") != 1:
-        expected = "pico, a jsonl, json or parquet file, a folder, or a Hub id as owner/name"
-        raise UserError(key, got=source, expected=expected, nearest=nearest(source, BUILT_IN))
+        expected = "pico, self, a jsonl, json or parquet file, a folder, or a Hub id as owner/name"
+        raise UserError(key, got=source, expected=expected, nearest=nearest(source, [SELF, *BUILT_IN]))
     try:
-        return load_dataset(source, name, split=split, cache_dir=cache_dir, streaming=streaming)
+        return load_dataset(source, name, split=split, revision=revision, cache_dir=cache_dir, streaming=streaming)
     except ValueError as error:  # an unknown split or configuration: the message lists the valid ones
-        raise UserError(key, got=f"{source}, split {split}: {error}", expected="a split and configuration of it") from error
+        raise UserError(
+            key, got=f"{source}, split {split}: {error}", expected="data.split, or split and name of an entry"
+        ) from error
     except (DatasetsError, OSError) as error:
         reason = one_line(str(error))[:300]
         if path.is_dir():

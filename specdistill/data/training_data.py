@@ -36,8 +36,9 @@ from specdistill.data.regeneration import (
     row_lengths,
     text_prompts,
 )
+from specdistill.data.self_prompts import Generate, Opening, by_servers, in_process, room_for_prompts, self_prompts
 from specdistill.data.served import Tokenizer, served_rows, tasks
-from specdistill.data.sources import Source, load_sources
+from specdistill.data.sources import COLUMNS, Source, SourceEntry, load_sources
 from specdistill.data.streaming import PackedStream, beginning, open_stream
 from specdistill.errors import UserError
 from specdistill.processes import Crew, agree, are_several, first_on_each_machine, share
@@ -47,6 +48,7 @@ from specdistill.targets.sharding import is_shared
 
 logger = logging.getLogger(__name__)
 
+LONG_ANSWER = 200  # tokens, or half a row: each of the target's own prompts is taken to give so many
 SHORT_ANSWER = 32  # tokens, fewer than an answer has on average, so that there are enough questions
 
 
@@ -109,15 +111,14 @@ def training_documents(
         _check(config, tokenizer, model)
     if config.streaming:
         return beginning(*open_stream(config, tokenizer, measured_on), config.cache_dir)
-    sources = _sources(config, measured_on)
     if config.regenerate.num_tokens == 0:
-        return _from_source(config, sources, tokenizer)
+        return _from_source(config, _sources(config, measured_on), tokenizer)
     assert model is not None
     if config.regenerate.server:
         words = Words(tokenizer, tuple(end_token_ids(model, tokenizer)), str(model.name_or_path))
-        return _served(config, sources, words, fingerprint)
+        return served_data(config, words, fingerprint=fingerprint, measured_on=measured_on)
     with generating(model) as work:
-        return _regenerated(config, sources, tokenizer, model, fingerprint, crew or Crew(work))
+        return _regenerated(config, measured_on, tokenizer, model, fingerprint, crew or Crew(work))
 
 
 def packed(
@@ -129,8 +130,17 @@ def packed(
     return train, validation
 
 
-def _sources(config: DataConfig, measured_on: Sequence[str]) -> list[Source]:
-    loaded = load_sources(config.source, config.split, config.cache_dir, columns=config.columns, num_proc=config.num_proc)
+def _sources(
+    config: DataConfig, measured_on: Sequence[str], own_prompts: Callable[[SourceEntry, str], Dataset] | None = None
+) -> list[Source]:
+    loaded = load_sources(
+        config.source,
+        config.split,
+        config.cache_dir,
+        columns=config.columns,
+        num_proc=config.num_proc,
+        own_prompts=own_prompts,
+    )
     return cleaned(loaded, config.decontaminate, config.near_duplicates, measured_on, config.cache_dir)
 
 
@@ -207,7 +217,7 @@ def _sampled(announced: Callable[[Cost, str], None], made: Columns, rows: int, o
 
 def _regenerated(
     config: DataConfig,
-    sources: Sequence[Source],
+    measured_on: Sequence[str],
     tokenizer: PreTrainedTokenizerBase,
     model: PreTrainedModel,
     fingerprint: str,
@@ -217,6 +227,18 @@ def _regenerated(
     settings = config.regenerate
     held_out_tokens = max(1, round(settings.num_tokens * config.validation_fraction))
     model_inputs = [fingerprint, str(fast_dtype(model.device)), tokenizer_fingerprint(tokenizer)]
+    name, ends = str(model.name_or_path), end_token_ids(model, tokenizer)
+
+    def own_prompts(entry: SourceEntry, key: str) -> Dataset:
+        def generate(answers: Answers, end_ids: Sequence[int]) -> Generate:
+            _check_generates(model, settings.num_tokens)
+            size, seed = settings.batch_size, config.seed
+            return in_process(crew, answers, end_ids, entry.temperature, name=name, batch_size=size, seed=seed)
+
+        made_with = [*model_inputs, settings.batch_size]
+        return _own_prompts(config, entry, key, Words(tokenizer, tuple(ends), name), made_with, generate)
+
+    sources = _sources(config, measured_on, own_prompts)
 
     @cache
     def prompts() -> tuple[list[Prompt], list[Prompt]]:
@@ -224,12 +246,7 @@ def _regenerated(
 
     def part(index: int, num_tokens: int) -> Dataset:
         def rows() -> Iterator[Row]:
-            if is_shared(model) or any(weight.is_meta for weight in model.parameters()):
-                # Each process generates batches of its own, with layers in memory
-                why = "target.shard" if is_shared(model) else "hidden_states.mode=offline"
-                got = f"{settings.num_tokens} with {why}, and no rows that were generated before"
-                expected = "0, or `specdistill data` first, with target.shard=none in one process"
-                raise UserError("data.regenerate.num_tokens", got=got, expected=expected)
+            _check_generates(model, settings.num_tokens)
             with Answers(_folder(config, model_inputs)) as answers:
                 yield from generated_rows(
                     crew,
@@ -240,8 +257,8 @@ def _regenerated(
                     config.max_length,
                     settings.batch_size,
                     seed=2 * config.seed + index,
-                    end_ids=end_token_ids(model, tokenizer),
-                    name=str(model.name_or_path),
+                    end_ids=ends,
+                    name=name,
                     loss_mask=config.loss_mask,
                     announced=_announced("generating", config, is_told=index == 0),
                 )
@@ -256,6 +273,15 @@ def _regenerated(
     return part(0, max(1, settings.num_tokens - held_out_tokens)), part(1, held_out_tokens)
 
 
+def _check_generates(model: PreTrainedModel, num_tokens: int) -> None:
+    """Each process generates batches of its own, with layers in memory."""
+    if is_shared(model) or any(weight.is_meta for weight in model.parameters()):
+        why = "target.shard" if is_shared(model) else "hidden_states.mode=offline"
+        got = f"{num_tokens} with {why}, and no rows that were generated before"
+        expected = "0, or `specdistill data` first, with target.shard=none in one process"
+        raise UserError("data.regenerate.num_tokens", got=got, expected=expected)
+
+
 @dataclass(frozen=True)
 class Words:
     """What is needed of a target that servers hold. end_ids: tokens that end a generation. name: that it was loaded by."""
@@ -268,12 +294,10 @@ class Words:
 def served_data(
     config: DataConfig, words: Words, *, fingerprint: str, measured_on: Sequence[str] = ()
 ) -> tuple[Dataset, Dataset]:
-    """(train, validation) documents generated by `data.regenerate.server`, for `training_data` to find. Needs no weights."""
-    return _served(config, _sources(config, measured_on), words, fingerprint)
+    """(train, validation) documents generated by `data.regenerate.server`, for `training_data` to find. Needs no weights.
 
-
-def _served(config: DataConfig, sources: Sequence[Source], words: Words, fingerprint: str) -> tuple[Dataset, Dataset]:
-    """As `_regenerated`, by servers. Answers are kept in a folder of data.cache_dir, whatever becomes of this process."""
+    Answers are kept in a folder of data.cache_dir, whatever becomes of this process.
+    """
     settings, tokenizer = config.regenerate, words.tokenizer
     held_out_tokens = max(1, round(settings.num_tokens * config.validation_fraction))
     servers = [CompletionServer(address, settings.timeout) for address in settings.server]
@@ -282,9 +306,23 @@ def _served(config: DataConfig, sources: Sequence[Source], words: Words, fingerp
     folder = _folder(config, [*made_with, config.max_length])
 
     @cache
-    def prompts() -> tuple[list[Prompt], list[Prompt]]:
+    def find_models() -> None:
         for server in servers:
             server.find_model([words.name, Path(words.name).name])
+
+    def own_prompts(entry: SourceEntry, key: str) -> Dataset:
+        def generate(answers: Answers, end_ids: Sequence[int]) -> Generate:
+            find_models()
+            size, seed = settings.batch_size, config.seed
+            return by_servers(servers, answers, told, entry.temperature, concurrency=size, seed=seed)
+
+        return _own_prompts(config, entry, key, words, made_with, generate)
+
+    sources = _sources(config, measured_on, own_prompts)
+
+    @cache
+    def prompts() -> tuple[list[Prompt], list[Prompt]]:
+        find_models()
         return _split_prompts(config, sources, tokenizer)
 
     def part(index: int, num_tokens: int) -> Dataset:
@@ -310,6 +348,32 @@ def _served(config: DataConfig, sources: Sequence[Source], words: Words, fingerp
         return documents.select(usable(array(documents, "length"), False, config.max_length))
 
     return part(0, max(1, settings.num_tokens - held_out_tokens)), part(1, held_out_tokens)
+
+
+def _own_prompts(
+    config: DataConfig,
+    entry: SourceEntry,
+    key: str,
+    words: Words,
+    made_with: Sequence[object],
+    generate: Callable[[Answers, Sequence[int]], Generate],
+) -> Dataset:
+    """Rows of the source `self`. generate: of the answers that are kept, and tokens that end a prompt."""
+    openings = [Opening.of(words.tokenizer, system, words.end_ids, key) for system in (entry.system or (None,))]
+    longest = room_for_prompts(openings, config.max_length)
+    count = entry.num_prompts or max(2, -(-config.regenerate.num_tokens // min(LONG_ANSWER, config.max_length // 2)))
+
+    def rows() -> Iterator[Row]:
+        end_ids = sorted(frozenset[int]().union(*(opening.end_ids for opening in openings)))
+        with Answers(_folder(config, ["self", *made_with])) as answers:
+            yield from self_prompts(openings, count, longest, generate(answers, end_ids), words.tokenizer)
+
+    inputs = ["self", made_with, count, longest, entry.temperature, entry.system, config.seed]
+    made = cached(rows, COLUMNS, inputs, config.cache_dir)
+    if len(made) < 2:
+        expected = "a target that generates a user's turn, as instruct models do, or prompts of your own: a file or a Hub id"
+        raise UserError(key, got=f"self, which gave {len(made)} prompts that are kept", expected=expected)
+    return made
 
 
 def _announced(doing: str, config: DataConfig, *, is_told: bool = True) -> Callable[[Cost, str], None]:
@@ -339,12 +403,19 @@ def _split_prompts(
     shortest_text = row_lengths(config.max_length, settings.prompt_tokens)[0] - settings.prompt_tokens
     num_texts, num_chats = -(-settings.num_tokens // shortest_text), -(-settings.num_tokens // SHORT_ANSWER)
     weights = [source.weight * len(source.rows) for source in sources]
-    candidates: list[tuple[tuple[int, int], Prompt]] = []  # ((source, row), prompt)
+    placed: list[tuple[float, tuple[int, int], Prompt]] = []  # (place, (source, row), prompt)
     for number, (source, weight) in enumerate(zip(sources, weights, strict=True)):
         texts, chats = (math.ceil(count * weight / sum(weights)) for count in (num_texts, num_chats))
-        prompts = text_prompts(source.rows, tokenizer, settings.prompt_tokens, texts, config.seed)
-        prompts += chat_prompts(source.rows, tokenizer, config.max_length // 2, chats, config.seed)
-        candidates += [((number, prompt.row), replace(prompt, source=number)) for prompt in prompts]
+        for prompts in (
+            text_prompts(source.rows, tokenizer, settings.prompt_tokens, texts, config.seed),
+            chat_prompts(source.rows, tokenizer, config.max_length // 2, chats, config.seed),
+        ):
+            placed += [
+                ((place + 0.5) / weight, (number, prompt.row), replace(prompt, source=number))
+                for place, prompt in enumerate(prompts)
+            ]
+    # More prompts than will be needed: as many of the first ones are of each source as its weight says.
+    candidates = [(document, prompt) for _, document, prompt in sorted(placed, key=lambda it: it[0])]
     if not candidates:
         expected = (
             f"texts of {settings.prompt_tokens} tokens (data.regenerate.prompt_tokens) or questions of half of it at most"

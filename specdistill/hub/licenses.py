@@ -15,11 +15,12 @@ from huggingface_hub import HfApi
 from huggingface_hub.errors import RepositoryNotFoundError
 from huggingface_hub.repocard import metadata_load
 
-from specdistill.data.sources import LOADERS, licensed_sources
+from specdistill.data.sources import LOADERS, SELF, licensed_sources
 from specdistill.errors import UserError, one_line
 from specdistill.repositories import hub_errors
 
 UNKNOWN, OTHER = "unknown", "other"
+DATA = "training data"
 CARD = "README.md"
 # What a licence may ask to be passed on beside the weights.
 TEXTS = ("LICENSE*", "LICENCE*", "NOTICE*", "USE_POLICY*")
@@ -87,16 +88,22 @@ def licensed_model(what: str, name: str, folder: Path) -> Licensed:
 
 
 def licensed_data(source: Any) -> list[Licensed]:
-    """The sources of `data.source`. Raises UserError for a wrong setting of them, ResourceError when the Hub fails."""
+    """The sources of `data.source`, but for the target's own prompts, which are as the target is.
+
+    Raises UserError for a wrong setting of them, ResourceError when the Hub fails.
+    """
     return [
-        Licensed("training data", _name(entry.source), entry.license or _of_dataset(entry.source))
+        Licensed(DATA, _name(entry.source), entry.license or _of_dataset(entry.source))
         for entry in licensed_sources(source)
+        if entry.source != SELF
     ]
 
 
 def forbidden(parts: Sequence[Licensed], repository: str) -> Iterator[str]:
     """Why licences forbid a draft made of these parts to be published under this name; nothing where they do not."""
     for part in parts:
+        if part.what == DATA and part.license is None:
+            yield f"nobody states the licence of the {part.what}, {part.name}: `license` of its entry in data.source says it"
         if re.search(r"(^|-)nd(-|$)", part.shown.lower()):
             yield f"the licence of the {part.what}, {part.name}, is {part.license}, which forbids to distribute what derives from it"
         # "Llama 3" is also the beginning of llama-3.1-8B

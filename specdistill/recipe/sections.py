@@ -44,7 +44,7 @@ SOME_PROMPTS = ReadWhen(
 )
 FROM_HUB = ReadWhen(
     "of a model on the Hub: pico and folders have no revisions",
-    lambda it: it.model is not None and it.model != "pico" and not Path(it.model).is_dir(),
+    lambda it: it.model is not None and it.model != "pico" and not Path(it.model).exists(),
 )
 UNMERGED = ReadWhen("without target.adapter: merge that into a checkpoint first", lambda it: it.adapter is None)
 WHOLE = ReadWhen("with target.shard=none", lambda it: it.shard == "none")
@@ -120,7 +120,10 @@ class RegenerateConfig(Section):
 
 
 class DataConfig(Section):
-    source: Any = option("pico", "pico, a jsonl/json/parquet file, a Hub id, or a list of {source, weight, split}")
+    source: Any = option(
+        "pico",
+        "pico, self (prompts that the target generates), a jsonl/json/parquet file, a Hub id, or a list of {source, weight, split}",
+    )
     split: str = option("train", "split of the source")
     columns: dict[str, str] = option(
         {}, "our name: the source's own, of each column that is read, as {messages: turns}; {}: found by their names"

@@ -250,7 +250,7 @@ def _tokenize(row: SuiteRow, tokenizer: Any, whole: bool = False) -> Prompt:
             raise UserError("eval.suite", got=f"messages (prompt {row.id})", expected=expected)
         text = tokenizer.apply_chat_template(row.content, tokenize=False, add_generation_prompt=True)
         return Prompt(row.id, row.category, text, tuple(tokenizer(text, add_special_tokens=False)["input_ids"]))
-    ids = tokenizer(row.content)["input_ids"]
+    ids = tokenizer(row.content, verbose=False)["input_ids"]
     if row.kind == "text":
         ids = ids if whole else ids[:TEXT_PROMPT_TOKENS]
         return Prompt(row.id, row.category, tokenizer.decode(ids, skip_special_tokens=True), tuple(ids))

@@ -54,6 +54,17 @@ DEEPSEEK = (
     "<｜tool▁output▁begin｜>{{ m.content }}<｜tool▁output▁end｜>{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<｜Assistant｜><think>\n{% endif %}"
 )
+# Every message names its channel, and the last answer ends in a token of its own.
+HARMONY = (
+    "<|start|>system<|message|>You help.<|end|>{% for m in messages %}{% if m.role == 'assistant' %}"
+    "<|start|>assistant<|channel|>final<|message|>{{ m.content }}{{ '<|return|>' if loop.last else '<|end|>' }}{% else %}"
+    "<|start|>{{ 'developer' if m.role == 'system' else m.role }}<|message|>{{ m.content }}<|end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+)
+PHI = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}<|im_sep|>{{ m.content }}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant<|im_sep|>{% endif %}"
+)
 VICUNA = (
     "{% for m in messages %}{{ {'user': 'USER: ', 'assistant': 'ASSISTANT: '}.get(m.role, '') }}{{ m.content }}"
     "{{ '</s>' if m.role == 'assistant' else ' ' }}{% endfor %}{% if add_generation_prompt %}ASSISTANT: {% endif %}"
@@ -88,6 +99,8 @@ UNTAGGED_TEMPLATES = {
     "mistral": MISTRAL,
     "gemma": GEMMA,
     "deepseek": DEEPSEEK,
+    "harmony": HARMONY,
+    "phi": PHI,
     "vicuna": VICUNA,
     "without turn ends": WITHOUT_TURN_ENDS,
     "without tools": WITHOUT_TOOLS,

@@ -1,7 +1,6 @@
 """`specdistill data` as a user runs it, by servers without the target's weights and in process: killed, resumed, the same rows."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -13,11 +12,10 @@ import pytest
 
 from specdistill.data.answers import PATTERN
 from specdistill.pico.corpus import CHAT_TEMPLATE
-from specdistill.project import ROOT
 from tests.data.openai_server import Behaviour, OpenAIServer, running
+from tests.launches import environment
+from tests.scripts import specdistill, start_specdistill
 from tests.tiny import input_keys, tiny_target_model, tiny_tokenizer
-
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 
 @pytest.fixture(scope="module")
@@ -38,12 +36,16 @@ def command(folder: Path, cache: Path, servers: Sequence[OpenAIServer], *more: s
     addresses = ",".join(server.address for server in servers)
     keys = [key for key in input_keys(folder) if not key.startswith("data.cache_dir")]
     generated = [f"data.cache_dir={cache}", "data.regenerate.num_tokens=900", f"data.regenerate.server=[{addresses}]", *more]
-    verb = [sys.executable, "-m", "specdistill", "data", "generate", "recipe=small/eagle3"]
-    return [*verb, *keys, *generated, "data.max_length=96", "data.regenerate.batch_size=2"]
+    return ["data", "generate", "recipe=small/eagle3", *keys, *generated, "data.max_length=96", "data.regenerate.batch_size=2"]
 
 
-def generate(folder: Path, cache: Path, *servers: OpenAIServer, more: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command(folder, cache, servers, *more), env=ENVIRONMENT, capture_output=True, text=True, check=False)
+def in_process(words: Sequence[str]) -> list[str]:
+    """What generates as much without a server."""
+    return [word for word in words if word != "generate" and "server" not in word and "batch_size" not in word]
+
+
+def generate(folder: Path, cache: Path, *servers: OpenAIServer) -> subprocess.CompletedProcess[str]:
+    return specdistill(*command(folder, cache, servers))
 
 
 def answers(cache: Path) -> dict[str, list[int]]:
@@ -61,13 +63,10 @@ def test_a_killed_generation_goes_on_with_other_servers_to_the_same_rows(folder:
         whole = generate(folder, tmp_path / "whole", made)
     assert whole.returncode == 0, whole.stderr
     assert "for training and validation: " in whole.stdout and "kept" in whole.stderr
-    found = [word for word in command(folder, tmp_path / "whole", [made]) if word != "generate"]
-    again = subprocess.run(found, env=ENVIRONMENT, capture_output=True, text=True, check=False)
+    again = specdistill(*(word for word in command(folder, tmp_path / "whole", [made]) if word != "generate"))
     assert again.returncode == 0, again.stderr  # training finds the rows, though the server is gone
     with running(Behaviour(seconds=0.05)) as one, running(Behaviour(seconds=0.05)) as two:
-        with subprocess.Popen(
-            command(folder, tmp_path / "cut", [one]), env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        ) as process:
+        with start_specdistill(*command(folder, tmp_path / "cut", [one])) as process:
             while len(answers_so_far := answers(tmp_path / "cut")) < 5 and process.poll() is None:
                 time.sleep(0.05)
             process.send_signal(signal.SIGKILL)
@@ -101,20 +100,25 @@ def test_a_killed_generation_in_process_goes_on_behind_its_last_batch(folder: Pa
     def data(cache: Path) -> list[str]:
         keys = [key for key in input_keys(folder) if not key.startswith("data.cache_dir")]
         generated = ["data.regenerate.num_tokens=3000", "data.regenerate.batch_size=4", f"data.cache_dir={cache}"]
-        verb = [sys.executable, "-m", "specdistill", "data", "recipe=small/eagle3"]
-        return [*verb, *keys, *generated, "data.max_length=96", "target.dtype=float32", "train.bf16=false"]
+        return [
+            "data",
+            "recipe=small/eagle3",
+            *keys,
+            *generated,
+            "data.max_length=96",
+            "target.dtype=float32",
+            "train.bf16=false",
+        ]
 
-    whole = subprocess.run(data(tmp_path / "whole"), env=ENVIRONMENT, capture_output=True, text=True, check=False)
+    whole = specdistill(*data(tmp_path / "whole"))
     assert whole.returncode == 0, whole.stderr
     for least in (4, 20):
-        with subprocess.Popen(
-            data(tmp_path / "cut"), env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        ) as process:
+        with start_specdistill(*data(tmp_path / "cut")) as process:
             while len(answers(tmp_path / "cut")) < least and process.poll() is None:
                 time.sleep(0.01)
             process.send_signal(signal.SIGKILL)
         assert least <= len(answers(tmp_path / "cut")) < len(answers(tmp_path / "whole"))
-    resumed = subprocess.run(data(tmp_path / "cut"), env=ENVIRONMENT, capture_output=True, text=True, check=False)
+    resumed = specdistill(*data(tmp_path / "cut"))
     assert resumed.returncode == 0 and resumed.stdout == whole.stdout
     assert answers(tmp_path / "cut") == answers(tmp_path / "whole")
 
@@ -146,17 +150,12 @@ def test_a_full_disk_ends_a_generation_in_one_line_and_it_goes_on_with_space(
         def line(cache: Path) -> list[str]:
             forced = "data.force=true"  # or the estimate would already refuse it
             words = command(folder, cache, servers, "data.regenerate.num_tokens=5000", "target.dtype=float32", forced)
-            return (
-                words
-                if by_server
-                else [word for word in words if word != "generate" and "server" not in word and "batch_size" not in word]
-            )
+            return words if by_server else in_process(words)
 
-        mounted = ["unshare", "-rm", "sh", "-c", FULL, str(tmp_path / "run"), str(disk), str(disk), *line(disk / "cache")]
-        whole, resumed = (
-            subprocess.run(words, env=ENVIRONMENT, capture_output=True, text=True, check=False, timeout=300)
-            for words in (line(tmp_path / "cache"), mounted)
-        )
+        whole = specdistill(*line(tmp_path / "cache"))
+        shell = ["unshare", "-rm", "sh", "-c", FULL, str(tmp_path / "run"), str(disk), str(disk)]
+        mounted = [*shell, sys.executable, "-m", "specdistill", *line(disk / "cache")]
+        resumed = subprocess.run(mounted, env=environment(), capture_output=True, text=True, check=False, timeout=300)
     assert whole.returncode == 0, whole.stderr
     said = (tmp_path / "run.full").read_text()
     assert (tmp_path / "run.code").read_text().strip() == "3" and "Traceback" not in said, said
@@ -172,9 +171,7 @@ def test_a_generation_is_costed_before_it_is_paid(by_server: bool, folder: Path,
 
     def line(cache: Path, num_tokens: int, *more: str) -> subprocess.CompletedProcess[str]:
         words = command(folder, cache, [made], f"data.regenerate.num_tokens={num_tokens}", *more)
-        if not by_server:
-            words = [word for word in words if word != "generate" and "server" not in word and "batch_size" not in word]
-        return subprocess.run(words, env=ENVIRONMENT, capture_output=True, text=True, check=False, timeout=300)
+        return specdistill(*(words if by_server else in_process(words)))
 
     with running() as made:
         refused = line(tmp_path / "huge", 10**12)

@@ -11,6 +11,7 @@ import pytest
 from datasets import Dataset
 
 from specdistill.cli import main
+from specdistill.data import sources
 from specdistill.data.sources import load_rows, load_sources, normalise, source_names
 from specdistill.errors import ExitCode, ResourceError, UserError
 from specdistill.pico.corpus import chats, standard_library
@@ -143,9 +144,9 @@ def test_an_entry_takes_the_rows_that_it_asks_for(tmp_path: Path, caplog: pytest
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ("???", r"data.source: got \?\?\?, expected pico, a jsonl"),  # a recipe that waits for one
+        ("???", r"data.source: got \?\?\?, expected pico, self, a jsonl"),  # a recipe that waits for one
         ("pioc", r"data.source: got pioc, expected pico, .*; did you mean pico\?"),
-        (3, "data.source: got 3, expected pico, a file"),
+        (3, "data.source: got 3, expected pico, self, a file"),
         ([], "data.source: got \\[\\], expected"),
         (["pico"], r"data.source\[0\]: got 'pico', expected \{source, weight, split\}"),
         (
@@ -319,6 +320,21 @@ def test_a_missing_file_names_its_neighbour(tmp_path: Path) -> None:
 def test_what_the_hub_does_not_give_is_an_outside_failure(tmp_path: Path) -> None:
     with pytest.raises(ResourceError, match=r"nobody/nothing could not be loaded from the Hub .*; check the id"):
         load_rows("nobody/nothing", "train", cache_dir=str(tmp_path))
+
+
+def test_a_data_set_of_the_hub_is_read_at_its_revision_and_a_file_has_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+    rows = Dataset.from_list([{"text": "a"}])
+    monkeypatch.setattr(sources, "load_dataset", lambda name, *_, **options: asked.append((name, options["revision"])) or rows)
+    load_sources([{"source": "org/name", "revision": "v1.2"}, {"source": "org/name"}], "train", cache_dir=str(tmp_path))
+    assert asked == [("org/name", "v1.2"), ("org/name", None)]
+    path = written(tmp_path / "rows.jsonl", [{"text": "a"}])
+    with pytest.raises(
+        UserError, match=r"^data\.source\[0\]\.revision: got v1\.2, expected null: .* files and folders have no revisions$"
+    ):
+        load_sources([{"source": str(path), "revision": "v1.2"}], "train")
 
 
 def test_a_folder_without_data_is_the_user_s_mistake(tmp_path: Path) -> None:

@@ -156,6 +156,19 @@ def test_the_target_generates_once_for_equal_inputs(tmp_path: Path) -> None:
         calls.clear()
 
 
+def test_a_few_prompts_are_of_every_source_by_its_weight(tmp_path: Path) -> None:
+    sources = []
+    for letter, count, weight in (("a", 60, 0.5), ("b", 20, 1)):
+        path = tmp_path / f"{letter}.jsonl"
+        path.write_text("".join(json.dumps({"text": f"{letter} {number:02d} {letter * 30}"}) + "\n" for number in range(count)))
+        sources.append({"source": str(path), "weight": weight})
+    config = config_for(tmp_path, [], source=sources, regenerate=GENERATED, packing=False)
+    train, _ = training_data(config, tiny_tokenizer(), tiny_target_model(num_layers=1), fingerprint="weights")
+    from_first = [text.startswith("a") for text in texts_in(train)]
+    assert len(from_first) < 20  # of 64 prompts for training
+    assert 0.4 <= sum(from_first) / len(from_first) <= 0.8  # 30 to 20
+
+
 def test_no_prompt_of_the_validation_rows_is_trained_on(tmp_path: Path) -> None:
     rows = [{"text": f"{letter}" * 40} for letter in "abcdefghij"]
     config = config_for(tmp_path, rows, regenerate=GENERATED)

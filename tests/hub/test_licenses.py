@@ -32,8 +32,13 @@ def of(license: str | None, what: str = "target") -> Licensed:
     ],
 )
 def test_what_is_refused(license: str | None, name: str, refused: bool) -> None:
-    for what in ("target", "training data"):
+    for what in ("target", *(["training data"] if license else [])):
         assert bool(list(forbidden([of("mit", "data"), of(license, what)], f"Llama/{name}"))) == refused
+
+
+def test_data_of_no_stated_licence_is_refused() -> None:
+    (why,) = forbidden([of("mit"), of(None, "training data")], "org/draft")
+    assert why == "nobody states the licence of the training data, org/it: `license` of its entry in data.source says it"
 
 
 @pytest.mark.parametrize(
@@ -67,13 +72,18 @@ def test_a_card_that_cannot_be_read(tmp_path) -> None:
 
 
 def test_data(tmp_path) -> None:
-    """A source says it itself; pico's is known; a file's is not, and of a file only its name is told."""
+    """A source says it itself; pico's is known; of a file only its name is told. The target's own prompts are as the target."""
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"text": "one"}\n')
-    source = [{"source": "pico"}, {"source": str(rows)}, {"source": str(rows), "license": "cc-by-4.0", "weight": 2}]
+    source = [
+        {"source": "pico"},
+        {"source": "self"},
+        {"source": str(rows)},
+        {"source": str(rows), "license": "cc-by-4.0", "weight": 2},
+    ]
     found = [(part.name, part.license) for part in licensed_data(source)]
     assert found == [("pico", "PSF-2.0"), ("rows.jsonl", None), ("rows.jsonl", "cc-by-4.0")]
-    assert [len(loaded.rows) for loaded in load_sources(source[1:], "train")] == [1, 1]
+    assert [len(loaded.rows) for loaded in load_sources(source[2:], "train")] == [1, 1]
 
 
 def test_data_on_the_hub(tmp_path) -> None:

@@ -8,7 +8,7 @@ writes, before the end. wrong_language: letters of another script than all that 
 import json
 import unicodedata
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -60,8 +60,10 @@ def in_another_script(text: str, context: str) -> bool:
     return count > MOST * own.total() and before[script] < NONE * before.total()
 
 
+Rules = Mapping[str, Callable[[Candidate], bool]]
+
 # The names that data.regenerate.set_aside may list.
-RULES: dict[str, Callable[[Candidate], bool]] = {
+RULES: Rules = {
     "refused": lambda it: it.answer.error is not None,
     "empty": lambda it: not it.text.strip(),
     "truncated": lambda it: not it.is_text and it.answer.reason == "length",
@@ -73,15 +75,16 @@ RULES: dict[str, Callable[[Candidate], bool]] = {
 
 @dataclass
 class Tally:
-    """How many answers were kept, and set aside by which rule; the first of each, to look at."""
+    """How many answers were kept, and set aside by which rule; the first of each, to look at. of: what is counted, if not answers."""
 
+    of: str = "answers"
     kept: int = 0
     aside: Counter[str] = field(default_factory=Counter)
     examples: dict[str, str] = field(default_factory=dict)
 
-    def judge(self, candidate: Candidate, rules: Sequence[str]) -> bool:
+    def judge(self, candidate: Candidate, rules: Rules) -> bool:
         """Whether to keep an answer; the first rule that it breaks is counted."""
-        broken = next((name for name in rules if RULES[name](candidate)), None)
+        broken = next((name for name, breaks in rules.items() if breaks(candidate)), None)
         if broken is None:
             self.kept += 1
         else:
@@ -90,7 +93,7 @@ class Tally:
         return broken is None
 
     def table(self) -> Table:
-        table = Table("answers", "number", "share", "the first of them")
+        table = Table(self.of, "number", "share", "the first of them")
         total = max(1, self.kept + self.aside.total())
         table.add_row("kept", f"{self.kept:,}", f"{self.kept / total:.1%}", "")
         for name, count in self.aside.most_common():

@@ -7,7 +7,7 @@ from typing import get_args
 import pytest
 
 from specdistill.data.answers import Answer
-from specdistill.data.set_aside import RULES, Candidate, Tally, loops
+from specdistill.data.cleaning.set_aside import RULES, Candidate, Tally, loops
 from specdistill.recipe.sections import SetAside
 
 ORDINARY = "The loop adds each number to the sum, and then the function returns it to its caller."
@@ -42,8 +42,8 @@ def test_recipes_name_these_rules() -> None:
 )
 def test_a_rule_finds_what_it_is_for(rule: str, made: Candidate) -> None:
     tally = Tally()
-    assert not tally.judge(made, [*RULES]) and tally.aside == {rule: 1}
-    assert Tally().judge(made, [name for name in RULES if name != rule])
+    assert not tally.judge(made, RULES) and tally.aside == {rule: 1}
+    assert Tally().judge(made, {name: breaks for name, breaks in RULES.items() if name != rule})
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_a_rule_finds_what_it_is_for(rule: str, made: Candidate) -> None:
     ],
 )
 def test_ordinary_answers_are_kept(made: Candidate) -> None:
-    assert Tally().judge(made, [*RULES])
+    assert Tally().judge(made, RULES)
 
 
 def test_a_loop_is_long_and_at_the_end() -> None:
@@ -74,7 +74,7 @@ def test_a_loop_is_long_and_at_the_end() -> None:
 def test_the_tally_is_saved_with_examples(tmp_path: Path) -> None:
     tally = Tally()
     for made in (candidate(), candidate(text="", ids=()), candidate(error="400 too long", text="")):
-        tally.judge(made, [*RULES])
+        tally.judge(made, RULES)
     tally.save(tmp_path / "set_aside.json")
     saved = json.loads((tmp_path / "set_aside.json").read_text())
     assert saved == {"kept": 1, "set_aside": {"empty": 1, "refused": 1}, "examples": {"empty": "", "refused": "400 too long"}}
