@@ -11,12 +11,22 @@ import peft
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, GgufConfig, PreTrainedModel
+from transformers import (
+    MODEL_FOR_MASKED_LM_MAPPING,
+    AutoConfig,
+    AutoTokenizer,
+    GenerationConfig,
+    GgufConfig,
+    PreTrainedModel,
+)
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter
 
 from specdistill.errors import UserError, one_line
 from specdistill.progress import hide_bars_of_transformers
 from specdistill.repositories import hub_errors, resolve, split_gguf
 from specdistill.targets.anatomy import backbone_of, layer_lists
+from specdistill.targets.classes import auto_class
 from specdistill.targets.sharding import is_shared, num_processes, sharded
 
 READING_ERRORS = (
@@ -29,6 +39,13 @@ READING_ERRORS = (
     LookupError,
     AttributeError,
     AssertionError,
+)
+
+
+TARGETS = "pico, a folder with config, weights and tokenizer, a GGUF file, or a Hub id"
+GGUF = (
+    "a whole GGUF file of a type and architecture that transformers reads, as Q8_0 or Q4_K_M of a Llama (llama-quantize makes them), or "
+    "the checkpoint that it was made from"
 )
 
 
@@ -53,6 +70,10 @@ def _reading(key: str, name: str, expected: str) -> Iterator[None]:
         expected = "packages that are installed, or another checkpoint or target.attn"
         raise UserError(key, got=got, expected=expected) from error
     except READING_ERRORS as error:
+        if "trust_remote_code" in str(error):
+            expected = "target.trust_remote_code=true, if you have read that code, or a checkpoint of a class of transformers"
+            got = f"{name}, which brings Python code of its own; it would run with your rights"
+            raise UserError(key, got=got, expected=expected) from error
         # The last four are transformers' own, of a config.json that lacks what its class reads; struct's are of a GGUF file cut short.
         got = f"{name} ({str(error).splitlines()[0][:200] if str(error) else type(error).__name__})"
         raise UserError(key, got=got, expected=expected) from error
@@ -78,23 +99,25 @@ def read_causal_lm(
     """
     hide_bars_of_transformers()
     folder, options = _place(path, revision=revision, trust_remote_code=trust_remote_code)
-    expected = "pico, a folder with config, weights and tokenizer, a GGUF file, or a Hub id"
-    expected += "" if attn is None else ", and a target.attn that its class has"
+    expected = (GGUF if "gguf_file" in options else TARGETS) + (
+        "" if attn is None else ", and a target.attn that its class has"
+    )
     wanted = {"dtype": getattr(torch, dtype), "attn_implementation": attn, "output_loading_info": True, **options}
     if "gguf_file" in options:
         wanted["quantization_config"] = GgufConfig(dequantize=True)
     with _reading(key, path, expected):
         tokenizer = AutoTokenizer.from_pretrained(folder, **options)
         config = AutoConfig.from_pretrained(folder, **options)
+        _check_generates(config, key, path)
         is_quantized = "gguf_file" in options or getattr(config, "quantization_config", None) is not None
-        if layers_on_disk and not is_quantized:
+        places = _layers_on_disk(config, device_map, trust_remote_code) if layers_on_disk and not is_quantized else None
+        if places is not None:
             logging.getLogger("accelerate.big_modeling").setLevel(
                 logging.ERROR
             )  # it warns of parameters that are where they are wanted
-            places = _layers_on_disk(config, device_map, trust_remote_code)
-            loaded: Any = AutoModelForCausalLM.from_pretrained(folder, device_map=places, **wanted)
+            loaded: Any = auto_class(config).from_pretrained(folder, device_map=places, **wanted)
         elif shard == "none" or num_processes() == 1:
-            loaded = AutoModelForCausalLM.from_pretrained(folder, device_map=device_map, **wanted)
+            loaded = auto_class(config).from_pretrained(folder, device_map=device_map, **wanted)
         else:
             flags = {"is_quantized": is_quantized, "trust_remote_code": trust_remote_code}
             model_class, placed = sharded(shard, config, device_map, **flags)
@@ -107,6 +130,17 @@ def read_causal_lm(
     return model, tokenizer
 
 
+def _check_generates(config: Any, key: str, name: str) -> None:
+    """Raises UserError for a checkpoint that transformers has a class of decoders for, and that is none."""
+    classes = config.architectures or []
+    is_decoder = getattr(config, "is_decoder", None) or any("CausalLM" in each or "LMHead" in each for each in classes)
+    is_encoder = type(config) in MODEL_FOR_MASKED_LM_MAPPING and not is_decoder
+    if is_encoder or config.is_encoder_decoder:
+        kind = "encoder-decoder" if config.is_encoder_decoder else "encoder"
+        expected = "a causal language model, which generates by itself what follows a prompt"
+        raise UserError(key, got=f"{name}, an {kind} ({', '.join(classes) or config.model_type})", expected=expected)
+
+
 def read_without_weights(folder: Path, *, key: str, name: str) -> tuple[Any, Any]:
     """A causal language model on the meta device, and its tokenizer, from a folder's config and tokenizer. `name` is what errors call it.
 
@@ -116,13 +150,17 @@ def read_without_weights(folder: Path, *, key: str, name: str) -> tuple[Any, Any
         tokenizer = AutoTokenizer.from_pretrained(folder)
         config = AutoConfig.from_pretrained(folder)
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config), tokenizer
+            return auto_class(config).from_config(config), tokenizer
 
 
-def _layers_on_disk(config: Any, device: str, trust_remote_code: bool) -> dict[str, str]:
-    """A device map: every part of a model on the device, but for its decoder layers."""
+def _layers_on_disk(config: Any, device: str, trust_remote_code: bool) -> dict[str, str] | None:
+    """A device map: every part of a model on the device, but for its decoder layers. None for a class whose files hold its weights in
+    another form, as those of most experts: transformers would write them to the disk once more.
+    """
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+        model = auto_class(config).from_config(config, trust_remote_code=trust_remote_code)
+    if any(isinstance(conversion, WeightConverter) for conversion in get_model_conversion_mapping(model)):
+        return None
     lists = layer_lists(model, backbone_of(model))
 
     def places(part: Any, name: str) -> dict[str, str]:
@@ -149,7 +187,7 @@ def read_tokenizer(model: str, *, revision: str | None = None, trust_remote_code
     Raises UserError when there is no such target, ResourceError when the Hub fails.
     """
     path, options = _place(resolve(model), revision=revision, trust_remote_code=trust_remote_code)
-    with _reading("target.model", model, "pico, a folder with config and tokenizer, a GGUF file, or a Hub id"):
+    with _reading("target.model", model, GGUF if "gguf_file" in options else TARGETS):
         tokenizer = AutoTokenizer.from_pretrained(path, **options)
         config = AutoConfig.from_pretrained(path, **options).get_text_config()
     return tokenizer, max_length(config, tokenizer)
@@ -158,7 +196,7 @@ def read_tokenizer(model: str, *, revision: str | None = None, trust_remote_code
 def read_words(model: str, *, revision: str | None = None, trust_remote_code: bool = False) -> tuple[Any, tuple[int, ...]]:
     """A target's tokenizer and the tokens that end its generations, without its weights. Raises as `read_tokenizer` does."""
     path, options = _place(resolve(model), revision=revision, trust_remote_code=trust_remote_code)
-    with _reading("target.model", model, "pico, a folder with config and tokenizer, a GGUF file, or a Hub id"):
+    with _reading("target.model", model, GGUF if "gguf_file" in options else TARGETS):
         tokenizer = AutoTokenizer.from_pretrained(path, **options)
         config = AutoConfig.from_pretrained(path, **options)
         try:

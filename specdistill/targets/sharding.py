@@ -17,11 +17,12 @@ from torch import Tensor, distributed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.distributed.configuration_utils import DistributedConfig
 
 from specdistill.errors import UserError
 from specdistill.targets.anatomy import backbone_of, layer_lists
+from specdistill.targets.classes import auto_class
 
 KEY = "target.shard"
 R = TypeVar("R")
@@ -55,7 +56,7 @@ def sharded(
     if is_quantized:
         raise UserError(KEY, got=f"{shard} with a quantized checkpoint", expected="none, or a checkpoint in floating point")
     with torch.device("meta"):
-        plain = type(AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code))
+        plain = type(auto_class(config).from_config(config, trust_remote_code=trust_remote_code))
     cut = _cut_layers if shard == "layers" else _plan_layers
 
     def init(self: PreTrainedModel, *args: Any, **options: Any) -> None:

@@ -9,9 +9,9 @@ import re
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
 
 from specdistill.errors import UserError
+from specdistill.targets.classes import auto_class
 from specdistill.targets.frozen import FrozenTarget
 
 DIVISORS = (64, 32, 16, 8, 4, 2, 1)
@@ -34,12 +34,12 @@ def stand_in(config: Any, name: str, *, trust_remote_code: bool = False) -> Froz
         try:
             small = type(config).from_dict(_divided(config.to_dict(), "", divisor)) if divisor > 1 else copy.deepcopy(config)
             with torch.device("meta"):
-                num_parameters = AutoModelForCausalLM.from_config(small, **options).num_parameters()
+                num_parameters = auto_class(small).from_config(small, **options).num_parameters()
             if num_parameters > MOST_PARAMETERS:
                 break
             with torch.random.fork_rng(), torch.no_grad():
                 torch.manual_seed(0)
-                model = AutoModelForCausalLM.from_config(small, **options).eval()
+                model = auto_class(small).from_config(small, **options).eval()
                 if divisor > 1:
                     model(input_ids=torch.zeros(1, 2, dtype=torch.long), use_cache=False)
         except Exception:  # a class may raise anything for sizes that do not go together: another divisor is tried

@@ -208,6 +208,8 @@ its own tokenizer and is dequantized. Quantized checkpoints (FP8, compressed-ten
 transformers can read them on this machine: a missing package or GPU is named in one line, and without a GPU FP8 is dequantized. Drafts
 are in floating point whatever the target is; near-ties of a quantized or shared target are not broken in float64.
 
+Models for text and images (Qwen2.5-VL, Mistral Small 3.1) are targets for their text: prompts and training rows hold no images.
+
 `target.attn` is an attention of transformers (`sdpa`, `eager`, `flex_attention`, `flash_attention_2`, `flash_attention_3`) or a kernel on
 the Hub (`kernels-community/flash-attn2`), of those that a class has: gpt-oss, with its sinks, has `eager`, the kernels and, on a GPU,
 `flex_attention`. null is the class's own default, `sdpa` of most.

@@ -8,7 +8,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    BartForConditionalGeneration,
+    BertForMaskedLM,
+    BertModel,
+    T5ForConditionalGeneration,
+)
 
 from specdistill.errors import UserError
 from specdistill.methods.draft_model.gguf import write_gguf
@@ -16,6 +22,7 @@ from specdistill.project import PICO
 from specdistill.targets.files import TargetFiles
 from specdistill.targets.frozen import FrozenTarget
 from specdistill.targets.loading import read_tokenizer
+from tests.families import OTHERS, write_model
 from tests.heads import HEADS, build_head
 from tests.tiny import tiny_target_model, tiny_tokenizer
 
@@ -61,8 +68,65 @@ def test_a_gguf_file_that_is_none_is_refused(gguf: Path, tmp_path: Path) -> None
     for size in (8, 10_000, -100):
         short = tmp_path / f"short{size}.gguf"
         short.write_bytes(gguf.read_bytes()[:size])
-        with pytest.raises(UserError, match=r"^target\.model: got .*short.*expected pico, a folder"):
+        with pytest.raises(UserError, match=r"^target\.model: got .*short.*expected a whole GGUF file"):
             FrozenTarget.load(str(short))
+
+
+def test_a_gguf_file_of_a_type_that_is_not_read_is_refused(gguf: Path, tmp_path: Path) -> None:
+    """36 is one that llama.cpp had, and has no more."""
+    whole, name = gguf.read_bytes(), b"blk.0.ffn_gate.weight"
+    begin = whole.index(name) + len(name) + 4 + 2 * 8  # behind the number of its dimensions, and these
+    other = tmp_path / "other.gguf"
+    other.write_bytes(whole[:begin] + (36).to_bytes(4, "little") + whole[begin + 4 :])
+    for read in (FrozenTarget.load, read_tokenizer):
+        with pytest.raises(
+            UserError, match=r"^target\.model: got .*other\.gguf \(.*36.*expected a whole GGUF .*Q4_K_M"
+        ) as refused:
+            read(str(other))
+        assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("model", "kind"),
+    [
+        (BertForMaskedLM, "an encoder (BertForMaskedLM)"),
+        (BertModel, "an encoder (BertModel)"),
+        (BartForConditionalGeneration, "an encoder-decoder (BartForConditionalGeneration)"),
+        (T5ForConditionalGeneration, "an encoder-decoder (T5ForConditionalGeneration)"),
+    ],
+)
+def test_what_does_not_generate_by_itself_is_refused(folder: Path, model: Any, kind: str) -> None:
+    model.config_class().save_pretrained(folder)
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "architectures": [model.__name__]}))
+    with pytest.raises(UserError) as refused:
+        FrozenTarget.load(str(folder))
+    assert str(refused.value) == (
+        f"target.model: got {folder}, {kind}, expected a causal language model, which generates by itself what follows a prompt"
+    )
+
+
+REMOTE = """
+from transformers import LlamaConfig, LlamaForCausalLM
+
+class AcmeConfig(LlamaConfig):
+    model_type = "acme"
+
+class AcmeForCausalLM(LlamaForCausalLM):
+    config_class = AcmeConfig
+"""
+
+
+def test_code_of_a_target_runs_when_it_is_trusted(folder: Path) -> None:
+    (folder / "code.py").write_text(REMOTE)
+    path = folder / "config.json"
+    auto = {"AutoConfig": "code.AcmeConfig", "AutoModelForCausalLM": "code.AcmeForCausalLM"}
+    path.write_text(json.dumps({**json.loads(path.read_text()), "model_type": "acme", "auto_map": auto}))
+    with pytest.raises(
+        UserError, match=r"^target\.model: got .* Python code of its own.*expected target\.trust_remote_code=true"
+    ):
+        FrozenTarget.load(str(folder))
+    assert type(FrozenTarget.load(str(folder), trust_remote_code=True).model).__name__ == "AcmeForCausalLM"
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
@@ -129,6 +193,13 @@ def test_devices(folder: Path) -> None:
             UserError, match=rf"^target\.device_map: got {device_map} .*expected auto, .*a device of this machine"
         ):
             FrozenTarget.load(str(folder), device_map=device_map)
+
+
+def test_layers_whose_weights_are_converted_are_loaded(tmp_path: Path) -> None:
+    """Experts, which files hold one by one."""
+    write_model(tmp_path / "target", {"model_type": "qwen3_moe"}, OTHERS)
+    target = FrozenTarget.load(str(tmp_path / "target"), layers_on_disk=True)
+    assert not any(weight.is_meta for weight in target.model.parameters())
 
 
 @pytest.mark.parametrize("shard", ["layers", "tensor"])
