@@ -29,7 +29,7 @@ def main(recipe: DraftModelRecipe) -> None:
     if recipe.selection is not None:
         check_suite(recipe.selection.suite, key="selection.suite")
     load_gate(recipe.gate)
-    run = TrainingRun.open(recipe, target_dtype=recipe.target.dtype)
+    run = TrainingRun.open(recipe, target_dtype=recipe.target.dtype, eval_on_start=recipe.evaluates_first)
     method = implementation(recipe.method)
 
     # Target and data

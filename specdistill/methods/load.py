@@ -27,6 +27,7 @@ from specdistill.repositories import fetch, resolve, split_revision
 from specdistill.targets.files import INDEX, SINGLE, Shards
 from specdistill.targets.frozen import FrozenTarget
 from specdistill.targets.identity import content_hash
+from specdistill.training.history import read_history
 
 EXPECTED = "a draft: an EAGLE or MTP head or a causal language model, config.json and weights"
 # Parallel drafts have the tensors of a head and these.
@@ -114,7 +115,8 @@ def draft_hash(folder: Path) -> str:
 
 
 def describe_draft(draft: str | None, method: str) -> dict[str, Any]:
-    """A report's `draft`, as far as its name and files say: the folder or Hub id, the commit of the latter, and the hash of its files.
+    """A report's `draft`, as far as its name and files say: the folder or Hub id, the commit of the latter, the hash of its files, and what
+    its training gained where it was evaluated before and after.
 
     draft: None for a method without weights. Raises as `locate`.
     """
@@ -122,7 +124,10 @@ def describe_draft(draft: str | None, method: str) -> dict[str, Any]:
         return {"model": None, "revision": None, "method": method}
     folder = locate(draft)
     is_here = Path(resolve(split_revision(draft)[0])).is_dir()
-    return {"model": draft, "revision": None if is_here else folder.name, "method": method, "weights": draft_hash(folder)}
+    described = {"model": draft, "revision": None if is_here else folder.name, "method": method, "weights": draft_hash(folder)}
+    history = read_history(folder, key="eval.draft")
+    training = history and history.before_and_after()
+    return {**described, "training": training} if training else described
 
 
 def method_of(folder: Path, *, key: str = "eval.draft") -> str:

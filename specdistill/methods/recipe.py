@@ -1,7 +1,7 @@
 """The recipe of a draft, and of a head. Each method's own is a subclass in its folder (`config.py`) with the keys that it reads alone."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import model_validator
 from pydantic.fields import FieldInfo
@@ -80,7 +80,12 @@ class Recipe(Section):
 
 
 class TrainedRecipe(Recipe):
-    """The recipe of a method that is trained: its data, its draft and its loss as well."""
+    """The recipe of a method that is trained: its data, its draft and its loss as well.
+
+    FRESH: values of `draft.init` with which no weights are taken from elsewhere.
+    """
+
+    FRESH: ClassVar[tuple[str | None, ...]] = (None,)
 
     data: DataConfig = section(DataConfig)
     draft: Section = section(Section)
@@ -96,6 +101,14 @@ class TrainedRecipe(Recipe):
     def seed(self) -> int:
         """Of the draft's initialization: the Trainer's."""
         return int(self.train.get("seed", DEFAULT_SEED))
+
+    @property
+    def evaluates_first(self) -> bool:
+        """Whether the draft is evaluated before its first step, too: it starts from existing weights, and is evaluated later."""
+        return getattr(self.draft, "init", None) not in self.FRESH and self.train.get("eval_strategy", "no") not in (
+            "no",
+            False,
+        )
 
     @property
     def measured_on(self) -> list[str]:
@@ -150,8 +163,8 @@ class HeadSizes(HeadDraft):
     sliding_window: int | None = option(None, "positions a head sees, itself included; null: all of them", ge=2)
 
     def shape(self) -> dict[str, Any]:
-        """What a fresh head is built from: every key but the vocabulary, the unroll and the initialization."""
-        return self.model_dump(exclude={"vocab_size", "ttt_steps", "init"})
+        """What a fresh head is built from: every key but the vocabulary, the unroll, the initialization and what trains."""
+        return self.model_dump(exclude={"vocab_size", "ttt_steps", "init", "train_head"})
 
 
 class HeadLoss(Section):

@@ -15,11 +15,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from specdistill.errors import UserError, one_line
 from specdistill.targets.cache_size import CacheSize, cache_size, of_attention
+from specdistill.targets.classes import auto_class, reads_images
 from specdistill.targets.frozen import FrozenTarget
 from specdistill.targets.stand_in import stand_in
 
@@ -149,13 +150,14 @@ class Described:
 
     @property
     def is_causal_lm(self) -> bool:
-        """Whether AutoModelForCausalLM takes it, and the file does not call itself something else."""
+        """Whether transformers reads a causal language model out of it, and the file does not call itself something else."""
         if "AutoModelForCausalLM" in self.raw.get("auto_map", {}):
             return True
         named = set(self.raw.get("architectures") or [])
         # The language model of one for text and images is a causal one, whatever the whole is called.
         right = not named or "text_config" in self.raw or bool(named & set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()))
-        return right and type(self.config) in MODEL_FOR_CAUSAL_LM_MAPPING and not self.config.is_encoder_decoder
+        known = reads_images(self.config) or (right and type(self.config) in MODEL_FOR_CAUSAL_LM_MAPPING)
+        return known and not self.config.is_encoder_decoder
 
     @cached_property
     def model(self) -> Any:
@@ -167,7 +169,7 @@ class Described:
                 raise UserError(self.key, got=f"{self.name} with {size} {got}", expected="1 or more")
         try:
             with torch.device("meta"):
-                return AutoModelForCausalLM.from_config(self.config, trust_remote_code=self.trust_remote_code)
+                return auto_class(self.config).from_config(self.config, trust_remote_code=self.trust_remote_code)
         except (ValueError, TypeError, AttributeError, RuntimeError, ImportError) as error:
             got = f"{self.name}, of which no model can be built ({one_line(str(error))[:160]})"
             raise UserError(self.key, got=got, expected=CAUSAL_LM) from error

@@ -31,14 +31,12 @@ def test_the_checkpoint_that_decodes_best_becomes_the_draft(
     ]
     keys += ["train.max_steps=90", "train.eval_steps=30", "train.save_steps=30", "train.learning_rate=1e-2"]
     run = tmp_path / "run"
-    monkeypatch.setattr(sys, "argv", ["train/eagle.py", *keys, f"train.output_dir={run}"])
-    with pytest.raises(SystemExit) as caught:
-        runpy.run_path(str(ROOT / "train" / "eagle.py"), run_name="__main__")
-    assert caught.value.code == 0
+    train(monkeypatch, *keys, f"train.output_dir={run}")
     state = json.loads((run / "checkpoint-90" / "trainer_state.json").read_text())
     key = "eval_decoded_acceptance_length"
     measured = {entry["step"]: entry[key] for entry in state["log_history"] if key in entry}
     best = max(measured, key=lambda step: measured[step])
+    assert 0 not in measured  # a fresh head accepts nothing
     assert measured[best] > 1 and state["best_global_step"] == best and state["best_metric"] == measured[best]
     tensors = "draft/model.safetensors"
     assert (run / tensors).read_bytes() == (run / f"checkpoint-{best}" / tensors).read_bytes()
@@ -49,6 +47,26 @@ def test_the_checkpoint_that_decodes_best_becomes_the_draft(
     evaluate(*settings, *few, f"eval.draft={run / 'checkpoint-60' / 'draft'}")
     judged = json.loads((report / "report.json").read_text())
     assert judged["results"][0]["mean_acceptance_length"] == pytest.approx(measured[60])
+    assert "training" not in judged["draft"]
+
+    # A draft that starts from that one is measured before its first step, and its report says what training gained.
+    further = [f"draft.init={run / 'draft'}", "train.max_steps=4", "train.eval_steps=2", "train.save_steps=2"]
+    train(monkeypatch, *keys, *further, f"train.output_dir={tmp_path / 'further'}")
+    evaluate(f"recipe={tmp_path / 'further' / 'run' / 'recipe.yaml'}", *few, f"eval.suite={suite}", f"eval.output_dir={report}")
+    judged = json.loads((report / "report.json").read_text())
+    gained, own = judged["draft"]["training"], judged["results"][0]["mean_acceptance_length"]
+    assert gained["steps"] in (2, 4) and gained["simulated"]["before"] > 1
+    assert gained["decoded"] == {"before": pytest.approx(measured[best]), "after": pytest.approx(own)}
+    for page in ("report.md", "report.html"):
+        shown = (report / page).read_text().partition("Before and after training")[2].lower()
+        assert f"{measured[best]:.2f}" in shown and f"after {gained['steps']} steps" in shown
+
+
+def train(monkeypatch: pytest.MonkeyPatch, *keys: str) -> None:
+    monkeypatch.setattr(sys, "argv", ["train/eagle.py", *keys])
+    with pytest.raises(SystemExit) as caught:
+        runpy.run_path(str(ROOT / "train" / "eagle.py"), run_name="__main__")
+    assert caught.value.code == 0
 
 
 def test_a_mistake_in_the_suite_shows_before_any_work(

@@ -9,7 +9,7 @@ import pytest
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from specdistill.project import RECIPES, ROOT
+from specdistill.project import ROOT
 from tests.tiny import input_keys, tiny_target_model, tiny_tokenizer, write_inputs
 
 SCRIPT = str(ROOT / "train" / "draft.py")
@@ -82,6 +82,20 @@ def test_a_run_leaves_a_model_that_any_tool_loads(
     assert (tmp_path / "run" / "training_curve.png").stat().st_size > 1000
 
 
+def test_what_is_measured_before_the_first_step_moves_nothing(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dropped = ("draft.lora.rank=4", "draft.lora.dropout=0.5")  # draws random numbers in every step
+    weights, first = {}, {}
+    for name, extra in (("measured", ()), ("not", ("train.eval_on_start=false",))):
+        assert launch(monkeypatch, folder, tmp_path / name, *dropped, *extra) == 0
+        weights[name] = (tmp_path / name / "draft" / "model.safetensors").read_bytes()
+        log = json.loads((tmp_path / name / "run" / "history.json").read_text())["log"]
+        first[name] = [entry["eval_acceptance_length"] for entry in log if entry["step"] == 0]
+    assert len(first["measured"]) == 1 and first["not"] == []
+    assert weights["measured"] == weights["not"]
+
+
 def test_a_head_that_is_the_embedding_is_written_once_and_read_back(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -139,13 +153,3 @@ def test_wrong_input_is_one_line_and_leaves_nothing(
     assert len(error) == 1
     assert error[0].startswith(f"error: {key}: got ")
     assert not (tmp_path / "run").exists()
-
-
-def test_every_recipe_of_a_small_draft_takes_a_step(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    recipes = sorted(path for path in RECIPES.rglob("draft*.yaml"))
-    assert recipes
-    for recipe in recipes:
-        output_dir = tmp_path / recipe.parent.name
-        keys = ["data.regenerate.num_tokens=3000", "data.regenerate.prompt_tokens=16"]
-        assert launch(monkeypatch, folder, output_dir, f"recipe={recipe}", *keys) == 0
-        assert (output_dir / "draft" / "model.safetensors").exists()

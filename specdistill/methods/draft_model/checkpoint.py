@@ -20,7 +20,7 @@ from specdistill.errors import UserError, nearest
 from specdistill.methods.checkpoint import check_finite, check_tensors, link, new_folder, read_config, read_tensors
 from specdistill.methods.draft_model.gguf import write_gguf
 from specdistill.methods.draft_model.vocabulary import describe_difference
-from specdistill.repositories import resolve
+from specdistill.repositories import resolve, split_revision
 from specdistill.targets.cache import is_recurrent
 from specdistill.targets.files import TargetFiles
 from specdistill.targets.frozen import FrozenTarget
@@ -41,7 +41,7 @@ def save_draft_model(draft: PreTrainedModel | peft.PeftModel, tokenizer: Any, fo
 def load_draft_model(
     path: Path | str, *, key: str = "eval.draft", device: str | torch.device = "cpu", dtype: str = "float32"
 ) -> tuple[PreTrainedModel, Any]:
-    """A draft model and its tokenizer from a folder or a Hub id; `key` is the recipe key that errors name.
+    """A draft model and its tokenizer from a folder or a Hub id (`org/name@revision` too); `key` is the recipe key that errors name.
 
     Raises UserError when there are no weights or no tokenizer, or when the weights are cut short, incomplete or not finite.
     """
@@ -51,7 +51,8 @@ def load_draft_model(
             raise UserError(key, got=name, expected="a folder or a Hub id")
         expected = f"a folder, a Hub id, or one of {', '.join(INITIALIZATIONS)}"
         raise UserError(key, got=name, expected=expected, nearest=nearest(name, INITIALIZATIONS))
-    model, tokenizer = read_causal_lm(resolve(name, key), key=key, dtype=dtype)
+    place, revision = split_revision(name)
+    model, tokenizer = read_causal_lm(resolve(place, key), key=key, revision=revision, dtype=dtype)
     check_attention(model, key, name)
     check_finite(model.state_dict(), name, key)
     return model.to(device).eval(), tokenizer
@@ -86,13 +87,15 @@ def check_attention(model: PreTrainedModel, key: str, name: str) -> None:
 
 
 def load_alike(path: str, target: FrozenTarget, *, key: str) -> PreTrainedModel:
-    """A trained model with the target's own vocabulary, on its device. Raises UserError when the two differ, as `load_draft_model` does."""
+    """A trained model with the target's own vocabulary, on its device; tables that are padded otherwise get as many rows as the target's.
+
+    Raises UserError when the two differ, as `load_draft_model` does.
+    """
     draft, tokenizer = load_draft_model(path, key=key, device=target.device)
     if difference := describe_difference(target.tokenizer, tokenizer):
         raise UserError(key, got=difference, expected="the target's tokenizer")
-    width: int = draft.get_output_embeddings().weight.shape[0]
-    if width != target.vocab_size:
-        raise UserError(key, got=f"logits of {width} tokens", expected=f"{target.vocab_size}, as the target's")
+    if draft.config.get_text_config().vocab_size != target.vocab_size:
+        draft.resize_token_embeddings(target.vocab_size, mean_resizing=False)
     return draft
 
 

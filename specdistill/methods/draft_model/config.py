@@ -26,7 +26,8 @@ class Lora(Section):
 
 class Draft(Section):
     init: str | None = option(
-        None, "initialization: layers (also null) | width | scratch, or a trained model's folder or Hub id"
+        None,
+        "initialization: layers (also null) | width | scratch, or a trained model: a folder or a Hub id, as org/name@revision",
     )
     num_layers: int | None = option(None, "decoder layers; null: the initialization's choice", ge=1)
     hidden_size: int | None = option(None, "null: the target's", ge=1)
@@ -72,6 +73,8 @@ class Eval(EvalConfig):
 
 
 class Recipe(TrainedRecipe):
+    FRESH = ("scratch",)
+
     draft: Draft = section(Draft)
     loss: Loss = section(Loss)
     on_policy: OnPolicy = section(OnPolicy)

@@ -91,6 +91,9 @@ def create_draft_model(
             raise UserError(f"draft.{name}", got=size, expected=f"null: {init} has its sizes")
     else:
         check_attention(target.model, "draft.init", f"{init} of {target.name}")
+        if target.model.config is not target.config:
+            got = f"{init} of {target.name}, a {type(target.model).__name__}, which is more than a language model"
+            raise UserError("draft.init", got=got, expected="a trained smaller model")
         draft = _from_target(target, init, given, max_parameters, calibration, seed)
     _check_size(draft, target, max_parameters, allow_larger)
     return draft
@@ -140,7 +143,7 @@ def propose_shape(target: PreTrainedModel, max_parameters: int) -> Shape:
 def step_ratio(target: PreTrainedModel, draft: PreTrainedModel) -> float:
     """c, a draft step over a target step at batch 1: the larger of the shares of weights read and of layers (see the module)."""
     weights = weights_read(draft) / weights_read(target)
-    layers: float = draft.config.num_hidden_layers / target.config.num_hidden_layers
+    layers: float = draft.config.get_text_config().num_hidden_layers / target.config.get_text_config().num_hidden_layers
     return max(weights, layers)
 
 
@@ -195,9 +198,9 @@ def _deepened(target: PreTrainedModel, shape: Shape, max_parameters: int) -> Sha
 
 def _check_size(draft: PreTrainedModel, target: FrozenTarget, max_parameters: int | None, allow_larger: bool) -> None:
     """Say what a step is expected to cost; refuse a draft over the budget, or larger than the target."""
-    parameters, ratio = draft.num_parameters(), step_ratio(target.model, draft)
+    parameters, ratio, text = draft.num_parameters(), step_ratio(target.model, draft), draft.config.get_text_config()
     logger.info(
-        f"draft: {parameters:,} parameters, {draft.config.num_hidden_layers} layers of {draft.config.hidden_size}; "
+        f"draft: {parameters:,} parameters, {text.num_hidden_layers} layers of {text.hidden_size}; "
         f"expected c = {ratio:.2f} (draft step / target step, the larger share of weights read and of layers)"
     )
     if max_parameters is not None and parameters > max_parameters:

@@ -10,6 +10,7 @@ from datasets import Dataset
 
 from specdistill.data.packing import draft_vocabulary
 from specdistill.engines.limits import engine_aux_layers
+from specdistill.errors import UserError
 from specdistill.methods import sizes
 from specdistill.methods.contract import Implementation
 from specdistill.methods.eagle3.checkpoint import check_eagle3, config_from_json, export, load_eagle3, read_eagle3, save_eagle3
@@ -45,7 +46,13 @@ def create(recipe: Recipe, target: FrozenTarget, rows: Dataset) -> Any:
         vocabulary = draft_vocabulary(rows, target.vocab_size, recipe.draft.vocab_size)
         return build_eagle3(target, draft_vocabulary=vocabulary, **options)
 
-    return create_head(recipe, target, build, load_eagle3)
+    head: Eagle3Draft = create_head(recipe, target, build, load_eagle3)
+    if not recipe.draft.train_head:
+        if not recipe.draft.init and head.config.owns_embedding:
+            width = f"false with draft.hidden_size={head.config.hidden_size}, where its rows start at random"
+            raise UserError("draft.train_head", got=width, expected="true, or draft.hidden_size=null")
+        head.lm_head.weight.requires_grad_(False)
+    return head
 
 
 def repairs(head: Eagle3Draft, target: FrozenTarget) -> Iterator[mistakes.Repair]:

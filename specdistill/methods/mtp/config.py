@@ -11,4 +11,6 @@ class Draft(HeadDraft):
 
 
 class Recipe(HeadRecipe):
+    FRESH = ("scratch",)
+
     draft: Draft = section(Draft)

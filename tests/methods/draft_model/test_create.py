@@ -8,6 +8,7 @@ import torch
 from transformers import BertConfig, BertForMaskedLM, MixtralConfig, MixtralForCausalLM, PreTrainedModel
 
 from specdistill.errors import UserError
+from specdistill.methods.draft_model import checkpoint
 from specdistill.methods.draft_model.checkpoint import load_draft_model, save_draft_model
 from specdistill.methods.draft_model.create import (
     activation_norms,
@@ -21,6 +22,7 @@ from specdistill.methods.draft_model.create import (
 )
 from specdistill.methods.sizes import Shape, parameters_read, shape_of, weights_read
 from specdistill.targets.frozen import FrozenTarget
+from tests.families import OTHERS, write_model
 from tests.tiny import qwen, tiny_target_model, tiny_tokenizer
 
 IDS = torch.arange(4, 52).view(2, 24)
@@ -237,12 +239,45 @@ def test_a_larger_draft_is_refused_with_its_bound_unless_told(target: FrozenTarg
     assert [record.levelname for record in caplog.records if "predicted speedup" in record.message] == ["WARNING"]
 
 
+def test_a_target_for_text_and_images_takes_a_trained_draft_alone(tmp_path: Path) -> None:
+    """Its class is more than a language model, and so would be one made of its parts."""
+    write_model(tmp_path / "target", {"model_type": "gemma3"}, OTHERS)
+    write_model(tmp_path / "small", {"model_type": "gemma3_text"}, OTHERS, num_layers=2)
+    target = FrozenTarget.load(str(tmp_path / "target"))
+    draft = create_draft_model(target, init=str(tmp_path / "small"))
+    assert step_ratio(target.model, draft) >= 2 / 4
+    with pytest.raises(
+        UserError, match=r"^draft\.init: got layers of .*, a Gemma3ForConditionalGeneration, which is more than"
+    ):
+        create_draft_model(target, init="layers")
+
+
 def test_save_and_load_are_bit_equal(target: FrozenTarget, model: PreTrainedModel, tmp_path: Path) -> None:
     draft = from_width(model, IDS, Shape(2, 32, 48, 2, 1, shape_of(model.config).head_dim))
     save_draft_model(draft, target.tokenizer, tmp_path)
     loaded, tokenizer = load_draft_model(tmp_path, key="draft.init")
     assert torch.equal(logits(loaded), logits(draft)) and tokenizer.get_vocab() == target.tokenizer.get_vocab()
     assert torch.equal(logits(create_draft_model(target, init=str(tmp_path))), logits(draft))
+
+
+@pytest.mark.parametrize(("num_rows", "own_rows"), [(320, 260), (260, 384)])
+def test_tables_that_are_padded_otherwise_get_the_target_s_rows(num_rows: int, own_rows: int, tmp_path: Path) -> None:
+    """gemma-3-27b has 262,208 rows, gemma-3-1b 262,144, and both the same tokens."""
+    target = FrozenTarget(tiny_target_model(vocab_size=num_rows), tiny_tokenizer(), name="padded")
+    given = tiny_target_model(num_layers=1, vocab_size=own_rows)
+    save_draft_model(given, target.tokenizer, tmp_path)
+    draft = create_draft_model(target, init=str(tmp_path))
+    assert draft.config.vocab_size == logits(draft).shape[-1] == num_rows
+    assert torch.equal(logits(draft)[..., :260], logits(given)[..., :260])
+
+
+def test_a_model_on_the_hub_is_read_at_its_revision(monkeypatch: pytest.MonkeyPatch, target: FrozenTarget) -> None:
+    asked = []
+    read = lambda place, **options: asked.append((place, options["revision"])) or (tiny_target_model(), tiny_tokenizer())  # noqa: E731
+    monkeypatch.setattr(checkpoint, "read_causal_lm", read)
+    for name in ("org/name@0123abc", "org/name"):
+        create_draft_model(target, init=name, allow_larger=True)
+    assert asked == [("org/name", "0123abc"), ("org/name", None)]
 
 
 def test_an_encoder_is_no_draft(tmp_path: Path) -> None:
