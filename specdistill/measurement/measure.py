@@ -33,6 +33,7 @@ from specdistill.suites.suite import Prompt, evenly
 from specdistill.targets.frozen import FrozenTarget
 
 NUM_COST_PROMPTS = 4  # prompts on which rounds with fewer draft tokens are timed
+COST_TOKENS = 32  # generated for each of them: costs of a round, as medians, need no more
 NUM_HF_PROMPTS = 32  # prompts on which transformers `generate()` is timed as well; fewer leave its interval wider than 5 %
 MOST_AGAIN = 3  # times that a prompt is decoded again because rounds of it were disturbed
 SPELLING_CONTEXT = 8  # tokens before a token that decide its text (spaces, halves of characters)
@@ -91,14 +92,20 @@ def measure(
 
 
 def measure_together(
-    target: FrozenTarget, proposers: Sequence[Proposer], prompts: Sequence[Prompt], settings: Settings
+    target: FrozenTarget, proposers: Sequence[Proposer], prompts: Sequence[Prompt], *each: Settings
 ) -> list[list[Runs]]:
     """The runs of each proposer: every prompt is decoded `repeats` times without a draft and with each of them.
+
+    each: settings of all proposers, or of each of them, which differ in K alone.
 
     The proposers share one baseline, and their times are paired with each other. Sampled tokens are the same in each repetition:
     a prompt has its own seed.
     """
-    decoders = [decoder_for(target, settings), *(decoder_for(target, settings, proposer) for proposer in proposers)]
+    settings, own = each[0], each if len(each) > 1 else each * len(proposers)
+    ways = [
+        (decoder_for(target, settings), settings),
+        *((decoder_for(target, one, proposer), one) for proposer, one in zip(proposers, own, strict=True)),
+    ]
     batches = in_batches(prompts, settings.batch_size)
     baselines = [
         Runs(prompt, settings.seed + batch.start if settings.batch_size > 1 else None)
@@ -110,8 +117,9 @@ def measure_together(
     warmup = some(batches, settings.warmup)
 
     def decode_all_ways(batch: Batch, first: int) -> None:
-        for way in [*range(first, len(decoders)), *range(first)]:  # 0 is plain decoding
-            for index, generation in enumerate(decode(decoders[way], batch, settings), start=batch.start):
+        for way in [*range(first, len(ways)), *range(first)]:  # 0 is plain decoding
+            decoder, chosen = ways[way]
+            for index, generation in enumerate(decode(decoder, batch, chosen), start=batch.start):
                 (runs[way - 1][index].speculative if way else baselines[index].baseline).append(generation)
         if batch in hf_batches:
             shared = baselines[batch.start : batch.end]
@@ -130,16 +138,16 @@ def measure_together(
     unit = "prompts" if settings.batch_size == 1 else "batches"
     with progress("Measuring", num_steps, unit) as advance, frozen_garbage_collector():
         for batch in warmup:
-            plain, *_ = [decode(decoder, batch, settings) for decoder in decoders]
+            plain, *_ = [decode(decoder, batch, chosen) for decoder, chosen in ways]
             generate_as_long(target, batch, plain, settings)
             advance()
         for repeat in range(settings.repeats):
             for number, batch in enumerate(batches):
-                decode_all_ways(batch, first=(repeat + number) % len(decoders))
+                decode_all_ways(batch, first=(repeat + number) % len(ways))
                 advance()
         for again in range(MOST_AGAIN if settings.repeats > 1 else 0):  # one repetition has nothing to be compared with
             for number, batch in enumerate(filter(is_disturbed, batches)):
-                decode_all_ways(batch, first=(again + number) % len(decoders))
+                decode_all_ways(batch, first=(again + number) % len(ways))
     return runs
 
 
@@ -147,6 +155,7 @@ def round_costs(target: FrozenTarget, proposer: Proposer, prompts: Sequence[Prom
     """What a round costs at every K' up to K, timed on a few prompts, the lengths one right after the other; of chains only."""
     if settings.tree:
         return []
+    settings = replace(settings, max_new_tokens=min(settings.max_new_tokens, COST_TOKENS))
     decoder = decoder_for(target, settings, proposer)
     batches = some(in_batches(prompts, settings.batch_size), math.ceil(NUM_COST_PROMPTS / settings.batch_size))
     rounds: dict[int, list[Round]] = {k: [] for k in range(1, settings.num_speculative_tokens + 1)}

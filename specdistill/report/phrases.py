@@ -264,10 +264,13 @@ def settings_line(report: Report) -> str:
     return " · ".join(filter(None, (shared_settings(report), engine, tree(settings["tree"]), batches, compiled, drafting)))
 
 
-def shared_settings(report: Report) -> str:
-    """The part of the settings that all drafts of a comparison have in common."""
-    settings, suite = report["settings"], f"suite {report['suite']['name']}"
-    return " · ".join((f"K = {settings['num_speculative_tokens']}", _sampling(settings), suite, report["hardware"]["name"]))
+def shared_settings(*reports: Report) -> str:
+    """The part of the settings that all drafts of a comparison have in common, after the K of each."""
+    first, *_ = reports
+    settings, suite = first["settings"], f"suite {first['suite']['name']}"
+    each = sorted({report["settings"]["num_speculative_tokens"] for report in reports})
+    k = f"K = {each[0]}" if len(each) == 1 else f"K = {each[0]} to {each[-1]}"
+    return " · ".join((k, _sampling(settings), suite, first["hardware"]["name"]))
 
 
 def decoding(settings: Mapping[str, Any]) -> str:

@@ -7,7 +7,17 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from specdistill.report.phrases import configuration_name, direction, interval, number, percent, row_name, signed, times
+from specdistill.report.phrases import (
+    configuration_name,
+    counted,
+    direction,
+    interval,
+    number,
+    percent,
+    row_name,
+    signed,
+    times,
+)
 from specdistill.statistics.records import ALL, CONFIGURATION_KEYS, PromptRecord
 
 Row = Mapping[str, Any]
@@ -125,6 +135,15 @@ def _change(change: Row) -> tuple[Cell, ...]:
     relative = signed(change["change"]) if "change" in change else "–"
     old, new = shown(change.get("old")), shown(change.get("new"))
     return (f"{name}{category}",), (old,), (new,), cell(relative, note), (direction(change),)
+
+
+def training(report: Row) -> Table:
+    """Acceptance length before the training's first step and of the draft that it left; empty where it was not measured before."""
+    gained = report["draft"].get("training", {})
+    head = ("acceptance length", "before training", f"after {counted(gained.get('steps', 0), 'step')}")
+    names = {"simulated": "simulated, on held-out rows", "decoded": "decoded, on the prompts of selection"}
+    pairs = ((names[name], gained[name]) for name in names if name in gained)
+    return Table(head, [((name,), (number(pair["before"]),), (number(pair["after"]),)) for name, pair in pairs])
 
 
 def quality(report: Row) -> Table:

@@ -49,6 +49,9 @@ def _sections(report: Mapping[str, Any]) -> Iterator[str]:
         yield "## Configurations"
         yield cells(tables.by_configuration(report, positions=True))
         yield cells(tables.by_load(report)) if tables.sweep(report, "batch_size") else ""
+    if "training" in report["draft"]:
+        yield "## Before and after training"
+        yield cells(tables.training(report))
     yield "## Losslessness"
     yield _list(map(plain, phrases.losslessness(report)))
     if report.get("quality"):

@@ -32,19 +32,34 @@ SHOWN = {
 @dataclass(frozen=True)
 class History:
     """A finished training. seconds: its wall time, None (unknown) when it was resumed; log: the Trainer's `log_history`; fp8: what rounding
-    did to the target (`specdistill.targets.fp8.Effect`), None where it was read as it is.
+    did to the target (`specdistill.targets.fp8.Effect`), None where it was read as it is; best_step: of the draft that was saved, None for
+    that of the last step.
     """
 
     seconds: float | None
     steps: int
     log: list[dict[str, Any]]
     fp8: dict[str, float] | None = None
+    best_step: int | None = None
 
     def summary(self) -> dict[str, Any]:
         """For a comparison: seconds, steps, the curve of (step, simulated acceptance length), and what FP8 did to the target."""
         points = zip(*_series(self.log, "eval_acceptance_length"), strict=True)
         curve = [[step, length] for step, length in points if math.isfinite(length)]
         return {"seconds": self.seconds, "steps": self.steps, "curve": curve, "fp8": self.fp8}
+
+    def before_and_after(self) -> dict[str, Any] | None:
+        """For a report: acceptance length before the first step and of the draft that was saved, of a training that was evaluated at both.
+
+        `simulated` on held-out rows; `decoded` where each evaluation decoded.
+        """
+        step = self.steps if self.best_step is None else self.best_step
+        found: dict[str, Any] = {}
+        for name, key in (("simulated", "eval_acceptance_length"), ("decoded", "eval_decoded_acceptance_length")):
+            measured = {at: value for at, value in zip(*_series(self.log, key), strict=True) if math.isfinite(value)}
+            if 0 in measured and step in measured:
+                found[name] = {"before": measured[0], "after": measured[step]}
+        return {"steps": step, **found} if found else None
 
 
 def read_history(draft_folder: Path, *, key: str) -> History | None:
@@ -62,11 +77,17 @@ def read_history(draft_folder: Path, *, key: str) -> History | None:
         raise UserError(key, got=f"{path} ({error})", expected="seconds, steps and log, as training saves them") from error
 
 
-def save_history(state: TrainerState, folder: Path, *, resumed: bool, fp8: Effect | None = None) -> None:
-    """Of a training that has ended: the drawing in the run's folder, and the history beside the run's record."""
+def save_history(
+    state: TrainerState, folder: Path, *, resumed: bool, has_best: bool = False, fp8: Effect | None = None
+) -> None:
+    """Of a training that has ended: the drawing in the run's folder, and the history beside the run's record.
+
+    has_best: the draft is that of the best evaluation, not of the last step.
+    """
     draw(state.log_history, folder / "training_curve.png")
     seconds = None if resumed else state.log_history[-1]["train_runtime"]
-    history = History(seconds, state.global_step, state.log_history, None if fp8 is None else asdict(fp8))
+    best_step = state.best_global_step if has_best else None
+    history = History(seconds, state.global_step, state.log_history, None if fp8 is None else asdict(fp8), best_step)
     (folder / HISTORY).parent.mkdir(parents=True, exist_ok=True)
     (folder / HISTORY).write_text(json.dumps(asdict(history), indent=2) + "\n", encoding="utf-8")
 

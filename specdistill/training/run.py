@@ -6,6 +6,7 @@ revision, data fingerprint), which is written before the first step.
 
 import hashlib
 import json
+import logging
 import os
 import shutil
 import sys
@@ -29,8 +30,11 @@ from specdistill.training.arguments import check_precision, training_arguments
 from specdistill.training.checkpoints import ASIDE, check_launch, check_shapes, checkpoint, launch, saving, whole_steps
 from specdistill.training.heartbeat import heartbeat
 from specdistill.training.history import ProgressLines, save_history
+from specdistill.training.inputs import left_open
 from specdistill.training.resumable import ResumableTrainer
 from specdistill.training.trainer import DraftTrainer
+
+logger = logging.getLogger(__name__)
 
 PACKAGES = ("specdistill", "torch", "transformers", "accelerate", "datasets", "tokenizers", "safetensors")
 RECIPE, PROVENANCE = "recipe.yaml", "provenance.json"
@@ -73,7 +77,11 @@ class TrainingRun:
         run = cls(recipe, arguments, path, None if step is None else checkpoint(path, step))
         if run.checkpoint is not None:
             check_launch(run.checkpoint, arguments)
+            arguments.eval_on_start = False  # it is not at its start
         set_seed(arguments.seed)
+        if arguments.process_index == 0:
+            for warning in left_open(recipe):
+                logger.warning(warning)
         return run
 
     def record(self, **facts: Any) -> None:
@@ -132,7 +140,13 @@ class TrainingRun:
         with saving(str(self.path / "draft")):
             trainer.save_draft(self.path / ASIDE / "draft")
             if self.arguments.should_save:
-                save_history(trainer.state, self.path, resumed=self.checkpoint is not None, fp8=trainer.fp8_effect)
+                save_history(
+                    trainer.state,
+                    self.path,
+                    resumed=self.checkpoint is not None,
+                    has_best=self.arguments.load_best_model_at_end,
+                    fp8=trainer.fp8_effect,
+                )
                 if (self.path / ASIDE / "draft").exists():
                     os.replace(self.path / ASIDE / "draft", self.path / "draft")
                 shutil.rmtree(self.path / ASIDE, ignore_errors=True)  # not there where another machine writes the draft

@@ -184,8 +184,12 @@ class DraftTrainer(ResumableTrainer):
         return None, sums.table().unsqueeze(0), torch.stack((total, sums.loss_tokens[0].to(total))).unsqueeze(0)
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """The Trainer's own; with `decode`, the draft is saved and the first process decodes with it while the others wait."""
-        metrics = super().evaluate(*args, **kwargs)
+        """The Trainer's own; with `decode`, the draft is saved and the first process decodes with it while the others wait.
+
+        An evaluation before the first step leaves the training that follows as it is.
+        """
+        with torch.random.fork_rng(enabled=self.state.global_step == 0):
+            metrics = super().evaluate(*args, **kwargs)
         if self.decode is not None:
             folder = Path(str(self.args.output_dir)) / ASIDE / "measured"
             with saving(str(folder)):

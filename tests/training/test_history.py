@@ -114,3 +114,20 @@ def test_progress_is_a_line_now_and_then(
     printed = capsys.readouterr().err.splitlines()
     assert printed[0] == "Training: step 15/100, loss 0.067, 2.8 min left"
     assert len(printed) == 7 and printed[-1] == "Training: step 100/100, loss 0.010, 0.0 min left"
+
+
+def test_what_a_training_gained_is_of_the_draft_that_was_saved() -> None:
+    lengths = {0: 1.2, 2: 1.9, 4: 1.7}
+    log: list[dict[str, Any]] = [{"step": step, "eval_acceptance_length": length} for step, length in lengths.items()]
+    decoded = [{"step": 2, "eval_decoded_acceptance_length": 1.6}]  # of a draft that was not decoded with at first
+    assert History(None, 4, log + decoded).before_and_after() == {"steps": 4, "simulated": {"before": 1.2, "after": 1.7}}
+    best = History(None, 4, [*log, *decoded, {"step": 0, "eval_decoded_acceptance_length": 1.1}], best_step=2)
+    both = {"simulated": {"before": 1.2, "after": 1.9}, "decoded": {"before": 1.1, "after": 1.6}}
+    assert best.before_and_after() == {"steps": 2, **both}
+
+
+@pytest.mark.parametrize(
+    "log", [[], [{"step": 2, "eval_acceptance_length": 1.9}], [{"step": 0, "eval_acceptance_length": 1.2}]]
+)
+def test_without_an_evaluation_before_and_after_nothing_is_said(log: list[dict[str, Any]]) -> None:
+    assert History(1.0, 2, log).before_and_after() is None
