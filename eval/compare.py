@@ -5,6 +5,7 @@ python eval/compare.py target=path/to/model drafts=[org/draft@v1,org/draft@v2] s
 """
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,26 +15,30 @@ from specdistill.command import check_writable, run
 from specdistill.comparison.candidates import find_candidates
 from specdistill.comparison.compare import Measured, compare
 from specdistill.comparison.pages import print_comparison, write_comparison
-from specdistill.errors import ExitCode
+from specdistill.errors import ExitCode, UserError
 from specdistill.measurement.configurations import Plan, Settings
 from specdistill.measurement.hardware import fit_threads, resources_used
 from specdistill.measurement.losslessness import greedy_check, sampling_test
 from specdistill.measurement.measure import measure_together, prompt_records, round_costs
 from specdistill.measurement.measured import MeasuredConfiguration, draft_report
-from specdistill.methods.load import load_proposer
+from specdistill.methods.load import describe_draft, load_proposer
 from specdistill.methods.recipe import eval_keys_of_methods, options_by_method
-from specdistill.recipe.fields import option, section
+from specdistill.recipe.fields import AtLeastOne, ReadWhen, option, section
 from specdistill.recipe.sections import MeasurementConfig, TargetConfig
 from specdistill.suites.suite import load_suite, tokenize
 from specdistill.targets.frozen import FrozenTarget
 from specdistill.training.history import read_history
 
 SHORTHANDS = {"target": "target.model"}
+CHAINS = ReadWhen("without a tree", lambda it: it.tree is None)
 
 
 class CommonOptions(MeasurementConfig):
     target: TargetConfig = section(TargetConfig)
     drafts: list[str] = option(..., "two or more: draft folders, Hub ids (org/name, org/name@revision), or the word ngram")
+    num_speculative_tokens_each: list[AtLeastOne] = option(
+        [], "K of each draft, in their order; []: num_speculative_tokens is that of all", read_when=CHAINS
+    )
     output_dir: str = option(..., "where the comparison and the reports go")
 
 
@@ -46,6 +51,7 @@ def main(options: CommonOptions) -> ExitCode:
     options.target.check_measured()
     check_writable(folder, "output_dir")
     candidates, suite = find_candidates(options.drafts), load_suite(options.suite, options.target.model)
+    settings = settings_of_each(options, len(candidates))
     drafting = options_by_method(options, [entry.method for entry in candidates])
 
     # Target, all the drafts, and prompts: whatever is wrong with one of them shows before anything is measured
@@ -55,30 +61,31 @@ def main(options: CommonOptions) -> ExitCode:
         load_proposer(entry.method, entry.folder, target, key="drafts", **own)
         for entry, own in zip(candidates, drafting, strict=True)
     ]
-    drafts = [{"model": entry.draft, "revision": entry.revision, "method": entry.method} for entry in candidates]
     histories = [read_history(entry.folder, key="drafts") if entry.folder else None for entry in candidates]
+    drafts = [describe_draft(entry.draft, entry.method) for entry in candidates]
     limits: dict[str, Any] = {"max_new_tokens": options.max_new_tokens, "num_prompts": options.num_prompts}
     prompts = tokenize(suite, target.tokenizer, max_length=target.max_length, **limits)
 
     # Measure: every prompt is decoded with all the drafts and once without, so that their times are paired over one baseline
-    plan = Plan(Settings.of(options), prompts)
+    plans = [Plan(own, prompts) for own in settings]
     with resources_used(target.device) as took:
-        runs = measure_together(target, proposers, prompts, plan.settings)
+        runs = measure_together(target, proposers, prompts, *settings)
         results = [
             MeasuredConfiguration(
                 prompt_records(suite.name, plan.settings.configuration, target, proposer, own),
                 greedy_check(target, proposer, own, plan.settings),
                 took,
             )
-            for proposer, own in zip(proposers, runs, strict=True)
+            for proposer, plan, own in zip(proposers, plans, runs, strict=True)
         ]
         tests = [
-            sampling_test(target, proposer, prompts, plan.settings, num_draws=options.sampling_draws) for proposer in proposers
+            sampling_test(target, proposer, prompts, own, num_draws=options.sampling_draws)
+            for proposer, own in zip(proposers, settings, strict=True)
         ]
-        costs = [round_costs(target, proposer, prompts, plan.settings) for proposer in proposers]
+        costs = [round_costs(target, proposer, prompts, own) for proposer, own in zip(proposers, settings, strict=True)]
     reports = [
         draft_report(target, proposer, suite, [plan], [result], draft=draft, sampling_test=test, costs=cost, took=took)
-        for proposer, draft, result, test, cost in zip(proposers, drafts, results, tests, costs, strict=True)
+        for proposer, draft, plan, result, test, cost in zip(proposers, drafts, plans, results, tests, costs, strict=True)
     ]
 
     # Compare and write
@@ -98,6 +105,16 @@ def main(options: CommonOptions) -> ExitCode:
     write_comparison(folder, comparison, {entry.name: entry.records for entry in measured})
     print_comparison(comparison, folder)
     return ExitCode.DONE if all(entry["lossless"] for entry in comparison["ranking"]) else ExitCode.CHECK_FAILED
+
+
+def settings_of_each(options: CommonOptions, count: int) -> list[Settings]:
+    """The settings of each draft: they differ in K alone. Raises UserError for another number of K than of drafts."""
+    each = options.num_speculative_tokens_each
+    if not each:
+        return [Settings.of(options)] * count
+    if len(each) != count:
+        raise UserError("num_speculative_tokens_each", got=f"{len(each)} of them", expected=f"{count}, one for each draft")
+    return [replace(Settings.of(options), num_speculative_tokens=k) for k in each]
 
 
 if __name__ == "__main__":

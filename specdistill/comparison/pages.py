@@ -13,7 +13,7 @@ from rich.text import Text
 from specdistill.comparison.compare import validate_comparison
 from specdistill.report import phrases, tables
 from specdistill.report.files import staged, template, write_report
-from specdistill.report.phrases import duration, interval, number, percent, size, times
+from specdistill.report.phrases import between, duration, interval, number, percent, size, times
 from specdistill.report.tables import Cell, cell
 from specdistill.report.text import cells, plain
 from specdistill.statistics.records import PromptRecord
@@ -21,7 +21,7 @@ from specdistill.statistics.records import PromptRecord
 Comparison = Mapping[str, Any]
 
 HEAD = (
-    "", "candidate", "speedup", "to the best", "acceptance length", "rate", "first", "c", "v", "predicted", "best K",
+    "", "candidate", "K", "speedup", "to the best", "acceptance length", "rate", "first", "c", "v", "predicted", "best K",
     "weights", "training", "long context", "lossless",
 )  # fmt: skip
 ON_STDOUT = [
@@ -51,10 +51,12 @@ def write_comparison(folder: Path, comparison: Comparison, records: Mapping[str,
 
 def to_markdown(comparison: Comparison) -> str:
     """comparison.md: the table and the paragraph, as a page that fits a CI job's summary."""
+    categories = by_category(comparison)
     sections = [
         f"# {plain(title(comparison))}",
-        plain(phrases.shared_settings(comparison["candidates"][0]["report"])),
+        plain(settings(comparison)),
         cells(tables.Table(HEAD, rows(comparison))),
+        *(["## By category", cells(categories._replace(head=tuple(map(plain, categories.head))))] if categories else []),
         "## Why they differ",
         plain(paragraph(comparison)),
         plain(FOOTNOTE),
@@ -69,11 +71,12 @@ def to_html(comparison: Comparison) -> str:
     return template("comparison/comparison.html.j2").render(
         title=title(comparison),
         verdict=best["name"],
-        settings=phrases.shared_settings(reports[best["name"]]),
+        settings=settings(comparison),
         created=comparison["created"],
         report=reports[best["name"]],
         best=best,
         table=tables.Table(HEAD[2:], [row[2:] for row in rows(comparison)]),
+        by_category=by_category(comparison),
         candidates=ranked,
         topics=_topics(comparison),
         footnote=FOOTNOTE,
@@ -107,6 +110,10 @@ def title(comparison: Comparison) -> str:
     return f"{len(comparison['candidates'])} drafts for {target}"
 
 
+def settings(comparison: Comparison) -> str:
+    return phrases.shared_settings(*(candidate["report"] for candidate in comparison["candidates"]))
+
+
 def paragraph(comparison: Comparison) -> str:
     return " ".join(reason["message"] for reason in comparison["why"])
 
@@ -122,6 +129,31 @@ def rows(comparison: Comparison) -> list[tuple[Cell, ...]]:
     return [_cells(*pair) for pair in zip(comparison["ranking"], _ranked(comparison), strict=True)]
 
 
+def by_category(comparison: Comparison) -> tables.Table | None:
+    """A row for the whole suite and each category: speedup and acceptance length of each candidate, best first. None of one category."""
+    of_each = [tables.main_rows(candidate["report"]) for candidate in _ranked(comparison)]
+    if min(map(len, of_each)) < 3:
+        return None
+    names = [entry["name"] for entry in comparison["ranking"]]
+    return tables.Table(("category", "prompts", *names), [_category(of_all) for of_all in zip(*of_each, strict=True)])
+
+
+def _category(of_all: Sequence[Mapping[str, Any]]) -> tuple[Cell, ...]:
+    first = of_all[0]
+    return (
+        (phrases.row_name(first),),
+        (str(first["num_prompts"]),),
+        *(
+            cell(
+                times(row.get("speedup")),
+                interval(row, "speedup"),
+                f"length {number(row.get('mean_acceptance_length'))}{between(row, 'mean_acceptance_length')}",
+            )
+            for row in of_all
+        ),
+    )
+
+
 def _cells(entry: Mapping[str, Any], candidate: Mapping[str, Any]) -> tuple[Cell, ...]:
     report, training = candidate["report"], candidate["training"]
     row, theory, draft = report["results"][0], report.get("theory", {}), report["draft"]
@@ -129,6 +161,7 @@ def _cells(entry: Mapping[str, Any], candidate: Mapping[str, Any]) -> tuple[Cell
     return (
         (str(entry["rank"]),),
         (entry["name"],),
+        (str(report["settings"]["num_speculative_tokens"]),),
         cell(times(row["speedup"]), interval(row, "speedup")),
         _to_best(entry),
         cell(length, interval(row, "mean_acceptance_length"), phrases.a_round(row)),

@@ -104,6 +104,35 @@ def test_options_of_one_method_go_to_its_candidates(arguments, tmp_path):
     }
 
 
+def test_each_draft_has_its_own_k_over_one_baseline(arguments, tmp_path):
+    assert command(*arguments, "drafts=[run/draft,small,ngram]", "num_speculative_tokens_each=[1,3,2]") == ExitCode.DONE
+    comparison = json.loads((tmp_path / "out" / "comparison.json").read_text())
+    reports = {candidate["name"]: candidate["report"] for candidate in comparison["candidates"]}
+    assert {name: report["settings"]["num_speculative_tokens"] for name, report in reports.items()} == {
+        "draft": 1,
+        "small": 3,
+        "ngram": 2,
+    }
+    for name, k in (("draft", 1), ("small", 3)):
+        assert reports[name]["theory"]["K"] == len(reports[name]["results"][0]["acceptance_rate_per_position"]) == k
+        lines = (tmp_path / "out" / name / "samples.jsonl").read_text().splitlines()
+        rounds = [round for line in lines for round in json.loads(line)["rounds"]]
+        assert max(len(round["drafted"]) for round in rounds) == k
+    assert len({report["results"][0]["baseline_tokens_per_second"] for report in reports.values()}) == 1
+    assert "K = 1 to 3 · greedy" in (tmp_path / "out" / "comparison.md").read_text()
+
+
+def test_categories_have_rows_of_all_drafts(arguments, tmp_path):
+    assert command(*arguments, "drafts=[run/draft,ngram]") == ExitCode.DONE
+    page = (tmp_path / "out" / "comparison.md").read_text().partition("## By category")[2].partition("## Why")[0]
+    head, _, *rows = page.strip().splitlines()
+    assert head.startswith("| category | prompts |") and "draft" in head and "ngram" in head
+    report = json.loads((tmp_path / "out" / "draft" / "report.json").read_text())
+    for row, line in zip(report["results"], rows, strict=True):
+        assert f"{row['speedup']:.2f}×" in line and f"| {row['num_prompts']} |" in line
+    assert "<h2>By category</h2>" in (tmp_path / "out" / "comparison.html").read_text()
+
+
 def test_a_draft_of_another_family_is_compared(arguments, tmp_path, capsys):
     family = (*arguments, "drafts=[foreign,small]", "num_prompts=2")
     assert command(*family) == ExitCode.USER_ERROR
@@ -149,6 +178,7 @@ def test_a_draft_that_changes_the_text_is_exit_code_one(arguments, tmp_path, mon
         (["drafts=[small,ngram]", "target.fp8=true", "target.dtype=bfloat16"], "target.fp8: got true, expected false"),
         (["drafts=[small,ngram]", "suite=pcio"], "suite: got pcio"),
         (["drafts=[small,ngram]", "max_new_tokens=400"], "got prompt a0"),
+        (["drafts=[small,ngram]", "num_speculative_tokens_each=[1]"], "num_speculative_tokens_each: got 1 of them, expected 2"),
         (["drafts=[small,ngram]", "num_speculative_tokens=0"], "num_speculative_tokens: got 0"),
         (["drafts=[run/draft,small]", "ngram.max=5"], "with method eagle3 and draft_model, expected no such key: only ngram reads it"),
         (["drafts=[run/draft,ngram]", "confidence_threshold=0.5"], "confidence_threshold: got 0.5 with method eagle3 and ngram"),
