@@ -20,12 +20,12 @@ from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTenso
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
-from transformers import AutoModelForCausalLM
 
 from specdistill.data.packing import collate
 from specdistill.methods import METHODS
 from specdistill.methods.sizes import ASSUMED_DTYPE, Described
 from specdistill.recipe.load import validate
+from specdistill.targets.classes import auto_class
 from specdistill.targets.frozen import Features, FrozenTarget
 
 aten = torch.ops.aten
@@ -124,7 +124,7 @@ class WeightlessTarget(FrozenTarget):
 
     def __init__(self, target: Described) -> None:
         own, dtype = target.tried(lambda stand_in: None), target.dtype or ASSUMED_DTYPE
-        model = AutoModelForCausalLM.from_config(target.config, dtype=dtype, trust_remote_code=target.trust_remote_code)
+        model = auto_class(target.config).from_config(target.config, dtype=dtype, trust_remote_code=target.trust_remote_code)
         names = {part: name for name, part in own.model.named_modules()}
         vars(self).update(
             vars(own), model=model.eval().requires_grad_(False), config=model.config.get_text_config(decoder=True)

@@ -73,7 +73,7 @@ def _command(row: Row, target: Mapping[str, Any], alone: Budget | None, training
     if row.recipe is None or row.training_devices is None:
         return None
     keys = [f"recipe={row.recipe}"]
-    if row.recipe.split("/")[0] != target["model"]:
+    if read_recipe(row.recipe)["target"]["model"] != target["model"]:
         keys += [f"target.model={target['model']}", *at_revision, f"data.source={DATA}", f"train.output_dir={folder}"]
         keys += [*row.recipe_keys, *_sizes(row, target, alone, training)]
     return f"specdistill train {' '.join(keys)}"

@@ -280,16 +280,12 @@ def _devices(target: Described, memory: Mapping[str, int], device_memory: float)
 
 
 def recipe_for(method: str, target: str) -> tuple[str | None, dict[str, Any]]:
-    """The recipe to start from, and its keys when it is the target's own: else that of small targets, else any of the method."""
-    found = {}
-    for path in sorted(RECIPES.rglob("*.yaml")):
-        keys = yaml.safe_load(path.read_text(encoding="utf-8"))
-        if keys.get("method") == method:
-            found[path.parent.name] = (path.relative_to(RECIPES).with_suffix("").as_posix(), keys)
-    if target in found:
-        return found[target]
-    name, _ = found.get("small") or next(iter(found.values()), (None, {}))
-    return name, {}
+    """The target's own recipe of a method, with its keys; else that of small targets, or of pico, without."""
+    names = (path.relative_to(RECIPES).with_suffix("").as_posix() for path in sorted(RECIPES.rglob("*.yaml")))
+    found = {name: keys for name in names if (keys := read_recipe(name)).get("method") == method}
+    if own := next((name for name, keys in found.items() if keys["target"]["model"] == target), None):
+        return own, found[own]
+    return next((name for folder in ("small", "pico") for name in found if name.startswith(f"{folder}/")), None), {}
 
 
 def read_recipe(name: str) -> dict[str, Any]:

@@ -2,17 +2,20 @@
 
 import itertools
 import re
+import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 from specdistill.command import print_help
+from specdistill.data.sources import licensed_sources
 from specdistill.errors import UserError
 from specdistill.methods.recipe import Recipe
-from specdistill.project import RECIPES
+from specdistill.project import GATES, RECIPES
 from specdistill.recipe.fields import describe, leaves
-from specdistill.recipe.load import find_recipe, load_recipe, save_recipe
+from specdistill.recipe.load import REQUIRED, find_recipe, load_recipe, merged, save_recipe
 from specdistill.recipe.sections import TargetRecipe, TreeConfig
 from specdistill.training.arguments import training_arguments
 
@@ -20,15 +23,36 @@ COMPLETE = ["target.model=pico", "train.output_dir=runs/x"]
 EVERY_RECIPE = sorted(path.relative_to(RECIPES).with_suffix("").as_posix() for path in RECIPES.rglob("*.yaml"))
 
 
+# What SmolLM2's recipes read, `make smollm2` pins by hashes.
+PUBLISHED = [
+    name for name in EVERY_RECIPE if (RECIPES / name).with_name("config.json").exists() and not name.startswith("smollm2/")
+]
+COMMIT = re.compile(r"[0-9a-f]{40}")
+LICENCES = {"apache-2.0", "mit"}
+
+every_published = pytest.mark.parametrize("name", PUBLISHED)
+
+
 def schema_of(name: str) -> type:
     return TargetRecipe if "curriculum" in yaml.safe_load((RECIPES / f"{name}.yaml").read_text(encoding="utf-8")) else Recipe
 
 
-def launch_line(name: str) -> list[str]:
-    """The key=value arguments of the command in a recipe's header comment."""
+def header(name: str) -> str:
+    """The comment that a recipe begins with."""
     lines = (RECIPES / f"{name}.yaml").read_text(encoding="utf-8").splitlines()
-    header = [line[1:].rstrip(" \\") for line in itertools.takewhile(lambda line: line.startswith("#"), lines)]
-    return re.findall(r"\S+=\S+", " ".join(header))
+    return "\n".join(line[1:] for line in itertools.takewhile(lambda line: line.startswith("#"), lines))
+
+
+def commands(name: str) -> list[list[str]]:
+    """The words of each command in a recipe's header, which are indented there."""
+    lines = re.sub(r"\\\n *", " ", header(name)).splitlines()
+    return [shlex.split(line) for line in lines if line.startswith("   ")]
+
+
+def launch_line(name: str) -> list[str]:
+    """The key=value arguments of the command in a recipe's header that trains."""
+    (words,) = (words for words in commands(name) if any(word.startswith("train/") for word in words))
+    return [word for word in words if re.match(r"[a-z_.]+=", word)]
 
 
 def load(*arguments: str) -> Recipe:
@@ -60,6 +84,37 @@ def test_every_recipe_says_how_it_is_launched(name: str):
 def test_every_recipe_s_training_arguments_exist(name: str, tmp_path: Path):
     recipe = load_recipe(schema_of(name), launch_line(name))
     training_arguments({**recipe.train, "output_dir": str(tmp_path)}, use_cpu=True)
+
+
+@every_published
+def test_target_draft_and_data_are_pinned_to_a_commit_and_the_data_s_licences_stated(name: str):
+    recipe: Any = load_recipe(Recipe, launch_line(name))
+    given = merged([f"recipe={name}"])["target"]["model"] == REQUIRED  # a folder that a command of the header pins
+    pinned = (
+        [word for words in commands(name) for word in words if COMMIT.fullmatch(word)] if given else [recipe.target.revision]
+    )
+    sources = licensed_sources(recipe.data.source)
+    pinned += [source.revision for source in sources]
+    if "/" in str(init := recipe.draft.init):
+        pinned.append(init.partition("@")[2])
+    assert all(COMMIT.fullmatch(str(revision)) for revision in pinned) and len(pinned) > len(sources)
+    assert {source.license for source in sources} <= LICENCES
+
+
+@every_published
+def test_its_header_s_commands_are_of_this_recipe_and_its_gate_is_the_one_named(name: str):
+    recipe: Any = load_recipe(Recipe, launch_line(name))
+    assert f"Gate: eval/gates/{recipe.gate}.yaml" in header(name) and (GATES / f"{recipe.gate}.yaml").is_file()
+    told = {tuple(words[:2]) if words[0] != "specdistill" else " ".join(words[1:3]) for words in commands(name)}
+    assert {"data generate", f"eval recipe={recipe.train['output_dir']}/run/recipe.yaml"} <= told
+    for words in commands(name):
+        if words[0] == "specdistill":
+            keys = [word for word in words if re.match(r"[a-z_.]+=", word)]
+            assert keys[0] in (f"recipe={name}", f"recipe={recipe.train['output_dir']}/run/recipe.yaml")
+            load_recipe(Recipe, [*launch_line(name), *keys[1:]])
+        if words[:2] == ["vllm", "serve"]:
+            assert COMMIT.fullmatch(words[words.index("--revision") + 1])
+            assert recipe.target.revision is None or words[2:5] == [recipe.target.model, "--revision", recipe.target.revision]
 
 
 def test_strings_that_look_like_other_types_round_trip(tmp_path: Path):
