@@ -30,6 +30,7 @@ from specdistill.errors import ExitCode, ResourceError, UserError, explain, near
 from specdistill.launch import LaunchOptions, launch
 from specdistill.methods import METHODS
 from specdistill.methods.recipe import DEFAULT_METHOD, Recipe, TrainedRecipe, eval_keys_of_methods, options_by_method
+from specdistill.next_step import next_step
 from specdistill.project import PICO, ROOT
 from specdistill.recipe.fields import ReadWhen, Section, default_of, leaves, like, one_of, option, section
 from specdistill.recipe.load import load_recipe, merged
@@ -245,8 +246,8 @@ DoctorOptions: type[CommonDoctorOptions] = create_model("DoctorOptions", __base_
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one verb; returns the exit code."""
-    verb, *rest = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
+    """Run one verb, or without one say what to type next; returns the exit code."""
+    verb, *rest = (sys.argv[1:] if arguments is None else arguments) or [""]
     if verb in HELP:
         print(f"{specdistill.__doc__}\n\nUsage: specdistill <verb> key=value …     specdistill <verb> --help lists its keys\n")
         for name, function in VERBS.items():
@@ -260,6 +261,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print_help(f"specdistill {verb}: {VERBS[verb].__doc__}", *schemas, shorthands=shorthands)
         return ExitCode.DONE
     try:
+        if not verb:
+            return _say_what_is_next()
         check_arguments(rest)
         if verb not in VERBS:
             expected = f"one of {', '.join(VERBS)}"
@@ -267,6 +270,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return VERBS[verb](rest)
     except (UserError, ResourceError, KeyboardInterrupt) as error:
         return explain(error, debug="debug=true" in rest)
+
+
+def _say_what_is_next() -> int:
+    said, commands = next_step(Path())
+    print(said, *(f"  {command}" for command in commands), "All verbs: specdistill --help", sep="\n")
+    return ExitCode.DONE
 
 
 def train(arguments: list[str]) -> int:

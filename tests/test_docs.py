@@ -1,19 +1,13 @@
 """The pages name things that exist: links, files, modules, recipe keys, and the keys of every command."""
 
-import ast
-import contextlib
-import io
 import re
-import shlex
 import tomllib
-from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 
 import pytest
 
-from specdistill.cli import VERBS, main
 from specdistill.project import RECIPES, ROOT
+from tests.documented import commands, examples_left_out, keys_of, read, unknown_keys
 
 PAGES = [ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md")] + sorted((ROOT / "docs").glob("*.md"))
 OF_TODAY = [page for page in PAGES if page.name != "CHANGELOG.md"]  # which also names what is gone
@@ -28,14 +22,9 @@ IN_TEXT = re.compile(rf"(?<![\w/.-])(?:{'|'.join(map(re.escape, TRACKED))})/[\w.
 MODULE = re.compile(r"\bspecdistill(?:\.[a-z_0-9]+)+")
 YOURS = "/mine"  # files that a reader is told to write
 SECTIONS = ("target", "data", "draft", "loss", "on_policy", "eval")
-SCRIPTS = {"train/eagle.py": "train", "train/mtp.py": "train", "train/draft.py": "train", "eval/run.py": "eval"}
 
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 every_page_of_today = pytest.mark.parametrize("page", OF_TODAY, ids=lambda page: page.name)
-
-
-def read(page: Path) -> str:
-    return page.read_text(encoding="utf-8")
 
 
 def is_module(dotted: str) -> bool:
@@ -68,52 +57,10 @@ def test_recipes_exist(page: Path) -> None:
     assert [name for pair in names for name in pair if name and not (RECIPES / f"{name}.yaml").is_file()] == []
 
 
-@cache
-def keys_of(verb: str) -> frozenset[str]:
-    """The keys that `specdistill <verb> --help` lists. Those of eval and gate are read from their scripts, which import too much."""
-    if verb == "eval":
-        (shorthands,) = re.findall(r"^SHORTHANDS = (\{.*?\})$", read(ROOT / "eval" / "run.py"), re.MULTILINE | re.DOTALL)
-        return keys_of("train") | ast.literal_eval(shorthands).keys()
-    if verb == "gate":
-        return frozenset(re.findall(r"^    (\w+): .* = (?:option|like)\(", read(ROOT / "eval" / "gate.py"), re.MULTILINE))
-    with contextlib.redirect_stdout(io.StringIO()) as printed, contextlib.suppress(SystemExit):
-        main([verb, "--help"])
-    return frozenset(re.findall(r"^  (\S+) ", printed.getvalue(), re.MULTILINE)) | {"recipe"}
-
-
-def examples_left_out(page: Path) -> str:
-    """A page without its blocks of plain text, where mistakes are shown."""
-    return re.sub(r"```text\n.*?```", "", read(page), flags=re.DOTALL)
-
-
-def commands(page: Path) -> Iterator[tuple[str, list[str]]]:
-    """(verb, keys) of each command in a page: in fenced blocks, indented blocks and inline code."""
-    text = re.sub(r"\\\n", " ", examples_left_out(page))
-    for line in text.splitlines():
-        spans = re.findall(r"`([^`]+)`", line) if "`" in line else [line]
-        for span in spans:
-            for verb, rest in re.findall(r"\bspecdistill (\w+) +(.*)", span):
-                if verb in VERBS:
-                    yield verb, keys_in(rest)
-            for script, rest in re.findall(r"\b((?:train|eval)/\w+\.py) +(.*)", span):
-                if script in SCRIPTS:
-                    yield SCRIPTS[script], keys_in(rest)
-
-
-def keys_in(rest: str) -> list[str]:
-    words = shlex.split(rest.replace("…", "").replace("'{…}'", ""), comments=True)
-    return [word.partition("=")[0] for word in words if re.match(r"[a-z_.]+=", word)]
-
-
 @every_page_of_today
 def test_commands_take_the_keys_that_they_are_given(page: Path) -> None:
-    wrong = [
-        f"specdistill {verb} … {key}="
-        for verb, keys in commands(page)
-        for key in keys
-        if key not in keys_of(verb) and not key.startswith("train.")
-    ]
-    assert wrong == []
+    found = commands(examples_left_out(page))
+    assert [f"specdistill {verb} … {key}=" for verb, keys in found for key in unknown_keys(verb, keys)] == []
 
 
 @every_page_of_today

@@ -1,0 +1,88 @@
+"""What to type next, from the runs that lie in a folder: `specdistill` without a verb says it."""
+
+import shlex
+from pathlib import Path
+from typing import Any
+
+from specdistill.recipe.load import merged
+
+# Where runs lie: `train.output_dir`, as commands and recipes name it.
+RUNS = ("*/run/recipe.yaml", "runs/*/run/recipe.yaml", "runs/*/*/run/recipe.yaml")
+TO_START = [
+    "specdistill demo                             # a draft for the target that ships: offline, minutes on a CPU",
+    "specdistill plan target=path/to/model        # which draft a target of yours should get",
+]
+
+
+def next_step(folder: Path) -> tuple[str, list[str]]:
+    """Where the run that was worked on last stands, in a sentence, and the commands that take it on; paths are relative to `folder`.
+
+    Raises UserError for a recipe or a report that cannot be read.
+    """
+    run, recipe = _latest(folder)
+    if run is None:
+        return "There is no run here yet.", TO_START
+    name = run.relative_to(folder)
+    again = [f"recipe={name / 'run' / 'recipe.yaml'}"]
+    if recipe["train"]["output_dir"] != str(name):  # it was trained from another folder, or moved
+        again.append(f"train.output_dir={name}")
+    if not (run / "draft").is_dir():
+        return f"{name} is not trained to its end. This goes on, with the launch=… that it had:", [_command("train", *again)]
+
+    wanted = {"target": recipe["target"]["model"]}
+    wanted |= {f"target.{key}": value for key in ("revision", "adapter") if (value := recipe["target"].get(key))}
+    target = [f"{key}={value}" for key, value in wanted.items()]
+    names_prompts = recipe["eval"].get("suite") or wanted["target"] == "pico"
+    prompts = [] if names_prompts else ["eval.suite=path/to/prompts.jsonl"]
+    if not (reports := _reports(run)):
+        return f"{name} is trained, and not measured:", [_command("eval", *again, *prompts)]
+
+    from specdistill.report import phrases  # here, and not above, because it is slow to import
+    from specdistill.report.files import read_report
+
+    report, _ = read_report(reports[-1])
+    verdict = report["gate"]["verdict"]
+    if report.get("incomplete"):
+        return f"{name} was not measured to the end:", [_command("eval", *again, *prompts)]
+    if verdict is None:
+        return f"{name} is measured, and not judged:", [_command("gate", f"report={name / 'report'}", "gates=default")]
+    if verdict == "failed":
+        said = f"{name} failed its gate. {phrases.failed_rules(report)} Is the draft sound?"
+        return said, [_command("doctor", f"draft={name / 'draft'}", *target)]
+    if verdict == "inconclusive":
+        needed = [rule["prompts_needed"] for rule in report["gate"]["rules"] if rule["prompts_needed"]]
+        enough = bool(needed) and max(needed) <= report["suite"]["num_prompts"]
+        more = [*prompts, f"eval.num_prompts={max(needed)}"] if enough else ["eval.suite=path/to/more/prompts.jsonl"]
+        return f"The gate of {name} is inconclusive. {phrases.undecided(report)}", [_command("eval", *again, *more)]
+    measured_on = [] if names_prompts else ["suite=path/to/prompts.jsonl"]
+    return f"{name} passed its gate:", [
+        _command("export", f"draft={name / 'draft'}", "engine=vllm", *target, f"output_dir={name / 'vllm'}"),
+        _command("publish", f"run={name}", "repo=org/name", "baseline=none", *measured_on),
+    ]
+
+
+def _latest(folder: Path) -> tuple[Path | None, dict[str, Any]]:
+    """The run of a draft that was worked on last, and its recipe; that of a target has no target."""
+    runs = {path.parent.parent for place in RUNS for path in folder.glob(place)}
+    for run in sorted(runs, key=_worked_on, reverse=True):
+        if "target" in (recipe := merged([f"recipe={run / 'run' / 'recipe.yaml'}"])):
+            return run, recipe
+    return None, {}
+
+
+def _reports(run: Path) -> list[Path]:
+    """What `eval` and `gate` left of a run, the oldest first."""
+    return sorted([*run.glob("report/report.json"), *run.glob("report/*/report.json")], key=_age)
+
+
+def _worked_on(run: Path) -> float:
+    """When a run was trained, measured or judged last."""
+    return max(map(_age, [run / "run" / "recipe.yaml", *run.glob("draft/config.json"), *_reports(run)]))
+
+
+def _age(path: Path) -> float:
+    return path.stat().st_mtime
+
+
+def _command(verb: str, *keys: Any) -> str:
+    return shlex.join(["specdistill", verb, *keys])

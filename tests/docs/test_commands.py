@@ -1,0 +1,132 @@
+"""What the pages say to type is typed here: from a clone, with only the pages, to a gated draft of a small real model.
+
+A command that needs what a test lacks is marked in its page (`# needs the Hub`); tests/test_docs.py checks the keys of all of them.
+"""
+
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from specdistill.cli import main
+from specdistill.project import ROOT
+from tests.documented import SCRIPTS, read, shell_lines
+from tests.tiny import tiny_target_model, tiny_tokenizer
+
+# In the order in which a reader takes them: a later page may measure what an earlier one has trained.
+FIRST = [ROOT / "README.md", ROOT / "docs" / "your-target.md", ROOT / "docs" / "training.md"]
+PAGES = [*FIRST, *sorted({ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")} - {*FIRST})]
+RUN_IN_A_SHELL = ("cat", "cp")
+# What makes a command of the pages small. Nothing else is changed.
+SMALL = {
+    "train": ["train.max_steps=4", "train.eval_steps=2", "train.save_steps=2", "train.per_device_train_batch_size=2"],
+    "eval": ["eval.num_prompts=4", "eval.max_new_tokens=12", "eval.repeats=1", "eval.warmup=0", "eval.sampling_draws=20"],
+    "doctor": ["eval.num_prompts=1"],
+    "plan": ["serving.context=128"],
+}
+ROWS = [
+    "data.max_length=64",
+    "data.regenerate.num_tokens=2_000",
+    "data.regenerate.prompt_tokens=8",
+    "data.regenerate.batch_size=64",
+]
+READS_ROWS = ("data", "train")
+SWEPT = ["eval.num_prompts=2", "eval.max_new_tokens=6"]
+SWEPT += [f"eval.sweep.{axis}" for axis in ("num_speculative_tokens=[2]", "temperature=[1]", "batch_size=[2]", "context=[64]")]
+SELECTED = ["selection.num_prompts=2", "selection.max_new_tokens=8"]
+OF_MINE = ["target.dtype=float32", "draft.vocab_size=null"]  # the recipe of your-target.md is for a target of 8B parameters
+MAY_SAY_NO = ("eval", "gate", "doctor")  # by exit code 1, of a draft that has hardly been trained
+
+
+def verb_and_keys(command: str) -> tuple[str, list[str]] | None:
+    """Of a command of ours: [] for `specdistill` alone; None for other programs."""
+    first, *rest = shlex.split(command, comments=True)
+    if first == "specdistill":
+        return (rest[0], rest[1:]) if rest else ("", [])
+    if first == "python" and rest[0] in SCRIPTS:
+        return SCRIPTS[rest[0]], rest[1:]
+    return None
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_command_is_typed_by_a_test_or_says_what_it_needs(page: Path) -> None:
+    for line in shell_lines(page):
+        if not line.is_marked:
+            assert verb_and_keys(line.command) or line.command.split()[0] in (*RUN_IN_A_SHELL, "make", "."), line.command
+
+
+def test_make_knows_the_chores_that_pages_name() -> None:
+    chores = {word for page in PAGES for line in shell_lines(page) for word in re.findall(r"^make ([\w-]+)", line.command)}
+    assert {"setup", "demo", "test"} <= chores
+    subprocess.run(["make", "--dry-run", *sorted(chores)], cwd=ROOT, capture_output=True, check=True, timeout=60)
+
+
+@pytest.fixture(scope="module")
+def stories(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder where the names that the pages use are files. The target is a trained model of 260,000 parameters, where there is one."""
+    folder = tmp_path_factory.mktemp("reader")
+    target = folder / "path" / "to" / "model"
+    try:
+        data = request.getfixturevalue("shared_data")
+        shutil.copytree(data / "models" / "stories260K-hf", target, copy_function=shutil.copyfile)
+        rows = (data / "train" / "tinystories" / "tinystories_val_slice.jsonl").read_text("utf-8").splitlines()
+    except pytest.skip.Exception:
+        tiny_target_model().save_pretrained(target)
+        tiny_tokenizer().save_pretrained(target)
+        rows = [json.dumps({"text": f"Once upon a time there were {n} cats and {n * n} dogs. " * 3}) for n in range(200)]
+    (folder / "path/to/model").chmod(0o755)
+    for name, part in (("texts", rows[:120]), ("conversations", rows[:120]), ("prompts", rows[-8:])):
+        (folder / "path" / "to" / f"{name}.jsonl").write_text("\n".join(part) + "\n", encoding="utf-8")
+    (folder / "path" / "to" / "draft").symlink_to(target)
+    (folder / "runs").mkdir()
+    (folder / "runs" / "before").symlink_to("short")
+    (recipe,) = re.findall(r"^```yaml\n(.*?)^```", read(ROOT / "docs" / "your-target.md"), re.MULTILINE | re.DOTALL)
+    (folder / "mine.yaml").write_text(recipe, encoding="utf-8")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        yield folder
+
+
+def typed(verb: str, keys: list[str], patch: pytest.MonkeyPatch) -> int:
+    """The exit code of a command of ours, made small."""
+    own = [*SMALL.get(verb, [])]
+    if verb in READS_ROWS:
+        own += ROWS
+    if any(key.startswith("eval.sweep.") for key in keys):
+        own += SWEPT
+    if any(key.startswith("selection.") for key in keys):
+        own += SELECTED
+    if "recipe=mine.yaml" in keys:
+        own += OF_MINE
+    patch.setattr(sys, "argv", sys.argv)
+    try:
+        return main([word for word in [verb, *keys, *own] if word])
+    except SystemExit as ended:
+        return int(str(ended.code or 0))
+
+
+@pytest.mark.slow
+def test_a_reader_types_every_command(stories: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for page in PAGES:
+        for line in shell_lines(page):
+            if line.is_marked:
+                continue
+            command = verb_and_keys(line.command)
+            if command is None:
+                if line.command.startswith(RUN_IN_A_SHELL):
+                    subprocess.run(line.command, shell=True, check=True, capture_output=True, timeout=60)
+                continue
+            verb, keys = command
+            code = typed(verb, keys, monkeypatch)
+            assert code == 0 or (code == 1 and verb in MAY_SAY_NO), f"{page.name}: {line.command}: exit code {code}"
+    for run in ("small-eagle3", "mine"):
+        report = json.loads((stories / "runs" / run / "report" / "report.json").read_text(encoding="utf-8"))
+        assert report["gate"]["verdict"] in ("passed", "failed", "inconclusive")
+        assert report["lossless"]["unexplained_divergences"] == 0
+        assert (stories / "runs" / run / "vllm" / "SERVE.md").is_file()

@@ -1,0 +1,79 @@
+"""The site of docs/: every page is in its navigation, it builds without a warning, and it loads nothing from elsewhere."""
+
+import os
+import re
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from specdistill.project import ROOT
+
+CONFIG = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
+LOADED = re.compile(r"<(?:link|script|img|iframe)\b[^>]*?\b(?:src|href)=\"?((?:https?:)?//[^\"\s>]+)")
+IMPORTED = re.compile(r"(?:@import\s+|url\()[\"']?((?:https?:)?//[^\"')]+)")
+
+
+def leaves(nav: Any) -> list[str]:
+    if isinstance(nav, str):
+        return [nav]
+    return [page for part in (nav.values() if isinstance(nav, dict) else nav) for page in leaves(part)]
+
+
+def test_navigation_has_every_page_once() -> None:
+    beside = ["index.md", "contributing.md", "changelog.md"]  # the README and others, which docs/site.py adds
+    assert sorted(leaves(CONFIG["nav"])) == sorted([*beside, *(page.name for page in (ROOT / "docs").glob("*.md"))])
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The site, as `make site` builds it: a link that leads nowhere or any other warning fails."""
+    if find_spec("material") is None:
+        pytest.skip("needs mkdocs-material: make setup")
+    folder = tmp_path_factory.mktemp("site")
+    result = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+    )
+    assert result.returncode == 0, result.stderr
+    assert "WARNING" not in result.stderr
+    return folder
+
+
+@pytest.mark.slow
+def test_site_loads_nothing_from_elsewhere(site: Path) -> None:
+    pages, styles = sorted(site.rglob("*.html")), sorted(site.rglob("*.css"))
+    assert len(pages) > 20
+    assert styles
+    texts = {path: path.read_text(encoding="utf-8") for path in [*pages, *styles]}
+    found = {str(path.relative_to(site)): [*LOADED.findall(text), *IMPORTED.findall(text)] for path, text in texts.items()}
+    canonical = CONFIG["extra"]["repository"]
+    assert {name: links for name, links in found.items() if set(links) - {canonical}} == {}
+    assert "mermaid" not in "".join(re.findall(r'class="[^"]*"', "".join(texts.values())))  # drawn by a script of unpkg.com
+
+
+@pytest.mark.slow
+def test_links_out_of_docs_lead_to_the_repository(site: Path) -> None:
+    """Whatever the pages link to: a page of the site, or a file of the repository that exists."""
+    prefix = f"{CONFIG['extra']['repository']}/"
+    links = {link for page in site.rglob("*.html") for link in re.findall(rf'href="{prefix}([^"#]+)', page.read_text("utf-8"))}
+    assert "blob/main/specdistill/losses/divergence.py" in links
+    assert [link for link in links if not (ROOT / re.sub(r"^(?:blob|tree)/main/", "", link)).exists()] == []
+    overview = (site / "index.html").read_text(encoding="utf-8")
+    assert 'href="your-target/"' in overview
+    assert 'src="images/report.png"' in overview
+
+
+@pytest.mark.slow
+def test_threads_are_links(site: Path) -> None:
+    page = (site / "troubleshooting" / "index.html").read_text(encoding="utf-8")
+    assert '<a href="https://github.com/vllm-project/speculators/issues/684">vllm-project/speculators#684</a>' in page

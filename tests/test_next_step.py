@@ -1,0 +1,157 @@
+"""`specdistill` alone: what it prints is what the state of the folder asks for, in commands that take the keys that they are given."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from specdistill.cli import main
+from specdistill.gate.decide import Evidence, judge
+from specdistill.gate.rules import read_rule
+from specdistill.methods.recipe import Recipe
+from specdistill.recipe.load import load_recipe, save_recipe
+from specdistill.report.files import write_report
+from tests.documented import commands, unknown_keys
+from tests.simulated import simulate, simulated_report
+
+PASSES, FAILS, CANNOT_TELL = ({"metric": "mean_acceptance_length", "min": least} for least in (1.0, 9.0, 2.94))
+
+
+@pytest.fixture
+def run(in_empty_folder: Path) -> Path:
+    """A run that was interrupted, relative to the working directory."""
+    del in_empty_folder
+    return interrupted("runs/mine")
+
+
+def interrupted(folder: str, *more: str) -> Path:
+    keys = ["method=eagle3", "target.model=models/mine", "data.source=texts.jsonl", f"train.output_dir={folder}", *more]
+    path = Path(folder) / "run" / "recipe.yaml"
+    path.parent.mkdir(parents=True)
+    save_recipe(load_recipe(Recipe, keys), path)
+    return Path(folder)
+
+
+def trained(run: Path) -> None:
+    (run / "draft").mkdir()
+    (run / "draft" / "config.json").write_text("{}", encoding="utf-8")
+
+
+def measured(
+    run: Path, rule: dict[str, object] | None = None, place: str = "report", age: float = 0.0, **parts: object
+) -> None:
+    """Trained, and a report that was judged by the rule; without one it was not judged. age: seconds since."""
+    if not (run / "draft").exists():
+        trained(run)
+    records = simulate(24)
+    report = simulated_report(records, **parts)
+    if rule:
+        report = judge([read_rule("gate", rule)], Evidence(report, records))
+    write_report(run / place, report, records)
+    now = (run / place / "report.json").stat().st_mtime
+    os.utime(run / place / "report.json", (now - age, now - age))
+
+
+def said(capsys: pytest.CaptureFixture[str]) -> tuple[str, list[str]]:
+    assert main([]) == 0
+    sentence, *lines, last = capsys.readouterr().out.splitlines()
+    assert last == "All verbs: specdistill --help"
+    found = [line.partition("#")[0].strip() for line in lines]
+    assert [key for verb, keys in commands("\n".join(found)) for key in unknown_keys(verb, keys)] == []
+    return sentence, found
+
+
+def test_without_a_run(in_empty_folder: Path, capsys: pytest.CaptureFixture[str]):
+    del in_empty_folder
+    assert said(capsys) == ("There is no run here yet.", ["specdistill demo", "specdistill plan target=path/to/model"])
+
+
+def test_an_interrupted_training_goes_on(run: Path, capsys: pytest.CaptureFixture[str]):
+    sentence, found = said(capsys)
+    assert sentence.startswith("runs/mine is not trained to its end.")
+    assert found == [f"specdistill train recipe={run}/run/recipe.yaml"]
+
+
+def test_a_draft_is_measured_on_prompts_that_somebody_names(run: Path, capsys: pytest.CaptureFixture[str]):
+    trained(run)
+    command = "specdistill eval recipe=runs/mine/run/recipe.yaml eval.suite=path/to/prompts.jsonl"
+    assert said(capsys) == ("runs/mine is trained, and not measured:", [command])
+
+
+def test_prompts_that_the_recipe_names_are_not_asked_for(in_empty_folder: Path, capsys: pytest.CaptureFixture[str]):
+    del in_empty_folder
+    trained(interrupted("runs/suite", "eval.suite=mt-bench"))
+    assert said(capsys)[1] == ["specdistill eval recipe=runs/suite/run/recipe.yaml"]
+
+
+def test_a_report_is_judged(run: Path, capsys: pytest.CaptureFixture[str]):
+    measured(run)
+    assert said(capsys) == (
+        "runs/mine is measured, and not judged:",
+        ["specdistill gate report=runs/mine/report gates=default"],
+    )
+
+
+def test_a_measurement_that_was_cut_short_is_repeated(run: Path, capsys: pytest.CaptureFixture[str]):
+    measured(run, PASSES, incomplete="a server died")
+    sentence, found = said(capsys)
+    assert sentence == "runs/mine was not measured to the end:"
+    assert found[0].startswith("specdistill eval ")
+
+
+def test_a_draft_that_failed_is_examined(run: Path, capsys: pytest.CaptureFixture[str]):
+    measured(run, FAILS)
+    sentence, found = said(capsys)
+    assert sentence == "runs/mine failed its gate. 1 of 1 rules failed: mean_acceptance_length. Is the draft sound?"
+    assert found == ["specdistill doctor draft=runs/mine/draft target=models/mine"]
+
+
+def test_an_inconclusive_gate_asks_for_prompts(run: Path, capsys: pytest.CaptureFixture[str]):
+    measured(run, CANNOT_TELL)
+    sentence, found = said(capsys)
+    assert sentence.startswith("The gate of runs/mine is inconclusive. The evidence cannot decide mean_acceptance_length")
+    assert found == ["specdistill eval recipe=runs/mine/run/recipe.yaml eval.suite=path/to/more/prompts.jsonl"]
+
+
+def test_what_passed_is_exported_and_published(run: Path, capsys: pytest.CaptureFixture[str]):
+    measured(run, PASSES)
+    assert said(capsys) == (
+        "runs/mine passed its gate:",
+        [
+            "specdistill export draft=runs/mine/draft engine=vllm target=models/mine output_dir=runs/mine/vllm",
+            "specdistill publish run=runs/mine repo=org/name baseline=none suite=path/to/prompts.jsonl",
+        ],
+    )
+
+
+def test_the_last_verdict_counts(run: Path, capsys: pytest.CaptureFixture[str]):
+    """`specdistill gate` leaves its verdict beside the report that it judged; a newer measurement makes that one old."""
+    measured(run, age=20)
+    measured(run, FAILS, place="report/release", age=10)
+    assert said(capsys)[0].startswith("runs/mine failed its gate.")
+    measured(run, PASSES)
+    assert said(capsys)[0] == "runs/mine passed its gate:"
+
+
+def test_the_run_that_was_worked_on_last_counts(run: Path, capsys: pytest.CaptureFixture[str]):
+    """Not the one that was begun last; and a run that trained a target is none of a draft."""
+    begun = interrupted("runs/sweep/later")
+    measured(run, PASSES)
+    target = Path("runs/target/run/recipe.yaml")
+    target.parent.mkdir(parents=True)
+    target.write_text("shape: {num_layers: 2}\n", encoding="utf-8")
+    for number, path in enumerate([begun / "run/recipe.yaml", run / "report/report.json", target]):
+        os.utime(path, (2e9 + number, 2e9 + number))
+    assert said(capsys)[0] == "runs/mine passed its gate:"
+
+
+def test_a_run_that_was_moved_is_named_where_it_lies(run: Path, capsys: pytest.CaptureFixture[str]):
+    run.rename("elsewhere")
+    assert said(capsys)[1] == ["specdistill train recipe=elsewhere/run/recipe.yaml train.output_dir=elsewhere"]
+
+
+def test_a_report_that_cannot_be_read_is_one_line(run: Path, capsys: pytest.CaptureFixture[str]):
+    measured(run)
+    (run / "report" / "report.json").write_text("{", encoding="utf-8")
+    assert main([]) == 2
+    assert capsys.readouterr().err.startswith("error: report: got runs/mine/report/report.json")
