@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from enum import IntEnum
 from typing import Any
 
-SECONDS_APART = 10.0  # a launcher ends the other processes before that, on a busy machine too
+SECONDS_APART = 30.0  # a launcher ends the other processes before that, on a busy machine too
 
 
 class ExitCode(IntEnum):

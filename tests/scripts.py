@@ -1,14 +1,39 @@
-"""The scripts of train/, eval/ and bench/, called in this process as a command line calls them."""
+"""The command, and the scripts of train/, eval/ and bench/, called in this process as a command line calls them."""
 
 import importlib.util
+import subprocess
+import sys
+from contextlib import redirect_stderr, redirect_stdout
+from io import StringIO
 from types import ModuleType
 from typing import Any
 
+from specdistill.cli import main
 from specdistill.command import run
 from specdistill.methods.recipe import Recipe
 from specdistill.project import ROOT
+from tests.launches import environment
 
 REPORT_FILES = ["junit.xml", "report.html", "report.json", "report.md", "samples.jsonl"]  # that eval/run.py leaves
+
+
+def specdistill(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """`specdistill` with these arguments: what it prints and its exit code, without the seconds of imports of a process."""
+    given, out, err = sys.argv, StringIO(), StringIO()
+    try:
+        with redirect_stdout(out), redirect_stderr(err):
+            code = main(arguments)
+    except SystemExit as end:  # of a script
+        code = int(end.code or 0)
+    finally:
+        sys.argv = given
+    return subprocess.CompletedProcess(["specdistill", *arguments], code, out.getvalue(), err.getvalue())
+
+
+def start_specdistill(*arguments: str) -> subprocess.Popen[bytes]:
+    """`specdistill` with these arguments in a process of its own, which can be killed; what it prints is lost."""
+    line = [sys.executable, "-m", "specdistill", *arguments]
+    return subprocess.Popen(line, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
 def load_script(path: str) -> Any:

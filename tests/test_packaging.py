@@ -176,8 +176,9 @@ def test_readme_starts_with_the_two_commands():
     assert readme.index("make demo") < 600
 
 
-def test_readme_s_recipe_loads(tmp_path: Path):
-    (example,) = re.findall(r"```yaml\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+def test_recipe_to_begin_with_loads(tmp_path: Path):
+    page = (ROOT / "docs" / "your-target.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
     (tmp_path / "mine.yaml").write_text(example, encoding="utf-8")
     recipe = load_recipe(Recipe, [f"recipe={tmp_path / 'mine.yaml'}"])
     training_arguments({**recipe.train, "output_dir": str(tmp_path)}, use_cpu=True)

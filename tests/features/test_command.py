@@ -1,7 +1,6 @@
 """`specdistill data features` and training from its store as a user runs them: killed, on a full disk, in two processes, offline."""
 
 import json
-import os
 import random
 import signal
 import subprocess
@@ -10,16 +9,15 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from specdistill.project import ROOT
+from tests.launches import environment
+from tests.scripts import specdistill, start_specdistill
 from tests.tiny import write_inputs
 
 pytestmark = pytest.mark.slow
 
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 TRAINED = (
     "draft.ttt_steps=2",
     "train.max_steps=4",
@@ -42,7 +40,7 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 def whole(keys: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A store that was made at once."""
     folder = tmp_path_factory.mktemp("whole")
-    done = subprocess.run(features(keys, folder), env=ENVIRONMENT, capture_output=True, text=True, check=False, timeout=300)
+    done = specdistill(*features(keys, folder))
     assert done.returncode == 0, done.stderr
     assert len(shards(folder)) > 20
     return folder
@@ -50,11 +48,13 @@ def whole(keys: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def features(keys: Sequence[str], folder: Path, *more: str) -> list[str]:
     own = ["hidden_states.mode=hybrid", f"hidden_states.path={folder}", "hidden_states.shard_tokens=256"]
-    return [sys.executable, "-m", "specdistill", "data", "features", *keys, *own, "hidden_states.dtype=float32", *more]
+    return ["data", "features", *keys, *own, "hidden_states.dtype=float32", *more]
 
 
-def run(line: Sequence[str], **options: Any) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(line, env=ENVIRONMENT, capture_output=True, text=True, check=False, timeout=300, **options)
+def run(words: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    """A process of its own: for launches, and for files that nothing may hold open afterwards."""
+    line = [sys.executable, "-m", "specdistill", *words]
+    return subprocess.run(line, env=environment(), capture_output=True, text=True, check=False, timeout=300)
 
 
 def shards(folder: Path) -> dict[str, bytes]:
@@ -66,16 +66,14 @@ def test_a_killed_store_goes_on_to_the_same_bytes(keys: list[str], whole: Path, 
     moments = random.Random(0)
     for _ in range(3):
         before = len(shards(tmp_path))
-        with subprocess.Popen(
-            features(keys, tmp_path), env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        ) as process:
+        with start_specdistill(*features(keys, tmp_path)) as process:
             while len(list(tmp_path.glob("*.safetensors"))) < before + moments.randrange(1, 4) and process.poll() is None:
                 time.sleep(0.001)
             time.sleep(moments.uniform(0, 0.02))
             process.send_signal(signal.SIGKILL)
         there = {path.name: path.stat().st_mtime_ns for path in tmp_path.glob("*.safetensors")}
     assert before < len(there) < len(shards(whole))
-    ended = run(features(keys, tmp_path))
+    ended = specdistill(*features(keys, tmp_path))
     assert ended.returncode == 0 and "made again" not in ended.stderr
     assert shards(tmp_path) == shards(whole)
     assert {name: (tmp_path / name).stat().st_mtime_ns for name in there} == there
@@ -115,8 +113,7 @@ def test_training_offline_is_training_online_also_resumed(keys: list[str], whole
     expected = history(tmp_path, "online", keys, None)
     assert len(expected) == 6
     assert history(tmp_path, "offline", keys, whole) == expected
-    line = training(keys, tmp_path / "cut", whole)
-    with subprocess.Popen(line, env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+    with start_specdistill(*training(keys, tmp_path / "cut", whole)) as process:
         while not (tmp_path / "cut" / "checkpoint-2").exists() and process.poll() is None:
             time.sleep(0.001)
         with suppress(ProcessLookupError):
@@ -125,19 +122,20 @@ def test_training_offline_is_training_online_also_resumed(keys: list[str], whole
     assert history(tmp_path, "cut", keys, whole) == expected
     drafts = {(tmp_path / name / "draft" / "model.safetensors").read_bytes() for name in ("online", "offline", "cut")}
     assert len(drafts) == 1
-    refused = run([*training(keys, tmp_path / "other", whole), "data.seed=1"])
+    refused = specdistill(*training(keys, tmp_path / "other", whole), "data.seed=1")
     assert refused.returncode == 2 and "which lacks" in refused.stderr.splitlines()[-1], refused.stderr
 
 
 def training(keys: Sequence[str], folder: Path, store: Path | None, *more: str) -> list[str]:
-    line = [sys.executable, "-m", "specdistill", "train", *keys, f"train.output_dir={folder}", *more]
+    line = ["train", *keys, f"train.output_dir={folder}", *more]
     kept = ["hidden_states.mode=offline", f"hidden_states.path={store}", "hidden_states.dtype=float32"]
     return [*line, *(kept if store else [])]
 
 
 def history(folder: Path, name: str, keys: Sequence[str], store: Path | None, *more: str) -> list[dict[str, float]]:
     """Losses, norms of gradients and metrics of a training's steps."""
-    ended = run(training(keys, folder / name, store, *more))
+    words = training(keys, folder / name, store, *more)
+    ended = run(words) if more else specdistill(*words)
     assert ended.returncode == 0, ended.stderr[-3000:]
     state = json.loads((folder / name / "checkpoint-4" / "trainer_state.json").read_text(encoding="utf-8"))
     timed = ("runtime", "per_second")
