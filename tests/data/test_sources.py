@@ -346,7 +346,7 @@ def test_a_folder_loads_like_a_dataset_of_the_hub(tmp_path: Path) -> None:
     written(tmp_path / "data" / "train.jsonl", [{"text": "a"}])
     written(tmp_path / "data" / "test.jsonl", [{"text": "b"}])
     assert load_rows(str(tmp_path / "data"), "test", cache_dir=str(tmp_path / "cache"))["text"] == ["b"]
-    with pytest.raises(UserError, match=r"split tst.*expected a split"):
+    with pytest.raises(UserError, match=r"split tst.*expected data\.split"):
         load_rows(str(tmp_path / "data"), "tst", cache_dir=str(tmp_path / "cache"))
 
 

@@ -222,7 +222,8 @@ def test_a_run_is_judged_against_a_baseline_and_its_own_budget(target, suite, ga
         ),
         (
             ["gate=defalt"],
-            "gate: got defalt, expected one of default, pico, release, server, or a gate YAML; did you mean default?",
+            "gate: got defalt, expected one of default, pico, release, server, server-bfloat16, smollm2, or a gate YAML; "
+            "did you mean default?",
         ),
         (["method=eagle3"], "eval.draft: got"),
         (

@@ -39,8 +39,8 @@ LAUNCHED = {merged([f"recipe={name}"])["method"]: name for name in reversed(EVER
 
 # Numbers that are made smaller where a recipe has larger ones. An empty place stands for a large number in those of UNLIMITED.
 AT_MOST: dict[str, tuple[float, str]] = {
-    "data.max_length": (128, "a row holds an answer or two"),
-    "data.regenerate.num_tokens": (1_200, "a dozen answers"),
+    "data.max_length": (300, "a row holds an answer or two, and half of it a recipe's system prompt in bytes"),
+    "data.regenerate.num_tokens": (2_000, "a dozen answers"),
     "data.regenerate.prompt_tokens": (24, "rows are short"),
     "data.regenerate.batch_size": (16, "a dozen answers"),
     "hidden_states.shard_tokens": (256, "a small store has several files"),
@@ -150,7 +150,8 @@ class Line:
         made = []
         for number, entry in enumerate(self.sources):
             if entry["source"] == SELF:
-                made.append(entry)
+                # Of a random target, tokens that are all as likely end a prompt soonest.
+                made.append({**entry, "num_prompts": 6, "temperature": 100})
                 continue
             columns = entry.get("columns") or self.value("data.columns") or {}
             form = "text" if entry["source"] in ("pico", REQUIRED) else "messages"

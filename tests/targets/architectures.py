@@ -1,6 +1,6 @@
-"""A tiny random model of every kind that `AutoModelForCausalLM` knows; docs/targets.md, which says what each can be used for.
+"""A tiny random model of every kind that `AutoModelForCausalLM` knows; the tables of docs/targets.md, which say what each can be used for.
 
-python -m tests.targets.architectures    # writes the page
+python -m tests.targets.architectures    # writes the tables
 """
 
 import copy
@@ -19,6 +19,7 @@ from specdistill.errors import UserError
 from specdistill.methods.eagle.module import build_eagle
 from specdistill.methods.eagle3.module import build_eagle3
 from specdistill.methods.mtp.checkpoint import build_mtp
+from specdistill.report.text import write_between
 from specdistill.targets.frozen import FrozenTarget
 from specdistill.targets.packed_rows import by_lengths, packing
 from tests.tiny import tiny_tokenizer
@@ -192,67 +193,13 @@ def _reason(error: UserError) -> str:
     return got.partition(": ")[2] or got
 
 
-def page(rows: list[Row]) -> str:
+def tables(rows: list[Row]) -> str:
+    """What docs/targets.md says of each kind."""
     served, refused, untried = ([row for row in rows if row.part == part] for part in (SERVED, REFUSED, UNTRIED))
-    return f"""# Targets
-
-A target is any causal language model of transformers whose logits and KV cache can be followed. How a class computes them is not looked up
-but tried when the target is loaded ([targets/anatomy.py](../specdistill/targets/anatomy.py)): one pass of the model's own forward, with
-known numbers in place of its head's output, shows how it scales or caps its logits, and steps over a KV cache must give what one pass
-gives. What does not hold is refused in one line that names the class and the reason.
-
-## What is read
-
-`target.model` names pico, a folder or Hub id with safetensors, or a GGUF file (`folder/model.gguf`, `org/name/model.gguf`), which brings
-its own tokenizer and is dequantized. Quantized checkpoints (FP8, compressed-tensors, bitsandbytes and others) are read where
-transformers can read them on this machine: a missing package or GPU is named in one line, and without a GPU FP8 is dequantized. Drafts
-are in floating point whatever the target is; near-ties of a quantized or shared target are not broken in float64.
-
-Models for text and images (Qwen2.5-VL, Mistral Small 3.1) are targets for their text: prompts and training rows hold no images.
-
-`target.attn` is an attention of transformers (`sdpa`, `eager`, `flex_attention`, `flash_attention_2`, `flash_attention_3`) or a kernel on
-the Hub (`kernels-community/flash-attn2`), of those that a class has: gpt-oss, with its sinks, has `eager`, the kernels and, on a GPU,
-`flex_attention`. null is the class's own default, `sdpa` of most.
-
-## The pass over training rows
-
-Every decoder layer is run, since soft targets are made from the last hidden state, and the head is applied to loss tokens alone. Features
-stay in the target's dtype.
-
-However rows are packed, documents never see each other. `sdpa` would keep them apart by a mask of a row's length squared. A class is told
-where documents begin instead, if that is seen to work (*no mask* below): kernels for documents of many lengths then do what `sdpa` would,
-in memory that grows with the tokens, however long a row is. They compute causal attention with a sliding window and a scale; classes that
-ask for more (soft caps, sinks, chunks, masks of their own) keep their own attention, and so does every pass that decodes, bit for bit.
-Any other `target.attn` is used as it is: flash attention, which mixes documents in a batch of several rows, is given one long row; classes
-that do not look at position ids (gpt-oss) are given masks; what none of this helps is refused with `data.packing`.
-
-`target.fp8=true` multiplies the matrices of the layers in FP8 (e4m3, a scale for each row of a matrix and each token) while a draft is
-trained; with `target.dtype=bfloat16`, on a GPU of compute capability 8.9 or more. What that does to the features is measured on the first
-rows, printed, and kept in `run/history.json`: how far features are off, and how many top-1 tokens are the same. Embedding, norms, routers
-and the head stay in bfloat16, and so do experts that a class keeps in one parameter. Rows are generated and the draft is initialized
-before, by the target as it is, and no draft is measured with it: `specdistill eval` and `eval/compare.py` take `target.fp8=false` alone.
-
-## A target larger than one device
-
-- `target.shard=layers`, in `accelerate launch` of several processes, under any configuration: each process reads from the files, and holds,
-  its part of every layer, and gathers one layer at a time. Features are those of the whole target, bit for bit, and each process passes
-  its own batch. Of a 70B target in bfloat16 each of eight GPUs holds 21.3 GB, 4.2 GB of which are embedding and head, and 1.71 GB of a
-  gathered layer. (On CPUs set `MALLOC_MMAP_THRESHOLD_=1000000`: glibc keeps the memory of gathered layers otherwise.)
-- `target.shard=tensor` divides the matrices instead (transformers' tensor parallelism), where a class has a plan for it and the processes
-  divide its key/value heads. The processes pass the batches of all of them in turn, and wait for each other in every layer: for machines
-  whose GPUs are closely connected. Features agree up to rounding.
-- `target.device_map=auto` spreads the layers over the GPUs of one process: for measuring, and for `specdistill data`. `cpu` keeps the
-  target off the GPU.
-
-Under either shard the embedding, the final norm and the head stay whole in every process, and a single process holds the whole target, so
-that `specdistill eval` reads the recipe of a run as it is. ZeRO-3 and FSDP of `accelerate_configs/` shard the draft and leave the target
-alone. A shared target generates no data: generate first, in one process (`specdistill data`, `target.shard=none`), and training finds the
-rows. It takes neither an adapter nor a quantized checkpoint.
-
-This page is written by `python -m tests.targets.architectures` from tiny random models, one of each kind that `AutoModelForCausalLM`
-knows (transformers {transformers.__version__}). [A test](../tests/targets/test_architectures.py) decodes with each and compares
-with `generate()`; where logits are scaled or capped it compares distributions with those of the model's own logits. A checkpoint is tried
-again when it is loaded.
+    return f"""From tiny random models, one of each kind that `AutoModelForCausalLM` knows (transformers {transformers.__version__}), by
+`python -m tests.targets.architectures`. [A test](../tests/targets/test_architectures.py) decodes with each and compares with `generate()`;
+where logits are scaled or capped it compares distributions with those of the model's own logits. A checkpoint is tried again when it is
+loaded.
 
 ## {SERVED}: {len(served)}
 
@@ -278,8 +225,7 @@ No tiny model of these was made: the config that the test gives them raises the 
 
 | kind | class | error |
 | --- | --- | --- |
-{_lines(untried)}
-"""
+{_lines(untried)}"""
 
 
 def _lines(rows: list[Row]) -> str:
@@ -287,4 +233,4 @@ def _lines(rows: list[Row]) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page([row_of(kind)[0] for kind in KINDS]), encoding="utf-8")
+    write_between(PAGE, "kinds", tables([row_of(kind)[0] for kind in KINDS]))
