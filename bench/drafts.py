@@ -27,15 +27,18 @@ def specdistill(verb: str, *arguments: str, failing: bool = False) -> int:
     return code
 
 
-def train(folder: Path, *keys: str) -> None:
-    """Train the recipe that `keys` give into a folder, or finish that; nothing where that is done. Of another recipe, begin anew."""
+def train(folder: Path, *keys: str, launch: str | None = None) -> None:
+    """Train the recipe that `keys` give into a folder, or finish that; nothing where that is done. Of another recipe, begin anew.
+
+    launch: a file of accelerate_configs/, without its suffix; None: in one process.
+    """
     keys = (*keys, f"train.output_dir={folder}")
     record = folder / "run" / "recipe.yaml"
     is_same = record.is_file() and record.read_text(encoding="utf-8") == recipe_yaml(load_recipe(Recipe, list(keys)))
     if not is_same:
         shutil.rmtree(folder, ignore_errors=True)
     if not (folder / "draft").is_dir():
-        specdistill("train", *keys)
+        specdistill("train", *keys, *([f"launch={launch}"] if launch else []))
 
 
 def caption(report: Mapping[str, Any], measured_for: str, settings: str | None = None) -> str:

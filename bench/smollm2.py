@@ -51,6 +51,7 @@ GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 MEASURED_ON = ("mt-bench", "gsm8k", "humaneval")
 DOCSTRING = range(40, 500)  # characters of a function's docstring that says what it does
 SET_ASIDE = 4  # one prompt in so many is for choosing K
+PROCESSES = 2  # of accelerate_configs/cpu_processes.yaml
 
 # Little of everything. Measured with it, nothing is fast: the verdict is shown and does not count.
 SMALL = [
@@ -126,7 +127,7 @@ def main(options: Options) -> ExitCode:
     specdistill("data", f"recipe=smollm2/{options.recipes[0]}", *keys)
 
     for name, folder in folders.items():
-        train(folder, *given[name])
+        train(folder, *given[name], launch="cpu_processes")
 
     # K of each draft by its curve over K: acceptance by position, and rounds timed at every K. Then all of them on other prompts, and the
     # best at temperature 1
@@ -330,7 +331,7 @@ def plan(recipes: dict[str, Any], data: Any, phases: dict[str, dict[str, Any]], 
     """What is going to be done, with minutes of two cores."""
     lines = [("generating training data", f"{data.regenerate.num_tokens:,} tokens", data.regenerate.num_tokens / GENERATED)]
     for recipe in recipes.values():
-        tokens = recipe.train["max_steps"] * recipe.train["per_device_train_batch_size"] * data.max_length
+        tokens = recipe.train["max_steps"] * PROCESSES * recipe.train["per_device_train_batch_size"] * data.max_length
         lines.append((f"training {recipe.method}", f"{recipe.train['max_steps']} steps, {tokens:,} tokens", tokens / TRAINED))
     for name, phase in phases.items():
         ways = 2 if name == "sampled" else num_drafts
