@@ -205,6 +205,9 @@ class PublishOptions(PublishConfig):
         read_when=NEW_RELEASE,
     )
     suite: str | None = option(None, "what was measured, where the run's recipe names no suite", read_when=NEW_RELEASE)
+    num_speculative_tokens: int | None = option(
+        None, "K that was measured, chosen once the draft was trained; null: the recipe's", ge=1, read_when=NEW_RELEASE
+    )
     spot_check: int = option(8, "prompts decoded again with the draft; 0 is refused as evidence", ge=0, read_when=NEW_RELEASE)
     force: str | None = option(
         None,
@@ -517,6 +520,7 @@ def publish(arguments: list[str]) -> int:
         output_dir=Path(options.output_dir) if options.output_dir else None,
         baseline=options.baseline,
         suite=options.suite,
+        num_speculative_tokens=options.num_speculative_tokens,
         spot_check=options.spot_check,
     )
     print_outcome(outcome)

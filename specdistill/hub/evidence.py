@@ -101,12 +101,14 @@ def check_evidence(
     baseline: Evidence | None = None,
     first_release: bool = False,
     suite: str | None = None,
+    num_speculative_tokens: int | None = None,
     num_prompts: int = SPOT_CHECK,
 ) -> Release:
     """The release of a run's folder, with all that speaks against it.
 
     baseline: the repository's last release (`releases.last_release`). first_release: there is none, and regressions are not asked.
-    suite: what was measured, where the recipe names no suite. num_prompts: to decode again; 0 is a refusal.
+    suite: what was measured, where the recipe names no suite. num_speculative_tokens: K that was chosen once the draft was trained; None:
+    the recipe's. num_prompts: to decode again; 0 is a refusal.
 
     Raises UserError for a folder that is no finished run, and for a report or a recipe that cannot be read.
     """
@@ -116,6 +118,9 @@ def check_evidence(
     recipe, provenance = load_recipe(Recipe, [f"recipe={run / RECIPE}"]), _read_provenance(run / PROVENANCE)
     if suite and recipe.eval.suite not in (None, suite):
         raise UserError("suite", got=suite, expected=f"no such key: the run's recipe names {recipe.eval.suite}")
+    if num_speculative_tokens:
+        chosen = recipe.eval.model_copy(update={"num_speculative_tokens": num_speculative_tokens})
+        recipe = recipe.model_copy(update={"eval": chosen})
     report, records = read_report(run / REPORT, "run")
     if not records:
         raise UserError("run", got=f"{run / REPORT}, whose samples.jsonl holds no record", expected=FINISHED)

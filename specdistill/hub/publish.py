@@ -216,13 +216,15 @@ def publish_run(
     output_dir: Path | None = None,
     baseline: str | None = None,
     suite: str | None = None,
+    num_speculative_tokens: int | None = None,
     spot_check: int = SPOT_CHECK,
 ) -> Outcome:
     """Release a run's draft, or say why not.
 
     given: keys of `publish:` in place of those of the run's recipe. tag: None takes the next of v1, v2, …. reason: why it is published
     although it is refused. dry_run: write the folder and compare it with the Hub, no more. output_dir: a new folder; None takes `release`
-    in the run's, which is written anew. baseline: see `last_release`; suite, spot_check: see `check_evidence`.
+    in the run's, which is written anew. baseline: see `last_release`; suite, num_speculative_tokens, spot_check: see
+    `check_evidence`.
 
     Raises UserError for what the user got wrong, ResourceError when the Hub or the disk fails.
     """
@@ -240,7 +242,14 @@ def publish_run(
         raise UserError("tag", got=f"{tag}, which is another release of {name}", expected=f"a new one, as {there.next_tag}")
     tag, last = tag or there.next_tag, last_release(there, baseline)
     evidence = last.evidence if last else None
-    release = check_evidence(run, baseline=evidence, first_release=last is None, suite=suite, num_prompts=spot_check)
+    release = check_evidence(
+        run,
+        baseline=evidence,
+        first_release=last is None,
+        suite=suite,
+        num_speculative_tokens=num_speculative_tokens,
+        num_prompts=spot_check,
+    )
     origin = Origin.of(release, config.base_model)
     if origin.base_model == name:
         raise UserError("repo", got=f"{name}, which is the target's", expected="one for the draft")

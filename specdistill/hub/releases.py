@@ -93,7 +93,8 @@ def _mapping(path: Path, release: str) -> dict[str, Any]:
 def to_measure_again(release: Release, last: LastRelease) -> str:
     """The commands that measure the last release as the new one was, and publish with that in its place."""
     recipe, output = release.recipe, release.run / MEASURED_AGAIN
-    keys = {"recipe": release.recipe_file, "draft": last, "output_dir": output}
+    k = {"eval.num_speculative_tokens": recipe.eval.num_speculative_tokens}  # which the file of the recipe may not say
+    keys = {"recipe": release.recipe_file, "draft": last, "output_dir": output, **k}
     method = last.evidence.report["draft"]["method"]
     if method != recipe.method:  # its recipe has other keys
         settings = ("suite", "num_speculative_tokens", "temperature", "max_new_tokens", "num_prompts", "repeats")

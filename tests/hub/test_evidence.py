@@ -83,6 +83,14 @@ def test_a_folder_that_was_moved_or_is_reached_by_a_link(run: Path, tmp_path: Pa
     assert refused(tmp_path / "moved", num_prompts=1) == set()
 
 
+@pytest.mark.slow
+def test_a_k_that_was_chosen_once_the_draft_was_trained_is_named(run: Path) -> None:
+    another_k(run)
+    assert refused(run, num_prompts=2) >= {"another measurement"}
+    assert refused(run, num_prompts=2, num_speculative_tokens=4) == set()
+    assert refused(run, num_prompts=2, num_speculative_tokens=3) >= {"another measurement"}
+
+
 def test_what_is_published_is_rendered_from_the_records(run: Path, tmp_path: Path) -> None:
     for name in ("report.md", "report.html"):
         page = run / "report" / name
