@@ -12,10 +12,10 @@ READY := $(VENV)/.ready
 export PATH := $(abspath $(BIN)):$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-launches lint format site bench methods smollm2 engines test-engines
+.PHONY: help setup demo test test-launches lint format site bench methods smollm2 smollm2-engines engines test-engines
 
 help:  ## this list
-	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(READY)  ## make .venv with the tested library versions (constraints.txt)
 
@@ -51,6 +51,9 @@ methods: $(READY)  ## train every method for pico, compare them in one run, writ
 smollm2: $(READY)  ## train every method for SmolLM2-135M-Instruct, measure, gate: about 90 minutes; ARGS="small=true" for a few
 	$(BIN)/python -m bench.smollm2 $(ARGS)
 
+smollm2-engines: $(READY) engines  ## those drafts in vLLM and in llama.cpp: as much accepted, how much faster; ARGS="small=true" for few prompts
+	SPECDISTILL_ENGINES=$(abspath $(ENGINES)) $(BIN)/python -m bench.smollm2_engines $(ARGS)
+
 engines: $(patsubst %,$(ENGINES)/%/.ready,speculators vllm llama.cpp)  ## make an environment for each engine that reads our drafts (docs/engines.md)
 
 test-engines: $(READY) engines  ## drafts in those engines: same logits, same text, same counts of accepted tokens
@@ -69,13 +72,15 @@ $(ENGINES)/%/.ready: tests/with_engines/%.txt
 	$(if $(findstring vllm,$*),$(AS_VLLM))
 	touch $@
 
-# A program of llama.cpp, built here; its converter is Python, and runs in our own environment.
+# A program of llama.cpp, built here, which is told to print all of its log before it ends; its converter is Python.
 LLAMA := $(ENGINES)/llama.cpp/source/vendor/llama.cpp
 $(ENGINES)/llama.cpp/.ready: tests/with_engines/llama.cpp.txt
 	$(PYTHON) -m venv $(@D)
 	grep -v ^llama-cpp-python $< | $(@D)/bin/python -m pip install --quiet --requirement /dev/stdin
 	$(@D)/bin/python -m pip download --quiet --no-deps --dest $(@D)/download $$(grep ^llama-cpp-python $<)
 	mkdir -p $(@D)/source && tar xzf $(@D)/download/*.tar.gz --strip-components 1 -C $(@D)/source
+	sed -i 's/^    llama_backend_free();/    common_log_flush(common_log_main());\n&/' $(LLAMA)/examples/speculative-simple/speculative-simple.cpp
+	grep -q common_log_flush $(LLAMA)/examples/speculative-simple/speculative-simple.cpp
 	PATH="$(abspath $(@D))/bin:$$PATH" cmake -S $(LLAMA) -B $(LLAMA)/build -G Ninja --log-level ERROR -DCMAKE_BUILD_TYPE=Release \
 		-DLLAMA_CURL=OFF -DLLAMA_OPENSSL=OFF -DLLAMA_BUILD_TESTS=OFF -DBUILD_SHARED_LIBS=ON
 	PATH="$(abspath $(@D))/bin:$$PATH" cmake --build $(LLAMA)/build --target llama-speculative-simple

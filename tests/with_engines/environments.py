@@ -12,27 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from specdistill.project import ROOT
-
-QUIET_VLLM = {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
-FOLDER = Path(os.environ.get("SPECDISTILL_ENGINES", ROOT / ".venv-engines"))
+from bench.engines import FOLDER, QUIET_VLLM, is_set_up
 
 
 def environment(name: str) -> Path:
     """The folder of an engine that is set up; a test that needs one that is not is skipped."""
-    folder = FOLDER / name
-    if not (folder / ".ready").is_file():
+    if not is_set_up(name):
         pytest.skip(f"no {name} in {FOLDER}; `make engines` sets it up")
-    return folder
-
-
-def run(*command: str | Path) -> str:
-    """What a program of an engine prints, errors last, in a process that sees nothing of this one's Python; it must succeed."""
-    hidden = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
-    surroundings = {name: value for name, value in os.environ.items() if name not in hidden}
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False, env=surroundings)
-    assert done.returncode == 0, f"{command[0]} ended with {done.returncode}:\n{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
-    return done.stdout + done.stderr
+    return FOLDER / name
 
 
 @contextmanager

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from bench.engines import run
 from specdistill.data.packing import indexed
 from specdistill.export.export import export
 from specdistill.losses.divergence import forward_kl
@@ -19,7 +20,7 @@ from specdistill.targets.frozen import FrozenTarget
 from specdistill.training.objective import loss_rows
 from tests.heads import build_head, save_head
 from tests.tiny import tiny_target_model, tiny_tokenizer
-from tests.with_engines.environments import environment, run
+from tests.with_engines.environments import environment
 
 pytestmark = [pytest.mark.engines, pytest.mark.slow]
 

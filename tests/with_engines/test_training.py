@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
+from bench.engines import FOLDER
 from tests.scripts import load_script
 from tests.tiny import input_keys, tiny_target_model, write_inputs
-from tests.with_engines.environments import FOLDER, environment
+from tests.with_engines.environments import environment
 
 pytestmark = [pytest.mark.engines, pytest.mark.slow]
 

@@ -12,6 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
+from bench.engines import QUIET_VLLM, run
 from specdistill.engines import ENGINES
 from specdistill.errors import ExitCode
 from specdistill.export.export import export
@@ -23,7 +24,7 @@ from specdistill.suites.suite import load_suite, tokenize
 from specdistill.targets.files import TargetFiles
 from specdistill.targets.frozen import FrozenTarget
 from tests.with_engines.conftest import K
-from tests.with_engines.environments import QUIET_VLLM, environment, run
+from tests.with_engines.environments import environment
 
 pytestmark = [pytest.mark.engines, pytest.mark.slow]
 

@@ -1,0 +1,29 @@
+"""Engines as `make engines` leaves them, each in an environment of its own, and their programs, run as other processes."""
+
+import os
+import subprocess
+from pathlib import Path
+
+from specdistill.errors import ResourceError
+from specdistill.project import ROOT
+
+QUIET_VLLM = {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+FOLDER = Path(os.environ.get("SPECDISTILL_ENGINES", ROOT / ".venv-engines"))
+
+
+def is_set_up(name: str) -> bool:
+    return (FOLDER / name / ".ready").is_file()
+
+
+def run(*command: str | Path) -> str:
+    """What a program of an engine prints, errors last, in a process that sees nothing of this one's Python.
+
+    Raises ResourceError, which shows the end of that, unless it succeeds.
+    """
+    hidden = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
+    surroundings = {name: value for name, value in os.environ.items() if name not in hidden}
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False, env=surroundings)
+    if done.returncode:
+        said = f"{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
+        raise ResourceError(f"{command[0]} ended with {done.returncode}:\n{said}", next_step="look at what it printed")
+    return done.stdout + done.stderr

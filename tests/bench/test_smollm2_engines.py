@@ -1,0 +1,89 @@
+"""What make smollm2-engines measures and says; tests/with_engines runs the programs that it starts."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from bench.llama_cpp import AsLlamaCpp, Counts
+from bench.smollm2_engines import Draft, Options, as_gguf, chosen, page
+from specdistill.decoding.decoder import Decoder
+from specdistill.decoding.proposer import Proposal
+from specdistill.errors import UserError
+from specdistill.measurement.engine_counts import ignore_stop_tokens
+from specdistill.methods.load import implementation
+from specdistill.methods.target_record import save_draft
+from specdistill.targets.frozen import FrozenTarget
+from tests.heads import build_head
+from tests.proposers import ModelProposer, tiny_target
+from tests.tiny import tiny_target_model, tiny_tokenizer
+
+MEASURED = {
+    "draft": "`eagle3`, K = 3",
+    "engine": "vLLM 1.0, bfloat16",
+    "mean_acceptance_length": 1.95,
+    "mean_acceptance_length_ci95": [1.9, 2.0],
+    "here": 2.0,
+    "tokens_per_second": 30.0,
+    "baseline_tokens_per_second": 20.0,
+    "speedup": 1.5,
+    "speedup_ci95": [1.4, 1.6],
+}
+
+
+@pytest.fixture
+def head(in_empty_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A head with the norms of EAGLE-3.1, where `make smollm2` leaves one, beside its target."""
+    folder = in_empty_folder / "runs" / "smollm2"
+    tiny_target_model(num_layers=8).save_pretrained(folder / "target")
+    tiny_tokenizer().save_pretrained(folder / "target")
+    target = FrozenTarget.load(str(folder / "target"))
+    draft = build_head("eagle3", target, fc_norm=True, norm_output=True)
+    save_draft(implementation("eagle3"), target, draft, folder / "eagle3" / "draft")
+    return Path("runs/smollm2/eagle3/draft")
+
+
+def test_drafts_are_those_of_the_comparison_with_their_k(head: Path) -> None:
+    with pytest.raises(UserError, match=r"drafts: got null, and no runs/smollm2/comparison\.json, expected .* `make smollm2`"):
+        chosen(Options())
+    candidates = [
+        {"name": name, "report": {"draft": {"model": model}, "settings": {"num_speculative_tokens": k}}}
+        for name, model, k in (("draft", str(head), 2), ("ngram", None, 4))
+    ]
+    Path("runs/smollm2/comparison.json").write_text(json.dumps({"candidates": candidates}), encoding="utf-8")
+    assert chosen(Options()) == [Draft(head, "eagle3", 2)]
+    assert chosen(Options(num_speculative_tokens=[5])) == [Draft(head, "eagle3", 5)]
+    with pytest.raises(UserError, match=r"num_speculative_tokens: got \[\] for 1 drafts, expected K of each"):
+        chosen(Options(drafts=[str(head)]))
+
+
+def test_the_table_has_what_was_measured_and_why_something_was_not(head: Path) -> None:
+    with pytest.raises(UserError, match="a head with fc_norm") as refused:
+        as_gguf(Draft(head, "eagle3", 3), Path("exported"))
+    assert refused.value.key == "engine" and not Path("exported").exists()
+    absent = {"draft": "`eagle3`, K = 3", "engine": "llama.cpp, Q4_1", "not_measured": str(refused.value)}
+    caption, table, why = page([MEASURED, absent], 24, 64)
+    assert "24 prompts" in caption and "up to 64 tokens" in caption
+    assert table.splitlines()[2:] == [
+        "| `eagle3`, K = 3 | vLLM 1.0, bfloat16 | 1.95 (1.90 to 2.00) | 2.00 | −2.5% | 20.0 | 30.0 | 1.50× (1.40 to 1.60) |",
+        "| `eagle3`, K = 3 | llama.cpp, Q4_1 | – | – | – | – | – | – |",
+    ]
+    assert why.startswith("`eagle3`, K = 3 is not in llama.cpp, Q4_1: engine: got gguf for ") and "fc" in why
+
+
+class FirstTokens(ModelProposer):
+    """The target's own next tokens, but the last one wrong."""
+
+    def propose(self, state, k, sampling, generator):
+        tokens = super().propose(state, k, sampling, generator).tokens
+        return Proposal([*tokens[:-1], (tokens[-1] + 1) % 260])
+
+
+def test_rounds_of_llama_cpp_draft_at_once_and_no_further_than_the_limit() -> None:
+    target = tiny_target()
+    ignore_stop_tokens(target)
+    decoder, prompt = AsLlamaCpp(target, FirstTokens(target.model)), (40, 41, 42, 43)
+    # 3 + 1 tokens; 2 + 1, as 3 are drafted with 4 to go; then a whole draft, which passes the limit.
+    assert decoder.count(prompt, 8, 4) == Counts(3, 4 + 3 + 4, 3 + 2 + 3)
+    plain = Decoder(target).generate(prompt, max_new_tokens=8).token_ids
+    assert decoder.count(prompt, 8, 4, stop_ids=plain[1:2]) == Counts(1, 4, 3)
