@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from specdistill.comparison.compare import is_lossless
 from specdistill.errors import ExitCode
 from specdistill.methods import METHODS
@@ -28,17 +30,22 @@ def specdistill(verb: str, *arguments: str, failing: bool = False) -> int:
 
 
 def train(folder: Path, *keys: str, launch: str | None = None) -> None:
-    """Train the recipe that `keys` give into a folder, or finish that; nothing where that is done. Of another recipe, begin anew.
+    """Train the recipe that `keys` give into a folder, or finish that; nothing where that is done. Of another training, begin anew.
 
     launch: a file of accelerate_configs/, without its suffix; None: in one process.
     """
     keys = (*keys, f"train.output_dir={folder}")
     record = folder / "run" / "recipe.yaml"
-    is_same = record.is_file() and record.read_text(encoding="utf-8") == recipe_yaml(load_recipe(Recipe, list(keys)))
-    if not is_same:
+    recipe = recipe_yaml(load_recipe(Recipe, list(keys)))
+    if not record.is_file() or _training(record.read_text(encoding="utf-8")) != _training(recipe):
         shutil.rmtree(folder, ignore_errors=True)
     if not (folder / "draft").is_dir():
         specdistill("train", *keys, *([f"launch={launch}"] if launch else []))
+
+
+def _training(recipe: str) -> dict[str, Any]:
+    """A recipe without what is done with the draft once it is trained."""
+    return {name: section for name, section in yaml.safe_load(recipe).items() if name not in ("eval", "gate", "publish")}
 
 
 def caption(report: Mapping[str, Any], measured_for: str, settings: str | None = None) -> str:
