@@ -48,7 +48,7 @@ bench: $(READY)  ## measure speed on this machine
 methods: $(READY)  ## train every method for pico, compare them in one run, write the README's table
 	$(BIN)/python -m bench.methods $(ARGS)
 
-smollm2: $(READY)  ## train every method for SmolLM2-135M-Instruct, measure, gate: about 90 minutes; ARGS="small=true" for a few
+smollm2: $(READY)  ## train a draft for SmolLM2-135M-Instruct, measure, gate: about 90 minutes; ARGS="small=true" for a few
 	$(BIN)/python -m bench.smollm2 $(ARGS)
 
 smollm2-engines: $(READY) engines  ## those drafts in vLLM and in llama.cpp: as much accepted, how much faster; ARGS="small=true" for few prompts
