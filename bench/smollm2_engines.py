@@ -94,7 +94,7 @@ def main(options: Options) -> None:
         rows[-1]["here"] = total(counted).mean_acceptance_length
 
         rows.append(in_llama_cpp(draft, prompts, target, max_new_tokens, Path(options.gguf)))
-        if "not_measured" not in rows[-1]:
+        if "refused" not in rows[-1]:
             decoder = AsLlamaCpp(target, proposer)
             here = [decoder.count(prompt.token_ids, max_new_tokens, draft.k, stop_ids) for prompt in prompts]
             rows[-1]["here"] = 1 + sum(each.num_accepted for each in here) / sum(each.num_rounds for each in here)
@@ -158,7 +158,7 @@ def in_llama_cpp(
     except UserError as error:
         if error.key != "engine":
             raise
-        return {**row, "not_measured": str(error)}
+        return {**row, "refused": str(error)}
     ways = {
         "": ("-md", gguf, "--spec-type", KINDS[draft.method], "--spec-draft-n-max", str(draft.k)),
         "baseline_": WITHOUT_DRAFT,
@@ -199,8 +199,8 @@ def page(rows: Sequence[dict[str, Any]], num_prompts: int, max_new_tokens: int) 
     )
     yield table(HEAD, (_line(row) for row in rows))
     for row in rows:
-        if "not_measured" in row:
-            yield f"{row['draft']} is not in {row['engine']}: {plain(row['not_measured'])}."
+        if "refused" in row:
+            yield f"{row['draft']} is not in {row['engine']}: {plain(row['refused'])}."
 
 
 def _line(row: dict[str, Any]) -> list[str]:

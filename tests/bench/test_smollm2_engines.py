@@ -28,6 +28,7 @@ MEASURED = {
     "baseline_tokens_per_second": 20.0,
     "speedup": 1.5,
     "speedup_ci95": [1.4, 1.6],
+    "not_measured": {"draft_ms": "a server does not time its steps one by one"},
 }
 
 
@@ -61,7 +62,7 @@ def test_the_table_has_what_was_measured_and_why_something_was_not(head: Path) -
     with pytest.raises(UserError, match="a head with fc_norm") as refused:
         as_gguf(Draft(head, "eagle3", 3), Path("exported"))
     assert refused.value.key == "engine" and not Path("exported").exists()
-    absent = {"draft": "`eagle3`, K = 3", "engine": "llama.cpp, Q4_1", "not_measured": str(refused.value)}
+    absent = {"draft": "`eagle3`, K = 3", "engine": "llama.cpp, Q4_1", "refused": str(refused.value)}
     caption, table, why = page([MEASURED, absent], 24, 64)
     assert "24 prompts" in caption and "up to 64 tokens" in caption
     assert table.splitlines()[2:] == [
