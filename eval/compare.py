@@ -5,6 +5,7 @@ python eval/compare.py target=path/to/model drafts=[org/draft@v1,org/draft@v2] s
 """
 
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 from pydantic import create_model
 
 from specdistill.command import check_writable, run
-from specdistill.comparison.candidates import find_candidates
+from specdistill.comparison.candidates import Candidate, find_candidates
 from specdistill.comparison.compare import Measured, compare
 from specdistill.comparison.pages import print_comparison, write_comparison
 from specdistill.decoding.tree import tree_shape
@@ -23,8 +24,10 @@ from specdistill.measurement.losslessness import greedy_check, sampling_test
 from specdistill.measurement.measure import measure_together, prompt_records, round_costs
 from specdistill.measurement.measured import MeasuredConfiguration, draft_report
 from specdistill.methods.load import describe_draft, load_proposer
+from specdistill.methods.ngram.config import LookupFirst
+from specdistill.methods.ngram.first import LookupFirstProposer
 from specdistill.methods.recipe import eval_keys_of_methods, options_by_method
-from specdistill.recipe.fields import AtLeastOne, ReadWhen, option, section
+from specdistill.recipe.fields import AtLeastOne, ReadWhen, option, section, shown
 from specdistill.recipe.sections import MeasurementConfig, TargetConfig, TreeConfig
 from specdistill.suites.suite import load_suite, tokenize
 from specdistill.targets.frozen import FrozenTarget
@@ -36,7 +39,12 @@ CHAINS = ReadWhen("without a tree", lambda it: it.tree is None)
 
 class CommonOptions(MeasurementConfig):
     target: TargetConfig = section(TargetConfig)
-    drafts: list[str] = option(..., "two or more: draft folders, Hub ids (org/name, org/name@revision), or the word ngram")
+    drafts: list[str] = option(
+        ...,
+        "two or more: draft folders, Hub ids (org/name, org/name@revision), the word ngram, or ngram+<folder or Hub id> for a draft that "
+        "drafts where a look-up finds nothing",
+    )
+    lookup_first: LookupFirst = option(LookupFirst(), "how ngram+<draft> drafts")
     num_speculative_tokens_each: list[AtLeastOne] = option(
         [], "K of each draft, in their order; []: num_speculative_tokens is that of all", read_when=CHAINS
     )
@@ -56,6 +64,7 @@ def main(options: CommonOptions) -> ExitCode:
     check_writable(folder, "output_dir")
     candidates, suite = find_candidates(options.drafts), load_suite(options.suite, options.target.model)
     settings = settings_of_each(options, len(candidates))
+    check_lookup_first(options, candidates)
     drafting = options_by_method(options, [entry.method for entry in candidates])
 
     # Target, all the drafts, and prompts: whatever is wrong with one of them shows before anything is measured
@@ -64,6 +73,10 @@ def main(options: CommonOptions) -> ExitCode:
     proposers = [
         load_proposer(entry.method, entry.folder, target, key="drafts", **own)
         for entry, own in zip(candidates, drafting, strict=True)
+    ]
+    proposers = [
+        LookupFirstProposer(proposer, options.lookup_first) if entry.looks_up_first else proposer
+        for entry, proposer in zip(candidates, proposers, strict=True)
     ]
     histories = [read_history(entry.folder, key="drafts") if entry.folder else None for entry in candidates]
     drafts = [describe_draft(entry.draft, entry.method) for entry in candidates]
@@ -109,6 +122,22 @@ def main(options: CommonOptions) -> ExitCode:
     write_comparison(folder, comparison, {entry.name: entry.records for entry in measured})
     print_comparison(comparison, folder)
     return ExitCode.DONE if all(entry["lossless"] for entry in comparison["ranking"]) else ExitCode.CHECK_FAILED
+
+
+def check_lookup_first(options: CommonOptions, candidates: Sequence[Candidate]) -> None:
+    """Raises UserError for its keys where no candidate has a look-up in front of it, and for batches and trees where one has."""
+    if not any(entry.looks_up_first for entry in candidates):
+        if options.lookup_first != LookupFirst():
+            got = f"keys below it with drafts={shown(options.drafts)}"
+            raise UserError("lookup_first", got=got, expected="no such key, or a candidate ngram+<draft>")
+        return
+    if options.batch_size > 1:
+        raise UserError("batch_size", got=f"{options.batch_size} with a candidate ngram+<draft>", expected="1")
+    trees = options.trees_each or [options.tree] * len(candidates)
+    if any(entry.looks_up_first and tree for entry, tree in zip(candidates, trees, strict=True)):
+        raise UserError(
+            "trees_each", got="a tree with a candidate ngram+<draft>", expected="null for it: it drafts chains only"
+        )
 
 
 def settings_of_each(options: CommonOptions, count: int) -> list[Settings]:

@@ -15,15 +15,16 @@ from specdistill.repositories import split_revision
 
 KEY = "drafts"
 NESTED = ("transformer_layer_config", "model", "text_config")  # where some layouts have a decoder's sizes
+LOOKUP_FIRST = "ngram+"  # before a draft: look-up where that finds something, else this draft
 UNTRAINED = [name for name, method in METHODS.items() if method.artifact is None]  # named in place of a folder
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One draft. draft: the entry as given; folder: of its files; revision: a Hub commit; num_layers, hidden_size: of its decoder, by
-    its config.json.
+    """One draft. draft: its folder or Hub id as given; folder: of its files; revision: a Hub commit; num_layers, hidden_size: of its
+    decoder, by its config.json. looks_up_first: a look-up stands in front of it (see specdistill.methods.ngram.first).
 
-    All of these are None for a method without a draft.
+    All of these but the last are None for a method without a draft.
     """
 
     name: str
@@ -33,32 +34,43 @@ class Candidate:
     revision: str | None = None
     num_layers: int | None = None
     hidden_size: int | None = None
+    looks_up_first: bool = False
 
 
 def find_candidates(entries: Sequence[str]) -> list[Candidate]:
-    """Candidates with unique names, from folders, Hub ids (org/name or org/name@revision) and methods without a draft (`ngram`).
+    """Candidates with unique names, from folders, Hub ids (org/name or org/name@revision) and methods without a draft (`ngram`); of
+    `ngram+<folder or Hub id>` a look-up stands in front of the draft.
 
     Raises UserError for fewer than two, for a folder without a draft, and for two that are the same or copies of each other;
     ResourceError when the Hub fails.
     """
     if len(entries) < 2:
         raise UserError(KEY, got=f"{len(entries)} candidate{'s' * (len(entries) != 1)}", expected="two or more: drafts=[a,b]")
-    folders = [None if entry in UNTRAINED else _locate(entry) for entry in entries]
-    for (first, its_folder), (second, folder) in itertools.combinations(zip(entries, folders, strict=True), 2):
-        if _copies(its_folder, folder) if its_folder and folder else first == second:
-            raise UserError(KEY, got=f"{first} and {second}, which are the same draft", expected="different candidates")
-    return [_candidate(*parts) for parts in zip(_names(entries), entries, folders, strict=True)]
+    prefixes, drafts = zip(*map(_split, entries), strict=True)
+    folders = [None if entry in UNTRAINED else _locate(draft) for entry, draft in zip(entries, drafts, strict=True)]
+    for one, two in itertools.combinations(range(len(entries)), 2):
+        first, second = folders[one], folders[two]
+        same = _copies(first, second) if first and second else entries[one] == entries[two]
+        if same and prefixes[one] == prefixes[two]:
+            got = f"{entries[one]} and {entries[two]}, which are the same draft"
+            raise UserError(KEY, got=got, expected="different candidates")
+    return [_candidate(*parts) for parts in zip(_names(entries), drafts, folders, map(bool, prefixes), strict=True)]
 
 
-def _candidate(name: str, entry: str, folder: Path | None) -> Candidate:
+def _split(entry: str) -> tuple[str, str]:
+    """(LOOKUP_FIRST or nothing, the draft)."""
+    prefix = LOOKUP_FIRST if entry.startswith(LOOKUP_FIRST) and not Path(entry).is_dir() else ""
+    return prefix, entry.removeprefix(prefix)
+
+
+def _candidate(name: str, entry: str, folder: Path | None, looks_up_first: bool) -> Candidate:
     if folder is None:
         return Candidate(name, entry)
     method = method_of(folder, key=KEY)
     config, revision = read_config(folder, KEY), None if Path(entry).is_dir() else folder.name
     nested = next((config[part] for part in NESTED if isinstance(config.get(part), dict)), config)
-    return Candidate(
-        name, method, entry, folder, revision, implementation(method).num_layers(config), nested.get("hidden_size")
-    )
+    num_layers = implementation(method).num_layers(config)
+    return Candidate(name, method, entry, folder, revision, num_layers, nested.get("hidden_size"), looks_up_first)
 
 
 def _locate(entry: str) -> Path:
@@ -85,16 +97,17 @@ def _names(entries: Sequence[str]) -> list[str]:
 
     Names become folders, so they are compared without case.
     """
+    prefixes, drafts = zip(*map(_split, entries), strict=True)
     parts = [
-        Path(entry).resolve().parts[1:]
-        if Path(entry).is_dir()
-        else [part.replace("/", "-") for part in entry.split("/", 1)]  # a revision may hold slashes, as refs/pr/1 does
-        for entry in entries
+        Path(draft).resolve().parts[1:]
+        if Path(draft).is_dir()
+        else [part.replace("/", "-") for part in draft.split("/", 1)]  # a revision may hold slashes, as refs/pr/1 does
+        for draft in drafts
     ]
     depths, longer = [0] * len(entries), [1] * len(entries)
     while longer != depths:
         depths = longer
-        names = ["-".join(part[-depth:]) for part, depth in zip(parts, depths, strict=True)]
+        names = [prefix + "-".join(part[-depth:]) for prefix, part, depth in zip(prefixes, parts, depths, strict=True)]
         count = Counter(name.casefold() for name in names)
         is_double = [count[name.casefold()] > 1 for name in names]
         longer = [min(depth + double, len(part)) for depth, double, part in zip(depths, is_double, parts, strict=True)]

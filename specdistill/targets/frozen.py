@@ -48,6 +48,14 @@ class Features:
         *aux, last_hidden = stacked_BATD.unbind(1)
         return cls(tuple(aux), last_hidden)
 
+    @classmethod
+    def joined(cls, parts: Sequence["Features"]) -> "Features":
+        """Of the positions of all parts, one after the other; copied."""
+        aux = zip(*(part.aux for part in parts), strict=True)
+        return cls(
+            tuple(torch.cat(of_layer, dim=1) for of_layer in aux), torch.cat([part.last_hidden for part in parts], dim=1)
+        )
+
     def stacked(self) -> Tensor:
         """[B, A + 1, T, D]."""
         return torch.stack((*self.aux, self.last_hidden), dim=1)

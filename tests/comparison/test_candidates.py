@@ -55,6 +55,21 @@ def test_each_kind_is_recognised(runs: Path) -> None:
     )
 
 
+def test_a_look_up_may_stand_in_front_of_a_draft(runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    draft = str(runs / "eagle3" / "draft")
+    alone, together = find_candidates([draft, f"ngram+{draft}"])
+    assert (alone.name, together.name) == ("draft", "ngram+draft")
+    assert (alone.looks_up_first, together.looks_up_first) == (False, True)
+    assert (together.draft, together.folder, together.method) == (draft, runs / "eagle3" / "draft", "eagle3")
+    with pytest.raises(UserError, match="which are the same draft"):
+        find_candidates([f"ngram+{draft}", f"ngram+{draft}"])
+    with pytest.raises(UserError, match="got nowhere, which is no folder"):
+        find_candidates(["ngram+nowhere", "ngram"])
+    shutil.copytree(draft, tmp_path / "ngram+mine")  # a folder of that name is a folder
+    monkeypatch.chdir(tmp_path)
+    assert not find_candidates(["ngram+mine", "ngram"])[0].looks_up_first
+
+
 def test_tensors_decide_not_what_the_config_calls_itself(runs: Path, tmp_path: Path) -> None:
     folder = other(runs / "eagle3" / "draft", tmp_path / "named")
     config = json.loads((folder / "config.json").read_text())

@@ -21,6 +21,8 @@ from specdistill.methods.eagle3.module import build_eagle3
 from specdistill.methods.heads.proposer import HeadProposer
 from specdistill.methods.load import load_proposer
 from specdistill.methods.mtp.checkpoint import build_mtp
+from specdistill.methods.ngram.config import LookupFirst
+from specdistill.methods.ngram.first import LookupFirstProposer
 from specdistill.methods.ngram.method import NgramProposer
 from specdistill.targets.frozen import FrozenTarget
 from tests import mtp_targets
@@ -63,10 +65,13 @@ def proposers(target: FrozenTarget) -> dict[str, Proposer]:
         "eagle": HeadProposer(build_eagle(target)),
         "mtp": HeadProposer(build_mtp(target, init="scratch")),
         "ngram": NgramProposer(),
+        "ngram+eagle3": LookupFirstProposer(HeadProposer(build_eagle3(target)), LookupFirst(min=1)),
     }
 
 
-@pytest.mark.parametrize("name", ["eagle3", "eagle3, two layers", "eagle3, pruned", "eagle3, window", "eagle", "mtp", "ngram"])
+@pytest.mark.parametrize(
+    "name", ["eagle3", "eagle3, two layers", "eagle3, pruned", "eagle3, window", "eagle", "mtp", "ngram", "ngram+eagle3"]
+)
 @pytest.mark.parametrize("k", [1, 4])
 def test_greedy_output_is_the_plain_output(target: FrozenTarget, name: str, k: int) -> None:
     plain = Decoder(target).generate(PROMPT, max_new_tokens=40)
@@ -160,7 +165,7 @@ def plain_draws(target: FrozenTarget) -> Counter[tuple[int, ...]]:
     return draws(Decoder(target), seed=0)
 
 
-@pytest.mark.parametrize("name", ["eagle3", "eagle3, pruned", "eagle", "mtp", "ngram"])
+@pytest.mark.parametrize("name", ["eagle3", "eagle3, pruned", "eagle", "mtp", "ngram", "ngram+eagle3"])
 def test_sampled_text_follows_the_targets_distribution(
     target: FrozenTarget, plain_draws: Counter[tuple[int, ...]], name: str
 ) -> None:

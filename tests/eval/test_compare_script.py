@@ -104,6 +104,19 @@ def test_options_of_one_method_go_to_its_candidates(arguments, tmp_path):
     }
 
 
+def test_a_draft_is_compared_with_itself_behind_a_look_up(arguments, tmp_path):
+    keys = ["drafts=[run/draft,ngram+run/draft,ngram]", "num_speculative_tokens_each=[2,4,4]"]
+    assert command(*arguments, *keys, "lookup_first.min=1", "lookup_first.draft_tokens=1", "max_new_tokens=16") == ExitCode.DONE
+    out = tmp_path / "out"
+    report = json.loads((out / "ngram+draft" / "report.json").read_text())
+    assert report["settings"]["drafting"] == {"lookup_first": [1, 5], "draft_tokens": 1}
+    assert report["draft"]["model"] == "run/draft"
+    lines = (out / "ngram+draft" / "samples.jsonl").read_text().splitlines()
+    lengths = {len(entry["drafted"]) for line in lines for entry in json.loads(line)["rounds"]}
+    assert lengths == {1, 4}  # the draft's, and the look-up's
+    assert "drafting: lookup first \\[1, 5\\], draft tokens 1" in (out / "ngram+draft" / "report.md").read_text()
+
+
 def test_each_draft_has_its_own_k_over_one_baseline(arguments, tmp_path):
     assert command(*arguments, "drafts=[run/draft,small,ngram]", "num_speculative_tokens_each=[1,3,2]") == ExitCode.DONE
     comparison = json.loads((tmp_path / "out" / "comparison.json").read_text())
@@ -195,6 +208,10 @@ def test_a_draft_that_changes_the_text_is_exit_code_one(arguments, tmp_path, mon
         (["drafts=[small,ngram]", "num_speculative_tokens=0"], "num_speculative_tokens: got 0"),
         (["drafts=[run/draft,small]", "ngram.max=5"], "with method eagle3 and draft_model, expected no such key: only ngram reads it"),
         (["drafts=[run/draft,ngram]", "confidence_threshold=0.5"], "confidence_threshold: got 0.5 with method eagle3 and ngram"),
+        (["drafts=[small,ngram]", "lookup_first.min=3"], "lookup_first: got keys below it"),
+        (["drafts=[ngram+small,ngram]", "lookup_first.min=9"], "lookup_first.min: got 9, expected at most lookup_first.max"),
+        (["drafts=[ngram+small,ngram]", "batch_size=2"], "batch_size: got 2 with a candidate ngram+<draft>, expected 1"),
+        (["drafts=[ngram+small,ngram]", "trees_each=[{branching: [2]},null]"], "trees_each: got a tree with a candidate ngram+"),
         (["drafts=[small,ngram]", "draft=small"], "draft: got an unknown key"),
     ],
 )  # fmt: skip

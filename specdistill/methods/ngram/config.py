@@ -22,6 +22,22 @@ class Ngram(Section):
         return self
 
 
+class LookupFirst(Section):
+    """A look-up in front of a draft (see specdistill.methods.ngram.first)."""
+
+    min: int = option(2, "fewest tokens that must agree for what followed them to be drafted", ge=1)
+    max: int = option(5, "most tokens compared; the longest agreement counts", ge=1)
+    draft_tokens: int = option(
+        2, "draft tokens of the draft, where nothing is found; a look-up gives num_speculative_tokens", ge=1
+    )
+
+    @model_validator(mode="after")
+    def _has_lengths(self) -> "LookupFirst":
+        if self.min > self.max:
+            raise UserError("lookup_first.min", got=self.min, expected=f"at most lookup_first.max, which is {self.max}")
+        return self
+
+
 class Eval(EvalConfig):
     ngram: Ngram = option(Ngram(), "how n-grams are looked up", read_when=IN_PROCESS)
 

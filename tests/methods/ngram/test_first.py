@@ -1,0 +1,81 @@
+"""A look-up in front of a draft: which of them drafts, and that the draft has read what was committed meanwhile."""
+
+import pytest
+import torch
+
+from specdistill.decoding.decoder import Decoder
+from specdistill.decoding.proposer import DecodingState, Proposal
+from specdistill.decoding.sampling import GREEDY, Sampling
+from specdistill.errors import UserError
+from specdistill.methods.draft_model.proposer import DraftModelProposer
+from specdistill.methods.eagle3.module import build_eagle3
+from specdistill.methods.heads.proposer import HeadProposer
+from specdistill.methods.ngram.config import LookupFirst
+from specdistill.methods.ngram.first import LookupFirstProposer
+from specdistill.methods.ngram.method import NgramProposer
+from specdistill.targets.frozen import FrozenTarget
+from tests.proposers import tiny_target
+
+PROMPT = [5, 9, 5, 9, 6, 5, 9]
+
+
+@pytest.fixture(scope="module")
+def target() -> FrozenTarget:
+    return tiny_target()
+
+
+class Watched(LookupFirstProposer):
+    """Keeps every proposal with the sequence that it follows."""
+
+    def begin(self, max_length: int) -> None:
+        super().begin(max_length)
+        self.proposed: list[tuple[list[int], list[int]]] = []
+
+    def propose(self, state: DecodingState, k: int, sampling: Sampling, generator: torch.Generator | None) -> Proposal:
+        proposal = super().propose(state, k, sampling, generator)
+        self.proposed.append((list(state.token_ids), proposal.tokens))
+        return proposal
+
+
+def test_the_draft_drafts_where_nothing_is_found_as_if_it_had_read_every_round(target: FrozenTarget) -> None:
+    head, config = HeadProposer(build_eagle3(target)), LookupFirst(min=2, max=3, draft_tokens=2)
+    watched, lookup = Watched(head, config), NgramProposer(2, 3)
+    Decoder(target, watched).generate(PROMPT, max_new_tokens=60, num_speculative_tokens=4)
+    followed = {True: 0, False: 0}  # whether a round of a look-up came before the draft's
+    looked_up = False
+    for text, tokens in watched.proposed:
+        lookup.begin(100)
+        if found := lookup.propose(DecodingState(text), 4, GREEDY, None).tokens:
+            assert tokens == found
+        else:
+            head.begin(100)
+            fresh = target.features(torch.tensor([text[:-1]]), head.aux_layers)
+            assert tokens == head.propose(DecodingState(text, fresh), 2, GREEDY, None).tokens
+            followed[looked_up] += 1
+        looked_up = bool(found)
+    assert all(followed.values()), followed
+
+
+def test_a_draft_model_catches_up_as_well(target: FrozenTarget) -> None:
+    plain = Decoder(target).generate(PROMPT, max_new_tokens=40)
+    proposer = LookupFirstProposer(DraftModelProposer(target.model), LookupFirst(draft_tokens=3))
+    run = Decoder(target, proposer).generate(PROMPT, max_new_tokens=40, num_speculative_tokens=5)
+    assert run.token_ids == plain.token_ids
+    own = [entry for entry in run.rounds if len(entry.drafted) == 3]
+    assert own and all(entry.num_accepted == 3 for entry in own[:-1])  # it is the target
+
+
+def test_it_says_what_it_is(target: FrozenTarget) -> None:
+    head = HeadProposer(build_eagle3(target, draft_vocabulary=torch.arange(0, target.vocab_size, 3)))
+    proposer = LookupFirstProposer(head, LookupFirst(min=3, max=4, draft_tokens=2))
+    assert proposer.vocabulary is None and (proposer.num_parameters, proposer.aux_layers) == (
+        head.num_parameters,
+        head.aux_layers,
+    )
+    assert proposer.settings == {"lookup_first": [3, 4], "draft_tokens": 2}
+    assert [proposer.passes(k) for k in (1, 6)] == [1, 2]
+    assert proposer.draws(Sampling(1.0), None) and not proposer.draws(GREEDY, None)
+    with pytest.raises(UserError, match="batch_size"):
+        proposer.batched()
+    with pytest.raises(UserError, match=r"lookup_first\.min: got 6, expected at most lookup_first\.max, which is 5"):
+        LookupFirst(min=6)
