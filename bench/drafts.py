@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from specdistill.comparison.candidates import LOOKUP_FIRST
 from specdistill.comparison.compare import is_lossless
 from specdistill.errors import ExitCode
 from specdistill.methods import METHODS
@@ -69,11 +70,16 @@ def methods_table(candidates: Sequence[Mapping[str, Any]]) -> str:
     return table(HEAD, (_line(candidate) for candidate in by_method(candidates)))
 
 
+def looks_up_first(report: Mapping[str, Any]) -> bool:
+    """Whether a look-up stood in front of the draft."""
+    return "lookup_first" in report["settings"]["drafting"]
+
+
 def _line(candidate: Mapping[str, Any]) -> list[str]:
     report, training = candidate["report"], candidate["training"]
     row = report["results"][0]
     return [
-        f"`{report['draft']['method']}`",
+        f"`{LOOKUP_FIRST if looks_up_first(report) else ''}{report['draft']['method']}`",
         ", ".join(
             filter(None, [f"{number(row['mean_acceptance_length'])}{between(row, 'mean_acceptance_length')}", a_round(row)])
         ),

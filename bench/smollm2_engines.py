@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench.drafts import specdistill
+from bench.drafts import looks_up_first, specdistill
 from bench.engines import FOLDER as ENGINES
 from bench.engines import QUIET_VLLM
 from bench.llama_cpp import KINDS, WITHOUT_DRAFT, AsLlamaCpp, Completion, complete, convert
@@ -114,7 +114,9 @@ def chosen(options: Options) -> list[Draft]:
             raise UserError("drafts", got=f"null, and no {path}", expected=expected)
         compared = reports(json.loads(path.read_text(encoding="utf-8"))).values()
         given = {
-            each["draft"]["model"]: each["settings"]["num_speculative_tokens"] for each in compared if each["draft"]["model"]
+            each["draft"]["model"]: each["settings"]["num_speculative_tokens"]
+            for each in compared
+            if each["draft"]["model"] and not looks_up_first(each)
         }
         folders, ks = list(given), options.num_speculative_tokens or list(given.values())
     else:
