@@ -18,8 +18,9 @@ from specdistill.methods.load import other_method
 from specdistill.methods.mtp.checkpoint import ARCHITECTURE as MTP
 from specdistill.methods.mtp.tensor_names import NATIVE_KEYS, naming_of
 from specdistill.methods.sizes import CAUSAL_LM, Described
-from specdistill.repositories import HTTP_ERROR, fetch, resolve
+from specdistill.repositories import HTTP_ERROR, fetch, resolve, split_gguf
 from specdistill.targets.files import INDEX, SINGLE, Shards
+from specdistill.targets.loading import read_gguf_config
 
 TIMEOUT_SECONDS = 5
 # What drafts call themselves, special names first; some are methods that are not trained here.
@@ -36,21 +37,26 @@ SEARCHES = ("eagle", "speculator", "draft", "dflash", "mtp")
 
 
 def read(name: str, *, key: str, revision: str | None = None, trust_remote_code: bool = False) -> Described:
-    """Read the config.json of `pico`, a folder or a Hub id; `key` is what errors name.
+    """Read the config.json of `pico`, a folder or a Hub id, or the config of a GGUF file; `key` is what errors name.
 
     Raises UserError when there is none or it cannot be read, ResourceError when the Hub fails.
     """
-    path = resolve(name, key)
+    path, file = split_gguf(resolve(name, key))
+    expected = "pico, a folder, a GGUF file or a Hub id"
+    if file:
+        folder = fetch(path, key=key, expected=expected, revision=revision, patterns=[file])
+        config = read_gguf_config(folder, file, key=key, name=name)
+        hub_id, revision = (None, None) if Path(path).is_dir() else (name, folder.name)
+        stored = (folder / file).stat().st_size
+        return Described(name, key, hub_id, revision, config.to_dict(), config, None, stored_bytes=stored)
     patterns = ["config.json", INDEX, *(["*.py"] if trust_remote_code else [])]
-    folder = fetch(path, key=key, expected="pico, a folder or a Hub id", revision=revision, patterns=patterns)
+    folder = fetch(path, key=key, expected=expected, revision=revision, patterns=patterns)
     if not (folder / "config.json").is_file():
         raise UserError(key, got=f"{name}, which has no config.json", expected="a folder or a Hub id with one")
     raw = read_config(folder, key)
     try:
         if raw.get("architectures") == [MTP]:
-            config: Any = PreTrainedConfig.from_dict(
-                raw["text_config"]
-            )  # of the target that this project's own MTP drafts are for
+            config = PreTrainedConfig.from_dict(raw["text_config"])  # of the target that this project's own MTP drafts are for
         elif isinstance(
             nested := raw.get("transformer_layer_config") or raw.get("model"), dict
         ):  # as speculators and vLLM wrap a head's

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from transformers import AutoConfig
 
 from specdistill.errors import UserError, one_line
 from specdistill.project import PICO
 from specdistill.repositories import fetch, large_file_hashes, resolve, split_gguf
 from specdistill.targets.identity import TargetIdentity, combined, file_hashes
+from specdistill.targets.loading import read_gguf_config
 
 KEY = "target.model"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -206,7 +206,7 @@ class TargetFiles:
     @cached_property
     def config(self) -> dict[str, Any]:
         if self._gguf:
-            config: dict[str, Any] = AutoConfig.from_pretrained(self.fetch(*self._gguf), gguf_file=self._gguf[0]).to_dict()
+            config: dict[str, Any] = read_gguf_config(self.fetch(*self._gguf), self._gguf[0], key=KEY, name=self.name).to_dict()
             return config
         return read_config(self.fetch("config.json", INDEX), KEY)
 

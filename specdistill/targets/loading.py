@@ -153,6 +153,12 @@ def read_without_weights(folder: Path, *, key: str, name: str) -> tuple[Any, Any
             return auto_class(config).from_config(config), tokenizer
 
 
+def read_gguf_config(folder: Path, file: str, *, key: str, name: str) -> Any:
+    """The config of a GGUF file, as transformers reads it. `name` is what errors call it. Raises UserError where it cannot."""
+    with _reading(key, name, GGUF):
+        return AutoConfig.from_pretrained(folder, gguf_file=file)
+
+
 def _layers_on_disk(config: Any, device: str, trust_remote_code: bool) -> dict[str, str] | None:
     """A device map: every part of a model on the device, but for its decoder layers. None for a class whose files hold its weights in
     another form, as those of most experts: transformers would write them to the disk once more.

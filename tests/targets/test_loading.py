@@ -18,6 +18,8 @@ from transformers import (
 
 from specdistill.errors import UserError
 from specdistill.methods.draft_model.gguf import write_gguf
+from specdistill.planning.plan import make_plan
+from specdistill.planning.reading import read as read_plan
 from specdistill.project import PICO
 from specdistill.targets.files import TargetFiles
 from specdistill.targets.frozen import FrozenTarget
@@ -70,6 +72,25 @@ def test_a_gguf_file_that_is_none_is_refused(gguf: Path, tmp_path: Path) -> None
         short.write_bytes(gguf.read_bytes()[:size])
         with pytest.raises(UserError, match=r"^target\.model: got .*short.*expected a whole GGUF file"):
             FrozenTarget.load(str(short))
+        if size > 0:  # its header is cut as well
+            for config_of in (lambda name: TargetFiles.of(name).config, lambda name: read_plan(name, key="target.model")):
+                with pytest.raises(UserError, match=r"^target\.model: got .*short.*expected a whole GGUF file"):
+                    config_of(str(short))
+
+
+def test_a_gguf_file_is_planned_for_like_the_checkpoint_it_was_made_from(gguf: Path) -> None:
+    file, pico = read_plan(str(gguf), key="target"), read_plan("pico", key="target")
+    sizes = (
+        "vocab_size",
+        "hidden_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "intermediate_size",
+    )
+    assert {name: getattr(file.text, name) for name in sizes} == {name: getattr(pico.text, name) for name in sizes}
+    assert (file.hub_id, file.native_mtp, file.stored_bytes) == (None, None, gguf.stat().st_size)
+    assert f"target.model={gguf}" in str(make_plan(file).recommendation["start"])
 
 
 def test_a_gguf_file_of_a_type_that_is_not_read_is_refused(gguf: Path, tmp_path: Path) -> None:
