@@ -28,12 +28,16 @@ from specdistill.methods.ngram.config import LookupFirst
 from specdistill.methods.ngram.first import LookupFirstProposer
 from specdistill.methods.recipe import eval_keys_of_methods, options_by_method
 from specdistill.recipe.fields import AtLeastOne, ReadWhen, option, section, shown
-from specdistill.recipe.sections import MeasurementConfig, TargetConfig, TreeConfig
+from specdistill.recipe.sections import A_CHAIN, MeasurementConfig, TargetConfig, TreeConfig
 from specdistill.suites.suite import load_suite, tokenize
 from specdistill.targets.frozen import FrozenTarget
 from specdistill.training.history import read_history
 
 SHORTHANDS = {"target": "target.model"}
+SAME_K = ReadWhen(
+    "without num_speculative_tokens_each, and without a tree or as the depth of that",
+    lambda it: not it.num_speculative_tokens_each and A_CHAIN.holds(it),
+)
 CHAINS = ReadWhen("without a tree", lambda it: it.tree is None)
 
 
@@ -44,6 +48,7 @@ class CommonOptions(MeasurementConfig):
         "two or more: draft folders, Hub ids (org/name, org/name@revision), the word ngram, or ngram+<folder or Hub id> for a draft that "
         "drafts where a look-up finds nothing",
     )
+    num_speculative_tokens: int = option(4, "K, draft tokens a round", ge=1, read_when=SAME_K)
     lookup_first: LookupFirst = option(LookupFirst(), "how ngram+<draft> drafts")
     num_speculative_tokens_each: list[AtLeastOne] = option(
         [], "K of each draft, in their order; []: num_speculative_tokens is that of all", read_when=CHAINS
@@ -64,7 +69,7 @@ def main(options: CommonOptions) -> ExitCode:
     check_writable(folder, "output_dir")
     candidates, suite = find_candidates(options.drafts), load_suite(options.suite, options.target.model)
     settings = settings_of_each(options, len(candidates))
-    check_lookup_first(options, candidates)
+    check_lookup_first(options, candidates, settings)
     drafting = options_by_method(options, [entry.method for entry in candidates])
 
     # Target, all the drafts, and prompts: whatever is wrong with one of them shows before anything is measured
@@ -99,7 +104,11 @@ def main(options: CommonOptions) -> ExitCode:
             sampling_test(target, proposer, prompts, own, num_draws=options.sampling_draws)
             for proposer, own in zip(proposers, settings, strict=True)
         ]
-        costs = [round_costs(target, proposer, prompts, own) for proposer, own in zip(proposers, settings, strict=True)]
+        # Behind a look-up, how many tokens a round drafts depends on what was found: no round is a shorter one of another.
+        costs = [
+            [] if entry.looks_up_first else round_costs(target, proposer, prompts, own)
+            for entry, proposer, own in zip(candidates, proposers, settings, strict=True)
+        ]
     reports = [
         draft_report(target, proposer, suite, [plan], [result], draft=draft, sampling_test=test, costs=cost, took=took)
         for proposer, draft, plan, result, test, cost in zip(proposers, drafts, plans, results, tests, costs, strict=True)
@@ -124,8 +133,8 @@ def main(options: CommonOptions) -> ExitCode:
     return ExitCode.DONE if all(entry["lossless"] for entry in comparison["ranking"]) else ExitCode.CHECK_FAILED
 
 
-def check_lookup_first(options: CommonOptions, candidates: Sequence[Candidate]) -> None:
-    """Raises UserError for its keys where no candidate has a look-up in front of it, and for batches and trees where one has."""
+def check_lookup_first(options: CommonOptions, candidates: Sequence[Candidate], settings: Sequence[Settings]) -> None:
+    """Raises UserError for its keys where no candidate has a look-up in front of it, and for what cannot be drafted so where one has."""
     if not any(entry.looks_up_first for entry in candidates):
         if options.lookup_first != LookupFirst():
             got = f"keys below it with drafts={shown(options.drafts)}"
@@ -133,11 +142,13 @@ def check_lookup_first(options: CommonOptions, candidates: Sequence[Candidate]) 
         return
     if options.batch_size > 1:
         raise UserError("batch_size", got=f"{options.batch_size} with a candidate ngram+<draft>", expected="1")
-    trees = options.trees_each or [options.tree] * len(candidates)
-    if any(entry.looks_up_first and tree for entry, tree in zip(candidates, trees, strict=True)):
-        raise UserError(
-            "trees_each", got="a tree with a candidate ngram+<draft>", expected="null for it: it drafts chains only"
-        )
+    for chosen in (chosen for entry, chosen in zip(candidates, settings, strict=True) if entry.looks_up_first):
+        if chosen.tree:
+            key = "trees_each" if options.trees_each else "tree"
+            raise UserError(key, got="a tree with a candidate ngram+<draft>", expected="null for it: it drafts chains only")
+        if options.lookup_first.draft_tokens > chosen.num_speculative_tokens:
+            got = f"{options.lookup_first.draft_tokens} with K = {chosen.num_speculative_tokens}"
+            raise UserError("lookup_first.draft_tokens", got=got, expected="at most K of the candidate ngram+<draft>")
 
 
 def settings_of_each(options: CommonOptions, count: int) -> list[Settings]:
@@ -148,6 +159,10 @@ def settings_of_each(options: CommonOptions, count: int) -> list[Settings]:
             raise UserError(key, got=f"{len(getattr(options, key))} of them", expected=f"{count}, one for each draft")
     chains = [replace(for_all, num_speculative_tokens=k) for k in options.num_speculative_tokens_each] or [for_all] * count
     trees = [tree_shape(**vars(tree)) if tree else None for tree in options.trees_each] or [for_all.tree] * count
+    for k, tree in zip(options.num_speculative_tokens_each, trees, strict=False):
+        if tree and tree.depth != k:
+            got = f"{k} for a tree of depth {tree.depth}"
+            raise UserError("num_speculative_tokens_each", got=got, expected="the depth of the tree")
     return [
         replace(chain, num_speculative_tokens=tree.depth, tree=tree) if tree else chain
         for chain, tree in zip(chains, trees, strict=True)

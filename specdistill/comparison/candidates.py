@@ -60,6 +60,8 @@ def find_candidates(entries: Sequence[str]) -> list[Candidate]:
 def _split(entry: str) -> tuple[str, str]:
     """(LOOKUP_FIRST or nothing, the draft)."""
     prefix = LOOKUP_FIRST if entry.startswith(LOOKUP_FIRST) and not Path(entry).is_dir() else ""
+    if prefix and entry.removeprefix(prefix) in UNTRAINED:
+        raise UserError(KEY, got=entry, expected=f"a draft folder or a Hub id after {LOOKUP_FIRST}")
     return prefix, entry.removeprefix(prefix)
 
 

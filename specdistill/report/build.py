@@ -128,7 +128,7 @@ def theory(row: dict[str, Any], costs: Sequence[RoundCost], passes: Callable[[in
     if any(name not in row for name in needed):
         return None
     rates, step = row["acceptance_rate_per_position"], row["baseline_step_ms"]
-    num_drafted = row["num_draft_tokens"] / row["num_drafts"] if row["tree"] else len(rates)
+    num_drafted = row["num_draft_tokens"] / row["num_drafts"]  # all nodes of a tree; fewer than K where a draft stops early
     cost = RoundCost(len(rates), row["verify_ms"], row["draft_ms"] * num_drafted)
     curve = speedup_curve(rates, step, cost, costs)
     return {

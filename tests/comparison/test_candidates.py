@@ -63,6 +63,8 @@ def test_a_look_up_may_stand_in_front_of_a_draft(runs: Path, tmp_path: Path, mon
     assert (together.draft, together.folder, together.method) == (draft, runs / "eagle3" / "draft", "eagle3")
     with pytest.raises(UserError, match="which are the same draft"):
         find_candidates([f"ngram+{draft}", f"ngram+{draft}"])
+    with pytest.raises(UserError, match=r"got ngram\+ngram, expected a draft folder or a Hub id after ngram\+"):
+        find_candidates(["ngram+ngram", draft])
     with pytest.raises(UserError, match="got nowhere, which is no folder"):
         find_candidates(["ngram+nowhere", "ngram"])
     shutil.copytree(draft, tmp_path / "ngram+mine")  # a folder of that name is a folder

@@ -59,6 +59,21 @@ def arguments(work, tmp_path, monkeypatch):
     return ["target=./target", "suite=suite.jsonl", f"output_dir={tmp_path / 'out'}", *quick]
 
 
+def without_k(arguments):
+    """Without the K of all drafts, for a command that gives each its own."""
+    return [argument for argument in arguments if not argument.startswith("num_speculative_tokens=")]
+
+
+def test_each_k_is_checked_where_it_is_given(arguments, capsys):
+    for keys, message in (
+        (["num_speculative_tokens_each=[1]"], "num_speculative_tokens_each: got 1 of them, expected 2"),
+        (["num_speculative_tokens_each=[7,2]", "trees_each=[{branching: [2,2]},null]"],
+         "num_speculative_tokens_each: got 7 for a tree of depth 2, expected the depth of the tree"),
+    ):  # fmt: skip
+        assert command(*without_k(arguments), "drafts=[small,ngram]", *keys) == ExitCode.USER_ERROR
+        assert message in capsys.readouterr().err
+
+
 def test_a_comparison_leaves_its_pages_and_every_report(arguments, tmp_path, capsys):
     assert command(*arguments, "drafts=[run/draft,small,ngram]") == ExitCode.DONE
     out = tmp_path / "out"
@@ -106,7 +121,10 @@ def test_options_of_one_method_go_to_its_candidates(arguments, tmp_path):
 
 def test_a_draft_is_compared_with_itself_behind_a_look_up(arguments, tmp_path):
     keys = ["drafts=[run/draft,ngram+run/draft,ngram]", "num_speculative_tokens_each=[2,4,4]"]
-    assert command(*arguments, *keys, "lookup_first.min=1", "lookup_first.draft_tokens=1", "max_new_tokens=16") == ExitCode.DONE
+    assert (
+        command(*without_k(arguments), *keys, "lookup_first.min=1", "lookup_first.draft_tokens=1", "max_new_tokens=16")
+        == ExitCode.DONE
+    )
     out = tmp_path / "out"
     report = json.loads((out / "ngram+draft" / "report.json").read_text())
     assert report["settings"]["drafting"] == {"lookup_first": [1, 5], "draft_tokens": 1}
@@ -118,7 +136,8 @@ def test_a_draft_is_compared_with_itself_behind_a_look_up(arguments, tmp_path):
 
 
 def test_each_draft_has_its_own_k_over_one_baseline(arguments, tmp_path):
-    assert command(*arguments, "drafts=[run/draft,small,ngram]", "num_speculative_tokens_each=[1,3,2]") == ExitCode.DONE
+    keys = ["drafts=[run/draft,small,ngram]", "num_speculative_tokens_each=[1,3,2]"]
+    assert command(*without_k(arguments), *keys) == ExitCode.DONE
     comparison = json.loads((tmp_path / "out" / "comparison.json").read_text())
     reports = {candidate["name"]: candidate["report"] for candidate in comparison["candidates"]}
     assert {name: report["settings"]["num_speculative_tokens"] for name, report in reports.items()} == {
@@ -136,8 +155,8 @@ def test_each_draft_has_its_own_k_over_one_baseline(arguments, tmp_path):
 
 
 def test_a_tree_and_chains_over_one_baseline(arguments, tmp_path):
-    keys = ["drafts=[run/draft,ngram]", "num_speculative_tokens_each=[1,2]", "trees_each=[{branching: [2,2]},null]"]
-    assert command(*arguments, *keys) == ExitCode.DONE
+    keys = ["drafts=[run/draft,ngram]", "num_speculative_tokens_each=[2,2]", "trees_each=[{branching: [2,2]},null]"]
+    assert command(*without_k(arguments), *keys) == ExitCode.DONE
     draft, ngram = (json.loads((tmp_path / "out" / name / "report.json").read_text()) for name in ("draft", "ngram"))
     assert (draft["settings"]["tree"], draft["settings"]["num_speculative_tokens"]) == ({"branching": [2, 2]}, 2)
     assert (ngram["settings"]["tree"], ngram["settings"]["num_speculative_tokens"]) == (None, 2)
@@ -202,7 +221,7 @@ def test_a_draft_that_changes_the_text_is_exit_code_one(arguments, tmp_path, mon
         (["drafts=[small,ngram]", "target.fp8=true", "target.dtype=bfloat16"], "target.fp8: got true, expected false"),
         (["drafts=[small,ngram]", "suite=pcio"], "suite: got pcio"),
         (["drafts=[small,ngram]", "max_new_tokens=400"], "got prompt a0"),
-        (["drafts=[small,ngram]", "num_speculative_tokens_each=[1]"], "num_speculative_tokens_each: got 1 of them, expected 2"),
+        (["drafts=[small,ngram]", "num_speculative_tokens_each=[1,2]"], "num_speculative_tokens: got 2, expected 4: it is read only"),
         (["drafts=[small,ngram]", "trees_each=[null]"], "trees_each: got 1 of them, expected 2, one for each draft"),
         (["drafts=[small,ngram]", "trees_each=[null,{branching: [2]}]"], "tree"),
         (["drafts=[small,ngram]", "num_speculative_tokens=0"], "num_speculative_tokens: got 0"),
@@ -212,6 +231,8 @@ def test_a_draft_that_changes_the_text_is_exit_code_one(arguments, tmp_path, mon
         (["drafts=[ngram+small,ngram]", "lookup_first.min=9"], "lookup_first.min: got 9, expected at most lookup_first.max"),
         (["drafts=[ngram+small,ngram]", "batch_size=2"], "batch_size: got 2 with a candidate ngram+<draft>, expected 1"),
         (["drafts=[ngram+small,ngram]", "trees_each=[{branching: [2]},null]"], "trees_each: got a tree with a candidate ngram+"),
+        (["drafts=[ngram+small,small]", "tree={branching: [2,2]}"], "tree: got a tree with a candidate ngram+<draft>"),
+        (["drafts=[ngram+small,ngram]", "lookup_first.draft_tokens=3"], "lookup_first.draft_tokens: got 3 with K = 2, expected at most K"),
         (["drafts=[small,ngram]", "draft=small"], "draft: got an unknown key"),
     ],
 )  # fmt: skip

@@ -39,8 +39,8 @@ class LookupFirstProposer:
         return self.draft.draws(sampling, tree)
 
     def passes(self, k: int) -> int:
-        """At most: none where a look-up finds something."""
-        return self.draft.passes(min(k, self.draft_tokens))
+        """None in a round of a look-up, which alone gives more tokens than the draft may."""
+        return self.draft.passes(k) if k <= self.draft_tokens else 0
 
     def begin(self, max_length: int) -> None:
         self.draft.begin(max_length)
@@ -48,14 +48,14 @@ class LookupFirstProposer:
         self._unread = []
 
     def propose(self, state: DecodingState, k: int, sampling: Sampling, generator: Random) -> Proposal:
-        if state.fresh is not None:
-            self._unread.append(state.fresh)
+        assert state.fresh is not None
         found = self.lookup.propose(state, k, sampling, generator)
-        # A copy: the next pass of a compiled target may write over its features.
-        self._unread = [Features.joined(self._unread)] if self._unread else []
         if found.tokens:
+            self._unread.append(
+                Features.joined([state.fresh])
+            )  # a copy: a compiled target's next pass may write over its features
             return found
-        fresh = self._unread.pop() if self._unread else None
+        fresh, self._unread = Features.joined([*self._unread, state.fresh]), []
         return self.draft.propose(replace(state, fresh=fresh), min(k, self.draft_tokens), sampling, generator)
 
     def batched(self) -> BatchProposer:

@@ -73,7 +73,7 @@ def test_it_says_what_it_is(target: FrozenTarget) -> None:
         head.aux_layers,
     )
     assert proposer.settings == {"lookup_first": [3, 4], "draft_tokens": 2}
-    assert [proposer.passes(k) for k in (1, 6)] == [1, 2]
+    assert [proposer.passes(k) for k in (1, 2, 6)] == [1, 2, 0]
     assert proposer.draws(Sampling(1.0), None) and not proposer.draws(GREEDY, None)
     with pytest.raises(UserError, match="batch_size"):
         proposer.batched()
