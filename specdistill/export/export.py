@@ -15,7 +15,7 @@ from specdistill.methods.checkpoint import check_new, read_config
 from specdistill.methods.load import create_draft, implementation, method_of
 from specdistill.methods.recipe import Recipe, TrainedRecipe
 from specdistill.methods.target_record import check_target, copy_record, save_draft
-from specdistill.report.phrases import between, failed_rules, times, verdict
+from specdistill.report.phrases import between, failed_rules, times, tree, verdict
 from specdistill.report.tables import by_load
 from specdistill.report.text import cells, table
 from specdistill.targets.files import TargetFiles
@@ -136,12 +136,16 @@ def expectation(report: Mapping[str, Any] | None) -> str:
     low, high = row.get("mean_acceptance_length_ci95") or (length, length)
     positions = " / ".join(f"{rate:.0%}" for rate in row["acceptance_rate_per_position"])
     decoder = "transformers" if engine["name"] == "specdistill" else f"{ENGINES[engine['name']].title} {engine['version']}"
-    drafted = f"{settings['num_speculative_tokens']} draft tokens in a chain at temperature {settings['temperature']:g}"
+    k, temperature = settings["num_speculative_tokens"], f"at temperature {settings['temperature']:g}"
+    drafted = (
+        f"a {tree(settings['tree'])} {temperature}" if settings.get("tree") else f"{k} draft tokens in a chain {temperature}"
+    )
+    others = "chains fewer" if settings.get("tree") else "trees more"
     where = f"{row['num_prompts']} prompts of suite {row['suite']}"
     target = " in ".join(filter(None, (report["target"]["model"], report["target"].get("dtype"))))
     return f"""Acceptance length **{length:.2f}** (95 % interval {low:.2f} to {high:.2f}), the target's own token included; accepted by
 position: {positions}. Measured in {decoder} with {drafted}, on {where},
-target {target}. Other prompts and temperatures give other numbers, and trees more."""
+target {target}. Other prompts and temperatures give other numbers, and {others}."""
 
 
 def find_report(draft: Path, report: Path | None, method: str) -> dict[str, Any] | None:
@@ -162,4 +166,6 @@ def find_report(draft: Path, report: Path | None, method: str) -> dict[str, Any]
         raise UserError("report", got=f"{path} ({error or type(error).__name__})", expected=expected) from error
     if measured != method:
         raise UserError("report", got=f"{path}, of a draft of method {measured}", expected=expected)
+    if "lookup_first" in read["settings"].get("drafting", {}):
+        raise UserError("report", got=f"{path}, of a draft behind a look-up", expected=f"{expected} on its own")
     return read

@@ -236,6 +236,8 @@ def _of_settings(measured: Evidence, recipe: Recipe) -> Iterator[Refusal]:
     configuration = replace(asked, batch_size=load).configuration
     if measured.records[0].configuration != configuration:
         yield Refusal("another measurement", f"its first records are of {measured.records[0].configuration}")
+    if "lookup_first" in report["settings"].get("drafting", {}):
+        yield Refusal("another measurement", "a look-up stood in front of the draft, and no engine serves it so")
     if report["settings"]["repeats"] < asked.repeats:
         repeats = f"{report['settings']['repeats']} repetitions"
         yield Refusal("another measurement", f"{repeats}, and the recipe asks for {asked.repeats}")

@@ -139,6 +139,15 @@ def test_what_was_measured_is_what_to_expect(named: bool, folder: Path, tmp_path
     assert "70% / 55% / 40% / 30%" in text and "24 prompts of suite pico" in text and "temperature 0," in text
 
 
+def test_a_report_of_a_tree_says_so(folder: Path, tmp_path: Path) -> None:
+    shape = {"budget": 6, "depth": 4, "top_k": 3}
+    (tmp_path / "report.json").write_text(json.dumps(report(tree=shape)))
+    export(folder / "run" / "draft", "vllm", tmp_path / "out", report=tmp_path / "report.json")
+    text = served(tmp_path / "out")[1]
+    assert "with a tree of 6 tokens, 4 deep, top 3 at temperature 0," in text and "and chains fewer." in text
+    assert "in a chain" not in text
+
+
 def test_what_speaks_against_serving_a_draft_stands_before_the_command(folder: Path, tmp_path: Path) -> None:
     rules = [{"metric": "speedup", "verdict": verdict, "severity": "error"} for verdict in ("failed", "passed")]
     judged = {**report(), "gate": {"verdict": "failed", "passed": False, "rules": rules}}
@@ -211,6 +220,7 @@ def test_vllm_samples_as_the_measurement_did(folder: Path, tmp_path: Path) -> No
         ("{", "expected the report.json"),
         (json.dumps({}), "draft"),
         (json.dumps({**report(), "results": []}), "expected the report.json"),
+        (json.dumps(report(drafting={"lookup_first": [2, 5], "draft_tokens": 2})), "of a draft behind a look-up"),
         (json.dumps(report("eagle")), "of a draft of method eagle, expected the report.json of a draft of method eagle3"),
     ],
 )

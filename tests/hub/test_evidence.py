@@ -408,6 +408,11 @@ def the_report_of_another_target(run: Path) -> None:
     reseal(run)
 
 
+def a_look_up_in_front_of_the_draft(run: Path) -> None:
+    edit_report(run, "settings", "drafting", to={"lookup_first": [2, 5], "draft_tokens": 2})
+    reseal(run)
+
+
 def a_draft_for_another_target(run: Path) -> None:
     def change(config: Any) -> Any:
         config["specdistill"]["target"]["weights"] = "1" * 64
@@ -478,6 +483,7 @@ ATTEMPTS: dict[Callable[[Path], None], set[str]] = {
     a_server_that_was_none: {"another measurement", "gate failed"},
     another_k: {"another measurement"},
     fewer_repetitions: {"another measurement"},
+    a_look_up_in_front_of_the_draft: {"another measurement"},
     records_of_another_k_first: {"another measurement"},
     another_temperature: {"another measurement"},
     other_lengths: {"another measurement"},
