@@ -48,16 +48,18 @@ def next_step(folder: Path) -> tuple[str, list[str]]:
         return f"{name} is measured, and not judged:", [_command("gate", f"report={name / 'report'}", "gates=default")]
     if verdict == "failed":
         said = f"{name} failed its gate. {phrases.failed_rules(report)} Is the draft sound?"
-        return said, [_command("doctor", f"draft={name / 'draft'}", *target)]
+        code = ["target.trust_remote_code=true"] if recipe["target"].get("trust_remote_code") else []
+        return said, [_command("doctor", f"draft={name / 'draft'}", *target, *code)]
     if verdict == "inconclusive":
         needed = [rule["prompts_needed"] for rule in report["gate"]["rules"] if rule["prompts_needed"]]
         enough = bool(needed) and max(needed) <= report["suite"]["num_prompts"]
         more = [*prompts, f"eval.num_prompts={max(needed)}"] if enough else ["eval.suite=path/to/more/prompts.jsonl"]
         return f"The gate of {name} is inconclusive. {phrases.undecided(report)}", [_command("eval", *again, *more)]
     measured_on = [] if names_prompts else ["suite=path/to/prompts.jsonl"]
+    repository = [] if recipe.get("publish", {}).get("repo") else ["repo=org/name"]
     return f"{name} passed its gate:", [
         _command("export", f"draft={name / 'draft'}", "engine=vllm", *target, f"output_dir={name / 'vllm'}"),
-        _command("publish", f"run={name}", "repo=org/name", "baseline=none", *measured_on),
+        _command("publish", f"run={name}", *repository, "baseline=none", *measured_on),
     ]
 
 

@@ -124,6 +124,14 @@ def test_what_passed_is_exported_and_published(run: Path, capsys: pytest.Capture
     )
 
 
+def test_what_the_recipe_says_of_repository_and_code_is_kept(in_empty_folder: Path, capsys: pytest.CaptureFixture[str]):
+    run = interrupted("runs/mine", "publish.repo=me/mine", "target.trust_remote_code=true", "eval.suite=mine.jsonl")
+    measured(run, PASSES)
+    assert said(capsys)[1][1] == "specdistill publish run=runs/mine baseline=none"
+    measured(run, FAILS)
+    assert said(capsys)[1] == ["specdistill doctor draft=runs/mine/draft target=models/mine target.trust_remote_code=true"]
+
+
 def test_the_last_verdict_counts(run: Path, capsys: pytest.CaptureFixture[str]):
     """`specdistill gate` leaves its verdict beside the report that it judged; a newer measurement makes that one old."""
     measured(run, age=20)
