@@ -1,6 +1,5 @@
 """What `make methods` and `make smollm2` share: a training of each recipe, and a comparison as a table with a line for each method."""
 
-import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -11,7 +10,7 @@ import yaml
 
 from specdistill.comparison.candidates import LOOKUP_FIRST
 from specdistill.comparison.compare import is_lossless
-from specdistill.errors import ExitCode
+from specdistill.errors import ExitCode, UserError
 from specdistill.methods import METHODS
 from specdistill.methods.recipe import Recipe
 from specdistill.recipe.load import load_recipe, recipe_yaml
@@ -31,15 +30,18 @@ def specdistill(verb: str, *arguments: str, failing: bool = False) -> int:
 
 
 def train(folder: Path, *keys: str, launch: str | None = None) -> None:
-    """Train the recipe that `keys` give into a folder, or finish that; nothing where that is done. Of another training, begin anew.
+    """Train the recipe that `keys` give into a folder, or finish that; nothing where that is done.
 
-    launch: a file of accelerate_configs/, without its suffix; None: in one process.
+    launch: a file of accelerate_configs/, without its suffix; None: in one process. Raises UserError where another training is.
     """
     keys = (*keys, f"train.output_dir={folder}")
     record = folder / "run" / "recipe.yaml"
     recipe = recipe_yaml(load_recipe(Recipe, list(keys)))
-    if not record.is_file() or _training(record.read_text(encoding="utf-8")) != _training(recipe):
-        shutil.rmtree(folder, ignore_errors=True)
+    if record.is_file() and _training(record.read_text(encoding="utf-8")) != _training(recipe):
+        got = f"{folder}, where another recipe, or the same with other keys, was trained"
+        raise UserError(
+            "train.output_dir", got=got, expected="the recipe and the keys of then, or no such folder: move it away"
+        )
     if not (folder / "draft").is_dir():
         specdistill("train", *keys, *([f"launch={launch}"] if launch else []))
 

@@ -11,7 +11,7 @@ with a category each. A fourth of their prompts is set aside: on it each draft's
 others all drafts, n-gram look-up and the best draft with look-up in front of it are compared, greedily and, the best of them, at
 temperature 1; the gate judges the best draft on its own. Leaves
 runs/smollm2/comparison.json with each one's report beside it, runs/smollm2/sampled, and the tables of docs/smollm2.md; of several recipes
-all of these are in runs/smollm2/methods.
+all of these are in runs/smollm2/methods, of `small=true` in runs/smollm2/small.
 """
 
 import ast
@@ -82,7 +82,7 @@ STEP, GENERATED, TRAINED, ROUND = 0.042, 700, 1000, 1.6
 
 @dataclass(frozen=True)
 class Shape:
-    """What a round drafts: a chain of K tokens, or a tree."""
+    """What a round drafts: a chain of K tokens, or a tree, whose depth K then is."""
 
     k: int
     tree: dict[str, int] | None = None
@@ -127,7 +127,8 @@ def main(options: Options) -> ExitCode:
     given = {name: [f"recipe=smollm2/{name}", *share_of_steps(name, options.share), *keys] for name in options.recipes}
     recipes = {name: load_recipe(Recipe, arguments) for name, arguments in given.items()}
     data, measured = alike(recipes, "data"), alike(recipes, "eval")
-    place, mark = (FOLDER, "smollm2") if len(recipes) == 1 else (FOLDER / "methods", "smollm2_methods")
+    place = FOLDER / "small" if options.small else FOLDER
+    place, mark = (place, "smollm2") if len(recipes) == 1 else (place / "methods", "smollm2_methods")
     folders = {name: place / recipe.method for name, recipe in recipes.items()}
     drafts = [*(str(folder / "draft") for folder in folders.values()), "ngram"]
     phases = phases_of(measured)
@@ -151,15 +152,16 @@ def main(options: Options) -> ExitCode:
     shapes = dict(zip(drafts, (Shape(fastest_k(report)) for report in reports(choice).values()), strict=True))
     _, promising = best_draft(choice)
     together = LOOKUP_FIRST + promising
-    looked_up = {"lookup_first.draft_tokens": shapes[promising].k}
+    chain, looked_up = shapes[promising], shapes["ngram"]
+    behind = {"lookup_first.draft_tokens": chain.k}
     shapes |= {
-        promising: fastest_shape(promising, shapes[promising].k, place / "trees", phases["choice"]),
-        together: shapes["ngram"],
+        promising: fastest_shape(promising, chain.k, place / "trees", phases["choice"]),
+        together: Shape(max(chain.k, looked_up.k)),
     }
-    compared = compare(place, shapes, phases["greedy"] | looked_up)
+    compared = compare(place, shapes, phases["greedy"] | behind)
     best, draft = best_draft(compared)
     sampled = compare(
-        place / "sampled", {each: shapes[each] for each in (draft, "ngram", together)}, phases["sampled"] | looked_up
+        place / "sampled", {each: shapes[each] for each in (draft, "ngram", together)}, phases["sampled"] | behind
     )
 
     shown = page(compared, sampled)
@@ -349,7 +351,7 @@ def fastest_shape(draft: str, k: int, folder: Path, phase: dict[str, Any]) -> Sh
     once(folder, [draft], "eval", arguments)
     rows = json.loads((folder / "report.json").read_text(encoding="utf-8"))["results"]
     fastest = max((row for row in rows if row["category"] == "all"), key=lambda row: row["speedup"])
-    return Shape(k, fastest["tree"])
+    return Shape(fastest["tree"]["depth"] if fastest["tree"] else k, fastest["tree"])
 
 
 def once(folder: Path, drafts: Collection[str], verb: str, arguments: list[str]) -> None:
@@ -397,6 +399,10 @@ def plan(recipes: dict[str, Any], data: Any, phases: dict[str, dict[str, Any]], 
         steps += ways * 4 * phase["sampling_draws"]  # prompt and round of two rules
         what = f"{phase['num_prompts']} prompts × {phase['max_new_tokens']} tokens × {ways} drafts, {steps:,.0f} steps of the target"
         lines.append((f"measuring: {name}", what, steps * STEP))
+        if name == "choice":  # each shape of the best draft has plain runs of its own
+            shapes = 1 + len(TREES)
+            what = f"{phase['num_prompts']} prompts × {phase['max_new_tokens']} tokens × {shapes} shapes of the best draft"
+            lines.append(("measuring: trees", what, phase["repeats"] * shapes * tokens * (2 + 1 / ROUND) * STEP))
     total = sum(seconds for *_, seconds in lines)
     rows = [*lines, ("in all", "", total)]
     return table(("phase", "work", "minutes, about"), ([name, work, f"{seconds / 60:.0f}"] for name, work, seconds in rows))

@@ -13,6 +13,7 @@ import json
 import os
 import shutil
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -89,9 +90,10 @@ def main(options: Options) -> None:
     for draft in drafts:
         proposer = load_proposer(draft.method, draft.folder, target)
         rows.append(in_vllm(draft, num_prompts, max_new_tokens, options.vllm_options))
-        limits = {"max_new_tokens": max_new_tokens, "num_speculative_tokens": draft.k, "stop_ids": stop_ids}
-        counted = generate_here(target, proposer, [prompt.token_ids for prompt in prompts], **limits)
-        rows[-1]["here"] = total(counted).mean_acceptance_length
+        if "refused" not in rows[-1]:
+            limits = {"max_new_tokens": max_new_tokens, "num_speculative_tokens": draft.k, "stop_ids": stop_ids}
+            counted = generate_here(target, proposer, [prompt.token_ids for prompt in prompts], **limits)
+            rows[-1]["here"] = total(counted).mean_acceptance_length
 
         rows.append(in_llama_cpp(draft, prompts, target, max_new_tokens, Path(options.gguf)))
         if "refused" not in rows[-1]:
@@ -127,8 +129,15 @@ def chosen(options: Options) -> list[Draft]:
 
 
 def in_vllm(draft: Draft, num_prompts: int, max_new_tokens: int, options: str) -> dict[str, Any]:
-    """The row of its report, and the engine."""
+    """The row of its report, and the engine; or why vLLM does not load the draft."""
     folder = OUTPUT / draft.folder.parent.name / "vllm"
+    with tempfile.TemporaryDirectory() as scratch:
+        try:
+            export(draft.folder, "vllm", Path(scratch) / "draft", TargetFiles.of(str(TARGET)), num_speculative_tokens=draft.k)
+        except UserError as error:
+            if error.key != "engine":
+                raise
+            return {"draft": draft.name, "engine": "vLLM", "refused": str(error)}
     specdistill(
         "eval",
         f"target={TARGET}",

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import pytest
 
 from bench import smollm2
-from specdistill.errors import ResourceError, UserError
+from specdistill.errors import ExitCode, ResourceError, UserError
 from specdistill.gate.rules import load_gate
 from specdistill.methods.recipe import Recipe
 from specdistill.project import ROOT
@@ -63,7 +63,7 @@ def test_the_line_from_the_package_to_the_verdict(made: Made, shared_data: Path)
     assert "<|im_start|>" in (folder / "target" / "chat_template.jinja").read_text()
 
     # Both methods in one paired run, lossless, each suite a category
-    compared = folder / "methods"
+    compared = folder / "small" / "methods"
     comparison = json.loads((compared / "comparison.json").read_text())
     *alone, together = (each["report"] for each in comparison["candidates"])
     reports = {report["draft"]["method"]: report for report in alone}
@@ -92,6 +92,13 @@ def test_the_line_from_the_package_to_the_verdict(made: Made, shared_data: Path)
     assert again.returncode == 0, again.stdout + again.stderr
     assert "$ specdistill train" not in again.stdout and "$ specdistill compare" not in again.stdout
 
+    # Nor is it overwritten by something else
+    other = make(made.folder, shared_data, *made.keys, "train.learning_rate=1e-3")
+    assert (
+        other.returncode == ExitCode.USER_ERROR
+        and "where another recipe, or the same with other keys, was trained" in other.stderr
+    )
+
 
 # What makes the commands of the page small. The draft has hardly been trained: its gate fails, so that only `force` publishes it.
 TYPED = """
@@ -114,8 +121,8 @@ specdistill() {
 def test_the_page_leads_from_the_run_to_the_hub_and_to_an_engine(made: Made, shared_data: Path, tmp_path: Path) -> None:
     lines = [line.command for line in shell_lines(smollm2.PAGE)]
     begin = next(number for number, line in enumerate(lines) if line.startswith("specdistill eval"))
-    # The page is about the run of one recipe; of several they are in a folder of their own.
-    *typed, serve = (line.replace("runs/smollm2/eagle3", "runs/smollm2/methods/eagle3") for line in lines[begin:])
+    # The page is about the whole run of one recipe; small ones, of several, are in a folder of their own.
+    *typed, serve = (line.replace("runs/smollm2/eagle3", "runs/smollm2/small/methods/eagle3") for line in lines[begin:])
     with loopback_hub(tmp_path / "hub", "xet") as hub:
         environment = {
             **hub.environment(tmp_path / "home"),
@@ -139,7 +146,7 @@ def test_the_page_leads_from_the_run_to_the_hub_and_to_an_engine(made: Made, sha
 
     # What was fetched drafts as it did before it was published, with the K of the page
     runs = made.folder / smollm2.FOLDER
-    before, after = (read_report(runs / name) for name in ("methods/eagle3/report", "fetched"))
+    before, after = (read_report(runs / name) for name in ("small/methods/eagle3/report", "fetched"))
     assert before[0]["settings"]["num_speculative_tokens"] == after[0]["settings"]["num_speculative_tokens"] == 3
     assert [(record.id, record.text) for record in before[1]] == [(record.id, record.text) for record in after[1]]
     assert [[len(entry.accepted) for entry in record.rounds] for record in before[1]] == [
