@@ -74,7 +74,7 @@ def methods_table(candidates: Sequence[Mapping[str, Any]]) -> str:
 
 def looks_up_first(report: Mapping[str, Any]) -> bool:
     """Whether a look-up stood in front of the draft."""
-    return "lookup_first" in report["settings"]["drafting"]
+    return "lookup_first" in report["settings"].get("drafting", {})
 
 
 def _line(candidate: Mapping[str, Any]) -> list[str]:

@@ -95,11 +95,12 @@ def main(options: Options) -> None:
             counted = generate_here(target, proposer, [prompt.token_ids for prompt in prompts], **limits)
             rows[-1]["here"] = total(counted).mean_acceptance_length
 
-        rows.append(in_llama_cpp(draft, prompts, target, max_new_tokens, Path(options.gguf)))
-        if "refused" not in rows[-1]:
+        row, alike = in_llama_cpp(draft, prompts, target, max_new_tokens, Path(options.gguf))
+        rows.append(row)
+        if alike:
             decoder = AsLlamaCpp(target, proposer)
-            here = [decoder.count(prompt.token_ids, max_new_tokens, draft.k, stop_ids) for prompt in prompts]
-            rows[-1]["here"] = 1 + sum(each.num_accepted for each in here) / sum(each.num_rounds for each in here)
+            here = [decoder.count(prompt.token_ids, max_new_tokens, draft.k, stop_ids) for prompt in alike]
+            row["here"] = 1 + sum(each.num_accepted for each in here) / sum(each.num_rounds for each in here)
     (OUTPUT.with_suffix(".json")).write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
 
     shown = "\n\n".join(page(rows, len(prompts), max_new_tokens))
@@ -161,28 +162,32 @@ def in_vllm(draft: Draft, num_prompts: int, max_new_tokens: int, options: str) -
 
 def in_llama_cpp(
     draft: Draft, prompts: Sequence[Prompt], target: FrozenTarget, max_new_tokens: int, file: Path
-) -> dict[str, Any]:
-    """The same of llama.cpp with the target in a GGUF file, or why it does not load the draft."""
+) -> tuple[dict[str, Any], list[Prompt]]:
+    """The same of llama.cpp with the target in a GGUF file, and the prompts that it splits into as many tokens as the target's tokenizer
+    does; the others are left out.
+    """
     row = {"draft": draft.name, "engine": f"llama.cpp, {file.stem.rpartition('.')[2]}"}
     try:
         gguf = as_gguf(draft, OUTPUT / draft.folder.parent.name / "llama.cpp")
     except UserError as error:
         if error.key != "engine":
             raise
-        return {**row, "refused": str(error)}
+        return {**row, "refused": str(error)}, []
     ways = {
         "": ("-md", gguf, "--spec-type", KINDS[draft.method], "--spec-draft-n-max", str(draft.k)),
         "baseline_": WITHOUT_DRAFT,
     }
     limits = {"max_new_tokens": max_new_tokens, "num_threads": torch.get_num_threads()}
     found: dict[str, list[Completion]] = {way: [] for way in ways}
+    alike = []
     for prompt in prompts:
         text = gguf.with_name("prompt.txt")
         text.write_text(f"{target.tokenizer.decode(prompt.token_ids)}\n", encoding="utf-8")
-        for way, options in ways.items():
-            completion = complete(file, text, *options, **limits)
-            assert completion.num_prompt_tokens == len(prompt.token_ids), (prompt.id, completion.num_prompt_tokens)
-            found[way].append(completion)
+        completions = {way: complete(file, text, *options, **limits) for way, options in ways.items()}
+        if completions[""].num_prompt_tokens == len(prompt.token_ids):
+            alike.append(prompt)
+            for way, completion in completions.items():
+                found[way].append(completion)
     sums = {
         f"{way}{name}": [getattr(each, name) for each in completions]
         for way, completions in found.items()
@@ -190,7 +195,8 @@ def in_llama_cpp(
     }
     sums["num_drafts"] = [each.counts.num_rounds for each in found[""]]
     sums["num_accepted_tokens"] = [each.counts.num_accepted for each in found[""]]
-    return row | estimates(METRICS, {name: np.array(values, dtype=np.float64) for name, values in sums.items()})
+    numbers = estimates(METRICS, {name: np.array(values, dtype=np.float64) for name, values in sums.items()})
+    return {**row, "num_left_out": len(prompts) - len(alike), **numbers}, alike
 
 
 def as_gguf(draft: Draft, folder: Path) -> Path:
@@ -210,6 +216,9 @@ def page(rows: Sequence[dict[str, Any]], num_prompts: int, max_new_tokens: int) 
     )
     yield table(HEAD, (_line(row) for row in rows))
     for row in rows:
+        if row.get("num_left_out"):
+            said = f"{row['num_left_out']} of {num_prompts} prompts, which its tokenizer splits otherwise than the target's own"
+            yield f"{row['draft']} in {row['engine']} is without {said}."
         if "refused" in row:
             yield f"{row['draft']} is not in {row['engine']}: {plain(row['refused'])}."
 

@@ -49,8 +49,9 @@ def test_drafts_are_those_of_the_comparison_with_their_k(head: Path) -> None:
         chosen(Options())
     candidates = [
         {"name": name, "report": {"draft": {"model": model}, "settings": {"num_speculative_tokens": k}}}
-        for name, model, k in (("draft", str(head), 2), ("ngram", None, 4))
+        for name, model, k in (("draft", str(head), 2), ("ngram", None, 4), ("ngram+draft", str(head), 4))
     ]
+    candidates[-1]["report"]["settings"]["drafting"] = {"lookup_first": [2, 5], "draft_tokens": 2}
     Path("runs/smollm2/comparison.json").write_text(json.dumps({"candidates": candidates}), encoding="utf-8")
     assert chosen(Options()) == [Draft(head, "eagle3", 2)]
     assert chosen(Options(num_speculative_tokens=[5])) == [Draft(head, "eagle3", 5)]
@@ -70,6 +71,8 @@ def test_the_table_has_what_was_measured_and_why_something_was_not(head: Path) -
         "| `eagle3`, K = 3 | llama.cpp, Q4_1 | – | – | – | – | – | – |",
     ]
     assert why.startswith("`eagle3`, K = 3 is not in llama.cpp, Q4_1: engine: got gguf for ") and "fc" in why
+    (*_, left_out) = page([{**MEASURED, "engine": "llama.cpp, Q4_1", "num_left_out": 2}], 24, 64)
+    assert left_out.startswith("`eagle3`, K = 3 in llama.cpp, Q4_1 is without 2 of 24 prompts, which its tokenizer splits otherwise")
 
 
 class FirstTokens(ModelProposer):
