@@ -72,7 +72,9 @@ def test_the_table_has_what_was_measured_and_why_something_was_not(head: Path) -
     ]
     assert why.startswith("`eagle3`, K = 3 is not in llama.cpp, Q4_1: engine: got gguf for ") and "fc" in why
     (*_, left_out) = page([{**MEASURED, "engine": "llama.cpp, Q4_1", "num_left_out": 2}], 24, 64)
-    assert left_out.startswith("`eagle3`, K = 3 in llama.cpp, Q4_1 is without 2 of 24 prompts, which its tokenizer splits otherwise")
+    assert left_out.startswith(
+        "`eagle3`, K = 3 in llama.cpp, Q4_1 is without 2 of 24 prompts, which its tokenizer splits otherwise"
+    )
 
 
 class FirstTokens(ModelProposer):
