@@ -14,7 +14,7 @@ from specdistill.errors import ExitCode, UserError
 from specdistill.methods import METHODS
 from specdistill.methods.recipe import Recipe
 from specdistill.recipe.load import load_recipe, recipe_yaml
-from specdistill.report.phrases import a_round, between, duration, number, percent, settings_line, size, times
+from specdistill.report.phrases import a_round, between, duration, looks_up_first, number, percent, settings_line, size, times
 from specdistill.report.text import table
 
 HEAD = ("method", "acceptance length", "accepted at position 1, 2, …", "speedup", "lossless", "draft", "training")
@@ -70,11 +70,6 @@ def by_method(candidates: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]
 def methods_table(candidates: Sequence[Mapping[str, Any]]) -> str:
     """One line a method."""
     return table(HEAD, (_line(candidate) for candidate in by_method(candidates)))
-
-
-def looks_up_first(report: Mapping[str, Any]) -> bool:
-    """Whether a look-up stood in front of the draft."""
-    return "lookup_first" in report["settings"].get("drafting", {})
 
 
 def _line(candidate: Mapping[str, Any]) -> list[str]:

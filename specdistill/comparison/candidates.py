@@ -54,7 +54,7 @@ def find_candidates(entries: Sequence[str]) -> list[Candidate]:
         if same and prefixes[one] == prefixes[two]:
             got = f"{entries[one]} and {entries[two]}, which are the same draft"
             raise UserError(KEY, got=got, expected="different candidates")
-    return [_candidate(*parts) for parts in zip(_names(entries), drafts, folders, map(bool, prefixes), strict=True)]
+    return [_candidate(*parts) for parts in zip(_names(prefixes, drafts), drafts, folders, map(bool, prefixes), strict=True)]
 
 
 def _split(entry: str) -> tuple[str, str]:
@@ -94,19 +94,19 @@ def _copies(first: Path, second: Path) -> bool:
     return bool(first.resolve() == second.resolve() or same_files)
 
 
-def _names(entries: Sequence[str]) -> list[str]:
-    """Each entry's last part, with as many parts before it as make it unique: runs/a/draft -> a-draft; remaining duplicates get a number.
+def _names(prefixes: Sequence[str], drafts: Sequence[str]) -> list[str]:
+    """Each draft's prefix and last part, with as many parts before it as make it unique: runs/a/draft -> a-draft; remaining duplicates
+    get a number.
 
     Names become folders, so they are compared without case.
     """
-    prefixes, drafts = zip(*map(_split, entries), strict=True)
     parts = [
         Path(draft).resolve().parts[1:]
         if Path(draft).is_dir()
         else [part.replace("/", "-") for part in draft.split("/", 1)]  # a revision may hold slashes, as refs/pr/1 does
         for draft in drafts
     ]
-    depths, longer = [0] * len(entries), [1] * len(entries)
+    depths, longer = [0] * len(drafts), [1] * len(drafts)
     while longer != depths:
         depths = longer
         names = [prefix + "-".join(part[-depth:]) for prefix, part, depth in zip(prefixes, parts, depths, strict=True)]

@@ -15,7 +15,7 @@ from specdistill.methods.checkpoint import check_new, read_config
 from specdistill.methods.load import create_draft, implementation, method_of
 from specdistill.methods.recipe import Recipe, TrainedRecipe
 from specdistill.methods.target_record import check_target, copy_record, save_draft
-from specdistill.report.phrases import between, failed_rules, times, tree, verdict
+from specdistill.report.phrases import between, failed_rules, looks_up_first, times, tree, verdict
 from specdistill.report.tables import by_load
 from specdistill.report.text import cells, table
 from specdistill.targets.files import TargetFiles
@@ -166,6 +166,6 @@ def find_report(draft: Path, report: Path | None, method: str) -> dict[str, Any]
         raise UserError("report", got=f"{path} ({error or type(error).__name__})", expected=expected) from error
     if measured != method:
         raise UserError("report", got=f"{path}, of a draft of method {measured}", expected=expected)
-    if "lookup_first" in read["settings"].get("drafting", {}):
+    if looks_up_first(read):
         raise UserError("report", got=f"{path}, of a draft behind a look-up", expected=f"{expected} on its own")
     return read

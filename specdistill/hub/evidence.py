@@ -33,6 +33,7 @@ from specdistill.project import git_revision
 from specdistill.recipe.load import load_recipe
 from specdistill.recipe.sections import TargetConfig
 from specdistill.report.files import digest, read_report
+from specdistill.report.phrases import looks_up_first
 from specdistill.report.recomputed import contradictions, defects, recomputed
 from specdistill.statistics.records import PromptRecord
 from specdistill.suites.suite import Prompt, Suite, load_suite, tokenize
@@ -236,8 +237,8 @@ def _of_settings(measured: Evidence, recipe: Recipe) -> Iterator[Refusal]:
     configuration = replace(asked, batch_size=load).configuration
     if measured.records[0].configuration != configuration:
         yield Refusal("another measurement", f"its first records are of {measured.records[0].configuration}")
-    if "lookup_first" in report["settings"].get("drafting", {}):
-        yield Refusal("another measurement", "a look-up stood in front of the draft, and no engine serves it so")
+    if looks_up_first(report):
+        yield Refusal("another measurement", "a look-up stood in front of the draft: measure the draft on its own")
     if report["settings"]["repeats"] < asked.repeats:
         repeats = f"{report['settings']['repeats']} repetitions"
         yield Refusal("another measurement", f"{repeats}, and the recipe asks for {asked.repeats}")

@@ -253,6 +253,11 @@ def since(report: Mapping[str, Any]) -> str:
     )
 
 
+def looks_up_first(report: Report) -> bool:
+    """Whether a look-up stood in front of the draft, so that the numbers are not the draft's own."""
+    return "lookup_first" in report["settings"].get("drafting", {})
+
+
 def settings_line(report: Report) -> str:
     """The settings in short: those that a comparison shares, the engine, and how drafts are proposed."""
     settings = report["settings"]

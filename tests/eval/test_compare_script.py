@@ -129,6 +129,10 @@ def test_a_draft_is_compared_with_itself_behind_a_look_up(arguments, tmp_path):
     report = json.loads((out / "ngram+draft" / "report.json").read_text())
     assert report["settings"]["drafting"] == {"lookup_first": [1, 5], "draft_tokens": 1}
     assert report["draft"]["model"] == "run/draft"
+    row, theory = report["results"][0], report["theory"]  # of K = 0 and K alone, and at the cost of what a round drafts
+    a_round = row["draft_ms"] * row["num_draft_tokens"] / row["num_drafts"]
+    assert theory["c"] * theory["K"] * row["baseline_step_ms"] == pytest.approx(a_round)
+    assert [(point["k"], point["draft_passes"]) for point in theory["curve"]] == [(0, 0), (4, 0)]
     lines = (out / "ngram+draft" / "samples.jsonl").read_text().splitlines()
     lengths = {len(entry["drafted"]) for line in lines for entry in json.loads(line)["rounds"]}
     assert lengths == {1, 4}  # the draft's, and the look-up's

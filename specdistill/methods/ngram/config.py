@@ -17,8 +17,7 @@ class Ngram(Section):
 
     @model_validator(mode="after")
     def _has_lengths(self) -> "Ngram":
-        if self.min > self.max:
-            raise UserError("eval.ngram.min", got=self.min, expected=f"at most eval.ngram.max, which is {self.max}")
+        _check_lengths("eval.ngram", self.min, self.max)
         return self
 
 
@@ -33,9 +32,13 @@ class LookupFirst(Section):
 
     @model_validator(mode="after")
     def _has_lengths(self) -> "LookupFirst":
-        if self.min > self.max:
-            raise UserError("lookup_first.min", got=self.min, expected=f"at most lookup_first.max, which is {self.max}")
+        _check_lengths("lookup_first", self.min, self.max)
         return self
+
+
+def _check_lengths(section: str, shortest: int, longest: int) -> None:
+    if shortest > longest:
+        raise UserError(f"{section}.min", got=shortest, expected=f"at most {section}.max, which is {longest}")
 
 
 class Eval(EvalConfig):

@@ -51,9 +51,8 @@ class LookupFirstProposer:
         assert state.fresh is not None
         found = self.lookup.propose(state, k, sampling, generator)
         if found.tokens:
-            self._unread.append(
-                Features.joined([state.fresh])
-            )  # a copy: a compiled target's next pass may write over its features
+            # A copy: a compiled target's next pass may write over its features.
+            self._unread.append(Features.joined([state.fresh]))
             return found
         fresh, self._unread = Features.joined([*self._unread, state.fresh]), []
         return self.draft.propose(replace(state, fresh=fresh), min(k, self.draft_tokens), sampling, generator)
