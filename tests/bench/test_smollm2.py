@@ -194,6 +194,14 @@ def test_a_share_of_steps_keeps_the_schedule() -> None:
     assert smollm2.share_of_steps("eagle3", 1.0) == []
 
 
+def test_features_are_stored_by_the_whole_training_of_one_recipe_alone() -> None:
+    stored, compared = (
+        load_recipe(Recipe, ["recipe=smollm2/eagle3", *keys]).hidden_states for keys in ([], smollm2.online("eagle3"))
+    )
+    assert (stored.mode, compared.mode, compared.path) == ("hybrid", "online", None)
+    assert smollm2.online("draft") == smollm2.online("mtp") == []
+
+
 def test_recipes_share_data_and_measurement_and_say_so_where_they_do_not() -> None:
     recipes = {name: load_recipe(Recipe, [f"recipe=smollm2/{name}"]) for name in ("draft", "eagle", "eagle3", "mtp")}
     assert smollm2.alike(recipes, "data").regenerate.num_tokens > 0
