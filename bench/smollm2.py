@@ -75,9 +75,9 @@ SMALL = [
     "eval.sampling_draws=0",
 ]
 
-# For the plan alone, as two cores of an Intel Xeon with AMX did it: seconds of a step of the target, tokens a second of generation and
-# training, tokens a round.
-STEP, GENERATED, TRAINED, ROUND = 0.042, 700, 1000, 1.6
+# For the plan alone, as two cores of an AMD EPYC without AMX did it: seconds of a step of the target and of a command's start, tokens a
+# second of generation (with the questions) and training (with its features), tokens a round.
+STEP, START, GENERATED, TRAINED, ROUND = 0.055, 75, 230, 670, 1.6
 
 
 @dataclass(frozen=True)
@@ -410,11 +410,11 @@ def plan(recipes: dict[str, Any], data: Any, phases: dict[str, dict[str, Any]], 
         steps = phase["repeats"] * tokens * (2 + ways / ROUND) + (name == "sampled") * tokens * ways * (1 + 1 / ROUND)
         steps += ways * 4 * phase["sampling_draws"]  # prompt and round of two rules
         what = f"{phase['num_prompts']} prompts × {phase['max_new_tokens']} tokens × {ways} drafts, {steps:,.0f} steps of the target"
-        lines.append((f"measuring: {name}", what, steps * STEP))
+        lines.append((f"measuring: {name}", what, START + steps * STEP))
         if name == "choice":  # each shape of the best draft has plain runs of its own
             shapes = 1 + len(TREES)
             what = f"{phase['num_prompts']} prompts × {phase['max_new_tokens']} tokens × {shapes} shapes of the best draft"
-            lines.append(("measuring: trees", what, phase["repeats"] * shapes * tokens * (2 + 1 / ROUND) * STEP))
+            lines.append(("measuring: trees", what, START + phase["repeats"] * shapes * tokens * (2 + 1 / ROUND) * STEP))
     total = sum(seconds for *_, seconds in lines)
     rows = [*lines, ("in all", "", total)]
     return table(("phase", "work", "minutes, about"), ([name, work, f"{seconds / 60:.0f}"] for name, work, seconds in rows))
