@@ -41,6 +41,8 @@ from specdistill.suites.suite import Prompt, load_suite, tokenize
 from specdistill.targets.files import TargetFiles
 from specdistill.targets.frozen import FrozenTarget
 
+# With Intel's OpenMP, which vLLM asks for in its log when it drafts on an x86 CPU: 12 % faster plainly, and with a draft.
+VLLM = f"env LD_PRELOAD={(ENGINES / 'vllm' / 'lib' / 'libiomp5.so').absolute()} {(ENGINES / 'vllm' / 'bin' / 'vllm').absolute()} serve"
 TARGET, SUITE, OUTPUT = FOLDER / "target", FOLDER / "suites" / "smollm2.yaml", FOLDER / "engines"
 METRICS = ("mean_acceptance_length", "tokens_per_second", "baseline_tokens_per_second", "speedup")
 HEAD = (
@@ -149,7 +151,7 @@ def in_vllm(draft: Draft, num_prompts: int, max_new_tokens: int, options: str) -
         "gate=server-bfloat16",
         f"output_dir={folder}",
         "eval.engine=vllm",
-        f"eval.engine_command={(ENGINES / 'vllm' / 'bin' / 'vllm').absolute()} serve {options}",
+        f"eval.engine_command={VLLM} {options}",
         f"eval.num_speculative_tokens={draft.k}",
         f"eval.num_prompts={num_prompts}",
         f"eval.max_new_tokens={max_new_tokens}",
