@@ -41,7 +41,7 @@ from specdistill.suites.suite import Prompt, load_suite, tokenize
 from specdistill.targets.files import TargetFiles
 from specdistill.targets.frozen import FrozenTarget
 
-# With Intel's OpenMP, which vLLM asks for in its log when it drafts on an x86 CPU: 12 % faster plainly, and with a draft.
+# With Intel's OpenMP, which vLLM asks for in its log when it drafts on an x86 CPU.
 VLLM = f"env LD_PRELOAD={(ENGINES / 'vllm' / 'lib' / 'libiomp5.so').absolute()} {(ENGINES / 'vllm' / 'bin' / 'vllm').absolute()} serve"
 TARGET, SUITE, OUTPUT = FOLDER / "target", FOLDER / "suites" / "smollm2.yaml", FOLDER / "engines"
 METRICS = ("mean_acceptance_length", "tokens_per_second", "baseline_tokens_per_second", "speedup")
