@@ -184,10 +184,11 @@ def small_keys(recipe: str) -> list[str]:
 
 
 def share_of_steps(recipe: str, share: float) -> list[str]:
-    """Keys for fewer steps, on the same schedule."""
+    """Keys for fewer steps, on the same schedule; evaluated at their end alone, since how long that takes depends on the method."""
     whole = load_recipe(Recipe, [f"recipe=smollm2/{recipe}"]).train
-    names = ("max_steps", "warmup_steps", "eval_steps", "save_steps")
-    return [f"train.{name}={max(1, round(share * whole[name]))}" for name in names] if share < 1 else []
+    steps, warmup = (max(1, round(share * whole[name])) for name in ("max_steps", "warmup_steps"))
+    named = {"max_steps": steps, "warmup_steps": warmup, "eval_steps": steps, "save_steps": steps}
+    return [f"train.{name}={number}" for name, number in named.items()] if share < 1 else []
 
 
 def online(recipe: str) -> list[str]:
