@@ -156,12 +156,9 @@ def main(options: Options) -> ExitCode:
     shapes = dict(zip(drafts, (Shape(fastest_k(report)) for report in reports(choice).values()), strict=True))
     _, promising = best_draft(choice)
     together = LOOKUP_FIRST + promising
-    chain, looked_up = shapes[promising], shapes["ngram"]
-    behind = {"lookup_first.draft_tokens": chain.k}
-    shapes |= {
-        promising: fastest_shape(promising, chain.k, place / "trees", phases["choice"]),
-        together: Shape(max(chain.k, looked_up.k)),
-    }
+    fastest = fastest_shape(promising, shapes[promising].k, place / "trees", phases["choice"])
+    behind = {"lookup_first.draft_tree": json.dumps(fastest.tree)} if fastest.tree else {"lookup_first.draft_tokens": fastest.k}
+    shapes |= {promising: fastest, together: Shape(max(fastest.k, shapes["ngram"].k))}
     compared = compare(place, shapes, phases["greedy"] | behind)
     best, draft = best_draft(compared)
     sampled = compare(
@@ -430,20 +427,24 @@ def _sections(compared: dict[str, Any], sampled: dict[str, Any]) -> Iterator[str
     title = "SmolLM2-135M-Instruct, dequantised from Q4_1, by `make smollm2`"
     yield caption(compared["candidates"][0]["report"], title, settings(compared))
     yield methods_table(compared["candidates"])
-    for report in reports(compared).values():
-        method, k, shape = report["draft"]["method"], report["settings"]["num_speculative_tokens"], report["settings"]["tree"]
-        if shape:
-            yield f"`{method}` drafts a {tree(shape)}, whose depth is its K."
-        if looks_up_first(report):
-            drafting = report["settings"]["drafting"]
-            yield (
-                f"`{LOOKUP_FIRST}{method}` looks up {k} tokens where the last {drafting['lookup_first'][0]} or more occurred before; "
-                f"elsewhere its draft drafts a chain of {drafting['draft_tokens']}."
-            )
+    yield from filter(None, map(drafts_what, reports(compared).values()))
     yield "By suite, the fastest first: speedup, and the acceptance length."
     yield cells(by_category(compared))
     yield caption(sampled["candidates"][0]["report"], f"{title}, sampled", settings(sampled))
     yield cells(by_category(sampled))
+
+
+def drafts_what(report: dict[str, Any]) -> str:
+    """What a round drafts, in a sentence, where it is a tree or behind a look-up; else empty."""
+    method, settings = report["draft"]["method"], report["settings"]
+    if looks_up_first(report):
+        drafting, k = settings["drafting"], settings["num_speculative_tokens"]
+        behind = tree(drafting.get("draft_tree")) or f"chain of {drafting['draft_tokens']}"
+        return (
+            f"`{LOOKUP_FIRST}{method}` looks up {k} tokens where the last {drafting['lookup_first'][0]} or more occurred before; "
+            f"elsewhere its draft drafts a {behind}."
+        )
+    return f"`{method}` drafts a {tree(settings['tree'])}, whose depth is its K." if settings["tree"] else ""
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from specdistill.command import check_writable, run
 from specdistill.comparison.candidates import Candidate, find_candidates
 from specdistill.comparison.compare import Measured, compare
 from specdistill.comparison.pages import print_comparison, write_comparison
+from specdistill.decoding.transformers_models import check_reads_trees
 from specdistill.decoding.tree import tree_shape
 from specdistill.errors import ExitCode, UserError
 from specdistill.measurement.configurations import Plan, Settings
@@ -75,6 +76,8 @@ def main(options: CommonOptions) -> ExitCode:
     # Target, all the drafts, and prompts: whatever is wrong with one of them shows before anything is measured
     target = FrozenTarget.load(**vars(options.target))
     fit_threads(target)
+    if options.lookup_first.draft_tree:
+        check_reads_trees(target)
     proposers = [
         load_proposer(entry.method, entry.folder, target, key="drafts", **own)
         for entry, own in zip(candidates, drafting, strict=True)
@@ -142,13 +145,20 @@ def check_lookup_first(options: CommonOptions, candidates: Sequence[Candidate], 
         return
     if options.batch_size > 1:
         raise UserError("batch_size", got=f"{options.batch_size} with a candidate ngram+<draft>", expected="1")
+    if options.lookup_first.draft_tree:
+        tree_shape(**vars(options.lookup_first.draft_tree))
+        if options.compile:
+            got = "true with lookup_first.draft_tree"
+            raise UserError("compile", got=got, expected="false: one shape is compiled, that of a chain")
     for chosen in (chosen for entry, chosen in zip(candidates, settings, strict=True) if entry.looks_up_first):
         if chosen.tree:
             key = "trees_each" if options.trees_each else "tree"
-            raise UserError(key, got="a tree with a candidate ngram+<draft>", expected="null for it: it drafts chains only")
-        if options.lookup_first.draft_tokens > chosen.num_speculative_tokens:
-            got = f"{options.lookup_first.draft_tokens} with K = {chosen.num_speculative_tokens}"
-            raise UserError("lookup_first.draft_tokens", got=got, expected="at most K of the candidate ngram+<draft>")
+            expected = "null for it: its draft's tree is lookup_first.draft_tree"
+            raise UserError(key, got="a tree with a candidate ngram+<draft>", expected=expected)
+        if options.lookup_first.levels > chosen.num_speculative_tokens:
+            key, of_tree = ("draft_tree", "a tree of depth ") if options.lookup_first.draft_tree else ("draft_tokens", "")
+            got = f"{of_tree}{options.lookup_first.levels} with K = {chosen.num_speculative_tokens}"
+            raise UserError(f"lookup_first.{key}", got=got, expected="at most K of the candidate ngram+<draft>")
 
 
 def settings_of_each(options: CommonOptions, count: int) -> list[Settings]:

@@ -67,7 +67,7 @@ class Proposer(Protocol):
         """Start a new sequence, of at most `max_length` tokens, draft tokens included."""
 
     def propose(self, state: DecodingState, k: int, sampling: Sampling, generator: Random) -> Proposal:
-        """Draft up to k tokens that follow `state.token_ids`."""
+        """Draft up to k tokens that follow `state.token_ids`, or a tree of up to k levels, if that is its own way."""
 
     def batched(self) -> "BatchProposer":
         """The same draft for several sequences at once. Raises UserError for a draft that cannot be batched."""

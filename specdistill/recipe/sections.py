@@ -206,7 +206,7 @@ class HiddenStatesConfig(Section):
 
 class TreeConfig(Section):
     budget: int | None = option(None, "a dynamic tree (EAGLE-2), with depth and top_k: nodes proposed a round", ge=1)
-    depth: int | None = option(None, "levels, a draft step each; used in place of num_speculative_tokens", ge=1)
+    depth: int | None = option(None, "levels, a draft step each", ge=1)
     top_k: int | None = option(None, "nodes expanded of each level, and children of each of them", ge=1)
     branching: list[AtLeastOne] | None = option(
         None, "or a static tree: children of the root, of each of these, and so on, as [4,2,1]"
@@ -236,7 +236,7 @@ class MeasurementConfig(Section):
         "suite name, suite YAML, or a jsonl file with prompt | messages | text rows; null: pico, for the target pico alone",
     )
     num_speculative_tokens: int = option(4, "K, draft tokens a round", ge=1, read_when=A_CHAIN)
-    tree: TreeConfig | None = option(None, "a tree in place of a chain; null: a chain", read_when=IN_PROCESS)
+    tree: TreeConfig | None = option(None, "a tree in place of a chain, whose depth is K; null: a chain", read_when=IN_PROCESS)
     temperature: float = option(0.0, "0 is greedy", ge=0)
     top_p: float = option(1.0, "nucleus kept, for the target and the draft alike", ge=0.01, le=1, read_when=SAMPLED)
     top_k: int = option(0, "tokens kept; 0 keeps all", ge=0, read_when=SAMPLED)

@@ -264,7 +264,9 @@ def settings_line(report: Report) -> str:
     engine = "" if _is_specdistill(report) else f"{report['engine']['name']} {report['engine']['version']}"
     size, together = settings["batch_size"], "batches of {}" if _is_specdistill(report) else "{} requests in flight"
     batches = together.format(size) if size > 1 else ""
-    drafting = f"drafting: {_listed(settings['drafting'])}" if settings.get("drafting") else ""
+    own = dict(settings.get("drafting", {}))
+    shape = own.pop("draft_tree", None)
+    drafting = f"drafting: {', '.join(filter(None, (_listed(own), tree(shape))))}" if own else ""
     compiled = "compiled" if settings.get("compile") else ""
     return " · ".join(filter(None, (shared_settings(report), engine, tree(settings["tree"]), batches, compiled, drafting)))
 

@@ -62,16 +62,17 @@ def defects(records: Sequence[PromptRecord], settings: Mapping[str, Any]) -> Ite
 
 def _defects(record: PromptRecord, settings: Mapping[str, Any]) -> Iterator[str]:
     at, tokens, plain = record.configuration, record.token_ids, record.baseline
+    chains_only = at.tree is None and "draft_tree" not in settings.get("drafting", {})
     for number, entry in enumerate(record.rounds, start=1):
         accepted = len(entry.accepted)
         if entry.accepted != entry.drafted[:accepted] or entry.accepted != entry.emitted[:accepted]:
             yield f"round {number} accepted what was not drafted or not emitted"
         elif len(entry.emitted) - accepted not in (0, 1) or (len(entry.drafted) > at.num_speculative_tokens):
             yield f"round {number} has more tokens than K = {at.num_speculative_tokens} allows"
-        elif at.tree is None and entry.num_off_path:
+        elif chains_only and entry.num_off_path:
             yield f"round {number} of a chain has other branches"
         elif (
-            at.tree is None
+            chains_only
             and accepted < min(len(entry.drafted), len(entry.emitted))
             and (entry.drafted[accepted] == entry.emitted[accepted])
         ):

@@ -22,7 +22,8 @@ STRICT = ConfigDict(extra="forbid")  # a record with an unknown key is no record
 class Configuration:
     """How completions were generated and how prompts were cut.
 
-    num_speculative_tokens: K; of a tree its depth. tree: its budget, depth and top_k, or its branching; None drafts a chain.
+    num_speculative_tokens: K; of a tree its depth. tree: its budget, depth and top_k, or its branching; None drafts a chain,
+    or what the proposer's own settings say.
     context_bucket: tokens that prompts were cut to; `all`: prompts as the suite has them.
     """
 

@@ -6,7 +6,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -186,11 +186,26 @@ def test_a_file_that_neither_folder_nor_network_has_is_said(in_empty_folder: Pat
     assert smollm2.fetch(Path("data/prompts.jsonl"), found) == b"{}" == Path("data/prompts.jsonl").read_bytes()
 
 
-def test_a_share_of_steps_keeps_the_schedule() -> None:
+def test_the_page_says_what_a_round_drafts() -> None:
+    def said(k: int, tree: dict[str, int] | None = None, **drafting: Any) -> str:
+        settings = {"num_speculative_tokens": k, "tree": tree, "drafting": drafting}
+        return smollm2.drafts_what({"draft": {"method": "eagle3"}, "settings": settings})
+
+    grown = {"budget": 6, "depth": 3, "top_k": 3}
+    assert said(3, grown) == "`eagle3` drafts a tree of 6 tokens, 3 deep, top 3, whose depth is its K." and said(3) == ""
+    behind = said(6, lookup_first=[2, 5], draft_tree=grown)
+    assert behind == (
+        "`ngram+eagle3` looks up 6 tokens where the last 2 or more occurred before; elsewhere its draft drafts a "
+        "tree of 6 tokens, 3 deep, top 3."
+    )
+    assert said(6, lookup_first=[2, 5], draft_tokens=2).endswith("elsewhere its draft drafts a chain of 2.")
+
+
+def test_a_share_of_steps_keeps_the_schedule_and_is_evaluated_at_its_end() -> None:
     whole = load_recipe(Recipe, ["recipe=smollm2/eagle3"]).train
-    part = load_recipe(Recipe, ["recipe=smollm2/eagle3", *smollm2.share_of_steps("eagle3", 0.2)]).train
-    shares = {name: part[name] / whole[name] for name in part if part[name] != whole[name]}
-    assert shares == dict.fromkeys(("max_steps", "warmup_steps", "eval_steps", "save_steps"), 0.2)
+    part = load_recipe(Recipe, ["recipe=smollm2/eagle3", *smollm2.share_of_steps("eagle3", 0.1)]).train
+    steps = dict.fromkeys(("max_steps", "eval_steps", "save_steps"), whole["max_steps"] // 10)
+    assert part == whole | steps | {"warmup_steps": whole["warmup_steps"] // 10}
     assert smollm2.share_of_steps("eagle3", 1.0) == []
 
 

@@ -66,11 +66,25 @@ def proposers(target: FrozenTarget) -> dict[str, Proposer]:
         "mtp": HeadProposer(build_mtp(target, init="scratch")),
         "ngram": NgramProposer(),
         "ngram+eagle3": LookupFirstProposer(HeadProposer(build_eagle3(target)), LookupFirst(min=1)),
+        "ngram+tree of eagle3": LookupFirstProposer(
+            HeadProposer(build_eagle3(target)), LookupFirst(draft_tree={"branching": [2, 2]})
+        ),
     }
 
 
 @pytest.mark.parametrize(
-    "name", ["eagle3", "eagle3, two layers", "eagle3, pruned", "eagle3, window", "eagle", "mtp", "ngram", "ngram+eagle3"]
+    "name",
+    [
+        "eagle3",
+        "eagle3, two layers",
+        "eagle3, pruned",
+        "eagle3, window",
+        "eagle",
+        "mtp",
+        "ngram",
+        "ngram+eagle3",
+        "ngram+tree of eagle3",
+    ],
 )
 @pytest.mark.parametrize("k", [1, 4])
 def test_greedy_output_is_the_plain_output(target: FrozenTarget, name: str, k: int) -> None:
@@ -165,7 +179,7 @@ def plain_draws(target: FrozenTarget) -> Counter[tuple[int, ...]]:
     return draws(Decoder(target), seed=0)
 
 
-@pytest.mark.parametrize("name", ["eagle3", "eagle3, pruned", "eagle", "mtp", "ngram", "ngram+eagle3"])
+@pytest.mark.parametrize("name", ["eagle3", "eagle3, pruned", "eagle", "mtp", "ngram", "ngram+eagle3", "ngram+tree of eagle3"])
 def test_sampled_text_follows_the_targets_distribution(
     target: FrozenTarget, plain_draws: Counter[tuple[int, ...]], name: str
 ) -> None:

@@ -13,6 +13,7 @@ from specdistill.report.files import validate
 from specdistill.targets.frozen import FrozenTarget
 from tests.draft_models import other_tokenizer, tiny_draft_model
 from tests.heads import build_head, save_head
+from tests.mtp_targets import tiny_model
 from tests.scripts import REPORT_FILES as FILES
 from tests.scripts import load_script
 from tests.tiny import tiny_target_model, tiny_tokenizer
@@ -139,6 +140,29 @@ def test_a_draft_is_compared_with_itself_behind_a_look_up(arguments, tmp_path):
     assert "drafting: lookup first \\[1, 5\\], draft tokens 1" in (out / "ngram+draft" / "report.md").read_text()
 
 
+def test_a_draft_drafts_a_tree_behind_a_look_up(arguments, tmp_path):
+    keys = ["drafts=[run/draft,ngram+run/draft]", "num_speculative_tokens_each=[2,4]", "max_new_tokens=16"]
+    assert command(*without_k(arguments), *keys, "lookup_first.draft_tree={branching: [2,2]}") == ExitCode.DONE
+    folder = tmp_path / "out" / "ngram+draft"
+    report = json.loads((folder / "report.json").read_text())
+    assert report["settings"]["drafting"]["draft_tree"] == {"branching": [2, 2]} and report["settings"]["tree"] is None
+    assert report["lossless"]["greedy_identical"]
+    rounds = [entry for line in (folder / "samples.jsonl").read_text().splitlines() for entry in json.loads(line)["rounds"]]
+    assert {entry.get("num_off_path", 0) for entry in rounds} == {0, 4}  # of a look-up's chain, and of 6 nodes 2 deep
+    assert "drafting: lookup first \\[2, 5\\], tree with branching 2, 2" in (folder / "report.md").read_text()
+
+
+def test_a_target_that_reads_no_trees_says_so_before_anything_is_measured(arguments, tmp_path, capsys):
+    tiny_model("qwen3_next").save_pretrained(tmp_path / "recurrent")
+    tiny_tokenizer().save_pretrained(tmp_path / "recurrent")
+    keys = [f"target={tmp_path / 'recurrent'}", "drafts=[ngram+small,ngram]"]
+    assert command(*arguments, *keys, "lookup_first.draft_tree={branching: [2]}") == ExitCode.USER_ERROR
+    assert (
+        "recurrent layers have one state for all branches" in (said := capsys.readouterr()).err and "Measuring" not in said.out
+    )
+    assert not (tmp_path / "out").exists()
+
+
 def test_each_draft_has_its_own_k_over_one_baseline(arguments, tmp_path):
     keys = ["drafts=[run/draft,small,ngram]", "num_speculative_tokens_each=[1,3,2]"]
     assert command(*without_k(arguments), *keys) == ExitCode.DONE
@@ -236,6 +260,19 @@ def test_a_draft_that_changes_the_text_is_exit_code_one(arguments, tmp_path, mon
         (["drafts=[ngram+small,ngram]", "batch_size=2"], "batch_size: got 2 with a candidate ngram+<draft>, expected 1"),
         (["drafts=[ngram+small,ngram]", "trees_each=[{branching: [2]},null]"], "trees_each: got a tree with a candidate ngram+"),
         (["drafts=[ngram+small,small]", "tree={branching: [2,2]}"], "tree: got a tree with a candidate ngram+<draft>"),
+        (
+            ["drafts=[ngram+small,ngram]", "lookup_first.draft_tree={branching: [2,1,1]}"],
+            "lookup_first.draft_tree: got a tree of depth 3 with K = 2",
+        ),
+        (
+            ["drafts=[ngram+small,ngram]", "lookup_first.draft_tree={branching: [2]}", "lookup_first.draft_tokens=1"],
+            "lookup_first.draft_tokens: got 1, expected 2: it is read only without lookup_first.draft_tree",
+        ),
+        (
+            ["drafts=[ngram+small,ngram]", "lookup_first.draft_tree={branching: [2]}", "compile=true"],
+            "compile: got true with lookup_first.draft_tree",
+        ),
+        (["drafts=[ngram+small,ngram]", "lookup_first.draft_tree={budget: 4}"], "eval.tree.depth: got nothing"),
         (["drafts=[ngram+small,ngram]", "lookup_first.draft_tokens=3"], "lookup_first.draft_tokens: got 3 with K = 2, expected at most K"),
         (["drafts=[small,ngram]", "draft=small"], "draft: got an unknown key"),
     ],

@@ -1,11 +1,12 @@
 """Reports that say something else than their records."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from specdistill.report.recomputed import contradictions, recomputed
+from specdistill.report.recomputed import contradictions, defects, recomputed
 from tests.simulated import simulate, simulated_report, simulated_sweep
 
 RECORDS = simulate(12)
@@ -49,3 +50,12 @@ def test_rows_and_numbers_that_no_record_shows() -> None:
     without = {name: value for name, value in REPORT["results"][0].items() if name != "num_looping"}
     (said,) = contradictions({**REPORT, "results": [without, *REPORT["results"][1:]]}, COMPUTED)
     assert said == "results[0].num_looping is missing"
+
+
+def test_chains_have_no_other_branches_and_a_draft_behind_a_look_up_may() -> None:
+    record = RECORDS[0]
+    branched = replace(record, rounds=[replace(entry, num_off_path=2) for entry in record.rounds])
+    alone = REPORT["settings"]
+    behind = {**alone, "drafting": {"lookup_first": [2, 5], "draft_tree": {"branching": [2, 2]}}}
+    assert list(defects([record], alone)) == list(defects([branched], behind)) == []
+    assert next(defects([branched], alone)).endswith("round 1 of a chain has other branches")

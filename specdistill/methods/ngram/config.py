@@ -6,8 +6,10 @@ from pydantic import model_validator
 
 from specdistill.errors import UserError
 from specdistill.methods import recipe
-from specdistill.recipe.fields import Section, option, section
-from specdistill.recipe.sections import IN_PROCESS, EvalConfig
+from specdistill.recipe.fields import ReadWhen, Section, option, section
+from specdistill.recipe.sections import IN_PROCESS, EvalConfig, TreeConfig
+
+CHAINS = ReadWhen("without lookup_first.draft_tree", lambda it: it.draft_tree is None)
 
 
 class Ngram(Section):
@@ -27,13 +29,19 @@ class LookupFirst(Section):
     min: int = option(2, "fewest tokens that must agree for what followed them to be drafted", ge=1)
     max: int = option(5, "most tokens compared; the longest agreement counts", ge=1)
     draft_tokens: int = option(
-        2, "draft tokens of the draft, where nothing is found; a look-up gives num_speculative_tokens", ge=1
+        2, "draft tokens of the draft, where nothing is found; a look-up gives num_speculative_tokens", ge=1, read_when=CHAINS
     )
+    draft_tree: TreeConfig | None = option(None, "a tree of the draft in place of draft_tokens; null: a chain of these")
 
     @model_validator(mode="after")
     def _has_lengths(self) -> "LookupFirst":
         _check_lengths("lookup_first", self.min, self.max)
         return self
+
+    @property
+    def levels(self) -> int:
+        """Draft steps of a round in which the draft drafts."""
+        return self.draft_tree.levels if self.draft_tree else self.draft_tokens
 
 
 def _check_lengths(section: str, shortest: int, longest: int) -> None:

@@ -8,9 +8,9 @@ does: look-up asks for two and more.
 from dataclasses import replace
 from typing import Any
 
-from specdistill.decoding.proposer import BatchProposer, DecodingState, Proposal, Proposer
+from specdistill.decoding.proposer import BatchProposer, DecodingState, Proposal, Proposer, TreeProposer
 from specdistill.decoding.sampling import Random, Sampling
-from specdistill.decoding.tree import TreeShape
+from specdistill.decoding.tree import TreeShape, tree_shape
 from specdistill.errors import UserError
 from specdistill.methods.ngram.config import LookupFirst
 from specdistill.methods.ngram.method import NgramProposer
@@ -18,29 +18,35 @@ from specdistill.targets.frozen import Features
 
 
 class LookupFirstProposer:
-    """Chains: of K tokens that were looked up, or of the draft's own length. Its output is the target's, whichever of them drafts."""
+    """A chain of K tokens that were looked up, or a chain or a tree of the draft's own size. Its output is the target's, whichever drafts.
+
+    Raises UserError for a tree of a draft that drafts chains only.
+    """
 
     vocabulary: None = None  # a look-up proposes any token
 
     def __init__(self, draft: Proposer, config: LookupFirst) -> None:
+        self.tree = tree_shape(**vars(config.draft_tree)) if config.draft_tree else None
+        if self.tree and not isinstance(draft, TreeProposer):
+            raise UserError("lookup_first.draft_tree", got="a tree of a draft that drafts chains only", expected="null")
         self.draft = draft
         self.lookup = NgramProposer(config.min, config.max)
-        self.draft_tokens = config.draft_tokens
+        self.levels = config.levels
         self.aux_layers = draft.aux_layers
         self.num_parameters, self.num_bytes = draft.num_parameters, draft.num_bytes
         self.settings: dict[str, Any] = {
             **draft.settings,
             "lookup_first": [config.min, config.max],
-            "draft_tokens": self.draft_tokens,
+            **({"draft_tree": self.tree.settings} if self.tree else {"draft_tokens": config.draft_tokens}),
         }
         self._unread: list[Features] = []  # of positions that were committed since the draft drafted last
 
     def draws(self, sampling: Sampling, tree: TreeShape | None) -> bool:
-        return self.draft.draws(sampling, tree)
+        return self.draft.draws(sampling, self.tree)
 
     def passes(self, k: int) -> int:
-        """None in a round of a look-up, which alone gives more tokens than the draft may."""
-        return self.draft.passes(k) if k <= self.draft_tokens else 0
+        """None in a round of a look-up, which alone goes further than the draft may."""
+        return self.draft.passes(k) if k <= self.levels else 0
 
     def begin(self, max_length: int) -> None:
         self.draft.begin(max_length)
@@ -55,7 +61,11 @@ class LookupFirstProposer:
             self._unread.append(Features.joined([state.fresh]))
             return found
         fresh, self._unread = Features.joined([*self._unread, state.fresh]), []
-        return self.draft.propose(replace(state, fresh=fresh), min(k, self.draft_tokens), sampling, generator)
+        read, levels = replace(state, fresh=fresh), min(k, self.levels)
+        if self.tree is None:
+            return self.draft.propose(read, levels, sampling, generator)
+        assert isinstance(self.draft, TreeProposer)
+        return self.draft.propose_tree(read, self.tree.cut(levels), sampling, generator)
 
     def batched(self) -> BatchProposer:
         raise UserError("batch_size", got="more than 1 with a look-up in front of a draft", expected="1")  # not built

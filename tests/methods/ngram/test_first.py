@@ -1,11 +1,14 @@
 """A look-up in front of a draft: which of them drafts, and that the draft has read what was committed meanwhile."""
 
+from typing import Any
+
 import pytest
 import torch
 
 from specdistill.decoding.decoder import Decoder
 from specdistill.decoding.proposer import DecodingState, Proposal
 from specdistill.decoding.sampling import GREEDY, Sampling
+from specdistill.decoding.tree import DynamicTree
 from specdistill.errors import UserError
 from specdistill.methods.draft_model.proposer import DraftModelProposer
 from specdistill.methods.eagle3.module import build_eagle3
@@ -37,8 +40,11 @@ class Watched(LookupFirstProposer):
         return proposal
 
 
-def test_the_draft_drafts_where_nothing_is_found_as_if_it_had_read_every_round(target: FrozenTarget) -> None:
-    head, config = HeadProposer(build_eagle3(target)), LookupFirst(min=2, max=3, draft_tokens=2)
+@pytest.mark.parametrize("shape", [{"draft_tokens": 2}, {"draft_tree": {"budget": 5, "depth": 2, "top_k": 3}}])
+def test_the_draft_drafts_where_nothing_is_found_as_if_it_had_read_every_round(
+    target: FrozenTarget, shape: dict[str, Any]
+) -> None:
+    head, config = HeadProposer(build_eagle3(target)), LookupFirst(min=2, max=3, **shape)
     watched, lookup = Watched(head, config), NgramProposer(2, 3)
     Decoder(target, watched).generate(PROMPT, max_new_tokens=60, num_speculative_tokens=4)
     followed = {True: 0, False: 0}  # whether a round of a look-up came before the draft's
@@ -50,7 +56,13 @@ def test_the_draft_drafts_where_nothing_is_found_as_if_it_had_read_every_round(t
         else:
             head.begin(100)
             fresh = target.features(torch.tensor([text[:-1]]), head.aux_layers)
-            assert tokens == head.propose(DecodingState(text, fresh), 2, GREEDY, None).tokens
+            state = DecodingState(text, fresh)
+            own = (
+                head.propose_tree(state, DynamicTree(5, 2, 3), GREEDY, None)
+                if config.draft_tree
+                else head.propose(state, 2, GREEDY, None)
+            )
+            assert tokens == own.tokens and len(tokens) == (5 if config.draft_tree else 2)
             followed[looked_up] += 1
         looked_up = bool(found)
     assert all(followed.values()), followed
@@ -75,6 +87,12 @@ def test_it_says_what_it_is(target: FrozenTarget) -> None:
     assert proposer.settings == {"lookup_first": [3, 4], "draft_tokens": 2}
     assert [proposer.passes(k) for k in (1, 2, 6)] == [1, 2, 0]
     assert proposer.draws(Sampling(1.0), None) and not proposer.draws(GREEDY, None)
+    grown = LookupFirstProposer(head, LookupFirst(draft_tree={"budget": 4, "depth": 3, "top_k": 2}))
+    assert grown.settings == {"lookup_first": [2, 5], "draft_tree": {"budget": 4, "depth": 3, "top_k": 2}}
+    assert [grown.passes(k) for k in (3, 6)] == [3, 0]
+    assert not grown.draws(Sampling(1.0), None)  # the best tokens
+    with pytest.raises(UserError, match=r"lookup_first\.draft_tree: got a tree of a draft that drafts chains only"):
+        LookupFirstProposer(NgramProposer(), LookupFirst(draft_tree={"branching": [2]}))
     with pytest.raises(UserError, match="batch_size"):
         proposer.batched()
     with pytest.raises(UserError, match=r"lookup_first\.min: got 6, expected at most lookup_first\.max, which is 5"):
