@@ -142,14 +142,14 @@ def test_a_draft_is_compared_with_itself_behind_a_look_up(arguments, tmp_path):
 
 def test_a_draft_drafts_a_tree_behind_a_look_up(arguments, tmp_path):
     keys = ["drafts=[run/draft,ngram+run/draft]", "num_speculative_tokens_each=[2,4]", "max_new_tokens=16"]
-    assert command(*without_k(arguments), *keys, "lookup_first.draft_tree={branching: [2,2]}") == ExitCode.DONE
+    assert command(*without_k(arguments), *keys, "lookup_first.min=1", "lookup_first.draft_tree={branching: [2,2]}") == ExitCode.DONE
     folder = tmp_path / "out" / "ngram+draft"
     report = json.loads((folder / "report.json").read_text())
     assert report["settings"]["drafting"]["draft_tree"] == {"branching": [2, 2]} and report["settings"]["tree"] is None
     assert report["lossless"]["greedy_identical"]
     rounds = [entry for line in (folder / "samples.jsonl").read_text().splitlines() for entry in json.loads(line)["rounds"]]
     assert {entry.get("num_off_path", 0) for entry in rounds} == {0, 4}  # of a look-up's chain, and of 6 nodes 2 deep
-    assert "drafting: lookup first \\[2, 5\\], tree with branching 2, 2" in (folder / "report.md").read_text()
+    assert "drafting: lookup first \\[1, 5\\], tree with branching 2, 2" in (folder / "report.md").read_text()
 
 
 def test_a_target_that_reads_no_trees_says_so_before_anything_is_measured(arguments, tmp_path, capsys):
