@@ -142,7 +142,10 @@ def test_a_draft_is_compared_with_itself_behind_a_look_up(arguments, tmp_path):
 
 def test_a_draft_drafts_a_tree_behind_a_look_up(arguments, tmp_path):
     keys = ["drafts=[run/draft,ngram+run/draft]", "num_speculative_tokens_each=[2,4]", "max_new_tokens=16"]
-    assert command(*without_k(arguments), *keys, "lookup_first.min=1", "lookup_first.draft_tree={branching: [2,2]}") == ExitCode.DONE
+    assert (
+        command(*without_k(arguments), *keys, "lookup_first.min=1", "lookup_first.draft_tree={branching: [2,2]}")
+        == ExitCode.DONE
+    )
     folder = tmp_path / "out" / "ngram+draft"
     report = json.loads((folder / "report.json").read_text())
     assert report["settings"]["drafting"]["draft_tree"] == {"branching": [2, 2]} and report["settings"]["tree"] is None
