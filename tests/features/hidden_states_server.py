@@ -15,15 +15,17 @@ from safetensors.torch import save_file
 
 from specdistill.targets.frozen import FrozenTarget
 
+ONE_PASS = threading.Lock()  # servers may share a target, whose hooks serve one pass at a time
+
 
 @contextmanager
 def running(target: FrozenTarget, layers: Sequence[int], folder: Path | None, *, dtype: Any = None) -> Iterator[str]:
     """Its address. folder: where hidden states go; None: a server without the connector. dtype: that it computes in."""
-    lock, count = threading.Lock(), 0
+    count = 0
 
     def write(ids: list[int]) -> dict[str, str]:
         nonlocal count
-        with lock:
+        with ONE_PASS:
             count += 1
             number = count
             aux = target.features(torch.tensor([ids]), layers).aux
