@@ -265,7 +265,7 @@ def _cost(other: Entry, best: Entry, by_name: Mapping[str, Entry]) -> Iterator[s
     if step:
         mine, theirs = (entry["parts"] for entry in (other, best))
         yield (
-            f"A draft step of {other['name']} costs c = {number(mine['draft_step'], 3)} plain steps against "
+            f"A draft token of {other['name']} costs {number(mine['draft_step'], 3)} plain steps against "
             f"{number(theirs['draft_step'], 3)}, and drafting takes {percent(mine['draft_share'])} of a round against "
             f"{percent(theirs['draft_share'])}."
         )
@@ -277,10 +277,15 @@ def _cost(other: Entry, best: Entry, by_name: Mapping[str, Entry]) -> Iterator[s
 
 
 def _passes(*pair: Entry) -> Iterator[str]:
-    """How often each draft runs in a round, where that differs: a step may draft one token, or all of them, or need no pass at all."""
+    """How often each draft runs in a round, where that differs: a step may draft one token, or all of them, or need no pass at all.
+
+    Nothing of a draft behind a look-up: it runs in the rounds in which nothing is found.
+    """
     counts = []
     for candidate in pair:
         report = candidate["report"]
+        if "lookup_first" in report["settings"].get("drafting", {}):
+            continue
         k, curve = report["settings"]["num_speculative_tokens"], report.get("theory", {}).get("curve", [])
         counts += [point["draft_passes"] for point in curve if point["k"] == k]
     if len(counts) == 2 and counts[0] != counts[1]:

@@ -134,7 +134,7 @@ def by_category(comparison: Comparison) -> tables.Table | None:
     of_each = [tables.main_rows(candidate["report"]) for candidate in _ranked(comparison)]
     if min(map(len, of_each)) < 3:
         return None
-    names = [entry["name"] for entry in comparison["ranking"]]
+    names = [tables.Name(entry["name"]) for entry in comparison["ranking"]]
     return tables.Table(("category", "prompts", *names), [_category(of_all) for of_all in zip(*of_each, strict=True)])
 
 

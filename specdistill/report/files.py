@@ -145,7 +145,7 @@ def template(name: str) -> Template:
     templates.policies["json.dumps_kwargs"] = {"ensure_ascii": False, "separators": (",", ":")}
     templates.filters |= {name: getattr(phrases, name) for name in ("number", "times", "percent", "interval")}
     templates.filters["at_k"] = charts.at_k
-    templates.filters["label"] = lambda name: name if len(name) == 1 else name[:1].upper() + name[1:]  # a symbol stays as it is
+    templates.filters["label"] = tables.label
     templates.globals |= {"phrases": phrases, "tables": tables, "charts": charts}
     return templates.get_template(name)
 

@@ -24,6 +24,17 @@ Row = Mapping[str, Any]
 Cell = tuple[str, ...]
 
 
+class Name(str):
+    """A head that is somebody's name, which stays as it is."""
+
+    __slots__ = ()
+
+
+def label(head: str) -> str:
+    """A head as pages show it: capitalised, but for a name and for a symbol of one letter."""
+    return head if isinstance(head, Name) or len(head) == 1 else head[:1].upper() + head[1:]
+
+
 class Table(NamedTuple):
     head: tuple[str, ...]
     rows: list[tuple[Cell, ...]]

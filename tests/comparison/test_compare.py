@@ -207,7 +207,7 @@ def test_less_acceptance_is_named_as_the_cause(comparison: dict[str, Any]) -> No
 def test_a_costlier_step_is_named_as_the_cause(comparison: dict[str, Any]) -> None:
     gap, cause = sentences(comparison, "gap")[1], sentences(comparison, "cause")[1]
     assert "That comes from cost: a round costs " in gap and "tokens" not in gap
-    assert "A draft step of dear costs c = 0.360 plain steps against 0.120" in cause
+    assert "A draft token of dear costs 0.360 plain steps against 0.120" in cause
     assert "dear has 3 layers of 128 and 1.23 million parameters, best has 1 layer of 128 and 410 thousand parameters." in cause
     assert "runs its draft" not in cause
     assert "accepts" not in cause
@@ -249,13 +249,15 @@ def test_width_and_passes_are_named_where_they_differ(candidates: list[Measured]
     assert "wide has 1 layer of 256 and 410 thousand parameters, best has 1 layer of 128 and" in causes[0]
     assert "In a full round at once runs its draft 1 time, best runs its draft 4 times." in causes[1]
     assert "runs its draft" not in causes[0] and " parameters" not in causes[1]
+    at_once.report["settings"]["drafting"] = {"lookup_first": [2, 5]}  # runs in some rounds only
+    assert "runs its draft" not in sentences(compare([candidates[1], at_once]), "cause")[0]
 
 
 def test_more_tokens_at_a_higher_price_are_said_to_be_both(candidates: list[Measured]) -> None:
     longer = simulated_candidate("longer", conditional=(0.8, 0.8, 0.75, 0.7), draft_step=4 * DRAFT_STEP)
     gap, cause = (sentences(compare([candidates[1], longer]), topic)[0] for topic in ("gap", "cause"))
     assert "That comes from cost: " in gap and ", although a round yields " in gap and "more tokens" in gap
-    assert "It accepts more at the first position" in cause and "A draft step of longer" in cause
+    assert "It accepts more at the first position" in cause and "A draft token of longer" in cause
 
 
 def test_an_even_trade_is_called_one() -> None:
