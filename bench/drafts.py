@@ -14,7 +14,18 @@ from specdistill.errors import ExitCode, UserError
 from specdistill.methods import METHODS
 from specdistill.methods.recipe import Recipe
 from specdistill.recipe.load import load_recipe, recipe_yaml
-from specdistill.report.phrases import a_round, between, duration, looks_up_first, number, percent, settings_line, size, times
+from specdistill.report.phrases import (
+    a_round,
+    between,
+    counted,
+    duration,
+    looks_up_first,
+    number,
+    percent,
+    settings_line,
+    size,
+    times,
+)
 from specdistill.report.text import table
 
 HEAD = ("method", "acceptance length", "accepted at position 1, 2, …", "speedup", "lossless", "draft", "training")
@@ -56,7 +67,7 @@ def caption(report: Mapping[str, Any], measured_for: str, settings: str | None =
     row, threads, repeats = report["results"][0], report["hardware"]["cpu_threads"], report["settings"]["repeats"]
     repetitions = f"{repeats} repetitions" if repeats > 1 else "one repetition"
     return (
-        f"Measured for {measured_for}: {settings or settings_line(report)}, {threads} threads; {row['num_prompts']} prompts, "
+        f"Measured for {measured_for}: {settings or settings_line(report)}, {counted(threads, 'thread')}; {row['num_prompts']} prompts, "
         f"one paired run of {repetitions}. Training is the time of its steps, without the generation of its data."
     )
 
