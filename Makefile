@@ -12,7 +12,7 @@ READY := $(VENV)/.ready
 export PATH := $(abspath $(BIN)):$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-launches lint format site bench methods smollm2 smollm2-engines engines test-engines
+.PHONY: help setup demo test test-all test-launches test-long lint format site bench methods smollm2 smollm2-engines engines test-engines
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -23,11 +23,22 @@ demo: $(READY)  ## train a draft for pico, decode with it, measure, write runs/d
 	$(BIN)/python -m specdistill demo $(ARGS)
 
 # A worker for each core, up to eight; ARGS="-n 0" runs all in one process.
-test: $(READY)  ## all tests that this machine can run; ARGS="-m 'not slow'" for the quick ones
-	$(BIN)/python -m pytest -n logical --maxprocesses 8 --dist worksteal --ignore=tests/with_engines -m 'not launches' $(ARGS)
+PYTEST := $(BIN)/python -m pytest -n logical --maxprocesses 8 --dist loadgroup
 
-test-launches: $(READY)  ## every method under every launch configuration, two processes each
-	$(BIN)/python -m pytest tests/train/test_launches.py $(ARGS)
+test: $(READY)  ## the quick tests, in minutes; ARGS="tests/losses" for one folder
+	$(PYTEST) -m 'not long' $(ARGS)
+
+test-long: $(READY)  ## the tests above two seconds, but for launches and engines
+	$(PYTEST) -m 'long and not launches and not engines' $(ARGS)
+
+test-launches: $(READY)  ## methods under launch configurations, in several processes; ARGS=all for every pair
+	$(BIN)/python -m pytest tests/train/test_launches.py -m '$(if $(filter all,$(ARGS)),launches,launches and not every_pair)' $(filter-out all,$(ARGS))
+
+test-all:  ## all of these and test-engines
+	$(MAKE) test
+	$(MAKE) test-long
+	$(MAKE) test-launches
+	$(MAKE) test-engines
 
 lint: $(READY)  ## formatting, lint, types and the import direction; changes nothing
 	$(BIN)/ruff format --check .

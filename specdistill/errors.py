@@ -38,7 +38,7 @@ class UserError(ReportedError):
     def __init__(self, key: str, *, got: object, expected: str, nearest: str | None = None) -> None:
         hint = f"; did you mean {nearest}?" if nearest else ""
         super().__init__(one_line(f"{key}: got {got}, expected {expected}{hint}"))
-        self.key = key
+        self.key, self.got = key, str(got)
 
 
 class ResourceError(ReportedError):

@@ -8,8 +8,10 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -30,6 +32,34 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.unfreeze = lambda: None
+
+
+# What `make test` leaves out, and what runs it. Launches and engines are long, too.
+TIERS = {"engines": "make test-engines", "launches": "make test-launches", "long": "make test-long"}
+LEFT_OUT = pytest.StashKey[Counter[str]]()
+
+
+def pytest_deselected(items: Sequence[pytest.Item]) -> None:
+    left_out = items[0].config.stash.setdefault(LEFT_OUT, Counter())
+    left_out.update(tier for item in items if (tier := next(filter(item.get_closest_marker, TIERS), None)))
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["left_out"] = dict(session.config.stash.get(LEFT_OUT, Counter()))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Keep what a worker left out; each collects all tests."""
+    node.config.stash[LEFT_OUT] = Counter(getattr(node, "workeroutput", {}).get("left_out", {}))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    left_out = config.stash.get(LEFT_OUT, Counter())
+    if left_out:
+        tiers = ", ".join(f"{left_out[tier]} {tier} ({command})" for tier, command in TIERS.items() if left_out[tier])
+        terminalreporter.write_line(f"Left out: {tiers}. `make test-all` runs everything.")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -123,7 +123,7 @@ def test_a_mistake_exits_with_2_from_a_shell(tmp_path: Path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_mistake_in_the_training_arguments_writes_nothing(tmp_path: Path):
     result = specdistill("train", "recipe=pico/eagle3", "train.output_dir=run", "train.max_stepz=1", cwd=tmp_path)
     assert result.returncode == 2, result.stderr
@@ -246,7 +246,7 @@ def test_every_method_s_script_exists_and_is_named_by_a_recipe():
     assert set(trained) <= {recipe.get("method") for recipe in recipes}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_demo_s_two_commands_really_run(tmp_path: Path):
     """On a tiny random target: the line from recipe to gate, as a shell runs it."""
     from tests.tiny import tiny_target_model, tiny_tokenizer

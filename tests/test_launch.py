@@ -225,7 +225,7 @@ def test_the_examples_of_schedulers_start_this_machine(inside: str, environment:
     assert (options.num_machines, options.num_processes, options.machine_rank, options.main_process_ip) == (2, 16, 1, "node0")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.distributed
 def test_machines_with_different_recipes_are_refused(tmp_path: Path) -> None:
     """Two machines on the loopback, in the environment that a Kubernetes pod has; the recipe is compared before the data is prepared."""

@@ -80,7 +80,7 @@ def test_wheel_works_from_an_empty_folder(site: Path, in_empty_folder: Path):
     assert mistake.stderr.startswith("error: draft.layers: got an unknown key")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.distributed
 def test_wheel_trains_in_two_processes_from_an_empty_folder(site: Path, in_empty_folder: Path):
     rows = [{"text": f"def add_{number}(a, b):\n    return a + b + {number}\n"} for number in range(8)]

@@ -25,7 +25,7 @@ print(processes._group()._get_backend(torch.device("cpu")).options._timeout >= t
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.distributed
 def test_the_others_wait_for_longer_than_a_step_may_take(tmp_path: Path) -> None:
     """The last is the first of another machine."""
@@ -46,7 +46,7 @@ except ResourceError as error:
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.distributed
 def test_the_end_of_a_process_ends_the_others(tmp_path: Path) -> None:
     ended = run_processes(tmp_path, IMPORTS, ENDS, 0, 1, 0)
@@ -62,7 +62,7 @@ except UserError as error:
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.distributed
 def test_what_differs_is_named_with_its_process(tmp_path: Path) -> None:
     for process in run_processes(tmp_path, IMPORTS, DIFFER, 0, 1, 0):

@@ -52,7 +52,7 @@ def made(tmp_path_factory: pytest.TempPathFactory, shared_data: Path) -> Made:
     return Made(folder, keys, done)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(60 * MINUTES)
 def test_the_line_from_the_package_to_the_verdict(made: Made, shared_data: Path) -> None:
     done, folder = made.done, made.folder / smollm2.FOLDER
@@ -116,7 +116,7 @@ specdistill() {
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(60 * MINUTES)
 def test_the_page_leads_from_the_run_to_the_hub_and_to_an_engine(made: Made, shared_data: Path, tmp_path: Path) -> None:
     lines = [line.command for line in shell_lines(smollm2.PAGE)]

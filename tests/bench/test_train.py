@@ -26,7 +26,7 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]
     return results, page
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_plain_forms_have_the_same_loss(places: tuple[Path, Path]) -> None:
     assert bench.main(bench.Options(**TINY)) == 0
     results, page = places

@@ -46,7 +46,7 @@ def page() -> str:
 
 
 @pytest.mark.browser
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 @pytest.mark.parametrize("width", [390, 1200])
 def test_the_page_fits_and_does_not_complain(page: str, tmp_path, width: int, dark: bool) -> None:

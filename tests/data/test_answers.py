@@ -50,7 +50,7 @@ def test_two_writers_of_one_answer_are_read_alike(tmp_path: Path) -> None:
     assert len(Answers(tmp_path)) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_kill_loses_no_answer_that_was_added(tmp_path: Path) -> None:
     """The writer tells each answer once `add` has returned."""
     code = (

@@ -137,7 +137,7 @@ print(*(tiny_tokenizer().decode(row["input_ids"][:8]) for row in rows), sep=",")
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.distributed
 def test_processes_of_a_launch_read_different_rows(tmp_path: Path) -> None:
     write(tmp_path / "rows.jsonl", numbered("row", 400))

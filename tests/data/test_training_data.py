@@ -216,7 +216,7 @@ def test_settings_and_rows_that_cannot_be_used(tmp_path: Path, settings: dict[st
         training_data(config, tiny_tokenizer(CHAT_TEMPLATE), tiny_target_model(num_layers=1), fingerprint="")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_trained_target_generates_stories(shared_data: Path, tmp_path: Path) -> None:
     folder = shared_data / "models" / "stories260K-hf"
     model: LlamaForCausalLM = AutoModelForCausalLM.from_pretrained(folder)
@@ -300,7 +300,7 @@ except UserError as error:
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.distributed
 def test_rows_are_prepared_once_on_each_machine_and_have_to_agree(tmp_path: Path) -> None:
     """Machine a has two processes, the first of which is late, and machine b one. Its second file differs in a character."""
@@ -334,7 +334,7 @@ print(len(calls), *map(content_fingerprint, halves))
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.distributed
 def test_every_process_generates_a_share_of_the_same_rows(tmp_path: Path) -> None:
     made = {}

@@ -49,7 +49,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_site_loads_nothing_from_elsewhere(site: Path) -> None:
     pages, styles = sorted(site.rglob("*.html")), sorted(site.rglob("*.css"))
     assert len(pages) > 20
@@ -61,7 +61,7 @@ def test_site_loads_nothing_from_elsewhere(site: Path) -> None:
     assert "mermaid" not in "".join(re.findall(r'class="[^"]*"', "".join(texts.values())))  # drawn by a script of unpkg.com
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_links_out_of_docs_lead_to_the_repository(site: Path) -> None:
     """Whatever the pages link to: a page of the site, or a file of the repository that exists."""
     prefix = f"{CONFIG['extra']['repository']}/"
@@ -73,7 +73,7 @@ def test_links_out_of_docs_lead_to_the_repository(site: Path) -> None:
     assert 'src="images/report.png"' in overview
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_threads_are_links(site: Path) -> None:
     page = (site / "troubleshooting" / "index.html").read_text(encoding="utf-8")
     assert '<a href="https://github.com/vllm-project/speculators/issues/684">vllm-project/speculators#684</a>' in page

@@ -20,7 +20,7 @@ from specdistill.targets.frozen import FrozenTarget
 from tests.memorised import NUM_TOKENS, PROMPT, memorise
 from tests.tiny import tiny_target_model, tiny_tokenizer
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 
 IDS = "eagle_aux_hidden_state_layer_ids"
 Change = Callable[[dict[str, Any], dict[str, Tensor]], None]

@@ -17,7 +17,7 @@ def examined(pair: Any, folder: Path, capsys: pytest.CaptureFixture[str]) -> tup
     return code, output.out + output.err
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("name", [name for name in PAIRS if name != "qwen3-dflash"])
 def test_a_public_draft_is_sound(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     code, said = examined(PAIRS[name], tmp_path / name, capsys)
@@ -54,7 +54,7 @@ SAID = {
 NAMED = {"eagle-as-eagle3": "eagle", "eagle3-as-eagle": "eagle3", "model-as-eagle3": "draft_model"}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("name", SAID)
 def test_a_wrong_draft_is_told(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     code, said = examined(WRONG_PAIRS[name], tmp_path / name, capsys)

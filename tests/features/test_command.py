@@ -16,7 +16,7 @@ from tests.launches import environment
 from tests.scripts import specdistill, start_specdistill
 from tests.tiny import write_inputs
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 
 TRAINED = (
     "draft.ttt_steps=2",

@@ -98,7 +98,7 @@ def work(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_draft_is_judged_against_the_report_of_a_tag(hub: Hub, work: Path) -> None:
     result = gate(work, hub, f"{DRAFT}@{TAG}")
     assert result.returncode == 1, result.stderr
@@ -107,7 +107,7 @@ def test_a_draft_is_judged_against_the_report_of_a_tag(hub: Hub, work: Path) -> 
     assert fetched(work / "home") == {"report.json", "samples.jsonl"}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_tag_that_is_not_there(hub: Hub, work: Path) -> None:
     result = gate(work, hub, f"{DRAFT}@v9")
     assert (result.returncode, result.stdout) == (3, "")

@@ -16,7 +16,7 @@ RECORDED: dict[str, dict[str, Any]] = json.loads((FOLDER / "record.json").read_t
 TOLERANCE, TOLERANCE_OF_MUON = 2e-4, 1e-2
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_commands_compute_what_they_did(tmp_path: Path, subtests: pytest.Subtests) -> None:
     """A fresh record, made in a process of its own: it takes one thread, and this one may have begun with more.
 

@@ -35,7 +35,7 @@ def weights_asked(hub: Hub) -> list[str]:
 # What is fetched
 
 
-@pytest.mark.slow  # three processes
+@pytest.mark.long  # three processes
 def test_a_draft_is_acquired_and_used(hub: Hub, tmp_path: Path) -> None:
     """As a shell uses it: the path alone on stdout, of a folder that the next commands take."""
 
@@ -390,7 +390,7 @@ basicConstraints = CA:TRUE
 """
 
 
-@pytest.mark.slow  # a process, and a certificate
+@pytest.mark.long  # a process, and a certificate
 @pytest.mark.skipif(not shutil.which("openssl"), reason="needs openssl to make a certificate")
 def test_a_clock_that_is_wrong(tmp_path: Path) -> None:
     """A certificate that is not valid yet, as every certificate is for a clock that stands in the past."""

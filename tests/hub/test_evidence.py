@@ -65,7 +65,7 @@ def with_longer_drafts(record: PromptRecord) -> PromptRecord:
 # What is released
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_that_was_measured_is_released(run: Path) -> None:
     release = check_evidence(run, num_prompts=3)
     assert release.refusals == ()
@@ -75,7 +75,7 @@ def test_a_run_that_was_measured_is_released(run: Path) -> None:
     assert [path.name for path in release.draft] == names
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_folder_that_was_moved_or_is_reached_by_a_link(run: Path, tmp_path: Path) -> None:
     (run / "draft").rename(tmp_path / "elsewhere")
     (run / "draft").symlink_to(tmp_path / "elsewhere")
@@ -83,7 +83,7 @@ def test_a_folder_that_was_moved_or_is_reached_by_a_link(run: Path, tmp_path: Pa
     assert refused(tmp_path / "moved", num_prompts=1) == set()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_k_that_was_chosen_once_the_draft_was_trained_is_named(run: Path) -> None:
     another_k(run)
     assert refused(run, num_prompts=2) >= {"another measurement"}
@@ -512,13 +512,13 @@ def test_nothing_is_released_that_was_not_decoded_again(run: Path) -> None:
     assert SPOT_CHECK > 1
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_other_weights_do_not_decode_what_was_recorded(run: Path) -> None:
     other_weights_in_a_report_made_to_fit(run)
     assert refused(run, num_prompts=4) == {"not reproduced"}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_records_of_a_better_draft_are_not_decoded_again(run: Path) -> None:
     reseal(run, with_longer_drafts)
     assert refused(run, num_prompts=4) == {"not reproduced"}
@@ -529,7 +529,7 @@ def measured_elsewhere(run: Path) -> None:
     reseal(run)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_on_another_machine_the_acceptance_length_is_compared(run: Path) -> None:
     measured_elsewhere(run)
     release = check_evidence(run, num_prompts=2)
@@ -540,7 +540,7 @@ def test_on_another_machine_the_acceptance_length_is_compared(run: Path) -> None
     assert refusal.name == "not reproduced" and refusal.why.startswith("acceptance length ")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_losslessness_is_tested_again(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A decoder that accepts what it should not."""
     monkeypatch.setattr(verify, "greedy", lambda tokens, choices: (len(tokens), choices[len(tokens)]))

@@ -14,7 +14,7 @@ from tests.finished_runs import again, remake, slower, timed
 from tests.loopback_hub import Fault, Hub, loopback_hub
 from tests.scripts import evaluate
 
-pytestmark = pytest.mark.slow  # each measures, or publishes twice
+pytestmark = pytest.mark.long  # each measures, or publishes twice
 NAME = "someone/half-right"
 GATE = "- {metric: mean_acceptance_length, max_regression: 0.15}\n- {metric: speedup, max_regression: 0.15}\n"
 

@@ -32,7 +32,7 @@ def run(verb: str, *arguments: str) -> int:
         return int(ended.code or 0)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_planted_token_is_found_nowhere_else(
     measured: Path,
     tmp_path: Path,

@@ -12,7 +12,7 @@ from tests.simulated import VERIFY_STEP, simulate
 COUNTS = ("num_drafts", "num_draft_tokens", "num_accepted_tokens", "accepted_per_position", "num_new_tokens", "num_rounds")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_counts_are_the_same(tmp_path):
     """pico with n-gram look-up, greedy: sequences and acceptance are functions of the prompts."""
     gate = tmp_path / "gate.yaml"

@@ -17,7 +17,7 @@ from tests.scripts import evaluate
 METRIC = "train.metric_for_best_model=decoded_acceptance_length"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_checkpoint_that_decodes_best_becomes_the_draft(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

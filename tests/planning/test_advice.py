@@ -51,7 +51,7 @@ def command(plan: Plan, method: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in ("tiny", "short") else pytest.param(name, marks=pytest.mark.slow) for name in TARGETS]
+    "name", [name if name in ("tiny", "short") else pytest.param(name, marks=pytest.mark.long) for name in TARGETS]
 )
 def test_the_command_for_a_head_is_one_that_its_target_can_be_given(name: str, tmp_path: Path):
     plan = plan_of(tmp_path, TARGETS[name])
@@ -98,7 +98,7 @@ def test_look_up_is_recommended_before_a_draft_that_is_faster_at_its_best_alone(
     assert recommended(at_worst=1.0) == "eagle3"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_look_up_is_recommended_where_it_promises_most_and_obstacles_are_told(tmp_path: Path):
     """gpt-oss-120b in MXFP4 reads so little a step that this head, with the target's own output layer, is not cheap beside it."""
     target, draft = PAIRS["gpt-oss-120b-eagle3"].write(tmp_path)
@@ -114,7 +114,7 @@ def test_look_up_is_recommended_where_it_promises_most_and_obstacles_are_told(tm
     assert advice["start"] is None and "fits on none of up to 64 devices" in str(advice["reason"])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_command_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     """As printed, but for its data, two steps, and little of it generated."""
     keys = dict(key.split("=", 1) for key in write_inputs(tmp_path))

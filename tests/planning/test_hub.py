@@ -43,7 +43,7 @@ def plan(cwd: Path, endpoint: str, *arguments: str) -> subprocess.CompletedProce
     )
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_drafts_are_found_by_card_and_by_name(hub: Hub, tmp_path: Path):
     result = plan(tmp_path, hub.address, f"target={TARGET}", "output=plan.json")
     assert result.returncode == 0, result.stderr
@@ -60,14 +60,14 @@ def test_drafts_are_found_by_card_and_by_name(hub: Hub, tmp_path: Path):
     assert "model.safetensors" not in {path.name for path in (tmp_path / "home").rglob("*")}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_target_that_the_hub_does_not_have(hub: Hub, tmp_path: Path):
     result = plan(tmp_path, hub.address, "target=someone/else")
     assert (result.returncode, result.stdout) == (3, "")
     assert result.stderr.splitlines()[-1].startswith("error: target.model: someone/else is no folder here")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_plan_comes_without_the_hub_and_says_so(tmp_path: Path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/config.json").write_bytes(CONFIG)

@@ -112,7 +112,7 @@ GPT_OSS_120B = {
 ON_THE_PAGE = {"Llama-3.1-8B": LLAMA_8B, "Llama-3.3-70B": LLAMA_70B, "gpt-oss-120b": GPT_OSS_120B}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("name", ON_THE_PAGE)
 def test_the_page_on_scale_has_these_numbers(computed_plans: Callable[[str], Plan], name: str):
     plan = computed_plans(name)
@@ -124,7 +124,7 @@ def test_the_page_on_scale_has_these_numbers(computed_plans: Callable[[str], Pla
     assert f"| {line} |\n" in (ROOT / "docs" / "scale.md").read_text(encoding="utf-8")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "of", "shard", "spread"),
     [("8B", "Llama-3.1-8B", False, 0), ("70B", "Llama-3.3-70B", True, 12), ("120B mixture", "gpt-oss-120b", True, 0)],

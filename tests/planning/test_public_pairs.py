@@ -82,7 +82,7 @@ PLANNED = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("name", PAIRS)
 def test_a_public_pair_is_planned(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Parameters are those of the checkpoint, but for vocabulary maps and copies of the target's tables."""
@@ -122,7 +122,7 @@ SAID = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("name", SAID)
 def test_a_wrong_pair_is_refused_or_told(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -141,7 +141,7 @@ def test_a_wrong_pair_is_refused_or_told(
         assert said["warning"] in plan["warnings"] and plan["target"]["native_mtp"] is None
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_serving_keys_reach_the_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     keys = ["serving.context=32768", "serving.batch_size=32", "serving.kv_cache_dtype=fp8", "serving.tensor_parallel=2"]
     code, plan = planned(PAIRS["llama-eagle3"], tmp_path, monkeypatch, *keys, "serving.memory_gb=48")

@@ -30,7 +30,7 @@ from tests.families import Config, Family, family_of, write_model
 from tests.launches import environment
 from tests.scripts import specdistill
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 
 EXCEPTED = {"pico/target": "trains a target, in half an hour, and no draft"}
 EVERY = sorted({path.relative_to(RECIPES).with_suffix("").as_posix() for path in RECIPES.rglob("*.yaml")} - EXCEPTED.keys())

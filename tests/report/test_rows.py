@@ -56,7 +56,7 @@ def show(folder: Path, *more: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=300)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.browser
 def test_training_data_is_shown_in_the_terminal_and_on_a_page(folder: Path, tmp_path: Path) -> None:
     shown = show(folder, f"output={tmp_path / 'page.html'}", "documents=4")

@@ -49,7 +49,7 @@ def evaluate(folder, draft, engine, *arguments):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 def test_every_k_is_measured_at_every_load(draft, tmp_path, engine):
     folder = tmp_path / "report"

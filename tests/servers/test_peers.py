@@ -24,7 +24,7 @@ def config(target: dict[str, Any]) -> bytes:
     return json.dumps({"architectures": ["LlamaForCausalLMEagle3"], SECTION: {"target": target}}).encode()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("made_for", ["pico", "another target"])
 def test_a_draft_on_the_hub_is_checked_by_its_config_alone(made_for: str, tmp_path: Path) -> None:
     """With the right one the command goes on to the server, which nobody has started."""

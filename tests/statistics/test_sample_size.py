@@ -81,7 +81,7 @@ def covered(seed, target_precision, at, confidence):
     return low <= TRUE_LENGTH <= high
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("target_precision", [0.08, 0.05])
 def test_the_interval_at_which_a_run_stops_holds_the_truth_as_often_as_it_says(target_precision):
     """Simulated runs. Without the correction, and with an analysis after every fourth prompt, the same intervals do not."""

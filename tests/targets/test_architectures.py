@@ -18,7 +18,7 @@ from specdistill.targets.anatomy import reads_alike
 from specdistill.targets.frozen import FrozenTarget
 from tests.targets.architectures import HEADS, KINDS, PAGE, read_page, row_of, tables
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # warnings of some of two hundred classes
+pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore")]  # warnings of some of two hundred classes
 PROMPT = torch.tensor([[*range(3, 15), 9, 10, 11, 9, 10, 11]])
 SAMPLING = Sampling(temperature=0.7, top_p=0.9, top_k=8)
 LIBRARY = LogitsProcessorList([TemperatureLogitsWarper(0.7), TopKLogitsWarper(8), TopPLogitsWarper(0.9)])

@@ -119,7 +119,7 @@ def test_weights_that_were_not_fetched_are_known_by_what_the_hub_says(
     assert asked == [("org/name", COMMIT, True)]
 
 
-@pytest.mark.slow  # a process of its own
+@pytest.mark.long  # a process of its own
 def test_weights_are_never_held_in_memory(tmp_path: Path) -> None:
     with (tmp_path / SINGLE).open("wb") as file:
         file.truncate(2**29)  # 512 MiB that take no disk

@@ -17,7 +17,7 @@ from specdistill.targets import sharding
 from tests.launches import environment
 from tests.tiny import tiny_target_model, tiny_tokenizer
 
-pytestmark = [pytest.mark.slow, pytest.mark.distributed]
+pytestmark = [pytest.mark.long, pytest.mark.distributed]
 WHOLE, SHARED = 0.65, 0.55  # of the whole target's RAM while it is loaded, and of its bytes
 
 

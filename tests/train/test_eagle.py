@@ -101,7 +101,7 @@ def test_a_gguf_file_is_trained_for_measured_examined_and_judged(
     assert main(["doctor", f"draft={run / 'draft'}", f"target={target}", "decode=false"]) == 0
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # dynamo does it
 def test_a_compiled_step_is_one_graph_and_learns_the_same(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

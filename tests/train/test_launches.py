@@ -150,7 +150,7 @@ def alone(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     return run
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("method", "name"),
@@ -197,7 +197,7 @@ def test_two_processes_train_the_draft_that_one_does(folder: Path, tmp_path: Pat
     assert list(drafted.token_ids) == plain[0, len(prompt) :].tolist()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.distributed
 @pytest.mark.launches
 @pytest.mark.parametrize("name", [name for name, (kind, *_) in CONFIGURATIONS.items() if kind != "MULTI_CPU"])
@@ -218,7 +218,7 @@ def test_a_sharded_run_that_was_killed_resumes_to_the_same_draft(folder: Path, t
     assert log(one) == log(other)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.distributed
 @pytest.mark.launches
 def test_zero_3_saves_a_whole_draft_whatever_its_configuration_says(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ except UserError as error:
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.distributed
 def test_a_recipe_is_compared_key_by_key(tmp_path: Path) -> None:
     for process in run_processes(tmp_path, IMPORTS, CHECK, 0, 0):

@@ -103,7 +103,7 @@ def launch(name: str, *script_arguments: str, script: str) -> subprocess.Complet
     return subprocess.run(line, capture_output=True, text=True, check=False, env=environment, cwd=ROOT)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.distributed
 def test_processes_end_although_collectives_are_open(tmp_path: Path):
     """Left to the interpreter's end, gloo's threads abort five such launches of six."""
@@ -148,7 +148,7 @@ def test_an_fsdp_that_could_not_put_a_draft_together_is_refused(tmp_path: Path, 
         build(tmp_path, save_on_each_node=True)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.distributed
 def test_processes_that_would_train_alone_are_refused(tmp_path: Path):
     """Without a GPU, and told not to use the CPU, accelerate starts processes that never meet."""

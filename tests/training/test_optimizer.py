@@ -162,7 +162,7 @@ torch.save((work, model.state_dict(), checkpoint), f"{folder}/{rank}.pt")
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.distributed
 def test_two_processes_share_the_work_of_one_and_one_goes_on_from_what_they_saved(tmp_path: Path) -> None:
     alone = matrices()

@@ -36,7 +36,7 @@ with StopSignals().caught():
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_second_signal_ends_at_once_even_while_the_process_waits_for_others() -> None:
     with subprocess.Popen(
         [sys.executable, "-c", WAITING], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

@@ -18,7 +18,7 @@ from specdistill.data.served import Tokenizer, ask
 from specdistill.project import PICO, ROOT
 from tests.with_engines.environments import serving
 
-pytestmark = [pytest.mark.engines, pytest.mark.slow]
+pytestmark = [pytest.mark.long, pytest.mark.engines]
 
 MODEL = str(PICO)
 

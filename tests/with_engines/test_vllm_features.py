@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from specdistill.project import PICO, ROOT
 from tests.with_engines.environments import serving
 
-pytestmark = [pytest.mark.engines, pytest.mark.slow]
+pytestmark = [pytest.mark.long, pytest.mark.engines]
 
 LAYERS = (2, 8, 13)
 

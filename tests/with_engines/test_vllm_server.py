@@ -26,7 +26,7 @@ from specdistill.targets.frozen import FrozenTarget
 from tests.with_engines.conftest import K
 from tests.with_engines.environments import environment
 
-pytestmark = [pytest.mark.engines, pytest.mark.slow]
+pytestmark = [pytest.mark.long, pytest.mark.engines]
 
 NUM_PROMPTS, NEW_TOKENS, LOADS = 8, 48, (1, 4)
 SHARED_MEMORY = Path("/dev/shm")

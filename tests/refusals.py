@@ -1,0 +1,23 @@
+"""Refusals by what they name: the key and the value that was given, not the sentence around them."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from specdistill.errors import UserError
+
+
+@contextmanager
+def refused(key: str, got: object = "") -> Iterator[None]:
+    """Assert that the block raises a UserError about this key. got: what its value begins with."""
+    with pytest.raises(UserError) as caught:
+        yield
+    assert caught.value.key == key, caught.value
+    assert caught.value.got.startswith(str(got)), caught.value
+
+
+def refused_key(stderr: str) -> str:
+    """The key that a command's only error names."""
+    (error,) = (line for line in stderr.splitlines() if line.startswith("error: "))
+    return error.removeprefix("error: ").split(": got ")[0]
