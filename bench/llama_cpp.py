@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.engines import FOLDER, run
+from bench.engines import environment, run
 from specdistill.decoding.decoder import Decoder
 from specdistill.decoding.proposer import DecodingState, Proposal
 from specdistill.errors import ResourceError
 
-SOURCE = FOLDER / "llama.cpp" / "source" / "vendor" / "llama.cpp"
+SOURCE = environment("llama.cpp") / "source" / "vendor" / "llama.cpp"
 KINDS = {"draft_model": "draft-simple", "eagle3": "draft-eagle3"}  # method -> the program's word for it
 # For the same loop without a draft: look-up of n-grams so long that none is found.
 WITHOUT_DRAFT = ("--spec-type", "ngram-simple", "--spec-ngram-simple-size-n", "1024")
@@ -43,7 +43,7 @@ def convert(checkpoint: Path, output: Path, *options: str | Path, script: tuple[
     script: what is run in its place. Raises ResourceError for what it does not convert.
     """
     converter = script or (SOURCE / "convert_hf_to_gguf.py",)
-    run(FOLDER / "vllm" / "bin" / "python", *converter, checkpoint, *options, "--outfile", output)
+    run(environment("vllm") / "bin" / "python", *converter, checkpoint, *options, "--outfile", output)
     return output
 
 

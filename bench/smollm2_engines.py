@@ -23,8 +23,7 @@ import numpy as np
 import torch
 
 from bench.drafts import specdistill
-from bench.engines import FOLDER as ENGINES
-from bench.engines import QUIET_VLLM
+from bench.engines import QUIET_VLLM, environment
 from bench.llama_cpp import KINDS, WITHOUT_DRAFT, AsLlamaCpp, Completion, complete, convert
 from bench.smollm2 import FOLDER, GGUF, PAGE, reports
 from specdistill.command import run
@@ -42,7 +41,7 @@ from specdistill.targets.files import TargetFiles
 from specdistill.targets.frozen import FrozenTarget
 
 # With Intel's OpenMP, which vLLM asks for in its log when it drafts on an x86 CPU.
-VLLM = f"env LD_PRELOAD={(ENGINES / 'vllm' / 'lib' / 'libiomp5.so').absolute()} {(ENGINES / 'vllm' / 'bin' / 'vllm').absolute()} serve"
+VLLM = f"env LD_PRELOAD={environment('vllm') / 'lib' / 'libiomp5.so'} {environment('vllm') / 'bin' / 'vllm'} serve"
 TARGET, SUITE, OUTPUT = FOLDER / "target", FOLDER / "suites" / "smollm2.yaml", FOLDER / "engines"
 METRICS = ("mean_acceptance_length", "tokens_per_second", "baseline_tokens_per_second", "speedup")
 HEAD = (

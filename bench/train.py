@@ -26,6 +26,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from bench.engines import environment
 from specdistill.command import run
 from specdistill.data.batch_generate import fast_dtype
 from specdistill.data.training_data import training_data
@@ -50,7 +51,6 @@ from specdistill.targets.frozen import FrozenTarget
 from specdistill.training.history import read_history
 
 RESULTS, PAGE = Path(__file__).with_name("results") / "train.json", ROOT / "docs" / "performance.md"
-ENGINES = Path(os.environ.get("SPECDISTILL_ENGINES", ROOT / ".venv-engines"))
 # What ours is compared with: its name in tables, its name in bench/trainers.py, and its own settings. speculators' default attention,
 # flex_attention, has no backward on a CPU.
 OTHERS: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -168,9 +168,13 @@ def process(name: str, settings: Mapping[str, Any], threads: int) -> Iterator[su
     """One of bench/trainers.py, in the Python that has its library."""
     python, path = Path(sys.executable), str(ROOT)
     if "speculators" in name:
-        python, path = ENGINES / "speculators" / "bin" / "python", ""
+        python, path = environment("speculators") / "bin" / "python", ""
         if not python.exists():
-            raise UserError("others", got=f"speculators, which is not in {ENGINES}", expected="[plain], or first make engines")
+            raise UserError(
+                "others",
+                got=f"speculators, which is not in {environment('speculators')}",
+                expected="[plain], or first make engines",
+            )
     # A thread that spins while it waits takes time from the process whose turn it is.
     changed = {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE", "PYTHONPATH": path}
     command = [str(python), "-P", str(Path(__file__).with_name("trainers.py")), name, json.dumps(settings)]

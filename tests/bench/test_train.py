@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from bench import engines
 from tests.scripts import load_script
 
 bench: Any = load_script("bench/train.py")
@@ -56,7 +57,7 @@ def test_a_ratio_is_of_all_rounds_without_the_first() -> None:
 
 
 def test_what_cannot_be_measured_is_said_in_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench, "ENGINES", tmp_path)
+    monkeypatch.setattr(engines, "FOLDER", tmp_path)
     for changes, message in (
         ({"row_lengths": [48]}, "row_lengths: got 48, expected a divisor of 64"),
         ({"others": ["sdpa"]}, "make engines"),

@@ -12,14 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from bench.engines import FOLDER, QUIET_VLLM, is_set_up
+from bench import engines
+from bench.engines import QUIET_VLLM, is_set_up
 
 
 def environment(name: str) -> Path:
     """The folder of an engine that is set up; a test that needs one that is not is skipped."""
     if not is_set_up(name):
-        pytest.skip(f"no {name} in {FOLDER}; `make engines` sets it up")
-    return FOLDER / name
+        pytest.skip(f"no {engines.environment(name)}; `make engines` sets it up")
+    return engines.environment(name)
 
 
 @contextmanager

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from bench.engines import FOLDER
 from tests.scripts import load_script
 from tests.tiny import input_keys, tiny_target_model, write_inputs
 from tests.with_engines.environments import environment
@@ -20,7 +19,6 @@ TINY: dict[str, Any] = {"hidden_size": 128, "vocab_size": 200, "num_tokens": 64,
 @pytest.fixture(autouse=True)
 def in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     environment("speculators")
-    monkeypatch.setattr(bench, "ENGINES", FOLDER)
     monkeypatch.setattr(bench, "bf16", lambda: False)
 
 

@@ -1,0 +1,45 @@
+"""bench/mutants.py tells a mutation that a test notices from one that none does, and its list follows the library."""
+
+import subprocess
+from pathlib import Path
+
+from bench.mutants import LIST, Mutant, outcomes, read_mutants
+from specdistill.project import ROOT
+
+LIBRARY = "def larger(a, b):\n    return a if a > b else b\n"
+TESTS = """\
+import pytest
+from library import larger
+
+def test_the_first(): assert larger(2, 1) == 2
+
+@pytest.mark.long
+def test_the_second(): assert larger(1, 2) == 2
+"""
+
+
+def test_a_mutation_is_caught_by_a_quick_test_or_survives(tmp_path: Path) -> None:
+    subprocess.run(["git", "init", "--quiet", tmp_path], check=True)
+    (tmp_path / "library.py").write_text(LIBRARY)
+    (tmp_path / "test_library.py").write_text(TESTS)
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = long\n")
+
+    def mutant(name: str, old: str, new: str) -> Mutant:
+        return Mutant(name, "library.py", old, new, ["test_library.py"])
+
+    mutants = [
+        mutant("smaller", "a > b", "a < b"),
+        mutant("always the first", "else b", "else a"),
+        mutant("broken", "return", "return return"),
+    ]
+    found = {mutant.id: caught_by for mutant, caught_by, _ in outcomes(tmp_path, mutants, num_workers=2)}
+    assert found == {"smaller": "test_library.py::test_the_first", "always the first": None, "broken": "test_library.py"}
+    assert (tmp_path / "library.py").read_text() == LIBRARY
+
+
+def test_every_mutation_of_the_list_can_be_applied() -> None:
+    mutants = read_mutants(LIST)
+    assert len({mutant.id for mutant in mutants}) == len(mutants)
+    for mutant in mutants:
+        assert (ROOT / mutant.file).read_text(encoding="utf-8").count(mutant.old) == 1, mutant.id
+        assert mutant.old != mutant.new and all((ROOT / test).exists() for test in mutant.tests), mutant.id
