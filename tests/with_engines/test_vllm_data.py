@@ -25,8 +25,13 @@ MODEL = str(PICO)
 
 @pytest.fixture(scope="module")
 def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Of vLLM with pico."""
-    with serving(tmp_path_factory.mktemp("vllm") / "log", MODEL) as served:
+    """Of vLLM with pico, whose generation_config.json says top_k 1 and a penalty: vLLM applies them wherever a request leaves them out."""
+    folder = tmp_path_factory.mktemp("vllm")
+    model = shutil.copytree(MODEL, folder / "model")
+    (model / "generation_config.json").write_text(
+        '{"do_sample": true, "top_k": 1, "repetition_penalty": 1.5}', encoding="utf-8"
+    )
+    with serving(folder / "log", str(model), "--served-model-name", MODEL) as served:
         yield served
 
 
@@ -58,22 +63,16 @@ def test_vllm_generates_what_transformers_does(address: str, tmp_path: Path) -> 
             assert any(both[0] in first for both in asked)
 
 
-def test_a_model_s_own_sampling_is_not_what_is_asked_for(tmp_path: Path) -> None:
-    """generation_config.json says top_k 1 and a penalty, which vLLM applies wherever a request leaves them out."""
-    model = shutil.copytree(MODEL, tmp_path / "model")
-    (model / "generation_config.json").write_text(
-        '{"do_sample": true, "top_k": 1, "repetition_penalty": 1.5}', encoding="utf-8"
-    )
+def test_a_model_s_own_sampling_is_not_what_is_asked_for(address: str) -> None:
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
     ids = tuple(tokenizer("def read(path):\n")["input_ids"])
     told = Tokenizer(tokenizer, [tokenizer.eos_token_id], {})
-    with serving(tmp_path / "log", str(model)) as address:
-        server = CompletionServer(address, 60.0)
-        server.find_model([str(model)])
-        sampled = {ask(server, ids, Question("", 0, 1.0, seed), told, 24).token_ids for seed in range(6)}
-        greedy = ask(server, ids, Question("", 0, 0.0, 0), told, 24).token_ids
-        left_out = {"model": server.model, "prompt": list(ids), "max_tokens": 24, "temperature": 1.0, "return_token_ids": True}
-        theirs = {tuple(server.complete({**left_out, "seed": seed})["choices"][0]["token_ids"]) for seed in range(6)}  # type: ignore[index]
+    server = CompletionServer(address, 60.0)
+    server.find_model([MODEL])
+    sampled = {ask(server, ids, Question("", 0, 1.0, seed), told, 24).token_ids for seed in range(6)}
+    greedy = ask(server, ids, Question("", 0, 0.0, 0), told, 24).token_ids
+    left_out = {"model": server.model, "prompt": list(ids), "max_tokens": 24, "temperature": 1.0, "return_token_ids": True}
+    theirs = {tuple(server.complete({**left_out, "seed": seed})["choices"][0]["token_ids"]) for seed in range(6)}  # type: ignore[index]
     assert len(theirs) == 1 and len(sampled) == 6
     prompt = torch.tensor([ids])
     options = {"max_new_tokens": 24, "do_sample": False, "pad_token_id": 0, "attention_mask": torch.ones_like(prompt)}
