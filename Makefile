@@ -12,7 +12,7 @@ READY := $(VENV)/.ready
 export PATH := $(abspath $(BIN)):$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all test-launches test-long lint format site bench methods smollm2 smollm2-engines engines test-engines mutants
+.PHONY: help setup demo test test-long test-launches test-all lint format site bench methods smollm2 smollm2-engines engines test-engines mutants
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
