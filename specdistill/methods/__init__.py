@@ -35,6 +35,8 @@ class Method:
         script: the script that trains it, from the project's root; None where there is nothing to train.
         cost: of drafting and of training.
         package: where its code is: `config` (its recipe, no torch) and `method` (see specdistill.methods.contract).
+        standalone: a draft is a whole language model, with its own tokenizer.
+        in_target: engines load the draft from the target's checkpoint.
     """
 
     summary: str
@@ -42,6 +44,12 @@ class Method:
     script: str | None
     cost: Cost
     package: str
+    standalone: bool = False
+    in_target: bool = False
+
+    @property
+    def is_trained(self) -> bool:
+        return self.script is not None
 
     def recipe(self) -> "type[Recipe]":
         """The schema of its recipes."""
@@ -76,6 +84,7 @@ METHODS = {
         "train/eagle.py",
         Cost("K", features=1, unrolled=3),
         "specdistill.methods.mtp",
+        in_target=True,
     ),
     "draft_model": Method(
         "a smaller language model that drafts for the target (arXiv 2211.17192)",
@@ -83,6 +92,7 @@ METHODS = {
         "train/draft.py",
         Cost("K", unrolled=1),
         "specdistill.methods.draft_model",
+        standalone=True,
     ),
     "ngram": Method(
         "proposes what followed the last tokens when they occurred before (arXiv 2304.04487)",
