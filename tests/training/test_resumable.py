@@ -19,6 +19,7 @@ from specdistill.project import ROOT
 from specdistill.training.resumable import ResumableTrainer
 from tests.launches import finish, start, tiny_files, wait_for
 from tests.tiny import tiny_target_model
+from tests.training.small_runs import rows, trainer
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +61,27 @@ def record(run: Path) -> tuple[int, float, list[float], bytes]:
     evaluations = [entry["eval_acceptance_length"] for entry in state["log_history"] if "eval_acceptance_length" in entry]
     last = (run / "checkpoint-12" / "model.safetensors").read_bytes()
     return state["best_global_step"], state["best_metric"], evaluations, last
+
+
+def test_every_epoch_has_an_order_of_its_own_also_when_it_is_resumed_in_mid_epoch(tmp_path: Path) -> None:
+    """Six rows of which a step takes two: three epochs of three steps, resumed after the fourth."""
+    data = rows(6, 24)
+
+    def order(**resumed: str) -> list[int]:
+        more = {"num_train_epochs": 3, "save_strategy": "steps", "save_steps": 4, "seed": 5}
+        fit = trainer(tmp_path, data, per_device_train_batch_size=2, **more)
+        seen: list[int] = []
+        fit.objective.register_forward_pre_hook(
+            lambda _, __, batch: seen.extend(data["input_ids"].index(ids) for ids in batch["input_ids"].tolist()),
+            with_kwargs=True,
+        )
+        fit.train(**resumed)
+        return seen
+
+    whole = [torch.randperm(6, generator=torch.Generator().manual_seed(5 + epoch)).tolist() for epoch in range(3)]
+    assert order() == [*itertools.chain(*whole)]
+    shutil.rmtree(tmp_path / "checkpoint-8")
+    assert order(resume_from_checkpoint=str(tmp_path / "checkpoint-4")) == [*itertools.chain(*whole)][8:]
 
 
 @pytest.fixture

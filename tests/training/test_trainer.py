@@ -4,12 +4,14 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from datasets import Dataset
 
+from specdistill.data.packing import collate
 from specdistill.decoding.decoder import Decoder
 from specdistill.errors import ResourceError, UserError
 from specdistill.methods.draft_model.proposer import DraftModelProposer
@@ -113,14 +115,37 @@ def test_a_memorised_sample_is_accepted_in_full_blocks(tmp_path: Path, method: s
     assert 1 + sum(r.num_accepted for r in whole) / len(whole) >= 0.9 * 5
 
 
-def test_evaluation_reports_each_step_and_picks_by_acceptance_length(tmp_path: Path) -> None:
-    fit = trainer(tmp_path, rows(3, 24))
+def test_an_evaluation_is_what_its_formulas_say(tmp_path: Path) -> None:
+    """Of a draft model, from both models' logits: the KL divergence and what is accepted at each loss token, and of four in a row."""
+    target, data = tiny_target(), rows(3, 24)
+    fit = trainer(tmp_path, data, target, "draft_model", per_device_eval_batch_size=2)
     metrics = fit.evaluate()
-    for k in range(4):
-        for name in ("loss", "accuracy", "acceptance"):
-            assert metrics[f"eval_{name}_{k}"] >= 0
-        assert metrics[f"eval_accuracy_{k}"] <= 1 and metrics[f"eval_acceptance_{k}"] <= 1
-    assert 1 <= metrics["eval_acceptance_length"] <= 5
+    ids_BT, has_loss_BT = torch.tensor(data["input_ids"]), torch.tensor(data["loss_mask"])[:, 1:].bool()
+    with torch.no_grad():
+        p, q = (model(ids_BT).logits[:, :-1].double().softmax(-1) for model in (target.model, fit.objective.draft))
+    loss_BT, accepted_BT = (p * (p.log() - q.log())).sum(-1), torch.minimum(p, q).sum(-1)
+    correct_BT = (p.argmax(-1) == q.argmax(-1)).double()
+    expected = {"loss": loss_BT, "loss_0": loss_BT, "accuracy_0": correct_BT, "acceptance_0": accepted_BT}
+    for name, values_BT in expected.items():
+        assert metrics[f"eval_{name}"] == pytest.approx(float(values_BT[has_loss_BT].mean()), rel=1e-4), name
+    for name, values_BT in (("acceptance_length", correct_BT), ("acceptance_length_sampled", accepted_BT)):
+        length = 1.0
+        for k in range(1, 5):
+            whole = has_loss_BT.unfold(1, k, 1).all(-1)
+            length += float(values_BT.unfold(1, k, 1).prod(-1)[whole].mean())
+        assert metrics[f"eval_{name}"] == pytest.approx(length, rel=1e-4), name
+    assert 0 < metrics["eval_accuracy_0"] < 1
+
+
+def test_generated_batches_are_numbered_over_steps_and_processes(tmp_path: Path) -> None:
+    """The second of two processes, in the fourth step of two micro-batches each."""
+    fit, numbers = trainer(tmp_path, rows(4, 24)), []
+    fit.on_policy = lambda batch, number: (numbers.append(number), batch)[1]
+    fit.args = SimpleNamespace(world_size=2, process_index=1)  # type: ignore[assignment]
+    fit.state.global_step = 3
+    batch = collate([rows(4, 24)[0]])
+    fit.get_batch_samples(iter([batch, batch]), 2, torch.device("cpu"))
+    assert numbers == [13, 15]
 
 
 def test_evaluation_does_not_depend_on_the_batch_size(tmp_path: Path) -> None:
