@@ -66,7 +66,6 @@ CompareOptions: type[CommonOptions] = create_model("CompareOptions", __base__=Co
 
 def main(options: CommonOptions) -> ExitCode:
     folder = Path(options.output_dir)
-    options.target.check_measured()
     check_writable(folder, "output_dir")
     candidates, suite = find_candidates(options.drafts), load_suite(options.suite, options.target.model)
     settings = settings_of_each(options, len(candidates))

@@ -57,7 +57,6 @@ SHORTHANDS = {"target": "target.model", "draft": "eval.draft", "suite": "eval.su
 
 def main(recipe: Recipe) -> ExitCode:
     config = recipe.eval
-    recipe.target.check_measured()
     folder = Path(config.output_dir or Path(recipe.train["output_dir"]) / "report")
     check_writable(folder, "eval.output_dir")
     rules, suite = load_gate(recipe.gate), load_suite(config.suite, recipe.target.model)

@@ -179,7 +179,7 @@ def _cells(entry: Mapping[str, Any], candidate: Mapping[str, Any]) -> tuple[Cell
 
 
 def _training(training: Mapping[str, Any]) -> Cell:
-    return (duration(training["seconds"]), f"{training['steps']:,} steps", *(("FP8 target",) if training.get("fp8") else ()))
+    return (duration(training["seconds"]), f"{training['steps']:,} steps")
 
 
 def _to_best(entry: Mapping[str, Any]) -> Cell:

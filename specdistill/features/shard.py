@@ -33,12 +33,12 @@ from torch import Tensor
 from specdistill.data.packing import PADDING_DOCUMENT
 from specdistill.errors import one_line
 from specdistill.recipe.fields import shown
-from specdistill.targets.fp8 import in_fp8
 
 VERSION = 1  # of the layout above
 HEADER = "specdistill"  # the one key of the header's metadata: several would be written in any order
 HEADER_BYTES = 2048  # at most: names, shapes and what the features are of
 FP8 = "float8_e4m3fn"
+LARGEST_FP8 = torch.finfo(torch.float8_e4m3fn).max
 SHOWN = 12  # digits of a hash
 
 Bytes = NDArray[np.uint8]
@@ -228,8 +228,9 @@ def _encoded(features: Tensor, origin: Origin) -> tuple[Tensor, ...]:
     vectors_VD = features.reshape(-1, origin.hidden_size)
     if origin.stored != FP8:
         return (vectors_VD.to(origin.row_dtype).contiguous(),)
-    rounded_VD, scales_V1 = in_fp8(vectors_VD)
-    return rounded_VD, scales_V1.flatten()
+    largest_V1 = vectors_VD.abs().amax(-1, keepdim=True).float()
+    scales_V1 = largest_V1.clamp_min(1e-12) / LARGEST_FP8  # vectors of zeros, too, have a scale
+    return (vectors_VD / scales_V1).to(torch.float8_e4m3fn), scales_V1.flatten()
 
 
 def _sync(path: Path) -> None:

@@ -283,7 +283,7 @@ def _target(run: Path, recipe: Recipe) -> TargetConfig:
     """The recipe's target as it is measured; of a Hub id the commit that the draft was made for, unless the recipe names one."""
     made_for, config = recorded_target(run / DRAFT, "run"), recipe.target
     revision = config.revision or (made_for.revision if made_for and not Path(config.model).is_dir() else None)
-    return config.model_copy(update={"revision": revision, "fp8": False})
+    return config.model_copy(update={"revision": revision})
 
 
 def _other_target(run: Path, report: Mapping[str, Any], recipe: Recipe, files: TargetFiles) -> Iterator[Refusal]:

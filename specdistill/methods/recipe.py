@@ -8,7 +8,7 @@ from pydantic.fields import FieldInfo
 
 from specdistill.errors import UserError, nearest
 from specdistill.methods import METHODS
-from specdistill.recipe.fields import ReadWhen, Section, default_of, like, option, section, shown
+from specdistill.recipe.fields import ReadWhen, Section, default_of, like, option, section
 from specdistill.recipe.sections import (
     DataConfig,
     EvalConfig,
@@ -132,10 +132,9 @@ class TrainedRecipe(Recipe):
             got = "null" if decodes else f"suite {self.selection.suite}" if self.selection else ""
             expected = f"{'a section with a suite' if decodes else 'null'}: train.metric_for_best_model={metric}"
             raise UserError("selection", got=got, expected=expected)
-        if decodes and (self.target.shard != "none" or self.target.fp8):  # one process decodes; FP8 is not what is served
-            key, value = ("fp8", "false") if self.target.fp8 else ("shard", "none")
-            got = f"{DECODED} with target.{key}={shown(getattr(self.target, key))}"
-            raise UserError("train.metric_for_best_model", got=got, expected=f"acceptance_length, or target.{key}={value}")
+        if decodes and self.target.shard != "none":  # one process decodes
+            got = f"{DECODED} with target.shard={self.target.shard}"
+            raise UserError("train.metric_for_best_model", got=got, expected="acceptance_length, or target.shard=none")
         return self
 
     def metrics(self) -> list[str]:
@@ -183,10 +182,9 @@ class HeadRecipe(TrainedRecipe):
         if self.hidden_states.mode != "online" and self.data.streaming:
             got = f"true with hidden_states.mode={self.hidden_states.mode}"
             raise UserError("data.streaming", got=got, expected="false, or hidden_states.mode=online")
-        for name, plain in (("shard", "none"), ("fp8", False)):
-            if self.hidden_states.mode != "online" and (value := getattr(self.target, name)) != plain:
-                got = f"{shown(value)} with hidden_states.mode={self.hidden_states.mode}"
-                raise UserError(f"target.{name}", got=got, expected=f"{shown(plain)}, or hidden_states.mode=online")
+        if self.hidden_states.mode != "online" and self.target.shard != "none":
+            got = f"{self.target.shard} with hidden_states.mode={self.hidden_states.mode}"
+            raise UserError("target.shard", got=got, expected="none, or hidden_states.mode=online")
         return self
 
 

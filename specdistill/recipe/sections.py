@@ -48,10 +48,6 @@ FROM_HUB = ReadWhen(
 )
 UNMERGED = ReadWhen("without target.adapter: merge that into a checkpoint first", lambda it: it.adapter is None)
 WHOLE = ReadWhen("with target.shard=none", lambda it: it.shard == "none")
-ON_ONE_GPU = ReadWhen(
-    "with target.dtype=bfloat16, target.shard=none and target.device_map=null",
-    lambda it: it.dtype == "bfloat16" and it.shard == "none" and it.device_map is None,
-)
 GENERATED = ReadWhen("when num_tokens is above 0; data.regenerate=null resets the section", lambda it: it.num_tokens > 0)
 SERVED = ReadWhen("with data.regenerate.server", lambda it: it.num_tokens > 0 and bool(it.server))
 
@@ -89,16 +85,6 @@ class TargetConfig(Section):
         "process's own device",
         read_when=WHOLE,
     )
-    fp8: bool = option(
-        False,
-        "multiply the matrices of the target's layers in FP8 while a draft is trained, on a GPU that can; its effect is measured",
-        read_when=ON_ONE_GPU,
-    )
-
-    def check_measured(self) -> None:
-        """Raises UserError for a target that would be measured otherwise than it is served."""
-        if self.fp8:
-            raise UserError("target.fp8", got="true", expected="false: what is measured is the target as it is served")
 
 
 class RegenerateConfig(Section):

@@ -28,7 +28,6 @@ from specdistill.targets.packed_rows import Documents, Inputs, Way, as_they_are,
 from specdistill.targets.sharding import in_turn, num_processes
 
 SPREAD = ("auto", "balanced", "balanced_low_0", "sequential")
-FP8_SINCE = (8, 9)  # CUDA compute capability
 
 
 @dataclass(frozen=True)
@@ -85,16 +84,14 @@ class FrozenTarget:
         revision: str | None = None,
         files: TargetFiles | None = None,
         one_batch: bool = False,
-        fp8: bool = False,
     ) -> None:
-        """one_batch: every process has to give the model the same batch, as under tensor parallelism. fp8: training is to round it."""
+        """one_batch: every process has to give the model the same batch, as under tensor parallelism."""
         self.model: Any = model.eval().requires_grad_(False)
         self.tokenizer = tokenizer
         self.name = name
         self.revision = revision
         self.files = files
         self.one_batch = one_batch
-        self.fp8 = fp8
         self.config: Any = model.config.get_text_config(decoder=True)
         anatomy = examine(self.model, name)
         self.is_recurrent, self.is_plain = is_recurrent(self.config), is_plain(self.model)
@@ -114,21 +111,17 @@ class FrozenTarget:
         trust_remote_code: bool = False,
         shard: str = "none",
         device_map: str | None = None,
-        fp8: bool = False,
         layers_on_disk: bool = False,
     ) -> "FrozenTarget":
         """Load `pico`, a folder, a GGUF file or a Hub id, and merge a LoRA adapter into it if one is named.
 
         Every process of a launch has to call it. shard: `layers` or `tensor`, for a part of the layers in each process
         (`specdistill.targets.sharding`). device_map: `auto` for all devices of one process, or one device.
-        fp8: whether training rounds it (`specdistill.targets.fp8`), which needs the hardware; it is loaded as it is.
         layers_on_disk: load what lies around the decoder layers alone, and read those whenever they are run. They are loaded all the same
         where weights have to be converted, merged or spread.
         Raises UserError if it is no target or no adapter of it, or if it cannot be held so; ResourceError when the Hub fails.
         """
         _check_device_map(device_map)
-        if fp8:
-            _check_fp8()
         loaded, tokenizer = read_causal_lm(
             resolve(model),
             revision=revision,
@@ -142,16 +135,13 @@ class FrozenTarget:
         if any(module.weight.is_meta for module in (loaded.get_input_embeddings(), loaded.get_output_embeddings())):
             got = f"{device_map}, which leaves the embedding or the head of {model} on no device"
             raise UserError("target.device_map", got=got, expected="devices with enough memory, or target.shard=layers")
-        if fp8 and not is_plain(loaded):
-            got = f"true with {model}, which is quantized already"
-            raise UserError("target.fp8", got=got, expected="false, or a checkpoint in floating point")
         if adapter is not None:
             loaded = with_adapter(loaded, adapter, base=model)
         name = model if adapter is None else f"{model} + {adapter}"
         revision = revision or getattr(loaded.config, "_commit_hash", None)
         files = TargetFiles.of(model, revision, adapter)
         one_batch = shard == "tensor" and num_processes() > 1
-        return cls(loaded, tokenizer, name=name, revision=revision, files=files, one_batch=one_batch, fp8=fp8)
+        return cls(loaded, tokenizer, name=name, revision=revision, files=files, one_batch=one_batch)
 
     @property
     def device(self) -> torch.device:
@@ -264,12 +254,6 @@ def _check_device_map(device_map: str | None) -> None:
         except (RuntimeError, AssertionError) as error:  # the latter of a torch without CUDA
             got = f"{device_map} ({str(error).splitlines()[0]})"
             raise UserError(key, got=got, expected=f"{', '.join(SPREAD)}, or a device of this machine") from error
-
-
-def _check_fp8() -> None:
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability() < FP8_SINCE:
-        needed = f"false, or a GPU of compute capability {'.'.join(map(str, FP8_SINCE))} or more"
-        raise UserError("target.fp8", got="true without a GPU that multiplies in FP8", expected=needed)
 
 
 @contextmanager

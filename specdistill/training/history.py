@@ -18,7 +18,6 @@ import matplotlib.pyplot as plt
 
 from specdistill.errors import UserError
 from specdistill.progress import SECONDS
-from specdistill.targets.fp8 import Effect
 
 HISTORY = Path("run") / "history.json"  # in a run's folder
 SHOWN = {
@@ -31,22 +30,20 @@ SHOWN = {
 
 @dataclass(frozen=True)
 class History:
-    """A finished training. seconds: its wall time, None (unknown) when it was resumed; log: the Trainer's `log_history`; fp8: what rounding
-    did to the target (`specdistill.targets.fp8.Effect`), None where it was read as it is; best_step: of the draft that was saved, None for
-    that of the last step.
+    """A finished training. seconds: its wall time, None (unknown) when it was resumed; log: the Trainer's `log_history`; best_step: of
+    the draft that was saved, None for that of the last step.
     """
 
     seconds: float | None
     steps: int
     log: list[dict[str, Any]]
-    fp8: dict[str, float] | None = None
     best_step: int | None = None
 
     def summary(self) -> dict[str, Any]:
-        """For a comparison: seconds, steps, the curve of (step, simulated acceptance length), and what FP8 did to the target."""
+        """For a comparison: seconds, steps, and the curve of (step, simulated acceptance length)."""
         points = zip(*_series(self.log, "eval_acceptance_length"), strict=True)
         curve = [[step, length] for step, length in points if math.isfinite(length)]
-        return {"seconds": self.seconds, "steps": self.steps, "curve": curve, "fp8": self.fp8}
+        return {"seconds": self.seconds, "steps": self.steps, "curve": curve}
 
     def before_and_after(self) -> dict[str, Any] | None:
         """For a report: acceptance length before the first step and of the draft that was saved, of a training that was evaluated at both.
@@ -72,14 +69,13 @@ def read_history(draft_folder: Path, *, key: str) -> History | None:
     if folder.name != "draft" or not path.is_file():
         return None
     try:
-        return History(**json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError) as error:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        return History(**{name: value for name, value in values.items() if name != "fp8"})  # which those of 0.1 hold
+    except (OSError, ValueError, TypeError, AttributeError) as error:
         raise UserError(key, got=f"{path} ({error})", expected="seconds, steps and log, as training saves them") from error
 
 
-def save_history(
-    state: TrainerState, folder: Path, *, resumed: bool, has_best: bool = False, fp8: Effect | None = None
-) -> None:
+def save_history(state: TrainerState, folder: Path, *, resumed: bool, has_best: bool = False) -> None:
     """Of a training that has ended: the drawing in the run's folder, and the history beside the run's record.
 
     has_best: the draft is that of the best evaluation, not of the last step.
@@ -87,7 +83,7 @@ def save_history(
     draw(state.log_history, folder / "training_curve.png")
     seconds = None if resumed else state.log_history[-1]["train_runtime"]
     best_step = state.best_global_step if has_best else None
-    history = History(seconds, state.global_step, state.log_history, None if fp8 is None else asdict(fp8), best_step)
+    history = History(seconds, state.global_step, state.log_history, best_step)
     (folder / HISTORY).parent.mkdir(parents=True, exist_ok=True)
     (folder / HISTORY).write_text(json.dumps(asdict(history), indent=2) + "\n", encoding="utf-8")
 

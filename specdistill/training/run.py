@@ -145,7 +145,6 @@ class TrainingRun:
                     self.path,
                     resumed=self.checkpoint is not None,
                     has_best=self.arguments.load_best_model_at_end,
-                    fp8=trainer.fp8_effect,
                 )
                 if (self.path / ASIDE / "draft").exists():
                     os.replace(self.path / ASIDE / "draft", self.path / "draft")

@@ -7,7 +7,6 @@ they are sharded.
 
 import copy
 import shutil
-import sys
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
@@ -20,11 +19,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Sampler
 from transformers import TrainingArguments
 
-from specdistill.data.packing import PADDING_DOCUMENT, collate
-from specdistill.data.streaming import PackedStream, look_at
+from specdistill.data.packing import collate
+from specdistill.data.streaming import PackedStream
 from specdistill.errors import UserError
 from specdistill.features.store import FeatureStore
-from specdistill.targets.fp8 import Effect, round_to_fp8
 from specdistill.targets.frozen import FrozenTarget
 from specdistill.training.arguments import autocast_dtype, check_streamed
 from specdistill.training.checkpoints import ASIDE, saving
@@ -109,21 +107,6 @@ class DraftTrainer(ResumableTrainer):
         # Sharded weights are gathered into this copy to be saved.
         self.is_sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled
         self.whole: Any = copy.deepcopy(self.objective.draft).cpu() if self.is_sharded and arguments.should_save else None
-        # After all that the target initializes and generates, and before anything is learned from it.
-        self.fp8_effect = self._round_target() if target.fp8 else None
-
-    def _round_target(self) -> Effect:
-        """In FP8 from here on; the effect is measured on the first rows, in every process."""
-        first: Any = look_at(self.train_dataset)
-        rows = collate([first[index] for index in range(min(self.num_rows, self.args.train_batch_size))])
-        ids, positions, is_token = (
-            tensor.to(self.target.device)
-            for tensor in (rows["input_ids"], rows["position_ids"], rows["document_ids"] != PADDING_DOCUMENT)
-        )
-        effect = round_to_fp8(self.target, ids, positions, is_token, getattr(self.objective.draft, "aux_layers", ()))
-        if self.is_world_process_zero():
-            print(f"Target in FP8: {effect}", file=sys.stderr, flush=True)
-        return effect
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int] | None:
         if self.args.train_sampling_strategy != "random":

@@ -376,12 +376,11 @@ def test_what_a_comparison_leaves(tmp_path, comparison, candidates) -> None:
 
 
 def test_the_table_says_what_training_took(candidates, comparison) -> None:
-    fp8 = {"error": 0.03, "same_top1": 0.98, "num_tokens": 4096}
-    resumed = replace(candidates[0], training={"seconds": None, "steps": 1200, "curve": [], "fp8": fp8})
+    resumed = replace(candidates[0], training={"seconds": None, "steps": 1200, "curve": []})
     ranked = to_markdown(compare([resumed, *candidates[1:]])).partition("\n## ")[0]
     rows = [line.split(" | ") for line in ranked.splitlines() if "|" in line]
     column = rows[0].index("training")
-    assert [row[column] for row in rows[2:]] == ["2 min 21 s (400 steps)", "– (1,200 steps, FP8 target)", "–"]
+    assert [row[column] for row in rows[2:]] == ["2 min 21 s (400 steps)", "– (1,200 steps)", "–"]
     assert re.search(r">2 min 21 s(</span>)?<small>400 steps</small>", to_html(comparison))
 
 

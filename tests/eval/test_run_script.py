@@ -235,7 +235,10 @@ def test_a_run_is_judged_against_a_baseline_and_its_own_budget(target, suite, ga
         (["eval.ngram.lookup=promt"], "eval.ngram.lookup: got 'promt', expected one of sequence, prompt; did you mean prompt?"),
         (["method=egle"], "method: got 'egle'"),
         (["target=./nowhere"], "target.model: got"),
-        (["target.fp8=true", "target.dtype=bfloat16"], "target.fp8: got true, expected false: what is measured"),
+        (
+            ["target.fp8=true", "target.dtype=bfloat16"],
+            "target.fp8: got true, expected no such key: target.model names a checkpoint",
+        ),
         (["sweet=pico"], "sweet: got an unknown key"),
         (["eval.suite=null"], "expected its prompts: one of gsm8k, humaneval,"),
         (["eval.seed=-1"], "eval.seed: got -1, expected int, at least 0"),

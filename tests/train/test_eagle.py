@@ -17,7 +17,6 @@ from specdistill.methods.eagle3.checkpoint import load_eagle3
 from specdistill.methods.recipe import Recipe
 from specdistill.project import PICO, ROOT
 from specdistill.recipe.load import load_recipe
-from specdistill.targets import frozen
 from specdistill.targets.frozen import FrozenTarget
 from specdistill.training.history import read_history
 from tests.scripts import evaluate
@@ -137,19 +136,6 @@ def test_a_head_that_is_not_trained_stays_the_targets(folder: Path, tmp_path: Pa
     draft = load_eagle3(tmp_path / "run" / "draft", target)
     assert torch.equal(draft.lm_head.weight, target.lm_head.weight[draft.target_ids_W])
     assert not torch.equal(draft.norm.weight, target.norm.weight)  # the rest was trained
-
-
-def test_a_target_in_fp8_says_what_that_does_to_its_features(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """On a CPU the same rounded numbers are multiplied in float32."""
-    monkeypatch.setattr(frozen, "_check_fp8", lambda: None)
-    keys = ["target.dtype=bfloat16", "train.bf16=true", "target.fp8=true"]
-    assert launch(monkeypatch, *arguments(folder, tmp_path / "run", *keys)) == 0
-    history = read_history(tmp_path / "run" / "draft", key="drafts")
-    assert history is not None and history.fp8 is not None and history.summary()["fp8"] == history.fp8
-    assert 0 < history.fp8["error"] < 0.2 and 0.5 < history.fp8["same_top1"] <= 1 and 64 < history.fp8["num_tokens"] <= 4 * 64
-    assert "Target in FP8: features differ by " in capfd.readouterr().err
 
 
 def test_an_interrupted_run_resumes_to_the_same_draft(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
