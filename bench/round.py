@@ -14,8 +14,6 @@ from itertools import chain, cycle, islice
 from types import SimpleNamespace
 from typing import Any
 
-from torch.profiler import ProfilerActivity, profile
-
 from specdistill.command import run
 from specdistill.decoding.decoder import Decoder, now
 from specdistill.errors import ExitCode
@@ -93,11 +91,9 @@ def main(options: Options) -> ExitCode:
         if not repeat:  # the first pass warms up
             for decoder in decoders.values():
                 decoder.rounds.clear()
-    with profile(activities=[ProfilerActivity.CPU]) as profiled:
-        drafted.generate(prompts[0].token_ids, max_new_tokens=NEW_TOKENS, num_speculative_tokens=K)
-    tables = parts({name: decoder.rounds for name, decoder in decoders.items()}), operators(profiled)
+    by_part = parts({name: decoder.rounds for name, decoder in decoders.items()})
     text = chain.from_iterable(prompt.token_ids for prompt in prompts)
-    shown = "\n\n".join((caption(target), *tables, by_length(drafted, [*text])))
+    shown = "\n\n".join((caption(target), by_part, by_length(drafted, [*text])))
     write_between(PAGE, "round", shown)
     print(shown)
     return ExitCode.DONE
@@ -137,14 +133,6 @@ def by_length(decoder: TimedDecoder, token_ids: list[int]) -> str:
         decoder.generate(prompt, max_new_tokens=NEW_TOKENS, num_speculative_tokens=K)
         rows.append((f"{length:,}", *(f"{milliseconds(decoder.rounds, part):.2f}" for part in PARTS)))
     return table(("tokens before the round", *(name.partition(":")[0] for name in PARTS.values())), rows)
-
-
-def operators(profiled: profile) -> str:
-    """The operators that take most of the processor's time in torch, with their share of it."""
-    times = {entry.key: entry.self_cpu_time_total for entry in profiled.key_averages()}
-    most = sorted(times, key=lambda name: -times[name])[:8]
-    listed = ", ".join(f"`{name}` {times[name] / sum(times.values()):.0%}" for name in most)
-    return f"Of the time inside torch's operators: {listed}."
 
 
 if __name__ == "__main__":

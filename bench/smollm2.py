@@ -39,12 +39,12 @@ from specdistill.comparison.pages import by_category, settings
 from specdistill.errors import ExitCode, ResourceError, UserError
 from specdistill.methods.load import draft_hash, method_of
 from specdistill.methods.recipe import Recipe
-from specdistill.pico.corpus import standard_library
+from specdistill.pico import standard_library
 from specdistill.project import ROOT, SUITES
 from specdistill.recipe.fields import Section, option
 from specdistill.recipe.load import load_recipe
 from specdistill.report.phrases import looks_up_first, tree
-from specdistill.report.text import cells, table, write_between
+from specdistill.report.text import cells, write_between
 from specdistill.suites.suite import parse
 from specdistill.targets.loading import read_causal_lm
 
@@ -55,7 +55,6 @@ GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 MEASURED_ON = ("mt-bench", "gsm8k", "humaneval")
 DOCSTRING = range(40, 500)  # characters of a function's docstring that says what it does
 SET_ASIDE = 4  # one prompt in so many is for choosing K
-PROCESSES = 2  # of accelerate_configs/cpu_processes.yaml
 # Small ones: here a target's step over 13 tokens costs a third more than over one, and a tree of 12 was the slowest of three.
 TREES = [{"budget": budget, "depth": depth, "top_k": top_k} for budget, depth, top_k in ((6, 3, 3), (8, 4, 3))]
 MEASURED_FOR = (f"target.model={FOLDER / 'target'}", "target.dtype=bfloat16")
@@ -74,10 +73,6 @@ SMALL = [
     "eval.warmup=0",
     "eval.sampling_draws=0",
 ]
-
-# For the plan alone, as two cores of an AMD EPYC without AMX did it: seconds of a step of the target and of a command's start, tokens a
-# second of generation (with the questions) and training (with its features), tokens a round.
-STEP, START, GENERATED, TRAINED, ROUND = 0.055, 75, 230, 670, 1.6
 
 
 @dataclass(frozen=True)
@@ -130,13 +125,13 @@ def main(options: Options) -> ExitCode:
         for name in options.recipes
     }
     recipes = {name: load_recipe(Recipe, arguments) for name, arguments in given.items()}
-    data, measured = alike(recipes, "data"), alike(recipes, "eval")
+    alike(recipes, "data")
+    measured = alike(recipes, "eval")
     place = FOLDER / "small" if options.small else FOLDER
     place, mark = (place, "smollm2") if len(recipes) == 1 else (place / "methods", "smollm2_methods")
     folders = {name: place / recipe.method for name, recipe in recipes.items()}
     drafts = [*(str(folder / "draft") for folder in folders.values()), "ngram"]
     phases = phases_of(measured)
-    print(plan(recipes, data, phases, len(drafts)), flush=True)
 
     # The target, the prompts, and what it answers
     fetch_target()
@@ -393,29 +388,6 @@ def reports(comparison: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 # What is said
-
-
-def plan(recipes: dict[str, Any], data: Any, phases: dict[str, dict[str, Any]], num_drafts: int) -> str:
-    """What is going to be done, with minutes of two cores."""
-    lines = [("generating training data", f"{data.regenerate.num_tokens:,} tokens", data.regenerate.num_tokens / GENERATED)]
-    for recipe in recipes.values():
-        tokens = recipe.train["max_steps"] * PROCESSES * recipe.train["per_device_train_batch_size"] * data.max_length
-        lines.append((f"training {recipe.method}", f"{recipe.train['max_steps']} steps, {tokens:,} tokens", tokens / TRAINED))
-    for name, phase in phases.items():
-        ways = {"choice": num_drafts, "greedy": num_drafts + 1, "sampled": 3}[name]
-        tokens = phase["num_prompts"] * phase["max_new_tokens"]
-        # Plainly and in transformers' generate(), and with each draft; sampled completions are checked by greedy ones.
-        steps = phase["repeats"] * tokens * (2 + ways / ROUND) + (name == "sampled") * tokens * ways * (1 + 1 / ROUND)
-        steps += ways * 4 * phase["sampling_draws"]  # prompt and round of two rules
-        what = f"{phase['num_prompts']} prompts × {phase['max_new_tokens']} tokens × {ways} drafts, {steps:,.0f} steps of the target"
-        lines.append((f"measuring: {name}", what, START + steps * STEP))
-        if name == "choice":  # each shape of the best draft has plain runs of its own
-            shapes = 1 + len(TREES)
-            what = f"{phase['num_prompts']} prompts × {phase['max_new_tokens']} tokens × {shapes} shapes of the best draft"
-            lines.append(("measuring: trees", what, START + phase["repeats"] * shapes * tokens * (2 + 1 / ROUND) * STEP))
-    total = sum(seconds for *_, seconds in lines)
-    rows = [*lines, ("in all", "", total)]
-    return table(("phase", "work", "minutes, about"), ([name, work, f"{seconds / 60:.0f}"] for name, work, seconds in rows))
 
 
 def page(compared: dict[str, Any], sampled: dict[str, Any]) -> str:

@@ -27,7 +27,7 @@ from specdistill.recipe.load import validate
 logger = logging.getLogger(__name__)
 
 # Functions of a split that return a fingerprint of its rows, and a function that yields them.
-BUILT_IN = {"pico": "specdistill.pico.corpus:rows"}
+BUILT_IN = {"pico": "specdistill.pico:rows"}
 BUILT_IN_LICENSES = {"pico": "PSF-2.0"}
 SELF = "self"
 OF_SELF = ReadWhen("with source: self", lambda it: it.source == SELF)

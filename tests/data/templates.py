@@ -3,10 +3,11 @@
 import random
 import re
 
-from specdistill.pico.corpus import CHAT_TEMPLATE as TAGGED
+from specdistill.project import PICO
 
 Conversation = list[dict[str, str]]
 
+TAGGED = (PICO / "chat_template.jinja").read_text(encoding="utf-8")
 UNTAGGED = re.sub(r"\{%-?\s*(end)?generation\s*-?%\}", "", TAGGED)
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

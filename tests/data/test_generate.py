@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from recipes.pico.corpus import CHAT_TEMPLATE
 from specdistill.data.answers import PATTERN
-from specdistill.pico.corpus import CHAT_TEMPLATE
 from tests.data.openai_server import Behaviour, OpenAIServer, running
 from tests.launches import environment
 from tests.scripts import specdistill, start_specdistill

@@ -12,6 +12,7 @@ import pytest
 import torch
 from datasets import Dataset
 
+from recipes.pico.corpus import CHAT_TEMPLATE
 from specdistill.data.answers import Answers, digest
 from specdistill.data.regeneration import (
     CHAT_SHARE,
@@ -25,7 +26,6 @@ from specdistill.data.regeneration import (
     row_lengths,
     text_prompts,
 )
-from specdistill.pico.corpus import CHAT_TEMPLATE
 from tests.tiny import tiny_target_model, tiny_tokenizer
 
 TEXTS = ["".join(f"def f{number}_{line}():\n    return {line}\n\n" for line in range(30)) for number in range(6)]

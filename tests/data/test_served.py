@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
+from recipes.pico.corpus import CHAT_TEMPLATE
 from specdistill.data import completion_server, served
 from specdistill.data.answers import Answers
 from specdistill.data.completion_server import CompletionServer
 from specdistill.data.regeneration import Prompt
 from specdistill.data.served import Task, Tokenizer, documents, generate, served_rows, tasks
 from specdistill.errors import ResourceError, UserError
-from specdistill.pico.corpus import CHAT_TEMPLATE
 from specdistill.recipe.sections import SetAside
 from tests.data.openai_server import CUT, END, STALL, Behaviour, OpenAIServer, completion, running
 from tests.tiny import tiny_tokenizer

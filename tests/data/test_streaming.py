@@ -10,12 +10,12 @@ import pytest
 from datasets import Dataset
 from datasets.distributed import split_dataset_by_node
 
+from recipes.pico.corpus import CHAT_TEMPLATE
 from specdistill.data import streaming
 from specdistill.data.packing import collate
 from specdistill.data.streaming import PackedStream, look_at, open_stream
 from specdistill.data.training_data import training_data
 from specdistill.errors import UserError
-from specdistill.pico.corpus import CHAT_TEMPLATE
 from specdistill.recipe.sections import DataConfig, RegenerateConfig
 from tests.processes import run_processes
 from tests.tiny import tiny_tokenizer

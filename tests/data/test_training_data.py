@@ -14,10 +14,10 @@ import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
+from recipes.pico.corpus import CHAT_TEMPLATE
 from specdistill.data.packing import collate
 from specdistill.data.training_data import training_data
 from specdistill.errors import ResourceError, UserError
-from specdistill.pico.corpus import CHAT_TEMPLATE
 from specdistill.recipe.sections import DataConfig, RegenerateConfig
 from tests.processes import run_processes
 from tests.tiny import tiny_target_model, tiny_tokenizer

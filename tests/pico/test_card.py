@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from specdistill.pico.card import KneserNey, baseline_bits_per_byte, bits_per_byte
+from recipes.pico.card import KneserNey, baseline_bits_per_byte, bits_per_byte
 from tests.tiny import tiny_target_model
 
 

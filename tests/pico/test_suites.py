@@ -4,8 +4,7 @@ import sysconfig
 import pytest
 from transformers import AutoTokenizer
 
-from specdistill.pico.corpus import Module, standard_library
-from specdistill.pico.suites import (
+from recipes.pico.suites import (
     EDIT_TOKENS,
     LINE_TOKENS,
     LONG_TOKENS,
@@ -22,6 +21,7 @@ from specdistill.pico.suites import (
     signature_prompts,
     write_pico_suites,
 )
+from specdistill.pico import Module, standard_library
 from specdistill.project import PICO, SUITES
 from specdistill.suites.suite import load_suite, tokenize
 

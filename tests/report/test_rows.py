@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from specdistill.pico.corpus import CHAT_TEMPLATE
+from recipes.pico.corpus import CHAT_TEMPLATE
 from specdistill.project import ROOT
 from specdistill.report import charts
 from tests.browser import look

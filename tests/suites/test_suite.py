@@ -4,8 +4,9 @@ import json
 import pytest
 import yaml
 
+from recipes.pico.corpus import CHAT_TEMPLATE
 from specdistill.errors import UserError
-from specdistill.pico.corpus import CHAT_TEMPLATE, split_of
+from specdistill.pico import split_of
 from specdistill.project import SUITES
 from specdistill.recipe.sections import SweepConfig
 from specdistill.suites.suite import REMOTE, check_suite, cut_prompts, evenly, load_suite, tokenize

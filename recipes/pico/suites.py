@@ -1,6 +1,6 @@
 """The pico suites: prompts from the standard-library modules that pico was not trained on.
 
-    python -m specdistill.pico.suites
+    python -m recipes.pico.suites
 
 renews `eval/suites/pico*.{yaml,jsonl}`, byte for byte with the Python and the tokenizer that the YAML files name. Gates use `pico`;
 `pico-dev` has other prompts, on which recipes are chosen, so that the choice does not favour a gate's verdict. `pico-edit`, whose
@@ -23,7 +23,7 @@ from pathlib import Path
 import yaml
 from transformers import AutoTokenizer
 
-from specdistill.pico.corpus import Module, chats, standard_library
+from specdistill.pico import Module, chats, standard_library
 from specdistill.project import PICO, SUITES
 
 PROMPTS_PER_CATEGORY = 12
@@ -196,7 +196,7 @@ def write_pico_suites(modules: Sequence[Module], count_tokens: CountTokens, fold
             "prompts": f"{name}.jsonl",
             "quality": "python_syntax",
         }
-        heading = f"# Held-out Python: {PICO_SUITES[name][0]}. Made by specdistill.pico.suites.\n"
+        heading = f"# Held-out Python: {PICO_SUITES[name][0]}. Made by recipes/pico/suites.py.\n"
         text = heading + yaml.safe_dump(header, sort_keys=False, width=130)
         (folder / f"{name}.yaml").write_text(text, encoding="utf-8")
 
