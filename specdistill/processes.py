@@ -19,6 +19,7 @@ from torch import distributed
 from specdistill.errors import ResourceError, UserError
 
 PATIENCE = timedelta(days=2)  # for a process that lives
+COMES_WITHIN = 5.0  # seconds, for the processes of a step that failed
 
 
 def are_several() -> bool:
@@ -101,6 +102,27 @@ def agree(facts: Mapping[str, str], *, otherwise: str = "") -> None:
                 got = f"{found.get(name, 'nothing')} in process {rank} on {machine}"
                 wanted = f"{expected.get(name, 'nothing')}, as in process 0 on {first}"
                 raise UserError(name, got=got, expected=wanted + otherwise)
+
+
+@contextmanager
+def collectives(next_step: str) -> Iterator[None]:
+    """Raises ResourceError for a collective operation of a step that fails because another process has ended, hangs or is late."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not isinstance(error, distributed.DistError) and "gloo" not in str(error):
+            raise
+        why = f"another process of this launch has ended or hangs ({_who_is_missing(error)})"
+        raise ResourceError(why, next_step=next_step) from error
+
+
+def _who_is_missing(error: RuntimeError) -> str:
+    """In torch's words: the first process says which do not come, the others refer to it."""
+    try:
+        distributed.monitored_barrier(_group(), timeout=timedelta(seconds=COMES_WITHIN), wait_all_ranks=True)
+    except RuntimeError as named:
+        error = named
+    return str(error).splitlines()[0][:200]
 
 
 def of_all(own: Any) -> list[Any]:

@@ -16,6 +16,7 @@ TESTED_ELSEWHERE = {
     "methods/*/config": "recipe/test_recipe.py",
     "methods/*/method": "test_cli.py",
     "methods/heads/mistakes": "doctor/test_diagnosis.py",
+    "pico": "data/test_sources.py",
 }
 
 

@@ -11,7 +11,7 @@ import signal, time
 import torch
 from specdistill import processes
 from specdistill.errors import explain
-from specdistill.processes import ResourceError, UserError, agree, first_on_each_machine
+from specdistill.processes import ResourceError, UserError, agree, collectives, first_on_each_machine, of_all
 """
 
 IN_TURN = """
@@ -68,3 +68,47 @@ def test_what_differs_is_named_with_its_process(tmp_path: Path) -> None:
     for process in run_processes(tmp_path, IMPORTS, DIFFER, 0, 1, 0):
         assert process.out.startswith("b: got 3 in process 2 on "), process.err
         assert ", expected 2, as in process 0 on " in process.out and process.out.endswith(": do this\n")
+
+
+STEP = """
+processes.COMES_WITHIN = 0.5
+of_all(None)
+try:
+    with collectives("repeat it"):
+        if rank == 2:
+            {ends}
+        distributed.all_reduce(torch.zeros(1))
+except ResourceError as error:
+    os._exit(explain(error))
+"""
+
+
+@pytest.mark.long
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("ends", "said"), [("os.kill(os.getpid(), signal.SIGKILL)", ""), ("time.sleep(9)", "[Rank 0]: Ranks 2 failed to pass")]
+)
+def test_a_process_that_does_not_come_to_a_step_ends_the_others(tmp_path: Path, ends: str, said: str) -> None:
+    """Dead, which its launcher says of it, or later than the step's collective operation waits: then the first names it."""
+    first, second, _ = run_processes(tmp_path, IMPORTS, STEP.format(ends=ends), 0, 1, 0)
+    assert first.code == second.code == 3
+    for process in (first, second):
+        assert process.err.count("error: another process of this launch has ended or hangs (") == 1
+        assert process.err.endswith("; repeat it\n")
+    assert said in first.err
+
+
+OWN_MISTAKE = """
+try:
+    with collectives("repeat it"):
+        raise RuntimeError("shapes do not fit")
+except RuntimeError as error:
+    print(error)
+"""
+
+
+@pytest.mark.long
+@pytest.mark.distributed
+def test_other_failures_are_no_other_process_s_fault(tmp_path: Path) -> None:
+    (own,) = run_processes(tmp_path, IMPORTS, OWN_MISTAKE, 0)
+    assert own.out == "shapes do not fit\n"

@@ -259,29 +259,40 @@ def launched_with(sharding: str) -> bool:
 
 
 def _checked(name: str, value: Any, hint: Any, choices: Iterable[str] | None) -> Any:
-    """The value, if it is of a type that the field has, one of its names, and a number within its limits.
-
-    What may be a mapping must be one: a file of its own would be no part of the recipe.
-    """
-    accepted = set(get_args(hint)) or {hint}
-    kinds = {kind for entry in accepted if isinstance(kind := get_origin(entry) or entry, type)}
-    kinds -= {str} if dict in kinds else set()
-    members = accepted.union(*map(get_args, accepted))
-    enums = [kind for kind in members if isinstance(kind, type) and issubclass(kind, Enum)]
-    names = [*(choices or ()), *(member.value for kind in enums for member in kind)]
+    """The value, if it is of a type that the field has, one of its names, and a number within its limits."""
+    kinds, names = _kinds(hint), _names(hint, choices)
     if value is None and NoneType in kinds and name != "report_to":  # there null would be a tracker of that name
         return value
     if names:
-        value = "no" if value is False and "no" in names else value  # YAML reads an unquoted no as false
-        for item in value if isinstance(value, list) else [value]:
-            if item not in names:
-                close = nearest(str(item), names)
-                raise UserError(f"train.{name}", got=repr(item), expected=f"one of {', '.join(names)}", nearest=close)
-    elif type(value) not in kinds | ({int} if float in kinds else set()):
+        return _named(name, value, names)
+    if type(value) not in kinds | ({int} if float in kinds else set()):
         known = sorted({NoneType: "null", dict: "mapping"}.get(kind, kind.__name__) for kind in kinds)
         raise UserError(f"train.{name}", got=f"{value!r} ({type(value).__name__})", expected=" or ".join(known))
-    elif isinstance(value, int | float):
-        holds, expected = LIMITS.get(name, (math.isfinite, "a finite number"))
-        if not (math.isfinite(value) and holds(value)):
-            raise UserError(f"train.{name}", got=value, expected=expected)
+    holds, expected = LIMITS.get(name, (math.isfinite, "a finite number"))
+    if isinstance(value, int | float) and not (math.isfinite(value) and holds(value)):
+        raise UserError(f"train.{name}", got=value, expected=expected)
+    return value
+
+
+def _kinds(hint: Any) -> set[type]:
+    """The types of a field's values. What may be a mapping must be one: a file of its own would be no part of the recipe."""
+    accepted = set(get_args(hint)) or {hint}
+    kinds = {kind for entry in accepted if isinstance(kind := get_origin(entry) or entry, type)}
+    return kinds - ({str} if dict in kinds else set())
+
+
+def _names(hint: Any, choices: Iterable[str] | None) -> list[str]:
+    """What a field may be called, where it has names."""
+    accepted = set(get_args(hint)) or {hint}
+    members = accepted.union(*map(get_args, accepted))
+    enums = [kind for kind in members if isinstance(kind, type) and issubclass(kind, Enum)]
+    return [*(choices or ()), *(member.value for kind in enums for member in kind)]
+
+
+def _named(name: str, value: Any, names: list[str]) -> Any:
+    value = "no" if value is False and "no" in names else value  # YAML reads an unquoted no as false
+    for item in value if isinstance(value, list) else [value]:
+        if item not in names:
+            close = nearest(str(item), names)
+            raise UserError(f"train.{name}", got=repr(item), expected=f"one of {', '.join(names)}", nearest=close)
     return value

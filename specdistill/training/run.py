@@ -11,6 +11,7 @@ import os
 import shutil
 import sys
 import time
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -21,16 +22,15 @@ import yaml
 from transformers import PrinterCallback, TrainingArguments, set_seed
 
 from specdistill.command import check_writable
+from specdistill.data import sources
 from specdistill.errors import UserError
-from specdistill.processes import of_all
+from specdistill.processes import agree, collectives, of_all
 from specdistill.project import git_revision
 from specdistill.recipe.load import recipe_yaml, save_recipe
-from specdistill.training.agreement import check_alike
+from specdistill.recipe.sections import FROM_HUB
 from specdistill.training.arguments import check_precision, training_arguments
 from specdistill.training.checkpoints import ASIDE, check_launch, check_shapes, checkpoint, launch, saving, whole_steps
-from specdistill.training.heartbeat import heartbeat
 from specdistill.training.history import ProgressLines, save_history
-from specdistill.training.inputs import left_open
 from specdistill.training.resumable import ResumableTrainer
 from specdistill.training.trainer import DraftTrainer
 
@@ -40,6 +40,12 @@ PACKAGES = ("specdistill", "torch", "transformers", "accelerate", "datasets", "t
 RECIPE, PROVENANCE = "recipe.yaml", "provenance.json"
 SEEN_WITHIN = 60.0  # seconds in which a network file system shows all machines what one of them wrote
 # Keys of `train:` that say how processes share a step's rows. A run goes on with others of them, as long as a step has as many rows.
+PLACES = (
+    "train.output_dir",
+    "train.logging_dir",
+    "data.cache_dir",
+    "hidden_states.path",
+)  # of each machine, whatever they are called
 SHARE_OUT = ("per_device_train_batch_size", "gradient_accumulation_steps", "per_device_eval_batch_size", "ddp_timeout")
 
 
@@ -57,11 +63,11 @@ class TrainingRun:
         """A new run, or an interrupted one: join the processes of the launch and seed the run; writes nothing.
 
         target_dtype: of the frozen target, if there is one. defaults: for fields that `train:` leaves out. Raises UserError for a
-        section or a dtype that cannot be used, for machines that differ in recipe or code, for a folder that cannot be written or holds
+        section or a dtype that cannot be used, for machines that differ in their recipe, for a folder that cannot be written or holds
         other files, another run or a finished one, and for a checkpoint that this launch cannot resume.
         """
         arguments = training_arguments(recipe.train, **{"disable_tqdm": not sys.stderr.isatty(), **defaults})
-        check_alike(recipe, PACKAGES, launch(arguments)["sharding"])
+        agree({**recipe_keys(recipe.model_dump()), "accelerate launch": f"sharding {launch(arguments)['sharding']}"})
         if target_dtype is not None:
             check_precision(arguments, target_dtype)
         path = Path(str(arguments.output_dir))
@@ -133,7 +139,7 @@ class TrainingRun:
         of_all(None)
         if self.checkpoint is not None and trainer.model is not None:
             check_shapes(self.checkpoint, trainer.model.state_dict())
-        with trainer.stop_signals.caught(), heartbeat(trainer, self.arguments):
+        with trainer.stop_signals.caught(), collectives("the same command goes on from the last checkpoint"):
             trainer.train(resume_from_checkpoint=None if self.checkpoint is None else str(self.checkpoint))
         if not isinstance(trainer, DraftTrainer):
             return
@@ -149,6 +155,24 @@ class TrainingRun:
                 if (self.path / ASIDE / "draft").exists():
                     os.replace(self.path / ASIDE / "draft", self.path / "draft")
                 shutil.rmtree(self.path / ASIDE, ignore_errors=True)  # not there where another machine writes the draft
+
+
+def left_open(recipe: Any) -> Iterator[str]:
+    """What may be another thing tomorrow: a target on the Hub without a revision, and what `sources.left_open` finds."""
+    target, data = (getattr(recipe, name, None) for name in ("target", "data"))
+    if target is not None and FROM_HUB.holds(target) and target.revision is None:
+        yield f"target.revision: {target.model} is not pinned, and its weights are those of today: target.revision=COMMIT keeps them"
+    if data is not None:
+        yield from sources.left_open(data.source)
+
+
+def recipe_keys(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """Each key of a recipe with its value, but for the places."""
+    keys: dict[str, str] = {}
+    for name, value in values.items():
+        key = f"{prefix}{name}"
+        keys |= recipe_keys(value, f"{key}.") if isinstance(value, Mapping) else {key: str(value)} if key not in PLACES else {}
+    return keys
 
 
 def _obstacle(path: Path, recipe: Any) -> str | None:

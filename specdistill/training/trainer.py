@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from accelerate.data_loader import SeedableRandomSampler
 from accelerate.utils import broadcast_object_list
-from datasets import Dataset
+from datasets import Dataset, concatenate_datasets
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Sampler
 from transformers import TrainingArguments
 
-from specdistill.data.packing import collate
+from specdistill.data.packing import PADDING_DOCUMENT, collate
 from specdistill.data.streaming import PackedStream
 from specdistill.errors import UserError
 from specdistill.features.store import FeatureStore
@@ -28,7 +29,6 @@ from specdistill.training.arguments import autocast_dtype, check_streamed
 from specdistill.training.checkpoints import ASIDE, saving
 from specdistill.training.objective import StepSums, step_metrics
 from specdistill.training.resumable import ResumableTrainer
-from specdistill.training.rows import RandomOrder, fill_up
 
 Batch = dict[str, Tensor]
 
@@ -225,3 +225,35 @@ def layer_classes(draft: Any) -> list[str]:
     """Names of the classes of a draft's layers: of a language model as transformers knows them, of a head by its list, if it has one."""
     known = getattr(draft, "_no_split_modules", None)
     return sorted(known) if known else sorted({type(layer).__name__ for layer in getattr(draft, "layers", ())})
+
+
+def fill_up(rows: Dataset, multiple: int) -> Dataset:
+    """The rows, and after them as many empty ones as make their number a multiple: all padding, without loss.
+
+    Where a set does not divide, accelerate would give rows twice, and an evaluation count them twice.
+    """
+    length, missing = len(rows[0]["input_ids"]), -len(rows) % multiple
+    empty = {"input_ids": 0, "loss_mask": 0, "document_ids": PADDING_DOCUMENT, "position_ids": 0}
+    table = {column: [[value] * length] * missing for column, value in empty.items()}
+    return concatenate_datasets([rows, Dataset.from_dict(table, features=rows.features)]) if missing else rows
+
+
+class RandomOrder(Sampler[int]):
+    """Indices of an epoch: of the rows, in an order that follows from seed and epoch alone, then of the empty rows.
+
+    So the order is the same for any number of processes, although the number of empty rows is not.
+    """
+
+    def __init__(self, num_rows: int, num_empty: int, seed: int) -> None:
+        self.rows = SeedableRandomSampler(range(num_rows), data_seed=seed)
+        self.empty = range(num_rows, num_rows + num_empty)
+
+    def set_epoch(self, epoch: int) -> None:
+        self.rows.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[int]:
+        yield from self.rows
+        yield from self.empty
+
+    def __len__(self) -> int:
+        return len(self.rows) + len(self.empty)

@@ -8,7 +8,7 @@ import torch
 
 from specdistill.errors import UserError
 from specdistill.features.store import FeatureStore
-from specdistill.training.rows import fill_up
+from specdistill.training.trainer import fill_up
 from tests.features.stores import batch_of, filled, origin, packed
 
 TRAIN, VALIDATION = packed(10), packed(3, seed=1)

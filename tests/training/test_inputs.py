@@ -8,8 +8,7 @@ import pytest
 
 from specdistill.methods.recipe import Recipe
 from specdistill.recipe.load import load_recipe
-from specdistill.training.inputs import left_open
-from specdistill.training.run import TrainingRun
+from specdistill.training.run import TrainingRun, left_open
 
 PINNED = {"source": "org/chats", "revision": "v1", "license": "mit"}
 
