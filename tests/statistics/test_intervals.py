@@ -10,8 +10,8 @@ from specdistill.statistics.intervals import (
     relative_change,
     standard_error,
 )
-from specdistill.statistics.metrics import METRICS, Metric, prompt_sums
-from tests.simulated import simulate
+from specdistill.statistics.metrics import METRICS, Metric, measured, prompt_sums, value
+from tests.simulated import in_batches, simulate
 
 
 def test_the_interval_covers_the_truth_about_as_often_as_it_says():
@@ -112,3 +112,35 @@ def test_the_interval_of_a_macro_average_holds_the_truth_as_often_as_it_says():
         hits += low <= 3.0 <= high
     assert 0.92 <= hits / 2_000 <= 0.97
     assert macro_interval(mean, {"total": np.ones(3), "count": np.ones(3)}, ["a", "a", "b"]) is None
+
+
+def test_intervals_of_times_are_over_batches_and_those_of_texts_over_prompts():
+    alone = simulate(192, noise=0.2)
+    plain, batched = prompt_sums(alone), prompt_sums(in_batches(alone, 4))
+    speedup, length = METRICS["speedup"], METRICS["mean_acceptance_length"]
+    assert len(measured(speedup, batched)[0]) == 48 and len(measured(length, batched)[0]) == 192
+    assert value(speedup, batched) == pytest.approx(value(speedup, plain))
+    assert interval(length, batched) == interval(length, plain)
+
+    ignorant = {name: column for name, column in batched.items() if name != "batch"}
+    right, wrong, truth = (np.ptp(interval(speedup, table)) for table in (batched, ignorant, plain))
+    assert wrong < 0.6 * right  # as if a batch's four prompts were four measurements of its time
+    assert 0.8 * truth < right < 1.25 * truth
+
+
+def test_a_macro_average_of_times_that_categories_share_has_no_interval():
+    alone = simulate(48)
+    of = [record.category for record in alone]
+    by_category = sorted(alone, key=lambda record: record.category)
+    for found, categories, has_interval in ((alone, of, False), (by_category, sorted(of), True)):
+        table = prompt_sums(in_batches(found, 4))
+        assert (macro_interval(METRICS["speedup"], table, categories) is not None) == has_interval
+        assert macro_interval(METRICS["mean_acceptance_length"], table, categories) is not None
+
+
+def test_a_change_between_reports_is_resampled_by_batch_too():
+    new, old = (prompt_sums(in_batches(simulate(16, noise=0.2, timing_seed=seed), 16)) for seed in (1, 2))
+    change, ends = relative_change(METRICS["speedup"], new, old)
+    assert abs(change) < 0.5 and ends is None  # one batch
+    _, ends = relative_change(METRICS["mean_acceptance_length"], new, old)
+    assert ends is not None

@@ -19,7 +19,7 @@ from specdistill.statistics.sample_size import (
     spread_of,
     spread_out,
 )
-from tests.simulated import simulate, simulated_report
+from tests.simulated import in_batches, simulate, simulated_report
 
 LENGTH = METRICS["mean_acceptance_length"]
 TRUE_LENGTH = 1 + 4 * 6 / 9
@@ -118,6 +118,13 @@ def test_the_spread_gives_the_standard_error_that_the_bootstrap_gives(name):
     low, high = interval(METRICS[name], table)
     value = METRICS[name].formula(*(table[column].sum() for column in METRICS[name].sums))
     assert 1.96 * spread_of(METRICS[name], table) / np.sqrt(96) == pytest.approx((high - low) / 2 / value, rel=0.1)
+
+
+def test_what_a_suite_can_tell_is_said_of_prompts():
+    """Times shared by fours spread as widely over prompts as before: it takes as many prompts to tell the same change."""
+    alone = simulate(192, noise=0.2)
+    spreads = [spread_of(METRICS["speedup"], prompt_sums(found)) for found in (alone, in_batches(alone, 4))]
+    assert spreads[1] == pytest.approx(spreads[0], rel=0.2)
 
 
 def test_without_two_prompts_there_is_no_spread():
