@@ -86,12 +86,23 @@ def test_a_draft_equal_to_the_target_is_always_accepted() -> None:
         assert int(count) == 3
 
 
-def test_impossible_tokens_are_rejected_and_never_drawn() -> None:
+@pytest.mark.parametrize("uniform", [0.0, 0.5, 1 - 2**-53])
+@pytest.mark.parametrize("one_hot", [False, True])
+def test_impossible_tokens_are_rejected_and_never_drawn(uniform: float, one_hot: bool) -> None:
+    """p(x) = 0, also at the ends of what a uniform can be."""
     p = torch.tensor([[[0.0, 0.5, 0.5], [1.0, 0.0, 0.0]]])
-    q = torch.tensor([[[1.0, 0.0, 0.0]]])
-    for seed in range(30):
-        count, token = rejection(torch.tensor([[0]]), p, q, uniforms(2, [torch.Generator().manual_seed(seed)]))
-        assert int(count) == 0 and int(token) in (1, 2)
+    q = None if one_hot else torch.tensor([[[1.0, 0.0, 0.0]]])
+    count, token = rejection(torch.tensor([[0]]), p, q, torch.full((1, 2), uniform, dtype=torch.float64))
+    assert (int(count), int(token)) == (0, 1 if uniform == 0 else 2)
+
+
+def test_a_draft_token_is_accepted_below_its_ratio_alone() -> None:
+    """p / q = 1/2: at u = 1/2 it is rejected. Of p - q, which is (-1/4, 1/4, 0), the second token is left."""
+    p, q = torch.tensor([[[0.25, 0.5, 0.25], [0.0, 0.0, 1.0]]]), torch.tensor([[[0.5, 0.25, 0.25]]])
+    for test, expected in ((0.0, (1, 2)), (0.5 - 2**-53, (1, 2)), (0.5, (0, 1)), (1 - 2**-53, (0, 1))):
+        uniforms = torch.tensor([[test, 0.0]], dtype=torch.float64)
+        count, token = rejection(torch.tensor([[0]]), p, q, uniforms)
+        assert (int(count), int(token)) == expected, test
 
 
 @pytest.mark.parametrize(

@@ -239,6 +239,16 @@ def test_of_a_chain_the_rule_is_that_of_chains() -> None:
         assert (path, token) == (list(range(int(count))), int(expected))
 
 
+@pytest.mark.parametrize("uniform", [0.0, 0.5, 1 - 2**-53])
+def test_impossible_candidates_are_rejected_and_never_drawn(uniform: float) -> None:
+    """Two siblings, of which p has neither, under draws and for certain."""
+    p = torch.tensor([[0.0, 0.0, 0.5, 0.5], [1.0, 0, 0, 0], [1.0, 0, 0, 0]])
+    q = torch.tensor([[0.5, 0.25, 0.25, 0.0]] * 2)
+    for probabilities in (q, None):
+        path, token = sampled([0, 1], Tree((ROOT, ROOT)), p, probabilities, torch.full((3,), uniform, dtype=torch.float64))
+        assert path == [] and token in (2, 3)
+
+
 def test_the_targets_choices_are_followed_as_far_as_the_tree_goes() -> None:
     tree, tokens = Tree((ROOT, ROOT, 0, 0, 1)), [7, 8, 5, 6, 9]
     assert follow(tokens, tree, [8, 0, 9, 0, 0, 3]) == ([1, 4], 3)

@@ -111,7 +111,7 @@ def typed(verb: str, keys: list[str], patch: pytest.MonkeyPatch) -> int:
         return int(str(ended.code or 0))
 
 
-@pytest.mark.long
+@pytest.mark.long  # two drafts of a small real model, from their data to their exports
 def test_a_reader_types_every_command(stories: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for page in PAGES:
         for line in shell_lines(page):

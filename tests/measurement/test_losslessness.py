@@ -1,10 +1,13 @@
+from types import SimpleNamespace
+
 import pytest
 import torch
 
-from specdistill.decoding.decoder import Decoder, Generation, Round, exact
+from specdistill.decoding.decoder import NEAR_TIE, Decoder, Generation, Round, exact
 from specdistill.decoding.proposer import Proposal
 from specdistill.decoding.sampling import Sampling
 from specdistill.decoding.tree import DynamicTree, StaticTree
+from specdistill.measurement import reference
 from specdistill.measurement.configurations import Settings
 from specdistill.measurement.losslessness import (
     compare_greedy,
@@ -69,6 +72,18 @@ def test_a_near_tie_explains_a_divergence_between_the_best_tokens_only(dtype):
     clear = tiny_target()
     clear.model.to(dtype)
     assert compare_greedy(clear, [(PROMPT, generation((1, 2, 3)), (1, 2, 4))])["unexplained_divergences"] == 1
+
+
+@pytest.mark.parametrize(("dtype", "rounding"), [("bfloat16", 2**-7), ("float16", 2**-10), ("float32", NEAR_TIE / 4)])
+@pytest.mark.parametrize("best", [8.0, -8.0])
+@pytest.mark.parametrize(("gap", "near_ties"), [(3, 1), (6, 0)])
+def test_a_near_tie_is_at_most_four_roundings_of_the_best_logit(monkeypatch, dtype, rounding, best, gap, near_ties):
+    read = []
+    logits_V = torch.tensor([-99.0, best, best - gap * rounding * abs(best)])
+    monkeypatch.setattr(reference, "logits", lambda target, ids: read.append(ids) or torch.stack([-logits_V, logits_V]))
+    found = compare_greedy(SimpleNamespace(dtype=dtype), [(PROMPT, generation((1, 2)), (1, 1, 0))])
+    assert (found["near_ties"], found["unexplained_divergences"]) == (near_ties, 1 - near_ties)
+    assert read == [[*PROMPT.token_ids, 1]]  # what both completions began with
 
 
 def test_the_wrong_rule_accepts_as_the_right_one_and_then_draws_from_p():

@@ -4,30 +4,26 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import run_processes
-
-IMPORTS = """
 from specdistill.errors import UserError
 from specdistill.methods.recipe import Recipe
 from specdistill.processes import agree
 from specdistill.recipe.load import load_recipe
 from specdistill.training.run import recipe_keys
-"""
-CHECK = """
-for key in ("data.seed=0", f"loss.step_decay=0.{rank}", f"train.max_steps={rank}"):
-    recipe = load_recipe(Recipe, ["recipe=pico/eagle3", f"train.output_dir=run-{rank}", f"data.cache_dir=cache-{rank}", key])
-    try:
-        agree(recipe_keys(recipe.model_dump()))
-        print("alike")
-    except UserError as error:
-        print(error)
-"""
+from tests.processes import run_processes
 
 
-@pytest.mark.long
 @pytest.mark.distributed
 def test_a_recipe_is_compared_key_by_key(tmp_path: Path) -> None:
-    for process in run_processes(tmp_path, IMPORTS, CHECK, 0, 0):
+    def check(rank: int) -> None:
+        for key in ("data.seed=0", f"loss.step_decay=0.{rank}", f"train.max_steps={rank}"):
+            own = [f"train.output_dir=run-{rank}", f"data.cache_dir=cache-{rank}", key]
+            try:
+                agree(recipe_keys(load_recipe(Recipe, ["recipe=pico/eagle3", *own]).model_dump()))
+                print("alike")
+            except UserError as error:
+                print(error)
+
+    for process in run_processes(tmp_path, check, 0, 0):
         same, decay, steps = process.out.splitlines()
         assert same == "alike"
         assert decay.startswith("loss.step_decay: got 0.1 in process 1 on ") and ", expected 0.0, as in process 0 on " in decay

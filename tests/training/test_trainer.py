@@ -1,8 +1,5 @@
 """The trainer: gradients that do not depend on how a batch is cut, and a head that learns what the decoder then accepts."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,9 +14,9 @@ from specdistill.errors import ResourceError, UserError
 from specdistill.methods.draft_model.proposer import DraftModelProposer
 from specdistill.methods.heads.proposer import HeadProposer
 from specdistill.methods.recipe import DECODED, Recipe, TrainedRecipe
-from specdistill.project import ROOT
 from specdistill.recipe.load import load_recipe
 from tests.heads import HEADS
+from tests.processes import run_processes
 from tests.training.small_runs import gradient_of_one_step, rows, tiny_target, trainer
 
 
@@ -38,13 +35,13 @@ def test_the_gradient_does_not_depend_on_accumulation(tmp_path: Path) -> None:
 @pytest.mark.distributed
 def test_the_gradient_does_not_depend_on_processes(tmp_path: Path) -> None:
     whole = gradient_of_one_step(tmp_path / "whole", 4, 1)
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes=2", "--main_process_port=0"]
-    environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    script = [str(Path(__file__).with_name("gradient_in_two_processes.py")), str(tmp_path)]
-    result = subprocess.run([*launch, *script], env=environment, check=False, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    for index in range(2):
-        assert_same(whole, torch.load(tmp_path / f"gradients-{index}.pt"))
+
+    def in_one_of_two(rank: int) -> None:
+        torch.save(gradient_of_one_step(tmp_path / "two", 2, 1), tmp_path / f"{rank}.pt")
+
+    for rank, process in enumerate(run_processes(tmp_path, in_one_of_two, 0, 1)):
+        assert process.code == 0, process.err
+        assert_same(whole, torch.load(tmp_path / f"{rank}.pt"))
 
 
 @pytest.mark.parametrize("method", [*HEADS, "draft_model"])

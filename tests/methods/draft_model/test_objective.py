@@ -21,14 +21,17 @@ def target() -> FrozenTarget:
 
 
 def packed_rows() -> dict[str, Any]:
-    """One row: documents of 7 and 5 tokens and 2 of padding; the first three tokens of the first carry no loss."""
+    """One row: documents of 7 and 5 tokens and 2 of padding; the first three tokens of the first carry no loss. Loss positions are padded,
+    as those of a longer row are.
+    """
     columns = {
         "input_ids": torch.randint(3, 200, (1, 14), generator=torch.Generator().manual_seed(0)),
         "loss_mask": torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1, 1, 0, 0]]),
         "document_ids": torch.tensor([[0] * 7 + [1] * 5 + [-1] * 2]),
         "position_ids": torch.tensor([[*range(7), *range(5), 0, 0]]),
     }
-    return indexed(columns)
+    rows = indexed(columns)
+    return {**rows, "loss_positions": torch.nn.functional.pad(rows["loss_positions"], (0, 3))}
 
 
 def run(objective: Distillation, target: FrozenTarget, rows: dict[str, Any], measure: bool = True) -> Any:

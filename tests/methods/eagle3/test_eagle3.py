@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig
 
 from specdistill.errors import UserError
 from specdistill.methods.eagle3.checkpoint import config_to_json, load_eagle3, save_eagle3
@@ -139,6 +140,26 @@ def test_a_checkpoint_that_does_not_fit_is_refused(target: FrozenTarget, tmp_pat
     with pytest.raises(UserError, match=r"^eval\.draft: got .*expected") as caught:
         load_eagle3(tmp_path, target)
     assert names in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("keys", "theta"),
+    [
+        ({}, 10000.0),  # what transformers assumes
+        ({"rope_theta": 5e5}, 5e5),
+        ({"rope_parameters": {"rope_type": "default"}}, 10000.0),
+        ({"rope_theta": 3e4, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, 5e5),
+    ],
+)
+def test_the_rotary_base_is_read_where_it_stands(
+    target: FrozenTarget, tmp_path: Path, keys: dict[str, Any], theta: float
+) -> None:
+    save_eagle3(build_eagle3(target), tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    rest = {name: value for name, value in config.items() if not name.startswith("rope")}
+    (tmp_path / "config.json").write_text(json.dumps({**rest, **keys}))
+    assert load_eagle3(tmp_path, target).config.rope_theta == theta
+    assert LlamaConfig(**rest, **keys).rope_parameters["rope_theta"] == theta
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,12 @@ import torch
 
 from specdistill.decoding.decoder import Decoder
 from specdistill.decoding.kv_cache import DraftKVCache
+from specdistill.decoding.proposer import DecodingState
+from specdistill.decoding.sampling import Sampling
+from specdistill.decoding.tree import StaticTree
 from specdistill.errors import UserError
 from specdistill.methods.heads.attention import UnrollKVCache
+from specdistill.methods.heads.proposer import HeadProposer
 from specdistill.methods.load import load_proposer, method_of
 from specdistill.targets.frozen import FrozenTarget
 from tests.heads import HEADS, build_head, causal, load_head, save_head
@@ -99,6 +103,29 @@ def test_batch_equals_single(variant: tuple[str, Any], target: FrozenTarget) -> 
             one_rotary = tuple(table[:1] for table in rotary)
             one, _ = head(ids[row : row + 1], hidden[row : row + 1], one_rotary, kv_cache(head, ids[:1]))
             assert torch.allclose(both[row], one[0], atol=1e-5)
+
+
+@torch.no_grad()
+def test_draft_tokens_are_drawn_from_the_softmax_of_the_heads_logits(variant: tuple[str, Any], target: FrozenTarget) -> None:
+    """At T = 0.7, by inversion of the distribution function; a token that the head does not have gets nothing."""
+    _, head = variant
+    text = [5, 9, 17, 30, 8]
+    uniforms = torch.rand(2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    features = target.features(torch.tensor([text[:-1]]), head.aux_layers)
+    ids, hidden = torch.tensor([text[1:]]), head.fuse(features)
+    normed, _ = head(ids, hidden, head.rotary(hidden, torch.arange(4)[None]), kv_cache(head, ids))
+    expected = torch.zeros(target.vocab_size)
+    expected[head.target_ids_W] = (head.logits(normed[0, -1]) / 0.7).softmax(-1)
+    for tree in (None, StaticTree((1, 1))):
+        proposer, generator = HeadProposer(head), torch.Generator().manual_seed(0)
+        proposer.begin(20)
+        state = DecodingState(text, features)
+        given = Sampling(0.7), generator
+        proposal = proposer.propose_tree(state, tree, *given) if tree else proposer.propose(state, 2, *given)
+        assert proposal.probabilities is not None and torch.allclose(proposal.probabilities[0], expected, atol=1e-6)
+        if tree is None:
+            sums = proposal.probabilities.double().cumsum(-1)
+            assert proposal.tokens == [int((row <= uniform).sum()) for row, uniform in zip(sums, uniforms, strict=True)]
 
 
 @pytest.mark.parametrize("method", ["eagle", "eagle3"])

@@ -15,16 +15,12 @@ from transformers.modeling_layers import MtpModel
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from specdistill.decoding.kv_cache import DraftKVCache
-from specdistill.decoding.proposer import DecodingState
-from specdistill.decoding.sampling import Sampling
 from specdistill.errors import UserError
-from specdistill.methods.heads.proposer import HeadProposer
 from specdistill.methods.mtp.checkpoint import build_mtp, load_mtp, save_mtp
 from specdistill.methods.mtp.module import MtpDraft
 from specdistill.methods.mtp.tensor_names import merge_experts, split_experts
 from specdistill.targets.frozen import FrozenTarget
-from specdistill.training.objective import shift_left
-from tests.heads import causal
+from tests.heads import causal, check_unroll
 from tests.mtp_targets import (
     COMMON,
     EXPERTS,
@@ -36,8 +32,6 @@ from tests.mtp_targets import (
     write_checkpoint,
 )
 from tests.tiny import tiny_target_model, tiny_tokenizer
-
-K = 4
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -106,21 +100,8 @@ def test_batch_equals_single(draft: MtpDraft, target: FrozenTarget) -> None:
             assert torch.allclose(both[row], one, atol=1e-5)
 
 
-def test_the_unroll_predicts_what_the_decoder_drafts(draft: MtpDraft, target: FrozenTarget) -> None:
-    """A chain of the decoder, put back into the text as if it had been accepted, is what the unroll predicts at its root."""
-    text = torch.randint(3, target.vocab_size, (12,), generator=torch.Generator().manual_seed(3)).tolist()
-    proposer = HeadProposer(draft)
-    proposer.begin(len(text) + K)
-    with torch.no_grad():
-        features = target.features(torch.tensor([text[:-1]]), ())
-        chain = proposer.propose(DecodingState(text, features), K, Sampling(), None).tokens
-        ids = torch.tensor([text + chain])
-        kv_cache, hidden, drafted = causal(ids), draft.fuse(target.features(ids, ())), []
-        for k in range(K):
-            rotary = draft.rotary(hidden, torch.arange(ids.shape[1])[None] + k)
-            normed, hidden = draft(shift_left(ids, 1 + k, 0), hidden, rotary, kv_cache)
-            drafted.append(int(draft.logits(normed[0, len(text) - 2]).argmax()))
-    assert drafted == chain
+def test_the_unroll_computes_what_the_decoder_drafts(draft: MtpDraft, target: FrozenTarget) -> None:
+    check_unroll(draft, target)
 
 
 def test_the_hidden_state_is_the_targets_after_its_final_norm(draft: MtpDraft, target: FrozenTarget) -> None:
