@@ -69,7 +69,7 @@ def growth(found: dict[str, Any], recorded: dict[str, Any]) -> list[str]:
 def need(rows: int, length: int, draft_vocab_size: int, gradient_checkpointing: bool) -> dict[str, Any]:
     """A shape, and what its step needs."""
     draft = eagle3.planned(TARGET, None, {"vocab_size": draft_vocab_size})
-    objective = objective_for("eagle3", draft.build, NUM_STEPS)
+    objective = objective_for("eagle3", draft.build, {"ttt_steps": NUM_STEPS})
     account = training_step(objective, TARGET, rows=rows, length=length, gradient_checkpointing=gradient_checkpointing)
     return {
         "target": NAME,

@@ -20,8 +20,7 @@ from specdistill.errors import ExitCode
 from specdistill.methods import METHODS
 from specdistill.methods.recipe import Recipe
 from specdistill.methods.sizes import Described, PlannedDraft, weights_read
-from specdistill.planning.accounting import objective_for, training_step
-from specdistill.planning.devices import DEVICES, Device
+from specdistill.planning.accounting import H100, Device, objective_for, training_step
 from specdistill.planning.reading import read
 from specdistill.planning.rows import BYTES_PER_COPIED, TRAINING_FLOPS, training_memory
 from specdistill.project import RECIPES, ROOT
@@ -136,7 +135,7 @@ def _step(of: dict[str, Any], target: Described, draft: PlannedDraft) -> tuple[f
     tables = BYTES_PER_COPIED * draft.parts.copied
     if draft.build is None:
         return tables + rough["activations"], TRAINING_FLOPS / (2 * read_of_target + 6 * draft.parts.read * of["ttt_steps"])
-    objective = objective_for(of["method"], draft.build, of["ttt_steps"])
+    objective = objective_for(of["method"], draft.build, {"ttt_steps": of["ttt_steps"]})
     account = training_step(objective, target, rows=of["rows"], length=of["max_length"])
     rate = device_of(of["gpu_gb"]).tokens_per_second(account, num_tokens, 2 * read_of_target * num_tokens)
     return tables + account.peak_bytes, rate
@@ -144,7 +143,7 @@ def _step(of: dict[str, Any], target: Described, draft: PlannedDraft) -> tuple[f
 
 def device_of(gpu_gb: int) -> Device:
     """An H100 or an H200, by its memory."""
-    return next(device for device in DEVICES if device.name == {80: "H100", 141: "H200"}[gpu_gb])
+    return {80: H100, 141: Device("H200", 140 * 2**30, 989e12, 4.8e12)}[gpu_gb]
 
 
 def _target_bytes(of: dict[str, Any], target: Described) -> float:

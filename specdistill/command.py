@@ -16,7 +16,9 @@ from specdistill.recipe.load import load_recipe
 
 R = TypeVar("R", bound=Section)
 
+HELP = {"-h", "--help"}
 NO_SHORTHANDS: Mapping[str, str] = MappingProxyType({})
+TARGET: Mapping[str, str] = MappingProxyType({"target": "target.model"})
 
 
 def run(
@@ -35,7 +37,7 @@ def run(
     Returns the exit code; scripts end with `sys.exit(run(main, Recipe))`.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
-    if {"-h", "--help"} & set(arguments):
+    if HELP & set(arguments):
         print_help(main.__globals__.get("__doc__") or "", schema, shorthands=shorthands)
         return ExitCode.DONE
     hide_bars_of_transformers()
@@ -60,6 +62,13 @@ def print_help(introduction: str, *schemas: type[Section], shorthands: Mapping[s
     for short, key in shorthands.items():
         print(f"  {short:34} short for {key}")
     print(f"  {'debug':34} show the traceback of a user's mistake [bool; default false]")
+
+
+def keys_of(arguments: Sequence[str], shorthands: Mapping[str, str] = NO_SHORTHANDS) -> list[str]:
+    """The key=value arguments that belong to the recipe, their keys written out."""
+    return [
+        spell_out(argument, shorthands) for argument in arguments if argument not in HELP and not argument.startswith("debug=")
+    ]
 
 
 def spell_out(argument: str, shorthands: Mapping[str, str]) -> str:

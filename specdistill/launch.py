@@ -7,11 +7,13 @@ single one in a terminal's foreground is a SIGINT not passed on, since the termi
 
 import logging
 import os
+import runpy
 import shlex
 import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from itertools import compress
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -19,9 +21,9 @@ from typing import Any
 import yaml
 
 from specdistill.errors import ExitCode, ResourceError, UserError, nearest, one_line
-from specdistill.project import LAUNCHES
+from specdistill.project import LAUNCHES, ROOT
 from specdistill.recipe.fields import ReadWhen, Section, option
-from specdistill.recipe.load import validate
+from specdistill.recipe.load import load_recipe, validate
 
 LAUNCHED = ReadWhen("with launch=…", lambda it: it.launch is not None)
 OF_ACCELERATE = ("num_processes", "num_machines", "machine_rank", "main_process_ip", "main_process_port")
@@ -44,6 +46,25 @@ class LaunchOptions(Section):
         le=65535,
         read_when=LAUNCHED,
     )
+
+
+IN_THIS_PROCESS = LaunchOptions()
+
+
+def launch_options(arguments: Sequence[str]) -> tuple[LaunchOptions, list[str]]:
+    """How to launch, and the arguments that do not say so."""
+    is_launch = [argument.partition("=")[0] in LaunchOptions.model_fields for argument in arguments]
+    others = [argument for argument, of_launch in zip(arguments, is_launch, strict=True) if not of_launch]
+    return load_recipe(LaunchOptions, list(compress(arguments, is_launch))), others
+
+
+def run_script(script: str, arguments: list[str], options: LaunchOptions = IN_THIS_PROCESS) -> int:
+    """Run one of the project's scripts as if by `python script arguments`; its own exit code ends this process."""
+    if options.launch is not None:
+        return launch(ROOT / script, arguments, options)
+    sys.argv = [str(ROOT / script), *arguments]
+    runpy.run_path(sys.argv[0], run_name="__main__")
+    return ExitCode.DONE
 
 
 def launch(script: Path, arguments: Sequence[str], options: LaunchOptions) -> int:

@@ -16,12 +16,12 @@ class Cost:
     Args:
         passes: of the draft in a round of K draft tokens: "K" for one a token, "1" for one in all, "0" for none.
         features: tensors as wide as the target's hidden state that training reads for each token.
-        unrolled: steps that training takes through each token.
+        positions: drafted positions that training computes for each token.
     """
 
     passes: Literal["K", "1", "0"]
     features: int = 0
-    unrolled: int = 0
+    positions: int = 0
 
 
 @dataclass(frozen=True)
@@ -68,21 +68,21 @@ METHODS = {
         "a head that reads three of the target's layers (arXiv 2503.01840)",
         "head",
         "train/eagle.py",
-        Cost("K", features=4, unrolled=5),
+        Cost("K", features=4, positions=5),
         "specdistill.methods.eagle3",
     ),
     "eagle": Method(
         "a head that continues the target's last hidden states (arXiv 2401.15077)",
         "head",
         "train/eagle.py",
-        Cost("K", features=1, unrolled=1),
+        Cost("K", features=1, positions=1),
         "specdistill.methods.eagle",
     ),
     "mtp": Method(
         "a layer of the target's own kind that predicts on from its last hidden state (arXiv 2412.19437)",
         "layer",
         "train/eagle.py",
-        Cost("K", features=1, unrolled=3),
+        Cost("K", features=1, positions=3),
         "specdistill.methods.mtp",
         in_target=True,
     ),
@@ -90,7 +90,7 @@ METHODS = {
         "a smaller language model that drafts for the target (arXiv 2211.17192)",
         "model",
         "train/draft.py",
-        Cost("K", unrolled=1),
+        Cost("K", positions=1),
         "specdistill.methods.draft_model",
         standalone=True,
     ),

@@ -58,6 +58,10 @@ class Implementation:
         export: (folder, engine, output, target or None, K): write the draft for an engine (see specdistill.engines); `dtype=` where its
             layout has several.
         planned: (planner, given draft or None, recipe's keys) -> what `specdistill plan` counts (see specdistill.planning.plan).
+        is_described: (draft, target) as their config.json describes them (see specdistill.methods.sizes) -> whether it is this method's.
+        config_of: config.json -> the config of a draft whose layout transformers does not know; None for any other.
+        native_layers: (config.json, names of tensors as far as they are at hand, text config) of a target -> the key that says how many
+            such layers it comes with, and how many; None for none.
         num_layers: config.json -> decoder layers of a draft.
     """
 
@@ -75,4 +79,7 @@ class Implementation:
     likely_causes: Sequence[str] = ()
     export: Callable[..., None] | None = None
     planned: Callable[..., Any] | None = None
+    is_described: Callable[[Any, Any], bool] = lambda draft, target: False
+    config_of: Callable[[Mapping[str, Any]], Any] = lambda config: None
+    native_layers: Callable[[Mapping[str, Any], Set[str], Any], tuple[str, int] | None] = lambda config, names, text: None
     num_layers: Callable[[Mapping[str, Any]], int | None] = lambda config: config.get("num_hidden_layers")

@@ -8,7 +8,7 @@ Symbols: H hidden size, I MLP width, N query heads, G key/value heads, d head si
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
 from functools import cached_property
 from typing import Any
@@ -149,6 +149,11 @@ class Described:
         return ", ".join(self.raw.get("architectures") or []) or str(self.raw.get("model_type"))
 
     @property
+    def calls_itself(self) -> str:
+        """Its architectures and model type, in small letters."""
+        return " ".join([*(self.raw.get("architectures") or []), str(self.raw.get("model_type"))]).lower()
+
+    @property
     def is_causal_lm(self) -> bool:
         """Whether transformers reads a causal language model out of it, and the file does not call itself something else."""
         if "AutoModelForCausalLM" in self.raw.get("auto_map", {}):
@@ -254,6 +259,8 @@ class PlannedDraft:
         note: what it is, in words.
         cache: of its KV cache; None where it has none, or where its class does not show it.
         recipe_keys: what a recipe made for another target needs changed for this one.
+        counted_with: keys of `draft:` with which training is counted.
+        warnings: what contradicts the target's config.json.
         build: the draft for the target at its full size, whose tensors may have no content (see specdistill.planning.accounting).
     """
 
@@ -264,6 +271,8 @@ class PlannedDraft:
     published: Published
     cache: CacheSize | None = None
     recipe_keys: tuple[str, ...] = ()
+    counted_with: Mapping[str, Any] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
     build: Callable[[FrozenTarget], Any] | None = None
 
 

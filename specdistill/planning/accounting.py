@@ -10,7 +10,7 @@ operations here (norms) and has less traffic; its allocator rounds and fragments
 """
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -32,6 +32,7 @@ aten = torch.ops.aten
 UNWRITTEN = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided}
 # What is in their first operand is not read.
 OVERWRITES = {aten.copy_, aten.fill_, aten.zero_, aten.full_like, aten.ones_like, aten.rand_like, aten.zeros_like}
+MATRIX_SHARE, TRAFFIC_SHARE = 0.5, 0.8  # of a device's peaks, reached by matrix products and by all other operations: assumed
 LOOKUPS = {aten.embedding, aten.gather, aten.index, aten.index_select}  # they read as much of a table as they return
 
 
@@ -46,6 +47,24 @@ class Account:
     traffic_bytes: int
     flops: int
     data_dependent_ops: int
+
+
+@dataclass(frozen=True)
+class Device:
+    """By its maker, dense bfloat16 with float32 sums. memory: bytes. flops, bandwidth: a second; bandwidth in bytes."""
+
+    name: str
+    memory: float
+    flops: float
+    bandwidth: float
+
+    def tokens_per_second(self, step: Account, num_tokens: int, other_flops: float) -> float:
+        """Of a step over so many tokens. other_flops: of what the account leaves out, the target's layers."""
+        products = (step.flops + other_flops) / (MATRIX_SHARE * self.flops)
+        return num_tokens / (products + step.traffic_bytes / (TRAFFIC_SHARE * self.bandwidth))
+
+
+H100 = Device("H100", 80 * 2**30, 989e12, 3.35e12)
 
 
 class Ledger(TorchDispatchMode):
@@ -180,10 +199,12 @@ def _loss(objective: Any, target: FrozenTarget, batch: dict[str, Any]) -> Tensor
     return loss
 
 
-def objective_for(method: str, build: Callable[[FrozenTarget], Any], num_steps: int) -> Callable[[FrozenTarget], nn.Module]:
-    """For `training_step`: the draft that `build` makes, with the loss that a recipe of its method has, unrolled so many steps."""
+def objective_for(
+    method: str, build: Callable[[FrozenTarget], Any], draft: Mapping[str, Any]
+) -> Callable[[FrozenTarget], nn.Module]:
+    """For `training_step`: the draft that `build` makes, with the loss that a recipe of its method with these keys of `draft:` has."""
     values = {"method": method, "target": {"model": method}, "data": {"source": method}, "train": {"output_dir": method}}
-    recipe = validate(METHODS[method].recipe(), {**values, "draft": {"ttt_steps": num_steps}})
+    recipe = validate(METHODS[method].recipe(), {**values, "draft": dict(draft)})
     objective = METHODS[method].implementation().objective
     assert objective is not None, method
     return lambda target: objective(build(target), recipe, target)

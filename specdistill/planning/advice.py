@@ -23,13 +23,11 @@ def recommend(
     unless another draft promises more at its low end, or look-up at its high end.
     """
     ends = {row.method: (row.low.speedup, row.high.speedup) for row in rows if row.low and row.high}
-    rows = [row for row in rows if row.method in METHODS]  # of others nothing can be run here
-    artifact = {row.method: row.artifact for row in rows}
-    lookup = next(row for row in rows if artifact[row.method] is None)
+    lookup = next(row for row in rows if not METHODS[row.method].is_trained)
     drafts = sorted((row for row in rows if row.method in ends and row is not lookup), key=lambda row: -row.middle)
-    native = drafts and target["native_mtp"] and artifact[max(drafts, key=lambda row: ends[row.method][0]).method] == "layer"
+    native = drafts and target["native_mtp"] and METHODS[max(drafts, key=lambda row: ends[row.method][0]).method].in_target
     if native:
-        drafts.sort(key=lambda row: artifact[row.method] != "layer")
+        drafts.sort(key=lambda row: not METHODS[row.method].in_target)
     promise = (lambda row: ends[row.method][1]) if native else (lambda row: row.middle)
     ranked = [*drafts, lookup] if drafts and promise(drafts[0]) > promise(lookup) else [lookup, *drafts]
     best = ranked[0]
@@ -64,7 +62,7 @@ def _command(row: Row, target: Mapping[str, Any], alone: Budget | None, training
     """What measures a draft that is there, or trains the one that the row describes; None where no recipe of the method ships."""
     folder = f"runs/{target['model'].rstrip('/').split('/')[-1].lower()}-{row.method.replace('_', '-')}"
     at_revision = [f"target.revision={target['revision']}"] if target["revision"] else []
-    if row.draft or row.artifact is None:
+    if row.draft or not METHODS[row.method].is_trained:
         draft = [f"draft={row.draft}"] if row.draft else []
         tokens = (row.low.num_speculative_tokens + row.high.num_speculative_tokens) // 2 if row.low and row.high else 1
         keys = [f"target={target['model']}", *at_revision, *draft, f"method={row.method}", f"target.dtype={target['dtype']}"]

@@ -12,7 +12,7 @@ import torch
 
 from specdistill.errors import UserError
 from specdistill.methods.sizes import Described
-from specdistill.planning.devices import H100, USABLE
+from specdistill.planning.accounting import H100
 from specdistill.targets.cache_size import CacheSize
 
 CONTEXT = 4096  # where none is asked for
@@ -20,6 +20,7 @@ ENGINE_BYTES = 2**30  # its kernels and graphs, and buffers through which device
 PASS_TOKENS = 8192  # of prompts in a pass, as vLLM takes them
 NO_LIMIT = 2**30  # tokens: more than that are not counted
 MOST_DEVICES = 64
+USABLE = 0.92  # of a device's memory: the rest is the driver's context and what the allocator cannot use
 KV_CACHE_DTYPES = {"fp8": "float8_e4m3fn"}
 
 

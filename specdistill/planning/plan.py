@@ -9,10 +9,10 @@ from typing import Any
 
 from specdistill.methods import METHODS
 from specdistill.methods.sizes import ASSUMED_DTYPE, TOKENS_PER_SAMPLE, Described, weights_read
+from specdistill.planning.accounting import H100, MATRIX_SHARE, TRAFFIC_SHARE
 from specdistill.planning.advice import recommend
-from specdistill.planning.budget import ENGINE_BYTES, PASS_TOKENS, Budget, Serving, budget, weight_bytes
-from specdistill.planning.devices import H100, MATRIX_SHARE, TRAFFIC_SHARE, USABLE
-from specdistill.planning.reading import check_fit, method_of_config, stated_layers
+from specdistill.planning.budget import ENGINE_BYTES, PASS_TOKENS, USABLE, Budget, Serving, budget, weight_bytes
+from specdistill.planning.reading import check_fit, method_of_config
 from specdistill.planning.rows import (
     A_BATCH,
     FLOPS_PER_BYTE,
@@ -36,8 +36,8 @@ ASSUMPTIONS = (
     f"S from: the lower acceptance, v + {VERIFY_OVERHEAD} and {LAYERS_OVERHEAD:g} layers' time more a draft step, as fitted "
     "to vLLM issue 20780, and every token of a mixture to experts of its own. S to: the higher acceptance, and only what is read and "
     "computed takes time.",
-    f"Acceptance is taken as the same at every position; K is the fewest tokens within 1 % of the best, at most {MAX_K} of a draft that "
-    "takes a step for each.",
+    f"Acceptance is taken as the same at every position; K is the fewest tokens within 1 % of the best, at most {MAX_K['K']} of a draft "
+    "that takes a step for each.",
     f"Serving: {ENGINE_BYTES / 2**30:g} GiB for the engine and activations of {PASS_TOKENS:,} prompt tokens a pass. Latent attention keeps "
     "its latent, a window its tokens, a recurrent layer its state; devices share heads, and each has at least one.",
     f"{TOKENS_PER_SAMPLE} training tokens a conversation. Disk: if hidden states were stored. Memory: features computed in each step, "
@@ -91,6 +91,7 @@ def make_plan(
         warnings += check_fit(draft, target, method)
         rows[method] = row = row_of(method, target, draft, passes, training, computed=computed)
         warnings += _warnings_of_pair(row, draft, target)
+    warnings += [warning for row in rows.values() for warning in row.warnings]
     recommendation = recommend(list(rows.values()), facts, alone, training)
     return Plan(facts, list(rows.values()), recommendation, warnings, _asked(serving, target), alone)
 
@@ -110,8 +111,6 @@ def _warnings(target: Described) -> list[str]:
         warnings.append(f"the target's weights are {settings.get('quant_method', 'quantised')}: {counted}")
     if target.cache is None:
         warnings.append("its class does not show its KV cache: budgets are without it")
-    if target.native_mtp is None and (stated := stated_layers(target.raw)):
-        warnings.append(f"its config.json says {stated[0]}: {stated[1]}, and its files have no such layer")
     return warnings
 
 
@@ -120,7 +119,7 @@ def _warnings_of_pair(row: Row, draft: Described, target: Described) -> list[str
     warnings, c = [], row.step_ratio or 0.0
     if (row.parameters or 0) > target.parameters:
         warnings.append(f"{draft.name} has {row.parameters:,} parameters, the target {target.parameters:,}")
-    if c > DEAR and row.method in METHODS:  # others draft a block in one step
+    if c > DEAR and METHODS[row.method].cost.passes == "K":
         binding = "what it reads" if row.step_shares and row.step_shares["weights"] == c else "the layers it runs"
         share = f"a step of {draft.name} takes {c:.3f} of the target's, by {binding}"
         warnings.append(f"{share}: more than a tenth seldom pays beyond a few draft tokens")

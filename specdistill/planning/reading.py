@@ -2,27 +2,24 @@
 
 import json
 import re
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from huggingface_hub import HfApi, constants, get_session
 from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled, StrictDataclassError
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import AutoConfig
 
 from specdistill.errors import UserError, one_line
 from specdistill.methods import METHODS
 from specdistill.methods.checkpoint import read_config
 from specdistill.methods.load import other_method
-from specdistill.methods.mtp.checkpoint import ARCHITECTURE as MTP
-from specdistill.methods.mtp.tensor_names import NATIVE_KEYS, naming_of
 from specdistill.methods.sizes import CAUSAL_LM, Described
 from specdistill.repositories import HTTP_ERROR, fetch, resolve, split_gguf
 from specdistill.targets.files import INDEX, SINGLE, Shards
 from specdistill.targets.loading import read_gguf_config
 
 TIMEOUT_SECONDS = 5
+DRAFT = "the config.json of an EAGLE head, an MTP layer or a causal language model"
 # What drafts call themselves, special names first; some are methods that are not trained here.
 METHOD_PATTERNS = (
     (r"p-?eagle", "peagle"),
@@ -53,10 +50,10 @@ def read(name: str, *, key: str, revision: str | None = None, trust_remote_code:
     folder = fetch(path, key=key, expected=expected, revision=revision, patterns=patterns)
     if not (folder / "config.json").is_file():
         raise UserError(key, got=f"{name}, which has no config.json", expected="a folder or a Hub id with one")
-    raw = read_config(folder, key)
+    raw, implementations = read_config(folder, key), {name: method.implementation() for name, method in METHODS.items()}
     try:
-        if raw.get("architectures") == [MTP]:
-            config = PreTrainedConfig.from_dict(raw["text_config"])  # of the target that this project's own MTP drafts are for
+        if own := next(filter(None, (method.config_of(raw) for method in implementations.values())), None):
+            config = own
         elif isinstance(
             nested := raw.get("transformer_layer_config") or raw.get("model"), dict
         ):  # as speculators and vLLM wrap a head's
@@ -66,21 +63,11 @@ def read(name: str, *, key: str, revision: str | None = None, trust_remote_code:
     except (OSError, ValueError, TypeError, KeyError, AttributeError, StrictDataclassError) as error:
         raise UserError(key, got=f"{name} ({one_line(str(error))[:160]})", expected=CAUSAL_LM) from error
     hub_id = None if Path(path).is_dir() else path
-    native_mtp = stated_layers(raw)
     names, stored_bytes = _stored(folder, key)
     text = config.get_text_config()
-    if names and naming_of(text.model_type).find_prefix(names, getattr(text, "num_hidden_layers", 0)) is None:
-        native_mtp = None  # whatever config.json says
+    native_mtp = next(filter(None, (method.native_layers(raw, names, text) for method in implementations.values())), None)
     revision = folder.name if hub_id else None
     return Described(name, key, hub_id, revision, raw, config, native_mtp, trust_remote_code, stored_bytes)
-
-
-def stated_layers(raw: Mapping[str, Any]) -> tuple[str, int] | None:
-    """The key of a config.json that says how many layers predict further tokens, and how many; what transformers makes of it does not
-    count.
-    """
-    parts = (raw, raw.get("text_config") or {})
-    return next(((key, part[key]) for part in parts for key in NATIVE_KEYS if part.get(key)), None)
 
 
 def _stored(folder: Path, key: str) -> tuple[set[str], int | None]:
@@ -95,55 +82,41 @@ def _stored(folder: Path, key: str) -> tuple[set[str], int | None]:
 
 
 def method_of_config(draft: Described, target: Described) -> str:
-    """The method a draft's config speaks of, which may be one that is not decoded here; SafeAILab's heads call themselves plain Llama, but
-    their sizes tell. Else raises UserError.
-    """
+    """The method a draft's config speaks of. Raises UserError where it is none that is decoded here."""
     if other := other_method(draft.raw):
-        return other
-    named = " ".join([*(draft.raw.get("architectures") or []), str(draft.raw.get("model_type"))]).lower()
-    if "eagle3" in named or {"draft_vocab_size", "eagle_config"} & draft.raw.keys():
-        return "eagle3"
-    same_width = getattr(draft.text, "hidden_size", None) == getattr(target.text, "hidden_size", 0)
-    if "eagle" in named or (draft.is_causal_lm and same_width and draft.text.num_hidden_layers == 1):
-        return "eagle"
-    if "mtp" in named:
-        return "mtp"
-    if draft.is_causal_lm:
-        return "draft_model"
-    expected = "the config.json of an EAGLE head, an MTP layer or a causal language model"
-    raise UserError("draft", got=f"{draft.name}, a {draft.kind}", expected=expected)
+        got = f"{draft.name}, a draft of method {other}, which is not decoded here yet"
+        raise UserError("draft", got=got, expected=DRAFT)
+    if found := next((name for name, row in METHODS.items() if row.implementation().is_described(draft, target)), None):
+        return found
+    raise UserError("draft", got=f"{draft.name}, a {draft.kind}", expected=DRAFT)
 
 
 def check_fit(draft: Described, target: Described, method: str) -> list[str]:
-    """Raises UserError for another vocabulary, or for a head of another width, depth or with layers that the target lacks; warns where
+    """Raises UserError for another vocabulary, or for a draft of another width, depth or with layers that the target lacks; warns where
     padding may explain the difference.
 
-    Only a draft model may be padded otherwise: heads share the target's embedding.
+    Only a whole model may be padded otherwise, and is as wide as it likes: other drafts share the target's embedding.
     """
-    is_head, depth = method not in METHODS or METHODS[method].artifact != "model", target.text.num_hidden_layers
+    standalone, depth = METHODS[method].standalone, target.text.num_hidden_layers
     got, expected = draft.text.vocab_size, target.text.vocab_size
-    width = draft.raw.get("target_hidden_size") or draft.text.hidden_size
-    if got != expected and (is_head or abs(got - expected) > 0.01 * expected):
+    if got != expected and not (standalone and abs(got - expected) <= 0.01 * expected):
         raise UserError("draft", got=f"{draft.name} with a vocabulary of {got:,}", expected=f"{expected:,}, the target's")
     if got != expected:
         what = f"{draft.name} has a vocabulary of {got:,}, the target of {expected:,}"
         return [f"{what}: taken for one tokenizer, padded differently"]
-    if is_head and width != target.text.hidden_size:
+    if standalone:
+        return []
+    width = draft.raw.get("target_hidden_size") or draft.text.hidden_size
+    if width != target.text.hidden_size:
         got = f"{draft.name} for a width of {width:,}"
         raise UserError("draft", got=got, expected=f"{target.text.hidden_size:,}, the target's")
-    if is_head and (made_for := draft.raw.get("num_target_layers") or depth) != depth:
+    if (made_for := draft.raw.get("num_target_layers") or depth) != depth:
         raise UserError("draft", got=f"{draft.name} for a target of {made_for} layers", expected=f"{depth}, the target's")
-    if beyond := [layer for layer in _layers_read(draft, method, depth) if not 0 <= layer <= depth]:
+    layers = getattr(METHODS[method].implementation().head_shape(draft.raw, depth), "aux_layers", ())
+    if beyond := [layer for layer in layers if not 0 <= layer <= depth]:
         got = f"{draft.name}, which reads the target after layers {', '.join(map(str, beyond))}"
         raise UserError("draft", got=got, expected=f"layers of its {depth}")
     return []
-
-
-def _layers_read(draft: Described, method: str, depth: int) -> Sequence[int]:
-    """After how many of the target's layers a head reads. Raises UserError for a config.json that no such head has."""
-    if method not in METHODS:
-        return [layer + 1 for layer in (draft.raw.get("dflash_config") or {}).get("target_layer_ids") or []]
-    return getattr(METHODS[method].implementation().head_shape(draft.raw, depth), "aux_layers", ())
 
 
 @dataclass(frozen=True)

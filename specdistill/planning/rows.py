@@ -16,14 +16,12 @@ from specdistill.errors import UserError
 from specdistill.losses.chunked import BLOCK
 from specdistill.methods import METHODS, Cost
 from specdistill.methods.sizes import ASSUMED_DTYPE, Described, Parts, PlannedDraft, Shape, weights_read
-from specdistill.planning import dflash
-from specdistill.planning.accounting import Account, objective_for, training_step
-from specdistill.planning.budget import MOST_DEVICES, Budget, Serving, budget
-from specdistill.planning.devices import DEVICES, H100, MATRIX_SHARE, TRAFFIC_SHARE, USABLE
+from specdistill.planning.accounting import H100, MATRIX_SHARE, TRAFFIC_SHARE, Account, objective_for, training_step
+from specdistill.planning.budget import MOST_DEVICES, USABLE, Budget, Serving, budget
 from specdistill.project import RECIPES
 from specdistill.statistics.theory import expected_acceptance_length, predicted_speedup
 
-MAX_K = 8
+MAX_K = {"K": 8, "1": 15, "0": 8}  # by the draft's passes in a round; of a block of 16 the first token is given
 # What an engine adds to bytes and layers: Llama-3.1-8B with its EAGLE-3 head in vLLM issue 20780 takes 8.35 + 1.016 K ms a round where a
 # plain step takes 7.07, so v = 1.18 and c = 0.144, against v = 1 and c = 0.050 of the bytes alone; 0.094 of 32 layers are 3.
 VERIFY_OVERHEAD = 0.18
@@ -60,13 +58,12 @@ class Expected:
 class Row:
     """One method. Numbers that do not exist or that nobody published are None, and `note` says why.
 
-    draft: the one that was given; None for the one that the recipe would train. bytes: in the draft's dtype. disk_bytes: the
-    hidden states of all training tokens. training_memory: its parts, in bytes. training_hours: of one GPU. training_rates:
-    computed tokens a second on one device of each kind that holds all of this; None where the activations are a rough
-    formula's. training_devices: of the kind that serves, on which training fits with target.shard=layers, 1 for one that holds
-    all; None where MOST_DEVICES do not. kv_bytes: KV cache of the draft for a token of context. step_ratio: c, the larger of
-    the step_shares. low, high: the two ends of the speedup, where and as the target is to serve. serving: what each device
-    holds then.
+    draft: the one that was given; None for the one that the recipe would train. bytes: in the draft's dtype. disk_bytes: the hidden
+    states of all training tokens. training_memory: its parts, in bytes. training_hours: of one GPU. training_is_computed: activations and
+    hours by the training step's own code; else by a rough formula. training_devices: of the kind that serves, on which training fits with
+    target.shard=layers, 1 for one that holds all; None where MOST_DEVICES do not. kv_bytes: KV cache of the draft for a token of context.
+    step_ratio: c, the larger of the step_shares. low, high: the two ends of the speedup, where and as the target is to serve. serving:
+    what each device holds then. warnings: what contradicts the target's config.json.
     """
 
     method: str
@@ -74,7 +71,6 @@ class Row:
     note: str
     recipe: str | None
     draft: str | None = None
-    artifact: str | None = None
     num_layers: int | None = None
     hidden_size: int | None = None
     parameters: int | None = None
@@ -85,7 +81,7 @@ class Row:
     training_memory_bytes: int | None = None
     training_memory: dict[str, int] | None = None
     training_hours: float | None = None
-    training_rates: dict[str, float] | None = None
+    training_is_computed: bool = False
     training_devices: int | None = None
     kv_bytes: int | None = None
     step_ratio: float | None = None
@@ -96,6 +92,7 @@ class Row:
     high: Expected | None = None
     serving: Budget | None = None
     recipe_keys: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
 
     @property
     def middle(self) -> float:
@@ -120,12 +117,12 @@ class Passes:
     @cached_property
     def verified(self) -> list[float]:
         """v for K = 1, 2, …, with every token of a mixture sent to experts of its own."""
-        return [self._target(k + 1, spread=True) / self.plain for k in range(1, dflash.MOST_TOKENS + 1)]
+        return [self._target(k + 1, spread=True) / self.plain for k in range(1, max(MAX_K.values()) + 1)]
 
     @cached_property
     def verified_at_best(self) -> list[float]:
         """v where the tokens of a sequence share their experts."""
-        return [self._target(k + 1, spread=False) / self.plain for k in range(1, dflash.MOST_TOKENS + 1)]
+        return [self._target(k + 1, spread=False) / self.plain for k in range(1, max(MAX_K.values()) + 1)]
 
     def draft(self, planned: PlannedDraft, weights: float) -> float:
         """A step of a draft, of whose weights it reads so many bytes."""
@@ -150,87 +147,83 @@ def row_of(
     method: str, target: Described, given: Described | None, passes: Passes, training: Training, *, computed: bool
 ) -> Row:
     """The method's row, for the draft that is given or else for the one a recipe would train."""
-    serving, known = passes.serving, METHODS.get(method)
-    cost, plan = (known.cost, known.implementation().planned) if known else (dflash.COST, dflash.planned)
     recipe, settings = recipe_for(method, target.name)
-    artifact = known.artifact if known else "head"
+    plan = METHODS[method].implementation().planned
     if plan is None:
-        return Row(method, False, "nothing is known of its cost", recipe, artifact=artifact)
+        return Row(method, False, "nothing is known of its cost", recipe)
     try:
         planned: PlannedDraft = plan(target, given, settings.get("draft", {}))
     except UserError as error:
         if given is not None:
             raise
-        return Row(method, False, str(error), recipe, artifact=artifact)
-    parts, shape, published = planned.parts, planned.shape, planned.published
+        return Row(method, False, str(error), recipe)
     if not settings and recipe and target.parameters <= SMALL:
         settings = read_recipe(recipe)
     generated = settings.get("data", {}).get("regenerate", {}).get("num_tokens")
-    tokens = generated or published.training_tokens
-    itemsize = (serving.dtype or (given or target).dtype or target.dtype or ASSUMED_DTYPE).itemsize
-    size, weights = parts.parameters * float(itemsize), parts.read * float(itemsize)
-    if (
-        artifact == "layer" and target.native_mtp and target.quantization
-    ):  # stored as the target's own layers, but for the tables
-        tables = parts.copied / 2
-        size = parts.parameters * target.converted_itemsize
-        weights = tables * itemsize + (parts.read - tables) * target.converted_itemsize
-    shares = step_shares(
-        passes.draft(planned, weights) if parts.read else 0.0, passes.plain, parts.num_layers, target.text.num_hidden_layers
-    )
-    low = high = None
-    if published.alphas:
-        most = dflash.MOST_TOKENS if cost.passes == "1" else MAX_K
-        low, high = speedup_range(
-            published.alphas,
-            passes.verified[:most],
-            shares,
-            target.text.num_hidden_layers,
-            cost.passes,
-            verify_at_best=passes.verified_at_best[:most],
-        )
-    held = None
-    if parts.parameters:
-        alone = budget(target, serving)
-        held = budget(target, serving, size, planned.cache, high.num_speculative_tokens if high else 0)
-        if held.room is not None and alone.room is not None:
-            held = replace(held, cost=alone.room - held.room)
-    row = Row(
+    size, read = _bytes(method, planned, target, given, passes.serving)
+    speed = _speed(planned, METHODS[method].cost, passes, read)
+    tokens = generated or planned.published.training_tokens
+    return Row(
         method=method,
         available=True,
         note=planned.note,
         recipe=recipe,
         draft=given.name if given else None,
-        artifact=artifact,
-        num_layers=parts.num_layers,
-        hidden_size=shape.hidden_size if shape else 0,
-        parameters=parts.parameters,
+        num_layers=planned.parts.num_layers,
+        hidden_size=planned.shape.hidden_size if planned.shape else 0,
+        parameters=planned.parts.parameters,
         bytes=int(size),
-        kv_bytes=planned.cache.per_token(serving.kv_itemsize(target)) if planned.cache else None,
-        step_ratio=max(shares.values()),
-        step_shares=shares,
-        alphas=published.alphas,
-        acceptance_source=published.acceptance_source,
-        low=low,
-        high=high,
-        serving=held,
-        recipe_keys=planned.recipe_keys,
-    )
-    if known is None:  # not trained here
-        return row
-    return replace(
-        row,
+        kv_bytes=planned.cache.per_token(passes.serving.kv_itemsize(target)) if planned.cache else None,
+        acceptance_source=planned.published.acceptance_source,
         training_tokens=tokens,
-        training_source=f"recipe {recipe}" if generated else published.training_source,
-        **_training(method, planned, target, cost, training, tokens, serving.memory, computed=computed),
+        training_source=f"recipe {recipe}" if generated else planned.published.training_source,
+        serving=_serving(planned, target, passes.serving, size, speed["high"]),
+        recipe_keys=planned.recipe_keys,
+        warnings=planned.warnings,
+        **speed,
+        **_training(method, planned, target, training, tokens, passes.serving.memory, computed=computed),
     )
+
+
+def _bytes(
+    method: str, planned: PlannedDraft, target: Described, given: Described | None, serving: Serving
+) -> tuple[float, float]:
+    """Of a draft's weights, and of those that a step reads."""
+    parts, itemsize = planned.parts, (serving.dtype or (given or target).dtype or target.dtype or ASSUMED_DTYPE).itemsize
+    if not (METHODS[method].in_target and target.native_mtp and target.quantization):
+        return parts.parameters * float(itemsize), parts.read * float(itemsize)
+    tables = parts.copied / 2  # all but these are stored as the target's own layers
+    read = tables * itemsize + (parts.read - tables) * target.converted_itemsize
+    return parts.parameters * target.converted_itemsize, read
+
+
+def _speed(planned: PlannedDraft, cost: Cost, passes: Passes, read: float) -> dict[str, Any]:
+    """What a step costs and a round promises, as fields of a row. read: bytes of weights that a step reads."""
+    parts, num_layers, alphas = planned.parts, passes.target.text.num_hidden_layers, planned.published.alphas
+    shares = step_shares(passes.draft(planned, read) if parts.read else 0.0, passes.plain, parts.num_layers, num_layers)
+    low = high = None
+    if alphas:
+        most = MAX_K[cost.passes]
+        best, verify = passes.verified_at_best[:most], passes.verified[:most]
+        low, high = speedup_range(alphas, verify, shares, num_layers, cost.passes, verify_at_best=best)
+    return {"step_ratio": max(shares.values()), "step_shares": shares, "alphas": alphas, "low": low, "high": high}
+
+
+def _serving(planned: PlannedDraft, target: Described, serving: Serving, size: float, high: Expected | None) -> Budget | None:
+    """What each device holds beside a draft of this size, and the context that it costs; None for one without weights."""
+    if not planned.parts.parameters:
+        return None
+    alone = budget(target, serving)
+    held = budget(target, serving, size, planned.cache, high.num_speculative_tokens if high else 0)
+    if held.room is None or alone.room is None:
+        return held
+    return replace(held, cost=alone.room - held.room)
 
 
 def _training(
     method: str,
     planned: PlannedDraft,
     target: Described,
-    cost: Cost,
     training: Training,
     tokens: int | None,
     device_memory: float,
@@ -238,30 +231,24 @@ def _training(
     computed: bool,
 ) -> dict[str, Any]:
     """What training takes, as fields of a row."""
-    parts, itemsize = planned.parts, target.itemsize()
-    memory: dict[str, int] = {}
-    disk, hours, rates = 0, 0.0, None
-    if planned.shape is not None:
-        num_tokens, read = training.batch_size * training.max_length, weights_read(target.model)
-        step = _account(method, planned, target, training) if computed else None
-        memory = training_memory(
-            parts, target.parameters * itemsize, planned.shape, planned.vocabulary, cost.unrolled, num_tokens
-        )
-        rate = TRAINING_FLOPS / (2 * read + 6 * parts.read * cost.unrolled)
-        if step is not None:
-            memory["activations"] = step.peak_bytes
-            speeds = {device: device.tokens_per_second(step, num_tokens, 2 * read * num_tokens) for device in DEVICES}
-            rates = {device.name: speed for device, speed in speeds.items() if device.holds(sum(memory.values()))}
-            rate = speeds[H100]
-        hours = (tokens or 0) / rate / 3600
-        disk = cost.features * target.text.hidden_size * itemsize * (tokens or 0)
+    if planned.shape is None:
+        nothing = None if tokens is None else 0
+        return {"disk_bytes": nothing, "training_memory_bytes": 0, "training_memory": {}, "training_hours": nothing}
+    parts, cost, itemsize = planned.parts, METHODS[method].cost, target.itemsize()
+    num_tokens, read = training.batch_size * training.max_length, weights_read(target.model)
+    step = _account(method, planned, target, training) if computed else None
+    memory = training_memory(parts, target.parameters * itemsize, planned.shape, planned.vocabulary, cost.positions, num_tokens)
+    rate = TRAINING_FLOPS / (2 * read + 6 * parts.read * cost.positions)
+    if step is not None:
+        memory["activations"] = step.peak_bytes
+        rate = H100.tokens_per_second(step, num_tokens, 2 * read * num_tokens)
     return {
-        "disk_bytes": None if tokens is None else disk,
+        "disk_bytes": None if tokens is None else cost.features * target.text.hidden_size * itemsize * tokens,
         "training_memory_bytes": sum(memory.values()),
         "training_memory": memory,
-        "training_hours": None if tokens is None else hours,
-        "training_rates": rates,
-        "training_devices": _devices(target, memory, device_memory) if memory else None,
+        "training_hours": None if tokens is None else tokens / rate / 3600,
+        "training_is_computed": step is not None,
+        "training_devices": _devices(target, memory, device_memory),
     }
 
 
@@ -299,7 +286,7 @@ def _account(method: str, planned: PlannedDraft, target: Described, training: Tr
     """Of a step that trains the draft; None where no draft can be built without weights."""
     if planned.build is None:
         return None
-    objective = objective_for(method, planned.build, METHODS[method].cost.unrolled)
+    objective = objective_for(method, planned.build, planned.counted_with)
     return training_step(objective, target, rows=training.batch_size, length=training.max_length)
 
 
@@ -348,10 +335,10 @@ def training_memory(
 ) -> dict[str, int]:
     """Device memory of online training by part, roughly: the draft is counted with gradients and AdamW in float32.
 
-    Activations of each token and unrolled step: 28H + 4I numbers a layer in bfloat16, as `specdistill.planning.accounting`
+    Activations of each token and drafted position: 28H + 4I numbers a layer in bfloat16, as `specdistill.planning.accounting`
     counts them in EAGLE-3 heads; and the logits of a block of the loss.
 
-    vocabulary: tokens the draft's logits span. num_steps: unrolled steps. num_tokens: in a micro-batch.
+    vocabulary: tokens the draft's logits span. num_steps: drafted positions. num_tokens: in a micro-batch.
     """
     layers = 2 * (28 * shape.hidden_size + 4 * shape.intermediate_size) * parts.num_layers
     activations = num_tokens * num_steps * layers + 2 * BLOCK * vocabulary

@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTenso
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils.flop_counter import FlopCounterMode
 
-from specdistill.planning.accounting import Account, Ledger
+from specdistill.planning.accounting import Account, Device, Ledger
 
 
 def test_a_linear_layer_and_gelu_by_hand():
@@ -76,3 +76,10 @@ def test_counts_as_torch_counts():
     (held,) = tracker.get_tracker_snapshot("peak").values()
     standing = sum(2 * parameter.numel() * parameter.itemsize for parameter in net.parameters())  # with their gradients
     assert ledger.peak == held["Total"] - standing
+
+
+def test_a_step_takes_the_time_of_its_products_and_of_its_traffic():
+    device = Device("any", memory=1000, flops=100.0, bandwidth=10.0)
+    step = Account(peak_bytes=0, traffic_bytes=16, flops=60, data_dependent_ops=0)
+    # (60 + 40) / 50 and 16 / 8 seconds
+    assert device.tokens_per_second(step, 12, other_flops=40) == pytest.approx(12 / (2 + 2))

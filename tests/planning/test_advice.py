@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from specdistill.cli import _launch_options, main
+from specdistill.cli import main
 from specdistill.command import spell_out
+from specdistill.launch import launch_options
 from specdistill.methods.recipe import Recipe
 from specdistill.planning.advice import DATA, PROMPTS, recommend
 from specdistill.planning.plan import Plan, make_plan
@@ -56,7 +57,7 @@ def command(plan: Plan, method: str) -> list[str]:
 def test_the_command_for_a_head_is_one_that_its_target_can_be_given(name: str, tmp_path: Path):
     plan = plan_of(tmp_path, TARGETS[name])
     verb, *arguments = command(plan, "eagle3")
-    launching, keys = _launch_options(arguments)
+    launching, keys = launch_options(arguments)
     recipe: Any = load_recipe(Recipe, keys)
     (row,) = (row for row in plan.methods if row.method == "eagle3")
     longest = plan.target["max_length"]

@@ -129,6 +129,7 @@ METHOD = Implementation(
     inspect=inspect,
     check=check,
     planned=planned,
+    is_described=lambda draft, target: draft.is_causal_lm,
     likely_causes=("its tokenizer gives tokens other numbers",),
     export=export,
 )

@@ -30,6 +30,12 @@ def is_named(config: Any, names: Any) -> bool:
     return bool(named) or ("layers.0.self_attn.q_proj.weight" in names and "norm.weight" not in names)
 
 
+def is_described(draft: sizes.Described, target: sizes.Described) -> bool:
+    """SafeAILab's heads call themselves plain Llama, but their sizes tell."""
+    same_width = getattr(draft.text, "hidden_size", None) == getattr(target.text, "hidden_size", 0)
+    return "eagle" in draft.calls_itself or (draft.is_causal_lm and same_width and draft.text.num_hidden_layers == 1)
+
+
 def repairs(head: EagleDraft, target: FrozenTarget) -> Iterator[mistakes.Repair]:
     """What may be wrong with an EAGLE-1 head whose files are right."""
     yield "the two halves that fc reads, embedding and hidden state, are swapped", mistakes.swap_halves_of, "fc"
@@ -50,7 +56,8 @@ def planned(target: sizes.Described, given: sizes.Described | None, settings: di
         return draft
 
     cache = sizes.cache_of_head(shape, given)
-    return sizes.PlannedDraft(eagle_head(shape, vocabulary), shape, vocabulary, note, PUBLISHED, cache, keys, build)
+    parts, counted = eagle_head(shape, vocabulary), {"ttt_steps": 1}
+    return sizes.PlannedDraft(parts, shape, vocabulary, note, PUBLISHED, cache, keys, counted, build=build)
 
 
 def eagle_head(shape: sizes.Shape, vocab_size: int) -> sizes.Parts:
@@ -73,6 +80,7 @@ METHOD = Implementation(
     simulation=mistakes.simulation(repairs),
     likely_causes=mistakes.LIKELY_CAUSES,
     planned=planned,
+    is_described=is_described,
     num_layers=lambda config: config.get("model", config).get("num_hidden_layers"),
     export=export,
 )

@@ -123,7 +123,7 @@ def planned(target: sizes.Described, given: sizes.Described | None, settings: di
     def build(full: FrozenTarget) -> Eagle3Draft:
         return Eagle3Draft(eagle3_config(full, width, **vars(shape)))
 
-    return sizes.PlannedDraft(parts, shape, width, note, PUBLISHED, sizes.cache_of_head(shape, given), keys, build)
+    return sizes.PlannedDraft(parts, shape, width, note, PUBLISHED, sizes.cache_of_head(shape, given), keys, build=build)
 
 
 def eagle3_head(
@@ -155,6 +155,9 @@ METHOD = Implementation(
     simulation=mistakes.simulation(repairs),
     likely_causes=mistakes.LIKELY_CAUSES,
     planned=planned,
+    is_described=lambda draft, target: (
+        "eagle3" in draft.calls_itself or bool({"draft_vocab_size", "eagle_config"} & draft.raw.keys())
+    ),
     num_layers=lambda config: (config.get("transformer_layer_config") or config.get("model") or config).get(
         "num_hidden_layers"
     ),

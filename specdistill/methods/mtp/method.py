@@ -1,9 +1,11 @@
 """Multi-token prediction as a row of the table: how a layer is recognized, created, trained, examined, planned and exported."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+from transformers import PreTrainedConfig
 
 from specdistill.methods import sizes
 from specdistill.methods.checkpoint import read_config
@@ -22,7 +24,7 @@ from specdistill.methods.mtp.checkpoint import (
     save_mtp,
 )
 from specdistill.methods.mtp.module import MtpDraft
-from specdistill.methods.mtp.tensor_names import NATIVE_KEYS
+from specdistill.methods.mtp.tensor_names import NATIVE_KEYS, naming_of
 from specdistill.statistics.theory import alpha_from_acceptance_length
 from specdistill.targets.cache_size import CacheSize
 from specdistill.targets.files import TargetFiles
@@ -43,6 +45,24 @@ def inspect(folder: Path, target: TargetFiles | None) -> None:
         check_fit(read_config(folder, "draft"), target.text_config, folder, "draft", target.name)
 
 
+def config_of(raw: Mapping[str, Any]) -> PreTrainedConfig | None:
+    """Of the target that one of this project's own layers is for."""
+    return PreTrainedConfig.from_dict(raw["text_config"]) if raw.get("architectures") == [ARCHITECTURE] else None
+
+
+def native_layers(raw: Mapping[str, Any], names: Set[str], text: Any) -> tuple[str, int] | None:
+    """What config.json states, unless the names of tensors belie it; what transformers makes of the file does not count."""
+    if names and naming_of(text.model_type).find_prefix(names, getattr(text, "num_hidden_layers", 0)) is None:
+        return None
+    return stated_layers(raw)
+
+
+def stated_layers(raw: Mapping[str, Any]) -> tuple[str, int] | None:
+    """The key of a config.json that says how many layers predict further tokens, and how many."""
+    parts = (raw, raw.get("text_config") or {})
+    return next(((key, part[key]) for part in parts for key in NATIVE_KEYS if part.get(key)), None)
+
+
 def repairs(head: MtpDraft, target: FrozenTarget) -> Iterator[mistakes.Repair]:
     """What may be wrong with a multi-token-prediction layer whose files are right."""
     yield "the two halves that fc reads, embedding and hidden state, are swapped", mistakes.swap_halves_of, "fc"
@@ -61,7 +81,11 @@ def planned(target: sizes.Described, given: sizes.Described | None, settings: di
     note = f"the target's own ({key}: {num_layers})" if key else f"a fresh layer: the config has no {', no '.join(NATIVE_KEYS)}"
     shape, published = replace(sizes.shape_of(target.text), num_layers=1), PUBLISHED if key else FRESH
     keys = ("draft.init=null",) if key else ()
-    return sizes.PlannedDraft(parts, shape, target.text.vocab_size, note, published, _cache(target), keys)
+    warnings = ()
+    if key is None and (stated := stated_layers(target.raw)):
+        warnings = (f"its config.json says {stated[0]}: {stated[1]}, and its files have no such layer",)
+    vocabulary, cache = target.text.vocab_size, _cache(target)
+    return sizes.PlannedDraft(parts, shape, vocabulary, note, published, cache, keys, warnings=warnings)
 
 
 def _cache(target: sizes.Described) -> CacheSize | None:
@@ -92,6 +116,9 @@ METHOD = Implementation(
     simulation=mistakes.simulation(repairs),
     likely_causes=mistakes.LIKELY_CAUSES,
     planned=planned,
+    is_described=lambda draft, target: "mtp" in draft.calls_itself,
+    config_of=config_of,
+    native_layers=native_layers,
     num_layers=lambda config: 1,
     export=export,
 )
