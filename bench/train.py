@@ -1,8 +1,7 @@
-"""Training here, in its plain form, and in speculators: tokens a second, the parts of a step, peak memory; and what the heads accept.
+"""Training here, in its plain form, and in speculators: tokens a second, the parts of a step, peak memory.
 
     make engines                                   # speculators, in an environment of its own
     python bench/train.py                          # a draft's step; head and loss alone
-    python bench/train.py parts=[acceptance]       # a head of each, trained equally long on the same rows
 
 writes bench/results/train.json, and from it the tables between two marks of docs/performance.md. The trainers (bench/trainers.py) are
 processes that take a step by turns, in an order that alternates; a ratio's interval is over the rounds. Target features are given and
@@ -16,39 +15,30 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from bench.engines import environment
 from specdistill.command import run
 from specdistill.data.batch_generate import fast_dtype
-from specdistill.data.training_data import training_data
-from specdistill.engines.limits import engine_aux_layers
 from specdistill.errors import ExitCode, ResourceError, UserError
 from specdistill.export.export import export
 from specdistill.measurement.hardware import hardware, software
 from specdistill.methods.eagle3.checkpoint import save_eagle3
 from specdistill.methods.eagle3.module import build_eagle3
-from specdistill.methods.recipe import Recipe
 from specdistill.project import ROOT
 from specdistill.recipe.fields import Section, option
-from specdistill.recipe.load import load_recipe
-from specdistill.report.files import read_report
-from specdistill.report.phrases import duration, size
+from specdistill.report.phrases import size
 from specdistill.report.text import table, write_between
-from specdistill.repositories import resolve
-from specdistill.statistics.intervals import interval, relative_change
-from specdistill.statistics.metrics import METRICS, Metric, prompt_sums, value
+from specdistill.statistics.intervals import interval
+from specdistill.statistics.metrics import Metric, value
 from specdistill.targets.files import TargetFiles
 from specdistill.targets.frozen import FrozenTarget
-from specdistill.training.history import read_history
 
 RESULTS, PAGE = Path(__file__).with_name("results") / "train.json", ROOT / "docs" / "performance.md"
 # What ours is compared with: its name in tables, its name in bench/trainers.py, and its own settings. speculators' default attention,
@@ -66,7 +56,7 @@ Steps = dict[str, list[dict[str, float]]]  # name -> what bench/trainers.py says
 
 
 class Options(Section):
-    parts: list[Literal["step", "loss", "acceptance"]] = option(["step", "loss"], "what to measure")
+    parts: list[Literal["step", "loss"]] = option(["step", "loss"], "what to measure")
     others: list[Literal["plain", "sdpa", "eager"]] = option(
         [*OTHERS], "what a step is compared with: our plain form, speculators"
     )
@@ -80,18 +70,12 @@ class Options(Section):
     loss_steps: int = option(7, "of that unroll", ge=1)
     rounds: int = option(8, "steps of each trainer that are timed", ge=2)
     threads: int = option(2, "of each trainer", ge=1)
-    recipe: str = option("pico/eagle3", "how our head is trained")
-    keys: list[str] = option([], "keys that are changed in the recipe, as train.max_steps=50")
-    learning_rates: list[float] = option([1e-3, 5e-3, 2e-2], "of speculators, the first is its default; the best head counts")
-    packed_lengths: list[int] = option([512, 2048], "of speculators' packed row, tokens")
-    num_speculative_tokens: int = option(3, "K of the decoding", ge=1)
-    output_dir: str = option("runs/train", "folder of the trained heads and their comparison; must not exist")
 
 
 def main(options: Options) -> ExitCode:
     results: dict[str, Any] = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
     for part in options.parts:
-        found = {"step": step, "loss": loss, "acceptance": acceptance}[part](options)
+        found = {"step": step, "loss": loss}[part](options)
         machine = {"cpu": hardware(torch.device("cpu"))["cpu"], "threads": options.threads, "torch": software()["torch"]}
         results[part] = {**machine, "bf16": bf16(), **found}
         RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
@@ -211,74 +195,6 @@ def summary(steps: Steps, num_tokens: int) -> dict[str, Any]:
     return {"trainers": trainers, "ratios": ratios}
 
 
-def acceptance(options: Options) -> dict[str, Any]:
-    """Our recipe, from stored features; then speculators for as many seconds on the same rows, with each of its settings. All heads are
-    decoded in one paired run.
-    """
-    folder = Path(options.output_dir)
-    keys = [f"recipe={options.recipe}", *options.keys, f"train.output_dir={folder / 'ours'}"]
-    stored = ["hidden_states.mode=hybrid", f"hidden_states.path={folder / 'store'}", "hidden_states.dtype=float32"]
-    specdistill("data", "features", *keys, *stored, threads=options.threads)  # as speculators is given them
-    specdistill("train", *keys, *stored, threads=options.threads)
-    heads, runs = {"ours": folder / "ours" / "draft"}, {}
-    history = read_history(heads["ours"], key="output_dir")
-    assert history and history.seconds
-    recipe: Any = load_recipe(Recipe, keys)
-    features = write_features(recipe, folder / "features.safetensors")
-    shared = {"target": resolve(recipe.target.model), "data": str(features), "seconds": history.seconds, "bf16": bf16()}
-    for rate, length in product(options.learning_rates, options.packed_lengths):
-        name = f"speculators-{rate:g}-{length}"
-        heads[name], own = folder / name, {"learning_rate": rate, "length": length}
-        with process("train_speculators", {**shared, **own, "output": str(heads[name])}, options.threads) as trainer:
-            runs[name] = {**own, **ask(trainer, name)}
-    features.unlink()
-    decoding = [f"target={recipe.target.model}", f"suite={recipe.eval.suite}", f"output_dir={folder / 'comparison'}"]
-    decoding += [f"drafts=[{','.join(map(str, heads.values()))}]", f"num_speculative_tokens={options.num_speculative_tokens}"]
-    specdistill("compare", *decoding, threads=options.threads)
-    asked = {"recipe": options.recipe, "keys": options.keys, "num_speculative_tokens": options.num_speculative_tokens}
-    took = {"seconds": history.seconds, "steps": history.steps, "speculators": runs}
-    return {**asked, **took, **accepted(folder / "comparison", list(heads))}
-
-
-def specdistill(verb: str, *arguments: str, threads: int) -> None:
-    command = [sys.executable, "-m", "specdistill", verb, *arguments]
-    if code := subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": str(threads)}, check=False).returncode:
-        raise ResourceError(f"specdistill {verb} ended with {code}", next_step="what it printed says why")
-
-
-def write_features(recipe: Any, path: Path) -> Path:
-    """The recipe's training rows, with the states of its target that speculators' default head reads, the last before the final norm."""
-    target = FrozenTarget.load(**vars(recipe.target))
-    rows, _ = training_data(recipe.data, target.tokenizer, target.model, fingerprint=target.identity.weights)
-    columns: Any = {name: column.long() for name, column in rows.with_format("torch")[:].items()}
-    layers, found = [*engine_aux_layers(target.num_layers), target.num_layers], []
-    with torch.inference_mode():
-        for ids, positions in zip(columns["input_ids"].split(8), columns["position_ids"].split(8), strict=True):
-            found.append([state.bfloat16() for state in target.features(ids, layers, position_ids_BT=positions).aux])
-    *aux, last = (torch.cat(states) for states in zip(*found, strict=True))
-    states = {"hidden_states": torch.cat(aux, dim=-1), "verifier_last_hidden_states": last}
-    tokens = {
-        "input_ids": columns["input_ids"],
-        "loss_mask": columns["loss_mask"].bool(),
-        "document_ids": columns["document_ids"],
-    }
-    save_file({**states, **tokens}, path)
-    return path
-
-
-def accepted(folder: Path, heads: list[str]) -> dict[str, Any]:
-    """The acceptance length of each head of a comparison, and how much longer the first's is than the best of the others."""
-    names = [
-        candidate["name"] for candidate in json.loads((folder / "comparison.json").read_text(encoding="utf-8"))["candidates"]
-    ]
-    metric = METRICS["mean_acceptance_length"]
-    sums = {head: prompt_sums(read_report(folder / name)[1]) for head, name in zip(heads, names, strict=True)}
-    lengths = {head: {"length": value(metric, own), "ci95": interval(metric, own)} for head, own in sums.items()}
-    best = max(heads[1:], key=lambda head: lengths[head]["length"] or 0.0)
-    longer, longer_ci95 = relative_change(metric, sums[heads[0]], sums[best])
-    return {"lengths": lengths, "best": best, "longer": longer, "longer_ci95": longer_ci95}
-
-
 def page(results: Mapping[str, Any]) -> str:
     """What is measured, as tables."""
     sections = []
@@ -293,20 +209,6 @@ def page(results: Mapping[str, Any]) -> str:
         said = f"{found['num_steps']} × {found['rows']:,} hidden states of {found['hidden_size']}, a vocabulary of {found['vocab_size']:,}"
         sections += ["### Head and loss alone", f"{said}, forward KL; the head trains. {measured_on(found)}"]
         sections.append(table(("hidden states", *HEAD), step_rows(found, f"{found['num_steps']} × {found['rows']:,}")))
-    if found := results.get("acceptance"):
-        said = " ".join(f"`{key}`" for key in (f"recipe={found['recipe']}", *found["keys"]))
-        longer = f"{found['longer']:+.1%}{ends(found['longer_ci95'], '+.1%')}"
-        said += (
-            f", and speculators' default head for as long: {duration(found['seconds'])} each. Both read the target's states from the disk; "
-            f"our evaluations are made within that time. Decoded here, greedily, K = {found['num_speculative_tokens']}. "
-            f"Ours against speculators' best: {longer}. {measured_on(found)}"
-        )
-        rows = [("ours", "as above", f"{found['steps']:,}", accepted_by(found, "ours"))]
-        for name, own in found["speculators"].items():
-            settings = f"learning rate {own['learning_rate']:g}, rows of {own['length']:,} tokens"
-            rows.append(("speculators", settings, f"{own['steps']:,}", accepted_by(found, name)))
-        sections += ["### Equal minutes, equal rows, one decoder", said]
-        sections.append(table(("trainer", "settings", "steps", "acceptance length"), rows))
     return "\n\n".join(sections)
 
 
@@ -316,11 +218,6 @@ def step_rows(found: Mapping[str, Any], layout: str) -> Iterator[tuple[str, ...]
         ratio, shown = found["ratios"].get(name), OTHERS[name][0] if name in OTHERS else name
         against = (f"{ratio['speed']:.2f}×{ends(ratio['speed_ci95'], '.2f')}", f"{ratio['memory']:.0%}") if ratio else ("", "")
         yield layout, shown, f"{own['tokens_per_second']:,.0f}", times, size(int(own["peak"])), *against
-
-
-def accepted_by(found: Mapping[str, Any], name: str) -> str:
-    own = found["lengths"][name]
-    return f"{own['length']:.2f}{ends(own['ci95'], '.2f')}"
 
 
 def ends(bounds: list[float] | None, spec: str) -> str:

@@ -4,7 +4,6 @@
 
 It answers with the seconds of the step's parts, its loss, and the memory that it took at its peak above what stood before it. Trainers of a
 head have the same weights, tokens and target features, and the same loss: in nats, the mean of each step of the unroll, summed over these.
-`train_speculators` trains a head of speculators for some time, and writes it.
 
 Shapes: B rows of one document each, T positions, H hidden size of target and draft, K steps of the unroll, R rows of hidden states.
 """
@@ -23,7 +22,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file
 from torch import Tensor
 
 NUM_AUX = 3  # layers of the target that a head reads
@@ -214,66 +212,12 @@ def head_and_loss(rows: int, num_steps: int, hidden_size: int, vocab_size: int, 
 TRAINERS: dict[str, Callable[..., Trainer]] = {"ours": ours, "speculators": speculators, "head_and_loss": head_and_loss}
 
 
-def train_speculators(
-    target: str, data: str, output: str, seconds: float, learning_rate: float, length: int, bf16: bool
-) -> dict[str, float]:
-    """A head by the defaults of `speculators train`, with another learning rate and length of its packed rows, and with attention and loss
-    that train on a CPU. The loop is its trainer's, which itself needs an accelerator; so is the schedule, over `seconds`.
-
-    data: a safetensors file of rows and target features (`write_features` in bench/train.py); reading it is not counted.
-    """
-    from speculators.models.eagle3 import Eagle3DraftModel, shift_batch
-    from speculators.train.cli import build_draft_model
-    from speculators.train.config import TrainConfig
-    from speculators.train.data import CollateFn
-    from speculators.train.optimizers import build_optimizers
-
-    changed = {"verifier_name_or_path": target, "mask_token_id": 0, "draft_attn_impl": "sdpa", "lr": learning_rate}
-    arguments = Namespace(**TrainConfig.from_flat({"speculator_type": "eagle3", **changed}).flatten())
-    vocab_size = json.loads(Path(target, "config.json").read_text(encoding="utf-8"))["vocab_size"]
-    torch.manual_seed(arguments.seed)
-    model = build_draft_model(arguments, Eagle3DraftModel, None, None, vocab_size).train()
-    settings = call_settings(Eagle3DraftModel, arguments.ttt_steps)
-    optimizers = build_optimizers(model, arguments)
-    groups = [(group, group["lr"]) for optimizer in optimizers for group in optimizer.param_groups]
-    collate = CollateFn(length, model.hidden_size, NUM_AUX, torch.bfloat16 if bf16 else torch.float32, shift_batch)
-    samples, order, steps, last = documents(load_file(data)), [], 0, 0.0
-    start = time.monotonic()
-    while (share := (time.monotonic() - start) / seconds) < 1:
-        for group, peak in groups:
-            group["lr"] = peak * min(share / 0.01, (1 - share) / 0.99)  # 1 % warm-up, then linear
-        chosen: list[dict[str, Tensor]] = []
-        while sum(len(sample["input_ids"]) - 1 for sample in chosen) < length:
-            order = order or torch.randperm(len(samples)).tolist()
-            chosen.append(samples[order.pop()])
-        with precision(bf16):
-            _, loss, _ = model(**collate(chosen), **settings)
-        model.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
-        for optimizer in optimizers:
-            optimizer.step()
-        steps, last = steps + 1, loss.item()
-    model.save_pretrained(output)
-    return {"steps": steps, "loss": last}
-
-
-def documents(rows: dict[str, Tensor]) -> list[dict[str, Tensor]]:
-    """The documents of packed rows [B, T], each a sample as speculators' data set has them."""
-    numbers, samples = rows.pop("document_ids"), []
-    for row, number in [(row, number) for row, ids in enumerate(numbers) for number in range(int(ids.max()) + 1)]:
-        sample = {name: part[row][numbers[row] == number] for name, part in rows.items()}
-        size = len(sample["input_ids"])
-        samples.append({**sample, "lengths": torch.tensor([size]), "position_ids": torch.arange(size)})
-    return samples
-
-
 def main(name: str, settings: dict[str, Any]) -> None:
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what libraries print is no answer
-    work = partial(train_speculators, **settings) if name == "train_speculators" else TRAINERS[name](**settings).step
+    trainer = TRAINERS[name](**settings)
     for _ in sys.stdin:
-        print(json.dumps(work()), file=answers, flush=True)
+        print(json.dumps(trainer.step()), file=answers, flush=True)
 
 
 if __name__ == "__main__":

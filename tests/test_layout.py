@@ -17,6 +17,11 @@ TESTED_ELSEWHERE = {
     "methods/*/method": "test_cli.py",
     "methods/heads/mistakes": "doctor/test_diagnosis.py",
     "pico": "data/test_sources.py",
+    "*/command": "test_cli.py",
+    "measurement/here": "eval/test_run_script.py",
+    "comparison/measure": "eval/test_compare_script.py",
+    "comparison/options": "eval/test_compare_script.py",
+    "gate/again": "eval/test_gate_script.py",
 }
 
 

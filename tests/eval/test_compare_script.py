@@ -6,7 +6,8 @@ import re
 import pytest
 from transformers import AutoTokenizer
 
-from specdistill.command import run
+from specdistill.command import TARGET, run
+from specdistill.comparison import measure
 from specdistill.comparison.compare import validate_comparison
 from specdistill.errors import ExitCode
 from specdistill.methods.ngram.method import NgramProposer
@@ -28,7 +29,7 @@ HISTORY = {
 
 
 def command(*arguments):
-    return run(eval_compare.main, eval_compare.CompareOptions, list(arguments), shorthands=eval_compare.SHORTHANDS)
+    return run(eval_compare.main, eval_compare.CompareOptions, list(arguments), shorthands=TARGET)
 
 
 @pytest.fixture(scope="module")
@@ -227,7 +228,7 @@ def test_a_draft_of_another_family_is_compared(arguments, tmp_path, capsys):
 
 
 def test_a_draft_that_changes_the_text_is_exit_code_one(arguments, tmp_path, monkeypatch):
-    check = eval_compare.greedy_check
+    check = measure.greedy_check
 
     def only_ngram_is_lossless(target, proposer, *others):
         found = check(target, proposer, *others)
@@ -235,7 +236,7 @@ def test_a_draft_that_changes_the_text_is_exit_code_one(arguments, tmp_path, mon
             return found
         return {**found, "greedy_identical": False, "divergences": 1, "unexplained_divergences": 1}
 
-    monkeypatch.setattr(eval_compare, "greedy_check", only_ngram_is_lossless)
+    monkeypatch.setattr(measure, "greedy_check", only_ngram_is_lossless)
     assert command(*arguments, "drafts=[small,ngram]", "num_prompts=2") == ExitCode.CHECK_FAILED
     ranking = json.loads((tmp_path / "out" / "comparison.json").read_text())["ranking"]
     assert [(entry["name"], entry["lossless"]) for entry in ranking] == [("ngram", True), ("small", False)]

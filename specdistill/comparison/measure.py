@@ -1,0 +1,102 @@
+"""The candidates of a comparison, measured together: every prompt is decoded with all the drafts and once without, so that their times are
+paired over one baseline.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from specdistill.comparison.candidates import Candidate, find_candidates
+from specdistill.comparison.compare import Measured
+from specdistill.comparison.options import CommonOptions, check_lookup_first, settings_of_each
+from specdistill.decoding.proposer import Proposer
+from specdistill.decoding.transformers_models import check_reads_trees
+from specdistill.measurement.configurations import Plan, Settings
+from specdistill.measurement.hardware import fit_threads, resources_used
+from specdistill.measurement.losslessness import greedy_check, sampling_test
+from specdistill.measurement.measure import measure_together, prompt_records, round_costs
+from specdistill.measurement.measured import MeasuredConfiguration, draft_report
+from specdistill.methods.load import describe_draft, load_proposer
+from specdistill.methods.ngram.first import LookupFirstProposer
+from specdistill.methods.recipe import options_by_method
+from specdistill.suites.suite import Prompt, Suite, load_suite, tokenize
+from specdistill.targets.frozen import FrozenTarget
+from specdistill.training.history import History, read_history
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A candidate that is ready to draft. draft: as reports describe it."""
+
+    candidate: Candidate
+    settings: Settings
+    proposer: Proposer
+    draft: dict[str, Any]
+    history: History | None
+
+
+def measure_candidates(options: CommonOptions) -> list[Measured]:
+    """Raises UserError for what is wrong with any of them, before anything is measured."""
+    candidates, suite = find_candidates(options.drafts), load_suite(options.suite, options.target.model)
+    settings = settings_of_each(options, len(candidates))
+    check_lookup_first(options, candidates, settings)
+    target = FrozenTarget.load(**vars(options.target))
+    fit_threads(target)
+    if options.lookup_first.draft_tree:
+        check_reads_trees(target)
+    loaded = _loaded(options, candidates, settings, target)
+    limits: dict[str, Any] = {"max_new_tokens": options.max_new_tokens, "num_prompts": options.num_prompts}
+    prompts = tokenize(suite, target.tokenizer, max_length=target.max_length, **limits)
+    return _measured(target, loaded, suite, prompts, num_draws=options.sampling_draws)
+
+
+def _loaded(
+    options: CommonOptions, candidates: Sequence[Candidate], settings: Sequence[Settings], target: FrozenTarget
+) -> list[Loaded]:
+    loaded = []
+    drafting = options_by_method(options, [candidate.method for candidate in candidates])
+    for candidate, own, keys in zip(candidates, settings, drafting, strict=True):
+        proposer = load_proposer(candidate.method, candidate.folder, target, key="drafts", **keys)
+        if candidate.looks_up_first:
+            proposer = LookupFirstProposer(proposer, options.lookup_first)
+        history = read_history(candidate.folder, key="drafts") if candidate.folder else None
+        loaded.append(Loaded(candidate, own, proposer, describe_draft(candidate.draft, candidate.method), history))
+    return loaded
+
+
+def _measured(
+    target: FrozenTarget, loaded: Sequence[Loaded], suite: Suite, prompts: Sequence[Prompt], *, num_draws: int
+) -> list[Measured]:
+    with resources_used(target.device) as took:
+        runs = measure_together(target, [entry.proposer for entry in loaded], prompts, *(entry.settings for entry in loaded))
+        results = [
+            MeasuredConfiguration(
+                prompt_records(suite.name, entry.settings.configuration, target, entry.proposer, own),
+                greedy_check(target, entry.proposer, own, entry.settings),
+                took,
+            )
+            for entry, own in zip(loaded, runs, strict=True)
+        ]
+        tests = [sampling_test(target, entry.proposer, prompts, entry.settings, num_draws=num_draws) for entry in loaded]
+        # Behind a look-up, how many tokens a round drafts depends on what was found: no round is a shorter one of another.
+        costs = [
+            [] if entry.candidate.looks_up_first else round_costs(target, entry.proposer, prompts, entry.settings)
+            for entry in loaded
+        ]
+    measured = []
+    for entry, result, test, cost in zip(loaded, results, tests, costs, strict=True):
+        plan = Plan(entry.settings, prompts)
+        of_draft: dict[str, Any] = {"draft": entry.draft, "sampling_test": test, "costs": cost, "took": took}
+        vocabulary = entry.proposer.vocabulary
+        measured.append(
+            Measured(
+                name=entry.candidate.name,
+                num_layers=entry.candidate.num_layers,
+                hidden_size=entry.candidate.hidden_size,
+                vocabulary=1.0 if vocabulary is None else len(vocabulary) / target.vocab_size,
+                training=entry.history.summary() if entry.history else None,
+                report=draft_report(target, entry.proposer, suite, [plan], [result], **of_draft),
+                records=result.records,
+            )
+        )
+    return measured
