@@ -256,8 +256,11 @@ def _reasons(row: Mapping[str, Any], records: Sequence[PromptRecord]) -> dict[st
 
 def findings(report: Mapping[str, Any]) -> dict[str, str]:
     """Name -> one sentence, for what the numbers alone do not show."""
-    row, settings, lossless = report["results"][0], report["settings"], report["lossless"]
-    found: dict[str, str] = {}
+    return _of_times(report) | _of_certainty(report) | _of_losslessness(report["lossless"]) | _of_rounds(report)
+
+
+def _of_times(report: Mapping[str, Any]) -> dict[str, str]:
+    row, found = report["results"][0], dict[str, str]()
     if report.get("incomplete"):
         reason = report["not_measured"]["incomplete"]
         found["incomplete"] = f"The measurement was cut short: {reason}. Its numbers are those of a part."
@@ -275,6 +278,11 @@ def findings(report: Mapping[str, Any]) -> dict[str, str]:
     if count := row.get("num_disturbed_rounds"):
         which = f"{count} rounds took far longer than in other repetitions, as beside other work on the machine"
         found["disturbed"] = f"{which}; their prompts were timed again, and they are left out."
+    return found
+
+
+def _of_certainty(report: Mapping[str, Any]) -> dict[str, str]:
+    row, settings, found = report["results"][0], report["settings"], dict[str, str]()
     if (half := half_width(row, "speedup")) > WIDE_INTERVAL and "speedup_ci95" in row:
         found["wide_interval"] = f"With {row['num_prompts']} prompts the speedup is known to ±{half:.0%} only."
     precision = settings.get("target_precision")
@@ -288,6 +296,11 @@ def findings(report: Mapping[str, Any]) -> dict[str, str]:
             f"{engine.title} also counts tokens that it accepts past the end of a completion: "
             f"the acceptance length is up to {most:.2f} too high."
         )
+    return found
+
+
+def _of_losslessness(lossless: Mapping[str, Any]) -> dict[str, str]:
+    found: dict[str, str] = {}
     if count := lossless.get("unexplained_divergences"):
         which = f"{count} of {lossless['prompts_checked']} greedy completions"
         found["divergence"] = f"{which} are not the target's, where rounding does not explain it."
@@ -296,6 +309,11 @@ def findings(report: Mapping[str, Any]) -> dict[str, str]:
     if lossless.get("sampling_test", {}).get("negative_control_p_value", 0) > 0.05:
         said = "The sampling test did not detect a rule that is wrong on purpose: it shows little here."
         found["insensitive_sampling_test"] = said
+    return found
+
+
+def _of_rounds(report: Mapping[str, Any]) -> dict[str, str]:
+    row, settings, found = report["results"][0], report["settings"], dict[str, str]()
     without = 1 - row["num_drafts"] / row["num_rounds"] if row["num_drafts"] and "num_rounds" in row else 0.0
     if without > 0.05:
         found["rounds_without_draft"] = (
