@@ -25,6 +25,7 @@ from specdistill.report.phrases import (
     settings_line,
     size,
     times,
+    tree,
 )
 from specdistill.report.text import table
 
@@ -97,3 +98,29 @@ def _line(candidate: Mapping[str, Any]) -> list[str]:
         size(report["draft"]["bytes"]) if report["draft"]["bytes"] else "–",
         duration(training["seconds"]) if training and training["seconds"] else "–",
     ]
+
+
+def reports(comparison: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Each candidate's report by its name, in the order of the drafts."""
+    return {candidate["name"]: candidate["report"] for candidate in comparison["candidates"]}
+
+
+def drafts_what(report: dict[str, Any]) -> str:
+    """What a round drafts, in a sentence, where it is a tree or behind a look-up; else empty."""
+    method, settings = report["draft"]["method"], report["settings"]
+    if looks_up_first(report):
+        drafting, k = settings["drafting"], settings["num_speculative_tokens"]
+        behind = tree(drafting.get("draft_tree")) or f"chain of {drafting['draft_tokens']}"
+        return (
+            f"`{LOOKUP_FIRST}{method}` looks up {k} tokens where the last {drafting['lookup_first'][0]} or more occurred before; "
+            f"elsewhere its draft drafts a {behind}."
+        )
+    return f"`{method}` drafts a {tree(settings['tree'])}, whose depth is its K." if settings["tree"] else ""
+
+
+def best_draft(comparison: dict[str, Any]) -> tuple[str, str]:
+    """(name, folder) of the fastest that drafts on its own and is no look-up."""
+    models = {
+        name: None if looks_up_first(report) else report["draft"]["model"] for name, report in reports(comparison).items()
+    }
+    return next((entry["name"], models[entry["name"]]) for entry in comparison["ranking"] if models[entry["name"]])

@@ -24,7 +24,7 @@ import sys
 import textwrap
 import urllib.request
 import zipfile
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -32,7 +32,7 @@ from typing import Any
 
 import yaml
 
-from bench.drafts import caption, methods_table, specdistill, train
+from bench.drafts import best_draft, caption, drafts_what, methods_table, reports, specdistill, train
 from specdistill.command import run
 from specdistill.comparison.candidates import LOOKUP_FIRST
 from specdistill.comparison.pages import by_category, settings
@@ -43,7 +43,6 @@ from specdistill.pico import standard_library
 from specdistill.project import ROOT, SUITES
 from specdistill.recipe.fields import Section, option
 from specdistill.recipe.load import load_recipe
-from specdistill.report.phrases import looks_up_first, tree
 from specdistill.report.text import cells, write_between
 from specdistill.suites.suite import parse
 from specdistill.targets.loading import read_causal_lm
@@ -368,23 +367,10 @@ def once(folder: Path, drafts: Collection[str], verb: str, arguments: list[str])
         record.write_text(asked, encoding="utf-8")
 
 
-def best_draft(comparison: dict[str, Any]) -> tuple[str, str]:
-    """(name, folder) of the fastest that drafts on its own and is no look-up."""
-    models = {
-        name: None if looks_up_first(report) else report["draft"]["model"] for name, report in reports(comparison).items()
-    }
-    return next((entry["name"], models[entry["name"]]) for entry in comparison["ranking"] if models[entry["name"]])
-
-
 def fastest_k(report: dict[str, Any]) -> int:
     """The K that promises most on a report's curve, where it is drafted at all; 1 where nothing was."""
     points = [point for point in report.get("theory", {"curve": []})["curve"] if point["k"] > 0]
     return int(max(points, key=lambda point: point["predicted_speedup"])["k"]) if points else 1
-
-
-def reports(comparison: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Each candidate's report by its name, in the order of the drafts."""
-    return {candidate["name"]: candidate["report"] for candidate in comparison["candidates"]}
 
 
 # What is said
@@ -392,31 +378,18 @@ def reports(comparison: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 def page(compared: dict[str, Any], sampled: dict[str, Any]) -> str:
     """The tables of docs/smollm2.md: all methods, each suite, and the best at temperature 1."""
-    return "\n\n".join(_sections(compared, sampled))
-
-
-def _sections(compared: dict[str, Any], sampled: dict[str, Any]) -> Iterator[str]:
     title = "SmolLM2-135M-Instruct, dequantised from Q4_1, by `make smollm2`"
-    yield caption(compared["candidates"][0]["report"], title, settings(compared))
-    yield methods_table(compared["candidates"])
-    yield from filter(None, map(drafts_what, reports(compared).values()))
-    yield "By suite, the fastest first: speedup, and the acceptance length."
-    yield cells(by_category(compared))
-    yield caption(sampled["candidates"][0]["report"], f"{title}, sampled", settings(sampled))
-    yield cells(by_category(sampled))
-
-
-def drafts_what(report: dict[str, Any]) -> str:
-    """What a round drafts, in a sentence, where it is a tree or behind a look-up; else empty."""
-    method, settings = report["draft"]["method"], report["settings"]
-    if looks_up_first(report):
-        drafting, k = settings["drafting"], settings["num_speculative_tokens"]
-        behind = tree(drafting.get("draft_tree")) or f"chain of {drafting['draft_tokens']}"
-        return (
-            f"`{LOOKUP_FIRST}{method}` looks up {k} tokens where the last {drafting['lookup_first'][0]} or more occurred before; "
-            f"elsewhere its draft drafts a {behind}."
-        )
-    return f"`{method}` drafts a {tree(settings['tree'])}, whose depth is its K." if settings["tree"] else ""
+    return "\n\n".join(
+        [
+            caption(compared["candidates"][0]["report"], title, settings(compared)),
+            methods_table(compared["candidates"]),
+            *filter(None, map(drafts_what, reports(compared).values())),
+            "By suite, the fastest first: speedup, and the acceptance length.",
+            cells(by_category(compared)),
+            caption(sampled["candidates"][0]["report"], f"{title}, sampled", settings(sampled)),
+            cells(by_category(sampled)),
+        ]
+    )
 
 
 if __name__ == "__main__":

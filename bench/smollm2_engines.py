@@ -22,10 +22,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench.drafts import specdistill
+from bench.drafts import reports, specdistill
 from bench.engines import QUIET_VLLM, environment
 from bench.llama_cpp import KINDS, WITHOUT_DRAFT, AsLlamaCpp, Completion, complete, convert
-from bench.smollm2 import FOLDER, GGUF, PAGE, reports
+from bench.smollm2 import FOLDER, GGUF, PAGE
 from specdistill.command import run
 from specdistill.errors import UserError
 from specdistill.export.export import export

@@ -81,7 +81,7 @@ def planned(target: sizes.Described, given: sizes.Described | None, settings: di
     note = f"the target's own ({key}: {num_layers})" if key else f"a fresh layer: the config has no {', no '.join(NATIVE_KEYS)}"
     shape, published = replace(sizes.shape_of(target.text), num_layers=1), PUBLISHED if key else FRESH
     keys = ("draft.init=null",) if key else ()
-    warnings = ()
+    warnings: tuple[str, ...] = ()
     if key is None and (stated := stated_layers(target.raw)):
         warnings = (f"its config.json says {stated[0]}: {stated[1]}, and its files have no such layer",)
     vocabulary, cache = target.text.vocab_size, _cache(target)
