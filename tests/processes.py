@@ -21,7 +21,7 @@ class Ended(NamedTuple):
 
 
 def run_processes(folder: Path, work: Callable[[int], None], *local_ranks: int) -> list[Ended]:
-    """Run `work(rank)` for each local rank, at once, in a group that waits three seconds for the late.
+    """Run `work(rank)` for each local rank, at once.
 
     In children of this process, which has the libraries loaded: imports take longer than what is tested.
     """
@@ -52,7 +52,7 @@ def _joined(folder: Path, work: Callable[[int], None], rank: int, environment: d
     for state in (AcceleratorState, PartialState):  # of the parent, which is alone
         state._reset_state()
     warnings.simplefilter("ignore")  # of libraries, about processes of a launch
-    distributed.init_process_group("gloo", timeout=timedelta(seconds=3))
+    distributed.init_process_group("gloo", timeout=timedelta(minutes=5))
     work(rank)
     sys.stdout.flush()
     os._exit(0)  # without the end of the interpreter, which gloo's threads may abort
