@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from specdistill.project import ROOT
+from specdistill.training.history import read_history
 from specdistill.training.resumable import ResumableTrainer
 from tests.launches import tiny_files
 from tests.processes import run_processes
@@ -111,6 +112,8 @@ def test_a_signal_saves_and_the_same_command_goes_on_to_the_same_draft(
     assert not (tmp_path / "run" / "draft").exists()
     assert train(monkeypatch, *command) == 0
     assert weights(tmp_path / "run") == weights(whole) and record(tmp_path / "run") == record(whole)
+    history = read_history(tmp_path / "run" / "draft", key="drafts")
+    assert history is not None and history.seconds is None
 
 
 @pytest.mark.usefixtures("interrupted")
@@ -207,7 +210,7 @@ def test_two_processes_stop_together_and_one_goes_on(keys: list[str], tmp_path: 
     """A signal reaches the second alone. One process that accumulates twice then takes the same steps, but for rounding."""
     # Plain gradient steps: Muon and Adam make much of rounding.
     sgd = ["optimizer=adamw", "train.optim=sgd", "train.learning_rate=0.1", "train.load_best_model_at_end=false"]
-    first_epoch = [*keys, *sgd, "loss.noise=0", "train.max_steps=4", "train.save_steps=1", "train.eval_steps=1"]
+    first_epoch = [*keys, *sgd, "loss.noise=0", "train.max_steps=4", "train.save_steps=1", "train.eval_strategy=no"]
     alone = [*first_epoch, "train.gradient_accumulation_steps=2"]
     training_step = ResumableTrainer.training_step
 

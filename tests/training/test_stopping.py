@@ -4,10 +4,10 @@ import ctypes
 import json
 import multiprocessing
 import os
+import re
 import runpy
 import signal
 import sys
-import warnings
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,6 +25,7 @@ from specdistill.recipe.load import load_recipe
 from specdistill.training import stopping
 from specdistill.training.stopping import EndedStep, Stopping, StopSignals
 from tests.launches import tiny_files
+from tests.processes import fork
 from tests.tiny import tiny_tokenizer
 from tests.training.small_runs import rows, trainer
 
@@ -50,10 +51,7 @@ def wait_as_in_a_collective(told: Connection, errors: Path) -> None:
 def test_a_second_signal_ends_at_once_even_while_the_process_waits_for_others(tmp_path: Path) -> None:
     """One that comes just after the first is its launcher's: the same Ctrl-C."""
     told, teller = multiprocessing.Pipe(duplex=False)
-    process = multiprocessing.get_context("fork").Process(target=wait_as_in_a_collective, args=(teller, tmp_path / "err"))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside threads
-        process.start()
+    process = fork(wait_as_in_a_collective, teller, tmp_path / "err")
     for _ in range(3):
         told.recv()
         assert process.is_alive() and process.pid is not None
@@ -87,8 +85,8 @@ def test_a_loss_that_is_not_finite_names_its_rows(
     train_set, _ = training_data(recipe.data, tiny_tokenizer(), None, fingerprint="")
     holds = [bad in train_set[row]["input_ids"] for row in found["rows"]]
     assert len(holds) == 4 and sum(holds) == 1  # a micro-batch
-    said = capfd.readouterr().err
-    assert f"error: the loss of step {found['step']} is not finite, in a batch of rows {found['rows'][0]}, " in said
+    (error,) = re.findall("^error: .*", capfd.readouterr().err, re.MULTILINE)
+    assert f"step {found['step']} " in error and f" {found['rows'][0]}, " in error
     later = [path for path in (tmp_path / "run").glob("checkpoint-*") if int(path.name.split("-")[1]) >= found["step"]]
     assert later == []
 
@@ -104,7 +102,7 @@ def test_at_the_end_of_an_epoch_nothing_is_made_of_weights_that_are_not_finite(t
         return (output[0] * float("nan"), *output[1:]) if fit.state.global_step == 3 else output
 
     fit.objective.register_forward_hook(spoil)
-    with pytest.raises(ResourceError, match=r"^the loss of step 4 is not finite"):
+    with pytest.raises(ResourceError, match="step 4 "):
         fit.train()
     assert not list(tmp_path.glob("checkpoint-*")) and not fit.state.log_history
 
@@ -116,9 +114,9 @@ def test_every_process_says_that_a_loss_is_not_finite(tmp_path: Path, writes: bo
     own = Stopping(SimpleNamespace(get_train_dataloader=lambda: iter(())), StopSignals())
     step = EndedStep(4, [torch.tensor(float("nan"))], torch.tensor([0, 1]))
     if writes:
-        with pytest.raises(ResourceError, match=r"loss_not_finite\.json could not be saved"):
+        with pytest.raises(ResourceError, match=r"loss_not_finite\.json"):
             own._not_finite(step, arguments)  # there is no folder
         (tmp_path / "run").mkdir()
-    with pytest.raises(ResourceError, match=r"^the loss of step 4 is not finite"):
+    with pytest.raises(ResourceError, match="step 4 "):
         own._not_finite(step, arguments)
     assert (tmp_path / "run" / "loss_not_finite.json").exists() == writes
