@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from specdistill.errors import UserError
 from specdistill.project import ROOT
 from specdistill.targets import sharding
 from tests.launches import environment
+from tests.refusals import refused
 from tests.tiny import tiny_target_model, tiny_tokenizer
 
 pytestmark = [pytest.mark.long, pytest.mark.distributed]
@@ -110,7 +110,7 @@ def test_what_cannot_be_told_apart_is_refused(
     joined: bool, quantized: bool, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sharding.distributed, "is_initialized", lambda: joined)
-    with pytest.raises(UserError, match=rf"^target\.shard: got {said}"):
+    with refused("target.shard", f"{said}"):
         sharding.sharded("layers", LlamaConfig(), "cpu", is_quantized=quantized, trust_remote_code=False)
 
 
@@ -124,5 +124,5 @@ def test_a_class_without_a_plan_and_heads_that_cannot_be_shared_out_are_refused(
     if plan is not None:
         model.tp_plan = plan
     monkeypatch.setattr(sharding, "num_processes", lambda: 3)
-    with pytest.raises(UserError, match=rf"^target\.shard: got {said}"):
+    with refused("target.shard", f"{said}"):
         sharding._plan_layers(model)
