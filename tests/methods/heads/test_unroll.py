@@ -165,13 +165,14 @@ def test_only_loss_tokens_of_the_roots_document_are_predicted() -> None:
 
 
 def soft_targets(target: FrozenTarget, ids: torch.Tensor, vocabulary: torch.Tensor) -> SoftTargets:
-    return SoftTargets.of(target.logits, target.features(ids, []).last_hidden, torch.arange(1, ids.shape[1]), vocabulary, 1.0)
+    """At T = 0.7."""
+    return SoftTargets.of(target.logits, target.features(ids, []).last_hidden, torch.arange(1, ids.shape[1]), vocabulary, 0.7)
 
 
 def test_the_teacher_is_the_targets_distribution_before_the_token(target: FrozenTarget) -> None:
     ids = torch.arange(3, 15)[None]
     soft = soft_targets(target, ids, torch.arange(target.vocab_size)).at(slice(2, 9), measure=False)
-    assert torch.allclose(soft.probs_rW, target.model(ids).logits[0, 2:9].softmax(-1), atol=1e-6)
+    assert torch.allclose(soft.probs_rW, (target.model(ids).logits[0, 2:9] / 0.7).softmax(-1), atol=1e-6)
 
 
 @pytest.mark.parametrize("plain_linear", [True, False])
@@ -180,7 +181,7 @@ def test_a_pruned_teacher_is_renormalised_and_remembers_its_share(target: Frozen
     ids, kept = torch.arange(3, 15)[None], torch.arange(0, target.vocab_size, 2)
     made = soft_targets(target, ids, kept)
     made = made if plain_linear else dataclasses.replace(made, pruned=None)
-    distributions = target.model(ids).logits[0, :-1].softmax(-1)
+    distributions = (target.model(ids).logits[0, :-1] / 0.7).softmax(-1)
     soft = made.at(slice(None), measure=True)
     assert soft.mass_r is not None and soft.top1_r is not None
     assert torch.allclose(soft.probs_rW.sum(-1), torch.ones(11), atol=1e-5)
