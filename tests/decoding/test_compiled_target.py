@@ -70,7 +70,7 @@ def test_sliding_windows(graphs: list[Any]) -> None:
     assert run.token_ids == generated(target, PROMPT)
 
 
-@pytest.mark.long
+@pytest.mark.long  # ten graphs are traced
 def test_each_shape_has_a_graph_however_many_there_are(graphs: list[Any]) -> None:
     target = target_of(tiny_target_model(num_layers=1))
     decoder = Decoder(target, NgramProposer(), compiled=True)
@@ -96,7 +96,7 @@ def test_sampled_output_is_that_of_the_same_seed(graphs: list[Any]) -> None:
     assert texts[0] == texts[1]
 
 
-@pytest.mark.long
+@pytest.mark.long  # a compiler
 @pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")  # which torch calls while it compiles
 def test_the_compiler_itself() -> None:
     target = target_of(tiny_target_model(num_layers=2))

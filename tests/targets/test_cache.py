@@ -83,7 +83,7 @@ def test_attention_keeps_nothing_for_going_back(build: Any) -> None:
     assert torch.allclose(read(model, cache, ids[20:]), expected, atol=1e-4)
 
 
-@pytest.mark.long
+@pytest.mark.long  # ten classes
 @pytest.mark.filterwarnings("ignore")  # of classes whose faster kernels are not installed
 @pytest.mark.parametrize("kind", RECURRENT)
 def test_recurrent_layers_go_back_by_copies_that_do_not_grow(kind: str) -> None:

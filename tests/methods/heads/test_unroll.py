@@ -216,7 +216,7 @@ def test_packing_changes_no_loss_and_no_gradient(target: FrozenTarget, vocabular
             assert parameter.grad is not None and torch.allclose(gradients[name], parameter.grad, rtol=1e-3, atol=1e-5), name
 
 
-@pytest.mark.long
+@pytest.mark.long  # a compiler
 @torch._dynamo.config.patch(trace_autograd_ops=True)
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # dynamo does it
 @pytest.mark.parametrize(("method", "num_steps"), [("eagle3", 7), ("eagle", 2), ("mtp", 2)])
