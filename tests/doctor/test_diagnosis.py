@@ -5,6 +5,7 @@ import shutil
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from specdistill.cli import main
 from specdistill.decoding.decoder import Decoder
-from specdistill.doctor.diagnosis import Acceptance, Diagnosis, diagnose, recorded
+from specdistill.doctor.diagnosis import Acceptance, Diagnosis, _fit, diagnose, recorded
 from specdistill.methods.draft_model.checkpoint import save_draft_model
 from specdistill.methods.draft_model.create import create_draft_model
 from specdistill.targets.frozen import FrozenTarget
@@ -188,6 +189,22 @@ def test_a_small_draft(folder: Path, tmp_path: Path) -> None:
     save_draft_model(create_draft_model(target, init="layers", num_layers=4), target.tokenizer, tmp_path / "run" / "draft")
     made = diagnosed(folder, tmp_path / "run")
     assert made.acceptance is not None and made.acceptance.length == 5 and made.is_sound
+
+
+def test_a_fit_is_of_the_completion_alone() -> None:
+    class Objective:
+        def eval(self) -> "Objective":
+            return self
+
+        def read_target(self, target: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+            assert inputs["loss_positions"].tolist() == [3, 4]
+            return {}
+
+        def __call__(self, **given: Any) -> tuple[None, Any]:
+            return None, SimpleNamespace(loss=[2.0, 6.0], loss_tokens=[1, 2], chain_correct=[3.0, 1.0], chains=[4, 4])
+
+    target, completion = SimpleNamespace(device="cpu"), SimpleNamespace(prompt_ids=[5, 6, 7], token_ids=[8, 9])
+    assert _fit(Objective(), target, completion) == (2.5, 2.0)  # type: ignore[arg-type]
 
 
 def test_the_best_evaluation_is_what_was_recorded(tmp_path: Path) -> None:
