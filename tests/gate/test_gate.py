@@ -119,14 +119,13 @@ def test_absent_evidence_fails_and_says_why(evidence):
     report = copy.deepcopy(dict(evidence.report))
     report["not_measured"]["theory"] = "nothing was drafted"
     del report["theory"]
-    assert judged(Evidence(report, []), Rule("theory.v", "max", 9.0))["reason"] == "no evidence: nothing was drafted"
+    assert judged(Evidence(report, []), Rule("theory.v", "max", 9.0))["reason"].endswith("nothing was drafted")
 
 
 def test_a_number_without_the_interval_it_should_have_is_no_evidence():
     records = simulate(1)
     result = judged(Evidence(simulated_report(records), records), Rule("speedup", "min", 0.0))
-    assert not result["passed"]
-    assert "fewer than two prompts" in result["reason"]
+    assert not result["passed"] and result["reason"].startswith("no evidence")
 
 
 def test_a_run_that_was_cut_short_fails_whatever_it_shows(evidence):
@@ -151,6 +150,10 @@ def test_every_setting_that_tells_rows_apart_is_a_scope(evidence):
     for name, value in other.items():
         rule = Rule("num_rounds", "equals", 77, {name: value, "context_bucket": "512"})
         assert judged(Evidence(report, []), rule)["value"] == 77, name
+    whole = {**report, "results": [*report["results"], {**row, "context_bucket": "all", "num_rounds": 88}]}
+    assert judged(Evidence(whole, []), Rule("num_rounds", "equals", 88, {"num_speculative_tokens": 7}))[
+        "passed"
+    ]  # uncut prompts
     nowhere = judged(Evidence(report, []), Rule("num_rounds", "equals", 77, {"batch_size": 16}))
     assert nowhere["reason"].startswith("no evidence") and "batch_size=16" in nowhere["reason"]
     assert judged(Evidence(report, []), Rule("num_rounds", "min", 0))["value"] == evidence.report["results"][0]["num_rounds"]
