@@ -279,7 +279,7 @@ def test_bad_input_is_one_line_and_leaves_nothing(arguments, tmp_path, capsys, m
 
 
 def test_a_history_that_cannot_be_read_is_said_before_anything_is_measured(arguments, work, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(eval_compare, "measure_together", None)
+    monkeypatch.setattr(measure, "measure_together", None)
     path = work / "run" / "run" / "history.json"
     path.write_text("{")
     try:
