@@ -14,6 +14,7 @@ import torch
 
 from specdistill.command import run
 from specdistill.errors import ExitCode
+from specdistill.measurement import here
 from specdistill.methods.recipe import Recipe
 from specdistill.project import ROOT
 from specdistill.report.files import validate
@@ -292,26 +293,26 @@ def test_a_sweep_resumes_after_a_kill(target, suite, gate, tmp_path):
 
 
 def test_a_sweep_resumes_with_the_configuration_that_was_interrupted(target, suite, gate, tmp_path, monkeypatch):
-    script, folder, measured = load_script("eval/run.py"), tmp_path / "report", []
+    folder, measured, as_it_is = tmp_path / "report", [], here.measure_configuration
 
     def interrupted_after(number):
         def measure(*given, **options):
             if len(measured) == number:
                 raise KeyboardInterrupt
             measured.append(given[3].settings.configuration)
-            return eval_run.measure_configuration(*given, **options)
+            return as_it_is(*given, **options)
 
         return measure
 
     def again():
         keys = arguments(target, suite, gate, folder, "eval.num_speculative_tokens=2", "eval.sweep.num_speculative_tokens=[1]")
-        return run(script.main, Recipe, keys, shorthands=script.SHORTHANDS, without_recipe=["train.output_dir=runs/eval"])
+        return command(*keys)
 
-    monkeypatch.setattr(script, "measure_configuration", interrupted_after(1))
+    monkeypatch.setattr(here, "measure_configuration", interrupted_after(1))
     assert again() == ExitCode.INTERRUPTED
     (kept,) = folder.glob("configurations/*.json")
     kept = seconds_of(json.loads(kept.read_text())["records"])
-    monkeypatch.setattr(script, "measure_configuration", interrupted_after(2))
+    monkeypatch.setattr(here, "measure_configuration", interrupted_after(2))
     assert again() == ExitCode.DONE
     assert [configuration.num_speculative_tokens for configuration in measured] == [2, 1]
     samples = read(folder)[1]
