@@ -10,7 +10,7 @@ from specdistill.methods.eagle.checkpoint import load_eagle, save_eagle
 from specdistill.methods.eagle.module import build_eagle
 from specdistill.methods.eagle3.checkpoint import load_eagle3, save_eagle3
 from specdistill.methods.eagle3.module import Eagle3Draft, build_eagle3
-from specdistill.methods.heads.attention import UnrollKVCache
+from specdistill.methods.chains.attention import UnrollKVCache
 from specdistill.methods.mtp.checkpoint import build_mtp, load_mtp, save_mtp
 from specdistill.targets.frozen import FrozenTarget
 

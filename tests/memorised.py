@@ -11,7 +11,7 @@ from datasets import Dataset
 
 from specdistill.decoding.decoder import Decoder
 from specdistill.losses.divergence import forward_kl
-from specdistill.methods.heads.unroll import TrainingTimeTest
+from specdistill.methods.chains.unroll import TrainingTimeTest
 from specdistill.targets.frozen import FrozenTarget
 from specdistill.training.arguments import training_arguments
 from specdistill.training.history import HISTORY, History

@@ -26,6 +26,7 @@ class ModelProposer:
     num_parameters: int = 7
     num_bytes: int = 28
     vocabulary: None = None
+    depends_on_width: bool = False
 
     @property
     def settings(self) -> dict[str, Any]:

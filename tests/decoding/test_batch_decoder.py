@@ -21,7 +21,7 @@ from specdistill.methods.draft_model.proposer import DraftModelProposer
 from specdistill.methods.draft_model.vocabulary import SharedVocabulary
 from specdistill.methods.eagle.module import build_eagle
 from specdistill.methods.eagle3.module import build_eagle3
-from specdistill.methods.heads.proposer import HeadProposer
+from specdistill.methods.chains.proposer import HeadProposer
 from specdistill.methods.mtp.checkpoint import build_mtp
 from specdistill.methods.ngram.method import NgramProposer
 from specdistill.suites.suite import load_suite, tokenize

@@ -14,7 +14,7 @@ from specdistill.decoding.tree import StaticTree
 from specdistill.errors import UserError
 from specdistill.methods.draft_model.proposer import DraftModelProposer
 from specdistill.methods.eagle3.module import build_eagle3
-from specdistill.methods.heads.proposer import HeadProposer
+from specdistill.methods.chains.proposer import HeadProposer
 from specdistill.methods.ngram.method import NgramProposer
 from specdistill.targets.frozen import FrozenTarget
 from tests import mtp_targets

@@ -6,9 +6,9 @@ import torch
 from specdistill.decoding.proposer import Proposer
 from specdistill.decoding.sampling import Sampling
 from specdistill.decoding.tree import DynamicTree, StaticTree
+from specdistill.methods.chains.proposer import HeadProposer
 from specdistill.methods.draft_model.proposer import DraftModelProposer
 from specdistill.methods.eagle3.module import build_eagle3
-from specdistill.methods.heads.proposer import HeadProposer
 from specdistill.methods.ngram.method import NgramProposer
 from tests.proposers import ModelProposer, tiny_target
 

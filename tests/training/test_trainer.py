@@ -13,7 +13,7 @@ from datasets import Dataset
 from specdistill.decoding.decoder import Decoder
 from specdistill.errors import ResourceError, UserError
 from specdistill.methods.draft_model.proposer import DraftModelProposer
-from specdistill.methods.heads.proposer import HeadProposer
+from specdistill.methods.chains.proposer import HeadProposer
 from specdistill.methods.recipe import DECODED, Recipe, TrainedRecipe
 from specdistill.project import ROOT
 from specdistill.recipe.load import load_recipe

@@ -4,13 +4,13 @@ from collections.abc import Iterator
 from typing import Any
 
 from specdistill.methods import sizes
+from specdistill.methods.chains import mistakes
+from specdistill.methods.chains.head import create_head, drafts_chains
+from specdistill.methods.chains.proposer import proposer_loader
+from specdistill.methods.chains.unroll import objective
 from specdistill.methods.contract import Implementation
 from specdistill.methods.eagle.checkpoint import check_eagle, config_from_json, export, load_eagle, read_eagle, save_eagle
 from specdistill.methods.eagle.module import EagleDraft, build_eagle, eagle_config
-from specdistill.methods.heads import mistakes
-from specdistill.methods.heads.head import create_head
-from specdistill.methods.heads.proposer import proposer_loader
-from specdistill.methods.heads.unroll import objective
 from specdistill.statistics.theory import alpha_from_acceptance_length
 from specdistill.targets.frozen import FrozenTarget
 
@@ -27,7 +27,9 @@ PUBLISHED = sizes.Published(
 def is_named(config: Any, names: Any) -> bool:
     named = set(config.get("architectures") or []) & ARCHITECTURES
     # No whole model calls its tensors so.
-    return bool(named) or ("layers.0.self_attn.q_proj.weight" in names and "norm.weight" not in names)
+    return drafts_chains(names) and (
+        bool(named) or ("layers.0.self_attn.q_proj.weight" in names and "norm.weight" not in names)
+    )
 
 
 def repairs(head: EagleDraft, target: FrozenTarget) -> Iterator[mistakes.Repair]:
@@ -62,7 +64,7 @@ def eagle_head(shape: sizes.Shape, vocab_size: int) -> sizes.Parts:
 
 METHOD = Implementation(
     load_proposer=proposer_loader(load_eagle),
-    has_tensors=lambda names: names >= TENSORS and "layers.0.hidden_norm.weight" not in names,
+    has_tensors=lambda names: drafts_chains(names) and names >= TENSORS and "layers.0.hidden_norm.weight" not in names,
     is_named=is_named,
     create=lambda recipe, target, rows: create_head(recipe, target, build_eagle, load_eagle),
     save=lambda draft, target, folder: save_eagle(draft, folder),

@@ -12,14 +12,14 @@ from specdistill.data.packing import draft_vocabulary
 from specdistill.engines.limits import engine_aux_layers
 from specdistill.errors import UserError
 from specdistill.methods import sizes
+from specdistill.methods.chains import mistakes
+from specdistill.methods.chains.head import create_head, drafts_chains
+from specdistill.methods.chains.proposer import proposer_loader
+from specdistill.methods.chains.unroll import objective
 from specdistill.methods.contract import Implementation
 from specdistill.methods.eagle3.checkpoint import check_eagle3, config_from_json, export, load_eagle3, read_eagle3, save_eagle3
 from specdistill.methods.eagle3.config import Recipe
 from specdistill.methods.eagle3.module import Eagle3Draft, build_eagle3, check_aux_layers, eagle3_config
-from specdistill.methods.heads import mistakes
-from specdistill.methods.heads.head import create_head
-from specdistill.methods.heads.proposer import proposer_loader
-from specdistill.methods.heads.unroll import objective
 from specdistill.statistics.theory import alpha_from_acceptance_length
 from specdistill.targets.frozen import FrozenTarget
 
@@ -36,7 +36,7 @@ PUBLISHED = sizes.Published(
 
 def is_named(config: Any, names: Any) -> bool:
     named = set(config.get("architectures") or []) & ARCHITECTURES
-    return bool(named) or any(name.startswith("midlayer.") for name in names)
+    return drafts_chains(names) and (bool(named) or any(name.startswith("midlayer.") for name in names))
 
 
 def create(recipe: Recipe, target: FrozenTarget, rows: Dataset) -> Any:
@@ -144,7 +144,7 @@ def eagle3_head(
 
 METHOD = Implementation(
     load_proposer=proposer_loader(load_eagle3),
-    has_tensors=lambda names: any(wanted <= names for wanted in TENSORS),
+    has_tensors=lambda names: drafts_chains(names) and any(wanted <= names for wanted in TENSORS),
     is_named=is_named,
     create=create,
     save=lambda draft, target, folder: save_eagle3(draft, folder),

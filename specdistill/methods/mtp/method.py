@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from specdistill.methods import sizes
+from specdistill.methods.chains import mistakes
+from specdistill.methods.chains.proposer import proposer_loader
+from specdistill.methods.chains.unroll import objective
 from specdistill.methods.checkpoint import read_config
 from specdistill.methods.contract import Implementation
-from specdistill.methods.heads import mistakes
-from specdistill.methods.heads.proposer import proposer_loader
-from specdistill.methods.heads.unroll import objective
 from specdistill.methods.mtp.checkpoint import (
     ARCHITECTURE,
     build_mtp,

@@ -18,7 +18,7 @@ from specdistill.decoding.kv_cache import DraftKVCache
 from specdistill.decoding.proposer import DecodingState
 from specdistill.decoding.sampling import Sampling
 from specdistill.errors import UserError
-from specdistill.methods.heads.proposer import HeadProposer
+from specdistill.methods.chains.proposer import HeadProposer
 from specdistill.methods.mtp.checkpoint import build_mtp, load_mtp, save_mtp
 from specdistill.methods.mtp.module import MtpDraft
 from specdistill.methods.mtp.tensor_names import merge_experts, split_experts

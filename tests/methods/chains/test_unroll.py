@@ -10,10 +10,10 @@ from specdistill.data.packing import indexed
 from specdistill.decoding.proposer import DecodingState
 from specdistill.decoding.sampling import Sampling
 from specdistill.losses.divergence import forward_kl
+from specdistill.methods.chains.proposer import HeadProposer
+from specdistill.methods.chains.unroll import TrainingTimeTest
 from specdistill.methods.eagle.module import build_eagle
 from specdistill.methods.eagle3.module import build_eagle3
-from specdistill.methods.heads.proposer import HeadProposer
-from specdistill.methods.heads.unroll import TrainingTimeTest
 from specdistill.targets.frozen import FrozenTarget
 from specdistill.training.objective import SoftTargets, StepSums, loss_rows, shift_left
 from tests.heads import build_head, causal

@@ -10,7 +10,7 @@ import torch
 from specdistill.decoding.decoder import Decoder
 from specdistill.decoding.kv_cache import DraftKVCache
 from specdistill.errors import UserError
-from specdistill.methods.heads.attention import UnrollKVCache
+from specdistill.methods.chains.attention import UnrollKVCache
 from specdistill.methods.load import load_proposer, method_of
 from specdistill.targets.frozen import FrozenTarget
 from tests.heads import HEADS, build_head, causal, load_head, save_head

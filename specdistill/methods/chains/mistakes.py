@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from specdistill.losses.divergence import forward_kl
+from specdistill.methods.chains.unroll import TrainingTimeTest
 from specdistill.methods.contract import Simulation
-from specdistill.methods.heads.unroll import TrainingTimeTest
 from specdistill.methods.layers import Rotary
 from specdistill.targets.frozen import FrozenTarget
 
