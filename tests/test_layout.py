@@ -15,7 +15,7 @@ MOST_MODULES = 15
 TESTED_ELSEWHERE = {
     "methods/*/config": "recipe/test_recipe.py",
     "methods/*/method": "test_cli.py",
-    "methods/chains/mistakes": "doctor/test_diagnosis.py",
+    "methods/chains/repairs": "doctor/test_diagnosis.py",
 }
 
 

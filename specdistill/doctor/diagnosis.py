@@ -367,12 +367,12 @@ def _cause(
 
     before = best = fits(draft)
     best_fall, cause = 0.0, ""
-    for mistake, repaired in simulation.mistakes(draft, target):
+    for likely, repaired in simulation.repaired(draft, target):
         after = fits(repaired)
         falls = [1 - there / here if here else 0.0 for (here, _), (there, _) in zip(before, after, strict=True)]
         fall = fmean(falls)
         if fall > best_fall and (fall > CLEAR or (fall > LEAST and min(falls) > 0)):
-            best, best_fall, cause = after, fall, mistake
+            best, best_fall, cause = after, fall, likely
     was, becomes = (fmean(length for _, length in measured) for measured in (before, best))
     if not cause or becomes - 1 < NO_BETTER_THAN_CHANCE:  # nearer to the target, and still of no use: not what is wrong
         return None

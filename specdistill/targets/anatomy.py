@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from specdistill.errors import UserError, one_line
 from specdistill.targets.cache import is_recurrent, new_cache
+from specdistill.targets.classes import CLASS_ERRORS
 
 NUM_TOKENS, NUM_CACHED, NUM_REJECTED = 12, 6, 3
 ROUNDING = 1e-5  # of float32 arithmetic
@@ -65,7 +66,7 @@ def examine(model: Any, name: str, *, key: str = "target.model") -> Anatomy:
         ids_1T = torch.arange(size // 2, size // 2 + NUM_TOKENS, device=model.device).unsqueeze(0) % size  # no special tokens
         anatomy, hidden_1TD = _parts(model, backbone, linear, ids_1T)
         _check_continues(backbone, config, ids_1T, hidden_1TD)
-    except Exception as error:  # a class may raise anything where it is no plain decoder: that is the reason to give
+    except CLASS_ERRORS as error:  # it is no plain decoder: why not is the reason to give
         got = f"{name}, a {type(model).__name__}: {one_line(str(error))[:200]}"
         raise UserError(key, got=got, expected="a causal language model that continues its KV cache") from error
     finally:

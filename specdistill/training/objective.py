@@ -79,8 +79,8 @@ def pruned(head: LogitsHead, ids_W: Tensor) -> LogitsHead | None:
 
 def before(x_BTD: Tensor, positions: Tensor, by: int) -> Tensor:
     """x [*positions, D] so many positions before those of the flattened batch that are given; its first where that is before all of it."""
-    found = x_BTD.flatten(0, 1).index_select(0, (positions - by).clamp_min(0).flatten())
-    return found.unflatten(0, positions.shape)
+    found: Tensor = x_BTD.flatten(0, 1).index_select(0, (positions - by).clamp_min(0).flatten())
+    return found.view(*positions.shape, -1)
 
 
 def loss_rows(position_ids_BT: Tensor, loss_positions_R: Tensor, *, ahead: int) -> Tensor:

@@ -27,7 +27,7 @@ from specdistill.planning.printing import print_plan, short
 from specdistill.planning.reading import read
 from specdistill.project import ROOT
 from specdistill.recipe.load import load_recipe
-from specdistill.targets import stand_in
+from specdistill.targets import tiny_random
 from specdistill.targets.frozen import FrozenTarget
 from tests.targets.architectures import read_page, tiny_model
 from tests.tiny import tiny_tokenizer
@@ -255,7 +255,7 @@ def test_what_decoding_refuses_is_refused_in_the_same_line(tmp_path: Path, kind:
 
 
 def test_what_cannot_be_tried_is_planned_with_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(stand_in, "MOST_PARAMETERS", 0)
+    monkeypatch.setattr(tiny_random, "MOST_PARAMETERS", 0)
     plan = plan_for(tmp_path, LLAMA_1B)
     assert plan.warnings == [
         "no small LlamaForCausalLM can be made: whether it is a target shows when its weights are loaded",

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from specdistill.methods import sizes
-from specdistill.methods.chains import mistakes
+from specdistill.methods.chains import repairs
 from specdistill.methods.chains.head import create_head, drafts_chains
 from specdistill.methods.chains.proposer import proposer_loader
 from specdistill.methods.chains.unroll import objective
@@ -32,11 +32,11 @@ def is_named(config: Any, names: Any) -> bool:
     )
 
 
-def repairs(head: EagleDraft, target: FrozenTarget) -> Iterator[mistakes.Repair]:
+def likely_causes(head: EagleDraft, target: FrozenTarget) -> Iterator[repairs.Repair]:
     """What may be wrong with an EAGLE-1 head whose files are right."""
-    yield "the two halves that fc reads, embedding and hidden state, are swapped", mistakes.swap_halves_of, "fc"
-    yield from mistakes.of_shape(head, target)
-    yield from mistakes.of_layers(head)
+    yield "the two halves that fc reads, embedding and hidden state, are swapped", repairs.swap_halves_of, "fc"
+    yield from repairs.of_shape(head, target)
+    yield from repairs.of_layers(head)
 
 
 def planned(target: sizes.Described, given: sizes.Described | None, settings: dict[str, Any]) -> sizes.PlannedDraft:
@@ -72,8 +72,8 @@ METHOD = Implementation(
     head_shape=lambda config, num_layers: config_from_json(config.get("model", config), "draft"),
     inspect=lambda folder, target: read_eagle(folder, target, key="draft")[0],
     check=check_eagle,
-    simulation=mistakes.simulation(repairs),
-    likely_causes=mistakes.LIKELY_CAUSES,
+    simulation=repairs.simulation(likely_causes),
+    likely_causes=repairs.LIKELY_CAUSES,
     planned=planned,
     num_layers=lambda config: config.get("model", config).get("num_hidden_layers"),
     export=export,

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from specdistill.methods import sizes
-from specdistill.methods.chains import mistakes
+from specdistill.methods.chains import repairs
 from specdistill.methods.chains.proposer import proposer_loader
 from specdistill.methods.chains.unroll import objective
 from specdistill.methods.checkpoint import read_config
@@ -43,11 +43,11 @@ def inspect(folder: Path, target: TargetFiles | None) -> None:
         check_fit(read_config(folder, "draft"), target.text_config, folder, "draft", target.name)
 
 
-def repairs(head: MtpDraft, target: FrozenTarget) -> Iterator[mistakes.Repair]:
+def likely_causes(head: MtpDraft, target: FrozenTarget) -> Iterator[repairs.Repair]:
     """What may be wrong with a multi-token-prediction layer whose files are right."""
-    yield "the two halves that fc reads, embedding and hidden state, are swapped", mistakes.swap_halves_of, "fc"
-    yield "the norms of embedding and hidden state are swapped", mistakes.swap, "token_norm", "hidden_norm"
-    yield from mistakes.of_layers(head)
+    yield "the two halves that fc reads, embedding and hidden state, are swapped", repairs.swap_halves_of, "fc"
+    yield "the norms of embedding and hidden state are swapped", repairs.swap, "token_norm", "hidden_norm"
+    yield from repairs.of_layers(head)
 
 
 def planned(target: sizes.Described, given: sizes.Described | None, settings: dict[str, Any]) -> sizes.PlannedDraft:
@@ -89,8 +89,8 @@ METHOD = Implementation(
     inspect=inspect,
     check=check_mtp,
     check_native=check_native,
-    simulation=mistakes.simulation(repairs),
-    likely_causes=mistakes.LIKELY_CAUSES,
+    simulation=repairs.simulation(likely_causes),
+    likely_causes=repairs.LIKELY_CAUSES,
     planned=planned,
     num_layers=lambda config: 1,
     export=export,

@@ -169,7 +169,7 @@ METHOD = Implementation(
     simulation=Simulation(
         draft_of=lambda proposer: proposer.draft,
         objective=lambda draft, k: BlockLoss(draft, min(k, draft.slots.num_embeddings), 64),
-        mistakes=swapped,
+        repaired=swapped,
     ),
     planned=planned,
     num_layers=lambda config: 0,
