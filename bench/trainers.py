@@ -95,8 +95,8 @@ def ours(folder: str, rows: int, length: int, num_steps: int, trains_head: bool,
     from specdistill.data.packing import collate
     from specdistill.losses.chunked import head_loss_plainly
     from specdistill.losses.divergence import forward_kl
+    from specdistill.methods.chains import unroll
     from specdistill.methods.eagle3.checkpoint import load_eagle3
-    from specdistill.methods.heads import unroll
     from specdistill.targets.frozen import Features, FrozenTarget
 
     if plainly:
@@ -186,13 +186,15 @@ def head_and_loss(rows: int, num_steps: int, hidden_size: int, vocab_size: int, 
     """K R hidden states through the head, to the gradients of both. plainly: all logits at once."""
     from specdistill.losses.chunked import head_loss, head_loss_plainly
     from specdistill.losses.divergence import forward_kl
-    from specdistill.targets.anatomy import Head
+    from specdistill.targets.anatomy import LogitsHead
     from specdistill.training.objective import Soft, SoftTargets
 
     own, of_target = (torch.nn.Linear(hidden_size, vocab_size, bias=False) for _ in range(2))
     for seed, linear in enumerate((own, of_target)):
         linear.weight.data = noise(vocab_size, hidden_size, bf16=False, seed=seed) * hidden_size**-0.5
-    soft = SoftTargets(noise(rows, hidden_size, bf16=False, seed=2), Head(of_target), None, Head(of_target), temperature=1.0)
+    soft = SoftTargets(
+        noise(rows, hidden_size, bf16=False, seed=2), LogitsHead(of_target), None, LogitsHead(of_target), temperature=1.0
+    )
     hidden_KRH = noise(num_steps, rows, hidden_size, bf16=False, seed=3).requires_grad_()
     weights_KR = torch.full((num_steps, rows), 1 / rows)
     form = head_loss_plainly if plainly else head_loss
@@ -203,7 +205,7 @@ def head_and_loss(rows: int, num_steps: int, hidden_size: int, vocab_size: int, 
 
     def micro_batch() -> tuple[Tensor, float]:
         with precision(bf16):
-            total, _ = form(hidden_KRH, weights_KR, Head(own), partial(soft.at, measure=False), loss_of)
+            total, _ = form(hidden_KRH, weights_KR, LogitsHead(own), partial(soft.at, measure=False), loss_of)
         return total, total.item()
 
     return Trainer([micro_batch], [hidden_KRH, own.weight], None)

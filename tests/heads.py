@@ -10,13 +10,13 @@ import torch
 from specdistill.data.packing import indexed
 from specdistill.decoding.proposer import DecodingState
 from specdistill.decoding.sampling import Sampling
+from specdistill.methods.chains.attention import UnrollKVCache
+from specdistill.methods.chains.proposer import HeadProposer
+from specdistill.methods.chains.unroll import TrainingTimeTest
 from specdistill.methods.eagle.checkpoint import load_eagle, save_eagle
 from specdistill.methods.eagle.module import build_eagle
 from specdistill.methods.eagle3.checkpoint import load_eagle3, save_eagle3
 from specdistill.methods.eagle3.module import Eagle3Draft, build_eagle3
-from specdistill.methods.heads.attention import UnrollKVCache
-from specdistill.methods.heads.proposer import HeadProposer
-from specdistill.methods.heads.unroll import TrainingTimeTest
 from specdistill.methods.mtp.checkpoint import build_mtp, load_mtp, save_mtp
 from specdistill.targets.frozen import FrozenTarget
 

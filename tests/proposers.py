@@ -9,9 +9,9 @@ import torch
 from specdistill.decoding.proposer import BatchProposer, DecodingState, Proposal, Proposer, RowByRow
 from specdistill.decoding.sampling import Sampling, draw
 from specdistill.decoding.tree import DynamicTree, StaticTree, Tree, candidates_are_drawn
+from specdistill.methods.chains.proposer import HeadProposer
 from specdistill.methods.draft_model.proposer import DraftModelProposer
 from specdistill.methods.draft_model.vocabulary import SharedVocabulary
-from specdistill.methods.heads.proposer import HeadProposer
 from specdistill.methods.ngram.config import LookupFirst
 from specdistill.methods.ngram.first import LookupFirstProposer
 from specdistill.methods.ngram.method import NgramProposer
@@ -35,6 +35,7 @@ class ModelProposer:
     num_parameters: int = 7
     num_bytes: int = 28
     vocabulary: None = None
+    depends_on_width: bool = False
 
     @property
     def settings(self) -> dict[str, Any]:

@@ -15,7 +15,7 @@ MOST_MODULES = 15
 TESTED_ELSEWHERE = {
     "methods/*/config": "recipe/test_recipe.py",
     "methods/*/method": "test_cli.py",
-    "methods/heads/mistakes": "doctor/test_diagnosis.py",
+    "methods/heads/repairs": "doctor/test_diagnosis.py",
     "pico": "data/test_sources.py",
     "*/command": "test_cli.py",
     "measurement/here": "eval/test_run_script.py",

@@ -12,7 +12,6 @@ from specdistill.data.training_data import training_data
 from specdistill.gate.rules import load_gate
 from specdistill.measurement.selection import decoded_acceptance_length
 from specdistill.methods.draft_model.config import Recipe as DraftModelRecipe
-from specdistill.methods.draft_model.objective import OnPolicyGeneration
 from specdistill.methods.load import create_draft, implementation
 from specdistill.methods.recipe import Recipe, check_trainable
 from specdistill.methods.target_record import save_draft
@@ -52,23 +51,11 @@ def main(recipe: DraftModelRecipe) -> None:
         **record_of(train_set),
     )
 
-    # Train, some of it on what the draft generates, and save the best
+    # Train, and save the best
     optimizer = build_optimizer(recipe.optimizer, draft, run.arguments)
     save, decode = partial(save_draft, method, target), decoded_acceptance_length(recipe, target)
-    on_policy = OnPolicyGeneration(draft, **vars(recipe.on_policy), end_ids=tuple(target.eos_token_ids), seed=recipe.seed)
-    run.train(
-        DraftTrainer(
-            objective,
-            target,
-            run.arguments,
-            train_set,
-            eval_set,
-            save=save,
-            decode=decode,
-            optimizer=optimizer,
-            on_policy=on_policy,
-        )
-    )
+    options = {"save": save, "decode": decode, "optimizer": optimizer}
+    run.train(DraftTrainer(objective, target, run.arguments, train_set, eval_set, **options))
 
 
 if __name__ == "__main__":

@@ -12,8 +12,9 @@ from specdistill.data.training_data import training_data
 from specdistill.features.sources import feature_store
 from specdistill.gate.rules import load_gate
 from specdistill.measurement.selection import decoded_acceptance_length
+from specdistill.methods.chains.recipe import HeadRecipe
 from specdistill.methods.load import create_draft, implementation
-from specdistill.methods.recipe import HeadRecipe, Recipe, check_trainable
+from specdistill.methods.recipe import Recipe, check_trainable
 from specdistill.methods.target_record import save_draft
 from specdistill.recipe.sections import HiddenStatesConfig
 from specdistill.suites.suite import check_suite

@@ -9,8 +9,9 @@ from specdistill import command
 from specdistill.data.training_data import training_data
 from specdistill.errors import UserError
 from specdistill.features.sources import feature_store
+from specdistill.methods.chains.recipe import HeadRecipe
 from specdistill.methods.load import create_draft
-from specdistill.methods.recipe import HeadRecipe, Recipe, check_trainable
+from specdistill.methods.recipe import Recipe, check_trainable
 from specdistill.targets.frozen import FrozenTarget
 from specdistill.training.arguments import autocast_dtype, check_precision, training_arguments
 

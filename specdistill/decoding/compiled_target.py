@@ -21,6 +21,7 @@ from specdistill.decoding.cached_target import CachedTarget
 from specdistill.decoding.tree import Tree
 from specdistill.errors import UserError, one_line
 from specdistill.targets.anatomy import reads_alike
+from specdistill.targets.classes import CLASS_ERRORS
 from specdistill.targets.frozen import Features, FrozenTarget, capture
 
 KEY = "eval.compile"
@@ -99,7 +100,7 @@ class CompiledTarget:
                 _, found = self.read(NEXT[1:])
         except torch.OutOfMemoryError:
             raise
-        except Exception as error:  # a cache that the class does not take, a graph that breaks, a compiler that is missing
+        except CLASS_ERRORS as error:  # a cache that the class does not take, a graph that breaks, a compiler that is missing
             got = f"true for {target.name}, a {type(target.model).__name__}: {one_line(str(error))[:160]}"
             raise UserError(KEY, got=got, expected="false for this target, or on this machine") from error
         whole = CachedTarget(target, ())

@@ -91,14 +91,19 @@ class DraftKVCache:
         cos, sin = (table[:, position : position + 1].expand(-1, count, -1) for table in self._buffers.tables)
         return cos, sin
 
-    def attend(self, layer: int, query_BNTd: Tensor, key_BGTd: Tensor, value_BGTd: Tensor) -> Tensor:
+    def append(self, layer: int, key_BGTd: Tensor, value_BGTd: Tensor) -> None:
         """As in `KVCache`."""
         if layer == 0:
-            self.length += query_BNTd.shape[2]
-        start, end = self.length - query_BNTd.shape[2], self.length
+            self.length += key_BGTd.shape[2]
+        start, end = self.length - key_BGTd.shape[2], self.length
         keys, values = self._buffers.of(layer, key_BGTd, value_BGTd)
         keys[:, :, start:end], values[:, :, start:end] = key_BGTd, value_BGTd
-        seen = slice(self._first, end)
+
+    def attend(self, layer: int, query_BNTd: Tensor, key_BGTd: Tensor, value_BGTd: Tensor) -> Tensor:
+        """As in `KVCache`."""
+        self.append(layer, key_BGTd, value_BGTd)
+        keys, values = self._buffers.of(layer, key_BGTd, value_BGTd)
+        seen = slice(self._first, self.length)
         return F.scaled_dot_product_attention(
             query_BNTd, keys[:, :, seen], values[:, :, seen], attn_mask=self._mask_TS, enable_gqa=True
         )
@@ -132,11 +137,15 @@ class RaggedKVCache:
         cos, sin = self._buffers.tables
         return cos[0, position_BT], sin[0, position_BT]
 
-    def attend(self, layer: int, query_BNTd: Tensor, key_BGTd: Tensor, value_BGTd: Tensor) -> Tensor:
-        buffers = self._buffers.of(layer, key_BGTd, value_BGTd)
+    def append(self, layer: int, key_BGTd: Tensor, value_BGTd: Tensor) -> None:
         row_B1 = torch.arange(len(self.lengths), device=key_BGTd.device).unsqueeze(1)
+        buffers = self._buffers.of(layer, key_BGTd, value_BGTd)
         for buffer, new_BGTd in zip(buffers, (key_BGTd, value_BGTd), strict=True):
             buffer[row_B1, :, self._position_BT] = new_BGTd.transpose(1, 2)
+
+    def attend(self, layer: int, query_BNTd: Tensor, key_BGTd: Tensor, value_BGTd: Tensor) -> Tensor:
+        self.append(layer, key_BGTd, value_BGTd)
+        buffers = self._buffers.of(layer, key_BGTd, value_BGTd)
         keys, values = (buffer[:, :, : self._mask_B1TS.shape[-1]] for buffer in buffers)
         return F.scaled_dot_product_attention(query_BNTd, keys, values, attn_mask=self._mask_B1TS, enable_gqa=True)
 

@@ -42,12 +42,14 @@ class Proposal:
 
 class Proposer(Protocol):
     """aux_layers: the target's layers it reads beside the last. num_parameters, num_bytes: of its weights, without those shared with the
-    target.
+    target. depends_on_width: whether what it drafts at a position depends on how many follow in the same proposal, as in a block whose
+    positions see each other: its acceptance is then known for the K alone that was measured.
     """
 
     aux_layers: tuple[int, ...]
     num_parameters: int
     num_bytes: int
+    depends_on_width: bool
 
     @property
     def vocabulary(self) -> frozenset[int] | None:
@@ -78,7 +80,7 @@ class TreeProposer(Protocol):
     """A proposer that can also draft trees."""
 
     def propose_tree(self, state: DecodingState, shape: TreeShape, sampling: Sampling, generator: Random) -> Proposal:
-        """Draft a tree of tokens that follow `state.token_ids`; each of its levels is one draft step."""
+        """Draft a tree of tokens that follow `state.token_ids`. Its levels cost as many draft steps as `passes` says, a block's none."""
 
 
 @dataclass

@@ -274,10 +274,10 @@ def _engine(
     assert seen.method is not None
     exported = f"specdistill export engine={engine.name} writes a draft as it loads it" if seen.method in engine.layouts else ""
     loader = loader_of(engine.loaders.get(seen.method, ()), config)
-    artifact, size = METHODS[seen.method].artifact, config.get("vocab_size")
-    if artifact == "layer":
+    row, size = METHODS[seen.method], config.get("vocab_size")
+    if row.in_target:
         yield problem(f"{engine.title} loads such a layer from its target's checkpoint alone", exported)
-    elif artifact == "model":
+    elif row.standalone:
         if target is not None and size != target.vocab_size:
             wanted = f"{engine.title} needs a vocabulary of {target.vocab_size}, as the target has"
             yield problem(f"{wanted}, and the draft's is {size}")
@@ -367,12 +367,12 @@ def _cause(
 
     before = best = fits(draft)
     best_fall, cause = 0.0, ""
-    for mistake, repaired in simulation.mistakes(draft, target):
+    for likely, repaired in simulation.repaired(draft, target):
         after = fits(repaired)
         falls = [1 - there / here if here else 0.0 for (here, _), (there, _) in zip(before, after, strict=True)]
         fall = fmean(falls)
         if fall > best_fall and (fall > CLEAR or (fall > LEAST and min(falls) > 0)):
-            best, best_fall, cause = after, fall, mistake
+            best, best_fall, cause = after, fall, likely
     was, becomes = (fmean(length for _, length in measured) for measured in (before, best))
     if not cause or becomes - 1 < NO_BETTER_THAN_CHANCE:  # nearer to the target, and still of no use: not what is wrong
         return None
@@ -395,7 +395,7 @@ def _fit(objective: Any, target: FrozenTarget, completion: Generation) -> tuple[
         "document_ids": torch.zeros_like(ids),
         "position_ids": positions,
     }
-    objective, inputs = objective.eval(), indexed(inputs)
+    objective, inputs = objective.eval(), objective.prepare(indexed(inputs), None)
     _, sums = objective(**inputs, **objective.read_target(target, inputs), measure=True)
     divergence = fmean(float(total / kept) for total, kept in zip(sums.loss, sums.loss_tokens, strict=True))
     return divergence, 1 + sum(float(right / chains) for right, chains in zip(sums.chain_correct, sums.chains, strict=True))

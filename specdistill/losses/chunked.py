@@ -8,25 +8,18 @@ Shapes: K drafted positions, R rows, b rows of a block, r of a chunk of it, H hi
 """
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from specdistill.targets.anatomy import LogitsHead
 
 BLOCK = 4096  # rows, of all K positions, whose logits exist at a time: products of fewer would not fill a GPU
 # Float32 logits in a divergence: larger ones would not stay in caches, and glibc would map their memory anew each time.
 CHUNK_BYTES = 16 << 20
 # Rows of a position in a divergence that is compiled: what is fused needs no caches, and every chunk is compiled for itself.
 COMPILED_CHUNK = 2048
-
-
-class Head(Protocol):
-    """linear: with weight [W, H], and a bias [W] or None. finish: the linear layer's output -> logits, each number for itself."""
-
-    @property
-    def linear(self) -> Any: ...
-
-    def finish(self, raw: Tensor) -> Tensor: ...
 
 
 TargetsOf = Callable[[slice], Any]  # rows -> what their logits are compared with; takes no gradient
@@ -36,7 +29,7 @@ LossOf = Callable[[Tensor, Any, int], tuple[Tensor, Tensor]]  # logits [r, W], t
 def head_loss(
     rows_KRH: Tensor,
     weights_KR: Tensor,
-    head: Head,
+    head: LogitsHead,
     targets_of: TargetsOf,
     loss_of: LossOf,
     *,
@@ -45,7 +38,8 @@ def head_loss(
 ) -> tuple[Tensor, Tensor]:
     """The weighted sum of the rows' losses, a scalar, and their metrics [M, K, R], which take no gradient.
 
-    The gradient reaches the rows and the head's weight and bias. All K positions of a row are compared with the same targets.
+    The gradient reaches the rows and the head's weight and bias. All K positions of a row share a target, as the steps of an unroll that
+    predict one token do; drafted positions that each have their own are rows of K = 1.
     """
     linear = head.linear
     num_positions, vocabulary = len(rows_KRH), len(linear.weight)
@@ -65,7 +59,7 @@ def head_loss(
 
 
 def head_loss_plainly(
-    rows_KRH: Tensor, weights_KR: Tensor, head: Head, targets_of: TargetsOf, loss_of: LossOf
+    rows_KRH: Tensor, weights_KR: Tensor, head: LogitsHead, targets_of: TargetsOf, loss_of: LossOf
 ) -> tuple[Tensor, Tensor]:
     """What `head_loss` computes, with all logits at once: its oracle."""
     with torch.no_grad():

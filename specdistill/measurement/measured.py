@@ -141,7 +141,7 @@ def draft_report(
         results=[row for of_configuration in rows for row in of_configuration],
         context=context_rows(measured[0].records),
         headline=headline(rows[0], measured[0].records, confidence=confidence),
-        theory=theory(rows[0][0], costs, proposer.passes),
+        theory=theory(rows[0][0], costs, proposer.passes, depends_on_width=proposer.depends_on_width),
         lossless={
             **together([entry.lossless for entry in measured if entry.lossless]),
             **({"sampling_test": sampling_test} if tested else {}),

@@ -21,17 +21,17 @@ Draft = Any  # a method's own module
 
 @dataclass(frozen=True)
 class Simulation:
-    """How the doctor asks why a draft accepts little: drafting simulated on completions of the target, with each likely mistake undone.
+    """How the doctor asks why a draft accepts little: drafting simulated on completions of the target, with each likely cause repaired.
 
     Args:
         draft_of: the module in a proposer.
         objective: (draft, K) -> an objective that measures K draft tokens (see specdistill.training.trainer.Objective).
-        mistakes: (draft, target) -> one at a time, what may be wrong with a draft whose files are right, and the draft with that undone.
+        repaired: (draft, target) -> one at a time, a likely cause in a draft whose files are right, and the draft without it.
     """
 
     draft_of: Callable[[Any], Draft]
     objective: Callable[[Draft, int], nn.Module]
-    mistakes: Callable[[Draft, FrozenTarget], Iterator[tuple[str, Draft]]]
+    repaired: Callable[[Draft, FrozenTarget], Iterator[tuple[str, Draft]]]
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Implementation:
             tokenizer and the shapes of tensors tell, for a draft whose weights are not fetched yet. `name` is what errors call it.
         check_native: (tensors by name, target): that the target's own checkpoint holds such a layer. None where targets have none.
         simulation: None where drafting cannot be simulated on completions of the target.
-        likely_causes: why a draft of this method may accept little, where no mistake explains it.
+        likely_causes: why a draft of this method may accept little, where no repair explains it.
         export: (folder, engine, output, target or None, K): write the draft for an engine (see specdistill.engines); `dtype=` where its
             layout has several.
         planned: (planner, given draft or None, recipe's keys) -> what `specdistill plan` counts (see specdistill.planning.plan).

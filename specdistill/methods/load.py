@@ -30,8 +30,6 @@ from specdistill.targets.identity import content_hash
 from specdistill.training.history import read_history
 
 EXPECTED = "a draft: an EAGLE or MTP head or a causal language model, config.json and weights"
-# Parallel drafts have the tensors of a head and these.
-OTHER_TENSORS = {"mask_hidden", "hidden_norm.weight"}
 # Methods that are not decoded here, by what their drafts' config.json says that they are.
 OTHER_METHODS = {"peagle": r"p-?eagle", "dflash": r"dflash", "dspark": r"dspark"}
 WEIGHTS = ("*.safetensors", "*.index.json", "pytorch_model*.bin")
@@ -68,7 +66,7 @@ def load_proposer(
     Raises UserError when the method is unknown, or the draft is another target's or does not fit; ResourceError when the Hub fails.
     """
     load = implementation(method).load_proposer
-    if METHODS[method].artifact is None:
+    if not METHODS[method].is_trained:
         return load(None, target, key=key, **options)
     if draft is None:
         raise UserError(key, got="nothing", expected="a draft folder")
@@ -137,12 +135,7 @@ def method_of(folder: Path, *, key: str = "eval.draft") -> str:
 
 def recognized(config: Mapping[str, Any], names: Set[str], *, name: Path | str, key: str) -> str:
     """The method whose draft has this config.json and tensors of these names. Raises UserError, calling it `name`, for anything else."""
-    parallel = bool(names & OTHER_TENSORS)
-    methods = {
-        each: method.implementation()
-        for each, method in METHODS.items()
-        if names and not (parallel and method.artifact == "head")
-    }
+    methods = {each: method.implementation() for each, method in METHODS.items()} if names else {}
     certain = (each for each, method in methods.items() if method.has_tensors(names))
     named = (each for each, method in methods.items() if method.is_named(config, names))
     if found := next(itertools.chain(certain, named), None):

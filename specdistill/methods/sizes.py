@@ -22,7 +22,7 @@ from specdistill.errors import UserError, one_line
 from specdistill.targets.cache_size import CacheSize, cache_size, of_attention
 from specdistill.targets.classes import auto_class, reads_images
 from specdistill.targets.frozen import FrozenTarget
-from specdistill.targets.stand_in import stand_in
+from specdistill.targets.tiny_random import tiny_random_target
 
 TOKENS_PER_SAMPLE = 950  # DeepSpec's cache: about 38 TB of 30 KB a token for 1.3M conversations
 DRAFT_VOCABULARY = 32_000
@@ -229,21 +229,21 @@ class Described:
         )
 
     @cached_property
-    def stand_in(self) -> FrozenTarget | None:
+    def tiny_random(self) -> FrozenTarget | None:
         """A small target of the same class, or None. Raises UserError where decoding would refuse the target."""
-        return stand_in(self.config, self.name, trust_remote_code=self.trust_remote_code)
+        return tiny_random_target(self.config, self.name, trust_remote_code=self.trust_remote_code)
 
     def tried(self, build: Callable[[FrozenTarget], Any]) -> FrozenTarget:
-        """The stand-in, after building a head for it. Raises UserError as for the target itself, or where there is no stand-in."""
-        if self.stand_in is None:
+        """The tiny random target, after building a head for it. Raises UserError as for the target itself, or where there is none."""
+        if self.tiny_random is None:
             got = f"{self.name}, a {type(self.model).__name__} of which no small model can be made"
             raise UserError(self.key, got=got, expected="one that can be tried without its weights")
-        build(self.stand_in)
-        return self.stand_in
+        build(self.tiny_random)
+        return self.tiny_random
 
     @property
     def layers(self) -> Any:
-        """The decoder layers of `model`, by the name under which the stand-in has them."""
+        """The decoder layers of `model`, by the name under which the tiny random target has them."""
         own = self.tried(lambda target: None)
         (name,) = (name for name, module in own.model.named_modules() if module is own.layers)
         return self.model.get_submodule(name)

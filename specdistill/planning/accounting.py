@@ -139,10 +139,10 @@ def _whole(indices: Sequence[Tensor | None]) -> list[Tensor | None]:
 
 
 class WeightlessTarget(FrozenTarget):
-    """A target at its full size whose tensors have no content: the parts that were found in its stand-in, by the names they have there."""
+    """A target at its full size whose tensors have no content: the parts of a tiny random one, by the names that they have there."""
 
     def __init__(self, target: Described) -> None:
-        own, dtype = target.tried(lambda stand_in: None), target.dtype or ASSUMED_DTYPE
+        own, dtype = target.tried(lambda tiny_random: None), target.dtype or ASSUMED_DTYPE
         model = auto_class(target.config).from_config(target.config, dtype=dtype, trust_remote_code=target.trust_remote_code)
         names = {part: name for name, part in own.model.named_modules()}
         vars(self).update(
@@ -192,6 +192,7 @@ def training_step(
 
 def _loss(objective: Any, target: FrozenTarget, batch: dict[str, Any]) -> Tensor:
     """As the Trainer takes it."""
+    batch = objective.prepare(batch, None)
     with torch.autocast("cpu", torch.bfloat16):
         with torch.no_grad():
             target_outputs = objective.read_target(target, batch)

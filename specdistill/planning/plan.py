@@ -99,7 +99,7 @@ def make_plan(
 def _warnings(target: Described) -> list[str]:
     """What a plan cannot know of its target."""
     warnings = []
-    if target.stand_in is None:
+    if target.tiny_random is None:
         warnings.append(
             f"no small {type(target.model).__name__} can be made: whether it is a target shows when its weights are loaded"
         )

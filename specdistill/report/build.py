@@ -118,11 +118,14 @@ def context_rows(records: Sequence[PromptRecord]) -> list[dict[str, Any]]:
     return rows
 
 
-def theory(row: dict[str, Any], costs: Sequence[RoundCost], passes: Callable[[int], int]) -> dict[str, Any] | None:
+def theory(
+    row: dict[str, Any], costs: Sequence[RoundCost], passes: Callable[[int], int], *, depends_on_width: bool = False
+) -> dict[str, Any] | None:
     """What the suite's row implies: alpha, v and c at K, and the speedup to expect at K' up to K; None without drafts.
 
     costs: rounds timed at K' up to K; only what they cost relative to each other counts. passes: K' -> forward passes of the draft
-    in such a round. Of a tree K is the depth, and c·K the cost of drafting all its nodes.
+    in such a round. Of a tree K is the depth, and c·K the cost of drafting all its nodes. depends_on_width: acceptance is known at K alone
+    (see `Proposer`), so the curve has no K' between.
     """
     needed = ("acceptance_rate_per_position", "verify_ms", "draft_ms", "baseline_step_ms", "predicted_speedup")
     if any(name not in row for name in needed):
@@ -130,7 +133,7 @@ def theory(row: dict[str, Any], costs: Sequence[RoundCost], passes: Callable[[in
     rates, step = row["acceptance_rate_per_position"], row["baseline_step_ms"]
     num_drafted = row["num_draft_tokens"] / row["num_drafts"]  # all nodes of a tree; fewer than K where a draft stops early
     cost = RoundCost(len(rates), row["verify_ms"], row["draft_ms"] * num_drafted)
-    curve = speedup_curve(rates, step, cost, costs)
+    curve = speedup_curve(rates, step, cost, () if depends_on_width else costs)
     return {
         "alpha": alpha_from_acceptance_length(row["mean_acceptance_length"], len(rates)),
         "K": len(rates),

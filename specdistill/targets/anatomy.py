@@ -16,13 +16,14 @@ from torch import Tensor, nn
 
 from specdistill.errors import UserError, one_line
 from specdistill.targets.cache import is_recurrent, new_cache
+from specdistill.targets.classes import CLASS_ERRORS
 
 NUM_TOKENS, NUM_CACHED, NUM_REJECTED = 12, 6, 3
 ROUNDING = 1e-5  # of float32 arithmetic
 
 
 @dataclass(frozen=True)
-class Head:
+class LogitsHead:
     """From hidden states after the final norm to logits, as the model's own forward computes them.
 
     cap · tanh(scale · linear(h) / cap), or scale · linear(h) without a cap. `float32`: what follows the linear layer is computed in it.
@@ -50,7 +51,7 @@ class Anatomy:
     backbone: Any
     layers: nn.ModuleList
     norm: Any
-    head: Head
+    head: LogitsHead
 
 
 @torch.no_grad()
@@ -65,7 +66,7 @@ def examine(model: Any, name: str, *, key: str = "target.model") -> Anatomy:
         ids_1T = torch.arange(size // 2, size // 2 + NUM_TOKENS, device=model.device).unsqueeze(0) % size  # no special tokens
         anatomy, hidden_1TD = _parts(model, backbone, linear, ids_1T)
         _check_continues(backbone, config, ids_1T, hidden_1TD)
-    except Exception as error:  # a class may raise anything where it is no plain decoder: that is the reason to give
+    except CLASS_ERRORS as error:  # it is no plain decoder: why not is the reason to give
         got = f"{name}, a {type(model).__name__}: {one_line(str(error))[:200]}"
         raise UserError(key, got=got, expected="a causal language model that continues its KV cache") from error
     finally:
@@ -130,7 +131,7 @@ def _parts(model: Any, backbone: nn.Module, linear: nn.Module, ids_1T: Tensor) -
     before, after = _factor(hidden[0], given[0]), _scale_and_cap(raw[0], logits)
     if before is None or after is None or (before != 1 and getattr(linear, "bias", None) is not None):
         raise LookupError("its logits are not its head's output, scaled or capped")
-    head = Head(linear, before * after[0], after[1], logits.dtype == torch.float32)
+    head = LogitsHead(linear, before * after[0], after[1], logits.dtype == torch.float32)
     layers = next(layers for layers in lists if layers[0] in outputs)  # others may be those of an image encoder
     norm = next((part for part in backbone.children() if outputs.get(part) is hidden[0]), None)
     return Anatomy(backbone, layers, norm, head), hidden[0]
@@ -152,7 +153,7 @@ def _scale_and_cap(x: Tensor, y: Tensor) -> tuple[float, float | None] | None:
     x, y = x.flatten(), y.flatten().double()
     scale, most = _exact(float(y[0] / x[0])), float(y.abs().max())  # x[0] is so small that a cap does not show
     for cap in (None, most):
-        if torch.allclose(y, Head(None, scale, cap).finish(x), rtol=ROUNDING, atol=0):
+        if torch.allclose(y, LogitsHead(None, scale, cap).finish(x), rtol=ROUNDING, atol=0):
             return scale, cap
     return None
 

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+from specdistill.targets.classes import CLASS_ERRORS
+
 
 @dataclass(frozen=True)
 class LayerCache:
@@ -62,7 +64,7 @@ def cache_size(model: Any) -> CacheSize | None:
     try:
         model.set_experts_implementation("batched_mm")  # the one whose shapes do not depend on where tokens are sent
         two, three = (_after(model, config, length) for length in (2, 3))
-    except Exception:  # a class may raise anything that it is asked to do on the meta device
+    except CLASS_ERRORS:  # of what it is asked to do on the meta device
         return None
     layers = [
         _layer(layer, *sizes)

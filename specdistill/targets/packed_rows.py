@@ -20,6 +20,7 @@ from transformers.masking_utils import create_masks_for_generate
 from transformers.utils.generic import TransformersKwargs
 
 from specdistill.targets.anatomy import NUM_CACHED, NUM_TOKENS, backbone_of, reads_alike
+from specdistill.targets.classes import CLASS_ERRORS
 from specdistill.targets.packed_attention import packed_attention
 
 NAME = "specdistill_packed"  # under which transformers finds the attention
@@ -98,7 +99,7 @@ def packing(model: Any) -> Way | None:
         for way in (by_lengths, as_they_are, in_one_row, with_masks):
             try:
                 together = way(model, inputs, documents, run).view(2, NUM_TOKENS, -1)
-            except Exception:  # whatever a class raises: it does not take its rows in this way
+            except CLASS_ERRORS:  # it does not take its rows in this way
                 continue
             if reads_alike(together[:, NUM_CACHED:], alone):
                 return way

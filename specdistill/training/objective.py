@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import EvalPrediction
 
-from specdistill.targets.anatomy import Head
+from specdistill.targets.anatomy import LogitsHead
 
 
 @dataclass(frozen=True)
@@ -32,21 +32,22 @@ class Soft:
 class SoftTargets:
     """The target's distributions that a batch learns from, made where they are read: all of them at once would fill the memory.
 
-    hidden_RD: the target's last hidden states before the loss tokens. head: the target's. ids_W: its ids of the draft's tokens,
-    ascending; None: all of them. pruned: the head of these tokens alone, where it can be cut.
+    hidden_RD: the target's last hidden states before the loss tokens, or [R, K, D] with K of each row. head: the target's. ids_W: its ids
+    of the draft's tokens, ascending; None: all of them. pruned: the head of these tokens alone, where it can be cut.
     """
 
     hidden_RD: Tensor
-    head: Head
+    head: LogitsHead
     ids_W: Tensor | None
-    pruned: Head | None
+    pruned: LogitsHead | None
     temperature: float
 
     @classmethod
     def of(
-        cls, head: Head, last_hidden_BTD: Tensor, loss_positions_R: Tensor, ids_W: Tensor, temperature: float
+        cls, head: LogitsHead, last_hidden_BTD: Tensor, loss_positions: Tensor, ids_W: Tensor, temperature: float
     ) -> "SoftTargets":
-        hidden_RD = before(last_hidden_BTD, loss_positions_R, 1)
+        """loss_positions: [R] or [R, K], of the tokens that are predicted."""
+        hidden_RD = before(last_hidden_BTD, loss_positions, 1)
         if len(ids_W) == head.linear.weight.shape[0]:
             return cls(hidden_RD, head, None, head, temperature)
         return cls(hidden_RD, head, ids_W, pruned(head, ids_W), temperature)
@@ -65,7 +66,7 @@ class SoftTargets:
         return Soft(logits_rW.softmax(-1), (logits_rW.logsumexp(-1) - logits_rV.logsumexp(-1)).exp(), top1_r)
 
 
-def pruned(head: Head, ids_W: Tensor) -> Head | None:
+def pruned(head: LogitsHead, ids_W: Tensor) -> LogitsHead | None:
     """The head of some tokens alone; None for one that is no plain linear layer, as a quantized one."""
     linear = head.linear
     if type(linear) is not nn.Linear:
@@ -76,9 +77,10 @@ def pruned(head: Head, ids_W: Tensor) -> Head | None:
     return replace(head, linear=part)
 
 
-def before(x_BTD: Tensor, positions_R: Tensor, by: int) -> Tensor:
-    """x [R, D] so many positions before those given, which are of the flattened batch; its first where that is before all of it."""
-    return x_BTD.flatten(0, 1).index_select(0, (positions_R - by).clamp_min(0))
+def before(x_BTD: Tensor, positions: Tensor, by: int) -> Tensor:
+    """x [*positions, D] so many positions before those of the flattened batch that are given; its first where that is before all of it."""
+    found: Tensor = x_BTD.flatten(0, 1).index_select(0, (positions - by).clamp_min(0).flatten())
+    return found.view(*positions.shape, -1)
 
 
 def loss_rows(position_ids_BT: Tensor, loss_positions_R: Tensor, *, ahead: int) -> Tensor:
@@ -136,7 +138,7 @@ def step_metrics(prediction: EvalPrediction) -> dict[str, float]:
     table = torch.as_tensor(prediction.predictions).double().sum(0)
     loss, loss_tokens, correct, accepted, chain_correct, chain_accepted, chains = table
     total, count = torch.as_tensor(prediction.label_ids).double().sum(0)
-    metrics = {"loss": float(total / count)}
+    metrics = {"loss": float((total / count).sum())}
     for k in loss_tokens.isfinite().nonzero().flatten().tolist():
         metrics[f"loss_{k}"] = float(loss[k] / loss_tokens[k])
         metrics[f"accuracy_{k}"] = float(correct[k] / loss_tokens[k])

@@ -36,11 +36,19 @@ Batch = dict[str, Tensor]
 class Objective(Protocol):
     """An nn.Module that holds the draft.
 
-    Its `forward(**batch, **target_outputs, measure)` returns the loss, summed over the loss tokens, and StepSums.
+    Its `forward(**batch, **target_outputs, measure)` returns the loss, summed over the loss tokens, and StepSums. The sum is a scalar, or
+    [P], one for each drafted position, which then has a denominator of its own.
     """
 
+    def prepare(self, batch: Batch, number: int | None) -> Batch:
+        """The batch as it is trained on: with its anchors, or with rows that the draft generated in its place. Its shapes do not depend on
+        what it holds. What is random follows from `number`, the batch's in the run, so that a resumed run repeats it; None: in evaluation,
+        where every batch is prepared the same way each time.
+        """
+        ...
+
     def num_loss_tokens(self, batch: Batch) -> Tensor:
-        """What the loss of a batch is divided by."""
+        """What the loss of a prepared batch is divided by: a scalar, or [P]."""
         ...
 
     def read_target(self, target: FrozenTarget, inputs: Batch) -> dict[str, Any]:
@@ -57,7 +65,6 @@ class DraftTrainer(ResumableTrainer):
         objective: the draft with its loss.
         save: (draft, folder): write it in its public layout; checkpoints hold it beside the Trainer's own file.
         decode: (draft folder) -> its acceptance length in decoding, which evaluations then measure too.
-        on_policy: (batch, its number in the run) -> that batch, or one that the draft generated in its place.
         store: features that batches come with, so that the target makes none.
     """
 
@@ -72,7 +79,6 @@ class DraftTrainer(ResumableTrainer):
         save: Callable[[Any, Path], None],
         optimizer: torch.optim.Optimizer | None = None,
         decode: Callable[[Path], float] | None = None,
-        on_policy: Callable[[Batch, int], Batch] | None = None,
         store: FeatureStore | None = None,
     ) -> None:
         if isinstance(train_set, PackedStream):
@@ -82,6 +88,7 @@ class DraftTrainer(ResumableTrainer):
             self.num_rows = len(train_set)
             filled = fill_up(train_set, arguments.train_batch_size * arguments.world_size)
             self.num_empty = len(filled) - self.num_rows
+        arguments.remove_unused_columns = False  # `prepare` reads rows before `forward` does
         try:
             super().__init__(
                 model=objective,
@@ -98,7 +105,6 @@ class DraftTrainer(ResumableTrainer):
         self.target = target
         self.save = save
         self.decode = decode
-        self.on_policy = on_policy
         # Compiled, the loss takes its gradients inside of forward (specdistill.losses.chunked).
         torch._dynamo.config.trace_autograd_ops = arguments.torch_compile
         # compute_loss divides by the whole batch's count itself: the Trainer must not divide again.
@@ -133,11 +139,11 @@ class DraftTrainer(ResumableTrainer):
         self, epoch_iterator: Iterator[Batch], num_batches: int, device: torch.device
     ) -> tuple[list[Batch], Tensor]:
         """The micro-batches of one optimizer step, and their loss tokens over all processes."""
-        batches = list(islice(epoch_iterator, num_batches))
-        if self.on_policy is not None:
-            first = self.state.global_step * num_batches  # numbers follow the rows, which processes take by turns
-            numbers = ((first + index) * self.args.world_size + self.args.process_index for index in range(len(batches)))
-            batches = [self.on_policy(batch, number) for batch, number in zip(batches, numbers, strict=True)]
+        first = self.state.global_step * num_batches  # numbers follow the rows, which processes take by turns
+        batches = [
+            self.objective.prepare(batch, (first + index) * self.args.world_size + self.args.process_index)
+            for index, batch in enumerate(islice(epoch_iterator, num_batches))
+        ]
         loss_tokens = sum((self.objective.num_loss_tokens(batch) for batch in batches), torch.tensor(0))
         count: Tensor = self.accelerator.reduce(loss_tokens.to(device), "sum")
         return batches, count.clamp_min(1)
@@ -152,19 +158,21 @@ class DraftTrainer(ResumableTrainer):
         """
         total, sums = self._loss_sum(model, inputs, measure=not model.training)
         assert num_items_in_batch is not None
-        loss = total * self.accelerator.num_processes / num_items_in_batch
+        loss = (total * self.accelerator.num_processes / num_items_in_batch).sum()
         return (loss, sums) if return_outputs else loss
 
     def prediction_step(
         self, model: nn.Module, inputs: Batch, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[None, Tensor, Tensor]:
-        """Evaluation: the per-step sums [1, 6, K] take the place of logits, the loss's sum and count [1, 2] that of labels, so that
+        """Evaluation: the per-step sums [1, 7, K] take the place of logits, the loss's sums and counts [1, 2, P] that of labels, so that
         compute_metrics can add them up.
         """
-        inputs = self._prepare_inputs(inputs)
+        inputs = self._prepare_inputs(self.objective.prepare(inputs, None))
         with torch.no_grad():
             total, sums = self._loss_sum(model, inputs, measure=True)
-        return None, sums.table().unsqueeze(0), torch.stack((total, sums.loss_tokens[0].to(total))).unsqueeze(0)
+        total = total.reshape(-1)
+        counts = torch.stack(sums.loss_tokens[: len(total)]).to(total)
+        return None, sums.table().unsqueeze(0), torch.stack((total, counts)).unsqueeze(0)
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """The Trainer's own; with `decode`, the draft is saved and the first process decodes with it while the others wait.

@@ -11,9 +11,9 @@ from specdistill.decoding.batch_decoder import MAX_BATCH_SIZE, BatchDecoder
 from specdistill.decoding.decoder import Decoder, Generation
 from specdistill.decoding.proposer import Proposer
 from specdistill.decoding.sampling import Sampling
+from specdistill.methods.chains.proposer import HeadProposer
 from specdistill.methods.draft_model.proposer import DraftModelProposer
 from specdistill.methods.eagle.module import build_eagle
-from specdistill.methods.heads.proposer import HeadProposer
 from specdistill.methods.ngram.method import NgramProposer
 from specdistill.targets.frozen import FrozenTarget
 from tests import mtp_targets

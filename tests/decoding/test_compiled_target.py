@@ -11,8 +11,8 @@ from transformers import LlamaForCausalLM
 from specdistill.decoding.decoder import Decoder
 from specdistill.decoding.sampling import Sampling
 from specdistill.decoding.tree import StaticTree
+from specdistill.methods.chains.proposer import HeadProposer
 from specdistill.methods.eagle3.module import build_eagle3
-from specdistill.methods.heads.proposer import HeadProposer
 from specdistill.methods.ngram.method import NgramProposer
 from specdistill.targets.frozen import FrozenTarget
 from tests import mtp_targets

@@ -15,9 +15,9 @@ from specdistill.decoding.decoder import Decoder, Running
 from specdistill.decoding.proposer import Proposal
 from specdistill.decoding.sampling import Sampling
 from specdistill.decoding.tree import StaticTree
+from specdistill.methods.chains.proposer import HeadProposer
 from specdistill.methods.draft_model.proposer import DraftModelProposer
 from specdistill.methods.eagle3.module import build_eagle3
-from specdistill.methods.heads.proposer import HeadProposer
 from specdistill.methods.load import load_proposer
 from specdistill.methods.ngram.method import NgramProposer
 from specdistill.targets.frozen import FrozenTarget

@@ -15,9 +15,9 @@ from specdistill.decoding.proposer import DecodingState, Proposal, TreeProposer
 from specdistill.decoding.sampling import Sampling
 from specdistill.decoding.transformers_models import check_reads_trees, keep_path, read
 from specdistill.decoding.tree import ROOT, DynamicTree, StaticTree, Step, Tree, candidates_are_drawn, tree_shape
+from specdistill.methods.chains.proposer import HeadProposer
 from specdistill.methods.draft_model.proposer import DraftModelProposer
 from specdistill.methods.eagle3.module import build_eagle3
-from specdistill.methods.heads.proposer import HeadProposer
 from specdistill.methods.ngram.method import NgramProposer
 from specdistill.targets.frozen import FrozenTarget
 from tests import mtp_targets

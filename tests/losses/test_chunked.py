@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_iter
 
 from specdistill.losses.chunked import head_loss, head_loss_plainly
 from specdistill.losses.divergence import DIVERGENCES, acceptance, build_divergence
-from specdistill.targets.anatomy import Head
+from specdistill.targets.anatomy import LogitsHead
 
 K, R, H, W = 3, 50, 8, 33
 Form = Callable[..., tuple[Tensor, Tensor]]
@@ -26,7 +26,7 @@ class Case:
         torch.manual_seed(0)
         self.rows = torch.randn(K, R, H, requires_grad=True)
         self.linear = nn.Linear(H, W, bias=bias).requires_grad_(trains_head)
-        self.head = Head(self.linear, cap=cap)
+        self.head = LogitsHead(self.linear, cap=cap)
         self.probs_RW = torch.randn(R, W).mul(2).softmax(-1)
         self.weights_KR = torch.rand(K, R) * (torch.rand(K, R) < 0.8)
         self.divergence = build_divergence(divergence)

@@ -10,7 +10,7 @@ from specdistill.methods import METHODS, Cost, Method
 from tests.refusals import refused_key
 from tests.tiny import tiny_target_model, tiny_tokenizer
 
-RECIPE = Path(__file__).parent / "repeat" / "recipe.yaml"
+RECIPE = Path(__file__).parent / "block" / "recipe.yaml"
 TEXTS = [
     "the cat sat on the mat and so on",
     "aaaa bbbb cccc dddd eeee",
@@ -31,16 +31,16 @@ def specdistill(*arguments: str) -> int:
 @pytest.fixture(scope="module")
 def table():
     """The one line that a new method adds to the library."""
-    row = Method("repeats the last token", "model", "train/eagle.py", Cost("1"), "tests.methods.repeat")
-    METHODS["repeat"] = row
+    row = Method("drafts a block in one pass", "head", "train/eagle.py", Cost("1"), "tests.methods.block")
+    METHODS["block"] = row
     yield METHODS
-    del METHODS["repeat"]
+    del METHODS["block"]
 
 
 @pytest.fixture(scope="module")
 def work(table, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A target, texts, prompts, a gate that passes, and a run of the toy method."""
-    folder = tmp_path_factory.mktemp("repeat")
+    folder = tmp_path_factory.mktemp("block")
     tiny_target_model().save_pretrained(folder / "target")
     tiny_tokenizer().save_pretrained(folder / "target")
     (folder / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS), encoding="utf-8")
@@ -60,32 +60,47 @@ def work(table, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_it_trains_and_leaves_a_draft(work: Path):
-    assert json.loads((work / "run" / "draft" / "config.json").read_text(encoding="utf-8"))["architectures"] == ["RepeatLast"]
+    assert json.loads((work / "run" / "draft" / "config.json").read_text(encoding="utf-8"))["architectures"] == ["ToyBlock"]
     log = json.loads((work / "run" / "run" / "history.json").read_text(encoding="utf-8"))["log"]
     losses = [entry["loss"] for entry in log if "loss" in entry]
-    assert len(losses) == 4 and losses[-1] != losses[0]
+    assert len(losses) == 6 and losses[-1] < losses[0]
+    of_slots = [{f"eval_{name}_{k}" for k in range(3)} for name in ("loss", "accuracy", "acceptance")]
+    assert all(names <= log[-1].keys() | log[-2].keys() for names in of_slots)
 
 
 def test_it_decodes_losslessly_and_passes_a_gate(work: Path):
     assert specdistill("eval", f"recipe={work / 'run' / 'run' / 'recipe.yaml'}") == 0
     report = json.loads((work / "run" / "report" / "report.json").read_text(encoding="utf-8"))
-    assert (report["draft"]["method"], report["lossless"]["greedy_identical"]) == ("repeat", True)
+    assert (report["draft"]["method"], report["lossless"]["greedy_identical"]) == ("block", True)
     row = report["results"][0]
     assert row["num_drafts"] > 0 and row["num_draft_tokens"] == 3 * row["num_drafts"]
+    # Acceptance is known at the K that was measured alone, and a round of any length is one pass.
+    assert [point["k"] for point in report["theory"]["curve"]] == [0, 3]
+    assert report["theory"]["curve"][-1]["draft_passes"] == 1
+
+
+@pytest.mark.parametrize("tree", ["{branching: [2, 2]}", "{budget: 5, depth: 3, top_k: 2}"])
+def test_its_trees_are_lossless(work: Path, tree: str):
+    output = work / f"tree-{len(tree)}"
+    keys = [f"target={work / 'target'}", "method=block", f"draft={work / 'run' / 'draft'}", f"suite={work / 'prompts.jsonl'}"]
+    options = ["eval.max_new_tokens=16", "eval.repeats=1", "eval.warmup=0", "eval.sampling_draws=0", f"eval.tree={tree}"]
+    assert specdistill("eval", *keys, *options, f"gate={work / 'gate.yaml'}", f"output_dir={output}") == 0
+    report = json.loads((output / "report.json").read_text(encoding="utf-8"))
+    assert report["lossless"]["greedy_identical"] and report["results"][0]["num_drafts"] > 0
 
 
 def test_the_doctor_knows_it(work: Path, capsys: pytest.CaptureFixture[str]):
     suite = f"suite={work / 'prompts.jsonl'}"
     specdistill("doctor", f"draft={work / 'run' / 'draft'}", f"target={work / 'target'}", suite)
     printed = capsys.readouterr().out
-    assert "method repeat" in printed and "acceptance length" in printed
+    assert "method block" in printed and "acceptance length" in printed
 
 
 def test_a_plan_has_a_row_for_it(work: Path):
     output = work / "plan.json"
     assert specdistill("plan", f"target={work / 'target'}", "hub=false", f"output={output}") == 0
     rows = {row["method"]: row for row in json.loads(output.read_text(encoding="utf-8"))["methods"]}
-    assert rows["repeat"]["available"] and rows["repeat"]["parameters"] == 1
+    assert rows["block"]["available"] and rows["block"]["parameters"] == 1
 
 
 def test_an_export_is_refused_by_name(work: Path, capsys: pytest.CaptureFixture[str]):
@@ -98,7 +113,7 @@ def test_it_is_compared_with_others(work: Path):
     options = ["max_new_tokens=16", "repeats=1", "warmup=0", "sampling_draws=0", "num_speculative_tokens=3"]
     assert specdistill("compare", *keys, *options, f"output_dir={work / 'comparison'}") == 0
     comparison = json.loads((work / "comparison" / "comparison.json").read_text(encoding="utf-8"))
-    assert {candidate["report"]["draft"]["method"] for candidate in comparison["candidates"]} == {"repeat", "ngram"}
+    assert {candidate["report"]["draft"]["method"] for candidate in comparison["candidates"]} == {"block", "ngram"}
 
 
 def test_its_keys_are_its_own(work: Path, capsys: pytest.CaptureFixture[str]):

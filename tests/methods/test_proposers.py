@@ -7,10 +7,10 @@ from safetensors.torch import load_file
 from specdistill.decoding.proposer import Proposer
 from specdistill.decoding.sampling import Sampling
 from specdistill.decoding.tree import DynamicTree, StaticTree
+from specdistill.methods.chains.proposer import HeadProposer
 from specdistill.methods.draft_model.proposer import DraftModelProposer
 from specdistill.methods.eagle3.checkpoint import save_eagle3
 from specdistill.methods.eagle3.module import build_eagle3
-from specdistill.methods.heads.proposer import HeadProposer
 from specdistill.methods.ngram.method import NgramProposer
 from tests.proposers import ModelProposer, tiny_target
 

@@ -12,7 +12,7 @@ from specdistill.decoding.batch_decoder import BatchDecoder
 from specdistill.decoding.decoder import Decoder, exact, in_float64
 from specdistill.decoding.proposer import Proposal, Proposer
 from specdistill.decoding.sampling import Random, Sampling
-from specdistill.methods.heads.proposer import HeadProposer
+from specdistill.methods.chains.proposer import HeadProposer
 from specdistill.methods.ngram.method import NgramProposer
 from specdistill.targets.anatomy import reads_alike
 from specdistill.targets.frozen import FrozenTarget

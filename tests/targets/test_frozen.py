@@ -10,8 +10,8 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, DynamicCache
 
 from specdistill.data.packing import indexed
 from specdistill.losses.divergence import forward_kl
+from specdistill.methods.chains.unroll import TrainingTimeTest
 from specdistill.methods.eagle3.module import build_eagle3
-from specdistill.methods.heads.unroll import TrainingTimeTest
 from specdistill.repositories import resolve
 from specdistill.targets.frozen import FrozenTarget
 from tests.refusals import refused

@@ -1,4 +1,4 @@
-"""The operators by themselves: what torch asks of an operator, and each document as if it were alone. Values: tests/methods/heads."""
+"""The operators by themselves: what torch asks of an operator, and each document as if it were alone. Values: tests/methods/chains."""
 
 from itertools import pairwise
 from typing import Any

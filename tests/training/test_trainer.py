@@ -11,8 +11,8 @@ from datasets import Dataset
 from specdistill.data.packing import collate
 from specdistill.decoding.decoder import Decoder
 from specdistill.errors import ResourceError
+from specdistill.methods.chains.proposer import HeadProposer
 from specdistill.methods.draft_model.proposer import DraftModelProposer
-from specdistill.methods.heads.proposer import HeadProposer
 from specdistill.methods.recipe import DECODED, Recipe, TrainedRecipe
 from specdistill.recipe.load import load_recipe
 from tests.heads import HEADS

@@ -25,7 +25,7 @@ from specdistill.measurement.engine_counts import (
     num_same,
     total,
 )
-from specdistill.methods.heads.unroll import TrainingTimeTest
+from specdistill.methods.chains.unroll import TrainingTimeTest
 from specdistill.methods.load import load_proposer
 from specdistill.methods.mtp.checkpoint import build_mtp, save_mtp
 from specdistill.methods.ngram.method import NgramProposer

@@ -17,7 +17,7 @@ from specdistill.methods.contract import Implementation
 from specdistill.methods.draft_model.checkpoint import check_outline, export, load_alike, load_draft_model, save_draft_model
 from specdistill.methods.draft_model.config import Recipe
 from specdistill.methods.draft_model.create import check_decoder, create_draft_model, on_meta, propose_shape, with_lora
-from specdistill.methods.draft_model.objective import Distillation
+from specdistill.methods.draft_model.objective import Distillation, OnPolicyGeneration
 from specdistill.methods.draft_model.proposer import DraftModelProposer
 from specdistill.methods.draft_model.vocabulary import match_vocabularies
 from specdistill.targets.cache_size import cache_size
@@ -50,6 +50,7 @@ def objective(draft: Any, recipe: Recipe, target: FrozenTarget) -> Distillation:
         build_divergence(recipe.loss.divergence),
         num_positions=recipe.eval.num_speculative_tokens,
         reference=load_alike(reference, target, key="loss.reference") if reference else None,
+        on_policy=OnPolicyGeneration(draft, **vars(recipe.on_policy), end_ids=tuple(target.eos_token_ids), seed=recipe.seed),
         **options,
     )
 

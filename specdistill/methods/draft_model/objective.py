@@ -45,6 +45,7 @@ class Distillation(nn.Module):
         labels: `soft` of the target, or the sequence's own `hard`.
         num_positions: K of the simulated acceptance length.
         reference, selected: a frozen draft of the same vocabulary, and the share of the loss tokens that is kept.
+        on_policy: generates some of the batches; None: none.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class Distillation(nn.Module):
         num_positions: int = 4,
         reference: PreTrainedModel | None = None,
         selected: float = 1.0,
+        on_policy: "OnPolicyGeneration | None" = None,
     ) -> None:
         super().__init__()
         self.draft = draft
@@ -65,6 +67,7 @@ class Distillation(nn.Module):
         self.labels = labels
         self.num_positions = num_positions
         self.selected = selected if reference is not None else 1.0
+        self.on_policy = on_policy
         self._draft = examine(draft, "the draft", key="draft.init")
         # No submodule: it is neither trained nor saved.
         self._reference = None if reference is None else examine(reference, "the reference", key="loss.reference")
@@ -81,6 +84,10 @@ class Distillation(nn.Module):
 
     def gradient_checkpointing_enable(self, **options: Any) -> None:
         self.draft.gradient_checkpointing_enable(**options)
+
+    def prepare(self, batch: dict[str, Any], number: int | None) -> dict[str, Any]:
+        """The batch, or in training one that the draft generated in its place."""
+        return batch if self.on_policy is None or number is None else self.on_policy(batch, number)
 
     def num_loss_tokens(self, batch: dict[str, Any]) -> Tensor:
         """How many tokens the loss of a batch is summed over, up to the rounding of a selection."""

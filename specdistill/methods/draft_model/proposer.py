@@ -47,6 +47,7 @@ class DraftModelProposer:
     aux_layers: tuple[int, ...] = ()
     vocabulary: frozenset[int] | None = None
     draws = staticmethod(candidates_are_drawn)
+    depends_on_width = False
 
     def __init__(
         self,

@@ -1,6 +1,6 @@
 """The recipe of EAGLE-1 heads."""
 
-from specdistill.methods.recipe import HeadLoss, HeadRecipe, HeadSizes
+from specdistill.methods.chains.recipe import HeadLoss, HeadRecipe, HeadSizes
 from specdistill.recipe.fields import option, section
 
 

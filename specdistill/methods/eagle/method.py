@@ -4,13 +4,13 @@ from collections.abc import Iterator
 from typing import Any
 
 from specdistill.methods import sizes
+from specdistill.methods.chains import repairs
+from specdistill.methods.chains.head import create_head, drafts_chains
+from specdistill.methods.chains.proposer import proposer_loader
+from specdistill.methods.chains.unroll import objective
 from specdistill.methods.contract import Implementation
 from specdistill.methods.eagle.checkpoint import check_eagle, config_from_json, export, load_eagle, read_eagle, save_eagle
 from specdistill.methods.eagle.module import EagleDraft, build_eagle, eagle_config
-from specdistill.methods.heads import mistakes
-from specdistill.methods.heads.head import create_head
-from specdistill.methods.heads.proposer import proposer_loader
-from specdistill.methods.heads.unroll import objective
 from specdistill.statistics.theory import alpha_from_acceptance_length
 from specdistill.targets.frozen import FrozenTarget
 
@@ -27,7 +27,9 @@ PUBLISHED = sizes.Published(
 def is_named(config: Any, names: Any) -> bool:
     named = set(config.get("architectures") or []) & ARCHITECTURES
     # No whole model calls its tensors so.
-    return bool(named) or ("layers.0.self_attn.q_proj.weight" in names and "norm.weight" not in names)
+    return drafts_chains(names) and (
+        bool(named) or ("layers.0.self_attn.q_proj.weight" in names and "norm.weight" not in names)
+    )
 
 
 def is_described(draft: sizes.Described, target: sizes.Described) -> bool:
@@ -36,11 +38,11 @@ def is_described(draft: sizes.Described, target: sizes.Described) -> bool:
     return "eagle" in draft.calls_itself or (draft.is_causal_lm and same_width and draft.text.num_hidden_layers == 1)
 
 
-def repairs(head: EagleDraft, target: FrozenTarget) -> Iterator[mistakes.Repair]:
+def likely_causes(head: EagleDraft, target: FrozenTarget) -> Iterator[repairs.Repair]:
     """What may be wrong with an EAGLE-1 head whose files are right."""
-    yield "the two halves that fc reads, embedding and hidden state, are swapped", mistakes.swap_halves_of, "fc"
-    yield from mistakes.of_shape(head, target)
-    yield from mistakes.of_layers(head)
+    yield "the two halves that fc reads, embedding and hidden state, are swapped", repairs.swap_halves_of, "fc"
+    yield from repairs.of_shape(head, target)
+    yield from repairs.of_layers(head)
 
 
 def planned(target: sizes.Described, given: sizes.Described | None, settings: dict[str, Any]) -> sizes.PlannedDraft:
@@ -69,7 +71,7 @@ def eagle_head(shape: sizes.Shape, vocab_size: int) -> sizes.Parts:
 
 METHOD = Implementation(
     load_proposer=proposer_loader(load_eagle),
-    has_tensors=lambda names: names >= TENSORS and "layers.0.hidden_norm.weight" not in names,
+    has_tensors=lambda names: drafts_chains(names) and names >= TENSORS and "layers.0.hidden_norm.weight" not in names,
     is_named=is_named,
     create=lambda recipe, target, rows: create_head(recipe, target, build_eagle, load_eagle),
     save=lambda draft, target, folder: save_eagle(draft, folder),
@@ -77,8 +79,8 @@ METHOD = Implementation(
     head_shape=lambda config, num_layers: config_from_json(config.get("model", config), "draft"),
     inspect=lambda folder, target: read_eagle(folder, target, key="draft")[0],
     check=check_eagle,
-    simulation=mistakes.simulation(repairs),
-    likely_causes=mistakes.LIKELY_CAUSES,
+    simulation=repairs.simulation(likely_causes),
+    likely_causes=repairs.LIKELY_CAUSES,
     planned=planned,
     is_described=is_described,
     num_layers=lambda config: config.get("model", config).get("num_hidden_layers"),

@@ -9,7 +9,7 @@ predicts the next one, f_{t+1}; the target's own head makes tokens of it:
     o_t = h_t + attention(h_t);  o_t += mlp(post_attention_layernorm(o_t))           the first layer has no norm before its attention
     q_t = softmax(head(o_t))                                                         o_t stands for f_{t+1} in the next step
 
-head is the target's: lm_head, and the scale or the cap that its class gives to logits (`specdistill.targets.anatomy.Head`).
+head is the target's: lm_head, and the scale or the cap that its class gives to logits (`specdistill.targets.anatomy.LogitsHead`).
 """
 
 from dataclasses import dataclass, replace
@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from specdistill.methods.heads.head import head_shape, initialized
+from specdistill.methods.chains.head import head_shape, initialized
 from specdistill.methods.layers import HeadShape, KVCache, PlainLayer, Rotary
 from specdistill.targets.frozen import Features, FrozenTarget
 
@@ -31,7 +31,7 @@ class EagleConfig(HeadShape):
 
 
 class EagleDraft(nn.Module):
-    """The head (a `Head`, see specdistill.methods.heads.head). Embedding and lm_head are frozen copies of the target's (`borrow`)."""
+    """The head (a `Head`, see specdistill.methods.chains.head). Embedding and lm_head are frozen copies of the target's (`borrow`)."""
 
     aux_layers = ()
     shared = frozenset({"embed_tokens.weight", "lm_head.weight"})

@@ -1,6 +1,6 @@
 """The recipe of EAGLE-3 heads."""
 
-from specdistill.methods.recipe import HeadRecipe, HeadSizes
+from specdistill.methods.chains.recipe import HeadRecipe, HeadSizes
 from specdistill.recipe.fields import option, section
 
 

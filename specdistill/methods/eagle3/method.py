@@ -12,14 +12,14 @@ from specdistill.data.packing import draft_vocabulary
 from specdistill.engines.limits import engine_aux_layers
 from specdistill.errors import UserError
 from specdistill.methods import sizes
+from specdistill.methods.chains import repairs
+from specdistill.methods.chains.head import create_head, drafts_chains
+from specdistill.methods.chains.proposer import proposer_loader
+from specdistill.methods.chains.unroll import objective
 from specdistill.methods.contract import Implementation
 from specdistill.methods.eagle3.checkpoint import check_eagle3, config_from_json, export, load_eagle3, read_eagle3, save_eagle3
 from specdistill.methods.eagle3.config import Recipe
 from specdistill.methods.eagle3.module import Eagle3Draft, build_eagle3, check_aux_layers, eagle3_config
-from specdistill.methods.heads import mistakes
-from specdistill.methods.heads.head import create_head
-from specdistill.methods.heads.proposer import proposer_loader
-from specdistill.methods.heads.unroll import objective
 from specdistill.statistics.theory import alpha_from_acceptance_length
 from specdistill.targets.frozen import FrozenTarget
 
@@ -36,7 +36,7 @@ PUBLISHED = sizes.Published(
 
 def is_named(config: Any, names: Any) -> bool:
     named = set(config.get("architectures") or []) & ARCHITECTURES
-    return bool(named) or any(name.startswith("midlayer.") for name in names)
+    return drafts_chains(names) and (bool(named) or any(name.startswith("midlayer.") for name in names))
 
 
 def create(recipe: Recipe, target: FrozenTarget, rows: Dataset) -> Any:
@@ -55,7 +55,7 @@ def create(recipe: Recipe, target: FrozenTarget, rows: Dataset) -> Any:
     return head
 
 
-def repairs(head: Eagle3Draft, target: FrozenTarget) -> Iterator[mistakes.Repair]:
+def likely_causes(head: Eagle3Draft, target: FrozenTarget) -> Iterator[repairs.Repair]:
     """What may be wrong with an EAGLE-3 head whose files are right."""
     config, aux_layers, depth = head.config, list(head.config.aux_layers), target.num_layers
 
@@ -64,35 +64,35 @@ def repairs(head: Eagle3Draft, target: FrozenTarget) -> Iterator[mistakes.Repair
 
     yield f"norm_before_residual is {config.norm_before_residual}: it was trained with the other", residual
     other_output = {"norm_output": not config.norm_output}
-    yield f"norm_output is {config.norm_output}: it was trained with the other", mistakes.configure, other_output
+    yield f"norm_output is {config.norm_output}: it was trained with the other", repairs.configure, other_output
     # One more, one less, the engines' default
     others = [[layer + 1 for layer in aux_layers], [layer - 1 for layer in aux_layers]]
     others += [engine_aux_layers(depth)] if len(aux_layers) == 3 else []
     for layers in dict.fromkeys(map(tuple, others)):
         if layers != config.aux_layers and all(0 <= layer <= depth for layer in layers):
             cause = f"it reads the target after layers {aux_layers}: it was trained on {list(layers)}"
-            yield cause, mistakes.configure, {"aux_layers": layers}
+            yield cause, repairs.configure, {"aux_layers": layers}
     blocks = head.fc.weight.chunk(len(aux_layers), dim=1)
     orders = itertools.permutations(range(len(blocks))) if len(blocks) <= 3 else [tuple(range(len(blocks)))[::-1]]
     for order in orders:
         if list(order) != sorted(order):
             cause = f"fc reads the auxiliary states in another order than it was trained on: {[index + 1 for index in order]}"
-            yield cause, mistakes.set_weight, "fc.weight", torch.cat([blocks[index] for index in order], dim=1)
+            yield cause, repairs.set_weight, "fc.weight", torch.cat([blocks[index] for index in order], dim=1)
     for one, other in itertools.combinations(("input_layernorm", "hidden_norm", "post_attention_layernorm"), 2):
-        yield f"the first layer's {one} and {other} are swapped", mistakes.swap, f"layers.0.{one}", f"layers.0.{other}"
+        yield f"the first layer's {one} and {other} are swapped", repairs.swap, f"layers.0.{one}", f"layers.0.{other}"
     projections = (f"layers.0.self_attn.{part}_proj" for part in "qkv")
     cause = "the halves that the first layer's q, k and v read, embedding and hidden state, are swapped"
-    yield cause, mistakes.swap_halves_of, *projections
+    yield cause, repairs.swap_halves_of, *projections
     if config.prunes_vocabulary:
         yield from _repairs_of_vocabulary(head)
     if config.own_embedding:
         own = target.tensor("embed_tokens.weight")
-        yield "its embedding is not the target's: it was trained with that", mistakes.set_weight, "embed_tokens.weight", own
-    yield from mistakes.of_shape(head, target)
-    yield from mistakes.of_layers(head)
+        yield "its embedding is not the target's: it was trained with that", repairs.set_weight, "embed_tokens.weight", own
+    yield from repairs.of_shape(head, target)
+    yield from repairs.of_layers(head)
 
 
-def _repairs_of_vocabulary(head: Eagle3Draft) -> Iterator[mistakes.Repair]:
+def _repairs_of_vocabulary(head: Eagle3Draft) -> Iterator[repairs.Repair]:
     draft_ids = torch.arange(len(head.d2t), device=head.d2t.device)
     for cause, d2t in (
         ("d2t is too large by one", head.d2t - 1),
@@ -144,7 +144,7 @@ def eagle3_head(
 
 METHOD = Implementation(
     load_proposer=proposer_loader(load_eagle3),
-    has_tensors=lambda names: any(wanted <= names for wanted in TENSORS),
+    has_tensors=lambda names: drafts_chains(names) and any(wanted <= names for wanted in TENSORS),
     is_named=is_named,
     create=create,
     save=lambda draft, target, folder: save_eagle3(draft, folder),
@@ -152,8 +152,8 @@ METHOD = Implementation(
     head_shape=lambda config, num_layers: config_from_json(config, num_layers, "draft"),
     inspect=lambda folder, target: read_eagle3(folder, target, key="draft")[0],
     check=check_eagle3,
-    simulation=mistakes.simulation(repairs),
-    likely_causes=mistakes.LIKELY_CAUSES,
+    simulation=repairs.simulation(likely_causes),
+    likely_causes=repairs.LIKELY_CAUSES,
     planned=planned,
     is_described=lambda draft, target: (
         "eagle3" in draft.calls_itself or bool({"draft_vocab_size", "eagle_config"} & draft.raw.keys())

@@ -21,9 +21,9 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 from specdistill.engines.limits import engine_aux_layers
 from specdistill.errors import UserError
-from specdistill.methods.heads.head import head_shape, initialized
+from specdistill.methods.chains.head import head_shape, initialized
 from specdistill.methods.layers import Attention, HeadShape, KVCache, PlainLayer, RMSNorm, Rotary
-from specdistill.targets.anatomy import Head
+from specdistill.targets.anatomy import LogitsHead
 from specdistill.targets.frozen import Features, FrozenTarget
 
 
@@ -102,8 +102,8 @@ class Eagle3Draft(nn.Module):
         self.register_buffer("t2d", torch.arange(config.vocab_size) < config.draft_vocab_size)
 
     @property
-    def logits(self) -> Head:
-        return Head(self.lm_head)
+    def logits(self) -> LogitsHead:
+        return LogitsHead(self.lm_head)
 
     @property
     def aux_layers(self) -> tuple[int, ...]:

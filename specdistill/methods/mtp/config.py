@@ -1,6 +1,6 @@
 """The recipe of multi-token-prediction layers, whose shape is the target's own."""
 
-from specdistill.methods.recipe import HeadDraft, HeadRecipe
+from specdistill.methods.chains.recipe import HeadDraft, HeadRecipe
 from specdistill.recipe.fields import option, section
 
 

@@ -8,11 +8,11 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from specdistill.methods import sizes
+from specdistill.methods.chains import repairs
+from specdistill.methods.chains.proposer import proposer_loader
+from specdistill.methods.chains.unroll import objective
 from specdistill.methods.checkpoint import read_config
 from specdistill.methods.contract import Implementation
-from specdistill.methods.heads import mistakes
-from specdistill.methods.heads.proposer import proposer_loader
-from specdistill.methods.heads.unroll import objective
 from specdistill.methods.mtp.checkpoint import (
     ARCHITECTURE,
     build_mtp,
@@ -63,11 +63,11 @@ def stated_layers(raw: Mapping[str, Any]) -> tuple[str, int] | None:
     return next(((key, part[key]) for part in parts for key in NATIVE_KEYS if part.get(key)), None)
 
 
-def repairs(head: MtpDraft, target: FrozenTarget) -> Iterator[mistakes.Repair]:
+def likely_causes(head: MtpDraft, target: FrozenTarget) -> Iterator[repairs.Repair]:
     """What may be wrong with a multi-token-prediction layer whose files are right."""
-    yield "the two halves that fc reads, embedding and hidden state, are swapped", mistakes.swap_halves_of, "fc"
-    yield "the norms of embedding and hidden state are swapped", mistakes.swap, "token_norm", "hidden_norm"
-    yield from mistakes.of_layers(head)
+    yield "the two halves that fc reads, embedding and hidden state, are swapped", repairs.swap_halves_of, "fc"
+    yield "the norms of embedding and hidden state are swapped", repairs.swap, "token_norm", "hidden_norm"
+    yield from repairs.of_layers(head)
 
 
 def planned(target: sizes.Described, given: sizes.Described | None, settings: dict[str, Any]) -> sizes.PlannedDraft:
@@ -113,8 +113,8 @@ METHOD = Implementation(
     inspect=inspect,
     check=check_mtp,
     check_native=check_native,
-    simulation=mistakes.simulation(repairs),
-    likely_causes=mistakes.LIKELY_CAUSES,
+    simulation=repairs.simulation(likely_causes),
+    likely_causes=repairs.LIKELY_CAUSES,
     planned=planned,
     is_described=lambda draft, target: "mtp" in draft.calls_itself,
     config_of=config_of,

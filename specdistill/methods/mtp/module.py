@@ -31,6 +31,7 @@ from transformers import AttentionInterface
 
 from specdistill.errors import UserError
 from specdistill.methods.layers import KVCache
+from specdistill.targets.classes import CLASS_ERRORS
 from specdistill.targets.frozen import Features, FrozenTarget
 
 EXPECTED = "a target whose attention takes plain queries, keys and values (transformers' AttentionInterface)"
@@ -148,12 +149,10 @@ class MtpDraft(nn.Module):
 
 @contextmanager
 def _refused(layer_class: type) -> Iterator[None]:
-    """Raises UserError for whatever a class raises that is not made or called as most layers of transformers are."""
+    """Raises UserError for what a class raises that is not made or called as most layers of transformers are."""
     try:
         yield
-    except UserError:
-        raise
-    except Exception as error:
+    except CLASS_ERRORS as error:
         raise UserError("target.model", got=f"{layer_class.__name__} ({error})", expected=EXPECTED) from error
 
 

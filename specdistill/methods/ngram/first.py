@@ -32,7 +32,7 @@ class LookupFirstProposer:
         self.draft = draft
         self.lookup = NgramProposer(config.min, config.max)
         self.levels = config.levels
-        self.aux_layers = draft.aux_layers
+        self.aux_layers, self.depends_on_width = draft.aux_layers, draft.depends_on_width
         self.num_parameters, self.num_bytes = draft.num_parameters, draft.num_bytes
         self.settings: dict[str, Any] = {
             **draft.settings,

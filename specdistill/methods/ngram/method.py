@@ -47,6 +47,7 @@ class NgramProposer:
     max_ngram: int = 3
     lookup: str = "sequence"
     vocabulary: None = None
+    depends_on_width: bool = False
     aux_layers: tuple[int, ...] = ()
     num_parameters: int = 0
     num_bytes: int = 0

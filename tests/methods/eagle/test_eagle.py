@@ -13,10 +13,10 @@ from specdistill.decoding.proposer import DecodingState
 from specdistill.decoding.sampling import Sampling
 from specdistill.engines import ENGINES
 from specdistill.losses.divergence import forward_kl
+from specdistill.methods.chains.proposer import HeadProposer
+from specdistill.methods.chains.unroll import TrainingTimeTest
 from specdistill.methods.eagle.checkpoint import export, load_eagle, save_eagle
 from specdistill.methods.eagle.module import EagleDraft, build_eagle
-from specdistill.methods.heads.proposer import HeadProposer
-from specdistill.methods.heads.unroll import TrainingTimeTest
 from specdistill.targets.frozen import FrozenTarget
 from tests.heads import causal
 from tests.refusals import refused

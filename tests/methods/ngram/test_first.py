@@ -9,9 +9,9 @@ from specdistill.decoding.decoder import Decoder
 from specdistill.decoding.proposer import DecodingState, Proposal
 from specdistill.decoding.sampling import GREEDY, Sampling
 from specdistill.decoding.tree import DynamicTree
+from specdistill.methods.chains.proposer import HeadProposer
 from specdistill.methods.draft_model.proposer import DraftModelProposer
 from specdistill.methods.eagle3.module import build_eagle3
-from specdistill.methods.heads.proposer import HeadProposer
 from specdistill.methods.ngram.config import LookupFirst
 from specdistill.methods.ngram.first import LookupFirstProposer
 from specdistill.methods.ngram.method import NgramProposer

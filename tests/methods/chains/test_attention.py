@@ -10,7 +10,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import ProfilerActivity, profile
 
-from specdistill.methods.heads.attention import UnrollKVCache
+from specdistill.methods.chains.attention import UnrollKVCache
 from specdistill.targets import packed_attention
 
 K = 7

@@ -27,9 +27,9 @@ from torch.utils.checkpoint import checkpoint
 from specdistill.errors import UserError
 from specdistill.losses.chunked import head_loss
 from specdistill.losses.divergence import Divergence, acceptance, build_divergence
-from specdistill.methods.heads.attention import UnrollKVCache
-from specdistill.methods.heads.head import Head
-from specdistill.methods.recipe import HeadRecipe
+from specdistill.methods.chains.attention import UnrollKVCache
+from specdistill.methods.chains.head import Head
+from specdistill.methods.chains.recipe import HeadRecipe
 from specdistill.targets.frozen import Features, FrozenTarget
 from specdistill.targets.packed_rows import Documents
 from specdistill.training.objective import Soft, SoftTargets, StepSums, before, loss_rows, shift_left
@@ -83,6 +83,10 @@ class TrainingTimeTest(nn.Module):
             mlp.forward = partial(checkpoint, mlp.forward, use_reentrant=False)
 
     gradient_checkpointing_enable = activation_checkpointing_enable  # older versions' name
+
+    def prepare(self, batch: dict[str, Any], number: int | None) -> dict[str, Any]:
+        """The batch as it is: every position of it is the root of a chain."""
+        return batch
 
     def num_loss_tokens(self, batch: dict[str, Any]) -> Tensor:
         """Loss tokens of step 0: what the loss of a batch is divided by."""

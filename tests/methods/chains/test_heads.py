@@ -14,8 +14,8 @@ from specdistill.decoding.kv_cache import DraftKVCache
 from specdistill.decoding.proposer import DecodingState
 from specdistill.decoding.sampling import Sampling
 from specdistill.decoding.tree import StaticTree
-from specdistill.methods.heads.attention import UnrollKVCache
-from specdistill.methods.heads.proposer import HeadProposer
+from specdistill.methods.chains.attention import UnrollKVCache
+from specdistill.methods.chains.proposer import HeadProposer
 from specdistill.methods.load import load_proposer, method_of
 from specdistill.targets.frozen import FrozenTarget
 from tests import mtp_targets

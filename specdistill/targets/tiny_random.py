@@ -1,4 +1,4 @@
-"""A small random model in a target's place: what its class computes can be tried before its weights are there.
+"""A tiny random model of a target's class: what the class computes can be tried before its weights are there.
 
 Widths are divided, and counts (layers, heads, groups) are kept, so that what a class asks of its sizes still holds: hidden size = heads ·
 head size. Which classes can be made so small is tried too: a few sizes, the narrowest first.
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from specdistill.errors import UserError
-from specdistill.targets.classes import auto_class
+from specdistill.targets.classes import CLASS_ERRORS, auto_class
 from specdistill.targets.frozen import FrozenTarget
 
 DIVISORS = (64, 32, 16, 8, 4, 2, 1)
@@ -20,7 +20,7 @@ LEAST_DIVIDED = 16  # smaller numbers are no widths
 NO_WIDTHS = re.compile(r"(^|_)(num|n)_\w*(head|layer|group)|heads$|layers?$|position|ctx|period|interval|offset|top_?k")
 
 
-def stand_in(config: Any, name: str, *, trust_remote_code: bool = False) -> FrozenTarget | None:
+def tiny_random_target(config: Any, name: str, *, trust_remote_code: bool = False) -> FrozenTarget | None:
     """A small target of the class of `config`, under the target's own name; None where no size can be made.
 
     Raises UserError as loading the target would, when every size is refused.
@@ -42,7 +42,7 @@ def stand_in(config: Any, name: str, *, trust_remote_code: bool = False) -> Froz
                 model = auto_class(small).from_config(small, **options).eval()
                 if divisor > 1:
                     model(input_ids=torch.zeros(1, 2, dtype=torch.long), use_cache=False)
-        except Exception:  # a class may raise anything for sizes that do not go together: another divisor is tried
+        except CLASS_ERRORS:  # sizes that do not go together: another divisor is tried
             continue
         try:
             return FrozenTarget(model, None, name=name)

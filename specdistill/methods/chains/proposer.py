@@ -16,7 +16,7 @@ from specdistill.decoding.proposer import BatchProposer, BatchState, DecodingSta
 from specdistill.decoding.sampling import Generators, Sampling, draw, uniforms
 from specdistill.decoding.transformers_models import last_of, padded
 from specdistill.decoding.tree import DynamicTree, StaticTree, Step, candidates_are_drawn
-from specdistill.methods.heads.head import Head
+from specdistill.methods.chains.head import Head
 from specdistill.methods.layers import check_window
 from specdistill.targets.frozen import FrozenTarget
 
@@ -34,6 +34,7 @@ class HeadProposer:
     """A chain or a tree of a head: true features for committed positions, its own hidden state for the drafted ones."""
 
     draws = staticmethod(candidates_are_drawn)
+    depends_on_width = False
 
     def __init__(self, head: Head) -> None:
         module: Any = head

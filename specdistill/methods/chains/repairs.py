@@ -1,7 +1,7 @@
-"""What may be wrong with a head whose every tensor has the right shape, and the head without it.
+"""Likely causes of low acceptance in a head whose every tensor has the right shape, and the head repaired.
 
-A head accepts little when it is run otherwise than it was trained, and nothing in its files says so. Each mistake is undone on a copy that
-shares the weights; the one whose copy is closer to the target names the cause.
+A head accepts little when it is run differently from how it was trained, and nothing in its files says so. Each likely cause is repaired on
+a copy that shares the weights; the one whose copy is closer to the target names the cause.
 """
 
 import copy
@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from specdistill.losses.divergence import forward_kl
+from specdistill.methods.chains.unroll import TrainingTimeTest
 from specdistill.methods.contract import Simulation
-from specdistill.methods.heads.unroll import TrainingTimeTest
 from specdistill.methods.layers import Rotary
 from specdistill.targets.frozen import FrozenTarget
 
@@ -22,21 +22,21 @@ Repair = tuple[Any, ...]  # a cause, and what undoes it: a function of a head, a
 LIKELY_CAUSES = ("the features it was trained on came from elsewhere (other layers, quantised, before the final norm)",)
 
 
-def simulation(repairs: Callable[[Any, FrozenTarget], Iterator[Repair]]) -> Simulation:
+def simulation(likely_causes: Callable[[Any, FrozenTarget], Iterator[Repair]]) -> Simulation:
     """The training-time test with plain KL, for as many steps as tokens are drafted, and a method's repairs made on copies of the head."""
 
-    def mistakes(head: Any, target: FrozenTarget) -> Iterator[tuple[str, Any]]:
+    def repaired(head: Any, target: FrozenTarget) -> Iterator[tuple[str, Any]]:
         modules = (head, target.model)
         shared = {id(tensor): tensor for module in modules for tensor in (*module.parameters(), *module.buffers())}
-        for cause, repair, *arguments in repairs(head, target):
-            repaired = copy.deepcopy(head, dict(shared))
-            repair(repaired, *arguments)
-            yield cause, repaired
+        for cause, repair, *arguments in likely_causes(head, target):
+            copied = copy.deepcopy(head, dict(shared))
+            repair(copied, *arguments)
+            yield cause, copied
 
     return Simulation(
         draft_of=lambda proposer: proposer.head,
         objective=lambda head, num_tokens: TrainingTimeTest(head, forward_kl, num_tokens),
-        mistakes=mistakes,
+        repaired=repaired,
     )
 
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from transformers import CONFIG_MAPPING, LlamaConfig
 
-from specdistill.targets.stand_in import stand_in
+from specdistill.targets.tiny_random import tiny_random_target
 from tests.refusals import refused
 from tests.tiny import qwen
 
@@ -23,7 +23,7 @@ from tests.tiny import qwen
 )
 def test_widths_are_divided_and_the_rest_is_kept(kind: str, options: dict[str, Any], scale: float, cap: float | None) -> None:
     config = CONFIG_MAPPING[kind](**options)
-    target = stand_in(config, "small")
+    target = tiny_random_target(config, "small")
     assert target is not None
     assert target.num_layers == config.num_hidden_layers
     assert target.config.num_attention_heads == config.num_attention_heads
@@ -33,15 +33,15 @@ def test_widths_are_divided_and_the_rest_is_kept(kind: str, options: dict[str, A
 
 def test_a_small_config_stands_for_itself() -> None:
     model = qwen()
-    target = stand_in(model.config, "small")
+    target = tiny_random_target(model.config, "small")
     assert target is not None
     assert [parameter.shape for parameter in target.model.parameters()] == [parameter.shape for parameter in model.parameters()]
 
 
 def test_a_class_that_is_refused_at_every_size_is_refused() -> None:
     with refused("target.model", "it, a MambaForCausalLM: passes over a KV cache"):
-        stand_in(CONFIG_MAPPING["mamba"](num_hidden_layers=2), "it")
+        tiny_random_target(CONFIG_MAPPING["mamba"](num_hidden_layers=2), "it")
 
 
-def test_sizes_that_never_go_together_have_no_stand_in() -> None:
-    assert stand_in(LlamaConfig(num_attention_heads=8, num_key_value_heads=3, hidden_size=16_384), "it") is None
+def test_sizes_that_never_go_together_have_no_tiny_random_target() -> None:
+    assert tiny_random_target(LlamaConfig(num_attention_heads=8, num_key_value_heads=3, hidden_size=16_384), "it") is None

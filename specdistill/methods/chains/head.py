@@ -7,7 +7,7 @@ At position t a head pairs the embedding of the next token x_{t+1} with a hidden
 state comes from its features; at drafted positions it is what the head itself gave back one step before.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -18,10 +18,16 @@ from specdistill.methods.checkpoint import ROPE_TYPES
 from specdistill.methods.layers import KVCache, check_window
 from specdistill.methods.sizes import shape_of
 from specdistill.recipe.fields import default_of
-from specdistill.targets.anatomy import Head as LogitsHead
+from specdistill.targets.anatomy import LogitsHead
 from specdistill.targets.frozen import Features, FrozenTarget
 
 T = TypeVar("T", bound=nn.Module)
+OF_PARALLEL_DRAFTS = {"mask_hidden", "hidden_norm.weight"}  # tensors that P-EAGLE's and DFlash's drafts have beside a head's
+
+
+def drafts_chains(names: Set[str]) -> bool:
+    """Whether a draft with tensors of these names drafts one token a pass, as far as they say."""
+    return not names & OF_PARALLEL_DRAFTS
 
 
 class Head(Protocol):

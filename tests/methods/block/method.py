@@ -1,0 +1,176 @@
+"""The toy block drafter as a row of the table: all that commands ask of a method that drafts a block in one pass.
+
+Shapes: B rows, N anchors of all rows, K slots of a block, k of them that are drafted, H hidden size, V vocabulary.
+"""
+
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from specdistill.decoding.proposer import BatchProposer, DecodingState, Proposal, RowByRow
+from specdistill.decoding.sampling import Sampling, draw, uniforms
+from specdistill.decoding.tree import candidates_are_drawn
+from specdistill.losses.chunked import head_loss
+from specdistill.losses.divergence import acceptance, forward_kl
+from specdistill.methods.checkpoint import read_tensors, write_draft
+from specdistill.methods.contract import Implementation, Simulation
+from specdistill.methods.sizes import Described, Parts, PlannedDraft, Published
+from specdistill.targets.anatomy import LogitsHead
+from specdistill.targets.packed_rows import Documents
+from specdistill.training.objective import Soft, SoftTargets, StepSums
+
+
+class Block(nn.Module):
+    """Slot k of a block after x_a predicts x_{a+1+k} from x_a, its own embedding, and the mean of those of the slots beside it."""
+
+    def __init__(self, vocab_size: int, hidden_size: int, block_size: int) -> None:
+        super().__init__()
+        self.tokens, self.slots = nn.Embedding(vocab_size, hidden_size), nn.Embedding(block_size, hidden_size)
+        self.lm_head = nn.Linear(hidden_size, vocab_size, bias=False)
+
+    def forward(self, anchor_N: Tensor, width: int) -> Tensor:
+        """[N, width, H], which `lm_head` reads."""
+        slots_KH = self.slots.weight[:width]
+        return torch.tanh(self.tokens(anchor_N).unsqueeze(1) + slots_KH + slots_KH.mean(0))
+
+
+class BlockLoss(nn.Module):
+    """Forward KL of every slot at random anchors; each slot has a denominator of its own."""
+
+    def __init__(self, draft: Block, num_slots: int, num_anchors: int) -> None:
+        super().__init__()
+        self.draft, self.num_slots, self.num_anchors = draft, num_slots, num_anchors
+
+    def prepare(self, batch: dict[str, Any], number: int | None) -> dict[str, Any]:
+        """With the positions of anchors [N] and of their labels [N, K] in the flattened batch, and which of the labels carry loss."""
+        rows, length = batch["input_ids"].shape
+        generator = torch.Generator().manual_seed(0 if number is None else number + 1)
+        first_B1 = torch.arange(rows).unsqueeze(1) * length
+        places = torch.randint(length - self.num_slots, (rows, self.num_anchors), generator=generator)
+        anchors_N = (first_B1 + places).flatten().to(batch["input_ids"].device)
+        labels_NK = anchors_N.unsqueeze(1) + 1 + torch.arange(self.num_slots, device=anchors_N.device)
+        documents = batch["document_ids"].flatten()
+        is_inside_NK = documents[labels_NK] == documents[anchors_N].unsqueeze(1)
+        has_loss_NK = (batch["loss_mask"].flatten()[labels_NK] > 0) & is_inside_NK
+        return {**batch, "anchors": anchors_N, "labels": labels_NK, "has_loss": has_loss_NK.float()}
+
+    def num_loss_tokens(self, batch: dict[str, Any]) -> Tensor:
+        return batch["has_loss"].sum(0)
+
+    def read_target(self, target, inputs: dict[str, Any]) -> dict[str, Any]:
+        documents = Documents(inputs["cumulative_lengths"], inputs["longest"])
+        features = target.features(inputs["input_ids"], (), position_ids_BT=inputs["position_ids"], documents=documents)
+        last_hidden = features.last_hidden
+        all_ids = torch.arange(target.vocab_size, device=target.device)
+        return {"soft_targets": SoftTargets.of(target.logits, last_hidden, inputs["labels"], all_ids, 1.0)}
+
+    def forward(self, input_ids, anchors, labels, has_loss, soft_targets: SoftTargets, measure: bool = False, **_) -> Any:
+        hidden_NKH, has_loss_KN = self.draft(input_ids.flatten()[anchors], self.num_slots), has_loss.T
+        totals, metrics = [], []
+        for k in range(self.num_slots):  # a target for each row and slot
+            soft = replace(soft_targets, hidden_RD=soft_targets.hidden_RD[:, k])
+            rows = hidden_NKH[:, k].unsqueeze(0), has_loss_KN[k].unsqueeze(0), LogitsHead(self.draft.lm_head)
+            total, metrics_M1N = head_loss(*rows, partial(soft.at, measure=True), row_losses)
+            totals.append(total)
+            metrics.append(metrics_M1N.squeeze(1) * has_loss_KN[k])
+        losses_KN, correct_KN, accepted_KN = torch.stack(metrics, 1)
+        sums = StepSums(loss=[*losses_KN.sum(1)], loss_tokens=[*has_loss_KN.sum(1)])
+        if measure:
+            sums.correct, sums.accepted = [*correct_KN.sum(1)], [*accepted_KN.sum(1)]
+            sums.add_chains(has_loss_KN, correct_KN, accepted_KN)
+        return torch.stack(totals), sums
+
+
+def row_losses(logits_rV: Tensor, soft: Soft, k: int) -> tuple[Tensor, Tensor]:
+    losses_r = forward_kl(logits_rV, soft.probs_rW)
+    with torch.no_grad():
+        correct_r = (logits_rV.argmax(-1) == soft.top1_r).float()
+        accepted_r = acceptance(logits_rV.float().softmax(-1), soft.probs_rW)
+        return losses_r, torch.stack((losses_r, correct_r, accepted_r))
+
+
+@dataclass
+class BlockProposer:
+    """A chain of slots drawn independently, or a tree whose nodes of one level have one distribution: one pass for either."""
+
+    draft: Block
+    aux_layers: tuple[int, ...] = ()
+    vocabulary: frozenset[int] | None = None
+    depends_on_width: bool = True
+
+    def __post_init__(self) -> None:
+        self.settings: dict[str, Any] = {}
+        self.num_parameters = sum(parameter.numel() for parameter in self.draft.parameters())
+        self.num_bytes = 4 * self.num_parameters
+
+    def begin(self, max_length: int) -> None:
+        pass
+
+    def draws(self, sampling: Sampling, tree: Any) -> bool:
+        return candidates_are_drawn(sampling, tree)
+
+    def passes(self, k: int) -> int:
+        return 1
+
+    def batched(self) -> BatchProposer:
+        return RowByRow(self)
+
+    def propose(self, state: DecodingState, k: int, sampling: Sampling, generator: torch.Generator | None) -> Proposal:
+        logits_kV = self.logits(state, k)
+        if sampling.is_greedy:
+            return Proposal(logits_kV.argmax(-1).tolist())
+        probs_kV = sampling.probabilities(logits_kV)
+        return Proposal(draw(probs_kV, uniforms(len(probs_kV), [generator])[0]).tolist(), probs_kV)
+
+    def propose_tree(self, state: DecodingState, shape: Any, sampling: Sampling, generator: torch.Generator | None) -> Proposal:
+        levels = iter(self.logits(state, shape.depth).unsqueeze(1))
+        index_N, tree, probs_NV = shape.grow(
+            next(levels), lambda index_T, rows_T: next(levels).expand(len(index_T), -1), sampling, generator
+        )
+        return Proposal(index_N.tolist(), probs_NV, tree)
+
+    def logits(self, state: DecodingState, k: int) -> Tensor:
+        width = min(k, self.draft.slots.num_embeddings)
+        logits_kV: Tensor = self.draft.lm_head(self.draft(torch.tensor(state.token_ids[-1:]), width)[0])
+        return logits_kV
+
+
+def save(draft: Block, target, folder: Path) -> None:
+    write_draft(folder, {"architectures": ["ToyBlock"], "block_size": draft.slots.num_embeddings}, draft.state_dict())
+
+
+def load_proposer(folder: Path, target, *, key: str) -> BlockProposer:
+    tensors = read_tensors(folder, key)
+    vocab_size, hidden_size = tensors["tokens.weight"].shape
+    draft = Block(vocab_size, hidden_size, len(tensors["slots.weight"]))
+    draft.load_state_dict(tensors)
+    return BlockProposer(draft)
+
+
+def planned(target: Described, given: Described | None, settings: dict[str, Any]) -> PlannedDraft:
+    published = Published(None, "none is published", None, "none is published")
+    return PlannedDraft(Parts(1, 0, 0), None, target.text.vocab_size, "drafts a block in one pass", published)
+
+
+def swapped(draft: Block, target):
+    yield "its first two slots are swapped", Block(*draft.tokens.weight.shape, draft.slots.num_embeddings)
+
+
+METHOD = Implementation(
+    load_proposer=load_proposer,
+    has_tensors=lambda names: names == {"tokens.weight", "slots.weight", "lm_head.weight"},
+    create=lambda recipe, target, rows: Block(target.vocab_size, recipe.draft.hidden_size, recipe.draft.block_size),
+    save=save,
+    objective=lambda draft, recipe, target: BlockLoss(draft, recipe.draft.block_size, recipe.loss.num_anchors),
+    simulation=Simulation(
+        draft_of=lambda proposer: proposer.draft,
+        objective=lambda draft, k: BlockLoss(draft, min(k, draft.slots.num_embeddings), 64),
+        repaired=swapped,
+    ),
+    planned=planned,
+    num_layers=lambda config: 0,
+)
