@@ -26,9 +26,9 @@ from torch import Tensor
 
 from specdistill.command import run
 from specdistill.errors import ExitCode
-from specdistill.features.fill import Rows, fill
-from specdistill.features.shard import Origin, Tokens
-from specdistill.features.store import FeatureStore
+from specdistill.produce.features import Rows, fill
+from specdistill.rows.shard import Origin, Tokens
+from specdistill.rows.store import FeatureStore
 from specdistill.project import ROOT
 from specdistill.recipe.fields import Section, option
 from specdistill.report.text import table, write_between
@@ -119,7 +119,7 @@ def of_rows(files: list[Path], store: FeatureStore, rows: Dataset, order: list[i
 
 def drop(files: list[Path]) -> None:
     """Have the system forget the files, which are on the disk by then. What a process has mapped it keeps: those maps are given back."""
-    from specdistill.features.shard import _mapped
+    from specdistill.rows.shard import _mapped
 
     _mapped.cache_clear()
     for path in files:

@@ -27,7 +27,7 @@ import torch
 from datasets import Dataset
 
 from specdistill.command import run
-from specdistill.data.cache import content_fingerprint
+from specdistill.rows.cache import content_fingerprint
 from specdistill.errors import ExitCode
 from specdistill.measurement.hardware import hardware
 from specdistill.project import ROOT

@@ -29,11 +29,11 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from specdistill.command import run
-from specdistill.data.cache import mapped
-from specdistill.data.chat import Message, assistant_spans, render
-from specdistill.data.encoding import ENCODED_COLUMNS, Encoder
-from specdistill.data.packing import PADDING_DOCUMENT
-from specdistill.data.sources import COLUMNS, load_rows
+from specdistill.rows.cache import mapped
+from specdistill.rows.chat import Message, assistant_spans, render
+from specdistill.rows.encoding import ENCODED_COLUMNS, Encoder
+from specdistill.rows.packing import PADDING_DOCUMENT
+from specdistill.produce.sources import COLUMNS, load_rows
 from specdistill.data.training_data import training_data
 from specdistill.errors import ExitCode
 from specdistill.measurement.hardware import hardware, software

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from datasets import Dataset
 
-from specdistill.data.batch_generate import fast_dtype, generate, generation_mode
+from specdistill.targets.batch_generate import fast_dtype, generate, generation_mode
 from specdistill.decoding.decoder import Decoder
 from specdistill.losses.divergence import forward_kl
 from specdistill.measurement.hardware import hardware, software

@@ -28,7 +28,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from bench.engines import environment
 from specdistill.command import run
-from specdistill.data.batch_generate import fast_dtype
+from specdistill.targets.batch_generate import fast_dtype
 from specdistill.data.training_data import training_data
 from specdistill.engines.limits import engine_aux_layers
 from specdistill.errors import ExitCode, ResourceError, UserError

@@ -15,7 +15,6 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
-from functools import partial
 from itertools import compress
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -23,14 +22,15 @@ from typing import Annotated, Any, Literal
 from pydantic import create_model, model_validator
 
 import specdistill
-from specdistill.command import NO_SHORTHANDS, check_writable, print_help, spell_out
+from specdistill.command import NO_SHORTHANDS, print_help, spell_out
 from specdistill.credentials import check_arguments
 from specdistill.engines import engines_with
 from specdistill.errors import ExitCode, ResourceError, UserError, explain, nearest
 from specdistill.launch import LaunchOptions, launch
 from specdistill.methods import METHODS
-from specdistill.methods.recipe import DEFAULT_METHOD, Recipe, TrainedRecipe, eval_keys_of_methods, options_by_method
+from specdistill.methods.recipe import DEFAULT_METHOD, Recipe, eval_keys_of_methods, options_by_method
 from specdistill.next_step import next_step
+from specdistill.produce import command as data_command
 from specdistill.project import PICO, ROOT
 from specdistill.recipe.fields import ReadWhen, Section, default_of, leaves, like, one_of, option, section
 from specdistill.recipe.load import load_recipe, merged
@@ -234,15 +234,7 @@ class PublishOptions(PublishConfig):
 
 
 IN_THIS_PROCESS = LaunchOptions()
-DATA_VERBS = ("show", "generate")
-IN_TERMINAL, ON_PAGE = 3, 24
-
-
-class ShowOptions(Section):
-    documents: int | None = option(None, f"documents to show as text; null: {IN_TERMINAL} here, {ON_PAGE} on a page", ge=1)
-    output: str | None = option(None, "HTML page for the same, with plots; null: none")
-
-
+REMOVED_DATA_VERBS = {"generate": "make"}
 WITH_A_TARGET = ReadWhen("with target=…", lambda it: it.target.model is not None)
 KEYS_OF_METHODS: dict[str, Any] = dict(eval_keys_of_methods(read_when=WITH_A_TARGET))
 DoctorOptions: type[CommonDoctorOptions] = create_model("DoctorOptions", __base__=CommonDoctorOptions, **KEYS_OF_METHODS)
@@ -415,75 +407,16 @@ def doctor(arguments: list[str]) -> int:
 
 
 def data(arguments: list[str]) -> int:
-    """prepare a recipe's training data and show it (`data show`); `data generate`: by servers; `data features`: store its features"""
-    if arguments[:1] == ["features"]:
-        launching, others = _launch_options(arguments[1:])
+    """make a recipe's training rows (`data make`), merge shards of them (`merge`), show them (`show`), store features (`features`)"""
+    verb = arguments.pop(0) if arguments[:1] and "=" not in arguments[0] and arguments[0] not in HELP else "show"
+    if verb == "features":
+        launching, others = _launch_options(arguments)
         return _run_script("train/features.py", [*others, "train.output_dir=runs"], launching)  # features have no run
-    verb = arguments.pop(0) if arguments[:1] and arguments[0] in DATA_VERBS else "show"
-    keys = _keys(arguments)
-    is_shown = [verb == "show" and key.partition("=")[0] in ShowOptions.model_fields for key in keys]
-    options = load_recipe(ShowOptions, list(compress(keys, is_shown)))
-    own = [key for key, shown in zip(keys, is_shown, strict=True) if not shown]
-    recipe = load_recipe(Recipe, [*own, "train.output_dir=runs"])  # a recipe needs it, the rows do not
-    if not isinstance(recipe, TrainedRecipe):
-        raise UserError("method", got=f"{recipe.method}, which needs no training", expected="a method that is trained")
-    return _generate(recipe) if verb == "generate" else _show(recipe, options)
-
-
-def _show(recipe: TrainedRecipe, options: ShowOptions) -> int:
-    """Training data in the terminal and, where one is asked for, on a page."""
-    from specdistill.data import show  # here, and not above, because these import torch
-    from specdistill.data.sources import source_names
-    from specdistill.data.training_data import packed, training_documents
-    from specdistill.report.rows import write_page
-    from specdistill.targets.frozen import FrozenTarget
-
-    if options.output is not None:
-        check_writable(Path(options.output).parent, "output")
-    target = FrozenTarget.load(**vars(recipe.target))
-    documents = training_documents(
-        recipe.data,
-        target.tokenizer,
-        target.model,
-        fingerprint=target.identity.weights,
-        measured_on=recipe.measured_on,
-    )
-    rows = packed(documents, recipe.data, target.tokenizer)
-    names, max_length = source_names(recipe.data.source), recipe.data.max_length
-    lengths = [show.lengths(part) for part in documents]
-    halves = {
-        name: show.half(len(part), of, max_length)
-        for name, part, of in zip(("train", "validation"), rows, lengths, strict=True)
-    }
-    mixture = show.mixture(lengths[0], names)
-    look = partial(show.shown, documents[0], names, tokenizer=target.tokenizer, max_length=max_length)
-    show.print_data(halves, mixture, look(options.documents or IN_TERMINAL))
-    if options.output is not None:
-        on_page = look(options.documents or ON_PAGE)
-        write_page(Path(options.output), "output", target.name, recipe.data, halves, mixture, lengths[0], on_page)
-        print(f"\npage: {options.output}")
-    return ExitCode.DONE
-
-
-def _generate(recipe: TrainedRecipe) -> int:
-    """Have servers generate a recipe's rows. They hold the weights, of which the hashes alone are read here."""
-    from specdistill.data.training_data import Words, served_data
-    from specdistill.targets.files import TargetFiles
-    from specdistill.targets.loading import read_words
-
-    target, regenerate = recipe.target, recipe.data.regenerate
-    if not regenerate.server:
-        raise UserError(
-            "data.regenerate.server", got="nothing", expected="addresses of servers, with data.regenerate.num_tokens"
-        )
-    words = read_words(target.model, revision=target.revision, trust_remote_code=target.trust_remote_code)
-    identity = TargetFiles.of(target.model, target.revision, target.adapter).identity
-    train_set, eval_set = served_data(
-        recipe.data, Words(*words, target.model), fingerprint=identity.weights, measured_on=recipe.measured_on
-    )
-    counts = " and ".join(f"{sum(part['length']):,} tokens in {len(part):,} documents" for part in (train_set, eval_set))
-    print(f"for training and validation: {counts}")
-    return ExitCode.DONE
+    if verb not in data_command.VERBS:
+        verbs = [*data_command.VERBS, "features"]
+        near = REMOVED_DATA_VERBS.get(verb) or nearest(verb, verbs)
+        raise UserError("specdistill data", got=verb, expected=f"one of {', '.join(verbs)}", nearest=near)
+    return data_command.run(verb, _keys(arguments))
 
 
 def eval(arguments: list[str]) -> int:
@@ -565,7 +498,7 @@ OPTIONS: dict[str, tuple[Sequence[type[Section]], Mapping[str, str]]] = {
     "acquire": ([AcquireOptions], SHORTHANDS),
     "export": ([ExportOptions], SHORTHANDS),
     "doctor": ([DoctorOptions], DOCTOR_SHORTHANDS),
-    "data": ([Recipe, ShowOptions, LaunchOptions], {}),
+    "data": ([Recipe, data_command.ShowOptions, LaunchOptions], {}),
     "publish": ([PublishOptions], {}),
 }
 

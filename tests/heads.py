@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from specdistill.data.packing import indexed
+from specdistill.rows.packing import indexed
 from specdistill.decoding.proposer import DecodingState
 from specdistill.decoding.sampling import Sampling
 from specdistill.methods.eagle.checkpoint import load_eagle, save_eagle

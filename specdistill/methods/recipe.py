@@ -180,9 +180,6 @@ class HeadRecipe(TrainedRecipe):
 
     @model_validator(mode="after")
     def _features_are_stored_of_rows_and_targets_that_stay(self) -> "HeadRecipe":
-        if self.hidden_states.mode != "online" and self.data.streaming:
-            got = f"true with hidden_states.mode={self.hidden_states.mode}"
-            raise UserError("data.streaming", got=got, expected="false, or hidden_states.mode=online")
         for name, plain in (("shard", "none"), ("fp8", False)):
             if self.hidden_states.mode != "online" and (value := getattr(self.target, name)) != plain:
                 got = f"{shown(value)} with hidden_states.mode={self.hidden_states.mode}"

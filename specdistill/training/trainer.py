@@ -17,20 +17,19 @@ import torch
 from accelerate.utils import broadcast_object_list
 from datasets import Dataset
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import Sampler
 from transformers import TrainingArguments
 
-from specdistill.data.packing import PADDING_DOCUMENT, collate
-from specdistill.data.streaming import PackedStream, look_at
 from specdistill.errors import UserError
-from specdistill.features.store import FeatureStore
+from specdistill.rows.packing import PADDING_DOCUMENT, collate
+from specdistill.rows.store import FeatureStore
 from specdistill.targets.fp8 import Effect, round_to_fp8
 from specdistill.targets.frozen import FrozenTarget
-from specdistill.training.arguments import autocast_dtype, check_streamed
+from specdistill.training.arguments import autocast_dtype
 from specdistill.training.checkpoints import ASIDE, saving
+from specdistill.training.epochs import RandomOrder, fill_up
 from specdistill.training.objective import StepSums, step_metrics
 from specdistill.training.resumable import ResumableTrainer
-from specdistill.training.rows import RandomOrder, fill_up
 
 Batch = dict[str, Tensor]
 
@@ -53,7 +52,7 @@ class Objective(Protocol):
 
 
 class DraftTrainer(ResumableTrainer):
-    """Trains a draft on rows of `specdistill.data` (input_ids, loss_mask, document_ids, position_ids).
+    """Trains a draft on rows of `specdistill.rows` (input_ids, loss_mask, document_ids, position_ids).
 
     Args:
         objective: the draft with its loss.
@@ -68,7 +67,7 @@ class DraftTrainer(ResumableTrainer):
         objective: nn.Module,
         target: FrozenTarget,
         arguments: TrainingArguments,
-        train_set: Dataset | PackedStream,
+        train_set: Dataset,
         eval_set: Dataset,
         *,
         save: Callable[[Any, Path], None],
@@ -77,13 +76,9 @@ class DraftTrainer(ResumableTrainer):
         on_policy: Callable[[Batch, int], Batch] | None = None,
         store: FeatureStore | None = None,
     ) -> None:
-        if isinstance(train_set, PackedStream):
-            check_streamed(arguments)
-            self.num_rows, filled = len(train_set.first), train_set
-        else:
-            self.num_rows = len(train_set)
-            filled = fill_up(train_set, arguments.train_batch_size * arguments.world_size)
-            self.num_empty = len(filled) - self.num_rows
+        self.num_rows = len(train_set)
+        filled = fill_up(train_set, arguments.train_batch_size * arguments.world_size)
+        self.num_empty = len(filled) - self.num_rows
         try:
             super().__init__(
                 model=objective,
@@ -114,7 +109,7 @@ class DraftTrainer(ResumableTrainer):
 
     def _round_target(self) -> Effect:
         """In FP8 from here on; the effect is measured on the first rows, in every process."""
-        first: Any = look_at(self.train_dataset)
+        first: Any = self.train_dataset
         rows = collate([first[index] for index in range(min(self.num_rows, self.args.train_batch_size))])
         ids, positions, is_token = (
             tensor.to(self.target.device)
@@ -131,20 +126,6 @@ class DraftTrainer(ResumableTrainer):
             return sampler
         seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
         return RandomOrder(self.num_rows, self.num_empty, seed)
-
-    def get_train_dataloader(self) -> DataLoader[Any]:
-        """Of a stream, which every process has its own share of, and whose place in a checkpoint is that of the rows taken, one without
-        workers that would read ahead.
-        """
-        if not isinstance(self.train_dataset, PackedStream):
-            return super().get_train_dataloader()
-        return DataLoader(
-            self.train_dataset,
-            batch_size=self.args.train_batch_size,
-            collate_fn=collate,
-            pin_memory=self.args.dataloader_pin_memory,
-            generator=torch.Generator(),  # of its own: the default one would be drawn from whenever a run is resumed
-        )
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Batch], num_batches: int, device: torch.device

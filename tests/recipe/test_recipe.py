@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from specdistill.command import print_help
-from specdistill.data.sources import licensed_sources
+from specdistill.produce.sources import licensed_sources
 from specdistill.errors import UserError
 from specdistill.methods.recipe import Recipe
 from specdistill.project import GATES, RECIPES

@@ -21,7 +21,7 @@ from gguf import GGUFReader
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from specdistill.data.sources import CONVERSATIONS, EXCHANGES, PROMPTS, SELF
+from specdistill.produce.sources import CONVERSATIONS, EXCHANGES, PROMPTS, SELF
 from specdistill.engines import ENGINES, engines_with
 from specdistill.project import PICO, RECIPES
 from specdistill.recipe.load import REQUIRED, merged

@@ -17,7 +17,7 @@ from transformers import (
     MiniCPM3ForCausalLM,
 )
 
-from specdistill.data.packing import indexed
+from specdistill.rows.packing import indexed
 from specdistill.decoding.decoder import in_float64
 from specdistill.errors import UserError
 from specdistill.losses.divergence import DIVERGENCES

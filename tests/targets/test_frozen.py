@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, DynamicCache
 
-from specdistill.data.packing import indexed
+from specdistill.rows.packing import indexed
 from specdistill.errors import UserError
 from specdistill.losses.divergence import forward_kl
 from specdistill.methods.eagle3.module import build_eagle3

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, BloomConfig, BloomForCausalLM, LlamaConfig
 
-from specdistill.data.packing import indexed
+from specdistill.rows.packing import indexed
 from specdistill.methods.sizes import Described
 from specdistill.planning.accounting import Ledger, WeightlessTarget
 from specdistill.targets import packed_rows

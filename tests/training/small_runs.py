@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from datasets import Dataset
 
-from specdistill.features.store import FeatureStore
+from specdistill.rows.store import FeatureStore
 from specdistill.losses.divergence import forward_kl
 from specdistill.methods.draft_model.checkpoint import save_draft_model
 from specdistill.methods.draft_model.create import create_draft_model

@@ -1,7 +1,7 @@
 from datasets import Dataset
 
-from specdistill.data.packing import COLUMNS
-from specdistill.training.rows import RandomOrder, fill_up
+from specdistill.rows.packing import COLUMNS
+from specdistill.training.epochs import RandomOrder, fill_up
 
 
 def numbered(count: int) -> Dataset:

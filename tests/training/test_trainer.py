@@ -8,7 +8,7 @@ import pytest
 import torch
 from datasets import Dataset
 
-from specdistill.data.packing import collate
+from specdistill.rows.packing import collate
 from specdistill.decoding.decoder import Decoder
 from specdistill.errors import ResourceError, UserError
 from specdistill.methods.draft_model.proposer import DraftModelProposer

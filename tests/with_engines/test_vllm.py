@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
 
-from specdistill.data.packing import indexed
+from specdistill.rows.packing import indexed
 from specdistill.decoding.proposer import DecodingState, Proposal
 from specdistill.engines.vllm import VLLM, draft_options
 from specdistill.export.export import export

@@ -13,8 +13,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from specdistill.data.answers import PATTERN, Question
-from specdistill.data.completion_server import CompletionServer
-from specdistill.data.served import Tokenizer, ask
+from specdistill.produce.completion_server import CompletionServer
+from specdistill.produce.server_backend import Tokenizer, ask
 from specdistill.project import PICO, ROOT
 from tests.with_engines.environments import serving
 

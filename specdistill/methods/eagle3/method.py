@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from datasets import Dataset
 
-from specdistill.data.packing import draft_vocabulary
 from specdistill.engines.limits import engine_aux_layers
 from specdistill.errors import UserError
 from specdistill.methods import sizes
@@ -20,6 +19,7 @@ from specdistill.methods.heads import mistakes
 from specdistill.methods.heads.head import create_head
 from specdistill.methods.heads.proposer import proposer_loader
 from specdistill.methods.heads.unroll import objective
+from specdistill.rows.packing import draft_vocabulary
 from specdistill.statistics.theory import alpha_from_acceptance_length
 from specdistill.targets.frozen import FrozenTarget
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from specdistill.data.packing import indexed
+from specdistill.rows.packing import indexed
 from specdistill.losses.divergence import forward_kl
 from specdistill.methods.draft_model.objective import Distillation
 from specdistill.targets.frozen import FrozenTarget

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from specdistill.data.packing import indexed
+from specdistill.rows.packing import indexed
 from specdistill.losses.divergence import forward_kl
 from specdistill.methods.eagle.module import build_eagle
 from specdistill.methods.eagle3.module import build_eagle3
