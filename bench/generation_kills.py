@@ -35,7 +35,7 @@ from specdistill.recipe.fields import Section, option
 from specdistill.report.text import table, write_between
 
 sys.path.insert(0, str(ROOT))  # the tests' server
-from tests.data.openai_server import Behaviour, OpenAIServer, running
+from tests.produce.openai_server import Behaviour, OpenAIServer, running
 
 RESULTS = Path(__file__).with_name("results") / "generation_kills.json"
 PAGE = ROOT / "docs" / "data.md"

@@ -29,10 +29,10 @@ BLOCK_COLUMNS = {**DOCUMENT_COLUMNS, "row": Value("int64"), "asked": Value("stri
 
 
 class Block(NamedTuple):
-    """One of `count` blocks."""
+    """One of `num_blocks`."""
 
     number: int
-    count: int
+    num_blocks: int
     num_tokens: int
 
     @property
@@ -41,14 +41,14 @@ class Block(NamedTuple):
 
     def share(self, total: int) -> int:
         """Of a total that all blocks divide among them."""
-        return total * (self.number + 1) // self.count - total * self.number // self.count
+        return total * (self.number + 1) // self.num_blocks - total * self.number // self.num_blocks
 
     def own(self, order: Sequence[int]) -> tuple[list[int], int, int]:
         """What this block has of some rows, and its place among how many blocks that have the same: more than one where rows are few."""
-        if own := order[self.number :: self.count]:
-            return list(own), 0, -(-(self.count - self.number) // len(order)) if len(order) < self.count else 1
+        if own := order[self.number :: self.num_blocks]:
+            return list(own), 0, -(-(self.num_blocks - self.number) // len(order)) if len(order) < self.num_blocks else 1
         shared = self.number % len(order)
-        return [order[shared]], self.number // len(order), -(-(self.count - shared) // len(order))
+        return [order[shared]], self.number // len(order), -(-(self.num_blocks - shared) // len(order))
 
 
 def blocks(num_tokens: int) -> list[Block]:

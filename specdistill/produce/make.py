@@ -25,7 +25,7 @@ from specdistill.cost import PREPARED_BYTES, Cost, announce
 from specdistill.errors import UserError
 from specdistill.processes import are_several, of_all, share
 from specdistill.produce.blocks import BLOCK_COLUMNS, Answer, AnswerFile, Block, blocks, columns
-from specdistill.produce.cleaning.answer_rules import RULES, Candidate, Counts
+from specdistill.produce.cleaning.answer_rules import RULES, Candidate, Counts, Rules
 from specdistill.produce.completion_server import CompletionServer
 from specdistill.produce.generate import Backend, Made, generate_block
 from specdistill.produce.job import Job
@@ -145,7 +145,7 @@ def _backend(job: Job) -> Iterator[Backend]:
 def _make_block(job: Job, block: Block, *, backend: Backend, sample: "Sample") -> Counts:
     """A block from its first answer, or from where a killed process left it, to its documents."""
     path, config, target = job.blocks / f"{block.name}.arrow", job.config, job.target
-    rules = {name: RULES[name] for name in config.regenerate.filter} if config.regenerate.server else {}
+    rules: Rules = {name: RULES[name] for name in config.regenerate.filter if config.regenerate.server}
     tokenizer = copy.deepcopy(target.tokenizer)  # of this thread alone
     words = ServerTokenizer(tokenizer, target.end_ids, {})
 

@@ -73,13 +73,19 @@ def _tokens(documents: Dataset) -> dict[str, int]:
 def _counted(job: Job, parts: Parts) -> list[SourceCounts]:
     place, made = array(parts.train, "source"), []
     for number, (source, name) in enumerate(zip(job.sources[0], source_names(job.config.source), strict=True)):
-        own = np.flatnonzero(place == number)
-        entry = source.entry
-        license = entry.license or BUILT_IN_LICENSES.get(entry.source)
-        stated = {"source": name, "key": source.key, "revision": entry.revision, "license": license, "weight": entry.weight}
-        counts = _tokens(parts.train.select(own)) if len(own) else {"tokens": 0, "loss_tokens": 0}
-        rows = {"rows": len(source.rows), "fingerprint": str(source.rows._fingerprint), "documents": len(own)}
-        made.append(SourceCounts(**stated, **rows, **counts))
+        own, entry = np.flatnonzero(place == number), source.entry
+        counts = SourceCounts(
+            source=name,
+            key=source.key,
+            revision=entry.revision,
+            license=entry.license or BUILT_IN_LICENSES.get(entry.source),
+            weight=entry.weight,
+            rows=len(source.rows),
+            fingerprint=str(source.rows._fingerprint),
+            documents=len(own),
+            **(_tokens(parts.train.select(own)) if len(own) else {}),
+        )
+        made.append(counts)
     return made
 
 
@@ -107,6 +113,8 @@ def _from_blocks(job: Job) -> Parts:
             raise UserError("data.shard", got=got, expected=f"block {number} of {job.plan}: shards of one recipe")
     documents = concatenate_datasets([Dataset.from_file(str(path)) for path in paths])
     filtered = sum((Counter(header["filtered"]) for header in headers), Counter(job.sources[1]))
+    if not len(documents):
+        raise _no_documents(job)
     total, num_tokens = sum(header["tokens"] for header in headers), job.config.regenerate.num_tokens
     if total < ENOUGH * num_tokens:
         logger.warning("the prompts of data.source were used up after %d of %d tokens", total, num_tokens)
@@ -123,14 +131,18 @@ def _from_blocks(job: Job) -> Parts:
     lengths = array(documents, "length")
     indices = usable(lengths, False, job.config.max_length, filtered)
     indices = indices[~alike[indices]]
-    if not len(indices):
-        expected = "a target that generates a user's turn, as instruct models do, or prompts of your own: a file or a Hub id"
-        raise UserError(
-            "data.source", got=f"prompts that gave {len(documents)} documents, of which none is kept", expected=expected
-        )
     hashes, row_of = np.unique(array(documents, "row")[indices], return_inverse=True)
     is_held_out = np.isin(row_of, sorted(_held_out(hashes, job.config)))
     return Parts(documents.select(indices[~is_held_out]), documents.select(indices[is_held_out]), filtered)
+
+
+def _no_documents(job: Job) -> UserError:
+    if any(source.is_self for source in job.sources[0]):
+        expected = "a target that generates a user's turn, as instruct models do, or prompts of your own: a file or a Hub id"
+        return UserError("data.source", got="self, which gave no prompt that is kept", expected=expected)
+    num_tokens, max_length = job.config.regenerate.prompt_tokens, job.config.max_length
+    expected = f"texts of {num_tokens} tokens (data.regenerate.prompt_tokens) or questions of half of it at most"
+    return UserError("data.max_length", got=f"{max_length}, and no row that gives a prompt", expected=expected)
 
 
 def _from_sources(job: Job) -> Parts:

@@ -127,7 +127,9 @@ def prompts_of(
 ) -> tuple[list[Prompt], list[Prompt]]:
     """(conversations, texts) of the block's own rows; each source gives its weighted share of them. of_self: by the source's number."""
     settings = config.regenerate
-    sizes = [len(of_self[number]) * block.count if number in of_self else len(it.rows) for number, it in enumerate(sources)]
+    sizes = [
+        len(of_self[number]) * block.num_blocks if number in of_self else len(it.rows) for number, it in enumerate(sources)
+    ]
     weights = [source.weight * size for source, size in zip(sources, sizes, strict=True)]
     shortest = row_lengths(config.max_length, settings.prompt_tokens)[0] - settings.prompt_tokens
     placed: list[list[tuple[float, Prompt]]] = [[], []]
@@ -158,13 +160,13 @@ def prompts_of(
                 for place, prompt in enumerate(prompts)
             ]
     # More prompts than will be needed: as many of the first ones are of each source as its weight says.
-    chats, texts = ([prompt for _, prompt in sorted(kind, key=lambda it: it[0])] for kind in placed)
-    return chats, texts
+    in_order = [[prompt for _, prompt in sorted(kind, key=lambda it: it[0])] for kind in placed]
+    return in_order[0], in_order[1]
 
 
 def streams(chats: Sequence[Prompt], texts: Sequence[Prompt], block: Block, config: DataConfig) -> list[Stream]:
     """The tasks of a block: of conversations, of texts that stop half way, of those as long as a row. Shares add up to 1."""
-    short, *_, whole = row_lengths(config.max_length, config.regenerate.prompt_tokens)
+    short, whole = (row_lengths(config.max_length, config.regenerate.prompt_tokens)[place] for place in (0, -1))
     several = [texts] if short == whole or len(texts) < 2 else [
         [text for number, text in enumerate(texts) if number % 4 != 3], texts[3::4] or texts[:1]
     ]  # fmt: skip

@@ -161,7 +161,7 @@ def _finish(
                 yield Task(name, Prompt(context), temperature, seed_of(config, block, name), len(context) + room)
 
         size = len(under_way)
-        made = [turns[0].token_ids if turns else [] for _, turns in backend.answers(tasks(), known, lambda size=size: size)]
+        made = [turns[0].token_ids if turns else [] for _, turns in backend.answers(tasks(), known, size.__int__)]
         for it, continuation in zip(under_way, made, strict=True):
             it.add(continuation)
         under_way = [it for it, new in zip(under_way, made, strict=True) if new and not it.has_ended and len(it.ids) < longest]

@@ -47,7 +47,7 @@ def write_arrow(path: Path, columns: Mapping[str, Any], batches: Iterable[Column
 
 def read_header(path: Path) -> str:
     with pyarrow.memory_map(str(path)) as file:
-        return (pyarrow.ipc.open_stream(file).schema.metadata or {}).get(HEADER, b"").decode()
+        return str((pyarrow.ipc.open_stream(file).schema.metadata or {}).get(HEADER, b"").decode())
 
 
 @contextmanager

@@ -235,7 +235,7 @@ def fingerprint(config: DataConfig, target: RowTarget, measured_on: Sequence[str
         VERSION,
         Fit.of(config, target).model_dump(exclude=set(without)),
         config.model_dump(exclude={"source", "rows", "shard", "cache_dir", "num_proc", "force", "regenerate", *without}),
-        [[entry.model_dump(exclude={"source", "license"}), _content(entry.source, entry.split or config.split)]
+        [[entry.model_dump(exclude={"source", "license"}), _rows_of(entry.source, entry.split or config.split)]
          for _, entry in entries(config.source)],
         [_content(suite) for suite in suites],
         [by_servers, config.regenerate.model_dump(exclude=not_read)] if generates else None,
@@ -243,11 +243,13 @@ def fingerprint(config: DataConfig, target: RowTarget, measured_on: Sequence[str
     return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _content(name: str, split: str = "") -> str:
-    """A name, or the hash of what it stands for on this machine."""
+def _rows_of(source: str, split: str) -> str:
+    return str(resolve_name(BUILT_IN[source])(split)[0]) if source in BUILT_IN else _content(source)
+
+
+def _content(name: str) -> str:
+    """A name, or the hash of the file or folder that it is on this machine."""
     path = Path(name)
-    if name in BUILT_IN:
-        return str(resolve_name(BUILT_IN[name])(split)[0])
     files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else []
     return " ".join(map(hash_of, files)) or name
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.data.templates import conversations
+from tests.rows.templates import conversations
 from tests.scripts import load_script
 
 bench: Any = load_script("bench/prepare.py")

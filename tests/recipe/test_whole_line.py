@@ -25,7 +25,7 @@ from specdistill.produce.sources import CONVERSATIONS, EXCHANGES, PROMPTS, SELF
 from specdistill.engines import ENGINES, engines_with
 from specdistill.project import PICO, RECIPES
 from specdistill.recipe.load import REQUIRED, merged
-from tests.data.openai_server import Behaviour, running
+from tests.produce.openai_server import Behaviour, running
 from tests.families import Config, Family, family_of, write_model
 from tests.launches import environment
 from tests.scripts import specdistill

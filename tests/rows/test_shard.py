@@ -6,8 +6,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from specdistill.features.shard import HEADER_BYTES, Origin, Shard, Tokens, UnfitShardError, _mapped, write_shard
-from tests.features.stores import LENGTH, feature_of, origin, packed
+from specdistill.rows.shard import HEADER_BYTES, Origin, Shard, Tokens, UnfitShardError, _mapped, write_shard
+from tests.rows.stores import LENGTH, feature_of, origin, packed
 
 ROWS = [Tokens.of(row) for row in packed(5)]
 

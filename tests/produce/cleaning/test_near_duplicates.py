@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from specdistill.data.cleaning.near_duplicates import NearDuplicates, Place, Row, jaccard, shingles
+from specdistill.produce.cleaning.near_duplicates import NearDuplicates, Place, Row, jaccard, shingles
 
 
 def texts(count: int, generator: random.Random) -> list[str]:

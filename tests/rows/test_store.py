@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from specdistill.errors import UserError
-from specdistill.features.store import FeatureStore
-from specdistill.training.rows import fill_up
-from tests.features.stores import batch_of, filled, origin, packed
+from specdistill.rows.store import FeatureStore
+from specdistill.training.epochs import fill_up
+from tests.rows.stores import batch_of, filled, origin, packed
 
 TRAIN, VALIDATION = packed(10), packed(3, seed=1)
 

@@ -12,10 +12,10 @@ from datasets import Dataset
 
 from specdistill.cli import main
 from specdistill.data import sources
-from specdistill.data.sources import load_rows, load_sources, normalise, source_names
+from specdistill.produce.sources import load_rows, load_sources, normalise, source_names
 from specdistill.errors import ExitCode, ResourceError, UserError
 from specdistill.pico.corpus import chats, standard_library
-from tests.data.templates import CHATML, GEMMA
+from tests.rows.templates import CHATML, GEMMA
 from tests.tiny import input_keys, tiny_target_model, tiny_tokenizer
 
 Turns = list[tuple[str, str]]

@@ -1,6 +1,6 @@
 """A server that speaks OpenAI's API for tests. Its answers depend on the prompt and the seed alone, and it fails on demand.
 
-python -m tests.data.openai_server PORT SECONDS      # every answer takes so long
+python -m tests.produce.openai_server PORT SECONDS      # every answer takes so long
 """
 
 import hashlib

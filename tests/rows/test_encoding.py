@@ -10,11 +10,11 @@ import pytest
 from datasets import Dataset, Features
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from specdistill.data.chat import assistant_spans, learn, render
-from specdistill.data.encoding import ENCODED_COLUMNS, GENERATION_TAG, Encoder
-from specdistill.data.sources import COLUMNS, normalise
+from specdistill.rows.chat import assistant_spans, learn, render
+from specdistill.rows.encoding import ENCODED_COLUMNS, GENERATION_TAG, Encoder
+from specdistill.produce.sources import COLUMNS, normalise
 from specdistill.errors import UserError
-from tests.data.templates import (
+from tests.rows.templates import (
     CHATML,
     GEMMA,
     TAGGED,

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from specdistill.errors import ResourceError, UserError
-from specdistill.features.servers import by_servers
-from specdistill.features.sources import by_target
+from specdistill.produce.hidden_states_server import by_servers
+from specdistill.produce.features import by_target
 from specdistill.targets.frozen import FrozenTarget
-from tests.features.hidden_states_server import running
-from tests.features.stores import packed
+from tests.produce.hidden_states_server import running
+from tests.rows.stores import packed
 from tests.tiny import tiny_target_model, tiny_tokenizer
 
 ROWS = list(packed(4))

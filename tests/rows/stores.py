@@ -7,10 +7,10 @@ import torch
 from datasets import Dataset
 from torch import Tensor
 
-from specdistill.data.packing import collate
-from specdistill.features.fill import Make, Rows, fill
-from specdistill.features.shard import Origin, Tokens
-from specdistill.features.store import FeatureStore
+from specdistill.rows.packing import collate
+from specdistill.produce.features import Make, Rows, fill
+from specdistill.rows.shard import Origin, Tokens
+from specdistill.rows.store import FeatureStore
 
 LENGTH = 24
 

@@ -12,7 +12,7 @@ import pytest
 
 from specdistill.data.answers import PATTERN
 from specdistill.pico.corpus import CHAT_TEMPLATE
-from tests.data.openai_server import Behaviour, OpenAIServer, running
+from tests.produce.openai_server import Behaviour, OpenAIServer, running
 from tests.launches import environment
 from tests.scripts import specdistill, start_specdistill
 from tests.tiny import input_keys, tiny_target_model, tiny_tokenizer

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from specdistill.data.chat import assistant_spans, prompt_ids, render
-from tests.data.templates import TAGGED, THOUGHT_AT_THE_END, WITHOUT_TURN_ENDS
+from specdistill.rows.chat import assistant_spans, prompt_ids, render
+from tests.rows.templates import TAGGED, THOUGHT_AT_THE_END, WITHOUT_TURN_ENDS
 from tests.tiny import tiny_tokenizer
 
 TWO_TURNS = [

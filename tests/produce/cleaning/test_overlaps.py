@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from specdistill.cli import main
-from specdistill.data.cleaning.left_out import cleaned
-from specdistill.data.sources import load_sources
+from specdistill.produce.cleaning.overlaps import cleaned
+from specdistill.produce.sources import load_sources
 from tests.tiny import input_keys, tiny_target_model, tiny_tokenizer
 
 PROMPTS = [f"What is the sum of {n} and {n + 1}, if every number is counted twice and {n} is odd?" for n in (3, 5, 7)]

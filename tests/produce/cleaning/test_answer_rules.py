@@ -7,7 +7,7 @@ from typing import get_args
 import pytest
 
 from specdistill.data.answers import Answer
-from specdistill.data.cleaning.set_aside import RULES, Candidate, Tally, loops
+from specdistill.produce.cleaning.answer_rules import RULES, Candidate, Tally, loops
 from specdistill.recipe.sections import SetAside
 
 ORDINARY = "The loop adds each number to the sum, and then the function returns it to its caller."

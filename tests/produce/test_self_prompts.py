@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from specdistill.data.self_prompts import MOST, Opening, room_for_prompts, self_prompts
+from specdistill.produce.self_prompts import MOST, Opening, room_for_prompts, self_prompts
 from specdistill.data.training_data import training_documents
 from specdistill.errors import UserError
 from specdistill.recipe.sections import DataConfig, RegenerateConfig
 from specdistill.targets.frozen import FrozenTarget
-from tests.data.openai_server import Behaviour, running
-from tests.data.templates import CHATML, DEEPSEEK, GEMMA, LLAMA3, MISTRAL, UNTAGGED, VICUNA
+from tests.produce.openai_server import Behaviour, running
+from tests.rows.templates import CHATML, DEEPSEEK, GEMMA, LLAMA3, MISTRAL, UNTAGGED, VICUNA
 from tests.tiny import tiny_target_model, tiny_tokenizer
 
 END = 3  # <|end|>, which ends a turn of pico's template

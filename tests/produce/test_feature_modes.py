@@ -8,13 +8,13 @@ import torch
 from datasets import Dataset
 
 from specdistill.errors import UserError
-from specdistill.features.sources import by_target, feature_store
-from specdistill.features.store import FeatureStore
+from specdistill.produce.features import by_target, feature_store
+from specdistill.rows.store import FeatureStore
 from specdistill.methods.recipe import Recipe
 from specdistill.recipe.load import load_recipe
 from specdistill.recipe.sections import HiddenStatesConfig
 from specdistill.targets.frozen import FrozenTarget
-from tests.features.stores import Counting, filled, origin, packed
+from tests.rows.stores import Counting, filled, origin, packed
 from tests.heads import HEADS
 from tests.tiny import tiny_target_model, tiny_tokenizer
 from tests.training.small_runs import trainer

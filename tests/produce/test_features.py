@@ -8,8 +8,8 @@ import pytest
 
 from specdistill.errors import ResourceError, UserError
 from specdistill.features import fill as filling
-from specdistill.features.store import FeatureStore
-from tests.features.stores import Counting, batch_of, filled, origin, packed
+from specdistill.rows.store import FeatureStore
+from tests.rows.stores import Counting, batch_of, filled, origin, packed
 from tests.processes import run_processes
 
 SETS = [packed(10), packed(3, seed=1)]

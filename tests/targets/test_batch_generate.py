@@ -8,7 +8,7 @@ import torch
 from scipy.stats import chisquare
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig, MistralConfig, MistralForCausalLM, PreTrainedModel
 
-from specdistill.data.batch_generate import BLOCK, GROUPED_ATTENTION, generate, generation_mode, sample
+from specdistill.targets.batch_generate import BLOCK, GROUPED_ATTENTION, generate, generation_mode, sample
 from tests.mtp_targets import tiny_model
 from tests.tiny import tiny_target_model
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from datasets import Dataset, Features, List, Value
 
-from specdistill.data.cache import Columns, Row, cached, content_fingerprint, mapped, num_processes, tokenizer_fingerprint
+from specdistill.rows.cache import Columns, Row, cached, content_fingerprint, mapped, num_processes, tokenizer_fingerprint
 from specdistill.errors import ResourceError, UserError
 from tests.tiny import tiny_tokenizer
 

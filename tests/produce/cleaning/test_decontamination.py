@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 
-from specdistill.data.cleaning.decontamination import NGRAM, SuiteIndex, load_suites
+from specdistill.produce.cleaning.decontamination import NGRAM, SuiteIndex, load_suites
 from specdistill.errors import ResourceError, UserError
 from specdistill.suites.suite import Suite, SuiteRow
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from datasets import Dataset
 
-from specdistill.data.packing import COLUMNS, MIN_TOKENS, Piece, collate, cut, draft_vocabulary, fill_rows, pack, usable
+from specdistill.rows.packing import COLUMNS, MIN_TOKENS, Piece, collate, cut, draft_vocabulary, fill_rows, pack, usable
 from specdistill.errors import UserError
 from tests.refusals import refused
 
