@@ -27,11 +27,11 @@ from torch import Tensor
 from specdistill.command import run
 from specdistill.errors import ExitCode
 from specdistill.produce.features import Rows, fill
-from specdistill.rows.shard import Origin, Tokens
-from specdistill.rows.store import FeatureStore
 from specdistill.project import ROOT
 from specdistill.recipe.fields import Section, option
 from specdistill.report.text import table, write_between
+from specdistill.rows.shard import Origin, Tokens
+from specdistill.rows.store import FeatureStore
 
 RESULTS, PAGE = Path(__file__).with_name("results") / "features.json", ROOT / "docs" / "data.md"
 HIDDEN_SIZE, AUX_LAYERS, LENGTH, BATCH = 4096, (2, 16, 29), 2048, 4  # of an EAGLE-3 head of an 8B target

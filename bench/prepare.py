@@ -29,19 +29,20 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from specdistill.command import run
-from specdistill.rows.cache import mapped
-from specdistill.rows.chat import Message, assistant_spans, render
-from specdistill.rows.encoding import ENCODED_COLUMNS, Encoder
-from specdistill.rows.packing import PADDING_DOCUMENT
-from specdistill.produce.sources import COLUMNS, load_rows
-from specdistill.data.training_data import training_data
 from specdistill.errors import ExitCode
 from specdistill.measurement.hardware import hardware, software
+from specdistill.produce.make import make_rows
+from specdistill.produce.sources import COLUMNS, load_rows
 from specdistill.project import ROOT
 from specdistill.recipe.fields import Section, option
 from specdistill.recipe.sections import DataConfig
 from specdistill.report.phrases import number
 from specdistill.report.text import table, write_between
+from specdistill.rows.cache import mapped
+from specdistill.rows.chat import Message, assistant_spans, render
+from specdistill.rows.encoding import ENCODED_COLUMNS, Encoder
+from specdistill.rows.packing import PADDING_DOCUMENT
+from specdistill.rows.row_set import RowTarget, open_rows
 
 RESULTS = Path(__file__).with_name("results") / "prepare.json"
 PAGE = ROOT / "docs" / "data.md"
@@ -143,7 +144,9 @@ def speeds(
 
     def prepared(num_proc: int, cache_dir: str) -> object:
         settings = {"max_length": LENGTHS[-1], "num_proc": num_proc, "cache_dir": cache_dir, "decontaminate": []}
-        return training_data(DataConfig(source=str(folder / "rows.jsonl"), **settings), tokenizer, None, fingerprint="")
+        return open_rows(
+            DataConfig(source=str(folder / "rows.jsonl"), **settings), RowTarget("", "", tokenizer), make=make_rows
+        )
 
     ways = {PLAIN: lambda *_: [plain(tokenizer, chat) for chat in some], TOKENIZED: tokenized, PREPARED: prepared}
     taken: dict[tuple[str, int], list[float]] = {}
@@ -169,7 +172,7 @@ def packed(files: Sequence[str], tokenizer: PreTrainedTokenizerFast, cache_dir: 
     for max_length in LENGTHS:
         settings = {"max_length": max_length, "decontaminate": [], "validation_fraction": 0, "cache_dir": cache_dir}
         config = DataConfig(source=[{"source": path} for path in files], **settings)
-        rows = training_data(config, tokenizer, None, fingerprint="")[0].with_format("numpy")
+        rows = open_rows(config, RowTarget("", "", tokenizer), make=make_rows)[0].with_format("numpy")
         tokens = sum(int((batch["document_ids"] != PADDING_DOCUMENT).sum()) for batch in rows.iter(batch_size=100))
         fewest = math.ceil(tokens / max_length)
         found[str(max_length)] = {"rows": len(rows), "fewest": fewest, "empty": 1 - tokens / (len(rows) * max_length)}

@@ -28,8 +28,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from bench.engines import environment
 from specdistill.command import run
-from specdistill.targets.batch_generate import fast_dtype
-from specdistill.data.training_data import training_data
 from specdistill.engines.limits import engine_aux_layers
 from specdistill.errors import ExitCode, ResourceError, UserError
 from specdistill.export.export import export
@@ -37,6 +35,7 @@ from specdistill.measurement.hardware import hardware, software
 from specdistill.methods.eagle3.checkpoint import save_eagle3
 from specdistill.methods.eagle3.module import build_eagle3
 from specdistill.methods.recipe import Recipe
+from specdistill.produce.make import make_rows
 from specdistill.project import ROOT
 from specdistill.recipe.fields import Section, option
 from specdistill.recipe.load import load_recipe
@@ -44,8 +43,10 @@ from specdistill.report.files import read_report
 from specdistill.report.phrases import duration, size
 from specdistill.report.text import table, write_between
 from specdistill.repositories import resolve
+from specdistill.rows.row_set import RowTarget, open_rows
 from specdistill.statistics.intervals import interval, relative_change
 from specdistill.statistics.metrics import METRICS, Metric, prompt_sums, value
+from specdistill.targets.batch_generate import fast_dtype
 from specdistill.targets.files import TargetFiles
 from specdistill.targets.frozen import FrozenTarget
 from specdistill.training.history import read_history
@@ -249,7 +250,7 @@ def specdistill(verb: str, *arguments: str, threads: int) -> None:
 def write_features(recipe: Any, path: Path) -> Path:
     """The recipe's training rows, with the states of its target that speculators' default head reads, the last before the final norm."""
     target = FrozenTarget.load(**vars(recipe.target))
-    rows, _ = training_data(recipe.data, target.tokenizer, target.model, fingerprint=target.identity.weights)
+    rows, _ = open_rows(recipe.data, RowTarget.of(target), make=make_rows)
     columns: Any = {name: column.long() for name, column in rows.with_format("torch")[:].items()}
     layers, found = [*engine_aux_layers(target.num_layers), target.num_layers], []
     with torch.inference_mode():

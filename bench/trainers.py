@@ -94,11 +94,11 @@ def ours(folder: str, rows: int, length: int, num_steps: int, trains_head: bool,
     """All rows at once. plainly: attention with a dense mask, and all logits at once."""
     from transformers import AutoModelForCausalLM
 
-    from specdistill.rows.packing import collate
     from specdistill.losses.chunked import head_loss_plainly
     from specdistill.losses.divergence import forward_kl
     from specdistill.methods.eagle3.checkpoint import load_eagle3
     from specdistill.methods.heads import unroll
+    from specdistill.rows.packing import collate
     from specdistill.targets.frozen import Features, FrozenTarget
 
     if plainly:

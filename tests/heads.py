@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from specdistill.rows.packing import indexed
 from specdistill.decoding.proposer import DecodingState
 from specdistill.decoding.sampling import Sampling
 from specdistill.methods.eagle.checkpoint import load_eagle, save_eagle
@@ -18,6 +17,7 @@ from specdistill.methods.heads.attention import UnrollKVCache
 from specdistill.methods.heads.proposer import HeadProposer
 from specdistill.methods.heads.unroll import TrainingTimeTest
 from specdistill.methods.mtp.checkpoint import build_mtp, load_mtp, save_mtp
+from specdistill.rows.packing import indexed
 from specdistill.targets.frozen import FrozenTarget
 
 HEADS = ("eagle", "eagle3", "mtp")

@@ -6,6 +6,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,22 +21,22 @@ class Ended(NamedTuple):
     err: str
 
 
-def run_processes(folder: Path, work: Callable[[int], None], *local_ranks: int) -> list[Ended]:
-    """Run `work(rank)` for each local rank, at once, in a group that waits three seconds for the late.
-
-    In children of this process, which has the libraries loaded: imports take longer than what is tested.
-    """
-    own = {"WORLD_SIZE": str(len(local_ranks)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(get_free_port())}
-    started = [
-        multiprocessing.get_context("fork").Process(
-            target=_joined, args=(folder, work, rank, own | {"RANK": str(rank), "LOCAL_RANK": str(local_rank)})
-        )
-        for rank, local_rank in enumerate(local_ranks)
-    ]
+def fork(work: Callable[..., object], *arguments: object) -> BaseProcess:
+    """Start a child of this process, which has the libraries loaded: imports take longer than what is tested."""
+    process = multiprocessing.get_context("fork").Process(target=work, args=arguments)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside threads; pytest-xdist has one, which waits
-        for process in started:
-            process.start()
+        process.start()
+    return process
+
+
+def run_processes(folder: Path, work: Callable[[int], None], *local_ranks: int) -> list[Ended]:
+    """Run `work(rank)` for each local rank, at once."""
+    own = {"WORLD_SIZE": str(len(local_ranks)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(get_free_port())}
+    started = [
+        fork(_joined, folder, work, rank, own | {"RANK": str(rank), "LOCAL_RANK": str(local_rank)})
+        for rank, local_rank in enumerate(local_ranks)
+    ]
     for process in started:
         process.join()
     return [
@@ -52,7 +53,7 @@ def _joined(folder: Path, work: Callable[[int], None], rank: int, environment: d
     for state in (AcceleratorState, PartialState):  # of the parent, which is alone
         state._reset_state()
     warnings.simplefilter("ignore")  # of libraries, about processes of a launch
-    distributed.init_process_group("gloo", timeout=timedelta(seconds=3))
+    distributed.init_process_group("gloo", timeout=timedelta(minutes=5))
     work(rank)
     sys.stdout.flush()
     os._exit(0)  # without the end of the interpreter, which gloo's threads may abort

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from specdistill import __version__
+from specdistill import __version__, errors
 from specdistill.cli import VERBS, main
 from specdistill.command import run
 from specdistill.methods import METHODS
@@ -59,6 +59,7 @@ def test_version(capsys: pytest.CaptureFixture[str]):
         (["eval", "recipe=nope"], "recipe: got 'nope'"),
         (["eval", "recipe=pico/target"], "recipe: got the recipe of a target"),
         (["demo", "eval.temperature=-1"], "eval.temperature: got -1"),
+        (["data", "recipe=pico/eagle3", f"output={__file__}/page.html"], f"output: got {__file__}"),
         (["plan"], "target.model: got nothing"),
         (["acquire", "target=pico"], "method: got nothing"),
         (["acquire", "target=pico", "method=eagle4"], "method: got 'eagle4'"),
@@ -98,6 +99,21 @@ def test_a_full_accelerator_is_an_outside_failure(capsys: pytest.CaptureFixture[
 
     assert run(fills_it, Recipe, ["target.model=pico", "train.output_dir=runs"]) == 3
     assert "CUDA out of memory." in capsys.readouterr().err
+
+
+def test_a_script_does_not_repeat_a_secret(capsys: pytest.CaptureFixture[str]):
+    secret = "hf_" + "abCD12" * 6
+    assert run(lambda recipe: None, Recipe, [f"recipe={secret}"]) == 2
+    assert secret not in capsys.readouterr().err
+
+
+def test_what_all_processes_find_the_first_of_a_machine_says_first(monkeypatch: pytest.MonkeyPatch):
+    slept: list[float] = []
+    monkeypatch.setattr(errors.time, "sleep", slept.append)
+    for rank in ("0", "1"):
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        assert main(["train", "recipe=nope"]) == 2
+    assert slept == [errors.SECONDS_APART]
 
 
 def test_debug_shows_the_traceback_and_keeps_the_exit_code(capsys: pytest.CaptureFixture[str]):
@@ -143,12 +159,10 @@ def test_light_verbs_do_not_import_torch():
 @pytest.mark.parametrize(
     ("arguments", "key"),
     [
-        ("train", "draft.num_layers"),
         ("train recipe=pico/target", "curriculum.batch_tokens"),
         ("demo", "eval.num_speculative_tokens"),
         ("data", "data.max_length"),
         ("data", "output"),
-        ("plan", "target.model"),
         ("gate", "baseline"),
     ],
 )
@@ -174,12 +188,15 @@ def test_plan_for_pico_names_its_own_recipe_and_writes_its_numbers(tmp_path: Pat
     assert plan["recommendation"]["start"] in capsys.readouterr().out
 
 
+def test_plan_asks_the_hub_for_nothing_where_it_shall_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("specdistill.planning.reading.known_drafts", None)
+    assert main(["plan", "target=pico", "hub=false", f"output={tmp_path / 'plan.json'}"]) == 0
+    assert "hub=false" in json.loads((tmp_path / "plan.json").read_text(encoding="utf-8"))["hub"]["not_asked"]
+
+
 def test_path_names_the_folder_of_pico(capsys: pytest.CaptureFixture[str]):
     assert main(["path", "pico"]) == 0
     assert capsys.readouterr().out == f"{PICO}\n"
-
-
-def test_path_of_pico_holds_a_model():
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= {file.name for file in PICO.iterdir()}
 
 
@@ -197,7 +214,7 @@ class Shell:
 
 @pytest.fixture
 def shell(monkeypatch: pytest.MonkeyPatch) -> Shell:
-    recorder = Shell([0, 0, 0, 0])
+    recorder = Shell([0] * 6)
     monkeypatch.setattr(subprocess, "run", recorder)
     return recorder
 
@@ -226,11 +243,8 @@ def test_demo_clears_its_own_earlier_run_and_nothing_else(shell: Shell, in_empty
     assert main(["demo"]) == 0
     assert not (in_empty_folder / "runs/demo").exists()
     assert (in_empty_folder / "runs/mine/run/recipe.yaml").exists()
-
-
-def test_demo_leaves_a_folder_that_is_no_run_alone(shell: Shell, in_empty_folder: Path):
-    (in_empty_folder / "runs/demo").mkdir(parents=True)
-    (in_empty_folder / "runs/demo/thesis.txt").write_text("mine", encoding="utf-8")
+    (in_empty_folder / "runs/demo").mkdir()  # no run
+    (in_empty_folder / "runs/demo/thesis.txt").touch()
     assert main(["demo"]) == 0
     assert (in_empty_folder / "runs/demo/thesis.txt").exists()
 
@@ -250,25 +264,10 @@ def test_the_demo_s_two_commands_really_run(tmp_path: Path):
     texts = [json.dumps({"text": f"{number} green bottles hanging on the wall. " * 3}) for number in range(40)]
     (tmp_path / "texts.jsonl").write_text("\n".join(texts), encoding="utf-8")
     (tmp_path / "gate.yaml").write_text("- {metric: lossless.greedy_identical, equals: true}\n", encoding="utf-8")
-    small = [
-        "target.model=target",
-        "data.source=texts.jsonl",
-        "data.max_length=64",
-        "data.regenerate=null",
-        "data.validation_fraction=0.2",
-        "draft.ttt_steps=2",
-        "train.max_steps=2",
-        "train.warmup_steps=0",
-        "train.eval_steps=2",
-        "train.save_steps=2",
-        "eval.suite=texts.jsonl",
-        "eval.num_prompts=2",
-        "eval.max_new_tokens=8",
-        "eval.repeats=1",
-        "eval.warmup=0",
-        "eval.sampling_draws=0",
-        "gate=gate.yaml",
-    ]
+    small = ["target.model=target", "data.source=texts.jsonl", "data.max_length=64", "data.regenerate=null"]
+    small += ["data.validation_fraction=0.2", "draft.ttt_steps=2", "train.max_steps=2", "train.warmup_steps=0"]
+    small += ["train.eval_steps=2", "train.save_steps=2", "eval.suite=texts.jsonl", "eval.num_prompts=2"]
+    small += ["eval.max_new_tokens=8", "eval.repeats=1", "eval.warmup=0", "eval.sampling_draws=0", "gate=gate.yaml"]
     result = in_a_process("-m", "specdistill", "demo", *small, cwd=tmp_path)
     assert result.returncode == 0, result.stdout + result.stderr
     assert (tmp_path / "runs/demo/draft/model.safetensors").is_file()

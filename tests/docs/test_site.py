@@ -49,7 +49,6 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.long  # mkdocs builds the site
 def test_site_is_whole_and_loads_nothing_from_elsewhere(site: Path) -> None:
     pages, styles = sorted(site.rglob("*.html")), sorted(site.rglob("*.css"))
     assert len(pages) > 20

@@ -241,10 +241,10 @@ def write_target(kind: str, folder: Path) -> None:
     write_checkpoint(kind, folder)
 
 
-def curve(name: str, folder: Path, places: Mapping[str, Path]) -> dict[str, Any]:
-    """A training's numbers as the Trainer logged them, step by step, and those of the evaluation at its end."""
+def curve(name: str, folder: Path, places: Mapping[str, Path], *keys: str) -> dict[str, Any]:
+    """A training's numbers as the Trainer logged them, step by step, and those of the evaluation at its end. keys: more of the recipe's."""
     output = folder / "curves" / name
-    start(f"curves/{name}", (*CURVES[name], f"train.output_dir={output}"), folder, places)
+    start(f"curves/{name}", (*CURVES[name], f"train.output_dir={output}", *keys), folder, places)
     file, key = LOG
     entries = json.loads((output / file).read_text(encoding="utf-8"))[key]
     steps = {what: [entry[what] for entry in entries if what in entry] for what in LOGGED}

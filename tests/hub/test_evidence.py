@@ -17,6 +17,7 @@ from specdistill.report.files import digest, read_report, write_report
 from specdistill.statistics.records import Configuration, PromptRecord, RoundRecord
 from tests.finished_runs import edit, edit_recipe, edit_report, remake, scale_weights, slower, timed, write
 
+pytestmark = pytest.mark.xdist_group("measured run")  # one worker measures
 NOT_DECODED = "not decoded again"
 
 

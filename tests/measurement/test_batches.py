@@ -147,8 +147,6 @@ def test_rows_say_how_many_batches_their_times_come_from(target, proposer, runs)
     assert (a["num_prompts"], a["num_batches"]) == (3, 3)
     seconds = sum(prompt_timing(run.speculative).seconds for run in runs)
     assert whole["tokens_per_second"] == pytest.approx(60 / seconds)
-    one = result_rows(found[:2], SUITE, TOGETHER.configuration, seed=0)[0]
-    assert one["not_measured"]["speedup_ci95"] == "its prompts share the times of one batch"
     alone = measure(target, proposer, PROMPTS[:1], ALONE)
     assert "batch" not in prompt_sums(prompt_records("suite", ALONE.configuration, target, proposer, alone))
 

@@ -131,10 +131,20 @@ def test_too_few_draws_are_said_to_be_too_few():
     assert sampling_test(peaked(0), NgramProposer(), [PROMPT], Settings(1, 8), num_draws=0) == "eval.sampling_draws is 0"
 
 
+def test_greedy_settings_are_tested_at_temperature_1_with_the_runs_seed():
+    def test(**settings):
+        return sampling_test(peaked(0), NgramProposer(), [PROMPT], Settings(1, 8, **settings), num_draws=40)
+
+    sampled = test(sampling=Sampling(1.0), seed=1)
+    assert test(seed=1) == sampled != test(seed=2)
+
+
 def test_the_most_telling_prompt_is_a_beginning_of_a_continuation():
     target, draft = tiny_target(), ModelProposer(tiny_target(seed=3).model, one_hot=True)
-    ids, name = most_telling_prompt(target, draft, [PROMPT, OTHER], SAMPLED)
-    prompt = {"p": PROMPT, "q": OTHER}[name]
+    prompts = [Prompt(name, "c", "text", (token, 2, 1, 6)) for token, name in enumerate("pqr", start=7)]
+    ids, name = most_telling_prompt(target, draft, prompts, SAMPLED)
+    assert (ids, name) == most_telling_prompt(target, draft, prompts[::-1], SAMPLED)  # not the first
+    (prompt,) = (prompt for prompt in prompts if prompt.id == name)
     assert ids[: len(prompt.token_ids)] == prompt.token_ids
     assert ids != Decoder(target).generate(prompt.token_ids, max_new_tokens=1).token_ids
     assert most_telling_prompt(target, NgramProposer(), [PROMPT], SAMPLED)[1] == "p"

@@ -61,10 +61,12 @@ def test_what_is_left_is_room_for_context(llama: Described):
         ({"tensor_parallel": 4}, "KV cache", 4096 * 32 * 1024),
         ({"tensor_parallel": 16}, "KV cache", 4096 * 16 * 1024),  # eight heads: each on two devices
         ({"tensor_parallel": 4}, "target", 16_060_522_496 // 4),
+        ({"tensor_parallel": 4}, "draft", 212_500_000),
+        ({"tensor_parallel": 4}, "draft's KV cache", 4096 * 1024),
     ],
 )
 def test_dtypes_and_devices_change_what_each_holds(llama: Described, changed: dict[str, Any], part: str, size: int):
-    assert budget(llama, Serving(**changed)).parts[part] == size
+    assert budget(llama, Serving(**changed), 850_000_000, of_attention(1, 8, 128)).parts[part] == size
 
 
 def test_what_does_not_fit_says_on_how_many_devices_it_would(llama: Described):
@@ -92,6 +94,7 @@ def test_deepseek_v3_fits_on_sixteen_of_eighty_gigabytes(tmp_path: Path):
 def test_what_no_engine_serves_is_refused(llama: Described, key: str, got: int):
     with refused(f"serving.{key}", got):
         Serving(**{key: got}).check(llama, None)
+    Serving(context=131_072, tensor_parallel=32).check(llama, None)
 
 
 def test_a_dtype_is_refused_for_quantised_weights(tmp_path: Path):

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-
 from specdistill.data.answers import PATTERN
+
 from specdistill.pico.corpus import CHAT_TEMPLATE
-from tests.produce.openai_server import Behaviour, OpenAIServer, running
 from tests.launches import environment
+from tests.produce.openai_server import Behaviour, OpenAIServer, running
 from tests.scripts import specdistill, start_specdistill
 from tests.tiny import input_keys, tiny_target_model, tiny_tokenizer
 

@@ -8,14 +8,14 @@ import torch
 from datasets import Dataset
 
 from specdistill.errors import UserError
-from specdistill.produce.features import by_target, feature_store
-from specdistill.rows.store import FeatureStore
 from specdistill.methods.recipe import Recipe
+from specdistill.produce.features import by_target, feature_store
 from specdistill.recipe.load import load_recipe
 from specdistill.recipe.sections import HiddenStatesConfig
+from specdistill.rows.store import FeatureStore
 from specdistill.targets.frozen import FrozenTarget
-from tests.rows.stores import Counting, filled, origin, packed
 from tests.heads import HEADS
+from tests.rows.stores import Counting, filled, origin, packed
 from tests.tiny import tiny_target_model, tiny_tokenizer
 from tests.training.small_runs import trainer
 

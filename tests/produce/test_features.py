@@ -5,12 +5,12 @@ import shutil
 from pathlib import Path
 
 import pytest
+from specdistill.features import fill as filling
 
 from specdistill.errors import ResourceError, UserError
-from specdistill.features import fill as filling
 from specdistill.rows.store import FeatureStore
-from tests.rows.stores import Counting, batch_of, filled, origin, packed
 from tests.processes import run_processes
+from tests.rows.stores import Counting, batch_of, filled, origin, packed
 
 SETS = [packed(10), packed(3, seed=1)]
 NAMES = [f"{index:06d}-of-000004.safetensors" for index in range(4)]

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from specdistill.errors import ResourceError, UserError
-from specdistill.produce.hidden_states_server import by_servers
 from specdistill.produce.features import by_target
+from specdistill.produce.hidden_states_server import by_servers
 from specdistill.targets.frozen import FrozenTarget
 from tests.produce.hidden_states_server import running
 from tests.rows.stores import packed

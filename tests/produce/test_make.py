@@ -197,7 +197,7 @@ def test_the_same_bytes_by_any_servers_and_shards(tmp_path: Path) -> None:
     assert two.num_requests
 
 
-class InterruptedError_(Exception):
+class KilledError(Exception):
     pass
 
 
@@ -211,7 +211,7 @@ def interrupt(monkeypatch: pytest.MonkeyPatch, after: int, torn: bool) -> Callab
             if torn:
                 add(self, answers)
                 self._file.truncate(self._file.tell() - 9)
-            raise InterruptedError_
+            raise KilledError
         add(self, answers)
 
     monkeypatch.setattr(AnswerFile, "add", dying)
@@ -231,7 +231,7 @@ def test_an_interrupted_block_goes_on_to_the_same_bytes(
         for torn in (False, True, False):
             job = Job(tmp_path / "cut" / "set", config, target)
             end = interrupt(monkeypatch, moments.randint(1, 4), torn)
-            with pytest.raises(InterruptedError_):
+            with pytest.raises(KilledError):
                 make_blocks(job)
             end()
             left = sum(path.read_bytes().count(b"\n") - 1 for path in job.blocks.glob("*.jsonl"))

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-
-from specdistill.produce.self_prompts import MOST, Opening, room_for_prompts, self_prompts
 from specdistill.data.training_data import training_documents
+
 from specdistill.errors import UserError
+from specdistill.produce.self_prompts import MOST, Opening, room_for_prompts, self_prompts
 from specdistill.recipe.sections import DataConfig, RegenerateConfig
 from specdistill.targets.frozen import FrozenTarget
 from tests.produce.openai_server import Behaviour, running

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 from datasets import Dataset
+from specdistill.data import sources
 
 from specdistill.cli import main
-from specdistill.data import sources
-from specdistill.produce.sources import load_rows, load_sources, normalise, source_names
 from specdistill.errors import ExitCode, ResourceError, UserError
 from specdistill.pico.corpus import chats, standard_library
+from specdistill.produce.sources import load_rows, load_sources, normalise, source_names
 from tests.rows.templates import CHATML, GEMMA
 from tests.tiny import input_keys, tiny_target_model, tiny_tokenizer
 

@@ -7,8 +7,8 @@ import torch
 from datasets import Dataset
 from torch import Tensor
 
-from specdistill.rows.packing import collate
 from specdistill.produce.features import Make, Rows, fill
+from specdistill.rows.packing import collate
 from specdistill.rows.shard import Origin, Tokens
 from specdistill.rows.store import FeatureStore
 

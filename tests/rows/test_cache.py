@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from datasets import Dataset, Features, List, Value
 
-from specdistill.rows.cache import Columns, Row, cached, content_fingerprint, mapped, num_processes, tokenizer_fingerprint
 from specdistill.errors import ResourceError, UserError
+from specdistill.rows.cache import Columns, Row, cached, content_fingerprint, mapped, num_processes, tokenizer_fingerprint
 from tests.tiny import tiny_tokenizer
 
 COLUMNS = {"ids": List(Value("int32")), "name": Value("string")}

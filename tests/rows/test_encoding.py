@@ -10,10 +10,10 @@ import pytest
 from datasets import Dataset, Features
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from specdistill.errors import UserError
+from specdistill.produce.sources import COLUMNS, normalise
 from specdistill.rows.chat import assistant_spans, learn, render
 from specdistill.rows.encoding import ENCODED_COLUMNS, GENERATION_TAG, Encoder
-from specdistill.produce.sources import COLUMNS, normalise
-from specdistill.errors import UserError
 from tests.rows.templates import (
     CHATML,
     GEMMA,

@@ -1,14 +1,14 @@
 """Packing: no token lost, none twice, every document told apart."""
 
 import random
-from pathlib import Path
+from collections import Counter
 
 import pytest
 import torch
 from datasets import Dataset
 
-from specdistill.rows.packing import COLUMNS, MIN_TOKENS, Piece, collate, cut, draft_vocabulary, fill_rows, pack, usable
 from specdistill.errors import UserError
+from specdistill.rows.packing import COLUMNS, MIN_TOKENS, Packed, Piece, collate, cut, draft_vocabulary, fill_rows, usable
 from tests.refusals import refused
 
 PAD = 7
@@ -25,12 +25,13 @@ def documents_of(lengths: list[int]) -> Dataset:
 
 
 @pytest.mark.parametrize("packing", [True, False])
-def test_every_token_comes_out_once_in_its_document_at_its_position(tmp_path: Path, packing: bool) -> None:
+def test_every_token_comes_out_once_in_its_document_at_its_position(packing: bool) -> None:
     generator = random.Random(0)
     lengths = [generator.randint(MIN_TOKENS, 70) for _ in range(200)]
     documents = documents_of(lengths)
-    rows = pack(documents, 32, packing, PAD, seed=1, cache_dir=str(tmp_path))
-    batch = collate(list(rows))
+    made = Packed(documents, 32, packing, PAD, seed=1)
+    rows = [dict(zip(COLUMNS, row, strict=True)) for row in zip(*made[range(len(made))].values(), strict=True)]
+    batch = collate(rows)
     assert all(batch[column].shape == (len(rows), 32) and batch[column].dtype == torch.int64 for column in COLUMNS)
     real = batch["document_ids"] >= 0
     assert sorted(batch["input_ids"][real].tolist()) == list(range(100, 100 + sum(lengths)))
@@ -100,13 +101,15 @@ def test_texts_are_cut_into_whole_rows_and_a_rest_that_is_worth_a_row() -> None:
 
 
 def test_documents_that_cannot_be_used_are_counted(caplog: pytest.LogCaptureFixture) -> None:
-    assert usable([2, 3, 8, 9, 9], [False, False, False, False, True], 8).tolist() == [1, 2, 4]
+    filtered: Counter[str] = Counter()
+    assert usable([2, 3, 8, 9, 9], [False, False, False, False, True], 8, filtered).tolist() == [1, 2, 4]
+    assert filtered == {"too_long": 1, "too_short": 1}
     assert "1 of 5 documents are longer than data.max_length=8 tokens" in caplog.text
     assert "1 of 5 documents are too short" in caplog.text
     with pytest.raises(UserError, match=r"data.max_length: got 8, expected 9 or more"):
-        usable([12, 9, 1], [False] * 3, 8)
+        usable([12, 9, 1], [False] * 3, 8, Counter())
     with pytest.raises(UserError, match=r"data.source: got 2 rows of fewer than 3 tokens"):
-        usable([1, 2], [True, False], 8)
+        usable([1, 2], [True, False], 8, Counter())
 
 
 def test_the_draft_vocabulary_is_of_the_most_frequent_loss_tokens() -> None:

@@ -58,6 +58,11 @@ def test_the_confidence_of_all_interim_analyses_together():
     assert not reached_precision(simulate(1), 1.0, 0)
 
 
+def test_half_a_width_is_a_share_of_the_number():
+    assert half_width({"speedup": 2.0, "speedup_ci95": [1.5, 3.0]}, "speedup") == 0.375
+    assert half_width({"speedup": 2.0}, "speedup") == np.inf
+
+
 def test_nothing_drafted_never_reaches_a_precision():
     silent = [replace(record, rounds=()) for record in simulate(24)]
     assert not reached_precision(silent, 1.0, 0)
@@ -81,7 +86,7 @@ def covered(seed, target_precision, at, confidence):
     return low <= TRUE_LENGTH <= high
 
 
-@pytest.mark.long
+@pytest.mark.long  # 550 runs, each with up to fifty intervals
 @pytest.mark.parametrize("target_precision", [0.08, 0.05])
 def test_the_interval_at_which_a_run_stops_holds_the_truth_as_often_as_it_says(target_precision):
     """Simulated runs. Without the correction, and with an analysis after every fourth prompt, the same intervals do not."""

@@ -8,15 +8,16 @@ import pytest
 import torch
 from datasets import Dataset
 
-from specdistill.rows.packing import collate
 from specdistill.decoding.decoder import Decoder
-from specdistill.errors import ResourceError, UserError
+from specdistill.errors import ResourceError
 from specdistill.methods.draft_model.proposer import DraftModelProposer
 from specdistill.methods.heads.proposer import HeadProposer
 from specdistill.methods.recipe import DECODED, Recipe, TrainedRecipe
 from specdistill.recipe.load import load_recipe
+from specdistill.rows.packing import collate
 from tests.heads import HEADS
 from tests.processes import run_processes
+from tests.refusals import refused
 from tests.training.small_runs import gradient_of_one_step, rows, tiny_target, trainer
 
 
@@ -84,12 +85,12 @@ def test_a_recipe_knows_the_metrics_that_an_evaluation_has(tmp_path: Path, metho
 
 
 def test_what_the_trainer_refuses_is_the_recipe_s_mistake(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"^train: got .*batch_eval_metrics"):
+    with refused("train"):
         trainer(tmp_path, rows(2, 24), batch_eval_metrics=True)
 
 
-# To learn 48 tokens by heart. AdamW, whose steps take half the time of Muon's on a CPU.
-STEPS = {"eagle": 100, "eagle3": 160, "mtp": 300, "draft_model": 100}
+# To learn 24 tokens by heart. AdamW, whose steps take half the time of Muon's on a CPU.
+STEPS = {"eagle": 70, "eagle3": 120, "mtp": 80, "draft_model": 70}
 
 
 @pytest.mark.parametrize("method", [*HEADS, "draft_model"])
@@ -97,16 +98,16 @@ def test_a_memorised_sample_is_accepted_in_full_blocks(tmp_path: Path, method: s
     """Proof of the shifts: overfit one text the target wrote, then decode it; acceptance length >= 0.9 (K + 1)."""
     target = tiny_target()
     prompt = [5, 9, 20, 31]
-    text = [*prompt, *Decoder(target).generate(prompt, max_new_tokens=44).token_ids]
+    text = [*prompt, *Decoder(target).generate(prompt, max_new_tokens=20).token_ids]
     sample = Dataset.from_list(
-        [{"input_ids": text, "loss_mask": [1] * 48, "document_ids": [0] * 48, "position_ids": list(range(48))}]
+        [{"input_ids": text, "loss_mask": [1] * 24, "document_ids": [0] * 24, "position_ids": list(range(24))}]
     )
     fit = trainer(tmp_path, sample, target, method, max_steps=STEPS[method], lr_scheduler_type="linear")
     draft = fit.objective.draft
-    fit.optimizer = torch.optim.AdamW(draft.parameters(), lr=8e-3)
+    fit.optimizer = torch.optim.AdamW(draft.parameters(), lr=1.6e-2)
     fit.train()
     proposer = DraftModelProposer(draft) if method == "draft_model" else HeadProposer(draft)
-    run = Decoder(target, proposer).generate(prompt, max_new_tokens=44, num_speculative_tokens=4)
+    run = Decoder(target, proposer).generate(prompt, max_new_tokens=20, num_speculative_tokens=4)
     assert [*prompt, *run.token_ids] == text
     whole = run.rounds[:-1]  # the last round is cut by the length limit
     assert 1 + sum(r.num_accepted for r in whole) / len(whole) >= 0.9 * 5
@@ -160,5 +161,5 @@ def test_a_full_disk_is_one_line_also_where_a_draft_is_written_to_be_measured(tm
         raise OSError(28, "No space left on device")
 
     fit.save, fit.decode = full, lambda folder: 2.0
-    with pytest.raises(ResourceError, match=r"measured could not be saved \("):
+    with pytest.raises(ResourceError, match="measured"):
         fit.evaluate()

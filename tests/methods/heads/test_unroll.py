@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from specdistill.rows.packing import indexed
 from specdistill.losses.divergence import forward_kl
 from specdistill.methods.eagle.module import build_eagle
 from specdistill.methods.eagle3.module import build_eagle3
 from specdistill.methods.heads.attention import UnrollKVCache
 from specdistill.methods.heads.unroll import TrainingTimeTest
+from specdistill.rows.packing import indexed
 from specdistill.targets.anatomy import Head
 from specdistill.targets.frozen import Features, FrozenTarget
 from specdistill.training.objective import SoftTargets, StepSums, loss_rows, shift_left
@@ -121,8 +121,9 @@ def test_loss_acceptance_and_chains_are_their_formulas() -> None:
                 chain *= torch.tensor([correct, accepted, has_loss])
                 expected[4:, k] += chain
     rows = {name: torch.tensor([column]) for name, column in columns.items()}
-    total, sums = run(TrainingTimeTest(toy, forward_kl, 3, step_decay=0.5, temperature=TEMPERATURE), target, rows)
-    assert torch.allclose(sums.table(), expected, rtol=1e-4)
+    unroll = TrainingTimeTest(toy, forward_kl, 3, step_decay=0.5, temperature=TEMPERATURE)
+    total, sums = run(unroll, target, rows)
+    assert torch.allclose(sums.table(), expected, rtol=1e-4) and unroll.num_loss_tokens(indexed(rows)) == expected[1, 0]
     assert float(total) == pytest.approx(float((expected[0] * torch.tensor([4, 2, 1]) / 7).sum()), rel=1e-4)
     assert (expected[2:4] > 0).all() and 0 < expected[4, 1] < expected[2, 1]
 
@@ -164,13 +165,14 @@ def test_only_loss_tokens_of_the_roots_document_are_predicted() -> None:
 
 
 def soft_targets(target: FrozenTarget, ids: torch.Tensor, vocabulary: torch.Tensor) -> SoftTargets:
-    return SoftTargets.of(target.logits, target.features(ids, []).last_hidden, torch.arange(1, ids.shape[1]), vocabulary, 1.0)
+    """At T = 0.7."""
+    return SoftTargets.of(target.logits, target.features(ids, []).last_hidden, torch.arange(1, ids.shape[1]), vocabulary, 0.7)
 
 
 def test_the_teacher_is_the_targets_distribution_before_the_token(target: FrozenTarget) -> None:
     ids = torch.arange(3, 15)[None]
     soft = soft_targets(target, ids, torch.arange(target.vocab_size)).at(slice(2, 9), measure=False)
-    assert torch.allclose(soft.probs_rW, target.model(ids).logits[0, 2:9].softmax(-1), atol=1e-6)
+    assert torch.allclose(soft.probs_rW, (target.model(ids).logits[0, 2:9] / 0.7).softmax(-1), atol=1e-6)
 
 
 @pytest.mark.parametrize("plain_linear", [True, False])
@@ -179,7 +181,7 @@ def test_a_pruned_teacher_is_renormalised_and_remembers_its_share(target: Frozen
     ids, kept = torch.arange(3, 15)[None], torch.arange(0, target.vocab_size, 2)
     made = soft_targets(target, ids, kept)
     made = made if plain_linear else dataclasses.replace(made, pruned=None)
-    distributions = target.model(ids).logits[0, :-1].softmax(-1)
+    distributions = (target.model(ids).logits[0, :-1] / 0.7).softmax(-1)
     soft = made.at(slice(None), measure=True)
     assert soft.mass_r is not None and soft.top1_r is not None
     assert torch.allclose(soft.probs_rW.sum(-1), torch.ones(11), atol=1e-5)
@@ -214,7 +216,7 @@ def test_packing_changes_no_loss_and_no_gradient(target: FrozenTarget, vocabular
             assert parameter.grad is not None and torch.allclose(gradients[name], parameter.grad, rtol=1e-3, atol=1e-5), name
 
 
-@pytest.mark.long
+@pytest.mark.long  # a compiler
 @torch._dynamo.config.patch(trace_autograd_ops=True)
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # dynamo does it
 @pytest.mark.parametrize(("method", "num_steps"), [("eagle3", 7), ("eagle", 2), ("mtp", 2)])

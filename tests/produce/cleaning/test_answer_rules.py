@@ -1,14 +1,12 @@
-"""Rules by which answers are left out: each finds what it is for, and leaves ordinary answers alone."""
+"""Rules by which answers are filtered: each finds what it is for, and leaves ordinary answers alone."""
 
-import json
-from pathlib import Path
 from typing import get_args
 
 import pytest
 
-from specdistill.data.answers import Answer
-from specdistill.produce.cleaning.answer_rules import RULES, Candidate, Tally, loops
-from specdistill.recipe.sections import SetAside
+from specdistill.produce.blocks import Answer
+from specdistill.produce.cleaning.answer_rules import RULES, Candidate, Counts, loops
+from specdistill.recipe.sections import AnswerRule
 
 ORDINARY = "The loop adds each number to the sum, and then the function returns it to its caller."
 
@@ -20,12 +18,12 @@ def candidate(
     context: str = ORDINARY,
     **more: object,
 ) -> Candidate:
-    answer = Answer((1,), ids, reason, "m", "s", {}, {}, error=more.get("error"))  # type: ignore[arg-type]
+    answer = Answer([1], list(ids), reason, more.get("error"))  # type: ignore[arg-type]
     return Candidate(answer, text, context, bool(more.get("is_text")), frozenset({1, 2, 3}))
 
 
 def test_recipes_name_these_rules() -> None:
-    assert get_args(SetAside) == (*RULES,)
+    assert get_args(AnswerRule) == (*RULES,)
 
 
 @pytest.mark.parametrize(
@@ -41,9 +39,9 @@ def test_recipes_name_these_rules() -> None:
     ],
 )
 def test_a_rule_finds_what_it_is_for(rule: str, made: Candidate) -> None:
-    tally = Tally()
-    assert not tally.judge(made, RULES) and tally.aside == {rule: 1}
-    assert Tally().judge(made, {name: breaks for name, breaks in RULES.items() if name != rule})
+    counts = Counts()
+    assert not counts.keeps(made, RULES) and counts.filtered == {rule: 1}
+    assert Counts().keeps(made, {name: breaks for name, breaks in RULES.items() if name != rule})
 
 
 @pytest.mark.parametrize(
@@ -60,7 +58,7 @@ def test_a_rule_finds_what_it_is_for(rule: str, made: Candidate) -> None:
     ],
 )
 def test_ordinary_answers_are_kept(made: Candidate) -> None:
-    assert Tally().judge(made, RULES)
+    assert Counts().keeps(made, RULES)
 
 
 def test_a_loop_is_long_and_at_the_end() -> None:
@@ -71,11 +69,10 @@ def test_a_loop_is_long_and_at_the_end() -> None:
     assert not loops(period * 3 + [99]) and loops(period * 4)
 
 
-def test_the_tally_is_saved_with_examples(tmp_path: Path) -> None:
-    tally = Tally()
-    for made in (candidate(), candidate(text="", ids=()), candidate(error="400 too long", text="")):
-        tally.judge(made, RULES)
-    tally.save(tmp_path / "set_aside.json")
-    saved = json.loads((tmp_path / "set_aside.json").read_text())
-    assert saved == {"kept": 1, "set_aside": {"empty": 1, "refused": 1}, "examples": {"empty": "", "refused": "400 too long"}}
-    assert tally.table().row_count == 3
+def test_counts_add_up_with_their_first_examples() -> None:
+    several = [Counts(), Counts()]
+    for counts, made in zip(several * 2, (candidate(), candidate(text="", ids=()), candidate(error="400 long"), candidate()), strict=True):
+        counts.keeps(made, RULES)
+    several[0].add(several[1])
+    assert (several[0].kept, several[0].filtered) == (2, {"refused": 1, "empty": 1})
+    assert several[0].examples == {"refused": "400 long", "empty": ""} and several[0].table().row_count == 3

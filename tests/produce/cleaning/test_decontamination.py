@@ -5,8 +5,8 @@ from itertools import pairwise
 
 import pytest
 
-from specdistill.produce.cleaning.decontamination import NGRAM, SuiteIndex, load_suites
 from specdistill.errors import ResourceError, UserError
+from specdistill.produce.cleaning.decontamination import NGRAM, SuiteIndex, load_suites
 from specdistill.suites.suite import Suite, SuiteRow
 
 

@@ -1,4 +1,4 @@
-"""`specdistill data` leaves out what overlaps, lists it in a file, and counts it in a table."""
+"""`specdistill data` filters what overlaps, lists it in a file, and counts it in a table."""
 
 import json
 from pathlib import Path
@@ -9,6 +9,7 @@ import pytest
 from specdistill.cli import main
 from specdistill.produce.cleaning.overlaps import cleaned
 from specdistill.produce.sources import load_sources
+from specdistill.recipe.sections import DataConfig
 from tests.tiny import input_keys, tiny_target_model, tiny_tokenizer
 
 PROMPTS = [f"What is the sum of {n} and {n + 1}, if every number is counted twice and {n} is odd?" for n in (3, 5, 7)]
@@ -40,12 +41,12 @@ def data(folder: Path, *keys: str) -> int:
 
 
 def listed(folder: Path) -> list[dict[str, Any]]:
-    (path,) = folder.glob("cache/left_out/*.json")
+    (path,) = folder.glob("cache/filtered/*.json")
     rows: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))
     return rows
 
 
-def test_rows_that_overlap_what_the_draft_is_measured_on_are_left_out_and_listed(
+def test_rows_that_overlap_what_the_draft_is_measured_on_are_filtered_and_listed(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
@@ -53,29 +54,30 @@ def test_rows_that_overlap_what_the_draft_is_measured_on_are_left_out_and_listed
     said = capsys.readouterr()
     rows = [(row["row"], row["rule"], row["of"]) for row in listed(folder)]
     assert rows == [(row, "contaminated", f"suite: {prompt}") for row, prompt in ((14, 1), (15, 2), (16, 2), (17, 3))]
-    assert "4 of 20 rows are left out" in said.err and "listed in" in said.err
+    assert "4 of 20 rows are filtered" in said.err and "listed in" in said.err
     assert any("suite: 2" in line and "2" in line.split("│")[3] for line in said.err.splitlines())
     assert "gsm8k, humaneval, mt-bench, spec-bench, speed-bench could not be fetched" in caplog.text
     counts = said.out
     assert data(folder) == 0
-    again = capsys.readouterr()
-    assert again.out == counts and "4 of 20 rows are left out" in again.err  # from the cache, and said again
+    assert capsys.readouterr().out == counts and "filtered: 4 contaminated" in counts
     assert data(folder, "data.decontaminate=[]") == 0
     without = capsys.readouterr()
-    assert without.out != counts and "left out" not in without.err
+    assert without.out != counts and "filtered" not in without.err
 
 
-def test_near_duplicates_are_left_out_and_change_the_fingerprint(folder: Path) -> None:
-    sources = load_sources(str(folder / "rows.jsonl"), "train", str(folder / "cache"))
-    suite, cache = [str(folder / "suite.jsonl")], str(folder / "cache")
+def test_near_duplicates_are_filtered_and_change_the_fingerprint(folder: Path) -> None:
+    config = DataConfig(source=str(folder / "rows.jsonl"), cache_dir=str(folder / "cache"))
+    sources, suite = load_sources(config), [str(folder / "suite.jsonl")]
 
     def made(suites: list[str], near_duplicates: float | None) -> tuple[int, str]:
-        (source,) = cleaned(sources, suites, near_duplicates, cache_dir=cache)
+        how = {"decontaminate": suites, "near_duplicates": near_duplicates}
+        (source,), filtered = cleaned(sources, config.model_copy(update=how))
+        assert filtered.total() == 20 - len(source.rows)
         return len(source.rows), source.rows._fingerprint
 
     found = [made(*how) for how in (([], None), (suite, None), ([], 0.8), (suite, 0.8), ([], 1.0))]
     assert [count for count, _ in found] == [20, 16, 19, 15, 20]
-    assert len({fingerprint for _, fingerprint in found}) == 4  # nothing left out changes nothing
+    assert len({fingerprint for _, fingerprint in found}) == 4  # nothing filtered changes nothing
     assert made(suite, 0.8) == found[3]
 
 
@@ -83,7 +85,7 @@ def test_a_source_that_is_all_prompts_cannot_be_used(folder: Path, capsys: pytes
     (folder / "rows.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in PROMPTS), encoding="utf-8")
     assert data(folder) == 2
     error = capsys.readouterr().err.splitlines()[-1]
-    assert error.startswith("error: data.source: got 3 rows that are all left out (see ")
+    assert error.startswith("error: data.source: got 3 rows that are all filtered (see ")
 
 
 def test_a_suite_that_is_named_has_to_be_there(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
