@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from datasets import Dataset
 
-from specdistill.data.batch_generate import fast_dtype, generate, generation_mode
 from specdistill.decoding.decoder import Decoder
 from specdistill.losses.divergence import forward_kl
 from specdistill.measurement.hardware import hardware, software
@@ -30,6 +29,7 @@ from specdistill.methods.eagle3.checkpoint import save_eagle3
 from specdistill.methods.eagle3.module import build_eagle3
 from specdistill.project import ROOT
 from specdistill.report.text import table, write_between
+from specdistill.targets.batch_generate import fast_dtype, generate, generation_mode
 from specdistill.targets.frozen import FrozenTarget
 from specdistill.training.arguments import training_arguments
 from specdistill.training.optimizer import MuonAdamW

@@ -25,7 +25,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from bench.engines import environment
 from specdistill.command import run
-from specdistill.data.batch_generate import fast_dtype
 from specdistill.errors import ExitCode, ResourceError, UserError
 from specdistill.export.export import export
 from specdistill.measurement.hardware import hardware, software
@@ -37,6 +36,7 @@ from specdistill.report.phrases import size
 from specdistill.report.text import table, write_between
 from specdistill.statistics.intervals import interval
 from specdistill.statistics.metrics import Metric, value
+from specdistill.targets.batch_generate import fast_dtype
 from specdistill.targets.files import TargetFiles
 from specdistill.targets.frozen import FrozenTarget
 

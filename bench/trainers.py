@@ -92,11 +92,11 @@ def ours(folder: str, rows: int, length: int, num_steps: int, trains_head: bool,
     """All rows at once. plainly: attention with a dense mask, and all logits at once."""
     from transformers import AutoModelForCausalLM
 
-    from specdistill.data.packing import collate
     from specdistill.losses.chunked import head_loss_plainly
     from specdistill.losses.divergence import forward_kl
     from specdistill.methods.chains import unroll
     from specdistill.methods.eagle3.checkpoint import load_eagle3
+    from specdistill.rows.packing import collate
     from specdistill.targets.frozen import Features, FrozenTarget
 
     if plainly:

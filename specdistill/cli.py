@@ -12,24 +12,23 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from functools import partial
-from itertools import compress
 from pathlib import Path
 from typing import Annotated
 
 from pydantic import model_validator
 
 import specdistill
-from specdistill.command import HELP, TARGET, check_writable, keys_of, print_help
+from specdistill.command import HELP, TARGET, keys_of, print_help
 from specdistill.credentials import check_arguments
 from specdistill.doctor.command import DOCTOR, DoctorOptions, doctor
 from specdistill.engines import engines_with
 from specdistill.errors import ExitCode, ResourceError, UserError, explain, nearest
 from specdistill.launch import LaunchOptions, launch_options, run_script
 from specdistill.methods import METHODS
-from specdistill.methods.recipe import DEFAULT_METHOD, Recipe, TrainedRecipe
+from specdistill.methods.recipe import DEFAULT_METHOD, Recipe
 from specdistill.next_step import next_step
 from specdistill.planning.command import PlanOptions, plan
+from specdistill.produce import command as data_command
 from specdistill.project import PICO, ROOT
 from specdistill.recipe.fields import ReadWhen, Section, leaves, like, one_of, option, section
 from specdistill.recipe.load import load_recipe, merged
@@ -146,13 +145,7 @@ class PublishOptions(PublishConfig):
         return self
 
 
-DATA_VERBS = ("show", "generate")
-IN_TERMINAL, ON_PAGE = 3, 24
-
-
-class ShowOptions(Section):
-    documents: int | None = option(None, f"documents to show as text; null: {IN_TERMINAL} here, {ON_PAGE} on a page", ge=1)
-    output: str | None = option(None, "HTML page for the same, with plots; null: none")
+REMOVED_DATA_VERBS = {"generate": "make"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -275,75 +268,16 @@ def export(arguments: list[str]) -> int:
 
 
 def data(arguments: list[str]) -> int:
-    """prepare a recipe's training data and show it (`data show`); `data generate`: by servers; `data features`: store its features"""
-    if arguments[:1] == ["features"]:
-        launching, others = launch_options(arguments[1:])
+    """make a recipe's training rows (`data make`), merge shards of them (`merge`), show them (`show`), store features (`features`)"""
+    verb = arguments.pop(0) if arguments[:1] and "=" not in arguments[0] and arguments[0] not in HELP else "show"
+    if verb == "features":
+        launching, others = launch_options(arguments)
         return run_script("train/features.py", [*others, "train.output_dir=runs"], launching)  # features have no run
-    verb = arguments.pop(0) if arguments[:1] and arguments[0] in DATA_VERBS else "show"
-    keys = keys_of(arguments)
-    is_shown = [verb == "show" and key.partition("=")[0] in ShowOptions.model_fields for key in keys]
-    options = load_recipe(ShowOptions, list(compress(keys, is_shown)))
-    own = [key for key, shown in zip(keys, is_shown, strict=True) if not shown]
-    recipe = load_recipe(Recipe, [*own, "train.output_dir=runs"])  # a recipe needs it, the rows do not
-    if not isinstance(recipe, TrainedRecipe):
-        raise UserError("method", got=f"{recipe.method}, which needs no training", expected="a method that is trained")
-    return _generate(recipe) if verb == "generate" else _show(recipe, options)
-
-
-def _show(recipe: TrainedRecipe, options: ShowOptions) -> int:
-    """Training data in the terminal and, where one is asked for, on a page."""
-    from specdistill.data import show  # here, and not above, because these import torch
-    from specdistill.data.sources import source_names
-    from specdistill.data.training_data import packed, training_documents
-    from specdistill.report.rows import write_page
-    from specdistill.targets.frozen import FrozenTarget
-
-    if options.output is not None:
-        check_writable(Path(options.output).parent, "output")
-    target = FrozenTarget.load(**vars(recipe.target))
-    documents = training_documents(
-        recipe.data,
-        target.tokenizer,
-        target.model,
-        fingerprint=target.identity.weights,
-        measured_on=recipe.measured_on,
-    )
-    rows = packed(documents, recipe.data, target.tokenizer)
-    names, max_length = source_names(recipe.data.source), recipe.data.max_length
-    lengths = [show.lengths(part) for part in documents]
-    halves = {
-        name: show.half(len(part), of, max_length)
-        for name, part, of in zip(("train", "validation"), rows, lengths, strict=True)
-    }
-    mixture = show.mixture(lengths[0], names)
-    look = partial(show.shown, documents[0], names, tokenizer=target.tokenizer, max_length=max_length)
-    show.print_data(halves, mixture, look(options.documents or IN_TERMINAL))
-    if options.output is not None:
-        on_page = look(options.documents or ON_PAGE)
-        write_page(Path(options.output), "output", target.name, recipe.data, halves, mixture, lengths[0], on_page)
-        print(f"\npage: {options.output}")
-    return ExitCode.DONE
-
-
-def _generate(recipe: TrainedRecipe) -> int:
-    """Have servers generate a recipe's rows. They hold the weights, of which the hashes alone are read here."""
-    from specdistill.data.training_data import Words, served_data
-    from specdistill.targets.files import TargetFiles
-    from specdistill.targets.loading import read_words
-
-    target, regenerate = recipe.target, recipe.data.regenerate
-    if not regenerate.server:
-        raise UserError(
-            "data.regenerate.server", got="nothing", expected="addresses of servers, with data.regenerate.num_tokens"
-        )
-    words = read_words(target.model, revision=target.revision, trust_remote_code=target.trust_remote_code)
-    identity = TargetFiles.of(target.model, target.revision, target.adapter).identity
-    train_set, eval_set = served_data(
-        recipe.data, Words(*words, target.model), fingerprint=identity.weights, measured_on=recipe.measured_on
-    )
-    counts = " and ".join(f"{sum(part['length']):,} tokens in {len(part):,} documents" for part in (train_set, eval_set))
-    print(f"for training and validation: {counts}")
-    return ExitCode.DONE
+    if verb not in data_command.VERBS:
+        verbs = [*data_command.VERBS, "features"]
+        near = REMOVED_DATA_VERBS.get(verb) or nearest(verb, verbs)
+        raise UserError("specdistill data", got=verb, expected=f"one of {', '.join(verbs)}", nearest=near)
+    return data_command.run(verb, keys_of(arguments))
 
 
 def eval(arguments: list[str]) -> int:
@@ -425,7 +359,7 @@ OPTIONS: dict[str, tuple[Sequence[type[Section]], Mapping[str, str]]] = {
     "acquire": ([AcquireOptions], TARGET),
     "export": ([ExportOptions], TARGET),
     "doctor": ([DoctorOptions], DOCTOR),
-    "data": ([Recipe, ShowOptions, LaunchOptions], {}),
+    "data": ([Recipe, data_command.ShowOptions, LaunchOptions], {}),
     "publish": ([PublishOptions], {}),
 }
 

@@ -34,7 +34,7 @@ class Module:
 
 
 def rows(split: str) -> tuple[str, Callable[[], Iterator[dict[str, Any]]]]:
-    """The source `pico` of `specdistill.data.sources`: a fingerprint of a split's text, and what yields its rows."""
+    """The source `pico` of `specdistill.produce.sources`: a fingerprint of a split's text, and what yields its rows."""
     if split not in get_args(Split):
         raise UserError("data.split", got=split, expected=" or ".join(get_args(Split)), nearest=nearest(split, get_args(Split)))
     modules = standard_library(split)  # type: ignore[arg-type]

@@ -16,7 +16,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from specdistill.methods.mtp.checkpoint import build_mtp, merge_mtp_weights, save_mtp
 from specdistill.targets.classes import auto_class
 from specdistill.targets.frozen import FrozenTarget
-from tests.data.templates import CHATML, DEEPSEEK, GEMMA, HARMONY, LLAMA3, MISTRAL, PHI, TAGGED, THOUGHTS_STRIPPED
+from tests.rows.templates import CHATML, DEEPSEEK, GEMMA, HARMONY, LLAMA3, MISTRAL, PHI, TAGGED, THOUGHTS_STRIPPED
 from tests.targets.architectures import SIZES
 
 Config = dict[str, Any]

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from specdistill.data.packing import indexed
 from specdistill.decoding.proposer import DecodingState
 from specdistill.decoding.sampling import Sampling
 from specdistill.methods.chains.attention import UnrollKVCache
@@ -18,6 +17,7 @@ from specdistill.methods.eagle.module import build_eagle
 from specdistill.methods.eagle3.checkpoint import load_eagle3, save_eagle3
 from specdistill.methods.eagle3.module import Eagle3Draft, build_eagle3
 from specdistill.methods.mtp.checkpoint import build_mtp, load_mtp, save_mtp
+from specdistill.rows.packing import indexed
 from specdistill.targets.frozen import FrozenTarget
 
 HEADS = ("eagle", "eagle3", "mtp")

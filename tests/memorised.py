@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from specdistill.data.packing import indexed
 from specdistill.decoding.decoder import Decoder
 from specdistill.losses.divergence import forward_kl
 from specdistill.methods.chains.unroll import TrainingTimeTest
+from specdistill.rows.packing import indexed
 from specdistill.targets.frozen import FrozenTarget
 from specdistill.training.history import HISTORY, History
 from tests.heads import build_head, document_rows, save_head

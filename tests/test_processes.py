@@ -1,4 +1,4 @@
-"""Processes of a launch wait for the first on their machine, for longer than a step may take, and notice at once that one has ended."""
+"""Processes of a launch wait for one another, for longer than a step may take, and notice at once that one has ended."""
 
 import os
 import signal
@@ -11,41 +11,32 @@ import torch
 
 from specdistill import processes
 from specdistill.errors import ResourceError, UserError, explain
-from specdistill.processes import agree, collectives, first_on_each_machine, of_all
+from specdistill.processes import agree, collectives, of_all
 from tests.processes import run_processes
 
 
 @pytest.mark.distributed
 def test_the_others_wait_for_longer_than_a_step_may_take(tmp_path: Path) -> None:
-    """The last is the first of another machine: it works while this machine's first does."""
-    elsewhere, done = tmp_path / "elsewhere", tmp_path / "done"
-
-    def in_turn(rank: int) -> None:
-        with first_on_each_machine("working"):
-            print(done.exists())
-            if rank == 2:
-                elsewhere.touch()
-            if rank == 0:
-                while not elsewhere.exists():
-                    time.sleep(0.01)
-                done.touch()
-        agree({"a": "1", "b": "2"})
+    def late(rank: int) -> None:
+        if rank == 2:
+            time.sleep(0.5)
+            (tmp_path / "done").touch()
+        print(of_all(rank), (tmp_path / "done").exists())
         print(processes._group()._get_backend(torch.device("cpu")).options._timeout >= timedelta(hours=24))
 
-    first, waiting, last = ended = run_processes(tmp_path, in_turn, 0, 1, 0)
-    assert [process.code for process in ended] == [0, 0, 0], waiting.err
-    assert [process.out for process in ended] == ["False\nTrue\n", "True\nTrue\n", "False\nTrue\n"]
-    assert waiting.err.endswith("the first process is working, the others wait for it\n")
-    assert first.err == last.err == ""
+    ended = run_processes(tmp_path, late, 0, 1, 0)
+    assert [process.code for process in ended] == [0, 0, 0], ended[1].err
+    assert [process.out for process in ended] == ["[0, 1, 2] True\nTrue\n"] * 3
 
 
 @pytest.mark.distributed
 def test_the_end_of_a_process_ends_the_others(tmp_path: Path) -> None:
     def ends(rank: int) -> None:
+        of_all(None)
         try:
-            with first_on_each_machine("working"):
-                if rank == 2:
-                    os.kill(os.getpid(), signal.SIGKILL)
+            if rank == 2:
+                os.kill(os.getpid(), signal.SIGKILL)
+            of_all(None)
         except ResourceError as error:
             os.environ["LOCAL_RANK"] = "0"  # that of another waits for a launcher to end it
             os._exit(explain(error))

@@ -7,14 +7,14 @@ import sys
 from functools import partial
 
 from specdistill import command
-from specdistill.data.streaming import look_at, record_of
-from specdistill.data.training_data import training_data
 from specdistill.gate.rules import load_gate
 from specdistill.measurement.selection import decoded_acceptance_length
 from specdistill.methods.draft_model.config import Recipe as DraftModelRecipe
 from specdistill.methods.load import create_draft, implementation
 from specdistill.methods.recipe import Recipe, check_trainable
 from specdistill.methods.target_record import save_draft
+from specdistill.produce.make import make_rows
+from specdistill.rows.row_set import RowTarget, open_rows
 from specdistill.suites.suite import check_suite
 from specdistill.targets.frozen import FrozenTarget
 from specdistill.training.optimizer import build_optimizer
@@ -33,22 +33,17 @@ def main(recipe: DraftModelRecipe) -> None:
 
     # Target and data
     target = FrozenTarget.load(**vars(recipe.target))
-    train_set, eval_set = training_data(
-        recipe.data,
-        target.tokenizer,
-        target.model,
-        fingerprint=target.identity.weights,
-        measured_on=recipe.measured_on,
-    )
+    train_set, eval_set = open_rows(recipe.data, RowTarget.of(target), measured_on=recipe.measured_on, make=make_rows)
 
     # Draft, what it learns, and the run's record before its first step
-    draft = create_draft(recipe, target, look_at(train_set))
+    draft = create_draft(recipe, target, train_set)
     objective = method.objective(draft, recipe, target)
     run.record(
         target=target.name,
         target_revision=target.revision,
         target_weights=target.identity.weights,
-        **record_of(train_set),
+        data_fingerprint=train_set._fingerprint,
+        rows=len(train_set),
     )
 
     # Train, and save the best

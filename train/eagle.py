@@ -7,16 +7,16 @@ import sys
 from functools import partial
 
 from specdistill import command
-from specdistill.data.streaming import look_at, record_of
-from specdistill.data.training_data import training_data
-from specdistill.features.sources import feature_store
 from specdistill.gate.rules import load_gate
 from specdistill.measurement.selection import decoded_acceptance_length
 from specdistill.methods.chains.recipe import HeadRecipe
 from specdistill.methods.load import create_draft, implementation
 from specdistill.methods.recipe import Recipe, check_trainable
 from specdistill.methods.target_record import save_draft
+from specdistill.produce.features import feature_store
+from specdistill.produce.make import make_rows
 from specdistill.recipe.sections import HiddenStatesConfig
+from specdistill.rows.row_set import RowTarget, open_rows
 from specdistill.suites.suite import check_suite
 from specdistill.targets.frozen import FrozenTarget
 from specdistill.training.arguments import autocast_dtype
@@ -38,22 +38,17 @@ def main(recipe: HeadRecipe) -> None:
     hidden_states = getattr(recipe, "hidden_states", HiddenStatesConfig())  # which heads have
     runs_layers = hidden_states.runs_layers or recipe.selection is not None
     target = FrozenTarget.load(**vars(recipe.target), layers_on_disk=not runs_layers)
-    train_set, eval_set = training_data(
-        recipe.data,
-        target.tokenizer,
-        target.model,
-        fingerprint=target.identity.weights,
-        measured_on=recipe.measured_on,
-    )
+    train_set, eval_set = open_rows(recipe.data, RowTarget.of(target), measured_on=recipe.measured_on, make=make_rows)
 
     # Draft, what it learns, and the run's record before its first step
-    draft = create_draft(recipe, target, look_at(train_set))
+    draft = create_draft(recipe, target, train_set)
     objective = method.objective(draft, recipe, target)
     run.record(
         target=target.name,
         target_revision=target.revision,
         target_weights=target.identity.weights,
-        **record_of(train_set),
+        data_fingerprint=train_set._fingerprint,
+        rows=len(train_set),
     )
 
     # Features that are kept, where each step does not have the target make its own

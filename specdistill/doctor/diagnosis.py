@@ -24,7 +24,6 @@ from rich.console import Console
 from rich.text import Text
 from torch import Tensor
 
-from specdistill.data.packing import indexed
 from specdistill.decoding.decoder import Decoder, Generation
 from specdistill.decoding.proposer import Proposer
 from specdistill.engines import ENGINES
@@ -38,6 +37,7 @@ from specdistill.methods.layers import HeadShape
 from specdistill.methods.load import implementation, load_proposer, method_of
 from specdistill.methods.mtp.checkpoint import check_native_layer
 from specdistill.methods.target_record import check_target
+from specdistill.rows.packing import indexed
 from specdistill.suites.suite import load_suite, tokenize
 from specdistill.targets.files import TargetFiles
 from specdistill.targets.frozen import FrozenTarget

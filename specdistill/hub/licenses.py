@@ -15,8 +15,8 @@ from huggingface_hub import HfApi
 from huggingface_hub.errors import RepositoryNotFoundError
 from huggingface_hub.repocard import metadata_load
 
-from specdistill.data.sources import LOADERS, SELF, licensed_sources
 from specdistill.errors import UserError, one_line
+from specdistill.recipe.data_sources import LOADERS, SELF, licensed_sources
 from specdistill.repositories import hub_errors
 
 UNKNOWN, OTHER = "unknown", "other"

@@ -21,10 +21,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from specdistill.data.packing import collate
 from specdistill.methods import METHODS
 from specdistill.methods.sizes import ASSUMED_DTYPE, Described
 from specdistill.recipe.load import validate
+from specdistill.rows.packing import collate
 from specdistill.targets.classes import auto_class
 from specdistill.targets.frozen import Features, FrozenTarget
 

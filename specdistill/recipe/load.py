@@ -21,6 +21,13 @@ from specdistill.recipe.fields import Section, default_of, kind_of, leaves, read
 
 S = TypeVar("S", bound=Section)
 
+# Keys of 0.1 that are gone, and what to do in their place.
+REMOVED = {
+    "data.streaming": "no such key: rows are files, which `specdistill data make` makes in shards",
+    "data.buffer_size": "no such key: rows are files, which `specdistill data make` makes in shards",
+    "data.regenerate.set_aside": "data.regenerate.filter",
+}
+
 REQUIRED = "???"  # OmegaConf's mark of a value that the command line must give
 # Keys that are gone, and what replaces them. Recorded recipes of 0.1 hold all of them: one that was off there is passed over.
 REMOVED = {
@@ -175,6 +182,8 @@ def _unknown(schema: type[Section], chosen: type[Section], place: list[Any], val
         mine = next((variant for variant, other in variants.items() if other is chosen), "this one")
         expected = f"no such key: only {' and '.join(readers)} reads it"
         return UserError(key, got=f"{value!r} with method {mine}", expected=expected)
+    if plain in REMOVED:
+        return UserError(key, got="a key that is gone", expected=REMOVED[plain])
     known = sorted(_schema_at(chosen, place[:-1]).model_fields)
     close = nearest(name, known)
     elsewhere = {row[0].rpartition(".")[2]: row[0] for row in leaves(chosen)}

@@ -54,10 +54,8 @@ SERVED = ReadWhen("with data.regenerate.server", lambda it: it.num_tokens > 0 an
 STORED = ReadWhen("with hidden_states.mode=offline or hybrid", lambda it: it.mode != "online")
 MADE = ReadWhen("with hidden_states.mode=hybrid", lambda it: it.mode == "hybrid")
 MADE_BY_SERVERS = ReadWhen("with hidden_states.server", lambda it: bool(it.server))
-STREAMED = ReadWhen("with data.streaming=true", lambda it: it.streaming)
-NOT_STREAMED = ReadWhen("without data.streaming", lambda it: not it.streaming)
 
-SetAside = Literal["refused", "empty", "truncated", "looping", "off_template", "wrong_language"]
+AnswerRule = Literal["refused", "empty", "truncated", "looping", "off_template", "wrong_language"]
 ATTENTION = ("sdpa", "eager", "flex_attention", "flash_attention_2", "flash_attention_3", "ORG/KERNEL")
 Attention = Annotated[str, one_of(lambda: ATTENTION, also=lambda name: "/" in name)]
 
@@ -93,16 +91,16 @@ class RegenerateConfig(Section):
     temperatures: list[NonNegative] = option(
         [0.0, 0.8], "sampling temperatures, an equal share of the rows each; 0 is greedy", min_length=1, read_when=GENERATED
     )
-    batch_size: int = option(128, "sequences generated at a time, by this process or by each server", ge=1, read_when=GENERATED)
+    batch_size: int = option(128, "sequences generated at a time, by a process or by each server", ge=1, read_when=GENERATED)
     server: list[str] = option(
         [],
-        "addresses of servers of the target that speak OpenAI's API (vLLM, SGLang, llama.cpp); they share the work, and this process "
-        "generates nothing",
+        "addresses of servers of the target that speak OpenAI's API (vLLM, SGLang, llama.cpp); they share the work, and no process "
+        "here generates",
         read_when=GENERATED,
     )
     timeout: float = option(600.0, "seconds that an answer may take", gt=0, read_when=SERVED)
     template: dict[str, Any] = option({}, "more arguments of the chat template, as {enable_thinking: false}", read_when=SERVED)
-    set_aside: list[SetAside] = option([*get_args(SetAside)], "answers that are left out, and counted", read_when=SERVED)
+    filter: list[AnswerRule] = option([*get_args(AnswerRule)], "answers that are filtered, and counted", read_when=SERVED)
 
 
 class DataConfig(Section):
@@ -120,7 +118,6 @@ class DataConfig(Section):
         "hash",
         "which rows are held out: by a hash of what they hold, so that equal ones are on one side and more rows move none; or a random "
         "sample of exactly that share",
-        read_when=NOT_STREAMED,
     )
     decontaminate: list[str] = option(
         ["all"],
@@ -128,13 +125,10 @@ class DataConfig(Section):
     )
     near_duplicates: float | None = option(
         None,
-        "leave out rows this similar to an earlier one (Jaccard index of word 5-grams), as 0.8; null: none",
+        "filter rows this similar to an earlier one (Jaccard index of word 5-grams), as 0.8; null: none",
         ge=0.5,
         le=1,
-        read_when=NOT_STREAMED,
     )
-    streaming: bool = option(False, "read the source while training goes on, and keep nothing of it on disk")
-    buffer_size: int = option(4096, "rows of the source that are shuffled and packed together", ge=2, read_when=STREAMED)
     packing: bool = option(True, "put several documents into a row; they never see each other")
     loss_mask: Literal["assistant", "all"] = option("assistant", "tokens that carry loss")
     regenerate: RegenerateConfig = section(RegenerateConfig)
@@ -143,9 +137,16 @@ class DataConfig(Section):
         None,
         "processes that prepare rows; null: one for each core, up to 16, and fewer for few rows",
         ge=1,
-        read_when=NOT_STREAMED,
     )
-    cache_dir: str | None = option(None, "where prepared rows are kept; default: the datasets library's cache")
+    rows: str | None = option(
+        None, "a row set, a folder that `specdistill data make` filled; null: the recipe's own, made where it is missing"
+    )
+    shard: str | None = option(
+        None, "of `data make` alone: i/n generates blocks i, i + n, …; auto: as an array job says; null: all of them"
+    )
+    cache_dir: str | None = option(
+        None, "where row sets and what they are made of are kept; default: the datasets library's cache"
+    )
     force: bool = option(False, "begin although the disk has no room for what is estimated")
 
     @field_validator("regenerate", mode="before")

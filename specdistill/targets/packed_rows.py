@@ -41,7 +41,7 @@ class Documents(NamedTuple):
 
     @classmethod
     def of(cls, position_ids_BT: Tensor) -> "Documents":
-        """By position ids, which start again at 0 in each. The host waits for the device; `specdistill.data.packing` knows without."""
+        """By position ids, which start again at 0 in each. The host waits for the device; `specdistill.rows.packing` knows without."""
         begins_BT = position_ids_BT == 0
         begins_BT[:, 0] = True
         bounds = F.pad(begins_BT.flatten().nonzero().flatten(), (0, 1), value=begins_BT.numel())

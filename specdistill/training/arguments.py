@@ -97,21 +97,6 @@ def check_precision(arguments: TrainingArguments, target_dtype: str) -> None:
         raise UserError("train.bf16", got=f"false with target.dtype={target_dtype}", expected="true, or train.fp16=true")
 
 
-def check_streamed(arguments: TrainingArguments) -> None:
-    """Raises UserError for arguments that ask for the end of an epoch, which a stream does not show, or for workers, which would read
-    ahead of what a checkpoint says.
-    """
-    streamed = "with data.streaming=true"
-    if arguments.max_steps < 1:
-        raise UserError("train.max_steps", got=f"none {streamed}", expected="a number of steps")
-    for name in ("eval_strategy", "save_strategy", "logging_strategy"):
-        if getattr(arguments, name) == "epoch":
-            raise UserError(f"train.{name}", got=f"epoch {streamed}", expected="steps")
-    if arguments.dataloader_num_workers:
-        raise UserError("train.dataloader_num_workers", got=f"{arguments.dataloader_num_workers} {streamed}", expected="0")
-    arguments.ignore_data_skip = True  # a stream goes on from its place in the checkpoint
-
-
 def autocast_dtype(arguments: TrainingArguments) -> torch.dtype | None:
     """What matrices are multiplied in under mixed precision; None without it."""
     plugin = arguments.deepspeed_plugin

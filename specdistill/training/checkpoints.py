@@ -29,7 +29,6 @@ MANIFEST = "manifest.json"
 WRITER = ("PytorchStreamWriter", "inline_container", "iostream")  # how torch's writer of files calls itself in errors
 STATE = "trainer_state.json"
 LATEST = "latest"
-PLACE = "stream_{}.json"  # by the number of the process
 ASIDE = "saving"  # folder of a run that holds what is not whole yet; no pattern of the Trainer matches it
 
 
@@ -86,9 +85,6 @@ def check_launch(folder: Path, arguments: TrainingArguments) -> None:
         got = f"{now['rows']} rows a step over {now['processes']} processes"
         expected = f"the {saved['rows']} of {folder}: with train.gradient_accumulation_steps or the batch size"
         raise UserError("train.per_device_train_batch_size", got=got, expected=expected)
-    if saved["processes"] != now["processes"] and any(folder.glob(PLACE.format("*"))):
-        expected = f"{saved['processes']}, whose places in the stream of rows {folder} holds"
-        raise UserError("accelerate launch --num_processes", got=now["processes"], expected=expected)
     if saved["processes"] != now["processes"]:
         change = f"{saved['processes']} processes, now {now['processes']}"
         warn(f"{folder} was saved by {change}: sums round differently, and noise and dropout are drawn anew")
@@ -97,16 +93,6 @@ def check_launch(folder: Path, arguments: TrainingArguments) -> None:
     lacking = None if (folder / state).exists() else f"{folder} on {socket.gethostname()}, which has no {state}"
     if lacking := next(filter(None, of_all(lacking)), None):  # the Trainer would go on with other random numbers
         raise UserError("accelerate launch --machine_rank", got=lacking, expected="each machine's number when it was saved")
-
-
-def save_place(place: Mapping[str, Any], folder: Path, arguments: TrainingArguments) -> None:
-    """Write this process's place in a stream of rows."""
-    (folder / PLACE.format(arguments.process_index)).write_text(json.dumps(place) + "\n", encoding="utf-8")
-
-
-def read_place(folder: Path, arguments: TrainingArguments) -> dict[str, Any]:
-    place: dict[str, Any] = json.loads((folder / PLACE.format(arguments.process_index)).read_text(encoding="utf-8"))
-    return place
 
 
 def check_shapes(folder: Path, state: Mapping[str, Tensor]) -> None:

@@ -1,6 +1,6 @@
 """What the methods' objectives share: rows with loss, the frozen target's distributions there, and the metrics of each drafted position.
 
-Rows are found once, when a batch is collated (specdistill.data.packing). Metrics are sums and counts: divided after batches and processes
+Rows are found once, when a batch is collated (specdistill.rows.packing). Metrics are sums and counts: divided after batches and processes
 are added up.
 
 Shapes: B rows of a batch, T positions, R loss tokens (padded), r of a chunk of them, D target hidden, V target vocabulary, W draft

@@ -6,8 +6,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import Trainer
 
-from specdistill.data.streaming import PackedStream
-from specdistill.training.checkpoints import ASIDE, STATE, checkpoint, launch, prune, publish, read_place, save_place, saving
+from specdistill.training.checkpoints import ASIDE, STATE, checkpoint, launch, prune, publish, saving
 from specdistill.training.stopping import Stopping, StopSignals
 
 
@@ -33,10 +32,6 @@ class ResumableTrainer(Trainer):
         """The Trainer's own, with the order of this epoch's rows, and not one step more where only the end of the run was lost."""
         if self.state.global_step == self.state.max_steps:
             return
-        if isinstance(self.train_dataset, PackedStream):  # one epoch as long as the run, of which a part may be over
-            kwargs["epoch"] = kwargs["epochs_trained"] = self.state.global_step / self.state.max_steps
-            if kwargs["resume_from_checkpoint"] is not None:
-                self.train_dataset.load_state_dict(read_place(Path(kwargs["resume_from_checkpoint"]), self.args))
         sampler = kwargs["train_dataloader"].batch_sampler
         while hasattr(
             sampler, "batch_sampler"
@@ -64,8 +59,6 @@ class ResumableTrainer(Trainer):
         aside = checkpoint(run / ASIDE, step)
         with saving(str(checkpoint(run, step))):
             super()._save_checkpoint(model, trial)
-            if isinstance(self.train_dataset, PackedStream):
-                save_place(self.train_dataset.state_dict(), aside, self.args)
         self._run_dir = None
         if self.state.best_global_step == step:
             self.state.best_model_checkpoint = str(checkpoint(run, step))

@@ -22,10 +22,10 @@ import yaml
 from transformers import PrinterCallback, TrainingArguments, set_seed
 
 from specdistill.command import check_writable
-from specdistill.data import sources
 from specdistill.errors import UserError
 from specdistill.processes import agree, collectives, of_all
 from specdistill.project import git_revision
+from specdistill.recipe import data_sources
 from specdistill.recipe.load import recipe_yaml, save_recipe
 from specdistill.recipe.sections import FROM_HUB
 from specdistill.training.arguments import check_precision, training_arguments
@@ -158,12 +158,12 @@ class TrainingRun:
 
 
 def left_open(recipe: Any) -> Iterator[str]:
-    """What may be another thing tomorrow: a target on the Hub without a revision, and what `sources.left_open` finds."""
+    """What may be another thing tomorrow: a target on the Hub without a revision, and what `data_sources.left_open` finds."""
     target, data = (getattr(recipe, name, None) for name in ("target", "data"))
     if target is not None and FROM_HUB.holds(target) and target.revision is None:
         yield f"target.revision: {target.model} is not pinned, and its weights are those of today: target.revision=COMMIT keeps them"
     if data is not None:
-        yield from sources.left_open(data.source)
+        yield from data_sources.left_open(data.source)
 
 
 def recipe_keys(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:

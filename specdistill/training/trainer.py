@@ -17,15 +17,14 @@ from accelerate.data_loader import SeedableRandomSampler
 from accelerate.utils import broadcast_object_list
 from datasets import Dataset, concatenate_datasets
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import Sampler
 from transformers import TrainingArguments
 
-from specdistill.data.packing import PADDING_DOCUMENT, collate
-from specdistill.data.streaming import PackedStream
 from specdistill.errors import UserError
-from specdistill.features.store import FeatureStore
+from specdistill.rows.packing import PADDING_DOCUMENT, collate
+from specdistill.rows.store import FeatureStore
 from specdistill.targets.frozen import FrozenTarget
-from specdistill.training.arguments import autocast_dtype, check_streamed
+from specdistill.training.arguments import autocast_dtype
 from specdistill.training.checkpoints import ASIDE, saving
 from specdistill.training.objective import StepSums, step_metrics
 from specdistill.training.resumable import ResumableTrainer
@@ -59,7 +58,7 @@ class Objective(Protocol):
 
 
 class DraftTrainer(ResumableTrainer):
-    """Trains a draft on rows of `specdistill.data` (input_ids, loss_mask, document_ids, position_ids).
+    """Trains a draft on rows of `specdistill.rows` (input_ids, loss_mask, document_ids, position_ids).
 
     Args:
         objective: the draft with its loss.
@@ -73,7 +72,7 @@ class DraftTrainer(ResumableTrainer):
         objective: nn.Module,
         target: FrozenTarget,
         arguments: TrainingArguments,
-        train_set: Dataset | PackedStream,
+        train_set: Dataset,
         eval_set: Dataset,
         *,
         save: Callable[[Any, Path], None],
@@ -81,13 +80,9 @@ class DraftTrainer(ResumableTrainer):
         decode: Callable[[Path], float] | None = None,
         store: FeatureStore | None = None,
     ) -> None:
-        if isinstance(train_set, PackedStream):
-            check_streamed(arguments)
-            self.num_rows, filled = len(train_set.first), train_set
-        else:
-            self.num_rows = len(train_set)
-            filled = fill_up(train_set, arguments.train_batch_size * arguments.world_size)
-            self.num_empty = len(filled) - self.num_rows
+        self.num_rows = len(train_set)
+        filled = fill_up(train_set, arguments.train_batch_size * arguments.world_size)
+        self.num_empty = len(filled) - self.num_rows
         arguments.remove_unused_columns = False  # `prepare` reads rows before `forward` does
         try:
             super().__init__(
@@ -120,20 +115,6 @@ class DraftTrainer(ResumableTrainer):
             return sampler
         seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
         return RandomOrder(self.num_rows, self.num_empty, seed)
-
-    def get_train_dataloader(self) -> DataLoader[Any]:
-        """Of a stream, which every process has its own share of, and whose place in a checkpoint is that of the rows taken, one without
-        workers that would read ahead.
-        """
-        if not isinstance(self.train_dataset, PackedStream):
-            return super().get_train_dataloader()
-        return DataLoader(
-            self.train_dataset,
-            batch_size=self.args.train_batch_size,
-            collate_fn=collate,
-            pin_memory=self.args.dataloader_pin_memory,
-            generator=torch.Generator(),  # of its own: the default one would be drawn from whenever a run is resumed
-        )
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Batch], num_batches: int, device: torch.device

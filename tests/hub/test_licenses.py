@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from specdistill.data.sources import load_sources
 from specdistill.hub.licenses import Licensed, forbidden, front_matter, license_of_draft, licensed_data, licensed_model, stated
+from specdistill.produce.sources import load_sources
 from tests.loopback_hub import loopback_hub
 
 

@@ -10,9 +10,9 @@ import pytest
 import yaml
 
 from specdistill.command import print_help
-from specdistill.data.sources import licensed_sources
 from specdistill.errors import UserError
 from specdistill.methods.recipe import Recipe
+from specdistill.produce.sources import licensed_sources
 from specdistill.project import GATES, RECIPES
 from specdistill.recipe.fields import describe, leaves
 from specdistill.recipe.load import REQUIRED, find_recipe, load_recipe, merged, save_recipe

@@ -21,13 +21,13 @@ from gguf import GGUFReader
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from specdistill.data.sources import CONVERSATIONS, EXCHANGES, PROMPTS, SELF
 from specdistill.engines import ENGINES, engines_with
+from specdistill.produce.sources import CONVERSATIONS, EXCHANGES, PROMPTS, SELF
 from specdistill.project import PICO, RECIPES
 from specdistill.recipe.load import REQUIRED, merged
-from tests.data.openai_server import Behaviour, running
 from tests.families import Config, Family, family_of, write_model
 from tests.launches import environment
+from tests.produce.openai_server import Behaviour, running
 from tests.scripts import specdistill
 
 EXCEPTED = {"pico/target": "trains a target, in half an hour, and no draft"}

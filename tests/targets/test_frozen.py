@@ -8,11 +8,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, DynamicCache
 
-from specdistill.data.packing import indexed
 from specdistill.losses.divergence import forward_kl
 from specdistill.methods.chains.unroll import TrainingTimeTest
 from specdistill.methods.eagle3.module import build_eagle3
 from specdistill.repositories import resolve
+from specdistill.rows.packing import indexed
 from specdistill.targets.frozen import FrozenTarget
 from tests.refusals import refused
 from tests.tiny import tiny_target_model, tiny_tokenizer

@@ -14,9 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, BloomConfig, BloomForCausalLM, LlamaConfig
 
-from specdistill.data.packing import indexed
 from specdistill.methods.sizes import Described
 from specdistill.planning.accounting import Ledger, WeightlessTarget
+from specdistill.rows.packing import indexed
 from specdistill.targets import packed_rows
 from specdistill.targets.frozen import FrozenTarget
 from specdistill.targets.packed_rows import Causal, Documents, as_they_are, attend, by_lengths, in_one_row, packing, with_masks

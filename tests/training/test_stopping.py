@@ -17,11 +17,12 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from specdistill.data.training_data import training_data
 from specdistill.errors import ResourceError
 from specdistill.methods.recipe import Recipe, TrainedRecipe
 from specdistill.project import ROOT
 from specdistill.recipe.load import load_recipe
+from specdistill.rows.row_set import RowTarget, open_rows
+from specdistill.targets.frozen import FrozenTarget
 from specdistill.training import stopping
 from specdistill.training.stopping import EndedStep, Stopping, StopSignals
 from tests.launches import tiny_files
@@ -82,7 +83,8 @@ def test_a_loss_that_is_not_finite_names_its_rows(
     found = json.loads((tmp_path / "run" / "run" / "loss_not_finite.json").read_text())
     recipe = load_recipe(Recipe, keys)
     assert isinstance(recipe, TrainedRecipe)
-    train_set, _ = training_data(recipe.data, tiny_tokenizer(), None, fingerprint="")
+    target = RowTarget.of(FrozenTarget.load(str(tmp_path / "model")))
+    train_set, _ = open_rows(recipe.data, target, measured_on=recipe.measured_on, make=lambda *_: None)  # it is there
     holds = [bad in train_set[row]["input_ids"] for row in found["rows"]]
     assert len(holds) == 4 and sum(holds) == 1  # a micro-batch
     (error,) = re.findall("^error: .*", capfd.readouterr().err, re.MULTILINE)

@@ -8,13 +8,13 @@ import pytest
 import torch
 from datasets import Dataset
 
-from specdistill.data.packing import collate
 from specdistill.decoding.decoder import Decoder
 from specdistill.errors import ResourceError
 from specdistill.methods.chains.proposer import HeadProposer
 from specdistill.methods.draft_model.proposer import DraftModelProposer
 from specdistill.methods.recipe import DECODED, Recipe, TrainedRecipe
 from specdistill.recipe.load import load_recipe
+from specdistill.rows.packing import collate
 from tests.heads import HEADS
 from tests.processes import run_processes
 from tests.refusals import refused

@@ -11,7 +11,6 @@ import pytest
 import torch
 from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
 
-from specdistill.data.packing import indexed
 from specdistill.decoding.proposer import DecodingState, Proposal
 from specdistill.engines.vllm import VLLM, draft_options
 from specdistill.export.export import export
@@ -29,6 +28,7 @@ from specdistill.methods.chains.unroll import TrainingTimeTest
 from specdistill.methods.load import load_proposer
 from specdistill.methods.mtp.checkpoint import build_mtp, save_mtp
 from specdistill.methods.ngram.method import NgramProposer
+from specdistill.rows.packing import indexed
 from specdistill.targets.files import TargetFiles
 from specdistill.targets.frozen import FrozenTarget
 from tests.tiny import tiny_tokenizer

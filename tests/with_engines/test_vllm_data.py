@@ -1,7 +1,8 @@
-"""`specdistill data generate` from a real vLLM: greedy answers are what transformers generates from the same contexts."""
+"""`specdistill data make` from a real vLLM: greedy answers are what transformers generates from the same contexts."""
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -10,11 +11,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from specdistill.data.answers import PATTERN, Question
-from specdistill.data.completion_server import CompletionServer
-from specdistill.data.served import Tokenizer, ask
+from specdistill.produce.blocks import Answer
+from specdistill.produce.completion_server import CompletionServer
+from specdistill.produce.prompts import Prompt, Task
+from specdistill.produce.server_backend import ServerTokenizer, ask
 from specdistill.project import PICO, ROOT
 from tests.with_engines.environments import serving
 
@@ -42,36 +45,38 @@ def test_vllm_generates_what_transformers_does(address: str, tmp_path: Path) -> 
     (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps({"messages": messages}) for messages in turns), encoding="utf-8")
     keys = ["recipe=pico/eagle3", f"data.source={tmp_path / 'rows.jsonl'}", f"data.cache_dir={tmp_path / 'cache'}"]
     keys += ["data.regenerate.num_tokens=100", "data.regenerate.temperatures=[0.0]", "data.regenerate.batch_size=1"]
-    keys += ["data.regenerate.set_aside=[]", "data.max_length=128", "data.validation_fraction=0.3"]
-    command = [sys.executable, "-m", "specdistill", "data", "generate", *keys, f"data.regenerate.server=[{address}]"]
+    keys += ["data.regenerate.filter=[]", "data.max_length=128", "data.validation_fraction=0.3"]
+    command = [sys.executable, "-m", "specdistill", "data", "make", *keys, f"data.regenerate.server=[{address}]"]
     surroundings = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=surroundings, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
-    lines = [
-        line for path in tmp_path.glob(f"cache/answers/*/{PATTERN}") for line in path.read_text(encoding="utf-8").splitlines()
-    ]
-    answers = [json.loads(line) for line in lines]
+    paths = tmp_path.glob("cache/rows/*.blocks/*.arrow")
+    documents = [row for path in paths for row in Dataset.from_file(str(path))]
     model, tokenizer = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32), AutoTokenizer.from_pretrained(MODEL)
-    assert answers
-    for answer in answers:
-        ids = torch.tensor([answer["prompt_ids"]])
-        options = {"max_new_tokens": 128 - ids.shape[1], "do_sample": False, "pad_token_id": 0}
-        expected = model.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, ids.shape[1] :].tolist()
-        assert answer["token_ids"] == expected
-        if answer["turn"] == 0:
-            first = tokenizer.decode(answer["prompt_ids"])
-            assert any(both[0] in first for both in asked)
+    assert documents
+    for row in documents:
+        mask = "".join(map(str, row["loss_mask"]))
+        assert any(both[0] in tokenizer.decode(row["input_ids"]) for both in asked)
+        for answer in re.finditer("1+", mask):
+            ids = torch.tensor([row["input_ids"][: answer.start()]])
+            options = {"max_new_tokens": 128 - ids.shape[1], "do_sample": False, "pad_token_id": 0}
+            expected = model.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, ids.shape[1] :].tolist()
+            assert row["input_ids"][answer.start() : answer.end()] == expected
 
 
 def test_a_model_s_own_sampling_is_not_what_is_asked_for(address: str) -> None:
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
-    ids = tuple(tokenizer("def read(path):\n")["input_ids"])
-    told = Tokenizer(tokenizer, [tokenizer.eos_token_id], {})
+    ids = list(tokenizer("def read(path):\n")["input_ids"])
+    told = ServerTokenizer(tokenizer, [tokenizer.eos_token_id], {})
     server = CompletionServer(address, 60.0)
     server.find_model([MODEL])
-    sampled = {ask(server, ids, Question("", 0, 1.0, seed), told, 24).token_ids for seed in range(6)}
-    greedy = ask(server, ids, Question("", 0, 0.0, 0), told, 24).token_ids
-    left_out = {"model": server.model, "prompt": list(ids), "max_tokens": 24, "temperature": 1.0, "return_token_ids": True}
+
+    def answer(temperature: float, seed: int) -> Answer:
+        return ask(server, ids, Task("", Prompt(ids), temperature, seed, len(ids) + 24), told)
+
+    sampled = {tuple(answer(1.0, seed).token_ids) for seed in range(6)}
+    greedy = answer(0.0, 0).token_ids
+    left_out = {"model": server.model, "prompt": ids, "max_tokens": 24, "temperature": 1.0, "return_token_ids": True}
     theirs = {tuple(server.complete({**left_out, "seed": seed})["choices"][0]["token_ids"]) for seed in range(6)}  # type: ignore[index]
     assert len(theirs) == 1 and len(sampled) == 6
     prompt = torch.tensor([ids])

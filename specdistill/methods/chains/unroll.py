@@ -119,7 +119,7 @@ class TrainingTimeTest(nn.Module):
         soft_targets: SoftTargets,
         measure: bool = False,
     ) -> tuple[Tensor, StepSums]:
-        """Unroll `num_steps` steps over packed rows [B, T] (see specdistill.data.packing). No operation depends on data.
+        """Unroll `num_steps` steps over packed rows [B, T] (see specdistill.rows.packing). No operation depends on data.
 
         measure: also fill the metrics that cost time (what is correct, acceptance and chains).
 

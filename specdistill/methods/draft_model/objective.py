@@ -25,12 +25,12 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
-from specdistill.data.batch_generate import generate, generation_mode
-from specdistill.data.packing import indexed
 from specdistill.errors import UserError
 from specdistill.losses.chunked import BLOCK, head_loss
 from specdistill.losses.divergence import Divergence, acceptance
+from specdistill.rows.packing import indexed
 from specdistill.targets.anatomy import Anatomy, examine
+from specdistill.targets.batch_generate import generate, generation_mode
 from specdistill.targets.frozen import FrozenTarget
 from specdistill.targets.packed_rows import Documents
 from specdistill.training.arguments import shards_weights
@@ -122,7 +122,7 @@ class Distillation(nn.Module):
         reference_RH: Tensor | None = None,
         measure: bool = False,
     ) -> tuple[Tensor, StepSums]:
-        """The loss summed over the loss tokens of packed rows [B, T] (see specdistill.data.packing), and the sums of the metrics."""
+        """The loss summed over the loss tokens of packed rows [B, T] (see specdistill.rows.packing), and the sums of the metrics."""
         rows_RH = before(hidden_states(self._draft, input_ids, position_ids), loss_positions, 1)
         kept_R = loss_rows(position_ids, loss_positions, ahead=1)
         if reference_RH is not None and not measure:

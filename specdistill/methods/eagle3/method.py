@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from datasets import Dataset
 
-from specdistill.data.packing import draft_vocabulary
 from specdistill.engines.limits import engine_aux_layers
 from specdistill.errors import UserError
 from specdistill.methods import sizes
@@ -20,6 +19,7 @@ from specdistill.methods.contract import Implementation
 from specdistill.methods.eagle3.checkpoint import check_eagle3, config_from_json, export, load_eagle3, read_eagle3, save_eagle3
 from specdistill.methods.eagle3.config import Recipe
 from specdistill.methods.eagle3.module import Eagle3Draft, build_eagle3, check_aux_layers, eagle3_config
+from specdistill.rows.packing import draft_vocabulary
 from specdistill.statistics.theory import alpha_from_acceptance_length
 from specdistill.targets.frozen import FrozenTarget
 

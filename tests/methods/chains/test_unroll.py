@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from specdistill.data.packing import indexed
 from specdistill.losses.divergence import forward_kl
 from specdistill.methods.chains.attention import UnrollKVCache
 from specdistill.methods.chains.unroll import TrainingTimeTest
 from specdistill.methods.eagle.module import build_eagle
 from specdistill.methods.eagle3.module import build_eagle3
+from specdistill.rows.packing import indexed
 from specdistill.targets.anatomy import Head
 from specdistill.targets.frozen import Features, FrozenTarget
 from specdistill.training.objective import SoftTargets, StepSums, loss_rows, shift_left

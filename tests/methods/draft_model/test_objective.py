@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from specdistill.data.packing import indexed
 from specdistill.losses.divergence import forward_kl
 from specdistill.methods.draft_model.objective import Distillation
+from specdistill.rows.packing import indexed
 from specdistill.targets.frozen import FrozenTarget
 from tests.tiny import tiny_target_model, tiny_tokenizer
 

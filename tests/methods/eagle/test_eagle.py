@@ -8,7 +8,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from specdistill.data.packing import indexed
 from specdistill.decoding.proposer import DecodingState
 from specdistill.decoding.sampling import Sampling
 from specdistill.engines import ENGINES
@@ -17,6 +16,7 @@ from specdistill.methods.chains.proposer import HeadProposer
 from specdistill.methods.chains.unroll import TrainingTimeTest
 from specdistill.methods.eagle.checkpoint import export, load_eagle, save_eagle
 from specdistill.methods.eagle.module import EagleDraft, build_eagle
+from specdistill.rows.packing import indexed
 from specdistill.targets.frozen import FrozenTarget
 from tests.heads import causal
 from tests.refusals import refused

@@ -1,0 +1,92 @@
+"""`specdistill data`: make a recipe's row set, or a shard of what it is generated from; merge shards; show it."""
+
+from itertools import compress
+from pathlib import Path
+from typing import Any
+
+from specdistill.command import check_writable
+from specdistill.errors import ExitCode, UserError
+from specdistill.methods.recipe import Recipe, TrainedRecipe
+from specdistill.recipe.fields import Section, option
+from specdistill.recipe.load import load_recipe
+
+VERBS = ("make", "merge", "show")
+IN_TERMINAL, ON_PAGE = 3, 24
+
+
+class ShowOptions(Section):
+    documents: int | None = option(None, f"documents to show as text; null: {IN_TERMINAL} here, {ON_PAGE} on a page", ge=1)
+    output: str | None = option(None, "HTML page for the same, with plots; null: none")
+
+
+def run(verb: str, keys: list[str]) -> ExitCode:
+    """verb: one of VERBS."""
+    is_shown = [verb == "show" and key.partition("=")[0] in ShowOptions.model_fields for key in keys]
+    options = load_recipe(ShowOptions, list(compress(keys, is_shown)))
+    own = [key for key, shown in zip(keys, is_shown, strict=True) if not shown]
+    recipe = load_recipe(Recipe, [*own, "train.output_dir=runs"])  # a recipe needs it, the rows do not
+    if not isinstance(recipe, TrainedRecipe):
+        raise UserError("method", got=f"{recipe.method}, which needs no training", expected="a method that is trained")
+    return _show(recipe, options) if verb == "show" else _make(recipe, merges_only=verb == "merge")
+
+
+def row_target(recipe: TrainedRecipe, *, generates: bool) -> Any:
+    """The target, its weights loaded where it generates in this process."""
+    from specdistill.rows.row_set import RowTarget  # here, and not above, because these import torch
+    from specdistill.targets.files import TargetFiles
+    from specdistill.targets.frozen import FrozenTarget
+    from specdistill.targets.loading import read_words
+
+    target, regenerate = recipe.target, recipe.data.regenerate
+    if generates and regenerate.num_tokens > 0 and not regenerate.server:
+        return RowTarget.of(FrozenTarget.load(**vars(target)))
+    tokenizer, end_ids = read_words(target.model, revision=target.revision, trust_remote_code=target.trust_remote_code)
+    identity = TargetFiles.of(target.model, target.revision, target.adapter).identity
+    return RowTarget(target.model, identity.weights, tokenizer, end_ids)
+
+
+def _make(recipe: TrainedRecipe, *, merges_only: bool) -> ExitCode:
+    from specdistill.produce.job import Job
+    from specdistill.produce.make import make_blocks, shard_of
+    from specdistill.produce.merge import merge
+    from specdistill.rows.row_set import check, read_rows
+
+    index, count = shard_of(recipe.data.shard)
+    job = Job.of(recipe.data, row_target(recipe, generates=not merges_only), recipe.measured_on)
+    check(job.config, job.target)
+    job.check()
+    if not merges_only:
+        make_blocks(job, index, count)
+    if recipe.data.shard is not None and not merges_only:
+        print(f"{job.blocks}: shard {index} of {count} is made; when all are: specdistill data merge")
+        return ExitCode.DONE
+    merge(job)
+    *_, manifest = read_rows(job.folder)
+    counts = " and ".join(f"{it.tokens:,} tokens in {it.documents:,} documents" for it in manifest.splits.values())
+    print(f"{job.folder}: for training and validation {counts}")
+    return ExitCode.DONE
+
+
+def _show(recipe: TrainedRecipe, options: ShowOptions) -> ExitCode:
+    """Training data in the terminal and, where one is asked for, on a page."""
+    from specdistill.produce import show
+    from specdistill.produce.make import make_rows
+    from specdistill.report.data_page import write_page
+    from specdistill.rows.row_set import is_whole, open_rows, place_of, read_rows
+
+    if options.output is not None:
+        check_writable(Path(options.output).parent, "output")
+    target = row_target(recipe, generates=False)
+    folder = Path(recipe.data.rows) if recipe.data.rows else place_of(recipe.data, target, recipe.measured_on)
+    if not is_whole(folder):
+        target = row_target(recipe, generates=True)
+    rows, _ = open_rows(recipe.data, target, measured_on=recipe.measured_on, make=make_rows)
+    *_, manifest = read_rows(folder)
+    of = show.lengths(rows)
+    show.print_data(manifest, show.shown(rows, of, options.documents or IN_TERMINAL, target.tokenizer))
+    if options.output is not None:
+        on_page = show.shown(rows, of, options.documents or ON_PAGE, target.tokenizer)
+        page = recipe.data, show.halves(manifest), manifest.sources, of, on_page
+        write_page(Path(options.output), "output", target.name, *page)
+        print(f"\npage: {options.output}")
+    return ExitCode.DONE

@@ -1,0 +1,197 @@
+"""The feature store that a recipe asks for, opened or filled: every process of a launch makes its share of the shards that are missing,
+damaged or of something else.
+
+Shards are of consecutive rows, the training rows first, and each is made by itself: whichever process makes it, after however many kills,
+its bytes are the same. A killed process repeats the shard that it was at.
+"""
+
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import torch
+from datasets import Dataset, concatenate_datasets
+from safetensors import SafetensorError
+from torch import Tensor
+
+from specdistill.command import check_writable
+from specdistill.cost import Cost, announce
+from specdistill.errors import ResourceError, UserError
+from specdistill.processes import of_all, share
+from specdistill.produce.hidden_states_server import Make, Rows, by_servers
+from specdistill.progress import progress
+from specdistill.recipe.sections import HiddenStatesConfig
+from specdistill.rows.arrow import alone
+from specdistill.rows.packing import PADDING_DOCUMENT, collate
+from specdistill.rows.shard import HEADER_BYTES, Origin, Shard, Tokens, UnfitShardError, write_shard
+from specdistill.rows.store import KEY, PATTERN, FeatureStore, numpy_rows, opened, shard_name
+from specdistill.targets.frozen import FrozenTarget
+from specdistill.targets.packed_rows import Documents
+
+
+def feature_store(
+    config: HiddenStatesConfig,
+    target: FrozenTarget,
+    aux_layers: Sequence[int],
+    sets: Sequence[Dataset],
+    *,
+    autocast: torch.dtype | None,
+    batch_size: int,
+    force: bool = False,
+) -> FeatureStore | None:
+    """The store that `hidden_states:` asks for, filled as far as it asks; None: every step has the target make its features.
+
+    autocast: what training multiplies matrices in under mixed precision. batch_size: rows of a pass. force: fill it although the disk has
+    no room for what is estimated. Every process has to call it. Raises UserError for a store that cannot be used, ResourceError when the
+    disk or a server fails.
+    """
+    if config.mode == "online":
+        return None
+    identity, folder = target.identity, Path(str(config.path))
+    computed = target.dtype if autocast is None else f"{target.dtype} under {str(autocast).removeprefix('torch.')}"
+    layers = tuple(aux_layers)
+    origin = Origin(identity.weights, identity.tokenizer, computed, config.dtype, target.hidden_size, layers)
+    if config.mode == "offline":
+        return FeatureStore.open(folder, sets, origin)
+    timeout = config.timeout
+    make = by_servers(target, layers, config.server, timeout) if config.server else by_target(target, layers, autocast)
+    limits = config.shard_tokens, config.max_bytes
+    store = fill(folder, sets, origin, make, *limits, batch_size=batch_size, force=force)
+    print(f"{folder}: features of {store.num_rows - store.num_missing:,} of {store.num_rows:,} rows", file=sys.stderr)
+    return store
+
+
+def by_target(target: FrozenTarget, aux_layers: Sequence[int], autocast: torch.dtype | None) -> Make:
+    """Passes as a training's steps make them."""
+
+    @torch.no_grad()
+    def make(rows: Rows) -> list[Tensor]:
+        batch = collate(rows)
+        documents = Documents(batch["cumulative_lengths"].to(target.device), batch["longest"])
+        ids_BT, positions_BT = (batch[name].to(target.device) for name in ("input_ids", "position_ids"))
+        with torch.autocast(target.device.type, autocast, enabled=autocast is not None):
+            features = target.features(ids_BT, aux_layers, position_ids_BT=positions_BT, documents=documents)
+        lengths = (batch["document_ids"] != PADDING_DOCUMENT).sum(1).tolist()
+        return [row[:, :length] for row, length in zip(features.stacked().cpu(), lengths, strict=True)]
+
+    return make
+
+
+def fill(
+    folder: Path,
+    sets: Sequence[Dataset],
+    origin: Origin,
+    make: Make,
+    shard_tokens: int,
+    max_bytes: int | None = None,
+    *,
+    batch_size: int = 1,
+    force: bool = False,
+) -> FeatureStore:
+    """The store of the rows of some sets, or of the first of them that have room in `max_bytes`. Every process has to call it.
+
+    batch_size: rows that `make` is given at a time. Says which shards that were there are made again, and why, and after the first one what
+    the others cost. A launch waits for another one that fills the same folder. Raises ResourceError for a disk that is full, cannot be
+    written or, unless `force`, has no room for the others, and goes on from there next time.
+    """
+    check_writable(folder, KEY)
+    rows = concatenate_datasets(list(sets))
+    rank, count = share()
+    shards = _plan(rows, origin, shard_tokens, max_bytes)
+    with ExitStack() as stack, storing(folder):
+        if rank == 0:
+            folder.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(alone(folder / "lock", str(folder)))
+            _clear(folder, shards)
+        of_all(None)
+        own = list(shards.items())[rank::count]
+        with progress("Storing features", sum(len(part) for _, part in own), "rows") as advance:
+            is_told = rank > 0
+            for name, part in own:
+                begin, shard_rows = time.monotonic(), rows.select(part)
+                is_new = _complete(folder / name, shard_rows, origin, make, batch_size)
+                left = sum(len(other) for file, other in shards.items() if not (folder / file).exists())
+                if is_new and left and not is_told:
+                    is_told, sample = True, _cost(folder / name, shard_rows, (time.monotonic() - begin) / count)
+                    announce(
+                        "storing features", sample.times(left / len(part)), f"the first {len(part):,} rows", folder, force=force
+                    )
+                advance(len(part))
+        of_all(None)
+    try:
+        return FeatureStore([opened(folder / name, origin) for name in shards], sets, origin)
+    except UnfitShardError as error:
+        raise UserError(KEY, got=error, expected="a folder that all machines share") from error
+
+
+@contextmanager
+def storing(folder: Path) -> Iterator[None]:
+    """Raises ResourceError for a disk that is full or cannot be written."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        next_step = "free the disk, or set hidden_states.max_bytes; the same command goes on behind the last shard"
+        raise ResourceError(f"{folder} could not be filled ({error})", next_step=next_step) from error
+
+
+def _plan(rows: Dataset, origin: Origin, shard_tokens: int, max_bytes: int | None) -> dict[str, range]:
+    """The rows of each shard, as many shards as have room."""
+    per_shard = max(1, shard_tokens // len(rows[0]["input_ids"]))
+    parts = [range(first, min(first + per_shard, len(rows))) for first in range(0, len(rows), per_shard)]
+    plan: dict[str, range] = {}
+    room = max_bytes
+    for index, part in enumerate(parts):
+        if room is not None:
+            room -= _size([Tokens.of(row) for row in numpy_rows(rows.select(part))], origin)
+            if room < 0:
+                break
+        plan[shard_name(index, len(parts))] = part
+    return plan
+
+
+def _size(rows: Sequence[Tokens], origin: Origin) -> int:
+    """Bytes of a shard, or a few more."""
+    tokens, documents = sum(map(len, rows)), sum(len(row.document_lengths) for row in rows)
+    return tokens * (origin.token_bytes + 4) + 4 * documents + 12 * len(rows) + HEADER_BYTES
+
+
+def _clear(folder: Path, shards: dict[str, range]) -> None:
+    """Remove what killed processes left, and shards of another number, which were of other rows."""
+    kept = {name.partition("-")[2] for name in shards}
+    others = [path for path in folder.glob(PATTERN) if kept and path.name.partition("-")[2] not in kept]
+    if others:
+        print(f"{folder}: {len(others)} shards of other rows are removed", file=sys.stderr)
+    for path in (*folder.glob("*.part"), *folder.glob(".tmp*"), *others):  # the second are safetensors' own
+        path.unlink()
+
+
+def _complete(path: Path, rows: Dataset, origin: Origin, make: Make, batch_size: int) -> bool:
+    """Have a shard of these rows: the one that is there, if it is, or a new one. Whether it is new."""
+    tokens = [Tokens.of(row) for row in numpy_rows(rows)]
+    try:
+        _check(Shard.open(path, origin), tokens)
+        return False
+    except UnfitShardError as error:
+        if path.exists():
+            print(f"{path} {error}: it is made again", file=sys.stderr, flush=True)
+    features: list[Tensor] = []
+    for batch in rows.iter(batch_size):
+        features += make([dict(zip(batch, row, strict=True)) for row in zip(*batch.values(), strict=True)])
+    write_shard(path, origin, tokens, features)
+    return True
+
+
+def _cost(path: Path, rows: Dataset, seconds: float) -> Cost:
+    """Of a shard that was made in so many seconds."""
+    tokens, loss_tokens = sum(len(Tokens.of(row)) for row in numpy_rows(rows)), sum(map(sum, rows["loss_mask"]))
+    return Cost(len(rows), tokens, loss_tokens, path.stat().st_size, seconds)
+
+
+def _check(shard: Shard, rows: Sequence[Tokens]) -> None:
+    """Raises UnfitShardError unless it holds these rows, whole."""
+    if [row.key for row in shard.rows] != [row.key for row in rows]:
+        raise UnfitShardError("is of other rows")
+    for index in range(len(rows)):
+        shard.checked(index)

@@ -1,0 +1,205 @@
+"""Making a row set: what the target generates, block by block, then `merge`.
+
+make_rows       everything that is missing, the processes of a launch each a share of the blocks
+make_blocks     the blocks of one shard: number i, i + n, … of all
+"""
+
+import copy
+import json
+import logging
+import os
+import re
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from threading import Lock
+
+from rich.console import Console
+
+from specdistill.cost import PREPARED_BYTES, Cost, announce
+from specdistill.errors import UserError
+from specdistill.processes import are_several, of_all, share
+from specdistill.produce.blocks import BLOCK_COLUMNS, Answer, AnswerFile, Block, blocks, columns
+from specdistill.produce.cleaning.answer_rules import RULES, Candidate, Counts, Rules
+from specdistill.produce.completion_server import CompletionServer
+from specdistill.produce.generate import Backend, Made, generate_block
+from specdistill.produce.job import Job
+from specdistill.produce.merge import merge
+from specdistill.produce.prompts import Task, prompts_of, streams
+from specdistill.produce.self_prompts import self_prompts, user_row
+from specdistill.produce.server_backend import ServerBackend, ServerTokenizer
+from specdistill.produce.transformers_backend import TransformersBackend
+from specdistill.progress import progress
+from specdistill.recipe.sections import DataConfig
+from specdistill.rows.arrow import alone, on_disk, write_arrow
+from specdistill.rows.row_set import RowTarget, cache_of, is_whole
+
+logger = logging.getLogger(__name__)
+
+AT_ONCE = 4  # blocks that servers work at: of one that is nearly complete few answers are missing
+FIRST_ANSWERS = 64  # new ones, that say what the others will cost
+
+
+def make_rows(folder: Path, config: DataConfig, target: RowTarget, measured_on: Sequence[str] = ()) -> None:
+    """What of a row set is missing. Every process of a launch has to call it: each generates its share of the blocks, and waits for the
+    others then alone; the first one, of every machine if they share no folder, merges.
+    """
+    job = Job(folder, config, target, measured_on)
+    job.check()
+    index, count = _shares(cache_of(config))
+    make_blocks(job, index, count)
+    of_all(None)
+    if index == 0:
+        merge(job)
+    of_all(None)
+
+
+def _shares(folder: Path) -> tuple[int, int]:
+    """This process's number among those that share a folder, and how many they are: all of a launch, or those of a machine."""
+    if not are_several():
+        return 0, 1
+    ranks = of_all((int(os.environ.get("LOCAL_RANK", "0")), uuid.uuid4().hex))
+    mark = folder / f"launch-{ranks[0][1]}"
+    rank, _ = share()
+    if rank == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+        mark.touch()
+    of_all(None)
+    is_common = all(of_all(mark.exists()))
+    if rank == 0:
+        mark.unlink()
+    if is_common:
+        return rank, len(ranks)
+    own = rank - ranks[rank][0]  # the first of this machine: they follow one another, from local rank 0
+    behind = [local for local, _ in ranks[own + 1 :]]
+    return ranks[rank][0], 1 + (behind.index(0) if 0 in behind else len(behind))
+
+
+def shard_of(stated: str | None) -> tuple[int, int]:
+    """(i, n) of `data.shard`, i from 0; `auto` is an array job's own. Raises UserError for no shard, and outside of such a job."""
+    if stated is None:
+        return 0, 1
+    expected = "i/n with i from 0 to n - 1, or auto in an array job of Slurm or an indexed one of Kubernetes (auto/n: of n)"
+    found = re.fullmatch(r"(\d+|auto)(?:/(\d+))?", stated)
+    index, count = found.groups() if found else (None, None)
+    if index == "auto":
+        env = os.environ
+        if "SLURM_ARRAY_TASK_ID" in env:
+            index = str(int(env["SLURM_ARRAY_TASK_ID"]) - int(env.get("SLURM_ARRAY_TASK_MIN", "0")))
+            count = count or env.get("SLURM_ARRAY_TASK_COUNT")
+        else:
+            index, count = env.get("JOB_COMPLETION_INDEX"), count or env.get("JOB_COMPLETIONS")
+        if index is None or count is None:
+            got = "auto without SLURM_ARRAY_TASK_ID and SLURM_ARRAY_TASK_COUNT, or JOB_COMPLETION_INDEX and JOB_COMPLETIONS"
+            raise UserError("data.shard", got=got, expected=expected)
+    if index is None or count is None or not 0 <= int(index) < int(count):
+        raise UserError("data.shard", got=stated, expected=expected)
+    return int(index), int(count)
+
+
+def make_blocks(job: Job, index: int = 0, count: int = 1) -> None:
+    """The blocks of a shard that are not complete yet; nothing where the row set is there, or nothing is generated."""
+    own = blocks(job.config.regenerate.num_tokens)[index::count] if job.config.regenerate.num_tokens > 0 else []
+    missing = [block for block in own if not (job.blocks / f"{block.name}.arrow").exists()]
+    if is_whole(job.folder) or not missing:
+        return
+    num_tokens, counts, _ = sum(block.num_tokens for block in missing), Counts(), job.sources  # which threads will share
+    with ExitStack() as stack:
+        advance = stack.enter_context(progress("Generating training data", num_tokens, "tokens"))
+        sample = Sample(job, num_tokens, advance)
+        pool = stack.enter_context(ThreadPoolExecutor(AT_ONCE if job.config.regenerate.server else 1))
+        backend = stack.enter_context(_backend(job))
+        made = partial(_make_block, job, backend=backend, sample=sample)
+        if job.config.regenerate.server:
+            found: Iterator[Counts] = (it.result() for it in as_completed([pool.submit(made, block) for block in missing]))
+        else:
+            found = map(made, missing)
+        for block_counts in found:
+            counts.add(block_counts)
+    Console(stderr=True).print(counts.table())
+
+
+@contextmanager
+def _backend(job: Job) -> Iterator[Backend]:
+    settings, target = job.config.regenerate, job.target
+    if not settings.server:
+        assert target.model is not None
+        with TransformersBackend(target, settings.num_tokens, settings.batch_size) as in_process:
+            yield in_process
+        return
+    servers = [CompletionServer(address, settings.timeout) for address in settings.server]
+    for server in servers:
+        server.find_model([target.name, Path(target.name).name])
+    tokenizer = ServerTokenizer(target.tokenizer, target.end_ids, settings.template)
+    with ServerBackend(servers, tokenizer, settings.batch_size) as by_servers:
+        yield by_servers
+    for server in servers:
+        logger.info("%s gave %d answers", server.address, server.num_answers)
+
+
+def _make_block(job: Job, block: Block, *, backend: Backend, sample: "Sample") -> Counts:
+    """A block from its first answer, or from where a killed process left it, to its documents."""
+    path, config, target = job.blocks / f"{block.name}.arrow", job.config, job.target
+    rules: Rules = {name: RULES[name] for name in config.regenerate.filter if config.regenerate.server}
+    tokenizer = copy.deepcopy(target.tokenizer)  # of this thread alone
+    words = ServerTokenizer(tokenizer, target.end_ids, {})
+
+    def candidate(task: Task, answer: Answer) -> Candidate:
+        texts = (words.text(answer.token_ids), words.text(answer.context)) if rules else ("", "")
+        return Candidate(answer, *texts, not task.prompt.messages, words.special)
+
+    made = Made(rules, candidate, config.loss_mask == "all")
+    with alone(path.with_suffix(".lock"), f"{job.blocks}, {block.name}"):
+        if path.exists():
+            return Counts()
+        of_self = {}
+        with AnswerFile(path.with_suffix(".jsonl"), job.plan, sample.added) as known:
+            for number, source in enumerate(job.sources[0]):
+                if source.is_self:
+                    to_others = {"contaminated": lambda it: job.suite_index.overlap(user_row(it.text)) is not None}
+                    place = (source, number, block, config, tokenizer, target.end_ids)
+                    of_self[number], counts = self_prompts(*place, backend, known, to_others)
+                    made.counts.add(replace(counts, kept=0))
+            chats, texts = prompts_of(job.sources[0], of_self, block, config, tokenizer, made.counts.filtered)
+            planned = streams(chats, texts, block, config)
+            generate_block(block.num_tokens, planned, backend, known, made)
+        header = {
+            "plan": job.plan,
+            "block": block.number,
+            "tokens": made.tokens,
+            "filtered": dict(sorted(made.counts.filtered.items())),
+        }
+        with on_disk(job.blocks):
+            write_arrow(path, BLOCK_COLUMNS, columns(made.rows), json.dumps(header))
+            path.with_suffix(".jsonl").unlink()
+    return made.counts
+
+
+class Sample:
+    """The first answers, which say what the others will cost; `announce` tells that once."""
+
+    def __init__(self, job: Job, num_tokens: int, advance: Callable[[int], object]) -> None:
+        self.job, self.num_tokens, self.advance = job, num_tokens, advance
+        self.begin, self.cost, self.is_told = time.monotonic(), Cost(0, 0, 0, 0, 0), False
+        self.lock = Lock()
+
+    def added(self, answers: Sequence[Answer], size: int) -> None:
+        """Raises ResourceError where the disk has no room for what is to come."""
+        tokens, contexts = (sum(map(len, part)) for part in zip(*((it.token_ids, it.context) for it in answers), strict=True))
+        self.advance(tokens)
+        num_bytes = size + PREPARED_BYTES * (contexts + tokens)
+        more = len(answers), contexts + tokens, tokens, num_bytes, 0.0
+        with self.lock:
+            self.cost = Cost(*(one + other for one, other in zip(self.cost, more, strict=True)))
+            is_enough = self.cost.rows >= FIRST_ANSWERS or not self.job.config.regenerate.server
+            is_told, self.is_told = self.is_told, self.is_told or is_enough
+        if is_enough and not is_told and self.cost.loss_tokens:
+            seconds = time.monotonic() - self.begin
+            made = f"{self.cost.rows:,.0f} answers in {seconds:.1f} s"
+            cost = self.cost._replace(seconds=seconds).times(self.num_tokens / self.cost.loss_tokens)
+            announce("generating", cost, made, cache_of(self.job.config), force=self.job.config.force)

@@ -1,0 +1,209 @@
+"""Merging: the row set, of blocks that are all there, or of the sources as they are: filtered, split and packed."""
+
+import json
+import logging
+import random
+from collections import Counter
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+from datasets import Dataset, Value, concatenate_datasets
+from numpy.typing import NDArray
+
+from specdistill.cost import PREPARED_BYTES, Cost, announce
+from specdistill.errors import UserError
+from specdistill.produce.blocks import blocks
+from specdistill.produce.cleaning.near_duplicates import NearDuplicates
+from specdistill.produce.generate import ENOUGH
+from specdistill.produce.held_out import by_hash, by_sample, row_hashes
+from specdistill.produce.job import Job
+from specdistill.produce.self_prompts import ALIKE, user_row
+from specdistill.produce.server_backend import SAMPLING
+from specdistill.produce.sources import Source
+from specdistill.recipe.data_sources import BUILT_IN_LICENSES, source_names
+from specdistill.recipe.sections import DataConfig
+from specdistill.rows.arrow import alone, read_header
+from specdistill.rows.cache import Columns, array, mapped, tokenizer_fingerprint
+from specdistill.rows.encoding import ENCODED_COLUMNS, Encoder
+from specdistill.rows.packing import Packed, pad_token_id, usable
+from specdistill.rows.row_set import Fit, SourceCounts, SplitCounts, cache_of, fingerprint, is_whole, write_rows
+
+logger = logging.getLogger(__name__)
+
+
+def merge(job: Job) -> None:
+    """The row set, unless it is there. Raises UserError where blocks are missing, or are of another recipe."""
+    job.check()
+    with alone(job.folder.parent / f"{job.folder.name}.lock", str(job.folder)):
+        if is_whole(job.folder):
+            return
+        config = job.config
+        parts = _from_blocks(job) if config.regenerate.num_tokens > 0 else _from_sources(job)
+        shape = config.max_length, config.packing, pad_token_id(job.target.tokenizer), config.seed
+        halves = {}
+        for split, documents in (("train", parts.train), ("validation", parts.validation)):
+            packed = Packed(documents, *shape)
+            halves[split] = packed, SplitCounts(rows=len(packed), documents=len(documents), **_tokens(documents))
+        facts = {
+            "fingerprint": job.folder.name if config.rows is None else fingerprint(config, job.target, job.measured_on),
+            "fit": Fit.of(config, job.target),
+            "sources": _counted(job, parts),
+            "generation": _generation(job) if config.regenerate.num_tokens > 0 else None,
+            "filtered": dict(sorted(parts.filtered.items())),
+        }
+        write_rows(job.folder, halves, facts)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Documents with the columns input_ids, loss_mask, length and source."""
+
+    train: Dataset
+    validation: Dataset
+    filtered: Counter[str]
+
+
+def _tokens(documents: Dataset) -> dict[str, int]:
+    masks = (int(np.concatenate(batch["loss_mask"]).sum()) for batch in documents.with_format("numpy").iter(batch_size=1024))
+    return {"tokens": int(array(documents, "length").sum()), "loss_tokens": sum(masks)}
+
+
+def _counted(job: Job, parts: Parts) -> list[SourceCounts]:
+    place, made = array(parts.train, "source"), []
+    for number, (source, name) in enumerate(zip(job.sources[0], source_names(job.config.source), strict=True)):
+        own, entry = np.flatnonzero(place == number), source.entry
+        counts = SourceCounts(
+            source=name,
+            key=source.key,
+            revision=entry.revision,
+            license=entry.license or BUILT_IN_LICENSES.get(entry.source),
+            weight=entry.weight,
+            rows=len(source.rows),
+            fingerprint=str(source.rows._fingerprint),
+            documents=len(own),
+            **(_tokens(parts.train.select(own)) if len(own) else {}),
+        )
+        made.append(counts)
+    return made
+
+
+def _generation(job: Job) -> dict[str, Any]:
+    settings = job.config.regenerate
+    facts = settings.model_dump(include={"num_tokens", "prompt_tokens", "temperatures"})
+    facts |= {"seed": job.config.seed, "blocks": len(blocks(settings.num_tokens)), "model": job.target.name}
+    if settings.server:
+        return {**facts, "by": "servers", "template": settings.template, "filter": settings.filter, "sampling": SAMPLING}
+    return {**facts, "by": "transformers", "batch_size": settings.batch_size}
+
+
+def _from_blocks(job: Job) -> Parts:
+    """The documents of all blocks in their order, without those of prompts that are nearly the same as one of an earlier block."""
+    paths = [job.blocks / f"{block.name}.arrow" for block in blocks(job.config.regenerate.num_tokens)]
+    if missing := [path.stem for path in paths if not path.exists()]:
+        got = f"{job.blocks}, which lacks {len(missing)} of {len(paths)} blocks: {', '.join(missing[:8])}"
+        raise UserError(
+            "data.shard", got=got, expected="every block: `specdistill data make` of the same recipe makes those that lack"
+        )
+    headers = [json.loads(read_header(path) or "{}") for path in paths]
+    for number, (path, header) in enumerate(zip(paths, headers, strict=True)):
+        if (header.get("plan"), header.get("block")) != (job.plan, number):
+            got = f"{path}, block {header.get('block')} of rows {header.get('plan')}"
+            raise UserError("data.shard", got=got, expected=f"block {number} of {job.plan}: shards of one recipe")
+    documents = concatenate_datasets([Dataset.from_file(str(path)) for path in paths])
+    filtered = sum((Counter(header["filtered"]) for header in headers), Counter(job.sources[1]))
+    if not len(documents):
+        raise _no_documents(job)
+    total, num_tokens = sum(header["tokens"] for header in headers), job.config.regenerate.num_tokens
+    if total < ENOUGH * num_tokens:
+        logger.warning("the prompts of data.source were used up after %d of %d tokens", total, num_tokens)
+    asked: dict[str, bool] = {}
+    near = NearDuplicates(ALIKE, lambda place: user_row(list(asked)[place[1]]))
+    for words in documents["asked"]:
+        if words is not None and words not in asked:
+            asked[words] = False
+            asked[words] = near.original(user_row(words), (0, len(asked) - 1)) is not None
+    alike = np.array([words is not None and asked[words] for words in documents["asked"]], bool)
+    if alike.any():
+        filtered["near_duplicate"] += int(alike.sum())
+        logger.warning("data.source: %d of %d answers are to prompts of self that others are like", alike.sum(), len(documents))
+    lengths = array(documents, "length")
+    indices = usable(lengths, False, job.config.max_length, filtered)
+    indices = indices[~alike[indices]]
+    hashes, row_of = np.unique(array(documents, "row")[indices], return_inverse=True)
+    is_held_out = np.isin(row_of, sorted(_held_out(hashes, job.config)))
+    return Parts(documents.select(indices[~is_held_out]), documents.select(indices[is_held_out]), filtered)
+
+
+def _no_documents(job: Job) -> UserError:
+    if any(source.is_self for source in job.sources[0]):
+        expected = "a target that generates a user's turn, as instruct models do, or prompts of your own: a file or a Hub id"
+        return UserError("data.source", got="self, which gave no prompt that is kept", expected=expected)
+    num_tokens, max_length = job.config.regenerate.prompt_tokens, job.config.max_length
+    expected = f"texts of {num_tokens} tokens (data.regenerate.prompt_tokens) or questions of half of it at most"
+    return UserError("data.max_length", got=f"{max_length}, and no row that gives a prompt", expected=expected)
+
+
+def _from_sources(job: Job) -> Parts:
+    """The source's rows as they are. Training has each row of a source of weight 2 twice."""
+    config, (sources, counts) = job.config, job.sources
+    documents = concatenate_datasets([_encoded(source, number, job) for number, source in enumerate(sources)])
+    lengths, is_text, number, row = (array(documents, name) for name in ("length", "is_text", "source", "row"))
+    filtered = Counter(counts)
+    indices = usable(lengths, is_text, config.max_length, filtered)
+    # Of a row that was cut all documents are on one side.
+    first_rows = np.cumsum([0, *(len(source.rows) for source in sources[:-1])])
+    rows, row_of = np.unique(first_rows[number[indices]] + row[indices], return_inverse=True)
+    hashes = np.concatenate([_hashes(source, config) for source in sources])[rows]
+    is_held_out = np.isin(row_of, sorted(_held_out(hashes, config)))
+    generator = random.Random(config.seed)
+    train: list[int] = []
+    for place, source in enumerate(sources):
+        own = indices[(number[indices] == place) & ~is_held_out].tolist()
+        train += own * int(source.weight) + generator.sample(own, round(source.weight % 1 * len(own)))
+    if not train:
+        raise UserError("data.source", got="weights that leave no row to train on", expected="larger weights")
+    return Parts(documents.select(train), documents.select(indices[is_held_out]), filtered)
+
+
+def _held_out(hashes: NDArray[np.int64], config: DataConfig) -> set[int]:
+    """Positions of what is held out for validation among rows with these hashes."""
+    if config.validation_split == "sample":
+        return by_sample(len(hashes), config.validation_fraction, config.seed)
+    return by_hash(hashes, config.validation_fraction)
+
+
+def _hashes(source: Source, config: DataConfig) -> NDArray[np.int64]:
+    if not len(source.rows):
+        return np.empty(0, np.int64)
+    inputs = ["hashes", source.rows._fingerprint, config.seed]
+    hashing, made = partial(row_hashes, seed=config.seed), {"hash": Value("int64")}
+    hashes = mapped(source.rows, hashing, made, inputs, what="Hashing", num_proc=config.num_proc, cache_dir=config.cache_dir)
+    return array(hashes, "hash")
+
+
+def _encoded(source: Source, number: int, job: Job) -> Dataset:
+    config, tokenizer = job.config, job.target.tokenizer
+    encoder = Encoder(tokenizer, config.loss_mask, config.max_length, source.key, number)
+    if source.rows.data.column("messages").null_count < len(source.rows):
+        encoder.prove()
+    template: Any = tokenizer.chat_template
+    made_with = [tokenizer_fingerprint(tokenizer), template, config.loss_mask, config.max_length]
+    inputs = ["encoded", source.rows._fingerprint, number, *made_with]
+    how: dict[str, Any] = {"what": "Tokenizing", "num_proc": config.num_proc, "cache_dir": config.cache_dir}
+    sampled = partial(_sampled, config, f"preparing {source.key}")
+    encoded = mapped(source.rows, encoder, ENCODED_COLUMNS, inputs, **how, sampled=sampled)
+    _, num_documents = np.unique(array(encoded, "row"), return_counts=True)
+    if num_cut := int((num_documents > 1).sum()):
+        told = "%s: %d of %d rows are conversations longer than data.max_length=%d tokens and are cut at their turns"
+        logger.warning(told, source.key, num_cut, len(source.rows), config.max_length)
+    return encoded
+
+
+def _sampled(config: DataConfig, doing: str, made: Columns, rows: int, of: int, seconds: float) -> None:
+    """Tells what preparing `of` rows costs, from what the first `rows` of them gave in so many seconds."""
+    tokens = sum(made["length"])
+    loss_tokens = sum(int(sum(mask)) for mask in made["loss_mask"])
+    sample = Cost(len(made["length"]), tokens, loss_tokens, PREPARED_BYTES * tokens, seconds)
+    announce(doing, sample.times(of / rows), f"the first {rows:,} rows", cache_of(config), force=config.force)

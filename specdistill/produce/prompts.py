@@ -1,0 +1,228 @@
+"""Prompts of a block: beginnings of conversations and texts of its own rows, and the tasks that they make.
+
+A conversation gives a prompt of everything up to its first assistant turn. A text gives a fixed number of tokens from its beginning and,
+if more prompts are wanted than there are texts, from the beginnings of its paragraphs, lines or words.
+"""
+
+import itertools
+import math
+import random
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Any, NamedTuple
+
+from datasets import Dataset
+from transformers import PreTrainedTokenizerBase
+
+from specdistill.produce.blocks import Block
+from specdistill.produce.held_out import row_hash
+from specdistill.produce.sources import Source
+from specdistill.recipe.sections import DataConfig
+from specdistill.rows.chat import Message, prompt_ids
+
+CHARACTERS_PER_TOKEN = 16  # more than a token has on average, so that a snippet surely has enough tokens
+TEXTS_AT_ONCE = 64
+# Where a prompt may start within a text, the most natural places first: paragraphs, lines, words.
+STARTS = (re.compile(r"(?<=\n\n)(?=[^\n]*\S)"), re.compile(r"(?<=\n)(?=[^\n]*\S)"), re.compile(r"(?<=\s)(?=\S)"))
+# Share of the tokens, if the source has both conversations and texts. Answers are short, so that most rows are answers.
+CHAT_SHARE = 1 / 3
+SHORT_ROW = 256  # tokens of a text, prompt and continuation, that are always worth generating
+SHORT_ANSWER = 32  # tokens, fewer than an answer has on average, so that there are enough questions
+SORTED = 512  # prompts that are sorted by length together, in parts of PART, so that little of a batch is padding
+PART = 128
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Token ids to continue, and of a conversation its messages. row: a hash of the source's row. source: its place in data.source.
+    is_first: of a row whose prompts other blocks have, too, the first. asked: the words of a prompt that the target generated.
+    """
+
+    ids: list[int]
+    row: int = 0
+    messages: tuple[Message, ...] = ()
+    source: int = 0
+    is_beginning: bool = True
+    is_first: bool = True
+    asked: str | None = None
+
+
+class Task(NamedTuple):
+    """What is generated from a prompt. name: of all tasks of a block this one alone has it. max_length: of a context with its answer, in
+    tokens.
+    """
+
+    name: str
+    prompt: Prompt
+    temperature: float
+    seed: int
+    max_length: int
+
+
+class Stream(NamedTuple):
+    """Tasks of one length, to be answered in their order until they give a share of a block's tokens."""
+
+    tasks: Iterator[Task]
+    share: float
+
+
+def chat_prompts(
+    rows: Iterable[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, max_tokens: int, filtered: Counter[str], seed: int = 0
+) -> Iterator[Prompt]:
+    """A prompt of at most `max_tokens` for each conversation; longer ones are counted."""
+    for row in rows:
+        if row["messages"] is not None:
+            ids = prompt_ids(tokenizer, row["messages"])
+            if len(ids) <= max_tokens:
+                yield Prompt(ids, row_hash(row, seed), tuple(row["messages"]))
+            else:
+                filtered["long_prompt"] += 1
+
+
+def text_prompts(
+    rows: Iterable[dict[str, Any]],
+    tokenizer: PreTrainedTokenizerBase,
+    num_tokens: int,
+    per_text: int,
+    generator: random.Random,
+    *,
+    part: tuple[int, int] = (0, 1),
+    seed: int = 0,
+) -> Iterator[Prompt]:
+    """Prompts of exactly `num_tokens`: for each text its beginning and `per_text` - 1 places within it. part: of how many that share
+    them.
+    """
+    texts = (row for row in rows if row["text"] is not None)
+    first, step = part
+    while batch := list(islice(texts, TEXTS_AT_ONCE)):
+        starts = [(row, start) for row in batch for start in _starts(row["text"], per_text * step, generator)[first::step]]
+        snippets = [row["text"][start : start + num_tokens * CHARACTERS_PER_TOKEN] for row, start in starts]
+        for (row, start), ids in zip(starts, tokenizer(snippets, verbose=False)["input_ids"] if snippets else [], strict=True):
+            if len(ids) >= num_tokens:
+                yield Prompt(list(ids[:num_tokens]), row_hash(row, seed), is_beginning=start == 0)
+
+
+def _starts(text: str, count: int, generator: random.Random) -> list[int]:
+    """The beginning of a text and up to `count` - 1 other places to start from."""
+    chosen: list[int] = []
+    for pattern in STARTS:
+        missing = count - 1 - len(chosen)
+        if missing <= 0:
+            break
+        places = sorted({match.start() for match in pattern.finditer(text)} - set(chosen))
+        chosen += generator.sample(places, min(missing, len(places)))
+    return [0, *chosen]
+
+
+def prompts_of(
+    sources: Sequence[Source],
+    of_self: Mapping[int, Sequence[Prompt]],
+    block: Block,
+    config: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    filtered: Counter[str],
+) -> tuple[list[Prompt], list[Prompt]]:
+    """(conversations, texts) of the block's own rows; each source gives its weighted share of them. of_self: by the source's number."""
+    settings = config.regenerate
+    sizes = [
+        len(of_self[number]) * block.num_blocks if number in of_self else len(it.rows) for number, it in enumerate(sources)
+    ]
+    weights = [source.weight * size for source, size in zip(sources, sizes, strict=True)]
+    shortest = row_lengths(config.max_length, settings.prompt_tokens)[0] - settings.prompt_tokens
+    placed: list[list[tuple[float, Prompt]]] = [[], []]
+    for number, (source, weight) in enumerate(zip(sources, weights, strict=True)):
+        if number in of_self:
+            placed[0] += [((place + 0.5) / weight, prompt) for place, prompt in enumerate(of_self[number])]
+            continue
+        num_chats, num_texts = (
+            math.ceil(block.num_tokens / length * weight / sum(weights)) for length in (SHORT_ANSWER, shortest)
+        )
+        order = list(range(len(source.rows)))
+        random.Random(config.seed).shuffle(order)
+        own, *part = block.own(order)
+        shared = Dataset.select(source.rows, own)
+        generator = random.Random(f"{config.seed} {number} {own[0] if part[1] > 1 else block.number}")
+        texts = sum(row is not None for row in shared.with_format(None)["text"])
+        chats = chat_prompts(shared, tokenizer, config.max_length // 2, filtered, config.seed)
+        per_text = -(-2 * num_texts // max(1, texts))  # twice the need: some texts are short
+        snippets = text_prompts(
+            shared, tokenizer, settings.prompt_tokens, per_text, generator, part=(part[0], part[1]), seed=config.seed
+        )
+        several = list(islice(snippets, 2 * num_texts))
+        generator.shuffle(several)
+        several.sort(key=lambda prompt: not prompt.is_beginning)
+        for kind, prompts in enumerate((islice(chats, num_chats), several)):
+            placed[kind] += [
+                ((place + 0.5) / weight, replace(prompt, source=number, is_first=part[0] == 0 or kind == 1))
+                for place, prompt in enumerate(prompts)
+            ]
+    # More prompts than will be needed: as many of the first ones are of each source as its weight says.
+    in_order = [[prompt for _, prompt in sorted(kind, key=lambda it: it[0])] for kind in placed]
+    return in_order[0], in_order[1]
+
+
+def streams(chats: Sequence[Prompt], texts: Sequence[Prompt], block: Block, config: DataConfig) -> list[Stream]:
+    """The tasks of a block: of conversations, of texts that stop half way, of those as long as a row. Shares add up to 1."""
+    short, whole = (row_lengths(config.max_length, config.regenerate.prompt_tokens)[place] for place in (0, -1))
+    several = [texts] if short == whole or len(texts) < 2 else [
+        [text for number, text in enumerate(texts) if number % 4 != 3], texts[3::4] or texts[:1]
+    ]  # fmt: skip
+    rest = 1 - CHAT_SHARE if chats else 1.0
+    prompt_tokens = config.regenerate.prompt_tokens
+    parts = [3 * (short - prompt_tokens), whole - prompt_tokens] if len(several) == 2 else [1]
+    planned = [("chat", chats, 1 - rest if texts else 1.0, config.max_length)] + [
+        (f"text{length}", part, rest * weight / sum(parts), length)
+        for part, weight, length in zip(several, parts, [short, whole][-len(several) :], strict=True)
+    ]
+    return [Stream(_tasks(name, own, length, block, config), share) for name, own, share, length in planned if own]
+
+
+def _tasks(kind: str, prompts: Sequence[Prompt], length: int, block: Block, config: DataConfig) -> Iterator[Task]:
+    pairs = repeated(prompts, config.regenerate.temperatures)
+    if kind == "chat":
+        pairs = _by_length(pairs, random.Random(f"{config.seed} {block.number}"))
+    for number, (prompt, temperature) in enumerate(pairs):
+        name = f"{kind}-{number}"
+        yield Task(name, prompt, temperature, seed_of(config, block, name), length)
+
+
+def seed_of(config: DataConfig, block: Block, name: str) -> int:
+    """Of sampling; 31 bits, which every server takes."""
+    return random.Random(f"{config.seed} {block.number} {name}").getrandbits(31)
+
+
+def repeated(prompts: Sequence[Prompt], temperatures: Sequence[float]) -> Iterator[tuple[Prompt, float]]:
+    """Every prompt at every temperature, then again and again at those above 0, which generate something new. A prompt that other blocks
+    have, too, at those alone.
+    """
+    count = len(temperatures)
+    sampled = [temperature for temperature in temperatures if temperature > 0]
+    for turn in range(count):
+        for index, prompt in enumerate(prompts):
+            if prompt.is_first or temperatures[(index + turn) % count] > 0:
+                yield prompt, temperatures[(index + turn) % count]
+    for turn in itertools.count() if sampled and prompts else ():
+        for index, prompt in enumerate(prompts):
+            yield prompt, sampled[(index + turn) % len(sampled)]
+
+
+def _by_length(pairs: Iterator[tuple[Prompt, float]], generator: random.Random) -> Iterator[tuple[Prompt, float]]:
+    """Those of similar length beside one another, in parts in shuffled order."""
+    while several := list(islice(pairs, SORTED)):
+        several.sort(key=lambda pair: len(pair[0].ids))
+        parts = [several[start : start + PART] for start in range(0, len(several), PART)]
+        generator.shuffle(parts)
+        yield from itertools.chain(*parts)
+
+
+def row_lengths(max_length: int, prompt_tokens: int) -> list[int]:
+    """Lengths to which texts are continued, in turn.
+
+    Three in four stop half way, though not before SHORT_ROW tokens: attention over the first half costs a third of that over both, and
+    greedy text of a small target begins to loop. The fourth is as long as a row, so that every position is trained.
+    """
+    short = min(max_length, max(SHORT_ROW, max_length // 2))
+    return [short, short, short, max_length] if short >= 2 * prompt_tokens else [max_length]

@@ -1,0 +1,182 @@
+"""The source `self`: prompts that the target generates itself, for a user who has none (Magpie, arXiv 2406.08464).
+
+The chat template is cut off where a user's words begin. What the target generates from there, up to the end of the turn, is what a user
+would say to it. It is sampled, since greedy generation has one prompt to give.
+
+A batch in process ends when its last rows are few; these are continued together, so that long prompts are not lost.
+"""
+
+import logging
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from specdistill.errors import UserError
+from specdistill.produce.blocks import Answer, AnswerFile, Block
+from specdistill.produce.cleaning.answer_rules import RULES, Candidate, Counts, Rules
+from specdistill.produce.cleaning.near_duplicates import NearDuplicates
+from specdistill.produce.generate import Backend
+from specdistill.produce.held_out import row_hash
+from specdistill.produce.prompts import Prompt, Task, seed_of
+from specdistill.produce.sources import Source
+from specdistill.recipe.data_sources import SourceEntry
+from specdistill.recipe.sections import DataConfig
+from specdistill.rows.chat import opened_turn, prompt_ids
+
+logger = logging.getLogger(__name__)
+
+LONGEST = 256  # tokens of a prompt
+SHORTEST_ROOM = 16  # tokens that a prompt must have room for
+LONG_ANSWER = 200  # tokens, or half a row: each of the target's own prompts is taken to give so many
+ALIKE = 0.5  # similarity of near duplicates: prompts are short, and a single word changes five of their 5-grams
+MOST = 10  # prompts generated for each that is wanted, before the target is taken to have no more
+
+
+@dataclass(frozen=True)
+class Opening:
+    """A chat template up to where a user's words begin.
+
+    ids: its tokens. closing: text that follows the words; num_tokens: without them. end_ids: tokens that end them. special: tokens that
+    no words hold.
+    """
+
+    ids: tuple[int, ...]
+    closing: str
+    num_tokens: int
+    end_ids: frozenset[int]
+    special: frozenset[int]
+
+    @classmethod
+    def of(cls, tokenizer: Any, system: str | None, end_ids: Sequence[int], where: str) -> "Opening":
+        """end_ids: of the target's generations. Raises UserError for a template in which no user's turn can be opened alone."""
+        before, after = opened_turn(tokenizer, system, where)
+        closing = after.strip()
+        ids, last, rest = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in (before, closing, after))
+        added = tokenizer.added_tokens_decoder
+        ends = frozenset(end_ids) | (added.keys() & last[:1])
+        special = {token for token in added if added[token].special or token in ids or token in last}
+        return cls(tuple(ids), closing, len(ids) + len(rest), ends, ends | special)
+
+
+@dataclass
+class _Words:
+    """A user's words under way, as tokens. name: of their tasks."""
+
+    name: str
+    opening: Opening
+    ids: list[int] = field(default_factory=list)
+
+    @property
+    def has_ended(self) -> bool:
+        return bool(self.ids) and self.ids[-1] in self.opening.end_ids
+
+    def add(self, continuation: Sequence[int]) -> None:
+        """Up to the token that ends it."""
+        for token in continuation:
+            if not self.has_ended:
+                self.ids.append(token)
+
+    def candidate(self, tokenizer: Any) -> Candidate:
+        """For the rules. Of a template whose turns end in plain text, that ends a prompt as well as a token does."""
+        ids, is_whole = self.ids, self.has_ended
+        text = str(tokenizer.decode(ids[:-1] if is_whole else ids, skip_special_tokens=False))
+        if self.opening.closing and self.opening.closing in text:
+            text, is_whole = text.partition(self.opening.closing)[0], True
+            ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        answer = Answer(list(self.opening.ids), ids, "stop" if is_whole else "length")
+        return Candidate(answer, text.strip(), "", False, self.opening.special)
+
+
+def num_prompts(entry: SourceEntry, config: DataConfig) -> int:
+    """Of all blocks."""
+    return entry.num_prompts or max(2, -(-config.regenerate.num_tokens // min(LONG_ANSWER, config.max_length // 2)))
+
+
+def self_prompts(
+    source: Source,
+    number: int,
+    block: Block,
+    config: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    end_ids: Sequence[int],
+    backend: Backend,
+    known: AnswerFile,
+    more_rules: Rules,
+) -> tuple[list[Prompt], Counts]:
+    """The block's share of a source's prompts, and what was filtered. number: the source's; more_rules: beside its own.
+
+    One that is empty, not ended in LONGEST tokens or half a row, looping, with special tokens or nearly the same as an earlier one of the
+    block is filtered. Fewer come of a target that has no more to say.
+    """
+    entry = source.entry
+    openings = [Opening.of(tokenizer, system, end_ids, source.key) for system in (entry.system or (None,))]
+    longest, count = room_for_prompts(openings, config.max_length), block.share(num_prompts(entry, config))
+    kept: list[dict[str, Any]] = []
+    near = NearDuplicates(ALIKE, lambda place: kept[place[1]])
+    rules = {name: RULES[name] for name in ("empty", "truncated", "looping", "off_template")} | dict(more_rules)
+    rules["near_duplicate"] = lambda it: near.original(user_row(it.text), (0, len(kept))) is not None
+    counts, num_generated = Counts(), 0
+    while len(kept) < count and num_generated < MOST * count:
+        wanted = math.ceil((count - len(kept)) * (num_generated / len(kept) if kept else 1))
+        wanted = min(wanted, MOST * count - num_generated)
+        # Openings take turns over the blocks, of which one may want fewer prompts than there are openings.
+        words = [
+            _Words(f"self{number}-{place}", openings[(place + block.number) % len(openings)])
+            for place in range(num_generated, num_generated + wanted)
+        ]
+        _finish(words, longest, entry.temperature, block, config, backend, known)
+        num_generated += wanted
+        for it in words:
+            candidate = it.candidate(tokenizer)
+            if len(kept) < count and counts.keeps(candidate, rules):
+                kept.append(user_row(candidate.text))
+    prompts = []
+    for row in kept:
+        (message,) = row["messages"]
+        ids = prompt_ids(tokenizer, [message])
+        prompts.append(Prompt(ids, row_hash(row, config.seed), (message,), number, asked=message["content"]))
+    return prompts, counts
+
+
+def _finish(
+    words: Sequence[_Words],
+    longest: int,
+    temperature: float,
+    block: Block,
+    config: DataConfig,
+    backend: Backend,
+    known: AnswerFile,
+) -> None:
+    """Continue prompts until each has ended or has `longest` tokens."""
+    turn, under_way = 0, list(words)
+    while under_way:
+        room = longest - min(len(it.ids) for it in under_way)
+
+        def tasks(turn: int = turn, room: int = room, under_way: list[_Words] = under_way) -> Iterator[Task]:
+            for it in under_way:
+                context, name = [*it.opening.ids, *it.ids], f"{it.name}-{turn}"
+                yield Task(name, Prompt(context), temperature, seed_of(config, block, name), len(context) + room)
+
+        size = len(under_way)
+        made = [turns[0].token_ids if turns else [] for _, turns in backend.answers(tasks(), known, size.__int__)]
+        for it, continuation in zip(under_way, made, strict=True):
+            it.add(continuation)
+        under_way = [it for it, new in zip(under_way, made, strict=True) if new and not it.has_ended and len(it.ids) < longest]
+        turn += 1
+
+
+def user_row(text: str) -> dict[str, Any]:
+    return {"text": None, "messages": [{"role": "user", "content": text}]}
+
+
+def room_for_prompts(openings: Sequence[Opening], max_length: int) -> int:
+    """Tokens that a prompt may have: with its template half of a row, of which an answer has the rest. Raises UserError for too few."""
+    opened = max(opening.num_tokens for opening in openings)
+    room = min(LONGEST, max_length // 2 - opened)
+    if room < SHORTEST_ROOM:
+        expected = f"{2 * (opened + SHORTEST_ROOM)} or more: half of it holds a prompt in its chat template"
+        raise UserError("data.max_length", got=max_length, expected=expected)
+    return room

@@ -1,0 +1,117 @@
+"""How a row set looks to a reader: documents with their loss tokens marked, and what each half and each source holds."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import numpy as np
+from datasets import Dataset
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+from transformers import PreTrainedTokenizerBase
+
+from specdistill.rows.packing import PADDING_DOCUMENT
+from specdistill.rows.row_set import Manifest
+
+
+class Half(NamedTuple):
+    """What training or validation holds. filled: the share of its rows that is not padding."""
+
+    rows: int
+    documents: int
+    tokens: int
+    loss_tokens: int
+    filled: float
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Arrays [D] over documents, a long text's rows each one of their own, in tokens; and the row that each is in."""
+
+    tokens: np.ndarray
+    loss_tokens: np.ndarray
+    row: np.ndarray
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A document as text, in pieces that carry loss and pieces that do not."""
+
+    name: str
+    tokens: int
+    loss_tokens: int
+    pieces: list[tuple[str, bool]]
+
+    def coloured(self) -> Text:
+        """Loss tokens are green, the others dim."""
+        return Text.assemble(*((text, "bold green" if has_loss else "dim") for text, has_loss in self.pieces))
+
+
+def halves(manifest: Manifest) -> dict[str, Half]:
+    length = manifest.fit.max_length
+    return {
+        name: Half(it.rows, it.documents, it.tokens, it.loss_tokens, it.tokens / (it.rows * length))
+        for name, it in manifest.splits.items()
+    }
+
+
+def lengths(rows: Dataset) -> Lengths:
+    """Of the documents in packed rows."""
+    found: list[list[np.ndarray]] = []
+    for number, row in enumerate(rows.select_columns(["document_ids", "loss_mask"]).with_format("numpy")):
+        is_token = row["document_ids"] != PADDING_DOCUMENT
+        ids = row["document_ids"][is_token]
+        tokens, loss_tokens = np.bincount(ids), np.bincount(ids, row["loss_mask"][is_token]).astype(int)
+        found.append([tokens, loss_tokens, np.full(len(tokens), number)])
+    return Lengths(*map(np.concatenate, zip(*found, strict=True)))
+
+
+def shown(rows: Dataset, of: Lengths, count: int, tokenizer: PreTrainedTokenizerBase) -> list[Shown]:
+    """`count` of the documents, evenly over all of them."""
+    chosen = np.unique(np.linspace(0, len(of.tokens) - 1, min(count, len(of.tokens))).astype(int))
+    firsts = np.searchsorted(of.row, of.row[chosen])  # documents of a row follow one another
+    places = zip(chosen.tolist(), (chosen - firsts).tolist(), of.row[chosen].tolist(), strict=True)
+    return [_shown(rows[row], place, number, tokenizer) for place, number, row in places]
+
+
+def _shown(row: Mapping[str, Any], place: int, number: int, tokenizer: PreTrainedTokenizerBase) -> Shown:
+    """The document of a row with this number."""
+    parts = zip(row["input_ids"], row["loss_mask"], row["document_ids"], strict=True)
+    tokens = [(token, bool(has_loss)) for token, has_loss, document in parts if document == number]
+    pieces = [
+        (str(tokenizer.decode([token for token, _ in group])), has_loss)
+        for has_loss, group in groupby(tokens, key=lambda pair: pair[1])
+    ]
+    return Shown(f"document {place:,}", len(tokens), sum(has_loss for _, has_loss in tokens), pieces)
+
+
+def table_of_halves(halves: Mapping[str, Half]) -> Table:
+    made = Table("", "rows", "documents", "tokens", "loss tokens", "filled")
+    for name, it in halves.items():
+        made.add_row(name, *(f"{number:,}" for number in it[:-1]), f"{it.filled:.1%}")
+    return made
+
+
+def table_of_sources(parts: Sequence[Any]) -> Table:
+    made = Table("of training", "documents", "tokens", "share", "loss tokens", "share")
+    tokens, loss_tokens = (max(1, sum(getattr(it, name) for it in parts)) for name in ("tokens", "loss_tokens"))
+    for it in parts:
+        shares = f"{it.tokens / tokens:.1%}", f"{it.loss_tokens / loss_tokens:.1%}"
+        made.add_row(it.source, f"{it.documents:,}", f"{it.tokens:,}", shares[0], f"{it.loss_tokens:,}", shares[1])
+    return made
+
+
+def print_data(manifest: Manifest, documents: Sequence[Shown]) -> None:
+    """To stdout."""
+    console = Console(highlight=False)
+    console.print(table_of_halves(halves(manifest)))
+    if len(manifest.sources) > 1:
+        console.print(table_of_sources(manifest.sources))
+    if manifest.filtered:
+        console.print(f"filtered: {', '.join(f'{count:,} {rule}' for rule, count in manifest.filtered.items())}")
+    console.print("\nDocuments to train on; tokens that carry loss are green:")
+    for it in documents:
+        console.print(Text(f"\n{it.name} ({it.tokens:,} tokens, {it.loss_tokens:,} with loss)", style="italic"))
+        console.print(it.coloured())

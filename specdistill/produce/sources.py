@@ -1,0 +1,343 @@
+"""Sources of training rows, and their many forms brought to two: a text, or a conversation.
+
+A source is `self`, the target's own prompts (specdistill.produce.self_prompts), a built-in one, a jsonl, json or parquet file, a folder or
+Hub id that the datasets library can load, or a list of entries, `SourceEntry`. Every row becomes `{"text": str, "messages": None}` or
+`{"text": None, "messages": [{"role", "content"}, …]}` with the roles system, user, assistant and tool.
+"""
+
+import json
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import dropwhile, pairwise, takewhile
+from pathlib import Path
+from pkgutil import resolve_name
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+from datasets import Dataset, Features, List, Value, load_dataset
+from datasets.exceptions import DatasetsError
+
+from specdistill.errors import ResourceError, UserError, beside, nearest, one_line
+from specdistill.recipe.data_sources import BUILT_IN, LOADERS, SELF, SourceEntry, entries
+from specdistill.recipe.sections import DataConfig
+from specdistill.rows.cache import Columns, Row, array, cached, content_fingerprint, mapped, quiet
+
+logger = logging.getLogger(__name__)
+
+COLUMNS = {"text": Value("string"), "messages": List({"role": Value("string"), "content": Value("string")})}
+READER_COLUMNS = {**COLUMNS, "row": Value("int64")}
+CONVERSATIONS = ("messages", "conversations", "conversation")
+EXCHANGES = (
+    ("instruction", "output"),
+    ("instruction", "response"),
+    ("prompt", "response"),
+    ("prompt", "completion"),
+    ("question", "answer"),
+)
+PROMPTS = tuple(dict.fromkeys(question for question, _ in EXCHANGES))
+KNOWN_COLUMNS = ("text", *CONVERSATIONS, "instances", *dict.fromkeys(name for pair in EXCHANGES for name in pair))
+READ = (*KNOWN_COLUMNS, "system", "input", "context")
+INSTANCES = ("instruction", "instances")
+NOTHING: Mapping[str, Any] = MappingProxyType({})
+EXPECTED = "text, messages, conversations, or instruction and output (prompt and response, question and answer)"
+TYPES = {str: "a string", list: "a list", dict: "an object", bool: "true or false", int: "a number", float: "a number"}
+ROLES = {
+    **dict.fromkeys(("user", "human", "prompter"), "user"),
+    **dict.fromkeys(("assistant", "gpt", "chatgpt", "bot", "model", "function_call", "tool_call"), "assistant"),
+    **dict.fromkeys(("system", "developer"), "system"),
+    **dict.fromkeys(("tool", "observation", "function", "function_response", "tool_response"), "tool"),
+}
+
+
+@dataclass(frozen=True)
+class Source:
+    """Rows of one source. key: names it in error messages."""
+
+    rows: Dataset
+    entry: SourceEntry
+    key: str
+
+    @property
+    def weight(self) -> float:
+        """1 uses every row once, 0.5 half of them, 2 each twice."""
+        return self.entry.weight
+
+    @property
+    def is_self(self) -> bool:
+        return self.entry.source == SELF
+
+
+def load_sources(config: DataConfig) -> list[Source]:
+    """The sources of `data.source`; `self`, whose rows are generated block by block, has none here.
+
+    Raises UserError for a wrong name or setting, ResourceError when the Hub fails.
+    """
+    found = list(entries(config.source))
+    of_self = [key for key, entry in found if entry.source == SELF]
+    if of_self and config.regenerate.num_tokens == 0:
+        expected = "data.regenerate.num_tokens above 0, for answers to its prompts, or another source"
+        raise UserError(of_self[0], got="self with data.regenerate.num_tokens=0", expected=expected)
+    if len(of_self) == len(found):
+        for key, value, default in (("data.columns", config.columns, {}), ("data.split", config.split, "train")):
+            if value != default:
+                expected = f"{default}: it is of rows that are there"
+                raise UserError(key, got=f"{value} with the source self alone", expected=expected)
+    return [Source(_rows(entry, key, config), entry, key) for key, entry in found]
+
+
+def _rows(entry: SourceEntry, key: str, config: DataConfig) -> Dataset:
+    if entry.source == SELF:
+        return Dataset.from_dict({name: [] for name in COLUMNS}, features=Features(COLUMNS))
+    options = entry.options(config.split, config.columns)
+    return load_rows(**options, key=key, cache_dir=config.cache_dir, num_proc=config.num_proc)
+
+
+def load_rows(
+    source: str,
+    split: str,
+    *,
+    revision: str | None = None,
+    name: str | None = None,
+    columns: Mapping[str, str] = NOTHING,
+    where: Mapping[str, Any] = NOTHING,
+    min_turns: int = 0,
+    key: str = "data.source",
+    cache_dir: str | None = None,
+    num_proc: int | None = None,
+) -> Dataset:
+    """One source's rows in the two common forms.
+
+    `name` picks a configuration of a Hub id, `where` and `min_turns` some of the rows. columns: our names for columns, and the source's.
+    """
+    if source in BUILT_IN:
+        if where or min_turns or columns:
+            raise UserError(key, got=f"{source} with columns, where or min_turns", expected="all of it, or another source")
+        fingerprint, rows_of_split = resolve_name(BUILT_IN[source])(split)
+        return cached(rows_of_split, COLUMNS, [source, fingerprint], cache_dir)
+    raw = _load(source, split, name, revision, key, cache_dir)
+    if len(raw) == 0:
+        raise UserError(key, got=f"{source}, which holds no rows", expected="a dataset with rows")
+    _check_columns(raw.column_names, source, columns, where, key)
+
+    # The library's own fingerprint of a file is of its name and date, which differ between machines.
+    fingerprint = content_fingerprint(raw) if Path(source).exists() else raw._fingerprint
+    conditions = [dict(where), min_turns] if where or min_turns else []
+    inputs = ["rows", fingerprint, dict(columns), *conditions]
+    reader = Reader(key, dict(columns), dict(where), min_turns)
+    try:
+        rows = mapped(raw, reader, READER_COLUMNS, inputs, what="Reading", num_proc=num_proc, cache_dir=cache_dir)
+    except UnicodeDecodeError as error:  # the library keeps the bytes of a file as they are
+        fault = first_fault(Path(source)) if Path(source).suffix in (".jsonl", ".json") else None
+        raise UserError(key, got=f"{source}{fault or ', which is not UTF-8'}", expected="text in UTF-8") from error
+    if num_filtered := len(raw) - len(np.unique(array(rows, "row"))):
+        why = f"hold no text, or are not asked for by {beside(key, 'where')} and min_turns," if conditions else "hold no text"
+        logger.warning("%s: %d of %d rows of %s %s and are filtered", key, num_filtered, len(raw), source, why)
+    if len(rows) == 0:
+        got = f"{source}, of which where and min_turns leave no row" if conditions else f"{source}, whose rows are all empty"
+        raise UserError(key, got=got, expected=EXPECTED)
+    return rows.remove_columns("row")
+
+
+@dataclass(frozen=True)
+class Reader:
+    """Rows of a source in the two common forms, by the batch; with their own number as a column."""
+
+    key: str
+    columns: dict[str, str]
+    where: dict[str, Any]
+    min_turns: int
+
+    def __call__(self, batch: Columns, numbers: Sequence[int]) -> dict[str, list[Any]]:
+        """Raises UserError naming the first row that cannot be read."""
+        made: dict[str, list[Any]] = {column: [] for column in READER_COLUMNS}
+        for number, values in zip(numbers, zip(*batch.values(), strict=True), strict=True):
+            for row in self.read(dict(zip(batch, values, strict=True)), number):
+                for column, value in {**row, "row": number}.items():
+                    made[column].append(value)
+        return made
+
+    def read(self, raw: Mapping[str, Any], number: int) -> list[Row]:
+        """The rows that a row of the source gives; none for one without content, or that is not asked for."""
+        if not matches(raw, self.where):
+            return []
+        read = {ours: raw[own] for ours, own in self.columns.items()} if self.columns else raw
+        return [row for row in normalise(read, f"{self.key} row {number}") if has_turns(row, self.min_turns)]
+
+
+def _check_columns(own: Sequence[str], source: str, columns: Mapping[str, str], where: Mapping[str, Any], key: str) -> None:
+    """Raises UserError for a source without text or conversations, or without a column that `columns` or `where` names."""
+    for what, wanted in (("where", where), ("columns", columns.values())):
+        if unknown := next((column for column in wanted if column not in own), None):
+            got, expected = f"{unknown}, which is no column of {source}", f"of {', '.join(own)}"
+            raise UserError(beside(key, what), got=got, expected=expected, nearest=nearest(unknown, own))
+    if unknown := next((ours for ours in columns if ours not in READ), None):
+        expected = f"{{our name: its own}} with our names {', '.join(READ)}"
+        raise UserError(beside(key, "columns"), got=unknown, expected=expected, nearest=nearest(unknown, READ))
+    named = set(columns or own)
+    if not named & {"text", *CONVERSATIONS, *PROMPTS} and not named.issuperset(INSTANCES):
+        close = next((match for column in own if (match := nearest(column, KNOWN_COLUMNS))), None)
+        got = f"{source} with columns {', '.join(named if columns else own)}"
+        raise UserError(key, got=got, expected=f"{EXPECTED}, or data.columns to say which are these", nearest=close)
+
+
+def matches(row: Mapping[str, Any], where: Mapping[str, Any]) -> bool:
+    """Whether each column named holds the value, or one of the list of values."""
+    return all(row[column] in (wanted if isinstance(wanted, list) else [wanted]) for column, wanted in where.items())
+
+
+def has_turns(row: Row, min_turns: int) -> bool:
+    return min_turns == 0 or sum(turn["role"] == "user" for turn in row["messages"] or ()) >= min_turns
+
+
+def normalise(row: Mapping[str, Any], where: str) -> Iterator[Row]:
+    """A row in any known form -> rows in the two common forms; nothing for a row without content."""
+    present = {column: value for column, value in row.items() if value}
+    conversation = next((present[column] for column in CONVERSATIONS if column in present), None)
+    exchange = next((pair for pair in EXCHANGES if pair[0] in present and pair[1] in present), None)
+    if conversation is not None:
+        messages = _conversation(conversation, where)
+        if messages and messages[0]["role"] != "system" and isinstance(present.get("system"), str):
+            messages = [{"role": "system", "content": present["system"]}, *messages]
+        yield {"text": None, "messages": messages}
+    elif "text" in present:
+        yield {"text": _string(present["text"], where, "text"), "messages": None}
+    elif "instances" in present and "instruction" in present:  # self-instruct: one instruction, several worked instances
+        for instance in present["instances"]:
+            yield _exchange(present["instruction"], instance.get("input"), instance.get("output"), where)
+    elif exchange is not None:
+        context = present.get("input") or present.get("context")
+        yield _exchange(present[exchange[0]], context, present[exchange[1]], where)
+    elif question := next((name for name in PROMPTS if name in present and not _answers(name) & row.keys()), None):
+        turns = _exchange(present[question], present.get("input") or present.get("context"), None, where)["messages"]
+        yield {"text": None, "messages": turns[:1]}  # for the target to answer
+
+
+def _answers(question: str) -> set[str]:
+    return {answer for asked, answer in EXCHANGES if asked == question}
+
+
+def _load(
+    source: str,
+    split: str,
+    name: str | None,
+    revision: str | None,
+    key: str,
+    cache_dir: str | None = None,
+) -> Any:
+    path = Path(source)
+    if path.suffix in LOADERS:
+        return _load_file(path, split, key, cache_dir)
+    if not path.is_dir() and source.count("/") != 1:
+        expected = "pico, self, a jsonl, json or parquet file, a folder, or a Hub id as owner/name"
+        raise UserError(key, got=source, expected=expected, nearest=nearest(source, [SELF, *BUILT_IN]))
+    try:
+        return load_dataset(source, name, split=split, revision=revision, cache_dir=cache_dir)
+    except ValueError as error:  # an unknown split or configuration: the message lists the valid ones
+        raise UserError(
+            key, got=f"{source}, split {split}: {error}", expected="data.split, or split and name of an entry"
+        ) from error
+    except (DatasetsError, OSError) as error:
+        reason = one_line(str(error))[:300]
+        if path.is_dir():
+            raise UserError(key, got=f"{source} ({reason})", expected="a folder with data files") from error
+        next_step = "check the id, HF_TOKEN if it is private, and the network, or give a local file"
+        raise ResourceError(f"{key}: {source} could not be loaded from the Hub ({reason})", next_step=next_step) from error
+
+
+def _load_file(path: Path, split: str, key: str, cache_dir: str | None) -> Any:
+    if not path.is_file():
+        siblings = {entry.stem: entry for entry in path.parent.glob("*") if entry.suffix in LOADERS}
+        close = nearest(path.stem, siblings)
+        near = str(siblings[close]) if close else None
+        raise UserError(key, got=f"{path}, which does not exist", expected="a file", nearest=near)
+    if path.stat().st_size == 0:
+        raise UserError(key, got=f"{path}, which is empty", expected="a file with rows")
+    base, _, _ = split.partition("[")  # `train[:100]` is a slice of the only split a file has
+    if base != "train":
+        raise UserError("data.split", got=split, expected=f"train, the only split of the file {path.name}")
+    try:
+        with quiet():
+            return load_dataset(LOADERS[path.suffix], data_files=str(path), split=split, cache_dir=cache_dir)
+    except (DatasetsError, ValueError, TypeError) as error:
+        if "corresponds to no data" in str(error):
+            raise UserError(key, got=f"{path}, which holds no rows", expected="a dataset with rows") from error
+        reason = one_line(str(error.__cause__ or error))[:300]
+        fault = first_fault(path) if LOADERS[path.suffix] == "json" else None
+        got = f"{path}{fault}" if fault else f"{path}, which does not read as {LOADERS[path.suffix]} ({reason})"
+        raise UserError(key, got=got, expected="rows that are alike, a JSON object each" if fault else "rows") from error
+
+
+def first_fault(path: Path) -> str | None:
+    """Where JSON rows are first broken or not UTF-8; else a row with a value of another type, or a column that none before it has."""
+    kinds: dict[str, tuple[str, str]] = {}
+    changed = added = None
+    with path.open("rb") as lines:
+        is_list = lines.read(1) == b"["
+        lines.seek(0)
+        for number, line in enumerate([lines.read()] if is_list else lines, 1):
+            place = f", line {number}"
+            try:
+                value = json.loads(line.rstrip().decode("utf-8-sig")) if line.strip() else {}
+            except UnicodeDecodeError as error:
+                before = line[: error.start].count(b"\n")
+                return f", line {number + before}: byte {line[error.start]:#04x}, which is not UTF-8"
+            except json.JSONDecodeError as error:
+                return f", line {number + error.lineno - 1}, column {error.colno}: {error.msg}"
+            for index, row in enumerate(value if is_list else [value]):
+                place = f", row {index}" if is_list else place
+                if not isinstance(row, dict):
+                    return f"{place}: {TYPES.get(type(row), 'null')}"
+                for column, kind in ((column, TYPES[type(value)]) for column, value in row.items() if value is not None):
+                    if column not in kinds and kinds:
+                        added = f"{place}: {column}, which no row before it has"
+                    known, first = kinds.setdefault(column, (kind, place))
+                    if known != kind:
+                        changed = changed or f"{place}: {column} is {kind}, but {known} in {first.removeprefix(', ')}"
+    return changed or added
+
+
+def _conversation(turns: Any, where: str) -> list[dict[str, str]]:
+    """Turns in the `role`/`content` or the ShareGPT `from`/`value` form. A greeting before the first question is left out.
+
+    Raises UserError for an order of roles that is no conversation's.
+    """
+    if not isinstance(turns, list) or not all(isinstance(turn, Mapping) for turn in turns):
+        raise UserError(where, got=f"a conversation of type {type(turns).__name__}", expected="a list of turns")
+    messages = [_message(turn, where) for turn in turns]
+    system = list(takewhile(lambda message: message["role"] == "system", messages))
+    asked = list(dropwhile(lambda message: message["role"] == "assistant", messages[len(system) :]))
+    roles = [message["role"] for message in asked]
+    expected = "a turn of the user first, and turns of the assistant between those of the user"
+    if len(messages) > len(system) and roles[:1] != ["user"]:
+        begins = messages[len(system)]["role"]
+        raise UserError(where, got=f"turns {begins}, … that no turn of the user comes before", expected=expected)
+    for place, pair in enumerate(pairwise(roles), len(messages) - len(asked)):
+        if pair == ("user", "user"):
+            raise UserError(where, got=f"two turns of the user in a row, numbers {place} and {place + 1}", expected=expected)
+    return [*system, *asked]
+
+
+def _message(turn: Mapping[str, Any], where: str) -> dict[str, str]:
+    role, content = turn.get("role", turn.get("from")), turn.get("content", turn.get("value"))
+    if role not in ROLES:
+        raise UserError(where, got=f"the role {role!r}", expected=", ".join(ROLES), nearest=nearest(str(role), ROLES))
+    if isinstance(content, list):  # content in parts, of which the text counts
+        content = "".join(part.get("text") or "" for part in content)
+    if not content and turn.get("tool_calls"):
+        content = json.dumps(turn["tool_calls"])
+    return {"role": ROLES[role], "content": _string(content or "", where, "content")}
+
+
+def _exchange(question: Any, context: Any, answer: Any, where: str) -> Row:
+    """An instruction, its input below it where there is one, and the answer to it."""
+    parts = [_string(part, where, "instruction") for part in (question, context) if part]
+    turns = [("user", "\n\n".join(parts)), ("assistant", _string(answer or "", where, "output"))]
+    return {"text": None, "messages": [{"role": role, "content": content} for role, content in turns]}
+
+
+def _string(value: Any, where: str, what: str) -> str:
+    if not isinstance(value, str):
+        raise UserError(where, got=f"{what} of type {type(value).__name__}", expected="a string")
+    return value

@@ -1,0 +1,58 @@
+"""The page of training data: what it holds, how long its documents are, where they come from, and some of them as text.
+
+One self-contained file. Every value is escaped: documents come from outside.
+"""
+
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from specdistill.errors import UserError
+from specdistill.report.files import template
+from specdistill.report.phrases import percent
+from specdistill.report.tables import Table
+
+
+def write_page(path: Path, key: str, *content: Any) -> None:
+    """Write `to_html(*content)`. Raises UserError, naming `key`, for a file that cannot be written."""
+    page = to_html(*content)
+    try:
+        path.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise UserError(key, got=f"{path} ({error.strerror})", expected="a file that can be written") from error
+
+
+def to_html(
+    target: str, data: Any, halves: Mapping[str, Any], mixture: Sequence[Any], lengths: Any, documents: Sequence[Any]
+) -> str:
+    """target: its name. data: the recipe's section. The others are of `specdistill.produce.show`."""
+    return template("report/data_page.html.j2").render(
+        title=f"Training data for {target}",
+        settings=f"rows of {data.max_length:,} tokens",
+        created=datetime.now(UTC).isoformat(),
+        data=data,
+        train=halves["train"],
+        table=_of_halves(halves),
+        mixture=mixture,
+        of_sources=_of_sources(mixture),
+        lengths=lengths,
+        documents=documents,
+    )
+
+
+def _of_halves(halves: Mapping[str, Any]) -> Table:
+    head = ("", "rows", "documents", "tokens", "loss tokens", "filled")
+    counts = ((name, it.rows, it.documents, it.tokens, it.loss_tokens, percent(it.filled)) for name, it in halves.items())
+    return Table(head, [tuple((_shown(cell),) for cell in row) for row in counts])
+
+
+def _of_sources(mixture: Sequence[Any]) -> Table:
+    total = max(1, sum(part.loss_tokens for part in mixture))
+    rows = ((part.source, part.documents, part.tokens, part.loss_tokens, percent(part.loss_tokens / total)) for part in mixture)
+    head = ("source", "documents", "tokens", "loss tokens", "share of them")
+    return Table(head, [tuple((_shown(cell),) for cell in row) for row in rows])
+
+
+def _shown(cell: int | str) -> str:
+    return cell if isinstance(cell, str) else f"{cell:,}"

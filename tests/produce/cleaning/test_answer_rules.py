@@ -1,0 +1,80 @@
+"""Rules by which answers are filtered: each finds what it is for, and leaves ordinary answers alone."""
+
+from typing import get_args
+
+import pytest
+
+from specdistill.produce.blocks import Answer
+from specdistill.produce.cleaning.answer_rules import RULES, Candidate, Counts, loops
+from specdistill.recipe.sections import AnswerRule
+
+ORDINARY = "The loop adds each number to the sum, and then the function returns it to its caller."
+
+
+def candidate(
+    text: str = ORDINARY,
+    ids: tuple[int, ...] = tuple(range(40, 90)),
+    reason: str = "stop",
+    context: str = ORDINARY,
+    **more: object,
+) -> Candidate:
+    answer = Answer([1], list(ids), reason, more.get("error"))  # type: ignore[arg-type]
+    return Candidate(answer, text, context, bool(more.get("is_text")), frozenset({1, 2, 3}))
+
+
+def test_recipes_name_these_rules() -> None:
+    assert get_args(AnswerRule) == (*RULES,)
+
+
+@pytest.mark.parametrize(
+    ("rule", "made"),
+    [
+        ("refused", candidate(error="400 too long")),
+        ("empty", candidate(text=" \n")),
+        ("truncated", candidate(reason="length")),
+        ("looping", candidate(ids=(*range(40, 80), *[7, 8, 9] * 20, 3))),
+        ("looping", candidate(ids=(5,) * 60)),
+        ("off_template", candidate(ids=(40, 2, 41, 3))),
+        ("wrong_language", candidate(text="循環把每個數字加到總和然後函數把它返回給調用者這是一個答案")),
+    ],
+)
+def test_a_rule_finds_what_it_is_for(rule: str, made: Candidate) -> None:
+    counts = Counts()
+    assert not counts.keeps(made, RULES) and counts.filtered == {rule: 1}
+    assert Counts().keeps(made, {name: breaks for name, breaks in RULES.items() if name != rule})
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        candidate(),
+        candidate(reason="length", is_text=True),  # a text is cut on purpose
+        candidate(ids=(*range(40, 90), 3)),  # ends as the template does
+        candidate(text="да", context="x"),
+        candidate(text="He said: 你好, which means hello; it is the usual greeting.", context=ORDINARY),
+        candidate(
+            text="循環把每個數字加到總和然後函數把它返回給調用者", context="請解釋這個循環做什麼並且用中文回答我的問題謝謝你"
+        ),
+    ],
+)
+def test_ordinary_answers_are_kept(made: Candidate) -> None:
+    assert Counts().keeps(made, RULES)
+
+
+def test_a_loop_is_long_and_at_the_end() -> None:
+    assert not loops([7] * 47)
+    assert loops([7] * 48)
+    assert not loops([*[7] * 60, 8])
+    period = [*range(30)]
+    assert not loops(period * 3 + [99]) and loops(period * 4)
+
+
+def test_counts_add_up_with_their_first_examples() -> None:
+    several = [Counts(), Counts()]
+    for counts, made in zip(
+        several * 2, (candidate(), candidate(text="", ids=()), candidate(error="400 long"), candidate()), strict=True
+    ):
+        counts.keeps(made, RULES)
+    several[0].add(several[1])
+    assert (several[0].kept, several[0].filtered) == (2, {"refused": 1, "empty": 1})
+    assert several[0].examples == {"refused": "400 long", "empty": ""} and several[0].table().row_count == 3

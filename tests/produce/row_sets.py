@@ -1,0 +1,62 @@
+"""Small row sets: rows of a source in a file, for a tiny random target."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset
+
+from recipes.pico.corpus import CHAT_TEMPLATE
+from specdistill.produce.make import make_rows
+from specdistill.recipe.sections import DataConfig
+from specdistill.rows.packing import collate
+from specdistill.rows.row_set import RowTarget, open_rows
+from tests.tiny import tiny_target_model, tiny_tokenizer
+
+
+def row_target(model: Any = None, template: str | None = CHAT_TEMPLATE, weights: str = "0" * 64) -> RowTarget:
+    return RowTarget("tiny", weights, tiny_tokenizer(template), (0, 3), model)
+
+
+def generator(**shape: int) -> RowTarget:
+    """A target that generates."""
+    return row_target(tiny_target_model(**{"num_layers": 1, **shape}))
+
+
+def config_for(folder: Path, rows: Sequence[dict[str, Any]], **settings: Any) -> DataConfig:
+    path = folder / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    defaults = {"source": str(path), "max_length": 32, "validation_fraction": 0.2, "decontaminate": []}
+    return DataConfig(**{**defaults, "cache_dir": str(folder / "cache"), **settings})
+
+
+def replace(config: Any, **changes: Any) -> Any:
+    return config.model_copy(update=changes)
+
+
+def opened(config: DataConfig, target: RowTarget | None = None, make: Any = make_rows) -> tuple[Dataset, Dataset]:
+    return open_rows(config, target or row_target(), make=make)
+
+
+def numbered(count: int) -> list[dict[str, str]]:
+    return [{"text": f"text number {number:03d}"} for number in range(count)]
+
+
+def chat(*said: str) -> dict[str, Any]:
+    """Turns of user and assistant, in turn."""
+    return {"messages": [{"role": ("user", "assistant")[turn % 2], "content": content} for turn, content in enumerate(said)]}
+
+
+def texts_in(rows: Dataset) -> list[str]:
+    """The documents of packed rows, decoded."""
+    tokenizer, batch, found = tiny_tokenizer(), collate(list(rows)), []
+    for ids, numbers in zip(batch["input_ids"], batch["document_ids"], strict=True):
+        for number in numbers[numbers >= 0].unique().tolist():
+            found.append(tokenizer.decode(ids[numbers == number]).removesuffix("<|endoftext|>"))
+    return found
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """The files of a row set."""
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}

@@ -1,0 +1,154 @@
+"""Training from a store: the losses of training online, step for step, in every method that reads features, and the target is not asked."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+
+from specdistill.errors import UserError
+from specdistill.methods.recipe import Recipe
+from specdistill.produce.features import by_target, feature_store
+from specdistill.recipe.load import load_recipe
+from specdistill.recipe.sections import HiddenStatesConfig
+from specdistill.rows.store import FeatureStore
+from specdistill.targets.frozen import FrozenTarget
+from tests.heads import HEADS
+from tests.rows.stores import Counting, filled, origin, packed
+from tests.tiny import tiny_target_model, tiny_tokenizer
+from tests.training.small_runs import trainer
+
+ROWS = packed(8)
+AUX_LAYERS = (1, 2, 3)
+
+
+def target_of(dtype: torch.dtype) -> FrozenTarget:
+    model = tiny_target_model().to(dtype)
+    model.generation_config.eos_token_id = []
+    return FrozenTarget(model, tiny_tokenizer(), name="tiny")
+
+
+def history(folder: Path, target: FrozenTarget, method: str, store: FeatureStore | None, **train: Any) -> list[float]:
+    """Losses and norms of gradients of four steps, and the losses of the evaluations between them."""
+    batches = {"per_device_train_batch_size": 2, "per_device_eval_batch_size": 2, "gradient_accumulation_steps": 2}
+    often = {"logging_steps": 1, "eval_strategy": "steps", "eval_steps": 2, "max_steps": 4}
+    fit = trainer(folder, ROWS, target, method, learning_rate=1e-2, store=store, **batches, **often, **train)
+    fit.train()
+    names = ("loss", "grad_norm", "eval_loss")
+    return [entry[name] for entry in fit.state.log_history for name in names if name in entry]
+
+
+def stored(
+    folder: Path,
+    target: FrozenTarget,
+    aux_layers: tuple[int, ...],
+    dtype: str,
+    rows: Dataset = ROWS,
+    autocast: torch.dtype | None = None,
+) -> FeatureStore:
+    of = origin(dtype, hidden_size=target.hidden_size, aux_layers=aux_layers, computed=target.dtype)
+    return filled(folder, [rows], of, by_target(target, aux_layers, autocast))
+
+
+FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("dtype", "autocast", "kept"),
+    [(FLOAT32, None, "float32"), (FLOAT32, BFLOAT16, "float32"), (BFLOAT16, BFLOAT16, "bfloat16")],
+)
+@pytest.mark.parametrize("method", HEADS)
+def test_losses_are_those_of_training_online(
+    tmp_path: Path, method: str, dtype: torch.dtype, autocast: torch.dtype | None, kept: str
+) -> None:
+    target, mixed = target_of(dtype), {"bf16": autocast is not None}
+    expected = history(tmp_path, target, method, None, **mixed)
+    aux_layers = tuple(trainer(tmp_path, ROWS, target, method).objective.draft.aux_layers)
+    store = stored(tmp_path / "store", target, aux_layers, kept, autocast=autocast)
+    num_passes = 0
+
+    def count(*_: Any) -> None:
+        nonlocal num_passes
+        num_passes += 1
+
+    hook = target.backbone.register_forward_pre_hook(count)
+    assert history(tmp_path, target, method, store, **mixed) == expected and len(expected) == 10
+    hook.remove()
+    assert num_passes == (method == "eagle3")  # a fresh head asks whether the target's layers pass on what it reads
+
+
+def test_what_has_no_room_is_made_in_the_steps(tmp_path: Path) -> None:
+    target = target_of(torch.float32)
+    expected = history(tmp_path, target, "eagle", None)
+    store = stored(tmp_path / "store", target, (), "float32", rows=ROWS.select(range(3)))
+    kept = [store.collate([row]) for row in ROWS]
+    assert ["features" in batch for batch in kept] == [True] * 3 + [False] * 5
+    assert history(tmp_path, target, "eagle", store) == expected
+
+
+def test_a_float32_target_is_near_in_bfloat16_and_less_near_in_float8(tmp_path: Path) -> None:
+    target = target_of(torch.float32)
+    expected = torch.tensor(history(tmp_path, target, "eagle3", None)[::2])
+    assert trainer(tmp_path, ROWS, target).objective.draft.aux_layers == AUX_LAYERS
+    errors = []
+    for kept in ("bfloat16", "float8_e4m3fn"):
+        store = stored(tmp_path / kept, target, AUX_LAYERS, kept)
+        losses = torch.tensor(history(tmp_path, target, "eagle3", store)[::2])
+        errors.append(float((losses / expected - 1).abs().max()))
+    assert 0 < errors[0] < 0.01 and errors[0] < errors[1] < 0.1
+
+
+@pytest.fixture
+def loaded(tmp_path: Path) -> FrozenTarget:
+    tiny_target_model().save_pretrained(tmp_path / "model")
+    tiny_tokenizer().save_pretrained(tmp_path / "model")
+    return FrozenTarget.load(str(tmp_path / "model"))
+
+
+def test_the_section_says_which_store(tmp_path: Path, loaded: FrozenTarget, capsys: pytest.CaptureFixture[str]) -> None:
+    def store(mode: str, autocast: torch.dtype | None = None, **others: Any) -> FeatureStore | None:
+        config = HiddenStatesConfig(mode=mode, **({} if mode == "online" else {"path": str(tmp_path / "store")}), **others)
+        return feature_store(config, loaded, [1, 2], [ROWS, packed(2, seed=3)], autocast=autocast, batch_size=2)
+
+    assert store("online") is None
+    with pytest.raises(UserError, match="which holds no features"):
+        store("offline")
+    made = store("hybrid")
+    assert made is not None and (made.num_rows, made.num_missing) == (10, 0)
+    assert "features of 10 of 10 rows" in capsys.readouterr().err
+    assert made.origin.weights == loaded.identity.weights and made.origin.aux_layers == (1, 2)
+    with pytest.raises(UserError, match="of other features: computed float32 for float32 under bfloat16"):
+        store("offline", torch.bfloat16)
+    with pytest.raises(UserError, match="of other features: stored bfloat16 for float8_e4m3fn"):
+        store("offline", dtype="float8_e4m3fn")
+    assert store("offline") is not None
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        (["hidden_states.mode=offline"], r"hidden_states\.path: got nothing, expected a folder"),
+        (["hidden_states.path=a"], r"hidden_states\.path: .*it is read only with hidden_states\.mode=offline or hybrid"),
+        (["hidden_states.mode=offline", "hidden_states.path=a", "hidden_states.max_bytes=1"], "it is read only with hidden_st"),
+        (
+            ["hidden_states.mode=offline", "hidden_states.path=a", "target.shard=layers"],
+            r"target\.shard: got layers with hidden_s",
+        ),
+        (
+            ["hidden_states.mode=offline", "hidden_states.path=a", "data.streaming=true"],
+            r"data\.streaming: got true with hidden_s",
+        ),
+        (["method=draft_model", "hidden_states.mode=offline", "hidden_states.path=a"], "no such key: only .*eagle3"),
+    ],
+)
+def test_what_does_not_go_together_is_one_line(keys: list[str], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        load_recipe(Recipe, ["target.model=pico", "train.output_dir=runs", *keys])
+
+
+def test_no_store_of_a_row_counts_for_another_layer(tmp_path: Path) -> None:
+    store = filled(tmp_path, [ROWS], origin(), Counting(origin()))
+    with pytest.raises(UserError, match=r"aux_layers \[1, 2\] for \[2, 1\]"):
+        FeatureStore.open(tmp_path, [ROWS], origin(aux_layers=(2, 1)))
+    assert store.num_missing == 0

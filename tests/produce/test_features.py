@@ -1,0 +1,138 @@
+"""Filling a store: what is there and whole stays, all else is made again, whoever makes it and however often it is interrupted."""
+
+import errno
+import shutil
+from pathlib import Path
+
+import pytest
+from specdistill.features import fill as filling
+
+from specdistill.errors import ResourceError, UserError
+from specdistill.rows.store import FeatureStore
+from tests.processes import run_processes
+from tests.rows.stores import Counting, batch_of, filled, origin, packed
+
+SETS = [packed(10), packed(3, seed=1)]
+NAMES = [f"{index:06d}-of-000004.safetensors" for index in range(4)]
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "lock"}
+
+
+def test_a_store_is_made_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make = Counting(origin())
+    store = filled(tmp_path, SETS, origin(), make)
+    assert (make.num_made, store.num_rows, store.num_missing) == (13, 13, 0)
+    assert sorted(contents(tmp_path)) == NAMES
+    filled(tmp_path, SETS, origin(), make)
+    assert make.num_made == 13
+    assert "made again" not in capsys.readouterr().err
+
+
+def test_what_a_store_costs_is_said_after_its_first_shard(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    filled(tmp_path / "store", SETS, origin())
+    said = capsys.readouterr().err
+    assert said.count("storing features") == 1 and "the first 4 rows" in said and " 9 " in said  # of 13
+    filled(tmp_path / "store", SETS, origin())
+    assert "storing features" not in capsys.readouterr().err
+    free = shutil.disk_usage(tmp_path)._replace(free=100)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: free)
+    with pytest.raises(
+        ResourceError, match=r"storing features takes about .* whose disk has 100 bytes left; .*data\.force=true"
+    ):
+        filled(tmp_path / "small", SETS, origin())
+    assert sorted(contents(tmp_path / "small")) == NAMES[:1]
+    assert filled(tmp_path / "small", SETS, origin(), force=True).num_missing == 0
+
+
+def test_damaged_missing_and_other_shards_are_made_again_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    filled(tmp_path / "whole", SETS, origin())
+    filled(tmp_path / "store", SETS, origin())
+    filled(tmp_path / "other", SETS, origin(weights="c"))
+    damaged = bytearray((tmp_path / "store" / NAMES[0]).read_bytes())
+    damaged[len(damaged) // 2] ^= 1
+    (tmp_path / "store" / NAMES[0]).write_bytes(damaged)
+    (tmp_path / "store" / NAMES[1]).unlink()
+    (tmp_path / "other" / NAMES[2]).replace(tmp_path / "store" / NAMES[2])
+    (tmp_path / "store" / f"{NAMES[3]}.part").write_bytes(b"what a killed process left")
+    (tmp_path / "store" / ".tmpAbCdEf").write_bytes(b"and what safetensors left, killed as it wrote")
+    capsys.readouterr()
+    make = Counting(origin())
+    store = filled(tmp_path / "store", SETS, origin(), make)
+    assert make.num_made == 12
+    assert contents(tmp_path / "store") == contents(tmp_path / "whole")
+    said = capsys.readouterr().err
+    assert f"{NAMES[0]} is damaged (row 2): it is made again" in said
+    assert f"{NAMES[2]} is of other features: weights c for aaaaaaaaaaaa: it is made again" in said
+    assert NAMES[1] not in said and NAMES[3] not in said
+    batch, expected = batch_of(store, SETS[0], [2, 9])  # and not what was mapped before
+    assert batch["features"].equal(expected)
+
+
+def test_other_rows_take_the_place_of_those_that_were_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    filled(tmp_path, [packed(4, seed=8), *SETS], origin())
+    make = Counting(origin())
+    filled(tmp_path, SETS, origin(), make)
+    assert make.num_made == 13 and sorted(contents(tmp_path)) == NAMES
+    assert "5 shards of other rows are removed" in capsys.readouterr().err
+    filled(tmp_path, [packed(10, seed=9), SETS[1]], origin(), make)
+    assert f"{NAMES[1]} is of other rows: it is made again" in capsys.readouterr().err
+    assert FeatureStore.open(tmp_path, [packed(10, seed=9), SETS[1]], origin()).num_missing == 0
+
+
+def test_a_store_grows_to_its_limit_and_no_further(tmp_path: Path) -> None:
+    filled(tmp_path / "whole", SETS, origin())
+    sizes = [len(contents(tmp_path / "whole")[name]) for name in NAMES]
+    limit = sum(sizes[:2]) + 5000  # each is reckoned with a header of two kilobytes
+    make = Counting(origin())
+    store = filled(tmp_path / "half", SETS, origin(), make, limit)
+    assert make.num_made == 8 and store.num_missing == 5
+    assert sum(map(len, contents(tmp_path / "half").values())) <= limit
+    assert sorted(contents(tmp_path / "half")) == NAMES[:2]
+    assert filled(tmp_path / "none", SETS, origin(), make, 1).num_missing == 13
+    assert filled(tmp_path / "half", SETS, origin(), make).num_missing == 0 and make.num_made == 13
+    assert contents(tmp_path / "half") == contents(tmp_path / "whole")
+
+
+def test_a_full_disk_is_one_line_and_what_is_there_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    filled(tmp_path / "whole", SETS, origin())
+    write = filling.write_shard
+
+    def full(path: Path, *others: object) -> None:
+        if path.name == NAMES[2]:
+            path.with_name(f"{path.name}.part").write_bytes(b"half")
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(path, *others)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(filling, "write_shard", full)
+    with pytest.raises(
+        ResourceError, match=r"could not be filled \(.*No space left.*\); free the disk, or set hidden_states.max_b"
+    ):
+        filled(tmp_path / "store", SETS, origin())
+    monkeypatch.setattr(filling, "write_shard", write)
+    make = Counting(origin())
+    filled(tmp_path / "store", SETS, origin(), make)
+    assert make.num_made == 5 and contents(tmp_path / "store") == contents(tmp_path / "whole")
+
+
+def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(UserError, match=r"^hidden_states\.path: got .*file/store"):
+        filled(tmp_path / "file" / "store", SETS, origin())
+
+
+@pytest.mark.distributed
+def test_processes_share_the_shards_and_make_the_same_store(tmp_path: Path) -> None:
+    filled(tmp_path / "whole", SETS, origin())
+
+    def fill(_: int) -> None:
+        make = Counting(origin())
+        store = filled(tmp_path / "store", SETS, origin(), make)
+        print(make.num_made, store.num_missing)
+
+    ended = run_processes(tmp_path, fill, 0, 1)
+    assert [process.out.split() for process in ended] == [["8", "0"], ["5", "0"]], ended
+    assert contents(tmp_path / "store") == contents(tmp_path / "whole")

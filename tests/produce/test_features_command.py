@@ -1,0 +1,156 @@
+"""`specdistill data features` and training from its store as a user runs them: killed, on a full disk, in two processes, offline."""
+
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from specdistill.features import fill
+
+from specdistill.training.resumable import ResumableTrainer
+from tests.launches import environment
+from tests.processes import fork
+from tests.scripts import specdistill
+from tests.tiny import write_inputs
+
+TRAINED = (
+    "draft.ttt_steps=2",
+    "train.max_steps=4",
+    "train.per_device_train_batch_size=2",
+    "train.per_device_eval_batch_size=2",
+    "train.logging_steps=1",
+    "train.eval_strategy=steps",
+    "train.eval_steps=2",
+    "train.save_steps=2",
+    "train.report_to=none",
+)
+
+
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    return [*write_inputs(tmp_path_factory.mktemp("inputs"), num_rows=120), "method=eagle3", *TRAINED]
+
+
+@pytest.fixture(scope="module")
+def whole(keys: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store that was made at once."""
+    folder = tmp_path_factory.mktemp("whole")
+    done = specdistill(*features(keys, folder))
+    assert done.returncode == 0, done.stderr
+    assert len(shards(folder)) > 10
+    return folder
+
+
+def features(keys: Sequence[str], folder: Path, *more: str) -> list[str]:
+    own = ["hidden_states.mode=hybrid", f"hidden_states.path={folder}", "hidden_states.shard_tokens=256"]
+    return ["data", "features", *keys, *own, "hidden_states.dtype=float32", *more]
+
+
+def run(words: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    """A process of its own: for launches, and for files that nothing may hold open afterwards."""
+    line = [sys.executable, "-m", "specdistill", *words]
+    return subprocess.run(line, env=environment(), capture_output=True, text=True, check=False, timeout=300)
+
+
+def killed(place: Any, name: str, number: int, words: Sequence[str]) -> None:
+    """A process of this command that is killed when it calls a function for so many a time."""
+    calls, called = itertools.count(1), getattr(place, name)
+
+    def call(*arguments: Any, **more: Any) -> Any:
+        if next(calls) == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return called(*arguments, **more)
+
+    def work() -> None:
+        setattr(place, name, call)
+        specdistill(*words)
+
+    process = fork(work)
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+
+
+def shards(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.glob("*.safetensors")}
+
+
+def test_a_killed_store_goes_on_to_the_same_bytes(keys: list[str], whole: Path, tmp_path: Path) -> None:
+    """A file that is there when the process is killed stays as it is: the next one makes only those that are missing."""
+    for number in (2, 3):
+        before = len(shards(tmp_path))
+        killed(fill, "write_shard", number, features(keys, tmp_path))
+        there = {path.name: path.stat().st_mtime_ns for path in tmp_path.glob("*.safetensors")}
+        assert len(there) == before + number - 1
+    ended = specdistill(*features(keys, tmp_path))
+    assert ended.returncode == 0 and "made again" not in ended.stderr
+    assert shards(tmp_path) == shards(whole)
+    assert {name: (tmp_path / name).stat().st_mtime_ns for name in there} == there
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["lock", *shards(whole)])
+
+
+@pytest.mark.long  # processes, for files that nothing may hold open
+def test_a_full_disk_is_one_line_and_the_same_command_goes_on(keys: list[str], whole: Path, tmp_path: Path) -> None:
+    """On a file system of a megabyte, which only root can make."""
+    small = tmp_path / "small"
+    small.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", small], capture_output=True, check=False).returncode:
+        pytest.skip("may not mount a file system")
+    try:
+        ended = run(features(keys, small / "store", "data.force=true"))
+        assert ended.returncode == 3, ended.stderr
+        assert "Traceback" not in ended.stderr and "No space left" in ended.stderr.splitlines()[-1]
+        there = shards(small / "store")
+        assert there and there.items() < shards(whole).items()
+        assert not list((small / "store").glob("*.part"))
+        subprocess.run(["mount", "-o", "remount,size=100m", small], check=True)
+        ended = run(features(keys, small / "store", "data.force=true"))
+        assert ended.returncode == 0 and shards(small / "store") == shards(whole)
+    finally:
+        subprocess.run(["umount", small], check=True)
+
+
+@pytest.mark.long  # launches
+@pytest.mark.distributed
+def test_two_processes_fill_a_store_and_train_from_it(keys: list[str], whole: Path, tmp_path: Path) -> None:
+    two = ["launch=ddp", "num_processes=2"]
+    filled = run(features(keys, tmp_path / "store", *two))
+    assert filled.returncode == 0, filled.stderr[-3000:]
+    assert shards(tmp_path / "store") == shards(whole)
+    assert history(tmp_path, "offline", keys, whole, *two) == history(tmp_path, "online", keys, None, *two)
+
+
+@pytest.mark.long  # four trainings
+def test_training_offline_is_training_online_also_resumed(keys: list[str], whole: Path, tmp_path: Path) -> None:
+    expected = history(tmp_path, "online", keys, None)
+    assert len(expected) == 6
+    assert history(tmp_path, "offline", keys, whole) == expected
+    killed(ResumableTrainer, "training_step", 3, training(keys, tmp_path / "cut", whole))
+    assert (tmp_path / "cut" / "checkpoint-2").exists()
+    assert not (tmp_path / "cut" / "draft").exists()
+    assert history(tmp_path, "cut", keys, whole) == expected
+    drafts = {(tmp_path / name / "draft" / "model.safetensors").read_bytes() for name in ("online", "offline", "cut")}
+    assert len(drafts) == 1
+    refused = specdistill(*training(keys, tmp_path / "other", whole), "data.seed=1")
+    assert refused.returncode == 2 and "which lacks" in refused.stderr.splitlines()[-1], refused.stderr
+
+
+def training(keys: Sequence[str], folder: Path, store: Path | None, *more: str) -> list[str]:
+    line = ["train", *keys, f"train.output_dir={folder}", *more]
+    kept = ["hidden_states.mode=offline", f"hidden_states.path={store}", "hidden_states.dtype=float32"]
+    return [*line, *(kept if store else [])]
+
+
+def history(folder: Path, name: str, keys: Sequence[str], store: Path | None, *more: str) -> list[dict[str, float]]:
+    """Losses, norms of gradients and metrics of a training's steps."""
+    words = training(keys, folder / name, store, *more)
+    ended = run(words) if more else specdistill(*words)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    state = json.loads((folder / name / "checkpoint-4" / "trainer_state.json").read_text(encoding="utf-8"))
+    timed = ("runtime", "per_second")
+    return [{key: value for key, value in entry.items() if not key.endswith(timed)} for entry in state["log_history"]]

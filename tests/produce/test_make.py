@@ -1,0 +1,436 @@
+"""Making rows: of a source as it is, and in blocks that the target generates, whoever makes them and after however many interruptions."""
+
+import fcntl
+import json
+import random
+import re
+import shutil
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from specdistill.errors import ResourceError, UserError
+from specdistill.produce import blocks as blocks_module
+from specdistill.produce import make, merge
+from specdistill.produce.blocks import AnswerFile, blocks
+from specdistill.produce.job import Job
+from specdistill.produce.make import make_blocks, make_rows, shard_of
+from specdistill.recipe.sections import DataConfig, RegenerateConfig
+from specdistill.rows.packing import collate
+from specdistill.rows.row_set import MANIFEST, RowTarget, read_rows
+from tests.processes import run_processes
+from tests.produce.openai_server import Behaviour, running
+from tests.produce.row_sets import chat, config_for, contents, generator, numbered, opened, replace, row_target, texts_in
+from tests.refusals import refused
+from tests.tiny import tiny_tokenizer
+
+GENERATED = RegenerateConfig(num_tokens=300, prompt_tokens=4, batch_size=8)
+
+
+# ---- Rows of a source as it is
+
+
+def test_documents_are_split_before_they_are_packed(tmp_path: Path) -> None:
+    config = config_for(tmp_path, numbered(20))
+    kept, held_out = map(texts_in, opened(config))
+    assert sorted(kept + held_out) == [row["text"] for row in numbered(20)] and held_out
+    assert sorted(texts_in(opened(replace(config, seed=1))[0])) != sorted(kept)
+
+
+def test_more_rows_move_none_to_the_other_side_and_equal_ones_are_on_one(tmp_path: Path) -> None:
+    """By hash, the default. A sample of exactly the share draws anew."""
+
+    def halves(rows: list[dict[str, Any]], **settings: Any) -> list[set[str]]:
+        return [set(texts_in(half)) for half in opened(config_for(tmp_path, rows, **settings))]
+
+    train, validation = halves(numbered(100))
+    assert 10 <= len(validation) <= 30
+    more = [{"text": f"another {number}"} for number in range(50)]
+    later_train, later_validation = halves([*more, *reversed(numbered(100)), *numbered(100)])
+    assert train < later_train and validation < later_validation and not later_train & later_validation
+    train, validation = halves(numbered(100), validation_split="sample")
+    assert len(validation) == 20
+    assert not validation < halves([*more, *numbered(100)], validation_split="sample")[1]
+
+
+def test_answers_to_the_same_questions_are_on_one_side(tmp_path: Path) -> None:
+    config = config_for(tmp_path, [chat(f"q{number % 20}", f"a{number}") for number in range(80)], max_length=64)
+    asked = [{text.split("<|end|>")[0] for text in texts_in(half)} for half in opened(config)]
+    assert all(asked) and not asked[0] & asked[1] and len(asked[0] | asked[1]) == 20
+
+
+def test_weights_repeat_the_training_rows_of_a_source(tmp_path: Path) -> None:
+    first = config_for(tmp_path, numbered(10)).source
+    (tmp_path / "other").mkdir()
+    second = config_for(tmp_path / "other", [{"text": f"other {number:03d}"} for number in range(10)]).source
+    sources = [{"source": first, "weight": 2.5}, {"source": second, "weight": 0.5}]
+    config = config_for(tmp_path, numbered(10), source=sources, validation_fraction=0.1, validation_split="sample")
+    train, validation = opened(config)
+    kept = texts_in(train)
+    repeated = [kept.count(row["text"]) for row in numbered(10)]
+    others = [kept.count(f"other {number:03d}") for number in range(10)]
+    assert set(repeated) <= {0, 2, 3} and repeated.count(3) in (4, 5) and set(others) == {0, 1} and sum(others) in (4, 5)
+    assert len(texts_in(validation)) == 2 and not set(texts_in(validation)) & set(kept)
+    *_, manifest = read_rows(Job.of(config, row_target()).folder)
+    assert [source.documents for source in manifest.sources] == [sum(repeated), sum(others)]
+
+
+def test_assistant_tokens_alone_or_all_carry_loss(tmp_path: Path) -> None:
+    for loss_mask, expected in (("assistant", "cd<|end|>"), ("all", "<|user|>\nab<|end|><|assistant|>\ncd<|end|>")):
+        config = config_for(tmp_path, [chat("ab", "cd")] * 2, loss_mask=loss_mask, validation_split="sample")
+        batch = collate(list(opened(config)[0]))
+        assert tiny_tokenizer().decode(batch["input_ids"][batch["loss_mask"] == 1]) == expected
+
+
+def test_long_conversations_are_cut_and_stay_on_one_side(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Twelve rows of three exchanges, each as long as most of a row; the last exchange of one fits none."""
+    long = [[f"q{number}" + "?" * 30, "a"] * 3 + ["x" * 64, "b"] * (number == 0) for number in range(12)]
+    config = config_for(tmp_path, [chat(*said) for said in long], max_length=64)
+    numbers = [[re.findall(r"q(\d+)", text)[0] for text in texts_in(half)] for half in opened(config)]
+    assert all(numbers) and not set(numbers[0]) & set(numbers[1])
+    assert sorted(numbers[0] + numbers[1]) == sorted([str(number) for number in range(12)] * 3)
+    assert "12 of 12 rows are conversations longer than data.max_length=64 tokens and are cut at their turns" in caplog.text
+    assert read_rows(Job.of(config, row_target()).folder)[2].filtered == {"too_long": 1}
+
+
+def test_one_document_a_row_without_packing(tmp_path: Path) -> None:
+    train, validation = opened(config_for(tmp_path, numbered(20), packing=False, validation_split="sample"))
+    assert (len(train), len(validation)) == (16, 4)
+
+
+@pytest.mark.parametrize(
+    ("settings", "key", "got"),
+    [
+        ({"max_length": 8, "source": "chats"}, "data.max_length", "8"),
+        ({"source": "single"}, "data.source", "a single usable row"),
+        ({"source": "alike"}, "data.source", "4 usable rows that are all alike"),
+        ({"source": "short"}, "data.source", "3 rows of fewer than 3 tokens"),
+        ({"regenerate": replace(GENERATED, prompt_tokens=32)}, "data.regenerate.prompt_tokens", "32"),
+        ({"regenerate": replace(GENERATED, prompt_tokens=30)}, "data.max_length", "32, and no row"),
+    ],
+)
+def test_settings_and_rows_that_cannot_be_used(tmp_path: Path, settings: dict[str, Any], key: str, got: str) -> None:
+    rows = {
+        "chats": [chat("question", "answer")] * 2,
+        "single": numbered(1),
+        "short": [{"text": "a"}] * 3,
+        "alike": numbered(1) * 4,
+    }
+    given = rows.get(settings.pop("source", ""), numbered(5))
+    with refused(key, got):
+        opened(config_for(tmp_path, given, **settings), generator())
+
+
+def test_a_large_preparation_is_costed_from_its_first_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("specdistill.rows.cache.LARGE", 300)
+    monkeypatch.setattr("specdistill.cost.shutil.disk_usage", lambda path: SimpleNamespace(free=50_000))
+    config = config_for(tmp_path, numbered(300))
+    with pytest.raises(ResourceError, match=r"preparing data.source takes about 86.4 kB in .*, whose disk has 50.0 kB left"):
+        opened(config)
+    assert opened(replace(config, force=True))
+    assert "the first 100 rows" in capsys.readouterr().err
+
+
+# ---- Rows in blocks
+
+
+@pytest.fixture
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight of them for 400 tokens and more."""
+    monkeypatch.setattr(blocks_module, "FEWEST_TOKENS", 50)
+
+
+def mixed(count: int) -> list[dict[str, Any]]:
+    return [*numbered(count), *(chat(f"q{number:02d}", "-", "more", "-") for number in range(count))]
+
+
+def made(folder: Path, config: DataConfig, target: RowTarget, shards: int) -> dict[str, bytes]:
+    """The files of a row set whose blocks were made shard by shard, the last one first."""
+    folder.mkdir(parents=True)
+    job = Job(folder / "set", config, target)
+    for index in reversed(range(shards)):
+        make_blocks(job, index, shards)
+    merge.merge(job)
+    return contents(folder / "set")
+
+
+def generating(tmp_path: Path, **settings: Any) -> DataConfig:
+    regenerate = RegenerateConfig(**{"num_tokens": 500, "prompt_tokens": 4, "batch_size": 8, **settings})
+    return config_for(tmp_path, mixed(20), max_length=64, regenerate=regenerate)
+
+
+def test_blocks_follow_from_the_number_of_tokens_alone() -> None:
+    for num_tokens, count in ((1, 1), (2_000, 1), (9_000, 8), (420_000, 8), (600_000, 10), (250_000_000, 3815), (10**10, 4096)):
+        made = blocks(num_tokens)
+        assert len(made) == count and sum(block.num_tokens for block in made) == num_tokens
+        assert [block.number for block in made] == list(range(count))
+    few, many = list(range(3)), list(range(20))
+    shares = [block.own(many)[0] for block in blocks(9_000)]
+    assert sorted(row for own in shares for row in own) == many
+    assert [block.own(few) for block in blocks(9_000)][:4] == [([0], 0, 3), ([1], 0, 3), ([2], 0, 2), ([0], 1, 3)]
+
+
+@pytest.mark.usefixtures("small_blocks")
+def test_the_same_bytes_for_any_number_of_shards(tmp_path: Path) -> None:
+    config, target = generating(tmp_path), generator()
+    whole = made(tmp_path / "1", config, target, 1)
+    assert len(list((tmp_path / "1").glob("*.blocks/*.arrow"))) == 8
+    assert made(tmp_path / "2", config, target, 2) == whole == made(tmp_path / "7", config, target, 7)
+
+
+@pytest.mark.usefixtures("small_blocks")
+def test_the_same_bytes_by_any_servers_and_shards(tmp_path: Path) -> None:
+    with running() as one, running(Behaviour(seconds=0.002)) as two:
+        config = generating(tmp_path, server=[one.address], batch_size=3)
+        both = generating(tmp_path, server=[two.address, one.address], batch_size=5)
+        whole = made(tmp_path / "1", config, row_target(), 1)
+        assert made(tmp_path / "2", both, row_target(), 2) == whole == made(tmp_path / "7", config, row_target(), 7)
+    assert two.num_requests
+
+
+class KilledError(Exception):
+    pass
+
+
+def interrupt(monkeypatch: pytest.MonkeyPatch, after: int, torn: bool) -> Callable[[], None]:
+    """Have the process die at its answer of that number, which is written by half where it is torn; gives back what ends this."""
+    add, left = AnswerFile.add, [after]
+
+    def dying(self: AnswerFile, answers: Any) -> None:
+        left[0] -= 1
+        if left[0] < 0:
+            if torn:
+                add(self, answers)
+                self._file.truncate(self._file.tell() - 9)
+            raise KilledError
+        add(self, answers)
+
+    monkeypatch.setattr(AnswerFile, "add", dying)
+    return lambda: monkeypatch.setattr(AnswerFile, "add", add)
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("by_server", [False, True])
+def test_an_interrupted_block_goes_on_to_the_same_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by_server: bool
+) -> None:
+    with running() as server:
+        config = generating(tmp_path, server=[server.address] if by_server else [], batch_size=4, num_tokens=400)
+        target = row_target() if by_server else generator()
+        expected = made(tmp_path / "whole", config, target, 1)
+        needed, moments, known = server.num_requests, random.Random(0), 0
+        for torn in (False, True, False):
+            job = Job(tmp_path / "cut" / "set", config, target)
+            end = interrupt(monkeypatch, moments.randint(1, 4), torn)
+            with pytest.raises(KilledError):
+                make_blocks(job)
+            end()
+            left = sum(path.read_bytes().count(b"\n") - 1 for path in job.blocks.glob("*.jsonl"))
+            assert left + len(list(job.blocks.glob("*.arrow"))) > 0 or known == 0
+        make_blocks(job)
+        merge.merge(job)
+        assert contents(job.folder) == expected
+        assert server.num_requests <= 2 * needed + 3 * 4 * 2  # little is asked again: what was in flight
+
+
+def test_greedy_rows_are_what_transformers_generates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the beginnings of texts and from conversations by `apply_chat_template`, up to an end token."""
+    monkeypatch.setattr("specdistill.produce.transformers_backend.fast_dtype", lambda device: torch.float32)
+    target = generator(num_layers=2)
+    config = replace(generating(tmp_path, temperatures=[0.0], num_tokens=600), packing=False)
+    job = Job.of(config, target)
+    make_blocks(job)
+    found = [row for path in sorted(job.blocks.glob("*.arrow")) for row in Dataset.from_file(str(path))]
+    tokenizer, model = target.tokenizer, target.model
+    texts = {tuple(tokenizer(row["text"])["input_ids"][:4]) for row in numbered(20)}
+    asked = [row["messages"][:1] for row in mixed(20)[20:]]
+    chats = {tuple(tokenizer.apply_chat_template(it, add_generation_prompt=True)["input_ids"]) for it in asked}  # type: ignore[call-overload, index]
+    kinds = {"text": 0, "chat": 0}
+    for row in found:
+        ids = row["input_ids"]
+        head = next((head for head in chats if tuple(ids[: len(head)]) == head), tuple(ids[:4]))
+        kinds["chat" if head in chats else "text"] += len(ids) - len(head)
+        assert row["loss_mask"] == [int(head not in chats)] * len(head) + [1] * (len(ids) - len(head))
+        prompt = torch.tensor([head])
+        limits = {"max_new_tokens": len(ids) - len(head), "eos_token_id": [0, 3], "pad_token_id": 0}
+        expected = model.generate(prompt, attention_mask=torch.ones_like(prompt), do_sample=False, **limits)
+        assert ids == expected[0].tolist()
+    assert kinds["text"] and kinds["chat"] == pytest.approx(200, abs=8 * 30)
+    assert any(tuple(row["input_ids"][:4]) in texts for row in found)
+
+
+def test_the_target_generates_once_for_equal_inputs(tmp_path: Path) -> None:
+    target, calls = generator(), []
+    target.model.register_forward_hook(lambda *_: calls.append(1))
+    config = config_for(tmp_path, numbered(20), regenerate=GENERATED)
+    train, validation = opened(config, target)
+    first = [{text[:15] for text in texts_in(half)} for half in (train, validation)]
+    assert calls and all(first) and sum(map(len, texts_in(train) + texts_in(validation))) >= 300
+    calls.clear()
+    assert opened(config, target)[0].to_list() == train.to_list()
+    opened(replace(config, packing=False), target)
+    assert not calls  # the same text, packed otherwise
+    opened(replace(config, seed=1), target)
+    assert calls
+    config_rows = read_rows(Job.of(config, target).folder)[2]
+    assert config_rows.generation is not None and config_rows.generation["num_tokens"] == 300
+
+
+def test_a_few_prompts_are_of_every_source_by_its_weight_and_of_one_half(tmp_path: Path) -> None:
+    sources = []
+    for letter, count, weight in (("a", 60, 0.5), ("b", 20, 1)):
+        path = tmp_path / f"{letter}.jsonl"
+        path.write_text("".join(json.dumps({"text": f"{letter} {number:02d} {letter * 30}"}) + "\n" for number in range(count)))
+        sources.append({"source": str(path), "weight": weight})
+    regenerate = replace(GENERATED, num_tokens=600, temperatures=[0.8])
+    config = config_for(tmp_path, [], source=sources, regenerate=regenerate, packing=False)
+    halves = [texts_in(half) for half in opened(config, generator())]
+    from_first = [text.startswith("a") for half in halves for text in half if text[0] in "ab"]
+    assert 0.4 <= sum(from_first) / len(from_first) <= 0.8  # 30 to 20
+
+
+def test_blocks_that_lack_or_are_of_another_recipe_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocks_module, "FEWEST_TOKENS", 50)
+    config, target = generating(tmp_path), generator()
+    job, other = (Job(tmp_path / name / "set", replace(config, seed=seed), target) for name, seed in (("a", 0), ("b", 1)))
+    make_blocks(job, 0, 2)
+    with refused("data.shard", job.blocks, holds="lacks 4 of 8 blocks: block-00001, block-00003, block-00005, block-00007"):
+        merge.merge(job)
+    make_blocks(job, 1, 2)
+    make_blocks(other, 0, 8)
+    shutil.copy(other.blocks / "block-00000.arrow", job.blocks)
+    with refused("data.shard", job.blocks / "block-00000.arrow", holds=f"of rows {other.plan}"):
+        merge.merge(job)
+    shutil.copy(job.blocks / "block-00002.arrow", job.blocks / "block-00000.arrow")
+    with refused("data.shard", holds=f"block 2 of rows {job.plan}"):
+        merge.merge(job)
+    assert not (job.folder / MANIFEST).exists()
+
+
+def test_two_writers_wait_for_one_another_by_the_folder_s_name(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    config = config_for(tmp_path, numbered(20))
+    job = Job.of(config, row_target())
+    job.folder.parent.mkdir(parents=True)
+    with job.folder.with_name(f"{job.folder.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        other = threading.Thread(target=merge.merge, args=(job,))
+        other.start()
+        other.join(0.3)
+        assert other.is_alive() and not (job.folder / MANIFEST).exists()
+    other.join()
+    assert f"{job.folder}: another process writes it; waiting" in capfd.readouterr().err and (job.folder / MANIFEST).exists()
+
+
+SLURM = {"SLURM_ARRAY_TASK_ID": "14", "SLURM_ARRAY_TASK_MIN": "11", "SLURM_ARRAY_TASK_COUNT": "7"}
+KUBERNETES = {"JOB_COMPLETION_INDEX": "2"}
+
+
+@pytest.mark.parametrize(
+    ("stated", "environment", "expected"),
+    [
+        (None, SLURM, (0, 1)),
+        ("2/3", SLURM, (2, 3)),
+        ("auto", SLURM, (3, 7)),
+        ("auto", {**KUBERNETES, "JOB_COMPLETIONS": "5"}, (2, 5)),
+        ("auto/4", KUBERNETES, (2, 4)),
+        ("auto", KUBERNETES, None),
+        ("auto", {}, None),
+        ("3/3", {}, None),
+        ("1", {}, None),
+        ("some", {}, None),
+    ],
+)
+def test_a_shard_is_stated_or_an_array_job_s(
+    monkeypatch: pytest.MonkeyPatch, stated: str | None, environment: dict[str, str], expected: tuple[int, int] | None
+) -> None:
+    for name in (*SLURM, *KUBERNETES, "JOB_COMPLETIONS"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    if expected:
+        assert shard_of(stated) == expected
+    else:
+        with refused("data.shard", stated):
+            shard_of(stated)
+
+
+def test_no_room_for_what_is_generated_ends_it_after_the_first_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("specdistill.cost.shutil.disk_usage", lambda path: SimpleNamespace(free=5_000))
+    config, target = config_for(tmp_path, numbered(20), regenerate=GENERATED), generator()
+    with pytest.raises(ResourceError, match=r"generating takes about .* whose disk has 5\.0 kB left"):
+        opened(config, target)
+    (kept,) = Job.of(config, target).blocks.glob("*.jsonl")
+    assert kept.read_bytes().count(b"\n") == 2
+    assert opened(replace(config, force=True), target) and "reckoned from" in capsys.readouterr().err
+
+
+@pytest.mark.long
+@pytest.mark.distributed
+@pytest.mark.parametrize("local_ranks", [(0, 1), (0, 1, 0)])
+@pytest.mark.parametrize("is_common", [True, False])
+def test_processes_of_a_launch_share_the_blocks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, local_ranks: tuple[int, ...], is_common: bool
+) -> None:
+    """A machine of two, or beside it one of one; without a common folder each machine makes all blocks."""
+    monkeypatch.setattr(blocks_module, "FEWEST_TOKENS", 50)
+    config, target, made = generating(tmp_path), generator(), make._make_block
+
+    def work(rank: int) -> None:
+        machine = 0 if is_common else local_ranks[: rank + 1].count(0)
+        numbers: list[int] = []
+        monkeypatch.setattr(
+            make, "_make_block", lambda job, block, **how: numbers.append(block.number) or made(job, block, **how)
+        )
+        own = replace(config, cache_dir=str(tmp_path / f"cache-{machine}"))
+        halves = opened(own, target, make_rows)
+        print(json.dumps([numbers, [half.to_list() for half in halves]]))
+
+    ended = run_processes(tmp_path, work, *local_ranks)
+    assert [process.code for process in ended] == [0] * len(local_ranks), ended[-1].err
+    numbers, halves = zip(*(json.loads(process.out) for process in ended), strict=True)
+    assert all(half == halves[0] for half in halves)
+    count = len(local_ranks) if is_common else 2
+    assert list(numbers[:2]) == [list(range(8))[rank::count] for rank in range(2)]
+    assert len(local_ranks) == 2 or numbers[2] == list(range(8))[2::3] or (not is_common and numbers[2] == list(range(8)))
+
+
+@pytest.mark.long
+@pytest.mark.distributed
+def test_machines_whose_rows_differ_are_named(tmp_path: Path) -> None:
+    config = config_for(tmp_path, numbered(20))
+    (tmp_path / "b").mkdir()
+    other = config_for(tmp_path / "b", [*numbered(19), {"text": "another"}])
+
+    def work(rank: int) -> None:
+        with pytest.raises(UserError, match=r"in process 1 on .*: make the rows on one machine, and copy the folder"):
+            opened((config, other)[rank])
+
+    ended = run_processes(tmp_path, work, 0, 0)
+    assert [process.code for process in ended] == [0, 0], ended[0].err + ended[1].err
+
+
+@pytest.mark.long
+def test_a_trained_target_generates_stories(shared_data: Path, tmp_path: Path) -> None:
+    folder = shared_data / "models" / "stories260K-hf"
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    source = str(shared_data / "train" / "tinystories" / "tinystories_val_slice.jsonl")
+    regenerate = RegenerateConfig(num_tokens=1500, batch_size=16)
+    config = DataConfig(source=source, max_length=256, regenerate=regenerate, cache_dir=str(tmp_path))
+    train, _ = opened(config, RowTarget("stories", "0" * 64, tokenizer, (tokenizer.eos_token_id,), model))
+    batch = collate(list(train))
+    assert batch["loss_mask"][batch["document_ids"] >= 0].all()
+    with torch.inference_mode():
+        ids = batch["input_ids"][batch["document_ids"][:, -1] >= 0][:4]
+        loss = torch.nn.functional.cross_entropy(model(ids).logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    assert loss < 1.4  # nats a token on stories that people wrote

@@ -1,0 +1,271 @@
+"""Rows to documents: loss masks however a template marks the assistant's turns, and conversations cut at their turns."""
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datasets import Dataset, Features
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from specdistill.errors import UserError
+from specdistill.produce.sources import COLUMNS, normalise
+from specdistill.rows.chat import assistant_spans, learn, render
+from specdistill.rows.encoding import ENCODED_COLUMNS, GENERATION_TAG, Encoder
+from tests.rows.templates import (
+    CHATML,
+    GEMMA,
+    TAGGED,
+    UNFRAMED,
+    UNTAGGED,
+    UNTAGGED_TEMPLATES,
+    Conversation,
+    conversations,
+)
+from tests.tiny import tiny_tokenizer
+
+TWO_TURNS = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Hi"},
+    {"role": "assistant", "content": "Hello — you?"},
+    {"role": "user", "content": "Bye"},
+    {"role": "assistant", "content": "Bye, assistant!\n"},
+]
+LONG = 10_000
+
+
+def encode(
+    tokenizer: PreTrainedTokenizerBase, rows: Sequence[Any], loss_mask: str = "assistant", max_length: int = LONG
+) -> list[dict[str, Any]]:
+    """Documents of rows, each a text or a conversation."""
+    texts, chats = ([row if isinstance(row, kind) else None for row in rows] for kind in (str, list))
+    columns = Encoder(tokenizer, loss_mask, max_length)({"text": texts, "messages": chats}, range(len(rows)))
+    return [
+        {name: getattr(values[index], "tolist", lambda value=values[index]: value)() for name, values in columns.items()}
+        for index in range(len(columns["row"]))
+    ]
+
+
+def masked(tokenizer: PreTrainedTokenizerBase, document: dict[str, Any]) -> str:
+    """The loss tokens as text."""
+    pairs = zip(document["input_ids"], document["loss_mask"], strict=True)
+    return str(tokenizer.decode([token for token, flag in pairs if flag]))
+
+
+def ids_of(text: str) -> list[int]:
+    return list(tiny_tokenizer()(text)["input_ids"])
+
+
+def test_the_mask_of_two_turns_is_what_one_writes_by_hand() -> None:
+    (encoded,) = encode(tiny_tokenizer(TAGGED), [TWO_TURNS])
+    pieces = [
+        ("<|user|>\nBe brief.<|end|><|user|>\nHi<|end|><|assistant|>\n", 0),
+        ("Hello — you?<|end|>", 1),
+        ("<|user|>\nBye<|end|><|assistant|>\n", 0),
+        ("Bye, assistant!\n<|end|>", 1),
+    ]
+    assert encoded["input_ids"] == [token for text, _ in pieces for token in ids_of(text)]
+    assert encoded["loss_mask"] == [flag for text, flag in pieces for _ in ids_of(text)]
+    assert encoded["length"] == len(encoded["input_ids"]) and not encoded["is_text"] and encoded["row"] == 0
+
+
+@pytest.mark.parametrize("name", UNTAGGED_TEMPLATES)
+def test_two_renderings_find_the_turns_that_many_find(name: str) -> None:
+    """Of all conversations that are found by rendering each turn's beginnings: the same mask, as `any` token that overlaps a turn."""
+    tokenizer, counts = tiny_tokenizer(UNTAGGED_TEMPLATES[name]), []
+    frame = learn(lambda turns, prompt: render(tokenizer, turns, prompt))
+
+    def counted(turns: Conversation, prompt: bool) -> str:
+        counts[-1] += 1
+        return render(tokenizer, turns, prompt)
+
+    for messages in conversations(60):
+        try:
+            spans = assistant_spans(lambda turns, prompt: render(tokenizer, turns, prompt), messages)
+        except UserError:  # roles that this template does not take, or a thought that it drops
+            continue
+        if not any(start < end for start, end in spans):  # an empty answer, and nothing that ends it
+            continue
+        (made,), whole = encode(tokenizer, [messages]), render(tokenizer, messages)
+        if name == "mistral":  # where its beginning moves, the space before an answer is not known to be the answer's
+            spans = [(start - (whole[start - 1] == " "), end) for start, end in spans]
+        offsets = tokenizer(whole, return_offsets_mapping=True)["offset_mapping"]
+        assert made["loss_mask"] == [int(any(left < end and start < right for start, end in spans)) for left, right in offsets]
+        if frame is not None:
+            counts.append(0)
+            found = frame.spans(counted, messages, whole)
+            assert found in (None, spans) and counts[-1] <= 1  # besides that of `whole`
+            counts[-1] = found is not None
+    assert (frame is None) == (name in UNFRAMED)
+    assert frame is None or (
+        len(counts) >= 15 and sum(counts) >= (0.7 if "tool" in name or "call" in name else 0.9) * len(counts)
+    )
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        TWO_TURNS,
+        TWO_TURNS[1:3],
+        [{"role": "user", "content": "say it again: Hi"}, {"role": "assistant", "content": "Hi"}],
+        [{"role": "user", "content": "x"}, {"role": "assistant", "content": ""}],
+        [
+            {"role": "user", "content": " "},
+            {"role": "assistant", "content": "  \n indented\n"},
+            {"role": "tool", "content": "{}"},
+        ],
+        [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "assistant", "content": "c"}],
+        *conversations(20, seed=1),
+    ],
+)
+def test_turns_that_are_found_and_generation_tags_agree(messages: Conversation) -> None:
+    assert GENERATION_TAG.search(TAGGED) and not GENERATION_TAG.search(UNTAGGED)
+    tagged, untagged = (encode(tiny_tokenizer(template), [messages]) for template in (TAGGED, UNTAGGED))
+    assert tagged == untagged
+
+
+def test_a_conversation_that_is_framed_otherwise_is_searched() -> None:
+    """A template that puts a word before the answer to certain questions: the frame learned does not fit there."""
+    template = CHATML.replace("{{ m.content }}", "{{ m.content }}{{ '<|note|>' if 'secret' in m.content }}")
+    messages = [{"role": "user", "content": "a secret"}, {"role": "assistant", "content": "kept"}]
+    tokenizer = tiny_tokenizer(template)
+    assert masked(tokenizer, encode(tokenizer, [messages])[0]) == "kept<|im_end|>"
+
+
+SILENT = "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% else %}…{% endif %}{% endfor %}"
+SHOUTING = CHATML.replace("{{ m.content }}", "{{ m.content | upper }}")
+TAGS_AROUND_THE_USER = TAGGED.replace(
+    "{{ message.content }}<|end|>\n", "{% generation %}{{ message.content }}{% endgeneration %}<|end|>"
+)
+LAST_TAGGED = CHATML.replace(
+    "{{ m.content }}",
+    "{% if loop.last %}{% generation %}{{ m.content }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}",
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (SILENT, r"changes the assistant's content in 'What user 0 says\.…What user 2 says\.…'"),
+        (SHOUTING, "changes the assistant's content in .*WHAT ASSISTANT 3 SAYS"),
+        (TAGS_AROUND_THE_USER, "marks 'What user 0 says.* as the assistant's in"),
+        (LAST_TAGGED, "marks 'What assistant 3 says.' as the assistant's in"),
+    ],
+)
+def test_a_template_that_cannot_be_masked_is_refused_before_any_row(template: str, message: str) -> None:
+    fix = r", expected a template with \{% generation %\} tags( around the assistant's turns)?, or data.loss_mask=all"
+    with pytest.raises(UserError, match="data.source: got a chat template that " + message + ".*" + fix):
+        Encoder(tiny_tokenizer(template), "assistant", LONG).prove()
+    Encoder(tiny_tokenizer(template), "all", LONG).prove()
+
+
+@pytest.mark.parametrize("template", [*UNTAGGED_TEMPLATES.values(), TAGGED])
+def test_templates_of_models_are_taken(template: str) -> None:
+    Encoder(tiny_tokenizer(template), "assistant", LONG).prove()
+
+
+def test_a_template_for_single_questions_is_left_to_the_rows() -> None:
+    single = "{% if messages | length > 2 %}{{ raise_exception('one question') }}{% endif %}" + CHATML
+    Encoder(tiny_tokenizer(single), "assistant", LONG).prove()
+    assert masked(tiny_tokenizer(), encode(tiny_tokenizer(single), [TWO_TURNS[1:3]])[0]) == "Hello — you?<|im_end|>"
+
+
+def test_masks_of_none_or_all_show_the_rendered_text() -> None:
+    tokenizer = tiny_tokenizer("{% for m in messages %}{{ m.content }}{% endfor %}")
+    with pytest.raises(UserError, match=r"row 0: got a prompt without an answer, 'Hi', expected an answer, or data.regenerate"):
+        encode(tokenizer, [[{"role": "user", "content": "Hi"}]])
+    with pytest.raises(UserError, match=r"row 1: got 2 of 2 tokens from the assistant in 'Hi'"):
+        encode(tokenizer, ["text", [{"role": "assistant", "content": "Hi"}]])
+    with pytest.raises(UserError, match=r"'x{120} … x{120}'"):
+        encode(tokenizer, [[{"role": "assistant", "content": "x" * 1000}]])
+    assert encode(tokenizer, [[{"role": "user", "content": "Hi"}]], "all")[0]["loss_mask"] == [1, 1]
+
+
+def test_conversations_need_a_template_that_takes_them() -> None:
+    with pytest.raises(UserError, match=r"row 0: got conversations for .* no chat template, expected .* chat_template\.jinja"):
+        encode(tiny_tokenizer(None), [TWO_TURNS])
+    with pytest.raises(UserError, match="row 1: got turns system, user, assistant, user, assistant: System role not supp"):
+        encode(tiny_tokenizer(GEMMA), [TWO_TURNS[1:], TWO_TURNS])
+
+
+def test_texts_end_with_the_end_token_and_carry_loss_everywhere() -> None:
+    first, second = encode(tiny_tokenizer(), ["abc", "abc<|endoftext|>"])
+    assert first["input_ids"] == [*ids_of("abc"), 0] == second["input_ids"] and first["loss_mask"] == [1] * 4
+    assert first["is_text"] and (first["row"], second["row"]) == (0, 1)
+
+
+def exchange(question: str, answer: str) -> Conversation:
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+
+
+def test_a_conversation_longer_than_a_row_is_cut_between_exchanges() -> None:
+    """Each document begins with the system's message; all answers are there, once."""
+    tokenizer = tiny_tokenizer(CHATML)
+    system = [{"role": "system", "content": "Be brief."}]
+    turns = [turn for number in range(10) for turn in exchange(f"question {number}", f"answer {number}")]
+    documents = encode(tokenizer, ["short", [*system, *turns, {"role": "user", "content": "and?"}], "last"], max_length=400)
+    assert [document["row"] for document in documents] == [0, 1, 1, 1, 2]
+    parts, start = documents[1:4], "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nq"
+    assert all(300 < document["length"] == len(document["input_ids"]) <= 400 for document in parts[:2])
+    assert all(tokenizer.decode(document["input_ids"]).startswith(start) for document in parts)
+    assert "".join(masked(tokenizer, part) for part in parts) == "".join(f"answer {number}<|im_end|>" for number in range(10))
+    whole = encode(tokenizer, [system + turns])[0]["length"]
+    assert len(encode(tokenizer, [system + turns], max_length=whole)) == 1
+
+
+def test_an_exchange_longer_than_a_row_is_cut_after_a_turn_of_the_assistant_or_left_out() -> None:
+    """What is left out of it is counted by a document without tokens."""
+    tokenizer = tiny_tokenizer(CHATML)
+    tools = [
+        {"role": "user", "content": "look"},
+        {"role": "assistant", "content": "call"},
+        {"role": "tool", "content": "x" * 400},
+        {"role": "assistant", "content": "done"},
+    ]
+    turns = [*exchange("one", "1"), *tools, *exchange("long", "y" * 400), *exchange("two", "2")]
+    documents = encode(tokenizer, [turns], max_length=200)
+    kept = [document for document in documents if document["input_ids"]]
+    assert [masked(tokenizer, document) for document in kept] == ["1<|im_end|>", "call<|im_end|>", "2<|im_end|>"]
+    left_out = [document["length"] for document in documents if not document["input_ids"]]
+    assert left_out == [encode(tokenizer, [part])[0]["length"] for part in (tools, exchange("long", "y" * 400))]
+
+
+@pytest.mark.parametrize("name", UNTAGGED_TEMPLATES)
+def test_no_document_of_a_conversation_is_longer_than_a_row(name: str) -> None:
+    """And all answers that fit are there, in their order, whatever the template."""
+    tokenizer = tiny_tokenizer(UNTAGGED_TEMPLATES[name])
+    turns = [turn for number in range(12) for turn in exchange(f"q {number} " + "?" * 3 * number, f"answer {number};")]
+    documents = encode(tokenizer, [turns], max_length=200)
+    assert len(documents) >= 3 and all(document["length"] <= 200 for document in documents)
+    said = "".join(masked(tokenizer, document) for document in documents)
+    assert re.findall(r"answer (\d+);", said) == [str(number) for number in range(12)]
+
+
+@pytest.mark.parametrize("name", ["fastchat_dummy_conversation.json", "glaive_toolcall_en_demo.json"])
+def test_real_conversations_with_a_real_tokenizer(shared_data: Path, name: str) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(shared_data / "models" / "stories260K-hf")
+    rows = json.loads((shared_data / "train" / "conversations" / name).read_text())[:25]
+    chats = [made["messages"] for row in rows for made in normalise(row, name)]
+    made = []
+    for template in (TAGGED, UNTAGGED):
+        tokenizer.chat_template = template
+        made.append(encode(tokenizer, chats))
+    assert made[0] == made[1]
+    for messages, document in zip(chats, made[0], strict=True):
+        answers = "".join(message["content"] for message in messages if message["role"] == "assistant")
+        assert "".join(masked(tokenizer, document).replace("<|end|>", "").split()) == "".join(answers.split())
+
+
+def test_one_function_maps_and_streams() -> None:
+    """The same documents in any batches, of a dataset and of a stream."""
+    texts = [f"text {number}" if number % 3 == 0 else None for number in range(30)]
+    chats = [None if text else messages for text, messages in zip(texts, conversations(30), strict=True)]
+    dataset = Dataset.from_dict({"text": texts, "messages": chats}, features=Features(COLUMNS))
+    encoder = Encoder(tiny_tokenizer(CHATML), "assistant", 200)
+    options = {"batched": True, "with_indices": True, "remove_columns": list(COLUMNS), "features": Features(ENCODED_COLUMNS)}
+    mapped = dataset.map(encoder, batch_size=7, new_fingerprint="test", **options).to_list()
+    stream = dataset.to_iterable_dataset().map(encoder, batch_size=11, **options)
+    assert mapped == [{**row, **{name: row[name].tolist() for name in ("input_ids", "loss_mask")}} for row in stream]
+    assert {document["row"] for document in mapped} == set(range(30)) and len(mapped) > 30

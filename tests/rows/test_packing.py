@@ -1,0 +1,129 @@
+"""Packing: no token lost, none twice, every document told apart."""
+
+import random
+from collections import Counter
+
+import pytest
+import torch
+from datasets import Dataset
+
+from specdistill.errors import UserError
+from specdistill.rows.packing import COLUMNS, MIN_TOKENS, Packed, Piece, collate, cut, draft_vocabulary, fill_rows, usable
+from tests.refusals import refused
+
+PAD = 7
+
+
+def documents_of(lengths: list[int]) -> Dataset:
+    """Documents whose every token is a number of its own; odd tokens carry loss."""
+    first, rows = 100, []
+    for length in lengths:
+        ids = list(range(first, first + length))
+        rows.append({"input_ids": ids, "loss_mask": [token % 2 for token in ids], "length": length})
+        first += length
+    return Dataset.from_list(rows)
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_every_token_comes_out_once_in_its_document_at_its_position(packing: bool) -> None:
+    generator = random.Random(0)
+    lengths = [generator.randint(MIN_TOKENS, 70) for _ in range(200)]
+    documents = documents_of(lengths)
+    made = Packed(documents, 32, packing, PAD, seed=1)
+    rows = [dict(zip(COLUMNS, row, strict=True)) for row in zip(*made[range(len(made))].values(), strict=True)]
+    batch = collate(rows)
+    assert all(batch[column].shape == (len(rows), 32) and batch[column].dtype == torch.int64 for column in COLUMNS)
+    real = batch["document_ids"] >= 0
+    assert sorted(batch["input_ids"][real].tolist()) == list(range(100, 100 + sum(lengths)))
+    assert (batch["loss_mask"][real] == batch["input_ids"][real] % 2).all()
+    assert (
+        (batch["input_ids"][~real] == PAD).all()
+        and not batch["loss_mask"][~real].any()
+        and not batch["position_ids"][~real].any()
+    )
+    starts = {sum(lengths[:index]) + 100 for index in range(len(lengths))}
+    for ids, numbers, positions in zip(batch["input_ids"], batch["document_ids"], batch["position_ids"], strict=True):
+        present = numbers[numbers >= 0].unique().tolist()
+        assert present == list(range(len(present))) and (packing or present == [0])
+        for number in present:
+            piece, places = ids[numbers == number].tolist(), positions[numbers == number].tolist()
+            assert places == list(range(len(piece))) and piece == list(range(piece[0], piece[0] + len(piece)))
+            assert not starts & set(piece[1:])  # no piece runs over into the next document
+
+
+def test_a_batch_brings_where_its_loss_tokens_and_documents_are() -> None:
+    """Rows of 5, 3 and 2 of padding, and of 4 and 6 of padding; a document's first token has a loss that nothing can predict."""
+    rows = [
+        {"document_ids": [0] * 5 + [1] * 3 + [-1] * 2, "loss_mask": [0, 0, 0, 1, 1, 1, 1, 1, 0, 0]},
+        {"document_ids": [0] * 4 + [-1] * 6, "loss_mask": [0, 1] * 2 + [0] * 6},
+    ]
+    positions = [[0, 1, 2, 3, 4, 0, 1, 2, 0, 0], [0, 1, 2, 3] + [0] * 6]
+    batch = collate([{**row, "input_ids": [7] * 10, "position_ids": place} for row, place in zip(rows, positions, strict=True)])
+    assert batch["loss_positions"].tolist() == [3, 4, 6, 7, 11, 13]  # in steps of three, an eighth of 20 tokens
+    assert (
+        batch["cumulative_lengths"].tolist() == [0, 5, 8, 10, 14, *[20] * 27]
+        and batch["cumulative_lengths"].dtype == torch.int32
+    )
+    assert batch["longest"] == 6
+    empty = collate([{**rows[0], "loss_mask": [0] * 10, "input_ids": [7] * 10, "position_ids": positions[0]}])
+    assert empty["loss_positions"].tolist() == [0, 0]
+    assert {
+        len(
+            collate(
+                [
+                    {
+                        **rows[0],
+                        "loss_mask": [1] * n + [0] * (64 - n),
+                        "document_ids": [0] * 64,
+                        "input_ids": [7] * 64,
+                        "position_ids": range(64),
+                    }
+                ]
+            )["loss_positions"]
+        )
+        for n in range(65)
+    } == {8 * n for n in range(1, 9)}
+
+
+def test_packing_leaves_little_room() -> None:
+    generator = random.Random(0)
+    pieces = [Piece(index, 0, generator.randint(3, 256)) for index in range(5000)]
+    rows = fill_rows(pieces, 256, packing=True, seed=0)
+    assert sorted(piece for row in rows for piece in row) == pieces
+    assert sum(piece.stop for piece in pieces) / (256 * len(rows)) > 0.98
+    assert len({len(row) for row in rows[:50]}) > 1  # short and long pieces are mixed
+    assert rows == fill_rows(pieces, 256, packing=True, seed=0) != fill_rows(pieces, 256, packing=True, seed=1)
+
+
+def test_texts_are_cut_into_whole_rows_and_a_rest_that_is_worth_a_row() -> None:
+    pieces = [(0, 0, 8), (0, 8, 16), (0, 16, 20), (1, 0, 8), (2, 0, 8), (2, 8, 14), (2, 14, 17), (3, 0, 5)]
+    assert cut([20, 8, 17, 5], 8) == [Piece(*piece) for piece in pieces]
+
+
+def test_documents_that_cannot_be_used_are_counted(caplog: pytest.LogCaptureFixture) -> None:
+    filtered: Counter[str] = Counter()
+    assert usable([2, 3, 8, 9, 9], [False, False, False, False, True], 8, filtered).tolist() == [1, 2, 4]
+    assert filtered == {"too_long": 1, "too_short": 1}
+    assert "1 of 5 documents are longer than data.max_length=8 tokens" in caplog.text
+    assert "1 of 5 documents are too short" in caplog.text
+    with pytest.raises(UserError, match=r"data.max_length: got 8, expected 9 or more"):
+        usable([12, 9, 1], [False] * 3, 8, Counter())
+    with pytest.raises(UserError, match=r"data.source: got 2 rows of fewer than 3 tokens"):
+        usable([1, 2], [True, False], 8, Counter())
+
+
+def test_the_draft_vocabulary_is_of_the_most_frequent_loss_tokens() -> None:
+    """With loss 7 is there 700 times, 2 and 5 500 times each; 1 and 9 never are, and are the most frequent without."""
+    pairs = [(1, 7)] * 700 + [(1, 2)] * 500 + [(9, 5)] * 500 + [(9, 9)] * 300
+    masks = [[0, 1]] * 1700 + [[0, 0]] * 300
+    rows = Dataset.from_dict({"input_ids": [[*pair] for pair in pairs], "loss_mask": masks})
+
+    def kept(number: int | None) -> list[int] | None:
+        ids = draft_vocabulary(rows, 10, number)
+        return None if ids is None else ids.tolist()
+
+    assert [kept(number) for number in (1, 2, 3, 5)] == [[7], [2, 7], [2, 5, 7], [0, 1, 2, 5, 7]]
+    assert kept(None) is None and kept(10) is None and len(kept(9) or []) == 9
+    for number in (0, 11):
+        with refused("draft.vocab_size", number):
+            kept(number)

@@ -1,0 +1,167 @@
+"""Row sets: what is written is opened, elsewhere too, and what does not fit, or is not whole, is refused by name."""
+
+import hashlib
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specdistill.recipe.sections import DataConfig
+from specdistill.rows import row_set
+from specdistill.rows.row_set import MANIFEST, Manifest, RowTarget, fingerprint, place_of, read_rows
+from tests.produce.row_sets import chat, config_for, contents, numbered, opened, replace, row_target
+from tests.refusals import refused
+from tests.rows.templates import CHATML
+from tests.tiny import tiny_target_model, tiny_tokenizer
+
+
+def never(*_: Any) -> None:
+    raise AssertionError("rows that are there are not made")
+
+
+def made(folder: Path, **settings: Any) -> tuple[DataConfig, Path]:
+    """A configuration that names a row set, beside the cache that it was made in."""
+    config = config_for(folder, numbered(40), **settings)
+    opened(config)
+    shutil.move(place_of(config, row_target(), ()), folder / "set")
+    return replace(config, rows=str(folder / "set")), folder / "set"
+
+
+def test_rows_come_back_as_they_were_written(tmp_path: Path) -> None:
+    config = config_for(tmp_path, numbered(40))
+    first = opened(config)
+    config, folder = made(tmp_path)
+    again = opened(config, make=never)
+    assert [half.to_list() for half in again] == [half.to_list() for half in first]
+    assert again[0].column_names == ["input_ids", "loss_mask", "document_ids", "position_ids"]
+    *_, manifest = read_rows(folder)
+    tokens = [[token for row in half for token, document in zip(row["input_ids"], row["document_ids"], strict=True) if document >= 0]
+              for half in again]  # fmt: skip
+    splits = manifest.splits.values()
+    assert [it.tokens for it in splits] == list(map(len, tokens)) == [it.loss_tokens for it in splits]
+    assert [it.rows for it in splits] == list(map(len, again)) and sum(it.documents for it in splits) == 40
+    (source,) = manifest.sources
+    assert (source.rows, source.documents, manifest.generation, manifest.filtered) == (
+        40,
+        manifest.splits["train"].documents,
+        None,
+        {},
+    )
+    assert again[0]._fingerprint == f"{manifest.fingerprint}-train"
+
+
+def test_shards_are_read_as_one_and_those_that_lack_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, whole = made(tmp_path)
+    expected = [half.to_list() for half in opened(config)]
+    monkeypatch.setattr(row_set, "SHARD_TOKENS", 32 * 4)
+    (tmp_path / "other").mkdir()
+    config, folder = made(tmp_path / "other")
+    assert [half.to_list() for half in opened(config)] == expected
+    names = sorted(path.name for path in folder.glob("train-*"))
+    assert len(names) > 3 and names[1] == f"train-00001-of-{len(names):05d}.arrow" and len(list(whole.glob("train-*"))) == 1
+    for name in names[1:3]:
+        (folder / name).unlink()
+    with refused("data.rows", folder, holds=f"{names[1]}, {names[2]}"):
+        opened(config)
+    (folder / MANIFEST).unlink()
+    with refused("data.rows", folder, holds=f"lacks {MANIFEST}, {names[1]}, {names[2]}"):
+        opened(config)
+    assert not list(folder.glob("*.part"))
+
+
+def test_a_damaged_shard_a_broken_manifest_and_no_folder_are_named(tmp_path: Path) -> None:
+    config, folder = made(tmp_path)
+    shard = next(folder.glob("validation-*"))
+    whole = shard.read_bytes()
+    shard.write_bytes(whole[:-9] + bytes([whole[-9] ^ 1]) + whole[-8:])
+    with refused("data.rows", folder, holds=shard.name):
+        opened(config)
+    shard.write_bytes(whole)
+    manifest = json.loads((folder / MANIFEST).read_text())
+    for broken in ({**manifest, "version": 0}, {**manifest, "fit": None}):
+        (folder / MANIFEST).write_text(json.dumps(broken))
+        with refused("data.rows", folder):
+            opened(config)
+    with refused("data.rows", tmp_path / "nowhere"):
+        opened(replace(config, rows=str(tmp_path / "nowhere")))
+
+
+def other_tokenizer() -> Any:
+    tokenizer = tiny_tokenizer(row_target().tokenizer.chat_template)  # type: ignore[arg-type]
+    tokenizer.add_tokens(["another"])
+    return tokenizer
+
+
+@pytest.mark.parametrize(
+    ("other", "holds"),
+    [
+        (row_target(weights="1" * 64), "another target, 000000000000"),
+        (row_target(template=CHATML), "another chat template, "),
+        (row_target(template=None), "another chat template, "),
+        (RowTarget("tiny", "0" * 64, other_tokenizer()), "another tokenizer, "),
+    ],
+)
+def test_rows_of_another_target_tokenizer_or_template_are_refused_with_the_difference(
+    tmp_path: Path, other: RowTarget, holds: str
+) -> None:
+    config, folder = made(tmp_path)
+    with refused("data.rows", folder, holds=holds):
+        opened(config, other)
+
+
+@pytest.mark.parametrize("change", [{"max_length": 64}, {"packing": False}, {"loss_mask": "all"}])
+def test_rows_of_another_shape_are_refused(tmp_path: Path, change: dict[str, Any]) -> None:
+    config, folder = made(tmp_path)
+    ((key, value),) = change.items()
+    with refused("data.rows", folder, holds=f"another {key.replace('_', ' ')}, {getattr(config, key)}"):
+        opened(replace(config, **{key: value}))
+
+
+def test_a_shard_is_nothing_to_train_on(tmp_path: Path) -> None:
+    with refused("data.shard", "0/2"):
+        opened(config_for(tmp_path, numbered(4), shard="0/2"))
+
+
+@pytest.mark.parametrize(("key", "length"), [("data.max_length", 300)])
+def test_rows_longer_than_the_target_s_context_are_refused(tmp_path: Path, key: str, length: int) -> None:
+    with refused(key, length):
+        opened(config_for(tmp_path, numbered(4), max_length=length), row_target(tiny_target_model(num_layers=1)))
+
+
+def test_a_recipe_finds_its_rows_by_what_they_depend_on(tmp_path: Path) -> None:
+    config, target = config_for(tmp_path, numbered(9)), row_target()
+    own = fingerprint(config, target, ())
+    (tmp_path / "copy").mkdir()
+    elsewhere = config_for(tmp_path / "copy", numbered(9))
+    assert fingerprint(elsewhere, target, ()) == own
+    assert fingerprint(replace(config, num_proc=2, force=True, rows="x", shard="0/2"), target, ()) == own
+    changed = [
+        fingerprint(replace(config, **{key: value}), target, ())
+        for key, value in {"seed": 1, "max_length": 64, "decontaminate": ["pico"], "near_duplicates": 0.8}.items()
+    ]
+    changed += [fingerprint(config, row_target(weights="1"), ()), fingerprint(config, row_target(template=CHATML), ())]
+    (tmp_path / "rows.jsonl").write_text('{"text": "other"}\n')
+    changed.append(fingerprint(config, target, ()))
+    assert len({own, *changed}) == 1 + len(changed)
+
+
+def test_what_writes_a_shard_leaves_the_same_bytes(tmp_path: Path) -> None:
+    sets = []
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        _, folder = made(tmp_path / name)
+        sets.append({file: data for file, data in contents(folder).items() if file != MANIFEST})
+    assert sets[0] == sets[1]
+    assert isinstance(Manifest.read(folder), Manifest)
+
+
+def test_rows_of_a_source_as_it_is_are_those_of_0_1(tmp_path: Path) -> None:
+    """Recorded before there were row sets: any weights, lengths, splits and masks."""
+    rows = [{"text": f"text number {number:03d} " * (number % 9 + 1)} for number in range(60)]
+    rows += [chat(f"user {number} " * (number % 5 + 1), f"assistant {number} " * (number % 5 + 1)) for number in range(40)]  # type: ignore[misc]
+    config = config_for(tmp_path, rows, max_length=64)
+    halves = opened(replace(config, source=[{"source": config.source, "weight": 1.5}]))
+    found = [hashlib.sha256(json.dumps(half.to_list()).encode()).hexdigest()[:12] for half in halves]
+    assert found == ["d06615f00da7", "10c818d18407"]

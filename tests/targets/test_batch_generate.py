@@ -1,0 +1,125 @@
+"""Batched generation against transformers' `generate`, and the distribution of its sampling."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from scipy.stats import chisquare
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig, MistralConfig, MistralForCausalLM, PreTrainedModel
+
+from specdistill.targets.batch_generate import BLOCK, GROUPED_ATTENTION, generate, generation_mode, sample
+from tests.mtp_targets import tiny_model
+from tests.tiny import tiny_target_model
+
+PROMPTS = [[5, 6, 7, 8], [9, 10, 11, 12], [13, 14, 15, 16], [17, 18, 19, 20], [21, 22, 23, 24]]
+UNEQUAL = [[5], [6, 7, 8, 9, 10, 11, 12], [13, 14, 15], [16, 17]]
+
+
+def greedy(
+    model: PreTrainedModel, prompts: Sequence[Sequence[int]], count: int, ends: Sequence[int] = (), num_parts: int = 1
+) -> list[list[int]]:
+    with generation_mode(model, torch.float32) as fast:
+        return generate(fast, prompts, [0.0] * len(prompts), max_new_tokens=count, end_ids=ends, seed=0, num_parts=num_parts)
+
+
+def reference(model: PreTrainedModel, prompt: Sequence[int], count: int, ends: Sequence[int] = ()) -> list[int]:
+    options: dict[str, Any] = (
+        {"eos_token_id": list(ends), "pad_token_id": 0} if ends else {"eos_token_id": None, "pad_token_id": 0}
+    )
+    ids = torch.tensor([prompt])
+    output = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=count, **options)
+    return list(output[0, len(prompt) :].tolist())
+
+
+@pytest.mark.parametrize("prompts", [PROMPTS, UNEQUAL], ids=["equal", "left-padded"])
+def test_greedy_rows_equal_generate_token_for_token(prompts: Sequence[Sequence[int]]) -> None:
+    model, count = tiny_target_model(num_layers=2), BLOCK + 5  # the cache grows twice
+    expected = [reference(model, prompt, count) for prompt in prompts]
+    assert greedy(model, prompts, count) == expected
+    assert greedy(model, prompts, count, num_parts=3) == expected
+
+
+def test_parts_share_the_threads_and_give_them_back() -> None:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(4)
+    try:
+        greedy(tiny_target_model(num_layers=1), PROMPTS, 4, num_parts=2)
+        assert torch.get_num_threads() == 4
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_rows_stop_at_their_end_tokens_and_the_others_go_on() -> None:
+    model, count = tiny_target_model(num_layers=2), 48
+    free = greedy(model, PROMPTS, count)
+    ends = [free[0][3], free[1][17], free[3][30]]
+    generated = greedy(model, PROMPTS, count, ends)
+    assert generated == [reference(model, prompt, count, ends) for prompt in PROMPTS]
+    assert len({len(row) for row in generated}) > 2 and all(not set(ends) & set(row[:-1]) for row in generated)
+
+
+def test_recurrent_layers_keep_the_state_of_each_row() -> None:
+    model = tiny_model("qwen3_next")
+    free = greedy(model, UNEQUAL, 40)
+    ends = [row[5] for row in free[:3]]  # most rows end early: others would leave the batch
+    assert greedy(model, UNEQUAL, 40, ends) == [reference(model, prompt, 40, ends) for prompt in UNEQUAL]
+
+
+def test_models_with_windows_and_layers_of_two_kinds() -> None:
+    sizes = {"vocab_size": 90, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+    common = {**sizes, "num_key_value_heads": 1, "head_dim": 16, "max_position_embeddings": 128, "initializer_range": 0.2}
+    torch.manual_seed(0)
+    for model in (
+        MistralForCausalLM(MistralConfig(**common, sliding_window=6)),
+        Gemma3ForCausalLM(Gemma3TextConfig(**common, sliding_window=6, layer_types=["sliding_attention", "full_attention"])),
+    ):
+        prompts = [[5, 6, 7, 8, 9, 10, 11, 12], [7, 8, 9]]
+        assert greedy(model.eval(), prompts, 40) == [reference(model, prompt, 40) for prompt in prompts]
+
+
+def test_sampling_follows_the_softmax_and_the_seed() -> None:
+    logits = torch.tensor([2.0, 1.0, 0.0, -1.0, -40.0, 1.5])
+    temperatures = torch.tensor([0.0] + [0.7] * 20_000)
+    draws = sample(logits.repeat(20_001, 1), temperatures, torch.Generator().manual_seed(0))
+    assert draws[0] == 0
+    counts = torch.bincount(draws[1:], minlength=6)
+    expected = (logits / 0.7).softmax(-1) * 20_000
+    assert counts[4] == 0
+    kept = [0, 1, 2, 3, 5]
+    assert chisquare(counts[kept].numpy(), expected[kept].double().numpy(), sum_check=False).pvalue > 0.01
+    assert draws.equal(sample(logits.repeat(20_001, 1), temperatures, torch.Generator().manual_seed(0)))
+
+
+@pytest.mark.parametrize("num_parts", [1, 2])
+def test_temperatures_mix_in_one_batch(num_parts: int) -> None:
+    model = tiny_target_model(num_layers=2)
+    prompts, temperatures = PROMPTS[:1] * 6, [0.0, 0.8, 0.8, 0.0, 0.0, 0.8]
+    with generation_mode(model, torch.float32) as fast:
+        first, again, other = (
+            generate(fast, prompts, temperatures, max_new_tokens=20, end_ids=[], seed=seed, num_parts=num_parts)
+            for seed in (1, 1, 2)
+        )
+    assert first == again != other
+    assert first[0] == first[3] == first[4] == reference(model, prompts[0], 20)
+    sampled = [tuple(first[row]) for row in (1, 2, 5)]
+    assert len({*sampled, tuple(first[0])}) == 4
+
+
+def test_the_target_is_left_as_it_was() -> None:
+    model = tiny_target_model(num_layers=2).train()
+    with generation_mode(model, torch.bfloat16) as fast:
+        assert fast is not model and fast.dtype == torch.bfloat16
+        assert fast.config._attn_implementation == GROUPED_ATTENTION
+        assert fast.model.rotary_emb.inv_freq.dtype == torch.float32
+    assert model.dtype == torch.float32 and model.training
+    with generation_mode(model, torch.float32) as fast:
+        assert fast is model and not model.training
+    assert model.config._attn_implementation == "sdpa" and model.training
+
+
+def test_progress_counts_the_unfinished_rows() -> None:
+    counted: list[int] = []
+    with generation_mode(tiny_target_model(num_layers=1), torch.float32) as fast:
+        generate(fast, PROMPTS, [0.0] * 5, max_new_tokens=16, end_ids=[], seed=0, on_tokens=counted.append)
+    assert sum(counted) == 5 * 16
