@@ -48,10 +48,7 @@ class HeadRecipe(TrainedRecipe):
         return self.draft.ttt_steps
 
     @model_validator(mode="after")
-    def _features_are_stored_of_rows_and_targets_that_stay(self) -> "HeadRecipe":
-        if self.hidden_states.mode != "online" and self.data.streaming:
-            got = f"true with hidden_states.mode={self.hidden_states.mode}"
-            raise UserError("data.streaming", got=got, expected="false, or hidden_states.mode=online")
+    def _features_are_stored_of_targets_that_stay(self) -> "HeadRecipe":
         if self.hidden_states.mode != "online" and self.target.shard != "none":
             got = f"{self.target.shard} with hidden_states.mode={self.hidden_states.mode}"
             raise UserError("target.shard", got=got, expected="none, or hidden_states.mode=online")
