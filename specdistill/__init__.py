@@ -2,7 +2,7 @@
 
 import os
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # Threads that wait for one another spin, and where another process is busy they keep the core that the awaited thread needs: a step of a
 # small model then takes fifty times as long and more. So they spin briefly, which a quiet machine hardly notices. libgomp reads this when
