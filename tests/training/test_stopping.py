@@ -5,7 +5,6 @@ import json
 import multiprocessing
 import os
 import re
-import runpy
 import signal
 import sys
 from multiprocessing.connection import Connection
@@ -19,7 +18,6 @@ from transformers import LlamaForCausalLM
 
 from specdistill.errors import ResourceError
 from specdistill.methods.recipe import Recipe, TrainedRecipe
-from specdistill.project import ROOT
 from specdistill.recipe.load import load_recipe
 from specdistill.rows.row_set import RowTarget, open_rows
 from specdistill.targets.frozen import FrozenTarget
@@ -27,6 +25,7 @@ from specdistill.training import stopping
 from specdistill.training.stopping import EndedStep, Stopping, StopSignals
 from tests.launches import tiny_files
 from tests.processes import fork
+from tests.scripts import specdistill
 from tests.tiny import tiny_tokenizer
 from tests.training.small_runs import rows, trainer
 
@@ -62,9 +61,7 @@ def test_a_second_signal_ends_at_once_even_while_the_process_waits_for_others(tm
     assert len((tmp_path / "err").read_text(encoding="utf-8").splitlines()) == 1
 
 
-def test_a_loss_that_is_not_finite_names_its_rows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_loss_that_is_not_finite_names_its_rows(tmp_path: Path) -> None:
     """One document holds the one token whose embedding is not a number."""
     every = ["train.gradient_accumulation_steps=2", "train.save_steps=1", "train.eval_steps=1"]
     keys = [*tiny_files(tmp_path), *every, f"train.output_dir={tmp_path / 'run'}"]
@@ -76,10 +73,8 @@ def test_a_loss_that_is_not_finite_names_its_rows(
     lines[30] = json.dumps({"text": "What is @ home?"})
     (tmp_path / "rows.jsonl").write_text("\n".join(lines))
 
-    monkeypatch.setattr(sys, "argv", ["train/eagle.py", *keys])
-    with pytest.raises(SystemExit) as caught:
-        runpy.run_path(str(ROOT / "train" / "eagle.py"), run_name="__main__")
-    assert caught.value.code == 3
+    ended = specdistill("train", *keys)
+    assert ended.returncode == 3
     found = json.loads((tmp_path / "run" / "run" / "loss_not_finite.json").read_text())
     recipe = load_recipe(Recipe, keys)
     assert isinstance(recipe, TrainedRecipe)
@@ -87,7 +82,7 @@ def test_a_loss_that_is_not_finite_names_its_rows(
     train_set, _ = open_rows(recipe.data, target, measured_on=recipe.measured_on, make=lambda *_: None)  # it is there
     holds = [bad in train_set[row]["input_ids"] for row in found["rows"]]
     assert len(holds) == 4 and sum(holds) == 1  # a micro-batch
-    (error,) = re.findall("^error: .*", capfd.readouterr().err, re.MULTILINE)
+    (error,) = re.findall("^error: .*", ended.stderr, re.MULTILINE)
     assert f"step {found['step']} " in error and f" {found['rows'][0]}, " in error
     later = [path for path in (tmp_path / "run").glob("checkpoint-*") if int(path.name.split("-")[1]) >= found["step"]]
     assert later == []
