@@ -24,10 +24,10 @@ from specdistill.data.batch_generate import fast_dtype, generate, generation_mod
 from specdistill.decoding.decoder import Decoder
 from specdistill.losses.divergence import forward_kl
 from specdistill.measurement.hardware import hardware, software
-from specdistill.methods.eagle3.checkpoint import save_eagle3
-from specdistill.methods.eagle3.module import build_eagle3
 from specdistill.methods.chains.proposer import HeadProposer
 from specdistill.methods.chains.unroll import TrainingTimeTest
+from specdistill.methods.eagle3.checkpoint import save_eagle3
+from specdistill.methods.eagle3.module import build_eagle3
 from specdistill.project import ROOT
 from specdistill.report.text import table, write_between
 from specdistill.targets.frozen import FrozenTarget

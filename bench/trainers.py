@@ -97,8 +97,8 @@ def ours(folder: str, rows: int, length: int, num_steps: int, trains_head: bool,
     from specdistill.data.packing import collate
     from specdistill.losses.chunked import head_loss_plainly
     from specdistill.losses.divergence import forward_kl
-    from specdistill.methods.eagle3.checkpoint import load_eagle3
     from specdistill.methods.chains import unroll
+    from specdistill.methods.eagle3.checkpoint import load_eagle3
     from specdistill.targets.frozen import Features, FrozenTarget
 
     if plainly:

@@ -23,10 +23,6 @@ CACHE = tempfile.mkdtemp(prefix="specdistill-tests-")
 os.environ.update(HF_HOME=CACHE, HF_HUB_OFFLINE="1", HF_HUB_DISABLE_TELEMETRY="1", MPLBACKEND="Agg", OMP_NUM_THREADS="1")
 
 
-def pytest_unconfigure() -> None:
-    shutil.rmtree(CACHE, ignore_errors=True)
-
-
 def pytest_collection_finish() -> None:
     """Take all that is imported off the garbage collector, and leave it off: each measurement collects in full, most of it over torch."""
     gc.collect()
@@ -34,8 +30,13 @@ def pytest_collection_finish() -> None:
     gc.unfreeze = lambda: None
 
 
-# What `make test` leaves out, and what runs it. Launches and engines are long, too.
-TIERS = {"engines": "make test-engines", "launches": "make test-launches", "long": "make test-long"}
+# What `make test` leaves out, and what runs it. The first three are long, too.
+TIERS = {
+    "engines": "make test-engines",
+    "every_pair": "make test-launches ARGS=all",
+    "launches": "make test-launches",
+    "long": "make test-long",
+}
 LEFT_OUT = pytest.StashKey[Counter[str]]()
 
 
@@ -55,11 +56,12 @@ def pytest_testnodedown(node: Any) -> None:
     node.config.stash[LEFT_OUT] = Counter(getattr(node, "workeroutput", {}).get("left_out", {}))
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    left_out = config.stash.get(LEFT_OUT, Counter())
-    if left_out:
+def pytest_unconfigure(config: pytest.Config) -> None:
+    shutil.rmtree(CACHE, ignore_errors=True)
+    left_out, terminal = config.stash.get(LEFT_OUT, Counter()), config.pluginmanager.get_plugin("terminalreporter")
+    if left_out and terminal:
         tiers = ", ".join(f"{left_out[tier]} {tier} ({command})" for tier, command in TIERS.items() if left_out[tier])
-        terminalreporter.write_line(f"Left out: {tiers}. `make test-all` runs everything.")
+        terminal.write_line(f"Left out: {tiers}. `make test-all` runs what CI runs.")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

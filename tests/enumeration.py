@@ -1,9 +1,11 @@
 """The exact distribution of decoded tokens: every outcome of the real rule is enumerated, none is sampled."""
 
+import functools
 import itertools
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
@@ -11,9 +13,9 @@ from specdistill.decoding.proposer import Proposal
 from specdistill.decoding.sampling import Sampling
 from specdistill.decoding.verify import rejection
 
+Distribution = Callable[[tuple[int, ...]], Tensor]  # a text -> float64 [V], of the token after it
 Propose = Callable[[list[int], Sampling, list[float]], Proposal]
 SAMPLING = Sampling(temperature=0.8)
-LENGTH = 2
 
 
 def cells(breakpoints: Tensor) -> list[tuple[float, float]]:
@@ -22,18 +24,47 @@ def cells(breakpoints: Tensor) -> list[tuple[float, float]]:
     return [((low + high) / 2, high - low) for low, high in itertools.pairwise(points) if high > low]
 
 
-@torch.inference_mode()
-def output_distribution(target: LlamaForCausalLM, propose: Propose, prompt: list[int], sampling: Sampling) -> Tensor:
-    """The exact distribution of the next LENGTH tokens: every cell of the proposer's and of the rule's uniforms is visited."""
-    size = target.config.vocab_size
-    distribution = torch.zeros((size,) * LENGTH, dtype=torch.float64)
+def random_distribution(size: int, seed: int) -> Distribution:
+    """The distribution after each text; of some texts a token has probability zero."""
 
-    def target_distributions(text: list[int], proposed: list[int]) -> Tensor:
-        logits = target(input_ids=torch.tensor([text + proposed])).logits[:, len(text) - 1 :]
-        return sampling.probabilities(logits).double()
+    def distribution(text: tuple[int, ...]) -> Tensor:
+        generator = torch.Generator().manual_seed(hash((seed, *text)) % 2**31)
+        weights = torch.rand(size, dtype=torch.float64, generator=generator)
+        if len(text) % 3 == 0:
+            weights[(seed + len(text)) % size] = 0
+        return weights / weights.sum()
 
-    def proposals(text: list[int], uniforms: list[float], weight: float) -> None:
-        proposal = propose(text, sampling, uniforms)
+    return distribution
+
+
+def distribution_of(model: LlamaForCausalLM, sampling: Sampling = SAMPLING) -> Distribution:
+    @functools.cache
+    @torch.inference_mode()
+    def distribution(text: tuple[int, ...]) -> Tensor:
+        return sampling.probabilities(model(input_ids=torch.tensor([text])).logits[0, -1:])[0].double()
+
+    return distribution
+
+
+def plain_distribution(target: Distribution, prompt: tuple[int, ...] = (), length: int = 2) -> Tensor:
+    """[V, V, …] of the next tokens, decoded one by one."""
+    size = len(target(prompt))
+    distribution = torch.ones((size,) * length, dtype=torch.float64)
+    for tokens in itertools.product(range(size), repeat=length):
+        for index, token in enumerate(tokens):
+            distribution[tokens] *= target(prompt + tokens[:index])[token]
+    return distribution
+
+
+def output_distribution(
+    target: Distribution, propose: Propose, prompt: tuple[int, ...] = (), sampling: Sampling = SAMPLING, length: int = 2
+) -> Tensor:
+    """Of the next tokens, decoded in rounds: every cell of the proposer's and of the rule's uniforms is visited."""
+    size = len(target(prompt))
+    distribution = torch.zeros((size,) * length, dtype=torch.float64)
+
+    def proposals(text: tuple[int, ...], uniforms: list[float], weight: float) -> None:
+        proposal = propose(list(text), sampling, uniforms)
         if proposal.probabilities is not None and len(proposal.tokens) > len(uniforms):
             # The distribution of the next draft token is known: visit each of its tokens.
             sums = proposal.probabilities[len(uniforms)].double().cumsum(-1)
@@ -42,40 +73,27 @@ def output_distribution(target: LlamaForCausalLM, propose: Propose, prompt: list
         else:
             verify(text, proposal, weight)
 
-    def verify(text: list[int], proposal: Proposal, weight: float) -> None:
-        tokens, k = proposal.tokens, len(proposal.tokens)
-        p = target_distributions(text, tokens)
-        q = None if proposal.probabilities is None else proposal.probabilities.double()[None]
-        explicit = (
-            torch.zeros(1, 0, size) if not k else torch.nn.functional.one_hot(torch.tensor([tokens]), size) if q is None else q
-        )
-        tests = [cells((p[0, i, token] / explicit[0, i, token]).unsqueeze(0)) for i, token in enumerate(tokens)]
-        sums = torch.cat([(p[0, :k] - explicit[0]).clamp_min(0), p[0, k:]]).cumsum(-1)
+    def verify(text: tuple[int, ...], proposal: Proposal, weight: float) -> None:
+        tokens, k = tuple(proposal.tokens), len(proposal.tokens)
+        p = torch.stack([target(text + tokens[:index]) for index in range(k + 1)])
+        q = None if proposal.probabilities is None else proposal.probabilities.double()
+        explicit = F.one_hot(torch.tensor(tokens, dtype=torch.long), size).double() if q is None else q
+        tests = [cells((p[i, token] / explicit[i, token]).unsqueeze(0)) for i, token in enumerate(tokens)]
+        sums = torch.cat([(p[:k] - explicit).clamp_min(0), p[k:]]).cumsum(-1)
         draws = cells((sums / sums[:, -1:].clamp_min(1e-300)).flatten())
         for cell in itertools.product(*tests, draws):
             uniforms = torch.tensor([[midpoint for midpoint, _ in cell]], dtype=torch.float64)
             volume = weight
             for _, width in cell:
                 volume *= width
-            count, last = rejection(torch.tensor([tokens], dtype=torch.long), p, q, uniforms)
-            finish([*text, *tokens[: int(count)], int(last)], volume)
-
-    def finish(text: list[int], weight: float) -> None:
-        written = tuple(text[len(prompt) : len(prompt) + LENGTH])
-        unfinished[written] = unfinished.get(written, 0.0) + weight
+            count, last = rejection(torch.tensor([tokens], dtype=torch.long), p[None], None if q is None else q[None], uniforms)
+            written = (*text, *tokens[: int(count)], int(last))[len(prompt) :][:length]
+            unfinished[written] = unfinished.get(written, 0.0) + volume
 
     unfinished: dict[tuple[int, ...], float] = {(): 1.0}
-    for length in range(LENGTH):  # every round adds a token: all that leads to a text is known before its next round
-        for written in [written for written in unfinished if len(written) == length]:
-            proposals([*prompt, *written], [], unfinished.pop(written))
+    for done in range(length):  # every round adds a token: all that leads to a text is known before its next round
+        for written in [written for written in unfinished if len(written) == done]:
+            proposals(prompt + written, [], unfinished.pop(written))
     for written, weight in unfinished.items():
         distribution[written] += weight
     return distribution
-
-
-@torch.inference_mode()
-def plain_distribution(target: LlamaForCausalLM, prompt: list[int], sampling: Sampling) -> Tensor:
-    first = sampling.probabilities(target(input_ids=torch.tensor([prompt])).logits[0, -1:])[0]
-    rows = torch.tensor([[*prompt, token] for token in range(target.config.vocab_size)])
-    second = sampling.probabilities(target(input_ids=rows).logits[:, -1])
-    return (first.unsqueeze(1) * second).double()

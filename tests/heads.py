@@ -1,16 +1,22 @@
 """Heads of noise, in every shape that files can hold."""
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from specdistill.data.packing import indexed
+from specdistill.decoding.proposer import DecodingState
+from specdistill.decoding.sampling import Sampling
+from specdistill.methods.chains.attention import UnrollKVCache
+from specdistill.methods.chains.proposer import HeadProposer
+from specdistill.methods.chains.unroll import TrainingTimeTest
 from specdistill.methods.eagle.checkpoint import load_eagle, save_eagle
 from specdistill.methods.eagle.module import build_eagle
 from specdistill.methods.eagle3.checkpoint import load_eagle3, save_eagle3
 from specdistill.methods.eagle3.module import Eagle3Draft, build_eagle3
-from specdistill.methods.chains.attention import UnrollKVCache
 from specdistill.methods.mtp.checkpoint import build_mtp, load_mtp, save_mtp
 from specdistill.targets.frozen import FrozenTarget
 
@@ -57,3 +63,40 @@ def causal(ids_BT: torch.Tensor, num_layers: int = 1, window: int | None = None)
     """The unroll's KV cache for rows that are one document each."""
     starts = torch.arange(0, ids_BT.numel() + 1, ids_BT.shape[1], dtype=torch.int32)
     return UnrollKVCache(starts, ids_BT.shape[1], num_layers, window)
+
+
+def document_rows(token_ids: Sequence[int]) -> dict[str, torch.Tensor]:
+    """One row that is one document, with a loss at every token."""
+    ids = torch.tensor([list(token_ids)])
+    return {
+        "input_ids": ids,
+        "loss_mask": torch.ones_like(ids),
+        "document_ids": torch.zeros_like(ids),
+        "position_ids": torch.arange(ids.shape[1])[None],
+    }
+
+
+@torch.no_grad()
+def check_unroll(head: Any, target: FrozenTarget, num_steps: int = 4, temperature: float = 0.7) -> None:
+    """A chain that the decoder drafted, put back into the text as if it had been accepted, is predicted at its root as it was drafted."""
+    text = torch.randint(3, target.vocab_size, (12,), generator=torch.Generator().manual_seed(3)).tolist()
+    state = DecodingState(text, target.features(torch.tensor([text[:-1]]), head.aux_layers))
+    proposer = HeadProposer(head)
+    proposer.begin(len(text) + num_steps)
+    chain = proposer.propose(state, num_steps, Sampling(temperature), torch.Generator().manual_seed(1))
+
+    predicted: list[torch.Tensor] = []
+
+    def noted(logits_rW: torch.Tensor, _probs_rW: torch.Tensor) -> torch.Tensor:
+        predicted.append(logits_rW)
+        return logits_rW.sum(-1)
+
+    rows = document_rows([*text, *chain.tokens])
+    rows["loss_mask"][:, : len(text)] = 0
+    unroll, batch = TrainingTimeTest(head, noted, num_steps), indexed(rows)
+    unroll(**batch, **unroll.read_target(target, batch))
+    assert chain.probabilities is not None
+    for k, logits_rW in enumerate(predicted):
+        expected = (logits_rW[k] / temperature).softmax(-1)
+        assert torch.allclose(chain.probabilities[k, head.target_ids_W], expected, atol=1e-5), k
+    assert len(predicted) == num_steps

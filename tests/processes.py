@@ -1,63 +1,59 @@
-"""Python code in several processes of one group, as a launcher on each of several machines would start them."""
+"""A function in several processes of one group, as a launcher on each of several machines would start them."""
 
-import json
+import multiprocessing
 import os
-import subprocess
 import sys
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import NamedTuple
 
+from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils.other import get_free_port
-
-from specdistill.project import ROOT
-
-# Imports once, then forks: imports take longer than what is tested.
-FORK = """
-import os, sys, traceback
-from datetime import timedelta
 from torch import distributed
-{imports}
-folder, port, *local_ranks = sys.argv[1:]
-started = []
-for rank, local_rank in enumerate(local_ranks):
-    started.append(os.fork())
-    if started[-1] == 0:
-        own = {{"RANK": rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": len(local_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}}
-        os.environ.update({{name: str(value) for name, value in own.items()}})
-        for number, name in ((1, "out"), (2, "err")):
-            os.dup2(os.open(f"{{folder}}/{{rank}}.{{name}}", os.O_CREAT | os.O_WRONLY), number)
-        try:
-            distributed.init_process_group("gloo", timeout=timedelta(seconds=3))
-            exec({code!r})
-        except BaseException:
-            traceback.print_exc()
-            os._exit(1)
-        sys.stdout.flush()
-        os._exit(0)
-print([os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) for process in started])
-"""
 
 
 class Ended(NamedTuple):
-    code: int
+    code: int | None
     out: str
     err: str
 
 
-def run_processes(folder: Path, imports: str, code: str, *local_ranks: int) -> list[Ended]:
-    """Run `code` in a process for each local rank, at once. It finds its `rank`, and a group that waits three seconds for the late."""
-    line = [
-        sys.executable,
-        "-c",
-        FORK.format(imports=imports, code=code),
-        str(folder),
-        str(get_free_port()),
-        *map(str, local_ranks),
+def fork(work: Callable[..., object], *arguments: object) -> BaseProcess:
+    """Start a child of this process, which has the libraries loaded: imports take longer than what is tested."""
+    process = multiprocessing.get_context("fork").Process(target=work, args=arguments)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside threads; pytest-xdist has one, which waits
+        process.start()
+    return process
+
+
+def run_processes(folder: Path, work: Callable[[int], None], *local_ranks: int) -> list[Ended]:
+    """Run `work(rank)` for each local rank, at once."""
+    own = {"WORLD_SIZE": str(len(local_ranks)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(get_free_port())}
+    started = [
+        fork(_joined, folder, work, rank, own | {"RANK": str(rank), "LOCAL_RANK": str(local_rank)})
+        for rank, local_rank in enumerate(local_ranks)
     ]
-    result = subprocess.run(
-        line, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=True, timeout=200
-    )
+    for process in started:
+        process.join()
     return [
-        Ended(code, *((folder / f"{rank}.{name}").read_text(encoding="utf-8") for name in ("out", "err")))
-        for rank, code in enumerate(json.loads(result.stdout))
+        Ended(process.exitcode, *((folder / f"{rank}.{name}").read_text(encoding="utf-8") for name in ("out", "err")))
+        for rank, process in enumerate(started)
     ]
+
+
+def _joined(folder: Path, work: Callable[[int], None], rank: int, environment: dict[str, str]) -> None:
+    os.environ.update(environment)
+    for number, name in ((1, "out"), (2, "err")):
+        os.dup2(os.open(folder / f"{rank}.{name}", os.O_CREAT | os.O_WRONLY), number)
+    sys.stdout, sys.stderr = (os.fdopen(number, "w", closefd=False, buffering=1) for number in (1, 2))
+    for state in (AcceleratorState, PartialState):  # of the parent, which is alone
+        state._reset_state()
+    warnings.simplefilter("ignore")  # of libraries, about processes of a launch
+    distributed.init_process_group("gloo", timeout=timedelta(minutes=5))
+    work(rank)
+    sys.stdout.flush()
+    os._exit(0)  # without the end of the interpreter, which gloo's threads may abort

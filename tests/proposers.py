@@ -1,15 +1,24 @@
-"""A proposer with a distribution of its own, for tests that need drafts which are sometimes accepted and sometimes not."""
+"""Proposers of every method for a tiny target, and one with a distribution of its own, whose drafts are sometimes accepted."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from specdistill.decoding.proposer import BatchProposer, DecodingState, Proposal, RowByRow
+from specdistill.decoding.proposer import BatchProposer, DecodingState, Proposal, Proposer, RowByRow
 from specdistill.decoding.sampling import Sampling, draw
-from specdistill.decoding.tree import DynamicTree, StaticTree, candidates_are_drawn
+from specdistill.decoding.tree import DynamicTree, StaticTree, Tree, candidates_are_drawn
+from specdistill.methods.chains.proposer import HeadProposer
+from specdistill.methods.draft_model.proposer import DraftModelProposer
+from specdistill.methods.draft_model.vocabulary import SharedVocabulary
+from specdistill.methods.ngram.config import LookupFirst
+from specdistill.methods.ngram.first import LookupFirstProposer
+from specdistill.methods.ngram.method import NgramProposer
 from specdistill.targets.frozen import FrozenTarget
-from tests.tiny import tiny_target_model, tiny_tokenizer
+from tests.draft_models import half_right, translated
+from tests.heads import build_head
+from tests.tiny import qwen, tiny_target_model, tiny_tokenizer
 
 
 def tiny_target(seed: int = 0) -> FrozenTarget:
@@ -55,3 +64,65 @@ class ModelProposer:
                 uniform = torch.rand(1, generator=generator, dtype=torch.float64)
                 tokens.append(int(draw(distributions[-1].unsqueeze(0), uniform)))
         return Proposal(tokens[len(state.token_ids) :], torch.stack(distributions) if distributions else None)
+
+
+class Oracle:
+    """Drafts what a text says, and in a tree among wrong tokens: at each node the right child is the last of two."""
+
+    aux_layers: tuple[int, ...] = ()
+    num_parameters = num_bytes = 0
+
+    def __init__(self, text: list[int]) -> None:
+        self.text = text
+
+    def begin(self, max_length: int) -> None:
+        pass
+
+    def propose(self, state: DecodingState, k: int, sampling: Sampling, generator: torch.Generator | None) -> Proposal:
+        done = len(state.token_ids)
+        return Proposal(self.text[done : done + k])
+
+    def propose_tree(
+        self, state: DecodingState, shape: StaticTree | DynamicTree, sampling: Sampling, generator: torch.Generator | None
+    ) -> Proposal:
+        right = self.propose(state, shape.depth, sampling, generator).tokens
+        tokens = [token for pair in right for token in ((pair + 1) % 200, pair)]
+        parents = tuple(node for level in range(len(right)) for node in [2 * level - 1] * 2)
+        return Proposal(tokens, None, Tree(parents)) if tokens else Proposal([])
+
+
+def half_the_vocabulary(target: FrozenTarget) -> SharedVocabulary:
+    """A draft with the target's ids, of which only the even ones are shared."""
+    even = torch.arange(0, target.vocab_size, 2)
+    return SharedVocabulary(even, even, target.vocab_size, target.tokenizer, target.tokenizer)
+
+
+SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
+    "eagle3": ("eagle3", {}),
+    "eagle3, two layers": ("eagle3", {"num_layers": 2, "norm_output": True}),
+    "eagle3, pruned": ("eagle3", {"draft_vocabulary": torch.arange(0, 260, 3)}),
+    "eagle3, window": ("eagle3", {"sliding_window": 4}),
+    "eagle": ("eagle", {}),
+    "mtp": ("mtp", {"init": "scratch"}),
+}
+OTHERS: dict[str, Callable[[FrozenTarget], Proposer]] = {
+    "draft_model": lambda target: DraftModelProposer(half_right(target)),
+    "draft_model, threshold": lambda target: DraftModelProposer(half_right(target), confidence_threshold=0.3),
+    "draft_model, window": lambda target: DraftModelProposer(half_right(target, context=24), context="window"),
+    "draft_model, shared half": lambda target: DraftModelProposer(half_right(target), vocabulary=half_the_vocabulary(target)),
+    "draft_model, other vocabulary": translated,
+    "draft_model, of transformers": lambda target: DraftModelProposer(qwen()),
+    "the target itself": lambda target: DraftModelProposer(target.model),
+    "ngram": lambda target: NgramProposer(),
+    "ngram+eagle3": lambda target: LookupFirstProposer(proposer_of("eagle3", target), LookupFirst(min=1)),
+    "ngram+tree of eagle3": lambda target: LookupFirstProposer(
+        proposer_of("eagle3", target), LookupFirst(draft_tree={"branching": [2, 2]})
+    ),
+}
+
+
+def proposer_of(name: str, target: FrozenTarget) -> Proposer:
+    if name in OTHERS:
+        return OTHERS[name](target)
+    method, shape = SHAPES[name]
+    return HeadProposer(build_head(method, target, **shape))

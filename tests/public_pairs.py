@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -602,6 +603,13 @@ PAIRS = {
     "gpt-oss-120b-eagle3": Pair("eagle3", GPT_OSS_120B, GPT_OSS_120B_EAGLE3),
     "qwen3.5-mtp": Pair("mtp", QWEN35_9B, None),
 }
+
+QUICK = {"llama-eagle", "llama-eagle3", "llama-1b", "qwen3-dflash", "qwen3.5-mtp"}  # one of each method
+
+
+def one_a_method(names: Iterable[str], *, but: Iterable[str] = ()) -> list[Any]:
+    """Parameters of a test: these pairs, long beside one of each method. but: quick ones that are long, too."""
+    return [name if name in QUICK.difference(but) else pytest.param(name, marks=pytest.mark.long) for name in names]
 
 
 # Wrong ones

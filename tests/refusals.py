@@ -9,12 +9,12 @@ from specdistill.errors import UserError
 
 
 @contextmanager
-def refused(key: str, got: object = "") -> Iterator[None]:
-    """Assert that the block raises a UserError about this key. got: what its value begins with."""
+def refused(key: str, got: object = "", *, holds: str = "") -> Iterator[None]:
+    """Assert that the block raises a UserError about this key. got: what its value begins with; holds: what else is in it."""
     with pytest.raises(UserError) as caught:
         yield
     assert caught.value.key == key, caught.value
-    assert caught.value.got.startswith(str(got)), caught.value
+    assert caught.value.got.startswith(str(got)) and holds in caught.value.got, caught.value
 
 
 def refused_key(stderr: str) -> str:

@@ -215,6 +215,19 @@ def simulated_candidate(
     return Measured(name, num_layers, hidden_size, vocabulary, training, report, records)
 
 
+def in_batches(records: Sequence[PromptRecord], size: int) -> list[PromptRecord]:
+    """The same prompts decoded together: each has an equal share of its batch's times."""
+    found = []
+    for number, record in enumerate(records):
+        batch = records[number // size * size :][:size]
+        timings = {
+            side: replace(getattr(record, side), seconds=sum(getattr(one, side).seconds for one in batch) / len(batch))
+            for side in ("speculative", "baseline")
+        }
+        found.append(replace(record, batch=number // size, **timings))
+    return found
+
+
 def as_from_server(record: PromptRecord, *, with_baseline: bool = True) -> PromptRecord:
     """The same text, with what a server tells of it in place of its rounds."""
     longest = max(len(entry.drafted) for entry in record.rounds)

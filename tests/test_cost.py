@@ -26,9 +26,7 @@ def test_the_table_says_what_it_costs(tmp_path: Path, capsys: pytest.CaptureFixt
 
 def test_what_has_no_room_is_refused_unless_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     huge = SAMPLE.times(1e15)
-    with pytest.raises(
-        ResourceError, match=r"generating takes about .* in .*, whose disk has .* left; free disk space, .*data\.force=true"
-    ):
+    with pytest.raises(ResourceError, match=rf"{tmp_path}.*data\.force=true"):
         announce("generating", huge, "", tmp_path)
     announce("generating", huge, "", tmp_path, force=True)
     assert capsys.readouterr().err.count("generating") == 2

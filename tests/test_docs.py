@@ -2,9 +2,6 @@
 
 import re
 import tomllib
-from pathlib import Path
-
-import pytest
 
 from specdistill.project import RECIPES, ROOT
 from tests.documented import commands, examples_left_out, keys_of, read, unknown_keys
@@ -23,9 +20,6 @@ MODULE = re.compile(r"\bspecdistill(?:\.[a-z_0-9]+)+")
 YOURS = "/mine"  # files that a reader is told to write
 SECTIONS = ("target", "data", "draft", "loss", "on_policy", "eval")
 
-every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-every_page_of_today = pytest.mark.parametrize("page", OF_TODAY, ids=lambda page: page.name)
-
 
 def is_module(dotted: str) -> bool:
     """A module of the package, or a name in one."""
@@ -36,39 +30,42 @@ def parents(path: str) -> tuple[str, str]:
     return path, path.rpartition("/")[0]
 
 
-@every_page
-def test_relative_links_lead_somewhere(page: Path) -> None:
-    targets = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", read(page))
-    assert [target for target in targets if "://" not in target and not (page.parent / target).exists()] == []
+def test_relative_links_lead_somewhere() -> None:
+    for page in PAGES:
+        targets = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", read(page))
+        assert [target for target in targets if "://" not in target and not (page.parent / target).exists()] == [], page
 
 
-@pytest.mark.parametrize("page", [*OF_TODAY, *COMMENTED], ids=lambda page: page.relative_to(ROOT).as_posix())
-def test_files_and_modules_exist(page: Path) -> None:
-    text = read(page) if page.suffix == ".md" else "\n".join(re.findall(r"#.*", read(page)))
-    text = re.sub(r"https?://\S+", "", text)
-    patterns = {path: re.sub(r"<\w+>", "*", path).rstrip("/") for path in IN_TEXT.findall(text) if YOURS not in path}
-    missing = [path for path, pattern in patterns.items() if next(ROOT.glob(pattern), None) is None]
-    assert missing + [name for name in MODULE.findall(text) if not is_module(name)] == []
+def test_files_and_modules_exist() -> None:
+    for page in (*OF_TODAY, *COMMENTED):
+        text = read(page) if page.suffix == ".md" else "\n".join(re.findall(r"#.*", read(page)))
+        text = re.sub(r"https?://\S+", "", text)
+        patterns = {path: re.sub(r"<\w+>", "*", path).rstrip("/") for path in IN_TEXT.findall(text) if YOURS not in path}
+        missing = [path for path, pattern in patterns.items() if next(ROOT.glob(pattern), None) is None]
+        assert missing + [name for name in MODULE.findall(text) if not is_module(name)] == [], page
 
 
-@every_page_of_today
-def test_recipes_exist(page: Path) -> None:
-    names = re.findall(r"recipe=((?:pico|small)/\w+)|`((?:pico|small)/\w+)`", read(page))
-    assert [name for pair in names for name in pair if name and not (RECIPES / f"{name}.yaml").is_file()] == []
+def test_recipes_exist() -> None:
+    for page in OF_TODAY:
+        names = {
+            name for pair in re.findall(r"recipe=((?:pico|small)/\w+)|`((?:pico|small)/\w+)`", read(page)) for name in pair
+        }
+        assert [name for name in names - {""} if not (RECIPES / f"{name}.yaml").is_file()] == [], page
 
 
-@every_page_of_today
-def test_commands_take_the_keys_that_they_are_given(page: Path) -> None:
-    found = commands(examples_left_out(page))
-    assert [f"specdistill {verb} … {key}=" for verb, keys in found for key in unknown_keys(verb, keys)] == []
+def test_commands_take_the_keys_that_they_are_given() -> None:
+    for page in OF_TODAY:
+        found = commands(examples_left_out(page))
+        assert [f"specdistill {verb} … {key}=" for verb, keys in found for key in unknown_keys(verb, keys)] == [], page
 
 
-@every_page_of_today
-def test_recipe_keys_exist(page: Path) -> None:
+def test_recipe_keys_exist() -> None:
     known = keys_of("train") | {"data.regenerate", "eval.sweep", "eval.ngram", "draft.lora"}
-    named = re.findall(rf"(?<![\w./-])((?:{'|'.join(SECTIONS)})\.[a-z_]+(?:\.[a-z_]+)*)(?![\w/(-])", examples_left_out(page))
+    key = re.compile(rf"(?<![\w./-])((?:{'|'.join(SECTIONS)})\.[a-z_]+(?:\.[a-z_]+)*)(?![\w/(-])")
     files = (".py", ".md", ".yaml", ".json", ".jsonl")
-    assert [key for key in named if key not in known and not key.endswith(files)] == []
+    for page in OF_TODAY:
+        named = key.findall(examples_left_out(page))
+        assert [key for key in named if key not in known and not key.endswith(files)] == [], page
 
 
 def layers() -> list[str]:
@@ -83,13 +80,11 @@ def test_architecture_states_the_import_contract() -> None:
     assert block.splitlines() == layers()
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/architecture.md"])
-def test_every_folder_of_the_library_is_described(page: str) -> None:
+def test_every_folder_of_the_library_is_described() -> None:
     folders = {path.parent.name for path in (ROOT / "specdistill").glob("*/__init__.py")}
-    described = {
-        name for row in re.findall(r"^\| (`.*?) \|", read(ROOT / page), re.MULTILINE) for name in re.findall(r"`(\w+)/", row)
-    }
-    assert folders and folders - described == set()
+    for page in ("README.md", "docs/architecture.md"):
+        rows = re.findall(r"^\| (`.*?) \|", read(ROOT / page), re.MULTILINE)
+        assert folders - {name for row in rows for name in re.findall(r"`(\w+)/", row)} == set(), page
 
 
 def test_reading_paths_name_what_the_files_define() -> None:

@@ -19,6 +19,7 @@ from specdistill.methods.recipe import Recipe
 from specdistill.project import ROOT
 from specdistill.recipe.load import load_recipe
 from specdistill.training.arguments import training_arguments
+from tests.refusals import refused_key
 
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
@@ -69,18 +70,15 @@ def installed(site: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_wheel_works_from_an_empty_folder(site: Path, in_empty_folder: Path):
-    def specdistill(*arguments: str) -> subprocess.CompletedProcess[str]:
-        return installed(site, *arguments)
-
-    assert specdistill("--version").stdout == f"specdistill {__version__}\n"
-    assert specdistill("path", "pico").stdout == f"{site / 'specdistill' / 'assets' / 'pico'}\n"
-    assert "train/eagle.py" in specdistill("train", "--help").stdout
-    mistake = specdistill("train", "recipe=pico/eagle3", "draft.layers=1")
+    assert installed(site, "--version").stdout == f"specdistill {__version__}\n"
+    assert installed(site, "path", "pico").stdout == f"{site / 'specdistill' / 'assets' / 'pico'}\n"
+    assert "train/eagle.py" in installed(site, "train", "--help").stdout
+    mistake = installed(site, "train", "recipe=pico/eagle3", "draft.layers=1")
     assert mistake.returncode == 2
-    assert mistake.stderr.startswith("error: draft.layers: got an unknown key")
+    assert refused_key(mistake.stderr) == "draft.layers"
 
 
-@pytest.mark.long
+@pytest.mark.long  # two launched processes
 @pytest.mark.distributed
 def test_wheel_trains_in_two_processes_from_an_empty_folder(site: Path, in_empty_folder: Path):
     rows = [{"text": f"def add_{number}(a, b):\n    return a + b + {number}\n"} for number in range(8)]
@@ -97,8 +95,7 @@ def test_wheel_trains_in_two_processes_from_an_empty_folder(site: Path, in_empty
     # What every process finds is said once, and its exit code is the launch's.
     again = installed(site, "train", "recipe=pico/eagle3", "launch=ddp", "num_processes=2", "train.output_dir=run", *keys)
     assert again.returncode == 2
-    said = "error: train.output_dir: got run, which holds a finished run, expected a new folder, or an interrupted run"
-    assert re.findall("error: .*", again.stderr) == [said]
+    assert refused_key(again.stderr) == "train.output_dir"
 
 
 def pins() -> dict[str, str]:
@@ -115,11 +112,8 @@ def declared() -> list[Requirement]:
 
 def test_constraints_pin_every_dependency_within_its_range():
     pinned = {need: pins().get(canonicalize_name(need.name)) for need in declared()}
+    assert "+" not in pins()["torch"]  # any build will do
     assert [str(need) for need, version in pinned.items() if version is None or not need.specifier.contains(version)] == []
-
-
-def test_constraints_pin_torch_without_a_build_tag():
-    assert pins()["torch"] == "2.13.0"
 
 
 def test_constraints_pin_what_the_dependencies_need():
@@ -158,7 +152,7 @@ def test_pre_commit_runs_what_ci_lints():
 def test_ci_runs_lint_and_the_readme_s_test_command():
     script = ROOT / ".ci" / "run"
     assert os.access(script, os.X_OK)
-    steps = re.findall(r"^step (.+)$", script.read_text(encoding="utf-8"), re.MULTILINE)
+    steps = re.findall(r"^step (make .+)$", script.read_text(encoding="utf-8"), re.MULTILINE)
     assert steps == ["make setup", "make lint", "make test", "make test-long", "make test-launches", "make test-engines"]
 
 

@@ -7,7 +7,7 @@ position; c a draft step and v a verification of K tokens, both in plain target 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import yaml
@@ -288,6 +288,7 @@ def recipe_for(method: str, target: str) -> tuple[str | None, dict[str, Any]]:
     return next((name for folder in ("small", "pico") for name in found if name.startswith(f"{folder}/")), None), {}
 
 
+@cache
 def read_recipe(name: str) -> dict[str, Any]:
     """A shipped recipe's keys."""
     keys: dict[str, Any] = yaml.safe_load((RECIPES / f"{name}.yaml").read_text(encoding="utf-8"))

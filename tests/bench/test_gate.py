@@ -18,7 +18,7 @@ POPULATIONS = {population.name: population for population in bench.load(bench.ME
 RULES = {rule.metric: rule for rule in load_gate("release") if rule.requirement == "max_regression"}
 
 
-@pytest.mark.long
+@pytest.mark.long  # 450 releases
 @pytest.mark.parametrize(
     ("name", "margin", "num_prompts"),
     [("eagle3 to eagle3-again", 0.03, 128), ("eagle3 to eagle", 0.03, 384), ("one draft, timed twice", 0.05, 192)],

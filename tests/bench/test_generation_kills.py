@@ -15,7 +15,7 @@ from tests.tiny import tiny_target_model, tiny_tokenizer
 bench: Any = load_script("bench/generation_kills.py")
 
 
-@pytest.mark.long
+@pytest.mark.long  # generations that are killed and repeated
 @pytest.mark.parametrize("way", ["in process", "by a server"])
 def test_killed_generations_give_the_same_rows(way: str, tmp_path: Path) -> None:
     tiny_target_model().save_pretrained(tmp_path / "model")

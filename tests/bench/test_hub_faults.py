@@ -18,7 +18,7 @@ def released(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return finished_run(tmp_path_factory.mktemp("finished"))
 
 
-@pytest.mark.long
+@pytest.mark.long  # commands that are killed and repeated
 @pytest.mark.parametrize(("command", "transfer"), [("publish", "xet"), ("acquire", "lfs")])
 def test_what_meets_faults_is_whole_and_done_when_repeated(released: Path, command: str, transfer: str, tmp_path: Path) -> None:
     found = bench.trials(tmp_path / "trials", released, command, transfer, 4, random.Random(5))

@@ -12,6 +12,7 @@ from tests.scripts import load_script
 bench: Any = load_script("bench/kills.py")
 
 
+@pytest.mark.long  # two processes, launched once whole and four times until they are killed
 @pytest.mark.distributed
 def test_a_killed_run_resumes_to_the_same_draft(tmp_path: Path) -> None:
     files = [key for key in tiny_files(tmp_path) if key.startswith(("target.model", "data.source", "data.cache_dir"))]

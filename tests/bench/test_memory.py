@@ -11,6 +11,7 @@ RECORD = memory.load_record()
 TRIED = [RECORD[index] for index in (0, 3, 5, 6)]  # each length with each vocabulary, once recomputed and once not
 
 
+@pytest.mark.long  # seven steps of a head for 8B parameters, operation by operation; tests/planning counts those of small ones
 @pytest.mark.parametrize("recorded", TRIED, ids=lambda need: "-".join(str(need[key]) for key in memory.SHAPES[0]))
 def test_a_step_needs_no_more_than_its_record(recorded: dict[str, Any]):
     assert memory.growth(memory.need(**{key: recorded[key] for key in memory.SHAPES[0]}), recorded) == []

@@ -3,6 +3,8 @@
 import subprocess
 from pathlib import Path
 
+import pytest
+
 from bench.mutants import LIST, Mutant, outcomes, read_mutants
 from specdistill.project import ROOT
 
@@ -18,7 +20,7 @@ def test_the_second(): assert larger(1, 2) == 2
 """
 
 
-def test_a_mutation_is_caught_by_a_quick_test_or_survives(tmp_path: Path) -> None:
+def test_a_mutation_is_caught_by_a_quick_test_or_survives(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     subprocess.run(["git", "init", "--quiet", tmp_path], check=True)
     (tmp_path / "library.py").write_text(LIBRARY)
     (tmp_path / "test_library.py").write_text(TESTS)
@@ -31,9 +33,19 @@ def test_a_mutation_is_caught_by_a_quick_test_or_survives(tmp_path: Path) -> Non
         mutant("smaller", "a > b", "a < b"),
         mutant("always the first", "else b", "else a"),
         mutant("broken", "return", "return return"),
+        mutant("ends the process", "return a", '__import__("os")._exit(3)'),
+        mutant("of another day", "maximum", "minimum"),
     ]
-    found = {mutant.id: caught_by for mutant, caught_by, _ in outcomes(tmp_path, mutants, num_workers=2)}
-    assert found == {"smaller": "test_library.py::test_the_first", "always the first": None, "broken": "test_library.py"}
+    found = {outcome.mutant.id: outcome for outcome in outcomes(tmp_path, mutants, num_workers=2)}
+    assert {name: (outcome.caught_by, outcome.exit_code) for name, outcome in found.items()} == {
+        "smaller": ("test_library.py::test_the_first", 0),
+        "always the first": (None, 0),
+        "broken": ("test_library.py", 0),
+        "ends the process": (None, 3),
+        "of another day": (None, 1),
+    }
+    assert str(found["ends the process"]).startswith("ends the process: NOT TRIED, its process ended with exit code 3")
+    assert "library.py holds its old text 0 times" in capfd.readouterr().err
     assert (tmp_path / "library.py").read_text() == LIBRARY
 
 

@@ -12,7 +12,7 @@ from tests.scripts import load_script
 bench: Any = load_script("bench/prepare.py")
 
 
-@pytest.mark.long
+@pytest.mark.long  # processes that prepare rows
 @pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
 def test_every_way_is_timed_and_the_masks_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     results, page, data = tmp_path / "prepare.json", tmp_path / "data.md", tmp_path / "texts"

@@ -47,7 +47,7 @@ def test_the_page_shows_the_record():
     assert recipes.shown(RECORD) in recipes.PAGE.read_text(encoding="utf-8")
 
 
-@pytest.mark.long
+@pytest.mark.long  # targets of up to 70B parameters on the meta device
 @pytest.mark.parametrize("name", ["llama-3.1-8b/eagle3", "qwen3-30b-a3b/eagle3", "llama-3.3-70b/draft"])
 def test_it_is_computed_alike(name: str):
     assert recipes.need(name) == RECORD[name]

@@ -16,6 +16,7 @@ from specdistill.methods.target_record import save_draft
 from specdistill.targets.frozen import FrozenTarget
 from tests.heads import build_head
 from tests.proposers import ModelProposer, tiny_target
+from tests.refusals import refused
 from tests.tiny import tiny_target_model, tiny_tokenizer
 
 MEASURED = {
@@ -45,7 +46,7 @@ def head(in_empty_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_drafts_are_those_of_the_comparison_with_their_k(head: Path) -> None:
-    with pytest.raises(UserError, match=r"drafts: got null, and no runs/smollm2/comparison\.json, expected .* `make smollm2`"):
+    with refused("drafts"):
         chosen(Options())
     candidates = [
         {"name": name, "report": {"draft": {"model": model}, "settings": {"num_speculative_tokens": k}}}
@@ -55,26 +56,24 @@ def test_drafts_are_those_of_the_comparison_with_their_k(head: Path) -> None:
     Path("runs/smollm2/comparison.json").write_text(json.dumps({"candidates": candidates}), encoding="utf-8")
     assert chosen(Options()) == [Draft(head, "eagle3", 2)]
     assert chosen(Options(num_speculative_tokens=[5])) == [Draft(head, "eagle3", 5)]
-    with pytest.raises(UserError, match=r"num_speculative_tokens: got \[\] for 1 drafts, expected K of each"):
+    with refused("num_speculative_tokens", "[] for 1"):
         chosen(Options(drafts=[str(head)]))
 
 
 def test_the_table_has_what_was_measured_and_why_something_was_not(head: Path) -> None:
-    with pytest.raises(UserError, match="a head with fc_norm") as refused:
+    with pytest.raises(UserError, match="fc_norm") as error:
         as_gguf(Draft(head, "eagle3", 3), Path("exported"))
-    assert refused.value.key == "engine" and not Path("exported").exists()
-    absent = {"draft": "`eagle3`, K = 3", "engine": "llama.cpp, Q4_1", "refused": str(refused.value)}
+    assert error.value.key == "engine" and not Path("exported").exists()
+    absent = {"draft": "`eagle3`, K = 3", "engine": "llama.cpp, Q4_1", "refused": str(error.value)}
     caption, table, why = page([MEASURED, absent], 24, 64)
     assert "24 prompts" in caption and "up to 64 tokens" in caption
     assert table.splitlines()[2:] == [
         "| `eagle3`, K = 3 | vLLM 1.0, bfloat16 | 1.95 (1.90 to 2.00) | 2.00 | −2.5% | 20.0 | 30.0 | 1.50× (1.40 to 1.60) |",
         "| `eagle3`, K = 3 | llama.cpp, Q4_1 | – | – | – | – | – | – |",
     ]
-    assert why.startswith("`eagle3`, K = 3 is not in llama.cpp, Q4_1: engine: got gguf for ") and "fc" in why
+    assert "llama.cpp, Q4_1: engine: got gguf" in why
     (*_, left_out) = page([{**MEASURED, "engine": "llama.cpp, Q4_1", "num_left_out": 2}], 24, 64)
-    assert left_out.startswith(
-        "`eagle3`, K = 3 in llama.cpp, Q4_1 is without 2 of 24 prompts, which its tokenizer splits otherwise"
-    )
+    assert "2 of 24 prompts" in left_out
 
 
 class FirstTokens(ModelProposer):
@@ -91,5 +90,6 @@ def test_rounds_of_llama_cpp_draft_at_once_and_no_further_than_the_limit() -> No
     decoder, prompt = AsLlamaCpp(target, FirstTokens(target.model)), (40, 41, 42, 43)
     # 3 + 1 tokens; 2 + 1, as 3 are drafted with 4 to go; then a whole draft, which passes the limit.
     assert decoder.count(prompt, 8, 4) == Counts(3, 4 + 3 + 4, 3 + 2 + 3)
+    assert decoder.count(prompt, 3, 1) == Counts(4, 4, 0)  # until there are more than the limit
     plain = Decoder(target).generate(prompt, max_new_tokens=8).token_ids
     assert decoder.count(prompt, 8, 4, stop_ids=plain[1:2]) == Counts(1, 4, 3)

@@ -14,6 +14,7 @@ from specdistill.errors import ResourceError, UserError
 from specdistill.methods.load import method_of
 from specdistill.targets.frozen import FrozenTarget
 from tests.heads import build_head, save_head
+from tests.refusals import refused
 from tests.tiny import tiny_target_model, tiny_tokenizer
 
 
@@ -61,11 +62,11 @@ def test_a_look_up_may_stand_in_front_of_a_draft(runs: Path, tmp_path: Path, mon
     assert (alone.name, together.name) == ("draft", "ngram+draft")
     assert (alone.looks_up_first, together.looks_up_first) == (False, True)
     assert (together.draft, together.folder, together.method) == (draft, runs / "eagle3" / "draft", "eagle3")
-    with pytest.raises(UserError, match="which are the same draft"):
+    with refused("drafts", f"ngram+{draft} and ngram+{draft}"):
         find_candidates([f"ngram+{draft}", f"ngram+{draft}"])
-    with pytest.raises(UserError, match=r"got ngram\+ngram, expected a draft folder or a Hub id after ngram\+"):
+    with refused("drafts", "ngram+ngram"):
         find_candidates(["ngram+ngram", draft])
-    with pytest.raises(UserError, match="got nowhere, which is no folder"):
+    with refused("drafts", "nowhere"):
         find_candidates(["ngram+nowhere", "ngram"])
     shutil.copytree(draft, tmp_path / "ngram+mine")  # a folder of that name is a folder
     monkeypatch.chdir(tmp_path)
@@ -94,15 +95,15 @@ def test_weights_in_several_files_are_known_by_their_index(runs: Path, tmp_path:
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "fact"),
     [
-        ({"architectures": ["BertModel"]}, "architectures BertModel and "),
-        ({"architectures": None}, "architectures not named and "),
-        ("weights", "architectures LlamaForCausalLM and no weights"),
-        ("torn", "expected a whole safetensors file"),
+        ({"architectures": ["BertModel"]}, "BertModel"),
+        ({"architectures": None}, "architectures not named"),
+        ("weights", "LlamaForCausalLM and no weights"),
+        ("torn", "model.safetensors"),
     ],
 )
-def test_what_is_no_draft_is_named(runs: Path, tmp_path: Path, change, says: str) -> None:
+def test_what_is_no_draft_is_named(runs: Path, tmp_path: Path, change, fact: str) -> None:
     folder = other(runs / "model" / "draft", tmp_path / "odd")
     if change == "weights":
         (folder / "model.safetensors").unlink()
@@ -111,14 +112,14 @@ def test_what_is_no_draft_is_named(runs: Path, tmp_path: Path, change, says: str
     else:
         config = json.loads((folder / "config.json").read_text())
         (folder / "config.json").write_text(json.dumps(config | change))
-    with pytest.raises(UserError, match=says) as caught:
+    with pytest.raises(UserError) as caught:
         find_candidates([str(folder), "ngram"])
-    assert caught.value.key == "drafts"
+    assert caught.value.key == "drafts" and fact in caught.value.got
 
 
-@pytest.mark.parametrize(("entries", "got"), [([], "0 candidates"), (["ngram"], "1 candidate,")])
+@pytest.mark.parametrize(("entries", "got"), [([], "0 candidates"), (["ngram"], "1 candidate")])
 def test_one_alone_is_no_comparison(entries: list[str], got: str) -> None:
-    with pytest.raises(UserError, match=rf"drafts: got {got}.*two or more"):
+    with refused("drafts", got):
         find_candidates(entries)
 
 
@@ -150,7 +151,7 @@ def test_the_same_draft_twice_is_refused(runs: Path, tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(draft)
     shutil.copytree(draft, tmp_path / "copy")
     for entries in (["ngram", "ngram"], [draft, draft], [draft, tmp_path / "link"], [draft, "ngram", tmp_path / "copy"]):
-        with pytest.raises(UserError, match="which are the same draft, expected different candidates"):
+        with refused("drafts", f"{entries[0]} and {entries[-1]}"):
             names(*entries)
     weights = load_file(tmp_path / "copy" / "model.safetensors")
     weights["fc.weight"][0, 0] += 1
@@ -158,24 +159,14 @@ def test_the_same_draft_twice_is_refused(runs: Path, tmp_path: Path) -> None:
     assert names(draft, tmp_path / "copy") == ["draft", "copy"]
 
 
-@pytest.mark.parametrize(
-    ("entry", "says"),
-    [
-        ("ngrm", "drafts: got ngrm, which is no folder, expected a draft folder, a Hub id or ngram; did you mean ngram?"),
-        ("./nowhere", "drafts: got ./nowhere, which is no folder, expected"),
-        ("a/b/c", "drafts: got a/b/c, which is no folder"),
-        ("", "drafts: got an empty name, which is no folder"),
-        ("no spaces/allowed", "drafts: got no spaces/allowed, expected a draft folder, a Hub id or ngram"),
-    ],
-)
-def test_an_entry_that_is_nothing(entry: str, says: str) -> None:
-    with pytest.raises(UserError) as caught:
+@pytest.mark.parametrize("entry", ["ngrm", "./nowhere", "a/b/c", "", "no spaces/allowed"])
+def test_an_entry_that_is_nothing(entry: str) -> None:
+    with refused("drafts", entry or "an empty name"):
         find_candidates([entry, "ngram"])
-    assert str(caught.value).startswith(says)
 
 
 def test_a_run_is_not_its_draft_but_near_it(runs: Path) -> None:
-    with pytest.raises(UserError, match=rf"which holds draft, expected .*; did you mean {runs / 'model' / 'draft'}\?"):
+    with pytest.raises(UserError, match=str(runs / "model" / "draft")):
         names(runs / "model", "ngram")
 
 
@@ -209,7 +200,5 @@ def test_revisions_of_one_hub_id_are_candidates_of_their_own(runs: Path) -> None
 
 
 def test_a_hub_that_cannot_be_reached_is_not_the_users_mistake() -> None:
-    with pytest.raises(
-        ResourceError, match=r"drafts: someone/nothing is no folder here, and could not be fetched .*; check the path"
-    ):
+    with pytest.raises(ResourceError, match="drafts: someone/nothing "):
         find_candidates(["someone/nothing", "ngram"])

@@ -349,7 +349,7 @@ def test_the_document_fits_its_schema(comparison: dict[str, Any]) -> None:
         (("ranking", 1, "difference_to_best", "speedup", "ci95"), [0.1], "ranking.1.difference_to_best"),
         (("candidates", 1, "training", "seconds"), -1, "candidates.1.training"),
         (("candidates", 1, "training", "curve"), [[200]], "candidates.1.training"),
-        (("candidates", 1, "trained"), True, "candidates.1.*trained"),
+        (("candidates", 1, "trained"), True, r"with candidates\.1: "),
         (("candidates", 0, "report", "results", 0, "speedup"), "fast", r"\(poor\) with results\.0\.speedup"),
         (("why", 0, "name"), "because", "why.0.name"),
     ],

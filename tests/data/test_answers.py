@@ -1,17 +1,17 @@
 """Answers on disk: what is added is there, whatever happens to the process that adds."""
 
 import errno
+import itertools
+import multiprocessing
 import os
-import signal
-import subprocess
-import sys
-import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from specdistill.data.answers import PATTERN, Answer, Answers, Question
 from specdistill.errors import ResourceError
+from tests.processes import fork
 
 ANSWER = Answer(prompt_ids=(1, 2), token_ids=(3, 4), reason="stop", model="m", server="s", template={}, sampling={"top_k": -1})
 
@@ -50,22 +50,24 @@ def test_two_writers_of_one_answer_are_read_alike(tmp_path: Path) -> None:
     assert len(Answers(tmp_path)) == 1
 
 
-@pytest.mark.long
 def test_a_kill_loses_no_answer_that_was_added(tmp_path: Path) -> None:
     """The writer tells each answer once `add` has returned."""
-    code = (
-        "import itertools; from pathlib import Path; from specdistill.data.answers import Answers\n"
-        "from tests.data.test_answers import ANSWER, question\n"
-        f"with Answers(Path({str(tmp_path)!r})) as answers:\n"
-        "    for number in itertools.count():\n"
-        "        answers.add(question(number), ANSWER); print(number, flush=True)\n"
-    )
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        process.stdout.readline()
-        time.sleep(0.2)
-        process.send_signal(signal.SIGKILL)
-        *_, last = map(int, process.stdout.read().split())
+    told, teller = multiprocessing.Pipe(duplex=False)
+
+    def write() -> None:
+        with Answers(tmp_path) as answers:
+            for number in itertools.count():
+                answers.add(question(number), ANSWER)
+                teller.send(number)
+
+    process = fork(write)
+    teller.close()
+    while (last := told.recv()) < 20:
+        pass
+    process.kill()
+    with suppress(EOFError):
+        while True:
+            last = told.recv()
     left = Answers(tmp_path)
     assert all(left.get(question(number)) == ANSWER for number in range(last + 1))
 

@@ -7,8 +7,9 @@ import pytest
 import torch
 from datasets import Dataset
 
-from specdistill.data.packing import COLUMNS, MIN_TOKENS, Piece, collate, cut, fill_rows, pack, usable
+from specdistill.data.packing import COLUMNS, MIN_TOKENS, Piece, collate, cut, draft_vocabulary, fill_rows, pack, usable
 from specdistill.errors import UserError
+from tests.refusals import refused
 
 PAD = 7
 
@@ -106,3 +107,20 @@ def test_documents_that_cannot_be_used_are_counted(caplog: pytest.LogCaptureFixt
         usable([12, 9, 1], [False] * 3, 8)
     with pytest.raises(UserError, match=r"data.source: got 2 rows of fewer than 3 tokens"):
         usable([1, 2], [True, False], 8)
+
+
+def test_the_draft_vocabulary_is_of_the_most_frequent_loss_tokens() -> None:
+    """With loss 7 is there 700 times, 2 and 5 500 times each; 1 and 9 never are, and are the most frequent without."""
+    pairs = [(1, 7)] * 700 + [(1, 2)] * 500 + [(9, 5)] * 500 + [(9, 9)] * 300
+    masks = [[0, 1]] * 1700 + [[0, 0]] * 300
+    rows = Dataset.from_dict({"input_ids": [[*pair] for pair in pairs], "loss_mask": masks})
+
+    def kept(number: int | None) -> list[int] | None:
+        ids = draft_vocabulary(rows, 10, number)
+        return None if ids is None else ids.tolist()
+
+    assert [kept(number) for number in (1, 2, 3, 5)] == [[7], [2, 7], [2, 5, 7], [0, 1, 2, 5, 7]]
+    assert kept(None) is None and kept(10) is None and len(kept(9) or []) == 9
+    for number in (0, 11):
+        with refused("draft.vocab_size", number):
+            kept(number)

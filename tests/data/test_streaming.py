@@ -120,28 +120,17 @@ def test_processes_share_the_rows(tmp_path: Path, files: int, processes: int) ->
     assert all(len(part) >= 240 * 0.8 / processes / 2 for part in parts)
 
 
-IMPORTS = """
-from itertools import islice
-from specdistill.data.training_data import training_data
-from specdistill.recipe.sections import DataConfig
-from tests.tiny import tiny_tokenizer
-"""
-SHARE = """
-config = DataConfig(
-    source=f"{folder}/rows.jsonl", streaming=True, max_length=16, decontaminate=[], cache_dir=f"{folder}/cache", buffer_size=50
-)
-stream, _ = training_data(config, tiny_tokenizer(), None, fingerprint="0" * 64)
-rows = list(islice(stream, 80))
-assert stream.place["epoch"] == 0
-print(*(tiny_tokenizer().decode(row["input_ids"][:8]) for row in rows), sep=",")
-"""
-
-
-@pytest.mark.long
 @pytest.mark.distributed
 def test_processes_of_a_launch_read_different_rows(tmp_path: Path) -> None:
-    write(tmp_path / "rows.jsonl", numbered("row", 400))
-    first, second = (set(process.out.strip().split(",")) for process in run_processes(tmp_path, IMPORTS, SHARE, 0, 1))
+    config = config_for(tmp_path, write(tmp_path / "rows.jsonl", numbered("row", 400)), max_length=16)
+
+    def share(_: int) -> None:
+        stream, _ = streamed(config)
+        rows = list(islice(stream, 80))
+        assert stream.place["epoch"] == 0
+        print(*(TOKENIZER.decode(row["input_ids"][:8]) for row in rows), sep=",")
+
+    first, second = (set(process.out.strip().split(",")) for process in run_processes(tmp_path, share, 0, 1))
     assert len(first) == len(second) == 80 and not first & second
 
 

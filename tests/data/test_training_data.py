@@ -5,6 +5,7 @@ import logging
 import os
 import re
 import shutil
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,9 @@ import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
+from specdistill.data import regeneration
+from specdistill.data import training_data as module
+from specdistill.data.cache import content_fingerprint
 from specdistill.data.packing import collate
 from specdistill.data.training_data import training_data
 from specdistill.errors import ResourceError, UserError
@@ -272,43 +276,31 @@ def test_a_large_preparation_is_costed_from_its_first_rows(
     assert "preparing" not in capsys.readouterr().err  # they are there
 
 
-IMPORTS = """
-import time
-from specdistill.data import training_data as module
-from specdistill.errors import UserError
-from specdistill.recipe.sections import DataConfig
-from tests.tiny import tiny_tokenizer
-"""
-PREPARE = """
-machine = "ab"[rank // 2]
-texts, encode = [], module.Encoder.texts
-module.Encoder.texts = lambda encoder, rows: texts.extend(rows) or encode(encoder, rows)
-
-def prepare(number):
-    file = f"{folder}/rows-{number}-{machine}.jsonl"
-    config = DataConfig(source=file, cache_dir=f"{folder}/cache-{machine}", max_length=16)
-    return module.training_data(config, tiny_tokenizer(), None, fingerprint="0" * 64)
-
-if rank == 0:
-    time.sleep(1)
-train, validation = prepare(0)
-print(len(texts), len(train), len(validation))
-try:
-    prepare(1)
-except UserError as error:
-    print(error)
-"""
-
-
-@pytest.mark.long
 @pytest.mark.distributed
 def test_rows_are_prepared_once_on_each_machine_and_have_to_agree(tmp_path: Path) -> None:
-    """Machine a has two processes, the first of which is late, and machine b one. Its second file differs in a character."""
+    """Machine a has two processes, and machine b one. Its second file differs in a character."""
     for machine, last in (("a", "z"), ("b", "y")):
         same = [{"text": f"abc {index} def"} for index in range(20)]
         for number, rows in enumerate([same, [*same, {"text": f"abc {last}"}]]):
             (tmp_path / f"rows-{number}-{machine}.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
-    processes = run_processes(tmp_path, IMPORTS, PREPARE, 0, 1, 0)
+
+    def prepare(rank: int) -> None:
+        machine, texts, encode = "ab"[rank // 2], [], module.Encoder.texts
+        module.Encoder.texts = lambda encoder, rows: texts.extend(rows) or encode(encoder, rows)  # type: ignore[method-assign]
+
+        def halves(number: int) -> tuple[Dataset, Dataset]:
+            file = tmp_path / f"rows-{number}-{machine}.jsonl"
+            config = DataConfig(source=str(file), cache_dir=str(tmp_path / f"cache-{machine}"), max_length=16)
+            return training_data(config, tiny_tokenizer(), None, fingerprint="0" * 64)
+
+        train, validation = halves(0)
+        print(len(texts), len(train), len(validation))
+        try:
+            halves(1)
+        except UserError as error:
+            print(error)
+
+    processes = run_processes(tmp_path, prepare, 0, 1, 0)
     lines = [process.out.splitlines() for process in processes]
     assert [line[0].split()[0] for line in lines] == ["20", "0", "20"], processes[0].err
     assert len({tuple(line[0].split()[1:]) for line in lines}) == 1
@@ -317,32 +309,24 @@ def test_rows_are_prepared_once_on_each_machine_and_have_to_agree(tmp_path: Path
         assert "in process 2 on " in said and said.endswith(": prepare on one machine, and copy data.cache_dir")
 
 
-GENERATE = """
-from specdistill.data import regeneration
-from specdistill.data.cache import content_fingerprint
-from specdistill.recipe.sections import RegenerateConfig
-from tests.tiny import tiny_target_model
-
-machine, calls, generate = "ab"[rank // 2], [], regeneration.generate
-regeneration.generate = lambda *inputs, **settings: calls.append(1) or generate(*inputs, **settings)
-settings = RegenerateConfig(num_tokens=1500, prompt_tokens=4, batch_size=4, temperatures=[0.0, 0.8])
-cache = f"{folder}/cache-{machine}"
-config = DataConfig(source=f"{folder}/rows.jsonl", cache_dir=cache, max_length=32, validation_fraction=0.2, regenerate=settings)
-model = tiny_target_model(num_layers=1)
-halves = module.training_data(config, tiny_tokenizer(), model, fingerprint="0" * 64)
-print(len(calls), *map(content_fingerprint, halves))
-"""
-
-
-@pytest.mark.long
 @pytest.mark.distributed
 def test_every_process_generates_a_share_of_the_same_rows(tmp_path: Path) -> None:
+    model = tiny_target_model(num_layers=1)
+    settings = RegenerateConfig(num_tokens=700, prompt_tokens=4, batch_size=4, temperatures=[0.0, 0.8])
+
+    def generate(config: DataConfig, rank: int) -> None:
+        calls, whole = [], regeneration.generate
+        regeneration.generate = lambda *inputs, **settings: calls.append(1) or whole(*inputs, **settings)
+        own = replace(config, cache_dir=f"{config.cache_dir}-{'ab'[rank // 2]}")
+        halves = training_data(own, tiny_tokenizer(), model, fingerprint="0" * 64)
+        print(len(calls), *map(content_fingerprint, halves))
+
     made = {}
     for local_ranks in ((0,), (0, 1), (0, 1, 0)):
         folder = tmp_path / "".join(map(str, local_ranks))
         folder.mkdir()
-        (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, numbered(40))), encoding="utf-8")
-        ended = run_processes(folder, IMPORTS, GENERATE, *local_ranks)
+        config = config_for(folder, numbered(40), regenerate=settings)
+        ended = run_processes(folder, partial(generate, config), *local_ranks)
         assert [process.code for process in ended] == [0] * len(local_ranks), ended[-1].err
         made[local_ranks] = [process.out.split() for process in ended]
     assert len({tuple(out[1:]) for processes in made.values() for out in processes}) == 1

@@ -5,8 +5,8 @@ import torch
 
 from specdistill.decoding import decoder
 from specdistill.decoding.decoder import Decoder
-from specdistill.methods.eagle3.module import build_eagle3
 from specdistill.methods.chains.proposer import HeadProposer
+from specdistill.methods.eagle3.module import build_eagle3
 from specdistill.methods.ngram.method import NgramProposer
 from specdistill.targets.frozen import FrozenTarget
 from tests import mtp_targets

@@ -9,26 +9,12 @@ from torch import Tensor
 
 from specdistill.decoding.tree import ROOT, Tree, draw_distinct
 from specdistill.decoding.verify import follow, rejection, sampled
-from tests.enumeration import cells
+from tests.enumeration import Distribution, cells, plain_distribution, random_distribution
 
 ROUNDING = 1e-15
 INSET = 1e-9  # of a cell's width: how near to its ends the rule is evaluated
 
-Distribution = Callable[[tuple[int, ...]], Tensor]
 Candidates = list[tuple[tuple[int, ...], Tree, float]]  # tokens of a tree's nodes, its form, and how likely it is
-
-
-def random_distribution(size: int, seed: int) -> Distribution:
-    """The distribution after each text; of some texts a token has probability zero."""
-
-    def distribution(text: tuple[int, ...]) -> Tensor:
-        generator = torch.Generator().manual_seed(hash((seed, *text)) % 2**31)
-        weights = torch.rand(size, dtype=torch.float64, generator=generator)
-        if len(text) % 3 == 0:
-            weights[(seed + len(text)) % size] = 0
-        return weights / weights.sum()
-
-    return distribution
 
 
 def node_texts(text: tuple[int, ...], tokens: tuple[int, ...], tree: Tree) -> list[tuple[int, ...]]:
@@ -151,13 +137,6 @@ def output_distribution(
     return distribution
 
 
-def plain_distribution(target: Distribution, size: int, length: int) -> Tensor:
-    distribution = torch.zeros((size,) * length, dtype=torch.float64)
-    for tokens in itertools.product(range(size), repeat=length):
-        distribution[tokens] = torch.stack([target(tokens[:i])[token] for i, token in enumerate(tokens)]).prod()
-    return distribution
-
-
 @pytest.mark.parametrize(
     ("size", "branching", "length"), [(3, (2,), 2), (3, (2, 1), 2), (3, (1, 2), 2), (3, (3,), 2), (3, (2, 2), 1), (10, (2,), 1)]
 )
@@ -166,7 +145,7 @@ def test_candidates_drawn_without_replacement_leave_the_targets_distribution(
 ) -> None:
     target, draft = random_distribution(size, 1), random_distribution(size, 2)
     distribution = output_distribution(target, lambda text: drawn(draft, text, branching), draft, size, length)
-    assert torch.allclose(distribution, plain_distribution(target, size, length), rtol=0, atol=1e-12)
+    assert torch.allclose(distribution, plain_distribution(target, length=length), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("parents", [(-1, -1, 0, 0, 1), (-1, 0, 1), (-1, -1, -1)])
@@ -184,24 +163,7 @@ def test_certain_candidates_leave_the_targets_law_however_they_were_chosen(paren
         return [(tokens, tree, 1.0)]
 
     distribution = output_distribution(target, best, None, size, 2)
-    assert torch.allclose(distribution, plain_distribution(target, size, 2), rtol=0, atol=1e-12)
-
-
-def test_taking_drawn_candidates_for_certain_ones_is_caught() -> None:
-    """The distribution is wrong if candidates that were drawn and then chosen by their probability are treated as drawn from q."""
-    target, draft = random_distribution(3, 1), random_distribution(3, 2)
-
-    def likelier(text: tuple[int, ...]) -> Candidates:
-        """Of two candidates only the one that the draft thinks more of."""
-        kept: Candidates = []
-        for tokens, _, chance in drawn(draft, text, (2,)):
-            best = max(tokens, key=lambda token: float(draft(text)[token]))
-            kept.append(((best,), Tree((ROOT,)), chance))
-        return kept
-
-    distribution = output_distribution(target, likelier, draft, 3, 1)
-    assert float(distribution.sum()) == pytest.approx(1)
-    assert (distribution - plain_distribution(target, 3, 1)).abs().max() > 1e-2
+    assert torch.allclose(distribution, plain_distribution(target), rtol=0, atol=1e-12)
 
 
 def test_draws_without_replacement_have_their_distribution() -> None:
@@ -237,6 +199,16 @@ def test_of_a_chain_the_rule_is_that_of_chains() -> None:
         path, token = sampled(tokens.tolist(), Tree((ROOT, 0, 1)), p, q, uniforms)
         count, expected = rejection(tokens[None], p[None], q[None], uniforms[None])
         assert (path, token) == (list(range(int(count))), int(expected))
+
+
+@pytest.mark.parametrize("uniform", [0.0, 0.5, 1 - 2**-53])
+def test_impossible_candidates_are_rejected_and_never_drawn(uniform: float) -> None:
+    """Two siblings, of which p has neither, under draws and for certain."""
+    p = torch.tensor([[0.0, 0.0, 0.5, 0.5], [1.0, 0, 0, 0], [1.0, 0, 0, 0]])
+    q = torch.tensor([[0.5, 0.25, 0.25, 0.0]] * 2)
+    for probabilities in (q, None):
+        path, token = sampled([0, 1], Tree((ROOT, ROOT)), p, probabilities, torch.full((3,), uniform, dtype=torch.float64))
+        assert path == [] and token in (2, 3)
 
 
 def test_the_targets_choices_are_followed_as_far_as_the_tree_goes() -> None:

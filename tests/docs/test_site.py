@@ -49,31 +49,20 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.long
-def test_site_loads_nothing_from_elsewhere(site: Path) -> None:
+def test_site_is_whole_and_loads_nothing_from_elsewhere(site: Path) -> None:
     pages, styles = sorted(site.rglob("*.html")), sorted(site.rglob("*.css"))
     assert len(pages) > 20
     assert styles
     texts = {path: path.read_text(encoding="utf-8") for path in [*pages, *styles]}
     found = {str(path.relative_to(site)): [*LOADED.findall(text), *IMPORTED.findall(text)] for path, text in texts.items()}
-    canonical = CONFIG["extra"]["repository"]
-    assert {name: links for name, links in found.items() if set(links) - {canonical}} == {}
+    assert {name: links for name, links in found.items() if set(links) - {CONFIG["extra"]["repository"]}} == {}
     assert "mermaid" not in "".join(re.findall(r'class="[^"]*"', "".join(texts.values())))  # drawn by a script of unpkg.com
 
-
-@pytest.mark.long
-def test_links_out_of_docs_lead_to_the_repository(site: Path) -> None:
-    """Whatever the pages link to: a page of the site, or a file of the repository that exists."""
+    # What the pages link to is a page of the site, or a file of the repository that exists; threads are links
     prefix = f"{CONFIG['extra']['repository']}/"
-    links = {link for page in site.rglob("*.html") for link in re.findall(rf'href="{prefix}([^"#]+)', page.read_text("utf-8"))}
+    links = {link for page in pages for link in re.findall(rf'href="{prefix}([^"#]+)', texts[page])}
     assert "blob/main/specdistill/losses/divergence.py" in links
     assert [link for link in links if not (ROOT / re.sub(r"^(?:blob|tree)/main/", "", link)).exists()] == []
-    overview = (site / "index.html").read_text(encoding="utf-8")
-    assert 'href="your-target/"' in overview
-    assert 'src="images/report.png"' in overview
-
-
-@pytest.mark.long
-def test_threads_are_links(site: Path) -> None:
-    page = (site / "troubleshooting" / "index.html").read_text(encoding="utf-8")
-    assert '<a href="https://github.com/vllm-project/speculators/issues/684">vllm-project/speculators#684</a>' in page
+    overview, threads = texts[site / "index.html"], texts[site / "troubleshooting" / "index.html"]
+    assert 'href="your-target/"' in overview and 'src="images/report.png"' in overview
+    assert '<a href="https://github.com/vllm-project/speculators/issues/684">vllm-project/speculators#684</a>' in threads

@@ -19,7 +19,9 @@ from specdistill.methods.draft_model.checkpoint import save_draft_model
 from specdistill.methods.draft_model.create import create_draft_model
 from specdistill.targets.files import TargetFiles
 from specdistill.targets.frozen import FrozenTarget
+from tests.finished_runs import edit
 from tests.heads import build_head, head_of, save_head
+from tests.refusals import refused_key
 from tests.tiny import tiny_target_model, tiny_tokenizer
 
 IDS = "eagle_aux_hidden_state_layer_ids"
@@ -86,74 +88,76 @@ def is_medusa(config: Config, tensors: Tensors) -> None:
 
 FC, NORM, Q = "fc.weight", "norm.weight", "midlayer.self_attn.q_proj.weight"
 MUTATIONS: dict[str, tuple[str, Callable[[Config, Tensors], None], str]] = {
-    "a tensor is missing": ("eagle3", leaves_out(FC), "without fc.weight, expected fc.weight of shape (64, 192)"),
-    "a tensor by which EAGLE-1 is known is missing": ("eagle", leaves_out(FC), "without fc.weight, expected"),
-    "a tensor is unknown": ("eagle3", puts("midlayer.q_norm.weight", torch.clone, NORM), "with unknown layers.0.q_norm.weight"),
+    "a tensor is missing": ("eagle3", leaves_out(FC), "without fc.weight"),
+    "a tensor by which EAGLE-1 is known is missing": ("eagle", leaves_out(FC), "without fc.weight"),
+    "a tensor is unknown": ("eagle3", puts("midlayer.q_norm.weight", torch.clone, NORM), "layers.0.q_norm.weight"),
     "a matrix is transposed": (
         "eagle3",
         puts(FC, torch.t),
-        "with fc.weight of shape (192, 64), expected fc.weight of shape (64, 192)",
+        "(192, 64)",
     ),
-    "NaN": ("eagle3", puts(NORM, with_one(float("nan"))), "with NaN or infinity in norm.weight"),
-    "infinity": ("eagle", puts(FC, with_one(float("inf"))), "with NaN or infinity in fc.weight"),
-    "integers": ("eagle3", puts(FC, lambda tensor: tensor.to(torch.int8)), "with fc.weight in torch.int8"),
-    "doubles": ("eagle", puts(FC, torch.Tensor.double), "with fc.weight in torch.float64"),
+    "NaN": ("eagle3", puts(NORM, with_one(float("nan"))), "NaN or infinity in norm.weight"),
+    "infinity": ("eagle", puts(FC, with_one(float("inf"))), "NaN or infinity in fc.weight"),
+    "integers": ("eagle3", puts(FC, lambda tensor: tensor.to(torch.int8)), "torch.int8"),
+    "doubles": ("eagle", puts(FC, torch.Tensor.double), "torch.float64"),
     "zeros": ("eagle3", puts(Q, torch.zeros_like), f"{Q} is all zeros"),
     "a norm of zeros": ("mtp", puts("mtp.norm.weight", torch.zeros_like), "mtp.norm.weight is all zeros"),
-    "no embedding of another width": ("narrow", leaves_out("embed_tokens.weight"), "without embed_tokens.weight, expected"),
+    "no embedding of another width": ("narrow", leaves_out("embed_tokens.weight"), "without embed_tokens.weight"),
     "d2t is shifted from the middle on": (
         "eagle3",
         puts("d2t", lambda d2t: d2t + (torch.arange(len(d2t)) > 9)),
-        "d2t and t2d name different tokens",
+        "d2t and t2d",
     ),
-    "d2t points past the vocabulary": ("eagle3", puts("d2t", lambda d2t: d2t * 9), "with a d2t of other numbers"),
-    "d2t of floats": ("eagle3", puts("d2t", torch.Tensor.float), "with d2t in torch.float32"),
-    "draft_vocab_size": ("eagle3", says(draft_vocab_size=24), "with d2t of shape (25,)"),
-    "vocab_size": ("eagle3", says(vocab_size=32000), "with vocab_size 32000, expected 260, as "),
-    "another target's width": ("eagle3", says(target_hidden_size=128), "with target_hidden_size 128, expected 64"),
-    "another target's depth": ("eagle3", says(num_target_layers=36), "with num_target_layers 36, expected 8"),
+    "d2t points past the vocabulary": ("eagle3", puts("d2t", lambda d2t: d2t * 9), "d2t"),
+    "d2t of floats": ("eagle3", puts("d2t", torch.Tensor.float), "torch.float32"),
+    "draft_vocab_size": ("eagle3", says(draft_vocab_size=24), "(25,)"),
+    "vocab_size": ("eagle3", says(vocab_size=32000), "vocab_size 32000"),
+    "another target's width": ("eagle3", says(target_hidden_size=128), "target_hidden_size 128"),
+    "another target's depth": ("eagle3", says(num_target_layers=36), "num_target_layers 36"),
     "layers that are not there": (
         "eagle3",
         says(eagle_config={IDS: [1, 2, 8]}),
-        "with auxiliary layers [2, 3, 9], expected 0..8",
+        "[2, 3, 9]",
     ),
     "layers counted in two ways": (
         "eagle3",
         says(eagle_config={IDS: [1, 3, 4]}, **{IDS: [1, 3, 4]}),
-        "the nested list counts one less",
+        "[1, 3, 4]",
     ),
-    "the number of heads": ("eagle3", says(num_attention_heads=4), "with layers.0.self_attn.o_proj.weight of shape (64, 64)"),
-    "no architectures": ("eagle3", leaves_out("architectures"), "config.json names no architectures"),
+    "the number of heads": ("eagle3", says(num_attention_heads=4), "layers.0.self_attn.o_proj.weight"),
+    "no architectures": ("eagle3", leaves_out("architectures"), "architectures"),
     "another MTP target": ("mtp", lambda config, tensors: config["text_config"].update(hidden_size=48), "hidden_size 48"),
-    "not a draft": ("eagle3", is_medusa, "architectures MedusaModel and 1 tensors, expected a draft"),
+    "not a draft": ("eagle3", is_medusa, "MedusaModel"),
 }
+
+
+def changed(draft: Path, change: Callable[[Config, Tensors], Any], copy: Path) -> Path:
+    """A copy of a draft's folder with another config.json or other weights."""
+    shutil.copytree(draft, copy)
+    config, tensors = json.loads((copy / "config.json").read_text()), load_file(copy / "model.safetensors")
+    change(config, tensors)
+    (copy / "config.json").write_text(json.dumps(config))
+    save_file(tensors, copy / "model.safetensors")
+    return copy
 
 
 @pytest.mark.parametrize(("draft", "change", "what"), MUTATIONS.values(), ids=MUTATIONS)
 def test_a_mistake_is_named(
     draft: str, change: Callable[[Config, Tensors], None], what: str, folder: Path, tmp_path: Path
 ) -> None:
-    shutil.copytree(folder / draft, tmp_path / "draft")
-    config, tensors = (
-        json.loads((tmp_path / "draft" / "config.json").read_text()),
-        load_file(tmp_path / "draft" / "model.safetensors"),
-    )
-    change(config, tensors)
-    (tmp_path / "draft" / "config.json").write_text(json.dumps(config))
-    save_file(tensors, tmp_path / "draft" / "model.safetensors")
-    seen = examined(folder, tmp_path / "draft")
+    seen = examined(folder, changed(folder / draft, change, tmp_path / "draft"))
     assert any(what in problem for problem in whats(seen)), seen.findings
 
 
 WARNINGS: dict[str, tuple[Callable[[Config, Tensors], None], str]] = {
-    "a dtype that the weights do not have": (says(torch_dtype="float16"), "config.json says float16, the weights are bfloat16"),
-    "two rotary bases": (says(rope_theta=500.0), "rope_parameters.rope_theta 10000.0 and rope_theta 500.0"),
+    "a dtype that the weights do not have": (says(torch_dtype="float16"), "float16"),
+    "two rotary bases": (says(rope_theta=500.0), "rope_theta 500.0"),
     "a rotary base that is not the target's": (
         says(rope_parameters={"rope_type": "default", "rope_theta": 500.0}, rope_theta=500.0),
-        "the draft's rotary base (rope_theta) is 500, the target's 10000",
+        "(rope_theta) is 500",
     ),
-    "shorter texts than the target's": (says(max_position_embeddings=128), "max_position_embeddings is 128, the target's 256"),
-    "a weight that is too large": (puts(FC, lambda weight: weight * 1e4), "fc.weight has a weight of"),
+    "shorter texts than the target's": (says(max_position_embeddings=128), "max_position_embeddings is 128"),
+    "a weight that is too large": (puts(FC, lambda weight: weight * 1e4), "fc.weight"),
 }
 
 
@@ -161,27 +165,19 @@ WARNINGS: dict[str, tuple[Callable[[Config, Tensors], None], str]] = {
 def test_what_may_be_a_mistake_is_a_warning(
     change: Callable[[Config, Tensors], None], what: str, folder: Path, tmp_path: Path
 ) -> None:
-    shutil.copytree(folder / "eagle3", tmp_path / "draft")
-    config, tensors = (
-        json.loads((tmp_path / "draft" / "config.json").read_text()),
-        load_file(tmp_path / "draft" / "model.safetensors"),
-    )
-    change(config, tensors)
-    (tmp_path / "draft" / "config.json").write_text(json.dumps(config))
-    save_file(tensors, tmp_path / "draft" / "model.safetensors")
-    seen = examined(folder, tmp_path / "draft")
+    seen = examined(folder, changed(folder / "eagle3", change, tmp_path / "draft"))
     assert not whats(seen) and any(what in warning for warning in whats(seen, "warning")), seen.findings
 
 
 def test_d2t_of_ids_looks_like_it(folder: Path, tmp_path: Path) -> None:
     """Ids 5, 6, 7, 20, 22, … as offsets still ascend within the vocabulary: only their growth tells."""
-    shutil.copytree(folder / "eagle3", tmp_path / "draft")
-    tensors = load_file(tmp_path / "draft" / "model.safetensors")
-    tensors["d2t"] = tensors["d2t"] + torch.arange(25)
-    del tensors["t2d"]
-    save_file(tensors, tmp_path / "draft" / "model.safetensors")
-    seen = examined(folder, tmp_path / "draft")
-    assert not whats(seen) and "no two of the 25 draft tokens stand side by side" in whats(seen, "warning")[0]
+
+    def of_ids(config: Config, tensors: Tensors) -> None:
+        tensors["d2t"] = tensors["d2t"] + torch.arange(25)
+        del tensors["t2d"]
+
+    seen = examined(folder, changed(folder / "eagle3", of_ids, tmp_path / "draft"))
+    assert not whats(seen) and "25 draft tokens" in whats(seen, "warning")[0]
 
 
 def shard(draft: Path) -> dict[str, Any]:
@@ -198,10 +194,10 @@ def shard(draft: Path) -> dict[str, Any]:
     ("change", "what"),
     [
         ("none", None),
-        ("no shard", "without model-00002-of-00002.safetensors, expected every file that its index names"),
-        ("outside", "with ../elsewhere.safetensors, expected files in the same folder"),
-        ("lies", "whose files and index differ about norm.weight"),
-        ("cut short", "expected a whole safetensors file"),
+        ("no shard", "model-00002-of-00002.safetensors"),
+        ("outside", "../elsewhere.safetensors"),
+        ("lies", "norm.weight"),
+        ("cut short", "model-00001-of-00002.safetensors"),
     ],
 )
 def test_shards(change: str, what: str | None, folder: Path, tmp_path: Path) -> None:
@@ -231,7 +227,7 @@ def test_pickles(folder: Path, tmp_path: Path) -> None:
     torch.save(tensors, draft / "pytorch_model.bin")
     assert not examined(folder, draft).findings
     torch.save({"fc.weight": Path("/")}, draft / "pytorch_model.bin")
-    assert whats(examined(folder, draft))[0].endswith("expected whole safetensors, or a pickle of plain tensors")
+    assert len(whats(examined(folder, draft))) == 1
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
@@ -243,15 +239,15 @@ def test_an_engine_loads_what_was_exported_for_it_and_not_the_other(engine: str,
         export(tmp_path / "ours", layout, tmp_path / layout, TargetFiles(target.name))
     assert not examined(folder, tmp_path / engine, engine).findings
     problems = whats(examined(folder, tmp_path / other, engine))
-    assert problems and all("does not say so, but it reads the target after layers" in what for what in problems)
+    assert problems and all("layers" in what for what in problems)
 
 
 @pytest.mark.parametrize(
     ("draft", "engine", "what"),
     [
-        ("mtp", "vllm", "vLLM loads such a layer from its target's checkpoint alone"),
-        ("eagle", "trtllm", "TensorRT-LLM is not known to load method eagle"),
-        ("eagle", "sglang", "SGLang 0.5.23 does not say so, but fc.bias [64] is not in the file"),
+        ("mtp", "vllm", "vLLM"),
+        ("eagle", "trtllm", "TensorRT-LLM"),
+        ("eagle", "sglang", "fc.bias [64]"),
     ],
 )
 def test_what_an_engine_makes_of_ours(draft: str, engine: str, what: str, folder: Path) -> None:
@@ -259,62 +255,53 @@ def test_what_an_engine_makes_of_ours(draft: str, engine: str, what: str, folder
 
 
 def test_a_missing_tensor_is_told_as_the_engine_sees_it(folder: Path, tmp_path: Path) -> None:
-    shutil.copytree(folder / "eagle3", tmp_path / "draft")
-    tensors = load_file(tmp_path / "draft" / "model.safetensors")
-    del tensors[NORM]
-    save_file(tensors, tmp_path / "draft" / "model.safetensors")
-    problems = whats(examined(folder, tmp_path / "draft", "vllm"))
-    assert len(problems) == 2 and problems[0].endswith("without norm.weight, expected norm.weight of shape (64,)")
-    assert problems[1] == "vLLM 0.33 does not say so, but norm.weight [64] is not in the file: it stays uninitialized"
+    problems = whats(examined(folder, changed(folder / "eagle3", leaves_out(NORM), tmp_path / "draft"), "vllm"))
+    assert len(problems) == 2 and "norm.weight of shape (64,)" in problems[0] and "norm.weight [64]" in problems[1]
 
 
 def test_a_small_draft_of_another_vocabulary(folder: Path, tmp_path: Path) -> None:
     tiny_target_model(num_layers=2, vocab_size=300).save_pretrained(tmp_path / "draft")
     tiny_tokenizer().save_pretrained(tmp_path / "draft")
     problems = whats(examined(folder, tmp_path / "draft", "vllm"))
-    assert problems == ["vLLM needs a vocabulary of 260, as the target has, and the draft's is 300"]
+    assert len(problems) == 1 and "260" in problems[0] and "300" in problems[0]
 
 
 def test_the_verb_says_what_and_what_to_do(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", f"draft={folder / 'eagle3'}"]) == 0
-    assert capsys.readouterr().out.splitlines()[-1] == "no problem found"
-    shutil.copytree(folder / "eagle3", tmp_path / "draft")
-    config = json.loads((tmp_path / "draft" / "config.json").read_text())
-    del config["architectures"]
-    (tmp_path / "draft" / "config.json").write_text(json.dumps(config | {"torch_dtype": "float32"}))
-    assert main(["doctor", f"draft={tmp_path / 'draft'}"]) == 1
-    assert capsys.readouterr().out.splitlines()[-5:] == [
-        "problem  config.json names no architectures",
-        "         engines choose the code that loads a draft by them",
-        "warning  config.json says float32, the weights are bfloat16",
-        "         engines convert them to what it says",
-        "1 problem, 1 warning",
-    ]
+    assert "problem  " not in capsys.readouterr().out
+    wrong = changed(folder / "eagle3", lambda config, tensors: config.pop("architectures"), tmp_path / "draft")
+    edit(wrong / "config.json", lambda config: {**config, "torch_dtype": "float32"})
+    assert main(["doctor", f"draft={wrong}"]) == 1
+    lines = capsys.readouterr().out.splitlines()[-5:]
+    assert lines[0].startswith("problem  ") and lines[2].startswith("warning  ") and lines[4] == "1 problem, 1 warning"
+    assert all(line.startswith(" " * 9) for line in (lines[1], lines[3]))  # what to do
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "key"),
     [
-        ([], "draft: got nothing"),
-        (["draft=./nowhere"], "draft: got ./nowhere, which is no folder"),
-        (["draft=x/y", "engine=tgi"], "engine: got 'tgi', expected one of vllm, sglang, trtllm"),
-        (["draft=x/y", "engines=vllm"], "engines: got an unknown key"),
-        (["draft=DRAFT", "target=./nowhere"], "target.model: got ./nowhere, which is no folder"),
-        (["draft=DRAFT", "target=TARGET", "suite=nothing"], "eval.suite: got nothing, expected one of"),
+        ([], "draft"),
+        (["draft=./nowhere"], "draft"),
+        (["draft=x/y", "engine=tgi"], "engine"),
+        (["draft=x/y", "engines=vllm"], "engines"),
+        (["draft=DRAFT", "target=./nowhere"], "target.model"),
+        (["draft=DRAFT", "target=TARGET", "suite=nothing"], "eval.suite"),
     ],
 )
-def test_mistakes_are_one_line(arguments: list[str], said: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes_are_told_by_their_key(
+    arguments: list[str], key: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     places = {"DRAFT": str(folder / "eagle3"), "TARGET": str(folder / "target")}
-    spelt = [f"{key}={places.get(value, value)}" for key, _, value in (argument.partition("=") for argument in arguments)]
+    spelt = [f"{name}={places.get(value, value)}" for name, _, value in (argument.partition("=") for argument in arguments)]
     assert main(["doctor", *spelt]) == 2
-    assert capsys.readouterr().err.splitlines()[-1].startswith(f"error: {said}")
+    assert refused_key(capsys.readouterr().err) == key
 
 
 def test_a_narrow_window_is_given_no_longer_chains(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = FrozenTarget.load(str(folder / "target"))
     save_head("eagle3", head_of("eagle3", target, {"sliding_window": 2}), tmp_path / "draft")
     main(["doctor", f"draft={tmp_path / 'draft'}", f"target={folder / 'target'}", "eval.num_prompts=1"])
-    assert "with 2 draft tokens, greedy" in capsys.readouterr().out
+    assert "2 draft tokens" in capsys.readouterr().out
 
 
 def test_a_short_context_is_refused_by_a_key_of_the_doctor(
@@ -325,7 +312,8 @@ def test_a_short_context_is_refused_by_a_key_of_the_doctor(
     save_draft_model(draft, tiny_tokenizer(), tmp_path / "draft")
     keys = ["doctor", f"draft={tmp_path / 'draft'}", f"target={folder / 'target'}", "eval.num_prompts=1"]
     assert main(keys) == ExitCode.USER_ERROR
-    assert capsys.readouterr().err.startswith("error: draft_context: got a draft whose context is 64 tokens for a sequence of")
+    error = capsys.readouterr().err
+    assert refused_key(error) == "draft_context" and " 64 " in error
     assert main([*keys, "draft_context=window"]) != ExitCode.USER_ERROR
 
 
@@ -333,5 +321,5 @@ def test_the_target_goes_where_it_is_told(folder: Path, tmp_path: Path, capsys: 
     save_head("eagle3", head_of("eagle3", FrozenTarget.load(str(folder / "target")), {}), tmp_path / "draft")
     keys = ["doctor", f"draft={tmp_path / 'draft'}", f"target={folder / 'target'}", "eval.num_prompts=1"]
     assert main([*keys, "target.device_map=nowhere"]) == ExitCode.USER_ERROR
-    assert capsys.readouterr().err.startswith("error: target.device_map: got nowhere (")
+    assert refused_key(capsys.readouterr().err) == "target.device_map"
     assert main([*keys, "target.device_map=cpu"]) != ExitCode.USER_ERROR

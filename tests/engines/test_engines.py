@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 from specdistill.engines import ENGINES, engines_with
 
 
@@ -12,6 +14,7 @@ def test_engines_are_offered_where_they_can_serve() -> None:
     assert engines_with("client") == engines_with("plain_options") == ["vllm", "sglang"]
 
 
+@pytest.mark.long  # a fresh interpreter; make lint keeps torch and transformers out
 def test_the_table_is_read_without_torch_or_http() -> None:
     heavy = "{'torch', 'transformers', 'requests', 'prometheus_client'}"
     code = f"import sys, specdistill.engines; print(sorted({heavy} & sys.modules.keys()))"

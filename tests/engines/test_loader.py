@@ -125,51 +125,42 @@ MISSING, EXTRA = "midlayer.mlp.up_proj.weight", "midlayer.self_attn.q_norm.weigh
 
 
 @pytest.mark.parametrize(
-    ("engine", "says", "extra"),
-    [
-        ("vllm", ("silent", "layers.0.mlp.up_proj.weight [128, 64] is not in the file: it stays uninitialized"), "refused"),
-        (
-            "sglang",
-            ("silent", "layers.0.mlp.up_proj.weight [128, 64] is not in the file: it stays uninitialized"),
-            "silent",
-        ),
-        ("trtllm", ("refused", "layers.0.mlp.up_proj.weight [128, 64] is not in the file: it must be"), "silent"),
-    ],
+    ("engine", "missing", "extra"),
+    [("vllm", "silent", "refused"), ("sglang", "silent", "silent"), ("trtllm", "refused", "silent")],
 )
-def test_missing_and_unknown_tensors(
-    engine: str, says: tuple[str, str], extra: str, target: FrozenTarget, tmp_path: Path
-) -> None:
+def test_missing_and_unknown_tensors(engine: str, missing: str, extra: str, target: FrozenTarget, tmp_path: Path) -> None:
     head = one_head(target, tmp_path)
     rewrite(tmp_path / "vllm", without=MISSING, **{EXTRA: torch.ones(32)})
     result = check(engine, "eagle3", tmp_path / "vllm", head, target)
-    assert says[1] in getattr(result, says[0])
-    assert f"it has no parameter for {EXTRA}" in getattr(result, extra)
+    assert any(what.startswith("layers.0.mlp.up_proj.weight [128, 64]") for what in getattr(result, missing))
+    assert any(what.endswith(EXTRA) for what in getattr(result, extra))
 
 
 @pytest.mark.parametrize(
-    ("engine", "layout", "says"),
+    ("engine", "layout", "read"),
     [
-        ("vllm", "ours", "it reads the target after layers [0, 5] (V1 runner), and the draft was trained to read [1, 6]"),
-        ("vllm", "ours", "it reads the target after layers [2, 4, 5] (V2 runner), and the draft was trained to read [1, 6]"),
-        ("vllm", "sglang", "it reads the target after layers [0, 5] (V1 runner), and the draft was trained to read [1, 6]"),
-        ("sglang", "vllm", "it reads the target after layers [2, 4, 5], and the draft was trained to read [1, 6]"),
+        ("vllm", "ours", "[0, 5] (V1 runner)"),
+        ("vllm", "ours", "[2, 4, 5] (V2 runner)"),
+        ("vllm", "sglang", "[0, 5] (V1 runner)"),
+        ("sglang", "vllm", "[2, 4, 5]"),
         ("sglang", "ours", None),
         ("vllm", "vllm", None),
         ("vllm", "speculators", None),
     ],
 )
 def test_layers_are_read_where_each_engine_looks(
-    engine: str, layout: str, says: str | None, target: FrozenTarget, tmp_path: Path
+    engine: str, layout: str, read: str | None, target: FrozenTarget, tmp_path: Path
 ) -> None:
     head = one_head(target, tmp_path, layout, aux_layers=[1, 6])
     result = check(engine, "eagle3", tmp_path / layout, head, target)
-    assert (says in result.silent) if says else (not result.silent and not result.refused)
+    assert not result.refused and bool(result.silent) == bool(read)
+    assert not read or any(read in what and "[1, 6]" in what for what in result.silent)
 
 
 def test_tensorrt_is_told_the_layers_when_it_starts(target: FrozenTarget, tmp_path: Path) -> None:
     head = one_head(target, tmp_path, aux_layers=[1, 6])
     result = check("trtllm", "eagle3", tmp_path / "vllm", head, target)
-    assert result.notes == ["start it with eagle3_layers_to_capture=[0, 5]: it reads no layers from the file"]
+    assert ["eagle3_layers_to_capture=[0, 5]" in note for note in result.notes] == [True]
     assert not result.refused and not result.silent
 
 
@@ -177,7 +168,7 @@ def test_a_whole_vocabulary_with_a_map_is_refused_by_vllm_alone(target: FrozenTa
     head = one_head(target, tmp_path, draft_vocabulary=None)
     rewrite(tmp_path / "vllm", d2t=torch.zeros(260, dtype=torch.long))
     results = {engine: check(engine, "eagle3", tmp_path / "vllm", head, target) for engine in ("vllm", "sglang")}
-    assert results["vllm"].refused == ["it has no parameter for d2t"]
+    assert ["d2t" in what for what in results["vllm"].refused] == [True]
     assert not results["sglang"].refused and not results["sglang"].silent
 
 
@@ -214,8 +205,8 @@ def test_keys_that_are_not_there(target: FrozenTarget, tmp_path: Path) -> None:
     del config["draft_vocab_size"], config["num_hidden_layers"]
     path.write_text(json.dumps(config))
     result = check("sglang", "eagle3", tmp_path / "vllm", head, target)
-    assert "config.json has no draft_vocab_size" in result.refused
-    assert "it reads num_layers as 32, and the draft was trained with 1" in result.silent
+    assert any("draft_vocab_size" in what for what in result.refused)
+    assert any("num_layers as 32" in what for what in result.silent)
 
 
 def test_speculators_residual_is_before_its_norm_unless_it_says_so(target: FrozenTarget, tmp_path: Path) -> None:
@@ -225,8 +216,8 @@ def test_speculators_residual_is_before_its_norm_unless_it_says_so(target: Froze
     del config["norm_before_residual"], config["speculators_config"]["verifier"]
     path.write_text(json.dumps(config))
     result = check("vllm", "eagle3", tmp_path / "speculators", head, target)
-    assert result.silent == ["it reads norm_before_residual as True, and the draft was trained with False"]
-    assert result.refused == ["config.json has no speculators_config.verifier.name_or_path"]
+    assert ["norm_before_residual as True" in what for what in result.silent] == [True]
+    assert ["speculators_config.verifier.name_or_path" in what for what in result.refused] == [True]
     assert loader_of(ENGINES["sglang"].loaders["eagle3"], config) is None
 
 
@@ -235,7 +226,7 @@ def test_another_width_needs_its_own_embedding(target: FrozenTarget, tmp_path: P
     rewrite(tmp_path / "vllm", without="embed_tokens.weight")
     for engine, outcome in (("vllm", "silent"), ("sglang", "silent"), ("trtllm", "refused")):
         result = check(engine, "eagle3", tmp_path / "vllm", head, target)
-        assert any("embed_tokens.weight [260, 32] is not in the file" in what for what in getattr(result, outcome)), engine
+        assert any("embed_tokens.weight [260, 32]" in what for what in getattr(result, outcome)), engine
 
 
 def test_the_targets_head_is_taken_only_where_it_fits(target: FrozenTarget, tmp_path: Path) -> None:
@@ -250,8 +241,6 @@ def test_eagle_is_left_a_random_bias_by_sglang(target: FrozenTarget, tmp_path: P
     head = head_of("eagle", target, {})
     save_head("eagle", head, tmp_path / "ours")
     ours = check("sglang", "eagle", tmp_path / "ours", head, target)
-    assert ours.silent == ["fc.bias [64] is not in the file: it stays uninitialized"]
-    assert ours.refused == [
-        "config.json has architectures LlamaForCausalLM; this engine loads such a draft as LlamaForCausalLMEagle"
-    ]
+    assert ["fc.bias [64]" in what for what in ours.silent] == [True]
+    assert ["LlamaForCausalLMEagle" in what for what in ours.refused] == [True]
     assert loader_of(ENGINES["trtllm"].loaders.get("eagle", ()), {}) is None

@@ -31,7 +31,7 @@ def test_tokens_are_summed_over_an_engines_ranks_and_must_be_ours_alone(monkeypa
     before = VLLM.client.read(server)
     assert before == {"generation_tokens_total": 50.0}
     VLLM.client.check_alone(server, before, 20)  # the first page is too early
-    with pytest.raises(ResourceError, match="served others too: it generated 20 tokens, of which 15 are ours"):
+    with pytest.raises(ResourceError, match=r"\b20 tokens, of which 15\b"):
         VLLM.client.check_alone(server, before, 15)
 
 
@@ -48,7 +48,7 @@ def test_vllm_says_k_on_its_page_and_counts_in_its_answers(monkeypatch):
     assert counts == ServerCounts(tuple(answer["choices"][0]["token_ids"]), 7, 19, 6, (3, 2, 1))
     assert vllm.answer_counts(answer, 0) == ServerCounts(counts.token_ids, 0, 0, 0, ())
     del answer["metrics"]["speculative_decoding"]
-    with pytest.raises(ResourceError, match="start it with --per-request-spec-decode-metrics summary"):
+    with pytest.raises(ResourceError, match="--per-request-spec-decode-metrics summary"):
         vllm.answer_counts(answer, 3)
 
 
@@ -60,7 +60,7 @@ def test_sglang_says_tokens_and_gauges(sglang_page):
 
 def test_a_page_of_another_kind_is_no_page_of_counters(monkeypatch):
     monkeypatch.setattr(Server, "text", lambda *_, **__: "<html>\nfoo bar</html>")
-    with pytest.raises(ResourceError, match=r"is no Prometheus page .*--enable-metrics"):
+    with pytest.raises(ResourceError, match="--enable-metrics"):
         SGLANG.client.read(Server("http://nowhere", key="eval.server", timeout=1))
 
 
@@ -77,6 +77,6 @@ def test_sglang_counts_drafts_in_its_answers_under_two_sets_of_names(names):
     answer = {"meta_info": meta, "output_ids": [1, 2]}
     assert sglang.answer_counts(answer, 3) == ServerCounts((1, 2), 5, 15, 6, (4, 1, 1))
     del meta[histogram]
-    with pytest.raises(ResourceError, match=f"has no .*{histogram}"):
+    with pytest.raises(ResourceError, match=histogram):
         sglang.answer_counts(answer, 3)
     assert sglang.answer_counts({"meta_info": {"completion_tokens": 12}}, 3) == ServerCounts((), 0, 0, 0, ())

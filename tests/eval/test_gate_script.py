@@ -8,6 +8,7 @@ import pytest
 from specdistill.command import run
 from specdistill.errors import ExitCode
 from specdistill.report.files import write_report
+from tests.refusals import refused_key
 from tests.scripts import load_script
 from tests.simulated import simulate, simulated_report
 
@@ -47,7 +48,7 @@ def test_a_report_that_fails(folder, tmp_path, capsys):
     assert "failed  speedup" in capsys.readouterr().out
 
 
-def test_a_regression_against_a_baseline(folder, tmp_path, capsys):
+def test_a_regression_against_a_baseline(folder, tmp_path):
     gate = tmp_path / "gate.yaml"
     gate.write_text("- {metric: mean_acceptance_length, max_regression: 0.05}\n")
     better = simulate(24, conditional=(0.95, 0.9, 0.9, 0.9))
@@ -55,43 +56,45 @@ def test_a_regression_against_a_baseline(folder, tmp_path, capsys):
     assert command(f"report={folder}", f"gates={gate}", f"baseline={tmp_path / 'before'}") == ExitCode.CHECK_FAILED
     assert command(f"report={tmp_path / 'before'}", f"gates={gate}", f"baseline={folder}") == ExitCode.DONE
     assert command(f"report={folder}", f"gates={gate}") == ExitCode.CHECK_FAILED
-    assert "no baseline report was given" in capsys.readouterr().out
 
 
 def test_a_first_release(folder, tmp_path, capsys):
     gate = tmp_path / "mine.yaml"
     gate.write_text("- {metric: speedup, min: 1}\n- {metric: mean_acceptance_length, max_regression: 0.03}\n")
     assert command(f"report={folder}", f"gates={gate}") == ExitCode.CHECK_FAILED
-    assert "baseline=none for a first release" in capsys.readouterr().out
+    assert "baseline=none" in capsys.readouterr().out
     assert command(f"report={folder}", f"gates={gate}", "baseline=none") == ExitCode.DONE
     assert "first release" in (folder / "mine" / "report.html").read_text()
 
 
-def test_bad_input(folder, tmp_path, capsys):
-    assert command(f"report={folder}", f"output_dir={folder}") == ExitCode.USER_ERROR
-    assert "the report that is judged" in capsys.readouterr().err
-    assert command(f"report={folder}", f"baseline={folder}") == ExitCode.USER_ERROR
-    assert "without max_regression rules" in capsys.readouterr().err
-    assert command("gates=default") == ExitCode.USER_ERROR
-    assert "report: got nothing" in capsys.readouterr().err
-    assert command(f"report={tmp_path}/nowhere") == ExitCode.USER_ERROR
-    assert command(f"report={folder}", "gates=nowhere") == ExitCode.USER_ERROR
-    assert command(f"report={folder}", f"baseline={tmp_path}/nowhere") == ExitCode.USER_ERROR
-    assert "error: baseline: got" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("keys", "key"),
+    [
+        (["report={folder}", "output_dir={folder}"], "output_dir"),
+        (["report={folder}", "baseline={folder}"], "baseline"),  # which the rules of this gate do not read
+        (["gates=default"], "report"),
+        (["report={folder}/nowhere"], "report"),
+        (["report={folder}", "gates=nowhere"], "gate"),
+        (["report={folder}", "gates=release", "baseline={folder}/nowhere"], "baseline"),
+    ],
+)
+def test_bad_input(folder, capsys, keys, key):
+    assert command(*(argument.format(folder=folder) for argument in keys)) == ExitCode.USER_ERROR
+    assert refused_key(capsys.readouterr().err) == key
 
 
 @pytest.mark.parametrize(
-    ("path", "value", "message"),
+    ("path", "value", "fact"),
     [
-        (("schema_version",), 1, "report.json of schema version 1, expected version 2: measure again with this specdistill"),
-        (("suite", "sha256"), "f" * 64, "got suite.sha256 ffff"),
-        (("results", 0, "suite_version"), "2", "got suite_version 2, expected 1, as in the report"),
-        (("results", 0, "speedup"), float("nan"), "NaN, which is not a number"),
-        (("results", 0, "speedup_ci95"), [1.0, float("inf")], "Infinity, which is not a number"),
+        (("schema_version",), 1, "report.json of schema version 1"),
+        (("suite", "sha256"), "f" * 64, "suite.sha256 ffff"),
+        (("results", 0, "suite_version"), "2", "suite_version 2"),
+        (("results", 0, "speedup"), float("nan"), "NaN"),
+        (("results", 0, "speedup_ci95"), [1.0, float("inf")], "Infinity"),
         (("results", 0, "speedup"), "fast", "results.0.speedup"),
     ],
 )
-def test_a_baseline_that_cannot_be_compared_is_refused_with_the_difference(folder, tmp_path, capsys, path, value, message):
+def test_a_baseline_that_cannot_be_compared_is_refused_with_the_difference(folder, tmp_path, capsys, path, value, fact):
     other = place = json.loads((folder / "report.json").read_text())
     for name in path[:-1]:
         place = place[name]
@@ -104,7 +107,7 @@ def test_a_baseline_that_cannot_be_compared_is_refused_with_the_difference(folde
     before = (folder / "report.json").read_text()
     assert command(f"report={folder}", f"gates={gate}", f"baseline={tmp_path / 'other'}") == ExitCode.USER_ERROR
     (said,) = capsys.readouterr().err.strip().splitlines()
-    assert said.startswith("error: baseline: got") and message in said
+    assert said.startswith("error: baseline: got") and fact in said
     assert (folder / "report.json").read_text() == before
 
 
@@ -114,7 +117,7 @@ def test_no_number_in_the_samples_is_refused_too(folder, capsys):
     timing = json.loads(row)["speculative"]["seconds"]
     samples.write_text("\n".join([row.replace(str(timing), "NaN"), *rest]))
     assert command(f"report={folder}") == ExitCode.USER_ERROR
-    assert "samples.jsonl" in (said := capsys.readouterr().err) and "NaN, which is not a number" in said
+    assert "samples.jsonl" in (said := capsys.readouterr().err) and "NaN" in said
 
 
 def test_a_report_of_a_run_that_was_cut_short_fails(folder, capsys):

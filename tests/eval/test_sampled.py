@@ -37,7 +37,7 @@ def save_pair(folder: Path) -> None:
         tiny_tokenizer().save_pretrained(folder / name)
 
 
-@pytest.mark.long
+@pytest.mark.long  # an eight-layer target, timed, and four hundred draws
 @pytest.mark.usefixtures("processor_clock")
 def test_at_temperature_1_a_good_draft_passes_every_gate_of_this_decoder(tmp_path: Path) -> None:
     save_pair(tmp_path)

@@ -8,11 +8,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from specdistill.errors import UserError
+from specdistill.engines import limits
+from specdistill.engines.limits import Limit
 from specdistill.export.export import export
 from specdistill.targets.files import TargetFiles
 from specdistill.targets.frozen import FrozenTarget
 from tests.heads import head_of, load_head, save_head
+from tests.refusals import refused
 from tests.tiny import tiny_target_model, tiny_tokenizer
 
 ENGINES = ("vllm", "sglang", "speculators", "safeailab", "gguf")
@@ -25,43 +27,49 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
-# What a head is built with, and the engines that can have it.
-EAGLE3: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
-    "plain": ({}, ENGINES),
-    "pruned vocabulary": ({"draft_vocabulary": torch.arange(5, 105, 4)}, ENGINES),
-    "two layers": ({"num_layers": 2}, ("vllm", "speculators")),
-    "three layers": ({"num_layers": 3}, ("vllm", "speculators")),
-    "four layers": ({"num_layers": 4}, ("vllm", "speculators")),
-    "norms of 3.1": ({"fc_norm": True, "norm_output": True}, ("vllm", "sglang", "speculators")),
-    "norm_output": ({"norm_output": True}, ("vllm", "sglang", "speculators")),
-    "norm before fc": ({"norm_before_fc": True}, ("vllm", "sglang", "speculators", "gguf")),
-    "norm before residual": ({"norm_before_residual": True}, ("vllm", "speculators", "gguf")),
-    "narrower": ({"hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}, ENGINES),
-    "as wide as what fc reads": ({"hidden_size": 192}, ("vllm", "speculators", "gguf")),
-    "an embedding of its own": ({"own_embedding": True}, ("vllm", "speculators", "gguf")),
-    "two layers read": ({"aux_layers": [1, 6]}, ("vllm", "sglang", "speculators")),
-    "other three layers read": ({"aux_layers": [0, 3, 7]}, ("vllm", "sglang", "speculators", "gguf")),
-    "four layers read": ({"aux_layers": [1, 3, 4, 6]}, ("vllm", "sglang", "speculators")),
-    "five layers read": ({"aux_layers": [1, 2, 3, 5, 7]}, ("vllm", "sglang", "speculators")),
-    "the last state read": ({"aux_layers": [2, 4, 8]}, ("vllm", "speculators")),
-    "layers out of order": ({"aux_layers": [5, 4, 2]}, ()),
-    "window": ({"sliding_window": 4}, ("vllm", "sglang", "speculators")),
-    "window and two layers": ({"sliding_window": 4, "num_layers": 2}, ("vllm", "speculators")),
-    "Llama 3's rotary embedding": ({"rope_scaling": LLAMA3}, ("vllm", "sglang", "speculators", "gguf")),
+# A head that one limit alone keeps from engines, and those that have that limit.
+EAGLE3: dict[Limit, tuple[dict[str, Any], tuple[str, ...]]] = {
+    limits.SEVERAL_LAYERS: ({"num_layers": 2}, ("sglang", "safeailab", "gguf")),
+    limits.FC_NORM: ({"fc_norm": True}, ("safeailab", "gguf")),
+    limits.NORM_OUTPUT: ({"norm_output": True}, ("safeailab", "gguf")),
+    limits.NORM_BEFORE_FC: ({"norm_before_fc": True}, ("safeailab",)),
+    limits.NORM_BEFORE_RESIDUAL: ({"norm_before_residual": True}, ("sglang", "safeailab")),
+    limits.WIDTH_OF_FC_INPUT: ({"hidden_size": 192}, ("sglang", "safeailab")),
+    limits.OWN_EMBEDDING: ({"own_embedding": True}, ("sglang", "safeailab")),
+    limits.NOT_THREE_LAYERS_READ: ({"aux_layers": [1, 6]}, ("safeailab", "gguf")),
+    limits.CHOSEN_LAYERS_READ: ({"aux_layers": [2, 3, 5]}, ("safeailab",)),
+    limits.LAST_STATE_READ: ({"aux_layers": [2, 4, 8]}, ("sglang", "gguf")),
+    limits.LAYERS_OUT_OF_ORDER: ({"aux_layers": [5, 4, 2]}, ("vllm", "sglang", "speculators", "gguf")),
+    limits.SLIDING_WINDOW: ({"sliding_window": 4}, ("safeailab", "gguf")),
+    limits.SCALED_ROPE: ({"rope_scaling": LLAMA3}, ("safeailab",)),
 }
-EAGLE: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
-    "plain": ({}, ("vllm", "sglang", "safeailab")),
-    "a bias": ({"fc_bias": True}, ("sglang", "safeailab")),
-    "three layers": ({"num_layers": 3}, ("vllm", "sglang", "safeailab")),
-    "wider heads": ({"head_dim": 64}, ("vllm", "sglang")),
-    "window": ({"sliding_window": 4}, ()),
+EAGLE: dict[Limit, tuple[dict[str, Any], tuple[str, ...]]] = {
+    limits.FC_BIAS: ({"fc_bias": True}, ("vllm",)),
+    limits.WIDTH_OF_HEADS: ({"head_dim": 64}, ("safeailab",)),
+    limits.SLIDING_WINDOW: ({"sliding_window": 4}, ("vllm", "sglang", "safeailab")),
 }
-CASES = [
-    pytest.param(method, engine, shape, engine in able, id=f"{method}, {name}, {engine}")
+REFUSED = [
+    pytest.param(method, engine, shape, limit, id=f"{method}, {limit.setting}, {engine}")
     for method, table in (("eagle3", EAGLE3), ("eagle", EAGLE))
-    for name, (shape, able) in table.items()
-    for engine in ENGINES
-    if (method, engine) not in (("eagle", "speculators"), ("eagle", "gguf"))
+    for limit, (shape, engines) in table.items()
+    for engine in engines
+]
+PRUNED: dict[str, Any] = {"draft_vocabulary": torch.arange(5, 105, 4), "hidden_size": 32, "num_attention_heads": 2}
+RESIDUAL: dict[str, Any] = {"norm_before_residual": True, "rope_scaling": LLAMA3, "own_embedding": True}
+WIDE: dict[str, Any] = {"hidden_size": 192, "norm_before_fc": True}
+NORMS: dict[str, Any] = {"fc_norm": True, "norm_output": True, "sliding_window": 4}
+# What an engine can have, much of it at once.
+ABLE: list[tuple[str, str, dict[str, Any]]] = [
+    *(("eagle3", engine, RESIDUAL | NORMS | {"num_layers": 3, "aux_layers": [1, 6]}) for engine in ("vllm", "speculators")),
+    *(("eagle3", engine, WIDE | {"aux_layers": [2, 4, 8]}) for engine in ("vllm", "speculators")),
+    ("eagle3", "sglang", NORMS | {"aux_layers": [1, 2, 3, 5, 7], "rope_scaling": LLAMA3}),
+    ("eagle3", "sglang", PRUNED | {"norm_before_fc": True}),
+    ("eagle3", "gguf", WIDE),
+    ("eagle3", "gguf", RESIDUAL | {"aux_layers": [0, 3, 7]}),
+    *(("eagle3", engine, PRUNED | {"num_key_value_heads": 1}) for engine in ENGINES),
+    ("eagle", "vllm", {"num_layers": 3, "head_dim": 64}),
+    ("eagle", "sglang", {"num_layers": 3, "head_dim": 64, "fc_bias": True}),
+    ("eagle", "safeailab", {"num_layers": 3, "fc_bias": True}),
 ]
 
 
@@ -77,17 +85,22 @@ def written(folder: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     return json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
 
 
-@pytest.mark.parametrize(("method", "engine", "shape", "able"), CASES)
-def test_a_head_comes_back_bit_for_bit_or_is_refused(
-    method: str, engine: str, shape: dict[str, Any], able: bool, target: FrozenTarget, tmp_path: Path
+@pytest.mark.parametrize(("method", "engine", "shape", "limit"), REFUSED)
+def test_what_an_engine_cannot_have_is_refused(
+    method: str, engine: str, shape: dict[str, Any], limit: Limit, target: FrozenTarget, tmp_path: Path
+) -> None:
+    save_head(method, head_of(method, target, shape), tmp_path / "ours")
+    with refused("engine", engine, holds=limit.setting):
+        export(tmp_path / "ours", engine, tmp_path / "out", TargetFiles(target.name))
+    assert [path.name for path in tmp_path.iterdir()] == ["ours"]
+
+
+@pytest.mark.parametrize(("method", "engine", "shape"), ABLE)
+def test_a_head_comes_back_bit_for_bit(
+    method: str, engine: str, shape: dict[str, Any], target: FrozenTarget, tmp_path: Path
 ) -> None:
     head = head_of(method, target, shape)
     save_head(method, head, tmp_path / "ours")
-    if not able:
-        with pytest.raises(UserError, match=rf"^engine: got {engine} for .* a head with .*, expected "):
-            export(tmp_path / "ours", engine, tmp_path / "out", TargetFiles(target.name))
-        assert [path.name for path in tmp_path.iterdir()] == ["ours"]
-        return
     assert export(tmp_path / "ours", engine, tmp_path / "out", TargetFiles(target.name)).method == method
     back = load_head(method, tmp_path / "out", target)
     assert back.config == head.config
@@ -308,18 +321,10 @@ def test_a_trained_bias_is_written(target: FrozenTarget, tmp_path: Path) -> None
     assert torch.equal(tensors["fc.bias"], head.fc.bias) and "bias" not in config
 
 
-@pytest.mark.parametrize(
-    ("method", "engine", "why"),
-    [
-        ("eagle3", "speculators", "speculators' config.json names it"),
-        ("eagle", "safeailab", "SafeAILab's heads repeat its embedding"),
-    ],
-)
-def test_the_target_is_asked_for_where_it_is_needed(
-    method: str, engine: str, why: str, target: FrozenTarget, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize(("method", "engine"), [("eagle3", "speculators"), ("eagle", "safeailab")])
+def test_the_target_is_asked_for_where_it_is_needed(method: str, engine: str, target: FrozenTarget, tmp_path: Path) -> None:
     save_head(method, head_of(method, target, {}), tmp_path / "ours")
-    with pytest.raises(UserError, match=rf"^target\.model: got nothing, expected the draft's target: {why}"):
+    with refused("target.model", "nothing"):
         export(tmp_path / "ours", engine, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -328,11 +333,11 @@ def test_a_target_that_does_not_fit_is_refused(target: FrozenTarget, tmp_path: P
     tiny_target_model(num_layers=6).save_pretrained(tmp_path / "other")
     for method in ("eagle", "eagle3"):
         save_head(method, head_of(method, target, {}), tmp_path / method)
-    with pytest.raises(UserError, match="num_target_layers 8, expected 6"):
+    with refused("draft", holds="num_target_layers 8"):
         export(tmp_path / "eagle3", "vllm", tmp_path / "out", TargetFiles(str(tmp_path / "other")))
     config = json.loads((tmp_path / "other" / "config.json").read_text())
     (tmp_path / "other" / "config.json").write_text(json.dumps(config | {"vocab_size": 300}))
-    with pytest.raises(UserError, match="vocab_size 260, expected 300"):
+    with refused("draft", holds="vocab_size 260"):
         export(tmp_path / "eagle", "vllm", tmp_path / "out", TargetFiles(str(tmp_path / "other")))
 
 

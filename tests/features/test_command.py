@@ -1,22 +1,23 @@
 """`specdistill data features` and training from its store as a user runs them: killed, on a full disk, in two processes, offline."""
 
+import itertools
 import json
-import random
+import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from specdistill.features import fill
+from specdistill.training.resumable import ResumableTrainer
 from tests.launches import environment
-from tests.scripts import specdistill, start_specdistill
+from tests.processes import fork
+from tests.scripts import specdistill
 from tests.tiny import write_inputs
-
-pytestmark = pytest.mark.long
 
 TRAINED = (
     "draft.ttt_steps=2",
@@ -33,7 +34,7 @@ TRAINED = (
 
 @pytest.fixture(scope="module")
 def keys(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    return [*write_inputs(tmp_path_factory.mktemp("inputs"), num_rows=200), "method=eagle3", *TRAINED]
+    return [*write_inputs(tmp_path_factory.mktemp("inputs"), num_rows=120), "method=eagle3", *TRAINED]
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +43,7 @@ def whole(keys: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("whole")
     done = specdistill(*features(keys, folder))
     assert done.returncode == 0, done.stderr
-    assert len(shards(folder)) > 20
+    assert len(shards(folder)) > 10
     return folder
 
 
@@ -57,22 +58,35 @@ def run(words: Sequence[str]) -> subprocess.CompletedProcess[str]:
     return subprocess.run(line, env=environment(), capture_output=True, text=True, check=False, timeout=300)
 
 
+def killed(place: Any, name: str, number: int, words: Sequence[str]) -> None:
+    """A process of this command that is killed when it calls a function for so many a time."""
+    calls, called = itertools.count(1), getattr(place, name)
+
+    def call(*arguments: Any, **more: Any) -> Any:
+        if next(calls) == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return called(*arguments, **more)
+
+    def work() -> None:
+        setattr(place, name, call)
+        specdistill(*words)
+
+    process = fork(work)
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+
+
 def shards(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.glob("*.safetensors")}
 
 
 def test_a_killed_store_goes_on_to_the_same_bytes(keys: list[str], whole: Path, tmp_path: Path) -> None:
     """A file that is there when the process is killed stays as it is: the next one makes only those that are missing."""
-    moments = random.Random(0)
-    for _ in range(3):
+    for number in (2, 3):
         before = len(shards(tmp_path))
-        with start_specdistill(*features(keys, tmp_path)) as process:
-            while len(list(tmp_path.glob("*.safetensors"))) < before + moments.randrange(1, 4) and process.poll() is None:
-                time.sleep(0.001)
-            time.sleep(moments.uniform(0, 0.02))
-            process.send_signal(signal.SIGKILL)
+        killed(fill, "write_shard", number, features(keys, tmp_path))
         there = {path.name: path.stat().st_mtime_ns for path in tmp_path.glob("*.safetensors")}
-    assert before < len(there) < len(shards(whole))
+        assert len(there) == before + number - 1
     ended = specdistill(*features(keys, tmp_path))
     assert ended.returncode == 0 and "made again" not in ended.stderr
     assert shards(tmp_path) == shards(whole)
@@ -80,6 +94,7 @@ def test_a_killed_store_goes_on_to_the_same_bytes(keys: list[str], whole: Path, 
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["lock", *shards(whole)])
 
 
+@pytest.mark.long  # processes, for files that nothing may hold open
 def test_a_full_disk_is_one_line_and_the_same_command_goes_on(keys: list[str], whole: Path, tmp_path: Path) -> None:
     """On a file system of a megabyte, which only root can make."""
     small = tmp_path / "small"
@@ -100,6 +115,7 @@ def test_a_full_disk_is_one_line_and_the_same_command_goes_on(keys: list[str], w
         subprocess.run(["umount", small], check=True)
 
 
+@pytest.mark.long  # launches
 @pytest.mark.distributed
 def test_two_processes_fill_a_store_and_train_from_it(keys: list[str], whole: Path, tmp_path: Path) -> None:
     two = ["launch=ddp", "num_processes=2"]
@@ -109,15 +125,13 @@ def test_two_processes_fill_a_store_and_train_from_it(keys: list[str], whole: Pa
     assert history(tmp_path, "offline", keys, whole, *two) == history(tmp_path, "online", keys, None, *two)
 
 
+@pytest.mark.long  # four trainings
 def test_training_offline_is_training_online_also_resumed(keys: list[str], whole: Path, tmp_path: Path) -> None:
     expected = history(tmp_path, "online", keys, None)
     assert len(expected) == 6
     assert history(tmp_path, "offline", keys, whole) == expected
-    with start_specdistill(*training(keys, tmp_path / "cut", whole)) as process:
-        while not (tmp_path / "cut" / "checkpoint-2").exists() and process.poll() is None:
-            time.sleep(0.001)
-        with suppress(ProcessLookupError):
-            process.send_signal(signal.SIGKILL)
+    killed(ResumableTrainer, "training_step", 3, training(keys, tmp_path / "cut", whole))
+    assert (tmp_path / "cut" / "checkpoint-2").exists()
     assert not (tmp_path / "cut" / "draft").exists()
     assert history(tmp_path, "cut", keys, whole) == expected
     drafts = {(tmp_path / name / "draft" / "model.safetensors").read_bytes() for name in ("online", "offline", "cut")}

@@ -127,12 +127,12 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
 @pytest.mark.distributed
 def test_processes_share_the_shards_and_make_the_same_store(tmp_path: Path) -> None:
     filled(tmp_path / "whole", SETS, origin())
-    imports = "from pathlib import Path\nfrom tests.features.stores import Counting, filled, origin, packed"
-    code = f"""
-make = Counting(origin())
-store = filled(Path({str(tmp_path / "store")!r}), [packed(10), packed(3, seed=1)], origin(), make)
-print(make.num_made, store.num_missing)
-"""
-    ended = run_processes(tmp_path, imports, code, 0, 1)
+
+    def fill(_: int) -> None:
+        make = Counting(origin())
+        store = filled(tmp_path / "store", SETS, origin(), make)
+        print(make.num_made, store.num_missing)
+
+    ended = run_processes(tmp_path, fill, 0, 1)
     assert [process.out.split() for process in ended] == [["8", "0"], ["5", "0"]], ended
     assert contents(tmp_path / "store") == contents(tmp_path / "whole")

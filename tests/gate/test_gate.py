@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 import yaml
 
-from specdistill.errors import UserError
-from specdistill.gate.decide import Estimate, Evidence, decide, holds
+from specdistill.gate.decide import Estimate, Evidence, decide, estimate, holds, is_decided
 from specdistill.gate.rules import Rule, load_gate
 from specdistill.project import GATES
 from specdistill.report.build import result_rows
 from specdistill.statistics.intervals import interval
 from specdistill.statistics.metrics import METRICS, prompt_sums
 from specdistill.statistics.records import Configuration
+from tests.refusals import refused
 from tests.simulated import SUITE, simulate, simulated_report
 
 
@@ -119,14 +119,13 @@ def test_absent_evidence_fails_and_says_why(evidence):
     report = copy.deepcopy(dict(evidence.report))
     report["not_measured"]["theory"] = "nothing was drafted"
     del report["theory"]
-    assert judged(Evidence(report, []), Rule("theory.v", "max", 9.0))["reason"] == "no evidence: nothing was drafted"
+    assert judged(Evidence(report, []), Rule("theory.v", "max", 9.0))["reason"].endswith("nothing was drafted")
 
 
 def test_a_number_without_the_interval_it_should_have_is_no_evidence():
     records = simulate(1)
     result = judged(Evidence(simulated_report(records), records), Rule("speedup", "min", 0.0))
-    assert not result["passed"]
-    assert "fewer than two prompts" in result["reason"]
+    assert not result["passed"] and result["reason"].startswith("no evidence")
 
 
 def test_a_run_that_was_cut_short_fails_whatever_it_shows(evidence):
@@ -137,10 +136,10 @@ def test_a_run_that_was_cut_short_fails_whatever_it_shows(evidence):
     assert "cut short" in decision["rules"][0]["reason"] and "the server went away" in decision["rules"][0]["reason"]
     assert decide([Rule("speedup", "min", 1.0)], changed(evidence, ("incomplete",), False))["passed"]
     result = judged(evidence, NO_WORSE, cut)
-    assert (result["passed"], result["reason"]) == (False, "no evidence: the baseline's run was cut short")
+    assert not result["passed"] and result["reason"].startswith("no evidence") and "baseline" in result["reason"]
     few = Evidence(cut.report, cut.records[:3])  # other prompts than the baseline's, for a reason that is known
     (_, result) = decide([NO_WORSE], few, evidence)["rules"]
-    assert (result["passed"], result["reason"]) == (False, "no evidence: the run was cut short")
+    assert not result["passed"] and result["reason"].startswith("no evidence") and "baseline" not in result["reason"]
 
 
 def test_every_setting_that_tells_rows_apart_is_a_scope(evidence):
@@ -151,8 +150,12 @@ def test_every_setting_that_tells_rows_apart_is_a_scope(evidence):
     for name, value in other.items():
         rule = Rule("num_rounds", "equals", 77, {name: value, "context_bucket": "512"})
         assert judged(Evidence(report, []), rule)["value"] == 77, name
+    whole = {**report, "results": [*report["results"], {**row, "context_bucket": "all", "num_rounds": 88}]}
+    assert judged(Evidence(whole, []), Rule("num_rounds", "equals", 88, {"num_speculative_tokens": 7}))[
+        "passed"
+    ]  # uncut prompts
     nowhere = judged(Evidence(report, []), Rule("num_rounds", "equals", 77, {"batch_size": 16}))
-    assert nowhere["reason"] == "no evidence: the report has no row for batch_size=16"
+    assert nowhere["reason"].startswith("no evidence") and "batch_size=16" in nowhere["reason"]
     assert judged(Evidence(report, []), Rule("num_rounds", "min", 0))["value"] == evidence.report["results"][0]["num_rounds"]
 
 
@@ -174,42 +177,40 @@ def test_a_warning_does_not_decide(evidence):
 
 
 @pytest.mark.parametrize(
-    ("rule", "message"),
+    ("rule", "key", "got"),
     [
-        ({"metric": "speedupp", "min": 1}, "metric: got speedupp.*did you mean speedup"),
-        ({"metric": "lossless.greedy_identicl", "equals": True}, r"did you mean lossless\.greedy_identical"),
-        ({"min": 1}, "metric: got None"),
-        ({"metric": "speedup"}, "got no requirement, expected exactly one of min, max"),
-        ({"metric": "speedup", "min": 1, "max": 2}, "got min and max"),
-        ({"metric": "speedup", "minimum": 1}, "did you mean min"),
-        ({"metric": "speedup", "min": "fast"}, "expected a number"),
-        ({"metric": "speedup", "min": True}, "expected a number"),
-        ({"metric": "speedup", "min": float("nan")}, "got nan, expected a number"),
-        ({"metric": "speedup", "min": 1, "confidence": float("nan")}, "a share from 0 to below 1"),
-        ({"metric": "speedup", "max_regression": 3}, "max_regression: got 3, expected a share from 0 to below 1"),
-        ({"metric": "speedup", "max_regression": -0.03}, "a share from 0 to below 1"),
-        ({"metric": "speedup", "min": 1, "confidence": 95}, "a share from 0 to below 1"),
-        ({"metric": "speedup", "min": 1, "severity": "alarm"}, "fail or warn"),
-        ({"metric": "speedup", "min": 1, "scope": {"categry": "chat"}}, "did you mean category"),
-        ({"metric": "speedup", "min": 1, "scope": "chat"}, "keys of suite"),
-        ({"metric": "draft.bytes", "max_regression": 0.1}, "can be compared prompt by prompt"),
-        ("speedup > 1", "expected keys of"),
+        ({"metric": "speedupp", "min": 1}, ": metric", "speedupp"),
+        ({"metric": "lossless.greedy_identicl", "equals": True}, ": metric", "lossless.greedy_identicl"),
+        ({"min": 1}, ": metric", "None"),
+        ({"metric": "speedup"}, "", "no requirement"),
+        ({"metric": "speedup", "min": 1, "max": 2}, "", "min and max"),
+        ({"metric": "speedup", "minimum": 1}, ": minimum", "an unknown key"),
+        ({"metric": "speedup", "min": "fast"}, ": min", "'fast'"),
+        ({"metric": "speedup", "min": True}, ": min", "True"),
+        ({"metric": "speedup", "min": float("nan")}, ": min", "nan"),
+        ({"metric": "speedup", "min": 1, "confidence": float("nan")}, ": confidence", "nan"),
+        ({"metric": "speedup", "min": 1, "confidence": 1}, ": confidence", "1"),
+        ({"metric": "speedup", "max_regression": 1.0}, ": max_regression", "1.0"),
+        ({"metric": "speedup", "max_regression": -0.03}, ": max_regression", "-0.03"),
+        ({"metric": "speedup", "min": 1, "severity": "alarm"}, ": severity", "alarm"),
+        ({"metric": "speedup", "min": 1, "scope": {"categry": "chat"}}, ": scope: categry", "an unknown key"),
+        ({"metric": "speedup", "min": 1, "scope": "chat"}, ": scope", "'chat'"),
+        ({"metric": "draft.bytes", "max_regression": 0.1}, ": max_regression", "metric draft.bytes"),
+        ("speedup > 1", "", "'speedup > 1'"),
     ],
 )
-def test_rules_that_say_nothing_sensible(tmp_path, rule, message):
-    with pytest.raises(UserError, match=message):
+def test_rules_that_say_nothing_sensible(tmp_path, rule, key, got):
+    with refused(f"mine.yaml rule 1{key}", got):
         load_gate(write_gate(tmp_path, rule))
 
 
 def test_gates_that_are_not_there(tmp_path):
-    with pytest.raises(UserError, match="did you mean default"):
+    with refused("gate", "defualt"):
         load_gate("defualt")
-    (tmp_path / "empty.yaml").write_text("")
-    with pytest.raises(UserError, match="a YAML list of rules"):
-        load_gate(str(tmp_path / "empty.yaml"))
-    (tmp_path / "broken.yaml").write_text("[")
-    with pytest.raises(UserError, match="a readable YAML file"):
-        load_gate(str(tmp_path / "broken.yaml"))
+    for name, content in (("empty", ""), ("broken", "[")):
+        (tmp_path / f"{name}.yaml").write_text(content)
+        with refused("gate", tmp_path / f"{name}.yaml"):
+            load_gate(str(tmp_path / f"{name}.yaml"))
 
 
 def test_every_gate_that_ships_loads_and_can_be_passed():
@@ -247,37 +248,38 @@ def report_of(records):
 
 def test_other_prompts_cannot_be_compared_and_the_difference_is_shown(evidence):
     others = [replace(record, id=f"other-{number}") for number, record in enumerate(evidence.records[:5])]
-    with pytest.raises(UserError) as error:
+    missing, added = "1 only in the report (function-00)", "5 only in the baseline (other-0, other-1, other-2, …)"
+    with refused("baseline", f"other prompts: {missing}; {added}"):
         judged(evidence, NO_WORSE, Evidence(evidence.report, [*evidence.records[1:], *others]))
-    assert "1 only in the report (function-00); 5 only in the baseline (other-0, other-1, other-2, …)" in str(error.value)
-    with pytest.raises(UserError, match=r"other prompts: 1 only in the report \(function-00\), expected"):
+    with refused("baseline", f"other prompts: {missing}"):
         judged(evidence, NO_WORSE, Evidence(evidence.report, evidence.records[1:]))
 
 
 @pytest.mark.parametrize(
-    ("path", "value", "message"),
+    ("path", "value", "got"),
     [
-        (("results", 0, "suite_version"), "2", "suite_version 2, expected 1"),
-        (("results", 0, "suite"), "other", "suite other, expected simulated"),
-        (("results", 0, "temperature"), 1.0, r"temperature 1\.0, expected 0\.0"),
-        (("results", 0, "batch_size"), 8, "batch_size 8, expected 1"),
-        (("settings", "max_new_tokens"), 64, "max_new_tokens 64, expected 128"),
-        (("settings", "top_p"), 0.9, "top_p 0.9, expected 1.0"),
-        (("suite", "sha256"), "1" * 64, r"suite\.sha256 1111"),
-        (("target", "parameters"), 8, r"target\.parameters 8, expected 3700000"),
-        (("target", "dtype"), "bfloat16", r"target\.dtype bfloat16, expected float32"),
+        (("results", 0, "suite_version"), "2", "suite_version 2"),
+        (("results", 0, "suite"), "other", "suite other"),
+        (("results", 0, "temperature"), 1.0, "temperature 1.0"),
+        (("results", 0, "batch_size"), 8, "batch_size 8"),
+        (("settings", "max_new_tokens"), 64, "max_new_tokens 64"),
+        (("settings", "top_p"), 0.9, "top_p 0.9"),
+        (("settings", "top_k"), 5, "top_k 5"),
+        (("settings", "compile"), True, "compile True"),
+        (("suite", "sha256"), "1" * 64, "suite.sha256 1111"),
+        (("target", "parameters"), 8, "target.parameters 8"),
+        (("target", "dtype"), "bfloat16", "target.dtype bfloat16"),
     ],
 )
-def test_a_baseline_that_measured_something_else_is_refused(evidence, path, value, message):
-    with pytest.raises(UserError, match=message):
+def test_a_baseline_that_measured_something_else_is_refused(evidence, path, value, got):
+    with refused("baseline", got):
         judged(evidence, NO_WORSE, changed(evidence, path, value))
 
 
 def test_a_baseline_on_another_target_is_refused_by_name(evidence):
     report = changed(evidence, ("target", "weights"), "a" * 64)
     other = changed(changed(evidence, ("target", "model"), "another"), ("target", "weights"), "b" * 64)
-    message = r"got a report on another \(weights bbbbbbbb\), expected one on \S+ \(weights aaaaaaaa\), as the report is"
-    with pytest.raises(UserError, match=message):
+    with refused("baseline", "a report on another (weights bbbbbbbb)"):
         judged(report, NO_WORSE, other)
     moved = changed(changed(evidence, ("target", "model"), "elsewhere"), ("target", "weights"), "a" * 64)
     assert judged(report, NO_WORSE, moved)["passed"] and judged(report, NO_WORSE, evidence)["passed"]
@@ -294,9 +296,7 @@ def test_another_machine_or_engine_says_nothing_of_speed_and_all_of_acceptance(e
     elsewhere = changed(evidence, path, value)
     result = judged(evidence, Rule("speedup", "max_regression", 0.5), elsewhere)
     assert (result["passed"], result["value"]) == (False, None)
-    assert (
-        result["reason"] == f"no evidence: timed elsewhere: the report on AMD EPYC 9B45 by specdistill, the baseline on {place}"
-    )
+    assert "AMD EPYC 9B45 by specdistill" in result["reason"] and place in result["reason"]
     assert judged(evidence, NO_WORSE, elsewhere)["passed"]
 
 
@@ -304,35 +304,55 @@ def test_what_one_side_did_not_measure_is_no_evidence(evidence):
     rule = Rule("draft_ms", "max_regression", 0.5)
     row = {name: number for name, number in evidence.report["results"][0].items() if name != "draft_ms"}
     lacking = changed(evidence, ("results", 0), {**row, "not_measured": {"draft_ms": "nothing was drafted"}})
-    assert judged(lacking, rule, evidence)["reason"] == "no evidence: not measured in the report: nothing was drafted"
-    assert judged(evidence, rule, lacking)["reason"] == "no evidence: not measured in the baseline: nothing was drafted"
     free = changed(evidence, ("results", 0, "draft_ms"), 0.0)
-    assert judged(evidence, rule, free)["reason"] == "no evidence: not measured in the baseline: it is 0.0"
+    for new, old, side, why in (
+        (lacking, evidence, "report", "nothing was drafted"),
+        (evidence, lacking, "baseline", "nothing was drafted"),
+        (evidence, free, "baseline", "0.0"),  # a change from 0 has no size
+    ):
+        result = judged(new, rule, old)
+        assert not result["passed"] and result["reason"].startswith("no evidence") and result["reason"].endswith(why)
+        assert side in result["reason"]
 
 
 def test_a_configuration_of_a_sweep_is_compared_with_its_own_prompts_alone():
     """The same prompt ids are in every configuration; only the records of the rule's configuration may count."""
-    cold = simulate()
-    warm = [replace(record, configuration=Configuration(4, 1.0)) for record in simulate(conditional=(0.6, 0.6, 0.6, 0.6))]
-    worse = [replace(record, configuration=Configuration(4, 1.0)) for record in simulate(conditional=(0.4, 0.4, 0.4, 0.4))]
+    cold = simulate(8)
 
-    def swept(records):
-        report = simulated_report(cold)
-        return Evidence(
-            {**report, "results": [*report["results"], *result_rows(records, SUITE, Configuration(4, 1.0), seed=0)]},
-            [*cold, *records],
-        )
+    def swept(rate):
+        records = [replace(record, configuration=Configuration(4, 1.0)) for record in simulate(8, conditional=(rate,) * 4)]
+        rows = result_rows(records, SUITE, Configuration(4, 1.0), seed=0)
+        return Evidence({**REPORT, "results": [*REPORT["results"], *rows]}, [*cold, *records])
 
+    warm, worse = swept(0.6), swept(0.4)
     rule = replace(NO_WORSE, scope={"temperature": 1.0})
-    assert judged(swept(warm), NO_WORSE, swept(worse))["value"] == 0
-    assert judged(swept(warm), rule, swept(warm))["value"] == 0
-    assert judged(swept(worse), rule, swept(warm))["value"] < -0.1
-    assert not judged(swept(worse), rule, swept(warm))["passed"]
+    assert judged(warm, NO_WORSE, worse)["value"] == 0
+    assert judged(warm, rule, warm)["value"] == 0
+    found = judged(worse, rule, warm)
+    assert found["value"] < -0.1 and not found["passed"]
 
 
 def test_the_same_report_has_not_regressed(evidence):
     result = judged(evidence, NO_WORSE, evidence)
     assert (result["passed"], result["value"]) == (True, 0.0)
+
+
+def test_a_baseline_may_list_its_prompts_in_another_order(evidence):
+    turned = Evidence(evidence.report, evidence.records[::-1])
+    assert judged(evidence, NO_WORSE, turned)["ci95"] == [0.0, 0.0]  # paired by prompt
+
+
+@pytest.mark.parametrize("stopped", ["report", "baseline"])
+def test_a_change_is_judged_by_the_stricter_interval_where_either_run_had_interim_analyses(evidence, stopped):
+    sides = {"report": evidence, "baseline": Evidence(evidence.report, churned(evidence.records, 0.0, seed=1))}
+    rule = replace(NO_WORSE, confidence=0.8)
+    plain = estimate(rule, sides["report"], sides["baseline"]).interval
+    sides[stopped] = changed(sides[stopped], ("settings", "interim_analyses"), True)
+    strict = estimate(rule, sides["report"], sides["baseline"]).interval
+    at_096 = estimate(
+        replace(rule, confidence=0.96), evidence, Evidence(evidence.report, churned(evidence.records, 0.0, seed=1))
+    )
+    assert strict == at_096.interval and strict[0] < plain[0] < plain[1] < strict[1]  # 1 - 0.2 / 5
 
 
 def test_an_interval_that_is_too_wide_says_how_many_prompts_would_do(evidence):
@@ -357,6 +377,10 @@ def test_an_interval_that_is_too_wide_says_how_many_prompts_would_do(evidence):
     ("rule", "interval", "verdict"),
     [
         (Rule("speedup", "min", 1.2), (1.21, 1.4), "passed"),
+        (Rule("speedup", "min", 1.2), (1.2, 1.4), "passed"),
+        (Rule("speedup", "min", 1.2), (1.1, 1.2), "inconclusive"),
+        (Rule("prediction_gap", "max", 0.1), (0.05, 0.1), "passed"),
+        (Rule("prediction_gap", "max", 0.1), (0.1, 0.2), "inconclusive"),
         (Rule("speedup", "min", 1.2), (1.1, 1.4), "inconclusive"),
         (Rule("speedup", "min", 1.2), (1.0, 1.19), "failed"),
         (Rule("prediction_gap", "max", 0.1), (0.01, 0.09), "passed"),
@@ -366,6 +390,8 @@ def test_an_interval_that_is_too_wide_says_how_many_prompts_would_do(evidence):
         (Rule("speedup", "max_regression", 0.05), (-0.04, -0.02), "passed"),  # a loss, and within the margin
         (Rule("speedup", "max_regression", 0.05), (-0.06, 0.02), "inconclusive"),
         (Rule("speedup", "max_regression", 0.05), (-0.06, -0.02), "failed"),  # a loss, and perhaps beyond it
+        (Rule("speedup", "max_regression", 0.05), (-0.06, 0.0), "inconclusive"),  # perhaps no loss
+        (Rule("speedup", "max_regression", 0.05), (-0.05, -0.02), "passed"),
         (Rule("verify_ms", "max_regression", 0.05), (0.02, 0.06), "failed"),  # more milliseconds are a loss
         (Rule("verify_ms", "max_regression", 0.05), (-0.06, 0.04), "passed"),
     ],
@@ -387,6 +413,10 @@ def test_one_failed_rule_fails_and_an_undecided_one_does_not_pass(evidence):
     ):
         gate = decide(rules, evidence)
         assert (gate["verdict"], gate["passed"]) == (verdict, verdict == "passed")
+    assert is_decided(
+        [holding, failing, replace(open_rule, severity="warn")], None, evidence
+    )  # a warning asks for no more prompts
+    assert not is_decided([open_rule, failing], None, evidence)
 
 
 def test_a_first_release_is_not_asked_for_regressions(evidence):

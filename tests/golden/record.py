@@ -200,7 +200,7 @@ def record(folder: Path, only: Sequence[str]) -> dict[str, Any]:
 
     curves, reports, exports = wanted("curves", CURVES), wanted("reports", REPORTS), wanted("exports", EXPORTS)
     curves += [name for name in CURVES if any(f"draft={{{name}}}" in REPORTS[report] for report in reports)]
-    places = prepare(folder)
+    places = prepare(folder) | write_targets(folder)
     return {
         "curves": {name: curve(name, folder, places) for name in dict.fromkeys(curves)},
         "reports": {name: report(name, folder, places) for name in reports},
@@ -213,9 +213,6 @@ def prepare(folder: Path) -> dict[str, Path]:
     places = {"texts": folder / "texts.jsonl", "cache": folder / "cache", "gate": folder / "gate.yaml"}
     places["texts"].write_text("".join(json.dumps(row) + "\n" for row in training_rows()), encoding="utf-8")
     places["gate"].write_text(GATE, encoding="utf-8")
-    for kind in ("qwen3_next", "deepseek_v3"):
-        places[kind] = folder / kind
-        in_child(folder / f"{kind}.log", write_target, kind, places[kind])
     return places | {name: folder / "curves" / name / "draft" for name in CURVES}
 
 
@@ -230,17 +227,24 @@ def training_rows() -> Iterator[dict[str, Any]]:
         yield {"text": None, "messages": turns} if number % 4 == 3 and answer else {"text": text, "messages": None}
 
 
+def write_targets(folder: Path) -> dict[str, Path]:
+    """Tiny random targets of types whose multi-token-prediction layers engines load; pico is of none."""
+    places = {kind: folder / kind for kind in ("qwen3_next", "deepseek_v3")}
+    for kind, place in places.items():
+        in_child(folder / f"{kind}.log", write_target, kind, place)
+    return places
+
+
 def write_target(kind: str, folder: Path) -> None:
-    """A tiny random target of a type whose multi-token-prediction layer engines load; pico is of none."""
     from tests.mtp_targets import write_checkpoint
 
     write_checkpoint(kind, folder)
 
 
-def curve(name: str, folder: Path, places: Mapping[str, Path]) -> dict[str, Any]:
-    """A training's numbers as the Trainer logged them, step by step, and those of the evaluation at its end."""
+def curve(name: str, folder: Path, places: Mapping[str, Path], *keys: str) -> dict[str, Any]:
+    """A training's numbers as the Trainer logged them, step by step, and those of the evaluation at its end. keys: more of the recipe's."""
     output = folder / "curves" / name
-    start(f"curves/{name}", (*CURVES[name], f"train.output_dir={output}"), folder, places)
+    start(f"curves/{name}", (*CURVES[name], f"train.output_dir={output}", *keys), folder, places)
     file, key = LOG
     entries = json.loads((output / file).read_text(encoding="utf-8"))[key]
     steps = {what: [entry[what] for entry in entries if what in entry] for what in LOGGED}

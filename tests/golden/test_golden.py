@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from tests.golden import record
+
 FOLDER = Path(__file__).parent
 RECORDED: dict[str, dict[str, Any]] = json.loads((FOLDER / "record.json").read_text(encoding="utf-8"))
 # Machines differ in the last bits of a sum, and steps carry that on. With the plainest kernels in place of this CPU's own
@@ -16,7 +18,15 @@ RECORDED: dict[str, dict[str, Any]] = json.loads((FOLDER / "record.json").read_t
 TOLERANCE, TOLERANCE_OF_MUON = 2e-4, 1e-2
 
 
-@pytest.mark.long
+@pytest.mark.parametrize("name", ["eagle3", "draft_model"])
+def test_a_training_begins_as_it_did(tmp_path: Path, name: str) -> None:
+    """While its rate rises, steps do not depend on how many follow."""
+    keys = ("train.max_steps=5", "train.eval_strategy=no", "train.eval_on_start=false")
+    begun = record.curve(name, tmp_path, record.prepare(tmp_path), *keys)
+    takes_the_same_course(name, {what: RECORDED["curves"][name][what][:5] for what in record.LOGGED}, begun)
+
+
+@pytest.mark.long  # thirty commands: trainings, reports and exports
 def test_the_commands_compute_what_they_did(tmp_path: Path, subtests: pytest.Subtests) -> None:
     """A fresh record, made in a process of its own: it takes one thread, and this one may have begun with more.
 

@@ -14,6 +14,7 @@ from specdistill.targets.frozen import FrozenTarget
 from tests.finished_runs import finished_run
 from tests.heads import build_head
 from tests.loopback_hub import Hub, loopback_hub
+from tests.refusals import refused_key
 from tests.tiny import tiny_target_model, tiny_tokenizer
 
 TARGET, DRAFT = "someone/Tiny-4L", "someone/Tiny-4L-EAGLE3"
@@ -27,6 +28,10 @@ class Said(NamedTuple):
     @property
     def error(self) -> str:
         return self.err.splitlines()[-1].removeprefix("error: ")
+
+    @property
+    def key(self) -> str:
+        return refused_key(self.err)
 
 
 class Acquire:

@@ -19,7 +19,7 @@ from specdistill.hub.sources import Source
 from tests.hub.conftest import DRAFT, TARGET, Acquire, Said, files_of
 from tests.loopback_hub import Fault, Hub, Sparse, environment
 from tests.mtp_targets import write_checkpoint
-from tests.public_pairs import PAIRS, WRONG_PAIRS, Repository
+from tests.public_pairs import PAIRS, WRONG_PAIRS, Repository, one_a_method
 from tests.tiny import tiny_target_model, tiny_tokenizer
 
 NEEDED = {"config.json", "model.safetensors", "README.md"}
@@ -50,8 +50,7 @@ def test_a_draft_is_acquired_and_used(hub: Hub, tmp_path: Path) -> None:
     commit = hub.tags(DRAFT)["v1"]
     assert folder == tmp_path / f"home/hub/models--someone--Tiny-4L-EAGLE3/snapshots/{commit}"
     assert {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()} == NEEDED
-    assert f"{DRAFT}@v1: a draft of method eagle3 that fits {TARGET}" in result.stderr
-    assert f"draft: {DRAFT}@v1 (commit {commit}), 3 files, 1 of them to fetch" in result.stderr
+    assert f"{DRAFT}@v1 (commit {commit}), 3 files, 1 of them" in result.stderr
     examined = specdistill("doctor", f"draft={folder}", f"target={TARGET}", "decode=false")
     assert examined.returncode == 0, examined.stdout + examined.stderr
     again = specdistill("acquire", "method=eagle3", f"target={TARGET}", f"draft={DRAFT}@v1", "offline=true")
@@ -64,8 +63,7 @@ def test_a_dry_run_fetches_no_weights(hub: Hub, acquire: Acquire) -> None:
     assert "model.safetensors" not in acquire.cached() and weights_asked(hub) == []
     size = hub.files(DRAFT)["model.safetensors"].stat().st_size
     assert f"{size / 1000:.1f} kB  model.safetensors" in said.err
-    assert "target: someone/Tiny-4L (commit " in said.err and "kB  model-00001-of-" in said.err
-    assert "time: not estimated for so little" in said.err
+    assert "kB  model-00001-of-" in said.err
     assert acquire.head().out == said.out
 
 
@@ -93,13 +91,12 @@ def test_a_layer_comes_with_its_target(kind: str, hub: Hub, acquire: Acquire, tm
     assert said.out.endswith(f"models--someone--native/snapshots/{commit}\n")
     assert acquire.cached() == {path.name for path in (tmp_path / "native").iterdir()}
     said = acquire("method=mtp", f"target={TARGET}")
-    assert said.code == 2 and "which has no multi-token-prediction weights" in said.error
+    assert (said.code, said.key) == (2, "target.model")
 
 
 def test_no_weights_no_work(acquire: Acquire, hub: Hub) -> None:
     said = acquire("method=ngram", f"target={TARGET}")
-    assert said == Said(2, "", "error: method: got ngram, which has no weights, expected a method with something to acquire\n")
-    assert hub.requests == []
+    assert (said.code, said.out, said.key, hub.requests) == (2, "", "method", [])
 
 
 # Which draft
@@ -112,21 +109,15 @@ def test_candidates_are_shown_and_none_is_chosen(hub: Hub, acquire: Acquire) -> 
     hub.create("c/a-draft-model", {"config.json": b"{}"}, card=card, downloads=7000)
     said = acquire("method=eagle3", f"target={TARGET}")
     command = f"specdistill acquire method=eagle3 target={TARGET} draft="
-    assert (said.code, said.out) == (2, "")
-    assert said.err.splitlines() == [
-        f"drafts of method eagle3 whose card names {TARGET}, the most downloaded first:",
-        f"  {command}a/liked-eagle3    900 downloads",
-        f"  {command}{DRAFT}    0 downloads",
-        f"drafts of method eagle3 that are called like {TARGET}, though their card does not name it:",
-        "  b/Tiny-4L-eagle3-mine    5,000 downloads",
-        f"error: draft: got nothing, expected a choice, as in: {command}a/liked-eagle3",
+    assert (said.code, said.out, said.key) == (2, "", "draft")
+    assert [line.split()[0] if command not in line else line.strip() for line in said.err.splitlines() if line[0] == " "] == [
+        f"{command}a/liked-eagle3    900 downloads",  # whose card names the target, the most downloaded first
+        f"{command}{DRAFT}    0 downloads",
+        "b/Tiny-4L-eagle3-mine",  # which is called like it
     ]
-    assert acquire.cached() == set()
+    assert said.error.endswith(f"{command}a/liked-eagle3") and acquire.cached() == set()
     said = acquire("method=eagle", f"target={TARGET}")
-    assert (said.code, said.error) == (
-        2,
-        f"draft: got nothing, expected a draft: the Hub lists none of method eagle for {TARGET}",
-    )
+    assert (said.code, said.key) == (2, "draft")
 
 
 # What is refused
@@ -172,44 +163,37 @@ Change = Callable[..., None]
 
 
 @pytest.mark.parametrize(
-    ("change", "why"),
+    ("change", "got"),
     [
-        (lambda *a: changed(*a, intermediate_size=96), "with layers.0.mlp.down_proj.weight of shape (64, 128)"),
-        (lambda *a: changed(*a, vocab_size=32000), "with vocab_size 32000, expected 260"),
-        (lambda *a: changed(*a, target_hidden_size=128), "with target_hidden_size 128, expected 64"),
-        (lambda *a: changed(*a, draft_vocab_size=50), "with d2t of shape (100,)"),
+        (lambda *a: changed(*a, intermediate_size=96), "layers.0.mlp.down_proj.weight of shape (64, 128)"),
+        (lambda *a: changed(*a, vocab_size=32000), "vocab_size 32000"),
+        (lambda *a: changed(*a, target_hidden_size=128), "target_hidden_size 128"),
+        (lambda *a: changed(*a, draft_vocab_size=50), "d2t of shape (100,)"),
         (other_target, "a draft for "),
-        (cut_short, "whose model.safetensors cannot be read"),
-        (without_tensor, "without fc.weight, expected fc.weight of shape (64, 192)"),
-        (index_that_leads_out, "with ../../model.safetensors, expected files in the same folder"),
-        (lambda hub, *a: hub.commit(DRAFT, {"../../outside.json": b"{}"}), "which lists '../../outside.json'"),
-        (lambda hub, *a: hub.commit(DRAFT, {"/etc/passwd": b"{}"}), "which lists '/etc/passwd'"),
-        (lambda hub, *a: hub.commit(DRAFT, {"config.json": b"{"}), "expected JSON"),
-        (lambda hub, *a: hub.commit(DRAFT, {"config.json": None}), "without a config.json"),
-        (lambda hub, *a: hub.commit(DRAFT, {"model.safetensors": None}), "with weights in a pickle alone"),
-        (
-            lambda hub, *a: hub.commit(DRAFT, {"model.safetensors": b"not safetensors"}),
-            "whose model.safetensors cannot be read",
-        ),
+        (cut_short, "model.safetensors"),
+        (without_tensor, "fc.weight"),
+        (index_that_leads_out, "../../model.safetensors"),
+        (lambda hub, *a: hub.commit(DRAFT, {"../../outside.json": b"{}"}), "../../outside.json"),
+        (lambda hub, *a: hub.commit(DRAFT, {"/etc/passwd": b"{}"}), "/etc/passwd"),
+        (lambda hub, *a: hub.commit(DRAFT, {"config.json": b"{"}), "config.json"),
+        (lambda hub, *a: hub.commit(DRAFT, {"config.json": None}), "config.json"),
+        (lambda hub, *a: hub.commit(DRAFT, {"model.safetensors": None}), "pickle"),
+        (lambda hub, *a: hub.commit(DRAFT, {"model.safetensors": b"not safetensors"}), "model.safetensors"),
     ],
 )
 def test_what_does_not_fit_is_refused_before_its_weights_are_fetched(
-    change: Change, why: str, hub: Hub, saved: dict[str, Path], acquire: Acquire, tmp_path: Path
+    change: Change, got: str, hub: Hub, saved: dict[str, Path], acquire: Acquire, tmp_path: Path
 ) -> None:
     change(hub, saved, tmp_path)
     said = acquire.head()
-    assert (said.code, said.out) == (2, ""), said.err
-    assert said.error.startswith("draft: got ") and why in said.error, said.error
-    assert said.err.count("\n") == 1
+    assert (said.code, said.out, said.key) == (2, "", "draft"), said.err
+    assert got in said.error and said.err.count("\n") == 1
     assert "model.safetensors" not in acquire.cached() and weights_asked(hub) == []
 
 
 def test_a_draft_of_another_method_is_refused(acquire: Acquire, hub: Hub) -> None:
     said = acquire("method=eagle", f"target={TARGET}", f"draft={DRAFT}")
-    assert (said.code, said.error) == (
-        2,
-        f"draft: got {DRAFT}, which holds a draft of method eagle3, expected one of method eagle",
-    )
+    assert (said.code, said.key) == (2, "draft") and "eagle3" in said.error
     assert weights_asked(hub) == []
 
 
@@ -218,7 +202,7 @@ def test_a_card_that_names_another_target_is_a_warning(
 ) -> None:
     unrecorded(hub, saved, tmp_path)
     said = acquire.head()
-    assert said.code == 0 and f"warning: the card of {DRAFT} names someone/Else, not {TARGET}" in said.err
+    assert said.code == 0 and "warning: " in said.err and "someone/Else" in said.err
 
 
 def draft_model(folder: Path, tokenizer: Any) -> dict[str, bytes]:
@@ -240,37 +224,37 @@ def test_a_draft_model_is_compared_token_by_token(hub: Hub, acquire: Acquire, tm
     hub.create("someone/other", draft_model(tmp_path / "other", other))
     hub.requests.clear()
     said = acquire(*keys, "draft=someone/other")
-    assert said.code == 2 and "or heterogeneous_vocab=true" in said.error, said.err
+    assert said.code == 2 and "heterogeneous_vocab=true" in said.error, said.err
     assert weights_asked(hub) == []
     assert acquire(*keys, "draft=someone/other", "heterogeneous_vocab=true").code == 0
     raw = json.loads((tmp_path / "small/config.json").read_text())
     hub.commit("someone/small", {"config.json": json.dumps({**raw, "num_hidden_layers": 2}).encode()})
     said = acquire(*keys, "draft=someone/small")
-    assert said.code == 2 and "without model.layers.1." in said.error
+    assert said.code == 2 and "model.layers.1." in said.error
 
 
 @pytest.mark.parametrize(
-    ("keys", "why"),
+    ("keys", "key"),
     [
-        (("revision=v1", "draft=someone/x@v2"), "revision: got v1, expected none beside someone/x@v2"),
-        (("draft=someone/x/model.gguf",), "draft: got someone/x/model.gguf, a GGUF file"),
-        (("draft=no/such/folder",), "draft: got no/such/folder, which is no folder"),
-        (("from_bundle=x.tar",), "method: got a value, expected no such key with from_bundle="),
-        (("output_dir=x", "draft=a/b"), "output_dir: got x"),
-        (("draft=a/b", "bundle=x.tar", "dry_run=true"), "dry_run: got a value, expected no such key with bundle="),
-        (("draft=a/b", "heterogeneous_vocab=true"), "heterogeneous_vocab: got true"),
-        (("revision=v1",), "revision: got v1"),
-        (("target.adapter=mine",), "target.adapter: got mine, expected no such key without draft="),
-        (("draft=a/b", "warm=true"), "warm: got true, expected false with a target that is here, pico"),
+        (("revision=v1", "draft=someone/x@v2"), "revision"),
+        (("draft=someone/x/model.gguf",), "draft"),
+        (("draft=no/such/folder",), "draft"),
+        (("from_bundle=x.tar",), "method"),
+        (("output_dir=x", "draft=a/b"), "output_dir"),
+        (("draft=a/b", "bundle=x.tar", "dry_run=true"), "dry_run"),
+        (("draft=a/b", "heterogeneous_vocab=true"), "heterogeneous_vocab"),
+        (("revision=v1",), "revision"),
+        (("target.adapter=mine",), "target.adapter"),
+        (("draft=a/b", "warm=true"), "warm"),
     ],
 )
-def test_keys_that_cannot_go_together(keys: tuple[str, ...], why: str, acquire: Acquire) -> None:
+def test_keys_that_cannot_go_together(keys: tuple[str, ...], key: str, acquire: Acquire) -> None:
     said = acquire("method=eagle3", "target=pico", *keys)
-    assert (said.code, said.out) == (2, "") and said.error.startswith(why), said.err
+    assert (said.code, said.out, said.key) == (2, "", key), said.err
 
 
 def test_a_target_or_a_bundle_is_needed(acquire: Acquire) -> None:
-    assert acquire("method=eagle3").error == "target.model: got nothing, expected a value, or from_bundle=…"
+    assert acquire("method=eagle3").key == "target.model"
 
 
 # What is damaged or missing
@@ -285,7 +269,7 @@ def test_damaged_files_are_fetched_again(hub: Hub, acquire: Acquire) -> None:
     assert acquire.head("offline=true", "verify=true").code == 3
     said = acquire.head("verify=true")
     assert said.code == 0, said.err
-    assert f"{DRAFT}: not what the Hub lists, so fetched again: config.json" in said.err
+    assert "fetched again: config.json" in said.err
     assert (folder / "model.safetensors").read_bytes() == intact
 
 
@@ -301,19 +285,19 @@ def test_what_stays_damaged_is_not_left_in_the_cache(hub: Hub, acquire: Acquire)
     hub.inject(Fault("corrupt", "download", path=hub.files(DRAFT)["model.safetensors"].name, skip=2, times=20))
     said = acquire.head()
     assert (said.code, said.out) == (3, "")
-    assert said.error.startswith(f"draft: {DRAFT} is damaged: model.safetensors; "), said.err
+    assert DRAFT in said.error and "model.safetensors" in said.error
     assert "model.safetensors" not in acquire.cached()
 
 
 def test_offline_names_every_file_that_is_missing(hub: Hub, acquire: Acquire) -> None:
     said = acquire.head("offline=true")
-    assert (said.code, said.out) == (3, "") and f"of {TARGET} nothing is in the Hub's cache" in said.error
+    assert (said.code, said.out) == (3, "") and TARGET in said.error
     folder = Path(acquire.head().out.strip())
     for name in ("model.safetensors", "config.json"):
         (folder / name).unlink()
     hub.requests.clear()
     said = acquire.head("offline=true")
-    assert said.code == 3 and ": config.json, model.safetensors; acquire it once with a network" in said.error
+    assert said.code == 3 and "config.json, model.safetensors" in said.error
     said = acquire.head("offline=true", "warm=true")
     assert said.code == 3 and hub.requests == []
 
@@ -325,14 +309,14 @@ def test_an_unknown_repository(hub: Hub, acquire: Acquire) -> None:
     keys = ("method=eagle3", f"target={TARGET}", "draft=someone/nothing")
     said = acquire(*keys, token=None)
     assert (said.code, said.out, said.err.count("\n")) == (3, "", 1)
-    assert f"{hub.address} has no such repository, or it is private; check the name; if it is private, log in (hf" in said.error
-    assert "log in as one who may read it" in acquire(*keys).error
+    assert hub.address in said.error and "hf auth login" in said.error
+    assert "hf auth login" not in acquire(*keys).error  # who is logged in
 
 
 def test_a_private_repository(hub: Hub, acquire: Acquire) -> None:
     hub.repositories[DRAFT].private = True
     said = acquire.head(token=Hub.other_token)
-    assert said.code == 3 and "or it is private" in said.error and Hub.other_token not in said.err
+    assert said.code == 3 and DRAFT in said.error and Hub.other_token not in said.err
     assert acquire.head().code == 0
 
 
@@ -340,10 +324,8 @@ def test_a_gated_repository(hub: Hub, acquire: Acquire) -> None:
     hub.repositories[DRAFT].gated = True
     said = acquire.head(token=None)
     assert (said.code, said.err.count("\n")) == (3, 1)
-    assert said.error.endswith(
-        f"it is gated; accept its terms at {hub.address}/{DRAFT} and log in (hf auth login, or HF_TOKEN)"
-    )
-    assert "log in as one who may read it" in acquire.head(token=Hub.other_token).error
+    assert f"{hub.address}/{DRAFT}" in said.error and "hf auth login" in said.error
+    assert acquire.head(token=Hub.other_token).code == 3
     hub.grant(DRAFT)
     assert acquire.head(token=Hub.other_token).code == 0
 
@@ -351,26 +333,26 @@ def test_a_gated_repository(hub: Hub, acquire: Acquire) -> None:
 def test_a_revision_that_does_not_exist(acquire: Acquire) -> None:
     said = acquire.head("revision=v11")
     assert said.code == 3
-    assert said.error.endswith(f"{DRAFT} has no such revision; did you mean v1? it has v1, main"), said.err
+    assert "did you mean v1?" in said.error, said.err
 
 
 def test_a_full_disk_is_known_before(hub: Hub, acquire: Acquire, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("specdistill.cost.shutil.disk_usage", lambda path: SimpleNamespace(free=10_000))
     said = acquire.head()
-    assert said.code == 3 and "whose disk has 10.0 kB free; free disk space, or set HF_HOME" in said.error
+    assert said.code == 3 and "10.0 kB" in said.error and "HF_HOME" in said.error
     assert weights_asked(hub) == []
 
 
 def test_a_cache_that_cannot_be_written(hub: Hub, acquire: Acquire) -> None:
     said = acquire.head(home=Path("/dev/null/nowhere"))
     assert (said.code, said.out) == (3, "")
-    assert "could not be kept in the Hub's cache" in said.error and "set HF_HOME to a folder" in said.error
+    assert "HF_HOME" in said.error
 
 
 def test_minutes_come_from_a_timed_sample(hub: Hub, acquire: Acquire, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("specdistill.hub.acquire.WORTH_TIMING", 1000)
     said = acquire.head("dry_run=true")
-    assert "time: about 0 min, if all comes as " in said.err and " of model.safetensors did, at " in said.err
+    assert "time: about 0 min" in said.err and " of model.safetensors " in said.err
 
 
 AUTHORITY = """
@@ -414,7 +396,7 @@ def test_a_clock_that_is_wrong(tmp_path: Path) -> None:
     server.shutdown()
     server.server_close()
     assert (result.returncode, result.stdout) == (3, ""), result.stderr
-    assert "is refused (certificate is not yet valid); check this machine's clock (it says 2" in result.stderr
+    assert "certificate is not yet valid" in result.stderr and "clock" in result.stderr
 
 
 # Public pairs
@@ -450,11 +432,11 @@ def told(name: str, hub: Hub, acquire: Acquire, tmp_path: Path) -> Said:
     return said
 
 
-@pytest.mark.parametrize("name", sorted(PAIRS.keys() - {"qwen3-dflash"}))
+@pytest.mark.parametrize("name", one_a_method(sorted(PAIRS.keys() - {"qwen3-dflash"})))
 def test_public_pairs_that_are_right(name: str, large_disk: None, hub: Hub, acquire: Acquire, tmp_path: Path) -> None:
     said = told(name, hub, acquire, tmp_path)
     assert said.code == 0 and "warning" not in said.err, said.err
-    assert "time: about " in said.err and ", if all comes as " in said.err
+    assert "time: about " in said.err
 
 
 # Of two that are wrong in the numbers that tensors hold, which nothing but the weights tell: what the doctor is for.

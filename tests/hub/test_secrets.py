@@ -12,6 +12,7 @@ from huggingface_hub import constants
 from specdistill.cli import main
 from tests.loopback_hub import Fault, Hub, loopback_hub
 
+pytestmark = pytest.mark.xdist_group("measured run")  # one worker measures
 NAME = "someone/half-right"
 
 

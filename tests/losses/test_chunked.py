@@ -119,7 +119,7 @@ def test_no_tensor_is_larger_than_a_block_s_logits() -> None:
     assert largest["blocks"] <= max(block * W, K * R * H) < largest["plain"] == R * W
 
 
-@pytest.mark.long
+@pytest.mark.long  # a compiler
 @torch._dynamo.config.patch(trace_autograd_ops=True)
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # dynamo does it
 def test_it_compiles_as_one_graph() -> None:

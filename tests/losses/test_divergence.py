@@ -5,8 +5,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from specdistill.errors import UserError
 from specdistill.losses.divergence import DIVERGENCES, LK_DECAY, acceptance, build_divergence, forward_kl, jsd, tvd
+from tests.refusals import refused
 
 LOG2 = math.log(2)
 # p = (1/2, 1/2, 0) and q = (1/4, 1/2, 1/4): they share 3/4.
@@ -122,14 +122,6 @@ def test_gradient_is_the_closed_form(name: str) -> None:
     assert torch.allclose(gradient(name, x, p).double(), expected, atol=2e-6)
 
 
-@pytest.mark.parametrize("name", [name for name in DIVERGENCES if name not in ("tvd_plus_plus", "lk")])
-def test_gradient_is_the_slope_of_the_value(name: str) -> None:
-    """By central differences along a direction. The gradients of tvd++ and of lk, whose weight is a constant to it, are others."""
-    x, p, direction = logits(1), logits(2).softmax(-1), logits(3)
-    up, down = (float(DIVERGENCES[name](x + step * direction, p).sum().double()) for step in (5e-3, -5e-3))
-    assert (up - down) / 1e-2 == pytest.approx(float((gradient(name, x, p) * direction).sum()), abs=2e-3)
-
-
 @pytest.mark.parametrize("name", DIVERGENCES)
 def test_gradients_do_not_depend_on_how_rows_are_split(name: str) -> None:
     x, p = logits(3), logits(4).softmax(-1)
@@ -212,36 +204,24 @@ def one(**options: object) -> dict[str, object]:
 
 
 @pytest.mark.parametrize(
-    ("spec", "says"),
+    ("spec", "key", "got"),
     [
-        ("foward_kl", "loss.divergence: got 'foward_kl', expected one of forward_kl, .*; did you mean forward_kl?"),
-        ([one(weight=1), {"name": "tvdd", "weight": 1}], r"loss.divergence\[1\]: got 'tvdd', .*; did you mean tvd?"),
-        (
-            {"forward_kl": 0.5, "jsd": 0.5},
-            r"loss.divergence: got {'forward_kl': .*, or for a sum \[{name: forward_kl, weight: 0.5}",
-        ),
-        ([], r"loss.divergence: got \[\], expected a name, {name: jsd, beta: 0.3}, or"),
-        (None, "loss.divergence: got None, expected a name"),
-        (["tvd"], r"loss.divergence\[0\]: got 'tvd', expected {name: …, weight: …}"),
-        ([one()], r"loss.divergence\[0\]: got {'name': 'jsd'}, expected {name: …, weight: …}"),
-        *(
-            (
-                [one(weight=weight)],
-                rf"loss.divergence\[0\].weight: got {weight!r}.*, expected float, above 0",
-            )
-            for weight in (0, -1.0, math.nan, math.inf, True, "half")
-        ),
-        *(
-            (one(beta=beta), rf"loss.divergence.beta: got {beta!r}.*, expected float, above 0, below 1")
-            for beta in (0.0, 1, math.nan, True, "half", None)
-        ),
-        (one(betta=0.3), "loss.divergence.betta: got an unknown key, expected one of beta; did you mean loss.divergence.beta?"),
-        ({"name": "tvd", "beta": 0.3}, "loss.divergence.beta: got an unknown key, expected no keys"),
-        (one(weight=0.5), "loss.divergence.weight: got an unknown key"),
+        ("foward_kl", "", "'foward_kl'"),
+        ([one(weight=1), {"name": "tvdd", "weight": 1}], "[1]", "'tvdd'"),
+        ({"forward_kl": 0.5, "jsd": 0.5}, "", "{'forward_kl': "),
+        ([], "", "[]"),
+        (None, "", "None"),
+        (["tvd"], "[0]", "'tvd'"),
+        ([one()], "[0]", "{'name': 'jsd'}"),
+        *(([one(weight=weight)], "[0].weight", repr(weight)) for weight in (0, -1.0, math.nan, math.inf, True, "half")),
+        *((one(beta=beta), ".beta", repr(beta)) for beta in (0.0, 1, math.nan, True, "half", None)),
+        (one(betta=0.3), ".betta", "an unknown key"),
+        ({"name": "tvd", "beta": 0.3}, ".beta", "an unknown key"),
+        (one(weight=0.5), ".weight", "an unknown key"),
     ],
 )
-def test_mistakes_are_named(spec: object, says: str) -> None:
-    with pytest.raises(UserError, match=f"^{says}"):
+def test_mistakes_are_named(spec: object, key: str, got: str) -> None:
+    with refused(f"loss.divergence{key}", got):
         build_divergence(spec)
 
 

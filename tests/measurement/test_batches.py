@@ -1,8 +1,7 @@
-"""Prompts measured together: the same texts as alone, shares of the time that add up, intervals over batches."""
+"""Prompts measured together: the same completions as alone, and shares of the time that add up."""
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
 from specdistill.decoding.batch_decoder import BatchDecoder
@@ -15,13 +14,11 @@ from specdistill.measurement.measure import in_batches, measure_together, prompt
 from specdistill.measurement.timing import prompt_timing
 from specdistill.methods.ngram.method import NgramProposer
 from specdistill.report.build import result_rows
-from specdistill.statistics.intervals import interval, macro_interval, relative_change
-from specdistill.statistics.metrics import METRICS, measured, prompt_sums, value
-from specdistill.statistics.sample_size import spread_of
+from specdistill.statistics.metrics import prompt_sums
 from specdistill.suites.suite import Prompt
 from tests.measuring import measure
 from tests.proposers import ModelProposer, tiny_target
-from tests.simulated import SUITE, simulate
+from tests.simulated import SUITE
 
 PROMPTS = [Prompt(f"p{number}", "ab"[number % 2], "x", (20 + number, *range(30, 31 + number))) for number in range(5)]
 ALONE = Settings(num_speculative_tokens=2, max_new_tokens=12, repeats=2, warmup=1)
@@ -85,14 +82,19 @@ def test_the_librarys_loop_writes_the_same_batches(target, runs):
             assert one.seconds / len(one.token_ids) == pytest.approx(other.seconds / len(other.token_ids))
 
 
-def test_a_prompts_sample_does_not_depend_on_the_batch_size(target, proposer):
-    options = {"sampling": Sampling(1.0), "repeats": 1, "warmup": 0, "seed": 5}
-    texts = [
-        [run.speculative[0].token_ids for run in measure(target, proposer, PROMPTS, replace(ALONE, batch_size=size, **options))]
-        for size in (1, 2, 5)
-    ]
-    assert texts[0] == texts[1] == texts[2]
-    assert len(set(texts[0])) == 5
+@pytest.mark.parametrize("side", ["speculative", "baseline"])
+def test_a_prompt_is_sampled_with_its_own_seed_in_a_batch_of_any_size(target, proposer, side):
+    """One prompt five times: its place and the run's seed alone tell its samples apart."""
+    prompts = [replace(PROMPTS[0], id=f"p{number}") for number in range(5)]
+    settings = replace(ALONE, sampling=Sampling(1.0), repeats=1, warmup=0, seed=5)
+
+    def samples(**changes):
+        return [getattr(run, side)[0].token_ids for run in measure(target, proposer, prompts, replace(settings, **changes))]
+
+    alone = samples()
+    assert len(set(alone)) == 5
+    assert samples(batch_size=2) == samples(batch_size=5) == alone
+    assert samples(seed=6)[:-1] == alone[1:]
 
 
 @pytest.mark.parametrize(("temperature", "sizes"), [(0.0, []), (1.0, [2, 2, 1])])
@@ -145,55 +147,8 @@ def test_rows_say_how_many_batches_their_times_come_from(target, proposer, runs)
     assert (a["num_prompts"], a["num_batches"]) == (3, 3)
     seconds = sum(prompt_timing(run.speculative).seconds for run in runs)
     assert whole["tokens_per_second"] == pytest.approx(60 / seconds)
-    one = result_rows(found[:2], SUITE, TOGETHER.configuration, seed=0)[0]
-    assert one["not_measured"]["speedup_ci95"] == "its prompts share the times of one batch"
     alone = measure(target, proposer, PROMPTS[:1], ALONE)
     assert "batch" not in prompt_sums(prompt_records("suite", ALONE.configuration, target, proposer, alone))
-
-
-def shared(records, size):
-    """Each prompt's times replaced by an equal share of its batch's."""
-    found = []
-    for number, record in enumerate(records):
-        start = number // size * size
-        batch = records[start : start + size]
-        timings = {}
-        for side in ("speculative", "baseline"):
-            seconds = sum(getattr(entry, side).seconds for entry in batch) / len(batch)
-            timings[side] = replace(getattr(record, side), seconds=seconds)
-        found.append(replace(record, batch=number // size, **timings))
-    return found
-
-
-def test_intervals_of_times_are_over_batches_and_those_of_texts_over_prompts():
-    alone = simulate(192, noise=0.2)
-    plain, batched = prompt_sums(alone), prompt_sums(shared(alone, 4))
-    speedup, length = METRICS["speedup"], METRICS["mean_acceptance_length"]
-    assert len(measured(speedup, batched)[0]) == 48 and len(measured(length, batched)[0]) == 192
-    assert value(speedup, batched) == pytest.approx(value(speedup, plain))
-    assert interval(length, batched) == interval(length, plain)
-
-    ignorant = {name: column for name, column in batched.items() if name != "batch"}
-    right, wrong, truth = (np.ptp(interval(speedup, table)) for table in (batched, ignorant, plain))
-    assert wrong < 0.6 * right  # as if a batch's four prompts were four measurements of its time
-    assert 0.8 * truth < right < 1.25 * truth
-
-
-def test_what_a_suite_can_tell_is_said_of_prompts():
-    """Times shared by fours spread as widely over prompts as before: it takes as many prompts to tell the same change."""
-    alone = simulate(192, noise=0.2)
-    spreads = [spread_of(METRICS["speedup"], prompt_sums(found)) for found in (alone, shared(alone, 4))]
-    assert spreads[1] == pytest.approx(spreads[0], rel=0.2)
-
-
-def test_a_macro_average_of_times_that_categories_share_has_no_interval():
-    alone = simulate(48)
-    of = [record.category for record in alone]
-    by_category = sorted(alone, key=lambda record: record.category)
-    for found, categories, has_interval in ((alone, of, False), (by_category, sorted(of), True)):
-        table = prompt_sums(shared(found, 4))
-        assert (macro_interval(METRICS["speedup"], table, categories) is not None) == has_interval
-        assert macro_interval(METRICS["mean_acceptance_length"], table, categories) is not None
 
 
 def test_a_run_that_stops_early_does_so_after_whole_batches(target, monkeypatch):
@@ -215,11 +170,3 @@ def test_batches_that_stop_early_stay_the_batches_that_they_were(target, propose
     for batch in {run.batch for run in runs}:
         shares = [run.baseline[0].seconds / len(run.baseline[0].token_ids) for run in runs if run.batch == batch]
         assert shares == pytest.approx([shares[0]] * 5)
-
-
-def test_a_change_between_reports_is_resampled_by_batch_too():
-    new, old = (prompt_sums(shared(simulate(16, noise=0.2, timing_seed=seed), 16)) for seed in (1, 2))
-    change, ends = relative_change(METRICS["speedup"], new, old)
-    assert abs(change) < 0.5 and ends is None  # one batch
-    _, ends = relative_change(METRICS["mean_acceptance_length"], new, old)
-    assert ends is not None

@@ -2,14 +2,12 @@
 
 from dataclasses import replace
 
-import pytest
-
 from specdistill.decoding.sampling import Sampling
 from specdistill.decoding.tree import DynamicTree, StaticTree
-from specdistill.errors import UserError
 from specdistill.measurement.configurations import Plan, Settings, plan_configurations
 from specdistill.statistics.records import Configuration
 from specdistill.suites.suite import Prompt
+from tests.refusals import refused
 
 PROMPTS = [Prompt(f"p{number}", "ab"[number % 2], "x", (20 + number, 30, 40)) for number in range(2)]
 MAIN = Plan(Settings(num_speculative_tokens=2, max_new_tokens=6, repeats=1, warmup=0), PROMPTS)
@@ -38,7 +36,7 @@ def test_trees_are_swept_with_their_own_depth_and_other_k_are_chains():
     main = Plan(replace(MAIN.settings, num_speculative_tokens=3, tree=tree), PROMPTS)
     found = [plan.settings.configuration for plan in plan_configurations(main, num_speculative_tokens=[3], trees=[tree, other])]
     assert found == [Configuration(3, tree=tree.settings), Configuration(3), Configuration(2, tree=other.settings)]
-    with pytest.raises(UserError, match=r"eval\.batch_size: got 2 with a tree"):
+    with refused("eval.batch_size", "2 with a tree"):
         plan_configurations(main, batch_sizes=[2])
 
 
@@ -49,18 +47,18 @@ def test_the_settings_beside_the_axis_stay():
 
 def test_a_tree_s_depth_is_its_number_of_speculative_tokens():
     tree = StaticTree((2, 2))
-    with pytest.raises(UserError, match=r"eval\.num_speculative_tokens: got 3, expected 2, the depth of the tree"):
+    with refused("eval.num_speculative_tokens", 3):
         Settings(num_speculative_tokens=3, max_new_tokens=8, tree=tree)
 
 
 def test_a_batch_is_at_most_all_prompts():
-    with pytest.raises(UserError, match=r"eval\.batch_size: got 3 for 2 prompts, expected at most"):
+    with refused("eval.batch_size", "3 for 2 prompts"):
         Plan(replace(MAIN.settings, batch_size=3), PROMPTS)
 
 
 def test_one_shape_is_compiled():
     main = Plan(replace(MAIN.settings, compile=True), PROMPTS)
-    with pytest.raises(UserError, match=r"eval\.compile: got true with 2 prompts at a time, expected false"):
+    with refused("eval.compile", "true with 2 prompts"):
         plan_configurations(main, batch_sizes=[2])
-    with pytest.raises(UserError, match=r"eval\.compile: got true with a tree, expected false"):
+    with refused("eval.compile", "true with a tree"):
         plan_configurations(main, trees=[StaticTree((2, 1))])

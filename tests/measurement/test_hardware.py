@@ -1,3 +1,4 @@
+import importlib
 import os
 import subprocess
 import sys
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+import specdistill
 from specdistill.measurement.hardware import WEIGHTS_A_THREAD, fit_threads
 
 
@@ -36,9 +38,24 @@ def test_the_number_that_a_user_sets_stands(eight_threads: None, monkeypatch: py
     assert torch.get_num_threads() == 8
 
 
+@pytest.mark.parametrize(
+    ("given", "spins"), [({}, "10000"), ({"OMP_WAIT_POLICY": "PASSIVE"}, None), ({"GOMP_SPINCOUNT": "5"}, "5")]
+)
+def test_threads_spin_briefly_unless_a_user_says_otherwise(
+    given: dict[str, str], spins: str | None, monkeypatch: pytest.MonkeyPatch
+):
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        monkeypatch.setenv(name, "")  # so that it is restored
+        monkeypatch.delenv(name)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    importlib.reload(specdistill)
+    assert os.environ.get("GOMP_SPINCOUNT") == spins
+
+
+@pytest.mark.long  # a process that loads torch
 @pytest.mark.parametrize(("given", "spins"), [({}, "10000"), ({"OMP_WAIT_POLICY": "PASSIVE"}, "0")])
-def test_threads_spin_briefly_unless_a_user_says_otherwise(given: dict[str, str], spins: str):
-    """What libgomp says of itself when torch loads."""
+def test_libgomp_takes_these_settings_when_torch_loads(given: dict[str, str], spins: str):
     bare = {name: value for name, value in os.environ.items() if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
     environment = {**bare, **given, "OMP_DISPLAY_ENV": "VERBOSE"}
     command = [sys.executable, "-c", "import specdistill, torch"]

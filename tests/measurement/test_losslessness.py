@@ -1,10 +1,13 @@
+from types import SimpleNamespace
+
 import pytest
 import torch
 
-from specdistill.decoding.decoder import Decoder, Generation, Round, exact
+from specdistill.decoding.decoder import NEAR_TIE, Decoder, Generation, Round, exact
 from specdistill.decoding.proposer import Proposal
 from specdistill.decoding.sampling import Sampling
 from specdistill.decoding.tree import DynamicTree, StaticTree
+from specdistill.measurement import reference
 from specdistill.measurement.configurations import Settings
 from specdistill.measurement.losslessness import (
     compare_greedy,
@@ -71,6 +74,18 @@ def test_a_near_tie_explains_a_divergence_between_the_best_tokens_only(dtype):
     assert compare_greedy(clear, [(PROMPT, generation((1, 2, 3)), (1, 2, 4))])["unexplained_divergences"] == 1
 
 
+@pytest.mark.parametrize(("dtype", "rounding"), [("bfloat16", 2**-7), ("float16", 2**-10), ("float32", NEAR_TIE / 4)])
+@pytest.mark.parametrize("best", [8.0, -8.0])
+@pytest.mark.parametrize(("gap", "near_ties"), [(3, 1), (6, 0)])
+def test_a_near_tie_is_at_most_four_roundings_of_the_best_logit(monkeypatch, dtype, rounding, best, gap, near_ties):
+    read = []
+    logits_V = torch.tensor([-99.0, best, best - gap * rounding * abs(best)])
+    monkeypatch.setattr(reference, "logits", lambda target, ids: read.append(ids) or torch.stack([-logits_V, logits_V]))
+    found = compare_greedy(SimpleNamespace(dtype=dtype), [(PROMPT, generation((1, 2)), (1, 1, 0))])
+    assert (found["near_ties"], found["unexplained_divergences"]) == (near_ties, 1 - near_ties)
+    assert read == [[*PROMPT.token_ids, 1]]  # what both completions began with
+
+
 def test_the_wrong_rule_accepts_as_the_right_one_and_then_draws_from_p():
     distribution = torch.tensor([0.5, 0.3, 0.2])
     rejected = []
@@ -116,10 +131,20 @@ def test_too_few_draws_are_said_to_be_too_few():
     assert sampling_test(peaked(0), NgramProposer(), [PROMPT], Settings(1, 8), num_draws=0) == "eval.sampling_draws is 0"
 
 
+def test_greedy_settings_are_tested_at_temperature_1_with_the_runs_seed():
+    def test(**settings):
+        return sampling_test(peaked(0), NgramProposer(), [PROMPT], Settings(1, 8, **settings), num_draws=40)
+
+    sampled = test(sampling=Sampling(1.0), seed=1)
+    assert test(seed=1) == sampled != test(seed=2)
+
+
 def test_the_most_telling_prompt_is_a_beginning_of_a_continuation():
     target, draft = tiny_target(), ModelProposer(tiny_target(seed=3).model, one_hot=True)
-    ids, name = most_telling_prompt(target, draft, [PROMPT, OTHER], SAMPLED)
-    prompt = {"p": PROMPT, "q": OTHER}[name]
+    prompts = [Prompt(name, "c", "text", (token, 2, 1, 6)) for token, name in enumerate("pqr", start=7)]
+    ids, name = most_telling_prompt(target, draft, prompts, SAMPLED)
+    assert (ids, name) == most_telling_prompt(target, draft, prompts[::-1], SAMPLED)  # not the first
+    (prompt,) = (prompt for prompt in prompts if prompt.id == name)
     assert ids[: len(prompt.token_ids)] == prompt.token_ids
     assert ids != Decoder(target).generate(prompt.token_ids, max_new_tokens=1).token_ids
     assert most_telling_prompt(target, NgramProposer(), [PROMPT], SAMPLED)[1] == "p"

@@ -12,13 +12,13 @@ import pytest
 import yaml
 from scipy import stats
 
-from specdistill.errors import UserError
 from specdistill.gate.decide import Evidence, decide
 from specdistill.gate.rules import Rule
 from specdistill.measurement.quality import add_quality, is_match, is_python_so_far, paired, passes, program
 from specdistill.project import METRICS, SUITES
 from specdistill.report.files import document_metrics, validate
 from specdistill.suites.suite import Suite, SuiteRow, load_suite, parse
+from tests.refusals import refused
 from tests.simulated import simulate, simulated_report
 
 LONG = 120.0  # seconds; what takes so long will never end, on any machine
@@ -198,7 +198,7 @@ def test_a_report_says_both_scores_and_a_gate_tests_the_lower_end(scored):
     assert judged["ci95"][0] < -0.1
     assert decide([Rule(rule.metric, "min", -0.1001, confidence=0)], close)["passed"]
     (judged,) = decide([Rule(rule.metric, "min", -0.5, confidence=0.8)], close)["rules"]
-    assert "known at 95 % only" in judged["reason"].replace("%", " %")
+    assert not judged["passed"] and judged["reason"].startswith("no evidence") and "95%" in judged["reason"]
     assert not [finding for finding in whole.report["findings"] if finding["name"] == "quality"]
     worse = scored(8)
     assert worse.report["quality"]["exact_match"]["p_value"] < 0.001
@@ -209,9 +209,9 @@ def test_a_report_says_both_scores_and_a_gate_tests_the_lower_end(scored):
 def test_programs_are_run_only_when_asked(scored):
     report = scored(20).report
     assert "pass_rate" not in report["quality"]
-    assert report["not_measured"]["quality.pass_rate"] == "programs are run only with eval.run_code=true"
-    (judged,) = decide([Rule("quality.pass_rate.with_draft", "min", 0.5)], scored(20))["rules"]
-    assert judged["reason"] == "no evidence: programs are run only with eval.run_code=true"
+    assert "eval.run_code=true" in report["not_measured"]["quality.pass_rate"]
+    (judged,) = decide([Rule("quality.pass_rate.with_draft", "min", 0.5)], Evidence(report, []))["rules"]
+    assert not judged["passed"] and "eval.run_code=true" in judged["reason"]
     assert scored(15, run_code=True).report["quality"]["pass_rate"]["with_draft"] == 0.75
 
 
@@ -219,7 +219,7 @@ def test_gates_know_the_names(scored):
     assert {"quality.exact_match.difference", "quality.pass_rate.p_value"} <= set(document_metrics())
     report = scored(20).report
     report["quality"]["exact_match"]["with_draft"] = 2
-    with pytest.raises(UserError, match=r"quality\.exact_match\.with_draft"):
+    with refused("report", "report.json with quality.exact_match.with_draft"):
         validate(report)
 
 
@@ -228,7 +228,7 @@ def test_suites_say_what_their_texts_are_scored_by(tmp_path):
     (tmp_path / "mine.jsonl").write_text('{"prompt": "2 + 2 =", "reference": "4"}\n{"prompt": "def f():", "test": "f()"}\n')
     assert [(row.reference, row.test) for row in load_suite(str(tmp_path / "mine.jsonl")).rows] == [("4", None), (None, "f()")]
     (tmp_path / "bad.jsonl").write_text('{"prompt": "2 + 2 =", "reference": 4}\n')
-    with pytest.raises(UserError, match=r"bad\.jsonl:1 with reference=4, expected some text"):
+    with refused("eval.suite", "bad.jsonl:1 with reference=4"):
         load_suite(str(tmp_path / "bad.jsonl"))
 
 
@@ -247,11 +247,11 @@ def test_a_prompt_that_is_no_python_is_not_scored_as_python():
     assert report["quality"]["python_syntax"]["num_prompts"] == 3
     assert report["quality"]["python_syntax"]["with_draft"] == 1.0
     assert report["quality"]["python_syntax"]["without_draft"] == 0.0
-    assert "nothing to score" in report["not_measured"]["quality.exact_match"]
+    assert {"quality.exact_match", "quality.pass_rate"} <= report["not_measured"].keys()
     without = [replace(record, baseline_text=None) for record in records]
     report = simulated_report(without)
     add_quality(report, without, suite, special_tokens=[], run_code=False)
-    assert "no answers without the draft" in report["not_measured"]["quality.python_syntax"]
+    assert report["quality"] == {} and "quality.python_syntax" in report["not_measured"]
 
 
 def test_the_solutions_that_humaneval_holds_pass_its_tests_and_broken_ones_do_not(shared_data):

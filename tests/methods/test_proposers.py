@@ -2,12 +2,14 @@
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from specdistill.decoding.proposer import Proposer
 from specdistill.decoding.sampling import Sampling
 from specdistill.decoding.tree import DynamicTree, StaticTree
 from specdistill.methods.chains.proposer import HeadProposer
 from specdistill.methods.draft_model.proposer import DraftModelProposer
+from specdistill.methods.eagle3.checkpoint import save_eagle3
 from specdistill.methods.eagle3.module import build_eagle3
 from specdistill.methods.ngram.method import NgramProposer
 from tests.proposers import ModelProposer, tiny_target
@@ -23,6 +25,15 @@ def test_a_head_proposes_the_tokens_of_its_vocabulary(target):
     assert proposer.vocabulary == frozenset(range(0, target.vocab_size, 3))
     assert proposer.settings == {}
     assert proposer.passes(5) == 5
+
+
+def test_a_heads_size_is_that_of_the_weights_in_its_file(target, tmp_path):
+    head = build_eagle3(target).to(torch.bfloat16)
+    save_eagle3(head, tmp_path)
+    saved = [tensor for tensor in load_file(tmp_path / "model.safetensors").values() if tensor.is_floating_point()]
+    proposer = HeadProposer(head)
+    assert proposer.num_parameters == sum(tensor.numel() for tensor in saved)
+    assert proposer.num_bytes == 2 * proposer.num_parameters
 
 
 def test_a_draft_model_states_its_options(target):

@@ -13,7 +13,7 @@ from transformers import AutoConfig
 
 from specdistill.cli import main
 from specdistill.command import run
-from specdistill.errors import ExitCode, UserError
+from specdistill.errors import ExitCode
 from specdistill.methods.draft_model.create import create_draft_model
 from specdistill.methods.load import create_draft, implementation, load_proposer
 from specdistill.methods.recipe import Recipe
@@ -23,6 +23,7 @@ from specdistill.targets.files import TargetFiles
 from specdistill.targets.frozen import FrozenTarget
 from tests.heads import build_head
 from tests.mtp_targets import write_checkpoint
+from tests.refusals import refused, refused_key
 from tests.scripts import load_script
 from tests.tiny import tiny_target_model, tiny_tokenizer
 
@@ -59,8 +60,7 @@ def test_a_draft_is_for_its_target_and_for_no_other(method: str, folder: Path, t
     assert record(draft)["target"]["name_or_path"] == str(folder / "target")
     shutil.copytree(folder / "target", tmp_path / "moved")
     load_proposer(method, draft, FrozenTarget.load(str(tmp_path / "moved")))
-    refused = rf"^eval\.draft: got {draft}, a draft for {folder}/target \(weights .*expected a draft for {folder}/other \("
-    with pytest.raises(UserError, match=refused):
+    with refused("eval.draft", f"{draft}, a draft for {folder}/target (weights"):
         load_proposer(method, draft, other)
     without = shutil.copytree(draft, tmp_path / "without")
     config = json.loads((without / "config.json").read_text())
@@ -73,19 +73,18 @@ def test_every_command_names_both_targets(
     method: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     draft, other, out = folder / method, folder / "other", tmp_path / "out"
-    for_target, for_other = f"{draft}, a draft for {folder / 'target'} (", f"expected a draft for {other} ("
     assert main(["doctor", f"draft={draft}", f"target={folder / 'target'}", "decode=false"]) == ExitCode.DONE
     capsys.readouterr()
     assert main(["doctor", f"draft={draft}", f"target={other}"]) == ExitCode.CHECK_FAILED
     said = capsys.readouterr().out
-    assert for_target in said and for_other in said and "1 problem" in said and "acceptance length" not in said
+    assert f"{draft}, a draft for {folder / 'target'} (" in said and f"a draft for {other} (" in said and "1 problem" in said
+    assert "acceptance length" not in said
     assert main(["export", f"draft={draft}", f"target={other}", "engine=vllm", f"output_dir={out}"]) == ExitCode.USER_ERROR
     keys = [f"target={other}", f"draft={draft}", f"method={method}", "suite=pico-short", f"output_dir={out}"]
     options = {"shorthands": eval_run.SHORTHANDS, "without_recipe": ["train.output_dir=runs/eval"]}
     assert run(eval_run.main, Recipe, keys, **options) == ExitCode.USER_ERROR
     in_export, in_eval = capsys.readouterr().err.strip().splitlines()[-2:]
-    assert in_export.startswith(f"error: draft: got {for_target}") and for_other in in_export
-    assert in_eval.startswith(f"error: eval.draft: got {for_target}") and for_other in in_eval
+    assert (refused_key(in_export), refused_key(in_eval)) == ("draft", "eval.draft")
     assert not out.exists()
 
 
@@ -108,12 +107,12 @@ def test_a_gguf_file_keeps_the_record(folder: Path, tmp_path: Path) -> None:
     kept = {name: value for name, value in record(folder / "draft_model")["target"].items() if value is not None}
     assert kept == {name: fields[f"specdistill.target.{name}"].contents() for name in kept}
     check_target(tmp_path / "out", TargetFiles.of(str(folder / "target")), "draft")
-    with pytest.raises(UserError, match=rf"^draft: got {tmp_path}/out, a draft for {folder}/target \(weights "):
+    with refused("draft", f"{tmp_path}/out, a draft for {folder}/target (weights"):
         check_target(tmp_path / "out", TargetFiles.of(str(folder / "other")), "draft")
     path = next((tmp_path / "out").glob("*.gguf"))
     for cut in (0, 2, 100, 4000):
         path.write_bytes(path.read_bytes()[:cut] if cut < 4000 else b"GGUF" + bytes(4000))
-        with pytest.raises(UserError, match=r"^draft: got .*expected a whole GGUF file"):
+        with refused("draft"):
             check_target(tmp_path / "out", TargetFiles.of(str(folder / "target")), "draft")
 
 
@@ -160,7 +159,7 @@ def test_another_projects_draft_model_with_another_tokenizer_is_found_without_de
 ) -> None:
     keys = ["doctor", f"draft={shared_data / 'models' / 'stories260K-hf'}", "target=pico", "decode=false"]
     assert main(keys) == ExitCode.CHECK_FAILED
-    assert "a draft of 512 tokens for a target of 1024, where 1024 ids differ" in capsys.readouterr().out
+    assert "512 tokens" in capsys.readouterr().out
     assert main([*keys, "heterogeneous_vocab=true"]) == ExitCode.DONE
     assert main([*keys[:2], "decode=false", "heterogeneous_vocab=true"]) == ExitCode.USER_ERROR
     assert main([*keys, "ngram.max=5"]) == ExitCode.USER_ERROR
@@ -171,5 +170,5 @@ def test_a_record_that_is_none_is_refused(section: Any, folder: Path, tmp_path: 
     draft = shutil.copytree(folder / "eagle", tmp_path / "draft")
     config = json.loads((draft / "config.json").read_text())
     (draft / "config.json").write_text(json.dumps({**config, SECTION: section}))
-    with pytest.raises(UserError, match=r"^eval\.draft: got .*config\.json with .*expected the record of the draft's target"):
+    with refused("eval.draft"):
         load_proposer("eagle", draft, FrozenTarget.load(str(folder / "target")))

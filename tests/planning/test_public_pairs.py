@@ -22,7 +22,9 @@ from tests.public_pairs import (
     QWEN35_9B,
     WRONG_PAIRS,
     Repository,
+    one_a_method,
 )
+from tests.refusals import refused_key
 
 
 @pytest.mark.parametrize(
@@ -82,8 +84,7 @@ PLANNED = {
 }
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize("name", one_a_method(PAIRS))
 def test_a_public_pair_is_planned(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Parameters are those of the checkpoint, but for vocabulary maps and copies of the target's tables."""
     pair, (parameters, cache, c, gigabytes) = PAIRS[name], PLANNED[name]
@@ -104,45 +105,50 @@ def test_a_public_pair_is_planned(name: str, tmp_path: Path, monkeypatch: pytest
     assert bool(dear) == (c > 0.1 and pair.draft is not None and pair.method != "dflash")
 
 
-# What `plan` says, which reads configs alone: a refusal, a warning, or the method that the draft is of. Tensors are the doctor's.
-SAID = {
-    "width": "draft for a width of 2,048, expected 4,096, the target's",
-    "vocabulary": "with a vocabulary of 32,000, expected 128,256, the target's",
-    "other-family": "with a vocabulary of 128,256, expected 151,936, the target's",
-    "other-family-model": "with a vocabulary of 128,256, expected 151,936, the target's",
-    "other-depth": "for a target of 80 layers, expected 32, the target's",
-    "aux-layers": "which reads the target after layers 33, expected layers of its 24",
-    "encoder-decoder": "a T5ForConditionalGeneration, expected the config.json of a causal language model",
-    "eagle-as-eagle3": {"method": "eagle"},
-    "eagle3-as-eagle": {"method": "eagle3"},
-    "model-as-eagle3": {"method": "draft_model"},
-    "dflash-as-eagle3": {"method": "dflash"},
-    "no-mtp": {"note": "a fresh layer: the config has no"},
-    "mtp-not-saved": {"warning": "its config.json says mtp_num_hidden_layers: 1, and its files have no such layer"},
+# What `plan` tells, which reads configs alone: the key and what is wrong. Tensors are the doctor's.
+REFUSED = {
+    "width": ("draft", "2,048"),
+    "vocabulary": ("draft", "32,000"),
+    "other-family": ("draft", "128,256"),
+    "other-family-model": ("draft", "128,256"),
+    "other-depth": ("draft", "80 layers"),
+    "aux-layers": ("draft", "33"),
+    "encoder-decoder": ("target.model", "T5ForConditionalGeneration"),
+}
+CALLED = {
+    "eagle-as-eagle3": "eagle",
+    "eagle3-as-eagle": "eagle3",
+    "model-as-eagle3": "draft_model",
+    "dflash-as-eagle3": "dflash",
 }
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("name", SAID)
-def test_a_wrong_pair_is_refused_or_told(
+@pytest.mark.long  # a grid
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_wrong_pair_is_refused(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    said = SAID[name]
-    code, plan = planned(WRONG_PAIRS[name], tmp_path / name, monkeypatch)
-    if isinstance(said, str):
-        assert code == 2 and said in capsys.readouterr().err
-        return
-    assert code == 0
-    if "method" in said:
-        assert [row["method"] for row in plan["methods"] if row["draft"]] == [said["method"]]
-    if "note" in said:
-        assert any(row["method"] == "mtp" and said["note"] in row["note"] for row in plan["methods"])
-    if "warning" in said:
-        assert said["warning"] in plan["warnings"] and plan["target"]["native_mtp"] is None
+    key, got = REFUSED[name]
+    code, _ = planned(WRONG_PAIRS[name], tmp_path / name, monkeypatch)
+    error = capsys.readouterr().err
+    assert (code, refused_key(error)) == (2, key) and got in error
 
 
-@pytest.mark.long
-def test_serving_keys_reach_the_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+@pytest.mark.long  # a grid
+@pytest.mark.parametrize("name", CALLED)
+def test_a_draft_that_is_called_another_s_has_its_own_method_s_row(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    _, plan = planned(WRONG_PAIRS[name], tmp_path / name, monkeypatch)
+    assert [row["method"] for row in plan["methods"] if row["draft"]] == [CALLED[name]]
+
+
+@pytest.mark.long  # a checkpoint of many tensors
+def test_a_layer_that_is_stated_and_not_saved_is_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    _, plan = planned(WRONG_PAIRS["mtp-not-saved"], tmp_path / "pair", monkeypatch)
+    assert any("mtp_num_hidden_layers" in warning for warning in plan["warnings"]) and plan["target"]["native_mtp"] is None
+
+
+@pytest.mark.long  # a pair
+def test_serving_keys_reach_the_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     keys = ["serving.context=32768", "serving.batch_size=32", "serving.kv_cache_dtype=fp8", "serving.tensor_parallel=2"]
     code, plan = planned(PAIRS["llama-eagle3"], tmp_path, monkeypatch, *keys, "serving.memory_gb=48")
     assert code == 0
@@ -152,6 +158,3 @@ def test_serving_keys_reach_the_plan(tmp_path: Path, monkeypatch: pytest.MonkeyP
     # Weights that a step reads, and the KV caches of 32 · 32,768 tokens in 8 bits: 64 KiB of each for the target, 2 KiB for the head
     tokens = 32 * 32768 * 1024
     assert row["step_ratio"] == pytest.approx((0.7487e9 + 2 * tokens) / (15.0098e9 + 64 * tokens), rel=1e-3)
-    said = " ".join(capsys.readouterr().out.split())
-    assert "Serving 32 sequences of 32,768 tokens in bfloat16 with a KV cache in float8_e4m3fn, on each of 2 devices" in said
-    assert "fewer than alone" in said or "does not fit" in said

@@ -18,6 +18,7 @@ from specdistill.recipe.fields import describe, leaves
 from specdistill.recipe.load import REQUIRED, find_recipe, load_recipe, merged, save_recipe
 from specdistill.recipe.sections import TargetRecipe, TreeConfig
 from specdistill.training.arguments import training_arguments
+from tests.refusals import refused
 
 COMPLETE = ["target.model=pico", "train.output_dir=runs/x"]
 EVERY_RECIPE = sorted(path.relative_to(RECIPES).with_suffix("").as_posix() for path in RECIPES.rglob("*.yaml"))
@@ -167,14 +168,14 @@ def test_scientific_notation_is_a_number_in_files_and_on_the_command_line(tmp_pa
 def test_unknown_keys_name_the_nearest(argument: str, near: str):
     key = argument.split("=")[0].split(".model")[0]
     text = message(argument)
-    assert text.startswith(f"{key}: got an unknown key, expected one of ")
-    assert text.endswith(f"; did you mean {near}?")
+    assert text.startswith(f"{key}: got an unknown key, ")
+    assert text.endswith(f" {near}?")
 
 
 def test_unknown_keys_of_a_file_are_errors_too(tmp_path: Path):
     path = tmp_path / "r.yaml"
     path.write_text("target: {model: pico}\ntrain: {output_dir: x}\ndraft: {layers: 1}\n", encoding="utf-8")
-    with pytest.raises(UserError, match=r"^draft\.layers: got an unknown key"):
+    with refused("draft.layers", "an unknown key"):
         load_recipe(Recipe, [f"recipe={path}"])
 
 
@@ -188,7 +189,7 @@ def test_unknown_keys_of_a_file_are_errors_too(tmp_path: Path):
     ],
 )
 def test_missing_keys_are_named(given: list[str], missing: str):
-    with pytest.raises(UserError, match=rf"^{missing}: got nothing, expected a value"):
+    with refused(missing, "nothing"):
         load_recipe(Recipe, given)
 
 
@@ -198,53 +199,45 @@ def test_what_a_recipe_leaves_to_be_given_is_not_filled_by_a_default():
 
 
 @pytest.mark.parametrize(
-    ("argument", "expected"),
+    ("argument", "key", "got"),
     [
-        ("draft.num_layers=two", "draft.num_layers: got 'two' (str), expected int"),
-        ("draft.num_layers=1.5", "draft.num_layers: got 1.5 (float), expected int"),
-        ("draft.num_layers='2'", "draft.num_layers: got '2' (str), expected int"),
-        ("draft.num_layers=true", "draft.num_layers: got True (bool), expected int"),
-        ("draft.ttt_steps=null", "draft.ttt_steps: got None (null), expected int"),
-        ("data.packing=3", "data.packing: got 3 (int), expected bool"),
-        ("eval.temperature=hot", "eval.temperature: got 'hot' (str), expected float"),
-        ("target.revision=12e4", "target.revision: got 120000.0 (float), expected str or null"),
-        ("target.model=", "target.model: got None (null), expected str"),
-        ("draft.aux_layers=3", "draft.aux_layers: got 3 (int), expected list of int or null"),
-        ("draft.aux_layers=[1,x]", "draft.aux_layers[1]: got 'x' (str), expected list of int or null"),
-        ("draft.aux_layers.first=1", "draft.aux_layers: got keys below it (first), expected list of int or null"),
-        ("method.name=eagle3", "method: got keys below it (name), expected one of "),
-        ("target=pico", "target: got 'pico', expected a section with keys of its own"),
-        ("train=null", "train: got None (null), expected mapping"),
-        ("target.model=[1", "target.model: got '[1', expected a YAML value"),
-        ("target.model=${nowhere}", "target.model: got Interpolation key 'nowhere' not found"),
-        (
-            "target.dtype=flaot32",
-            "target.dtype: got 'flaot32', expected one of float32, bfloat16, float16; did you mean float32?",
-        ),
-        ("method=eagle4", "method: got 'eagle4', expected one of eagle3, eagle, mtp, draft_model, ngram; did you mean eagle"),
-        ("eval.num_speculative_tokens=0", "eval.num_speculative_tokens: got 0, expected int, at least 1"),
-        ("eval.temperature=-0.5", "eval.temperature: got -0.5, expected float, at least 0"),
-        ("eval.temperature=.nan", "eval.temperature: got nan, expected float, at least 0, finite"),
-        (
-            "eval.target_precision=.nan",
-            "eval.target_precision: got nan, expected float or null, at least 0.0001, at most 1, finite",
-        ),
-        ("eval.max_minutes=.inf", "eval.max_minutes: got inf, expected float or null, above 0, finite"),
-        (
-            "data.regenerate.temperatures=[.inf]",
-            "data.regenerate.temperatures[0]: got inf, expected list of float, at least 0, finite",
-        ),
-        ("eval.top_p=1.5", "eval.top_p: got 1.5, expected float, at least 0.01, at most 1"),
-        ("data.regenerate.temperatures=[0,-1]", "data.regenerate.temperatures[1]: got -1, expected list of float, at least 0"),
-        ("eval.tree=4", "eval.tree: got 4, expected null or a section with keys of its own"),
-        ("eval.tree.top_k=0", "eval.tree.top_k: got 0, expected int or null, at least 1"),
-        ("eval.tree.branching=4", "eval.tree.branching: got 4 (int), expected list of int or null, at least 1"),
-        ("--recipe", "--recipe: got an argument without key=, expected key=value"),
-        ("pico/eagle3", "pico/eagle3: got an argument without key=, expected key=value"),
+        ("draft.num_layers=two", "draft.num_layers", "'two' (str)"),
+        ("draft.num_layers=1.5", "draft.num_layers", "1.5 (float)"),
+        ("draft.num_layers='2'", "draft.num_layers", "'2' (str)"),
+        ("draft.num_layers=true", "draft.num_layers", "True (bool)"),
+        ("draft.ttt_steps=null", "draft.ttt_steps", "None (null)"),
+        ("data.packing=3", "data.packing", "3 (int)"),
+        ("eval.temperature=hot", "eval.temperature", "'hot' (str)"),
+        ("target.revision=12e4", "target.revision", "120000.0 (float)"),
+        ("target.model=", "target.model", "None (null)"),
+        ("draft.aux_layers=3", "draft.aux_layers", "3 (int)"),
+        ("draft.aux_layers=[1,x]", "draft.aux_layers[1]", "'x' (str)"),
+        ("draft.aux_layers.first=1", "draft.aux_layers", "keys below it (first)"),
+        ("method.name=eagle3", "method", "keys below it (name)"),
+        ("target=pico", "target", "'pico'"),
+        ("train=null", "train", "None (null)"),
+        ("target.model=[1", "target.model", "'[1'"),
+        ("target.model=${nowhere}", "target.model", "Interpolation key 'nowhere' not found"),
+        ("target.dtype=flaot32", "target.dtype", "'flaot32'"),
+        ("method=eagle4", "method", "'eagle4'"),
+        ("eval.num_speculative_tokens=0", "eval.num_speculative_tokens", "0"),
+        ("eval.temperature=-0.5", "eval.temperature", "-0.5"),
+        ("eval.temperature=.nan", "eval.temperature", "nan"),
+        ("eval.target_precision=.nan", "eval.target_precision", "nan"),
+        ("eval.max_minutes=.inf", "eval.max_minutes", "inf"),
+        ("data.regenerate.temperatures=[.inf]", "data.regenerate.temperatures[0]", "inf"),
+        ("eval.top_p=1.5", "eval.top_p", "1.5"),
+        ("data.regenerate.temperatures=[0,-1]", "data.regenerate.temperatures[1]", "-1"),
+        ("eval.tree=4", "eval.tree", "4"),
+        ("eval.tree.top_k=0", "eval.tree.top_k", "0"),
+        ("eval.tree.branching=4", "eval.tree.branching", "4 (int)"),
+        ("--recipe", "--recipe", "an argument without key="),
+        ("pico/eagle3", "pico/eagle3", "an argument without key="),
     ],
 )
-def test_mistakes_name_key_value_and_expectation(argument: str, expected: str):
-    assert message(argument).startswith(expected)
+def test_mistakes_name_key_and_value(argument: str, key: str, got: str):
+    with refused(key, got):
+        load(argument)
 
 
 def test_an_int_is_good_for_a_float():
@@ -260,8 +253,13 @@ def test_interpolation_of_another_key():
 def test_a_file_that_is_no_recipe(text: str, tmp_path: Path):
     path = tmp_path / "r.yaml"
     path.write_text(text, encoding="utf-8")
-    with pytest.raises(UserError, match=rf"^recipe: got {path}.*, expected "):
+    with refused("recipe", path):
         load_recipe(Recipe, [f"recipe={path}"])
+
+
+def test_a_number_may_lie_at_its_bound():
+    recipe = load("eval.num_speculative_tokens=1", "eval.temperature=1e-9", "eval.top_p=1", "eval.target_precision=0.0001")
+    assert (recipe.eval.num_speculative_tokens, recipe.eval.top_p, recipe.eval.target_precision) == (1, 1.0, 0.0001)
 
 
 def test_mixtures_of_sources_stay_as_written():
@@ -289,24 +287,20 @@ def test_a_section_may_be_null_until_one_of_its_keys_is_given():
 
 
 @pytest.mark.parametrize(
-    ("argument", "said"),
+    ("argument", "key", "got"),
     [
-        ("shape.hidden_size=100", "shape.hidden_size: got 100, expected int, at least 64, a multiple of 64"),
-        ("curriculum.shares=[0.5, 0.1]", "curriculum.shares: got [0.5, 0.1], expected shares that sum to 1"),
-        ("curriculum.lengths=[256]", "curriculum.lengths: got [256], expected as many as curriculum.shares"),
-        (
-            "curriculum.lengths=[256, 1024]",
-            "curriculum.lengths: got [256, 1024], expected at most 512: the context and a batch",
-        ),
-        ("curriculum.batch_tokens=64", "curriculum.lengths: got [256, 512], expected at most 64: the context and a batch"),
-        ("train.max_steps=-1", "train.max_steps: got -1, expected a number of steps to share out"),
-        ("train.per_device_train_batch_size=4", "train.per_device_train_batch_size: got 4, expected no such key"),
+        ("shape.hidden_size=100", "shape.hidden_size", "100"),
+        ("curriculum.shares=[0.5, 0.1]", "curriculum.shares", "[0.5, 0.1]"),
+        ("curriculum.lengths=[256]", "curriculum.lengths", "[256]"),
+        ("curriculum.lengths=[256, 1024]", "curriculum.lengths", "[256, 1024]"),
+        ("curriculum.batch_tokens=64", "curriculum.lengths", "[256, 512]"),
+        ("train.max_steps=-1", "train.max_steps", "-1"),
+        ("train.per_device_train_batch_size=4", "train.per_device_train_batch_size", "4"),
     ],
 )
-def test_a_target_that_could_not_be_trained_is_refused(argument: str, said: str):
-    with pytest.raises(UserError) as caught:
+def test_a_target_that_could_not_be_trained_is_refused(argument: str, key: str, got: str):
+    with refused(key, got):
         load_recipe(TargetRecipe, ["recipe=pico/target", argument])
-    assert str(caught.value).startswith(said)
 
 
 @pytest.mark.parametrize("schema", [Recipe, TargetRecipe])
@@ -333,14 +327,14 @@ def test_a_list_of_sections_is_as_strict_as_a_section():
     dynamic, static = trees("[{budget: 16, depth: 4, top_k: 4}, {branching: [4, 2, 1]}]")
     assert (dynamic.budget, dynamic.depth, dynamic.top_k, static.branching) == (16, 4, 4, [4, 2, 1])
     assert trees("[]") == []
-    for text, message in (
-        ("[{bugdet: 16}]", r"eval\.sweep\.tree\[0\]\.bugdet: got an unknown key.*did you mean eval\.sweep\.tree\[0\]\.budget"),
-        ("[{budget: 0}]", r"eval\.sweep\.tree\[0\]\.budget: got 0, expected int or null, at least 1"),
-        ("[{budget: many}]", r"eval\.sweep\.tree\[0\]\.budget: got"),
-        ("[4]", r"eval\.sweep\.tree\[0\]: got 4, expected a section"),
-        ("4", r"eval\.sweep\.tree: got"),
+    for text, key, got in (
+        ("[{bugdet: 16}]", "[0].bugdet", "an unknown key"),
+        ("[{budget: 0}]", "[0].budget", "0"),
+        ("[{budget: many}]", "[0].budget", "'many'"),
+        ("[4]", "[0]", "4"),
+        ("4", "", "4"),
     ):
-        with pytest.raises(UserError, match=message):
+        with refused(f"eval.sweep.tree{key}", got):
             trees(text)
 
 

@@ -30,11 +30,10 @@ from tests.families import Config, Family, family_of, write_model
 from tests.launches import environment
 from tests.scripts import specdistill
 
-pytestmark = pytest.mark.long
-
 EXCEPTED = {"pico/target": "trains a target, in half an hour, and no draft"}
 EVERY = sorted({path.relative_to(RECIPES).with_suffix("").as_posix() for path in RECIPES.rglob("*.yaml")} - EXCEPTED.keys())
 # One recipe of each method is trained by processes of its own launch configuration.
+QUICK = {"pico/eagle3", "small/draft"}  # of a head and of a draft model
 LAUNCHED = {merged([f"recipe={name}"])["method"]: name for name in reversed(EVERY)}.values()
 
 # Numbers that are made smaller where a recipe has larger ones. An empty place stands for a large number in those of UNLIMITED.
@@ -217,7 +216,11 @@ def run(*arguments: str, codes: Collection[int] = (0,)) -> int:
     return ended.returncode
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize(
+    "name",
+    # A whole recipe each, several of them in processes of their own.
+    [pytest.param(name, marks=() if name in QUICK else pytest.mark.long) for name in EVERY],
+)
 def test_a_recipe_goes_the_whole_line(name: str, tmp_path: Path) -> None:
     with running(Behaviour(returns_tokens=False)) as server:
         line = Line(name, tmp_path, server.address)

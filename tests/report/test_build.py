@@ -6,7 +6,7 @@ import pytest
 from specdistill.report.build import context_rows, headline, is_looping, result_rows, theory
 from specdistill.servers.run import NO_BASELINE_ROW, ROW_REASONS
 from specdistill.statistics.records import Configuration, PromptRecord, RoundRecord
-from tests.simulated import PLAIN_STEP, SUITE, VERIFY_STEP, as_from_server, round_costs, simulate, simulated_report
+from tests.simulated import PLAIN_STEP, SUITE, VERIFY_STEP, as_from_server, in_batches, round_costs, simulate, simulated_report
 
 
 def rows_of(records, temperature=0.0, k=4, **more):
@@ -33,6 +33,36 @@ def test_the_public_identities_hold():
     for name in ("tokens_per_second", "baseline_tokens_per_second", "speedup", "mean_acceptance_length"):
         low, high = row[f"{name}_ci95"]
         assert low <= row[name] <= high
+
+
+def test_every_interval_has_the_confidence_that_is_asked_for():
+    """Half of a nearly normal distribution lies within 0.344 of what 95 % of it do."""
+    records = simulate(24, noise=0.1)
+    rows = {share: rows_of(records, confidence=share) for share in (0.95, 0.5)}
+    (row, part_row), (quoted, part_quoted) = zip(
+        *((of[0], headline(of, records, confidence=share)) for share, of in rows.items()), strict=True
+    )
+    for wide, narrow in ((row, part_row), (quoted, part_quoted)):
+        for name in ("mean_acceptance_length_ci95", "speedup_ci95", *(name for name in wide if name.endswith("_ci95"))):
+            low, high = wide[name]
+            assert narrow[name][1] - narrow[name][0] == pytest.approx(0.344 * (high - low), rel=0.15), name
+
+
+def test_a_row_has_as_many_positions_as_its_configuration_drafts():
+    for k in (2, 6):
+        rows = rows_of(simulate(2, conditional=(0.7,) * k), k=k)
+        assert {len(row[name]) for row in rows for name in ("accepted_per_position", "conditional_acceptance_rate")} == {k}
+
+
+def test_prompts_that_share_the_times_of_one_batch_have_no_interval_of_times():
+    records = simulate(8, noise=0.2)
+    alone, *_ = rows_of(records)
+    for size, num_batches in ((8, 1), (4, 2)):
+        row, *_ = rows_of(in_batches(records, size))
+        assert (row["num_batches"], row["speedup"]) == (num_batches, pytest.approx(alone["speedup"]))
+        assert row["acceptance_rate_ci95"] == alone["acceptance_rate_ci95"]
+        assert ("speedup_ci95" in row["not_measured"]) == ("speedup_ci95" not in row) == (num_batches == 1)
+    assert row["speedup_ci95"] != alone["speedup_ci95"]
 
 
 def test_rounds_that_drafted_nothing_count_in_the_tokens_of_a_round_alone():
@@ -66,8 +96,9 @@ def test_macro_and_micro_averages_are_told_apart():
         assert quoted["micro"][name] == rows[0][name] != quoted[name]
         assert quoted[f"{name}_ci95"][0] < quoted[name] < quoted[f"{name}_ci95"][1]
         assert quoted["micro"][f"{name}_ci95"] == rows[0][f"{name}_ci95"]
-    assert quoted["average"] == "macro over 4 categories, each a micro-average over its drafts"
-    assert quoted["micro"]["average"] == f"micro over {38 * 40} drafts and {rows[0]['num_new_tokens']} tokens of 38 prompts"
+    assert "4 categories" in quoted["average"]
+    for fact in (f"{38 * 40} drafts", f"{rows[0]['num_new_tokens']} tokens", "38 prompts"):
+        assert fact in quoted["micro"]["average"]
 
 
 def test_a_headline_quotes_what_every_category_measured():
@@ -82,7 +113,7 @@ def test_completions_that_end_at_once_are_counted():
     records = [*ended, *simulate(8)[3:]]
     assert rows_of(records)[0]["num_empty"] == 3
     messages = {finding["name"]: finding["message"] for finding in simulated_report(records)["findings"]}
-    assert messages["empty_completions"].startswith("3 of 8 ")
+    assert "3 of 8" in messages["empty_completions"]
 
 
 def test_what_is_no_number_is_absent_with_a_reason():
@@ -112,10 +143,10 @@ def test_what_was_not_measured_is_absent_with_a_reason():
         assert name not in row
         assert row["not_measured"][name]
     assert row["num_drafts"] == 0
-    assert "fewer than two prompts" in row["not_measured"]["speedup_ci95"]
+    assert "speedup_ci95" in row["not_measured"]
     assert theory(row, [], lambda k: k) is None
     untimed = [PromptRecord(**{**vars(record), "hf_generate": None}) for record in simulate(4)]
-    assert "none of these prompts" in rows_of(untimed)[0]["not_measured"]["baseline_over_hf_generate"]
+    assert "baseline_over_hf_generate" in rows_of(untimed)[0]["not_measured"]
 
 
 def test_every_metric_of_a_row_is_there_or_has_a_reason():
@@ -142,7 +173,7 @@ def test_a_servers_rows_hold_the_numbers_of_rounds_and_say_what_they_lack():
             absent = [name for name in row_metrics() if name not in seen]
             assert {"draft_ms", "context_ratio", "num_rounds"} <= set(absent) <= set(seen["not_measured"])
             assert not set(seen) & set(seen["not_measured"])
-            assert seen["not_measured"]["draft_ms"] == "a server does not time its steps one by one"
+            assert seen["not_measured"]["draft_ms"] == ROW_REASONS["draft_ms"]
 
 
 def test_a_slow_baseline_also_gives_the_speedup_over_the_faster_loop():
@@ -204,3 +235,6 @@ def test_loops_are_noticed():
     loop = RoundRecord((1, 2), ("a", "b"), (1, 2), (1, 2, 3), ("a", "b", "c"))
     assert is_looping(PromptRecord(**{**vars(record), "rounds": (*record.rounds, *[loop] * 16)}))
     assert not is_looping(PromptRecord(**{**vars(record), "rounds": (loop,) * 5}))
+    for period, loops in ((16, True), (17, False)):
+        emitted = tuple(RoundRecord((), (), (), (number % period,), ("x",)) for number in range(60))
+        assert is_looping(replace(record, rounds=emitted)) == loops

@@ -10,7 +10,7 @@ from specdistill.report.files import to_html
 from tests.browser import look, opening
 from tests.simulated import simulate, simulated_report, simulated_sweep
 
-pytestmark = [pytest.mark.browser, pytest.mark.long]
+pytestmark = [pytest.mark.browser, pytest.mark.long]  # Chromium
 
 WALK = """
 at("after").click();

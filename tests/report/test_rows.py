@@ -1,18 +1,18 @@
 """`specdistill data show` as a user runs it: in the terminal and as a page, which is opened in a real browser."""
 
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
+from specdistill.errors import ExitCode
 from specdistill.pico.corpus import CHAT_TEMPLATE
-from specdistill.project import ROOT
 from specdistill.report import charts
 from tests.browser import look
+from tests.refusals import refused_key
+from tests.scripts import specdistill
 from tests.tiny import tiny_target_model, tiny_tokenizer
 
 HOSTILE = "</div><script>window.hacked = 1</script><b>&amp;"
@@ -51,14 +51,15 @@ def show(folder: Path, *more: str) -> subprocess.CompletedProcess[str]:
     sources = f"[{{source: {folder / 'chats.jsonl'}, weight: 2}}, {{source: {folder / 'texts.jsonl'}}}]"
     keys = ["recipe=small/eagle3", f"target.model={folder / 'model'}", f"data.source={sources}", "data.max_length=128"]
     keys += [f"data.cache_dir={folder / 'cache'}", "data.validation_fraction=0.1", "data.regenerate=null", *more]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
-    command = [sys.executable, "-m", "specdistill", "data", "show", *keys]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=300)
+    return specdistill("data", "show", *keys)
 
 
-@pytest.mark.long
+@pytest.mark.long  # Chromium
 @pytest.mark.browser
-def test_training_data_is_shown_in_the_terminal_and_on_a_page(folder: Path, tmp_path: Path) -> None:
+def test_training_data_is_shown_in_the_terminal_and_on_a_page(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
     shown = show(folder, f"output={tmp_path / 'page.html'}", "documents=4")
     assert shown.returncode == 0, shown.stderr
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in shown.stdout.splitlines() if "│" in line]
@@ -88,7 +89,7 @@ def test_training_data_is_shown_in_the_terminal_and_on_a_page(folder: Path, tmp_
 
 def test_a_page_that_cannot_be_written_is_one_line_at_once(folder: Path) -> None:
     refused = show(folder, "output=/proc/page.html")
-    assert refused.returncode == 2 and refused.stderr.startswith("error: output: got /proc"), refused.stderr
+    assert (refused.returncode, refused_key(refused.stderr)) == (ExitCode.USER_ERROR, "output")
 
 
 def heights(plot: str) -> list[float]:

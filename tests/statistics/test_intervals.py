@@ -10,8 +10,8 @@ from specdistill.statistics.intervals import (
     relative_change,
     standard_error,
 )
-from specdistill.statistics.metrics import METRICS, Metric, prompt_sums
-from tests.simulated import simulate
+from specdistill.statistics.metrics import METRICS, Metric, measured, prompt_sums, value
+from tests.simulated import in_batches, simulate
 
 
 def test_the_interval_covers_the_truth_about_as_often_as_it_says():
@@ -24,12 +24,35 @@ def test_the_interval_covers_the_truth_about_as_often_as_it_says():
     assert 0.87 * 60 <= covered <= 60
 
 
-def test_a_higher_confidence_is_wider_and_the_seed_fixes_it():
+MEAN = Metric(("total", "count"), lambda total, count: total / count)
+
+
+def drawn_as(values) -> dict[str, np.ndarray]:
+    return {"total": np.array(values), "count": np.ones(len(values))}
+
+
+@pytest.mark.parametrize("confidence", [0.8, 0.95])
+def test_the_interval_is_bias_corrected_as_scipys(confidence):
+    skewed = np.random.default_rng(1).exponential(size=20)
+    of_mean = stats.bootstrap((skewed,), np.mean, n_resamples=20_000, confidence_level=confidence, rng=np.random.default_rng(0))
+    percentile = np.quantile(of_mean.bootstrap_distribution, [(1 - confidence) / 2, (1 + confidence) / 2])
+    found = interval(MEAN, drawn_as(skewed), confidence=confidence)
+    assert found == pytest.approx(tuple(of_mean.confidence_interval), rel=0.02)
+    assert found[1] > percentile[1]
+
+
+def test_the_seed_fixes_an_interval():
     table, metric = prompt_sums(simulate(24)), METRICS["speedup"]
-    low, high = interval(metric, table, seed=3)
-    assert interval(metric, table, seed=3) == (low, high)
-    assert interval(metric, table, confidence=0.99, seed=3)[0] < low
-    assert interval(metric, table, confidence=0.5, seed=3)[1] < high
+    assert interval(metric, table, seed=3) == interval(metric, table, seed=3) != interval(metric, table, seed=4)
+    changes = [relative_change(metric, table, prompt_sums(simulate(24, timing_seed=2)), seed=seed)[1] for seed in (3, 3, 4)]
+    assert changes[0] == changes[1] != changes[2]
+
+
+def test_a_changes_interval_is_as_wide_as_its_confidence():
+    """Of a nearly normal change: by the quantiles of the normal distribution."""
+    new, old = (prompt_sums(simulate(96, noise=0.2, timing_seed=seed)) for seed in (1, 2))
+    half, most = (np.ptp(relative_change(METRICS["speedup"], new, old, confidence=share)[1]) for share in (0.5, 0.95))
+    assert half / most == pytest.approx(stats.norm.ppf(0.75) / stats.norm.ppf(0.975), rel=0.1)
 
 
 def test_one_prompt_has_no_interval_and_equal_prompts_have_a_point():
@@ -92,23 +115,62 @@ def test_a_sample_of_the_distribution_passes_and_another_does_not():
 
 
 def test_the_standard_error_of_a_mean_by_hand():
-    mean = Metric(("total", "count"), lambda total, count: total / count)
     drawn = np.array([1.0, 2.0, 4.0, 9.0])
-    table = {"total": drawn, "count": np.ones(4)}
-    assert standard_error(mean, table) == pytest.approx(drawn.std(ddof=1) / 2)
-    assert standard_error(mean, {name: column[:1] for name, column in table.items()}) is None
+    assert standard_error(MEAN, drawn_as(drawn)) == pytest.approx(drawn.std(ddof=1) / 2)
+    assert standard_error(MEAN, drawn_as(drawn[:1])) is None
+
+
+@pytest.mark.parametrize("confidence", [0.8, 0.95])
+def test_the_interval_of_a_macro_average_is_welchs(confidence):
+    """As wide as that of the difference of two means, by half: it is half their sum."""
+    one, other = np.array([1.0, 2.0, 4.0, 9.0]), np.array([20.0, 21.0, 20.5])
+    low, high = macro_interval(MEAN, drawn_as([*one, *other]), ["a"] * 4 + ["b"] * 3, confidence=confidence)
+    assert (low + high) / 2 == pytest.approx((one.mean() + other.mean()) / 2)
+    difference = stats.ttest_ind(one, other, equal_var=False).confidence_interval(confidence)
+    assert high - low == pytest.approx((difference.high - difference.low) / 2)
 
 
 def test_the_interval_of_a_macro_average_holds_the_truth_as_often_as_it_says():
     """Categories of very different sizes: the small one has as much to say as the large one, and is never drawn empty."""
-    mean = Metric(("total", "count"), lambda total, count: total / count)
     sizes, centres = {"a": 4, "b": 40, "c": 12}, {"a": 1.0, "b": 2.0, "c": 6.0}
     categories = [name for name, size in sizes.items() for _ in range(size)]
     hits = 0
     for seed in range(2_000):
         rng = np.random.default_rng(seed)
         drawn = np.array([rng.normal(centres[name], 1.0) for name in categories])
-        low, high = macro_interval(mean, {"total": drawn, "count": np.ones(len(drawn))}, categories)
+        low, high = macro_interval(MEAN, drawn_as(drawn), categories)
         hits += low <= 3.0 <= high
     assert 0.92 <= hits / 2_000 <= 0.97
-    assert macro_interval(mean, {"total": np.ones(3), "count": np.ones(3)}, ["a", "a", "b"]) is None
+    assert macro_interval(MEAN, drawn_as(np.ones(3)), ["a", "a", "b"]) is None
+
+
+def test_intervals_of_times_are_over_batches_and_those_of_texts_over_prompts():
+    alone = simulate(192, noise=0.2)
+    plain, batched = prompt_sums(alone), prompt_sums(in_batches(alone, 4))
+    speedup, length = METRICS["speedup"], METRICS["mean_acceptance_length"]
+    assert len(measured(speedup, batched)[0]) == 48 and len(measured(length, batched)[0]) == 192
+    assert value(speedup, batched) == pytest.approx(value(speedup, plain))
+    assert interval(length, batched) == interval(length, plain)
+
+    ignorant = {name: column for name, column in batched.items() if name != "batch"}
+    right, wrong, truth = (np.ptp(interval(speedup, table)) for table in (batched, ignorant, plain))
+    assert wrong < 0.6 * right  # as if a batch's four prompts were four measurements of its time
+    assert 0.8 * truth < right < 1.25 * truth
+
+
+def test_a_macro_average_of_times_that_categories_share_has_no_interval():
+    alone = simulate(48)
+    of = [record.category for record in alone]
+    by_category = sorted(alone, key=lambda record: record.category)
+    for found, categories, has_interval in ((alone, of, False), (by_category, sorted(of), True)):
+        table = prompt_sums(in_batches(found, 4))
+        assert (macro_interval(METRICS["speedup"], table, categories) is not None) == has_interval
+        assert macro_interval(METRICS["mean_acceptance_length"], table, categories) is not None
+
+
+def test_a_change_between_reports_is_resampled_by_batch_too():
+    new, old = (prompt_sums(in_batches(simulate(16, noise=0.2, timing_seed=seed), 16)) for seed in (1, 2))
+    change, ends = relative_change(METRICS["speedup"], new, old)
+    assert abs(change) < 0.5 and ends is None  # one batch
+    _, ends = relative_change(METRICS["mean_acceptance_length"], new, old)
+    assert ends is not None

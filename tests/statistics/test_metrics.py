@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from specdistill.project import METRICS as METRIC_MODULES
-from specdistill.statistics.metrics import METRICS, acceptance, prompt_sums, value
+from specdistill.statistics.metrics import METRICS, acceptance, measured, prompt_sums, value
 from specdistill.statistics.theory import predicted_speedup
 from tests.simulated import DRAFT_STEP, PLAIN_STEP, VERIFY_STEP, simulate
 
@@ -53,12 +53,40 @@ def test_speed_by_hand():
         "seconds": [1.0, 2.0],
         "num_accepted_tokens": [6.0, 12.0],
         "num_drafts": [4.0, 8.0],
-        "baseline_num_tokens": [10.0, 20.0],
+        "num_prompts": [1.0, 1.0],
+        "prefill_seconds": [0.5, 0.3],
+        "baseline_num_tokens": [8.0, 32.0],  # sampled, the two ways end elsewhere
         "baseline_seconds": [2.0, 4.5],
+        "baseline_prefill_seconds": [0.25, 0.25],
+        "hf_num_tokens": [8.0, np.nan],
+        "hf_seconds": [1.0, np.nan],
     }.items()}  # fmt: skip
-    assert value(METRICS["tokens_per_second"], table) == 10
-    assert value(METRICS["speedup"], table) == pytest.approx(6.5 / 3)
-    assert value(METRICS["overhead_factor"], table) == pytest.approx(2.5 / (6.5 / 3))
+    speedup = (30 / 3) / (40 / 6.5)
+    for name, number in {
+        "tokens_per_second": 30 / 3,
+        "baseline_tokens_per_second": 40 / 6.5,
+        "speedup": speedup,
+        "decode_speedup": (28 / 2.2) / (38 / 6),
+        "overhead_factor": 2.5 / speedup,
+        "hf_generate_tokens_per_second": 8 / 1,
+        "baseline_over_hf_generate": (8 / 2) / (8 / 1),  # of the prompt that both generated
+        "speedup_over_hf_generate": (10 / 1) / (8 / 1),
+    }.items():
+        assert value(METRICS[name], table) == pytest.approx(number), name
+
+
+def test_times_are_added_up_over_a_batch_and_counts_stay_a_prompts():
+    table = {name: np.array(numbers) for name, numbers in {
+        "num_tokens": [1.0, 2.0, 4.0, 8.0],
+        "seconds": [0.5, np.nan, 0.25, 0.125],
+        "num_accepted_tokens": [6.0, 5.0, 4.0, 3.0],
+        "num_drafts": [4.0, 4.0, 4.0, 4.0],
+        "batch": [7.0, 7.0, 9.0, 9.0],
+    }.items()}  # fmt: skip
+    tokens, seconds = measured(METRICS["tokens_per_second"], table)
+    assert (tokens.tolist(), seconds.tolist()) == ([1, 12], [0.5, 0.375])  # the second prompt was not timed
+    accepted, drafts = measured(METRICS["mean_acceptance_length"], table)
+    assert (accepted.tolist(), drafts.tolist()) == ([6, 5, 4, 3], [4] * 4)
 
 
 def test_prompts_that_were_not_measured_are_left_out():
@@ -88,7 +116,7 @@ def test_the_metric_modules_load_by_path_without_a_network(monkeypatch):
     low, high = found["mean_acceptance_length_ci95"]
     assert low <= found["mean_acceptance_length"] <= high
     timings = [{"num_tokens": 10, "seconds": 1.0}, {"num_tokens": 20, "seconds": 2.0}]
-    plain = [{"num_tokens": 10, "seconds": 2.0}, {"num_tokens": 20, "seconds": 4.5}]
+    plain = [{"num_tokens": 8, "seconds": 2.0}, {"num_tokens": 32, "seconds": 4.5}]
     found = evaluate.load(str(METRIC_MODULES / "speedup"), keep_in_memory=True).compute(predictions=timings, references=plain)
-    assert found["speedup"] == pytest.approx(6.5 / 3)
+    assert found["speedup"] == pytest.approx((30 / 3) / (40 / 6.5))
     assert found["speedup_ci95"][0] <= found["speedup"] <= found["speedup_ci95"][1]

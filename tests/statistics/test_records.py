@@ -1,15 +1,17 @@
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from specdistill.engines.server import ServerCounts
-from specdistill.errors import UserError
 from specdistill.report.build import result_rows
 from specdistill.statistics.metrics import (
+    METRICS,
     accepted_by_bucket,
     drafts_with_context,
     long_context_start,
     prompt_sums,
+    value,
 )
 from specdistill.statistics.records import (
     Configuration,
@@ -20,6 +22,7 @@ from specdistill.statistics.records import (
     records_of,
     write_records,
 )
+from tests.refusals import refused
 from tests.simulated import SUITE, as_from_server, simulate
 
 
@@ -57,11 +60,11 @@ def test_a_file_that_is_no_records_is_refused(tmp_path, content):
     path = tmp_path / "samples.jsonl"
     path.write_text(content)
     if content:
-        with pytest.raises(UserError, match="baseline: got"):
+        with refused("baseline", path):
             read_records(path, "baseline")
     else:
         assert read_records(path, "baseline") == []
-    with pytest.raises(UserError, match="report: got"):
+    with refused("report", tmp_path / "missing.jsonl"):
         read_records(tmp_path / "missing.jsonl", "report")
 
 
@@ -106,6 +109,20 @@ def test_a_rounds_context_counts_what_stands_before_it():
 def test_buckets_are_powers_of_two():
     by_context = {context: [*accepted_by_bucket([record([(4, 2)], context - 1)])] for context in (1, 2, 3, 255, 256, 257)}
     assert by_context == {1: [1], 2: [2], 3: [2], 255: [128], 256: [256], 257: [256]}
+
+
+@pytest.mark.parametrize(("num_short", "num_long", "start"), [(30, 30, 256), (29, 30, None), (30, 29, None)])
+def test_long_contexts_begin_with_the_highest_bucket_of_thirty_drafts_above_thirty(num_short, num_long, start):
+    short, long = (record([(4, 2), (4, 1)][:number], context - 1) for number, context in ((1, 128), (2, 256)))
+    records = [short] * num_short + [long] * (num_long // 2) + [replace(long, rounds=long.rounds[:1])] * (num_long % 2)
+    assert long_context_start(records) == start
+    table = prompt_sums(records)
+    if start is None:
+        assert np.isnan(table["num_drafts_long"]).all()
+    else:
+        assert table["num_drafts_long"].tolist() == [0] * 30 + [2] * 15
+        assert table["num_accepted_short"].tolist() == [2] * 30 + [0] * 15
+        assert value(METRICS["context_ratio"], table) == pytest.approx((1 + 1.5) / (1 + 2))
 
 
 def test_long_context_needs_enough_drafts_on_both_sides():

@@ -19,7 +19,7 @@ from specdistill.statistics.sample_size import (
     spread_of,
     spread_out,
 )
-from tests.simulated import simulate, simulated_report
+from tests.simulated import in_batches, simulate, simulated_report
 
 LENGTH = METRICS["mean_acceptance_length"]
 TRUE_LENGTH = 1 + 4 * 6 / 9
@@ -58,6 +58,11 @@ def test_the_confidence_of_all_interim_analyses_together():
     assert not reached_precision(simulate(1), 1.0, 0)
 
 
+def test_half_a_width_is_a_share_of_the_number():
+    assert half_width({"speedup": 2.0, "speedup_ci95": [1.5, 3.0]}, "speedup") == 0.375
+    assert half_width({"speedup": 2.0}, "speedup") == np.inf
+
+
 def test_nothing_drafted_never_reaches_a_precision():
     silent = [replace(record, rounds=()) for record in simulate(24)]
     assert not reached_precision(silent, 1.0, 0)
@@ -81,7 +86,7 @@ def covered(seed, target_precision, at, confidence):
     return low <= TRUE_LENGTH <= high
 
 
-@pytest.mark.long
+@pytest.mark.long  # 550 runs, each with up to fifty intervals
 @pytest.mark.parametrize("target_precision", [0.08, 0.05])
 def test_the_interval_at_which_a_run_stops_holds_the_truth_as_often_as_it_says(target_precision):
     """Simulated runs. Without the correction, and with an analysis after every fourth prompt, the same intervals do not."""
@@ -118,6 +123,13 @@ def test_the_spread_gives_the_standard_error_that_the_bootstrap_gives(name):
     low, high = interval(METRICS[name], table)
     value = METRICS[name].formula(*(table[column].sum() for column in METRICS[name].sums))
     assert 1.96 * spread_of(METRICS[name], table) / np.sqrt(96) == pytest.approx((high - low) / 2 / value, rel=0.1)
+
+
+def test_what_a_suite_can_tell_is_said_of_prompts():
+    """Times shared by fours spread as widely over prompts as before: it takes as many prompts to tell the same change."""
+    alone = simulate(192, noise=0.2)
+    spreads = [spread_of(METRICS["speedup"], prompt_sums(found)) for found in (alone, in_batches(alone, 4))]
+    assert spreads[1] == pytest.approx(spreads[0], rel=0.2)
 
 
 def test_without_two_prompts_there_is_no_spread():

@@ -39,12 +39,12 @@ def some_tokens(count: int) -> list[int]:
     return torch.randint(3, 150, (count,), generator=torch.Generator().manual_seed(count)).tolist()
 
 
-def num_bytes(value: Any) -> int:
-    """Of the tensors in a structure."""
+def tensors(value: Any) -> list[Tensor]:
+    """Those in a structure."""
     if isinstance(value, Tensor):
-        return value.numel() * value.element_size()
+        return [value]
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
-    return sum(map(num_bytes, inner))
+    return [tensor for part in inner for tensor in tensors(part)]
 
 
 def test_keys_and_values_are_those_of_transformers_own_layer() -> None:
@@ -76,14 +76,14 @@ def test_attention_keeps_nothing_for_going_back(build: Any) -> None:
     cache = new_cache(model.config)
     read(model, cache, ids[:20])
     before = snapshot(cache)
-    assert num_bytes(before) == 0
+    assert not tensors(before)
     read(model, cache, some_tokens(5))
     roll_back(cache, 5, before)
     expected = read(model, DynamicCache(config=model.config), ids)[20:]
     assert torch.allclose(read(model, cache, ids[20:]), expected, atol=1e-4)
 
 
-@pytest.mark.long
+@pytest.mark.long  # ten classes
 @pytest.mark.filterwarnings("ignore")  # of classes whose faster kernels are not installed
 @pytest.mark.parametrize("kind", RECURRENT)
 def test_recurrent_layers_go_back_by_copies_that_do_not_grow(kind: str) -> None:
@@ -93,7 +93,7 @@ def test_recurrent_layers_go_back_by_copies_that_do_not_grow(kind: str) -> None:
         cache = new_cache(model.config.get_text_config(decoder=True))
         read(model, cache, ids[:length])
         before = snapshot(cache)
-        sizes.append(num_bytes(before))
+        sizes.append(sum(tensor.nbytes for tensor in tensors(before)))
         held = {layer.keys.data_ptr() for layer in cache.layers if type(layer) in CROPPED and layer.keys is not None}
         assert not held & {tensor.data_ptr() for tensor in tensors(before)}
         read(model, cache, some_tokens(5))
@@ -102,10 +102,3 @@ def test_recurrent_layers_go_back_by_copies_that_do_not_grow(kind: str) -> None:
         read(model, plain, ids[:length])
         assert torch.allclose(read(model, cache, ids[length:]), read(model, plain, ids[length:]), atol=1e-4)
     assert 0 < sizes[0] == sizes[1]
-
-
-def tensors(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
-    return [tensor for part in inner for tensor in tensors(part)]

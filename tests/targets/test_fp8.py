@@ -16,6 +16,7 @@ from specdistill.targets.fp8 import Fp8Linear, in_fp8, product, round_to_fp8
 from specdistill.targets.frozen import FrozenTarget
 from tests.tiny import tiny_target_model, tiny_tokenizer
 
+pytestmark = pytest.mark.long  # the rounding, number by number
 KEYS = ["target.model=pico", "train.output_dir=runs/x", "target.fp8=true"]
 
 

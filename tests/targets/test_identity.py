@@ -12,10 +12,10 @@ import pytest
 from huggingface_hub.hf_api import ModelInfo
 
 from specdistill import repositories
-from specdistill.errors import UserError
 from specdistill.targets import files
 from specdistill.targets.files import INDEX, SINGLE, TargetFiles
 from specdistill.targets.identity import TargetIdentity
+from tests.refusals import refused
 from tests.tiny import tiny_target_model, tiny_tokenizer
 
 COMMIT = "c" * 40
@@ -75,7 +75,7 @@ def test_pico_goes_by_its_name() -> None:
 
 
 def test_a_folder_without_weights_is_none(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"^target\.model: got .* without weights"):
+    with refused("target.model", f"{tmp_path} without weights"):
         _ = identity(tmp_path)
 
 
@@ -126,6 +126,7 @@ def test_weights_are_never_held_in_memory(tmp_path: Path) -> None:
     code = f"""
 import resource, sys
 from specdistill.targets.files import TargetFiles
+from tests.refusals import refused
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 TargetFiles({str(tmp_path)!r}).identity
 sys.exit((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) > 64 * 1024)

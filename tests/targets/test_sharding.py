@@ -11,13 +11,12 @@ import torch
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from specdistill.errors import UserError
 from specdistill.project import ROOT
 from specdistill.targets import sharding
 from tests.launches import environment
+from tests.refusals import refused
 from tests.tiny import tiny_target_model, tiny_tokenizer
 
-pytestmark = [pytest.mark.long, pytest.mark.distributed]
 WHOLE, SHARED = 0.65, 0.55  # of the whole target's RAM while it is loaded, and of its bytes
 
 
@@ -63,6 +62,8 @@ def run(configuration: str, folder: Path) -> list[dict[str, Any]]:
     return seen
 
 
+@pytest.mark.long  # two launches
+@pytest.mark.distributed
 def test_a_draft_learns_the_same_from_a_target_that_is_shared(tmp_path: Path) -> None:
     drafts = []
     write_inputs(tmp_path)
@@ -88,6 +89,8 @@ def test_a_draft_learns_the_same_from_a_target_that_is_shared(tmp_path: Path) ->
     assert all(torch.equal(tensor, drafts[1][name]) for name, tensor in drafts[0].items())
 
 
+@pytest.mark.long  # a launch, over 180 MB of weights
+@pytest.mark.distributed
 def test_each_process_loads_its_part_of_the_layers(tmp_path: Path) -> None:
     sizes = {"hidden_size": 384, "intermediate_size": 1536, "num_hidden_layers": 42, "num_attention_heads": 8}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=512, num_key_value_heads=4, **sizes)).to(torch.bfloat16)
@@ -98,6 +101,8 @@ def test_each_process_loads_its_part_of_the_layers(tmp_path: Path) -> None:
         assert process["megabytes layers"] <= WHOLE * process["megabytes none"], process
 
 
+@pytest.mark.long  # a launch
+@pytest.mark.distributed
 def test_zero_3_leaves_the_target_alone(tmp_path: Path) -> None:
     run("zero3", tmp_path)
 
@@ -110,7 +115,7 @@ def test_what_cannot_be_told_apart_is_refused(
     joined: bool, quantized: bool, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sharding.distributed, "is_initialized", lambda: joined)
-    with pytest.raises(UserError, match=rf"^target\.shard: got {said}"):
+    with refused("target.shard", f"{said}"):
         sharding.sharded("layers", LlamaConfig(), "cpu", is_quantized=quantized, trust_remote_code=False)
 
 
@@ -124,5 +129,5 @@ def test_a_class_without_a_plan_and_heads_that_cannot_be_shared_out_are_refused(
     if plan is not None:
         model.tp_plan = plan
     monkeypatch.setattr(sharding, "num_processes", lambda: 3)
-    with pytest.raises(UserError, match=rf"^target\.shard: got {said}"):
+    with refused("target.shard", f"{said}"):
         sharding._plan_layers(model)

@@ -26,6 +26,9 @@ from specdistill.training.history import read_history
 from tests.launches import environment, finish, start, tiny_files, wait_for
 from tests.tiny import input_keys, write_inputs
 
+# Launches of several processes, seconds each.
+pytestmark = [pytest.mark.long, pytest.mark.distributed, pytest.mark.launches]
+
 # In the last one the target is bfloat16 and matrices are multiplied so; weights and optimizer are float32.
 METHODS = {
     "eagle": ("train/eagle.py", ["draft.ttt_steps=3"]),
@@ -47,14 +50,17 @@ CONFIGURATIONS = {
     "zero3_offload": ("DEEPSPEED", HALF, HALF),
     "zero3_multinode": ("DEEPSPEED", HALF, HALF),
 }
-# Each way of sharding and each method; the other pairs take minutes (make test-launches).
-QUICK = {
-    ("eagle", "cpu_processes"),
-    ("eagle3", "fsdp2"),
-    ("mtp", "zero3"),
-    ("eagle3 bfloat16", "zero2"),
-    ("draft_model", "zero2"),
-    ("eagle3", "ddp_multinode"),
+# What make test-launches trains: two methods under each configuration, each method under three or four.
+TRAINED = {
+    "cpu_processes": ("eagle", "draft_model"),
+    "ddp": ("mtp", "eagle3 bfloat16"),
+    "ddp_multinode": ("eagle3", "draft_model"),
+    "fsdp2": ("eagle3", "eagle3 bfloat16"),
+    "zero1": ("eagle", "mtp"),
+    "zero2": ("draft_model", "eagle3 bfloat16"),
+    "zero3": ("mtp", "eagle"),
+    "zero3_offload": ("eagle3", "draft_model"),
+    "zero3_multinode": ("eagle", "eagle3 bfloat16"),
 }
 NUMBERS = ("loss", "grad_norm", "eval_loss", "eval_acceptance_length")
 TOLERANCE = 2e-5  # of losses, norms and weights, which are all near 1 or below
@@ -150,12 +156,10 @@ def alone(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     return run
 
 
-@pytest.mark.long
-@pytest.mark.distributed
 @pytest.mark.parametrize(
     ("method", "name"),
     [
-        pytest.param(method, name, marks=() if (method, name) in QUICK else pytest.mark.launches)
+        pytest.param(method, name, marks=() if method in TRAINED[name] else pytest.mark.every_pair)
         for method in METHODS
         for name in CONFIGURATIONS
     ],
@@ -197,9 +201,6 @@ def test_two_processes_train_the_draft_that_one_does(folder: Path, tmp_path: Pat
     assert list(drafted.token_ids) == plain[0, len(prompt) :].tolist()
 
 
-@pytest.mark.long
-@pytest.mark.distributed
-@pytest.mark.launches
 @pytest.mark.parametrize("name", [name for name, (kind, *_) in CONFIGURATIONS.items() if kind != "MULTI_CPU"])
 def test_a_sharded_run_that_was_killed_resumes_to_the_same_draft(folder: Path, tmp_path: Path, name: str) -> None:
     """Launchers and workers are killed when the first checkpoint stands. Noise, evaluations and the best checkpoint are part of the run."""
@@ -218,9 +219,6 @@ def test_a_sharded_run_that_was_killed_resumes_to_the_same_draft(folder: Path, t
     assert log(one) == log(other)
 
 
-@pytest.mark.long
-@pytest.mark.distributed
-@pytest.mark.launches
 def test_zero_3_saves_a_whole_draft_whatever_its_configuration_says(tmp_path: Path) -> None:
     own = (ROOT / "accelerate_configs" / "zero3.yaml").read_text(encoding="utf-8").replace("zero3_save_16bit_model: true", "")
     (tmp_path / "own.yaml").write_text(own, encoding="utf-8")

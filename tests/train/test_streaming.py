@@ -52,7 +52,7 @@ def log(run: Path) -> list[dict[str, float]]:
     return [{name: value for name, value in entry.items() if not name.endswith(timed)} for entry in entries]
 
 
-@pytest.mark.long
+@pytest.mark.long  # launches
 @pytest.mark.distributed
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_killed_run_resumes_in_mid_epoch_to_the_same_losses(folder: Path, tmp_path: Path, processes: int) -> None:

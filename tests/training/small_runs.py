@@ -9,10 +9,10 @@ from datasets import Dataset
 
 from specdistill.features.store import FeatureStore
 from specdistill.losses.divergence import forward_kl
+from specdistill.methods.chains.unroll import TrainingTimeTest
 from specdistill.methods.draft_model.checkpoint import save_draft_model
 from specdistill.methods.draft_model.create import create_draft_model
 from specdistill.methods.draft_model.objective import Distillation
-from specdistill.methods.chains.unroll import TrainingTimeTest
 from specdistill.targets.frozen import FrozenTarget
 from specdistill.training.arguments import training_arguments
 from specdistill.training.optimizer import MuonAdamW

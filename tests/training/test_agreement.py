@@ -1,39 +1,36 @@
 """Machines with another recipe or other code are refused before any work; where a machine keeps things is its own affair."""
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from specdistill.errors import UserError
+from specdistill.methods.recipe import Recipe
 from specdistill.project import ROOT
+from specdistill.recipe.load import load_recipe
 from specdistill.training import agreement
 from tests.processes import run_processes
 
-IMPORTS = """
-from specdistill.errors import UserError
-from specdistill.methods.recipe import Recipe
-from specdistill.recipe.load import load_recipe
-from specdistill.training.agreement import check_alike
-"""
-CHECK = """
-for key in ("data.seed=0", f"loss.step_decay=0.{rank}", f"train.max_steps={rank}"):
-    recipe = load_recipe(Recipe, ["recipe=pico/eagle3", f"train.output_dir=run-{rank}", f"data.cache_dir=cache-{rank}", key])
-    try:
-        check_alike(recipe, ["torch"], "zero2")
-        print("alike")
-    except UserError as error:
-        print(error)
-try:
-    check_alike(recipe.model_copy(update={"train": {}}), ["torch"], f"zero{2 + rank}")
-except UserError as error:
-    print(error)
-"""
 
-
-@pytest.mark.long
 @pytest.mark.distributed
 def test_a_recipe_is_compared_key_by_key(tmp_path: Path) -> None:
-    for process in run_processes(tmp_path, IMPORTS, CHECK, 0, 0):
+    def check(rank: int) -> None:
+        for key in ("data.seed=0", f"loss.step_decay=0.{rank}", f"train.max_steps={rank}"):
+            own = [f"train.output_dir=run-{rank}", f"data.cache_dir=cache-{rank}", key]
+            recipe = load_recipe(Recipe, ["recipe=pico/eagle3", *own])
+            said(lambda recipe=recipe: agreement.check_alike(recipe, ["torch"], "zero2"))
+        said(lambda: agreement.check_alike(recipe.model_copy(update={"train": {}}), ["torch"], f"zero{2 + rank}"))
+
+    def said(check: Callable[[], None]) -> None:
+        try:
+            check()
+            print("alike")
+        except UserError as error:
+            print(error)
+
+    for process in run_processes(tmp_path, check, 0, 0):
         same, decay, steps, launch = process.out.splitlines()
         assert same == "alike"
         assert decay.startswith("loss.step_decay: got 0.1 in process 1 on ") and ", expected 0.0, as in process 0 on " in decay

@@ -1,5 +1,4 @@
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +11,7 @@ from transformers import TrainingArguments
 from specdistill.errors import UserError
 from specdistill.project import ROOT
 from specdistill.training.arguments import training_arguments
+from tests.refusals import refused
 
 
 def build(tmp_path: Path, **fields: Any) -> TrainingArguments:
@@ -40,57 +40,66 @@ def test_trackers_by_name(tmp_path: Path, given: str | list[str]):
 
 
 @pytest.mark.parametrize(
-    ("fields", "said"),
+    ("name", "value", "got"),
     [
-        ({"learning_rte": 1e-4}, "train.learning_rte: got an unknown key, .*; did you mean train.learning_rate?"),
-        ({"max_steps": "3"}, "train.max_steps: got '3' (str), expected int"),
-        ({"max_steps": 3.0}, "train.max_steps: got 3.0 (float), expected int"),
-        ({"max_steps": True}, "train.max_steps: got True (bool), expected int"),
-        ({"max_steps": None}, "train.max_steps: got None (NoneType), expected int"),
-        ({"bf16": 1}, "train.bf16: got 1 (int), expected bool"),
-        ({"learning_rate": "1e-4"}, "train.learning_rate: got '1e-4' (str), expected float"),
-        ({"run_name": 5}, "train.run_name: got 5 (int), expected null or str"),
-        ({"eval_strategy": "step"}, "train.eval_strategy: got 'step', expected one of no, steps, epoch; did you mean steps?"),
-        ({"lr_scheduler_type": "cosin"}, "train.lr_scheduler_type: got 'cosin', expected one of .*; did you mean cosine?"),
-        ({"report_to": "tensorbord"}, "train.report_to: got 'tensorbord', expected one of .*; did you mean tensorboard?"),
-        ({"report_to": None}, "train.report_to: got None, expected one of "),
-        ({"load_best_model_at_end": True}, "train: got --load_best_model_at_end requires .*, expected fields that "),
-        ({"output_dir": None}, "train.output_dir: got nothing, expected a folder"),
-        ({"per_device_eval_batch_size": 0}, "train.per_device_eval_batch_size: got 0, expected at least 1"),
-        ({"gradient_accumulation_steps": 0}, "train.gradient_accumulation_steps: got 0, expected at least 1"),
-        ({"weight_decay": -0.1}, "train.weight_decay: got -0.1, expected at least 0"),
-        ({"learning_rate": float("nan")}, "train.learning_rate: got nan, expected at least 0"),
-        ({"warmup_steps": float("inf")}, "train.warmup_steps: got inf, expected a finite number"),
-        ({"save_steps": 0}, "train.save_steps: got 0, expected above 0"),
-        ({"ddp_timeout": 4}, "train.ddp_timeout: got 4, expected 30 or more"),
-        ({"dataloader_num_workers": 10**9}, "train.dataloader_num_workers: got 1000000000, expected 0 to 1024"),
-        (
-            {"dataloader_persistent_workers": True},
-            "train.dataloader_persistent_workers: got True, expected no such key without",
-        ),
-        (
-            {"activation_checkpointing_kwargs": {"use_reentrant": True}},
-            "train.activation_checkpointing_kwargs: got {.*}, expected no",
-        ),
-        ({"parallelism_config": "x"}, "train.parallelism_config: got 'x' (str), expected ParallelismConfig or null"),
-        ({"accelerator_config": 0}, "train.accelerator_config: got 0 (int), expected mapping or null"),  # a file descriptor
-        ({"lr_scheduler_kwargs": "x"}, "train.lr_scheduler_kwargs: got 'x' (str), expected mapping or null"),
-        ({"log_level": "warn"}, "train.log_level: got 'warn', expected one of .*; did you mean warning?"),
-        ({"debug": 1}, "train.debug: got 1, expected one of underflow_overflow, "),
-        ({"torch_compile_mode": "x"}, "train.torch_compile_mode: got 'x', expected one of default, "),
-        ({"torch_compile_backend": "inductr"}, "train.torch_compile_backend: got 'inductr', .*; did you mean inductor?"),
-        ({"adam_beta2": 1}, "train.adam_beta2: got 1, expected at least 0 and below 1"),
-        ({"max_steps": 0}, "train.max_steps: got 0, expected at least 1, or -1 for train.num_train_epochs"),
-        (
-            {"lr_scheduler_type": "polynomial", "lr_scheduler_kwargs": {"powr": 2}},
-            "train.lr_scheduler_type: got polynomial with train.lr_scheduler_kwargs={'powr': 2} (.*), expected a schedule with",
-        ),
+        ("learning_rte", 1e-4, "an unknown key"),
+        ("max_steps", "3", "'3' (str)"),
+        ("max_steps", 3.0, "3.0 (float)"),
+        ("max_steps", True, "True (bool)"),
+        ("max_steps", None, "None (NoneType)"),
+        ("max_steps", 0, "0"),
+        ("bf16", 1, "1 (int)"),
+        ("learning_rate", "1e-4", "'1e-4' (str)"),
+        ("learning_rate", float("nan"), "nan"),
+        ("run_name", 5, "5 (int)"),
+        ("eval_strategy", "step", "'step'"),
+        ("lr_scheduler_type", "cosin", "'cosin'"),
+        ("report_to", "tensorbord", "'tensorbord'"),
+        ("report_to", None, "None"),
+        ("output_dir", None, "nothing"),
+        ("per_device_eval_batch_size", 0, "0"),
+        ("gradient_accumulation_steps", 0, "0"),
+        ("weight_decay", -0.1, "-0.1"),
+        ("warmup_steps", float("inf"), "inf"),
+        ("save_steps", 0, "0"),
+        ("ddp_timeout", 29, "29"),
+        ("dataloader_num_workers", 1025, "1025"),
+        ("dataloader_persistent_workers", True, "True"),  # without workers
+        ("activation_checkpointing_kwargs", {"use_reentrant": True}, "{"),
+        ("parallelism_config", "x", "'x' (str)"),
+        ("accelerator_config", 0, "0 (int)"),  # a file descriptor
+        ("lr_scheduler_kwargs", "x", "'x' (str)"),
+        ("log_level", "warn", "'warn'"),
+        ("debug", 1, "1"),
+        ("torch_compile_mode", "x", "'x'"),
+        ("torch_compile_backend", "inductr", "'inductr'"),
+        ("adam_beta2", 1, "1"),
     ],
 )
-def test_mistakes_name_the_field(tmp_path: Path, fields: dict[str, Any], said: str):
-    with pytest.raises(UserError) as caught:
-        build(tmp_path, **fields)
-    assert re.match(re.escape(said).replace(r"\.\*", ".*"), str(caught.value))
+def test_mistakes_name_the_field(tmp_path: Path, name: str, value: Any, got: str):
+    with refused(f"train.{name}", got):
+        build(tmp_path, **{name: value})
+
+
+def test_what_lies_at_a_limit_passes(tmp_path: Path):
+    limits = {"max_steps": -1, "weight_decay": 0.0, "ddp_timeout": 30, "dataloader_num_workers": 1024, "adam_beta2": 0.999}
+    built = build(tmp_path, **limits)
+    assert {name: getattr(built, name) for name in limits} == limits
+
+
+def test_fields_that_do_not_go_together_are_named(tmp_path: Path):
+    with refused("train", "--load_best_model_at_end requires"):
+        build(tmp_path, load_best_model_at_end=True)
+    with refused("train.lr_scheduler_type", "polynomial with train.lr_scheduler_kwargs={'powr': 2}"):
+        build(tmp_path, lr_scheduler_type="polynomial", lr_scheduler_kwargs={"powr": 2})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "nearest"), [("learning_rte", 1.0, "train.learning_rate"), ("log_level", "warn", "warning")]
+)
+def test_a_mistake_has_a_nearest_name(tmp_path: Path, name: str, value: Any, nearest: str):
+    with pytest.raises(UserError, match=f"{nearest}.$"):
+        build(tmp_path, **{name: value})
 
 
 def launch(name: str, *script_arguments: str, script: str) -> subprocess.CompletedProcess[str]:
@@ -103,7 +112,7 @@ def launch(name: str, *script_arguments: str, script: str) -> subprocess.Complet
     return subprocess.run(line, capture_output=True, text=True, check=False, env=environment, cwd=ROOT)
 
 
-@pytest.mark.long
+@pytest.mark.long  # a launch
 @pytest.mark.distributed
 def test_processes_end_although_collectives_are_open(tmp_path: Path):
     """Left to the interpreter's end, gloo's threads abort five such launches of six."""
@@ -114,18 +123,14 @@ def test_processes_end_although_collectives_are_open(tmp_path: Path):
 def test_more_processes_than_gpus_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    with pytest.raises(
-        UserError, match=r"^accelerate launch: got 8 processes on a machine with 2 GPUs, expected at most 2 on each"
-    ):
+    with refused("accelerate launch", "8 processes on a machine with 2 GPUs"):
         training_arguments({"output_dir": str(tmp_path)})
 
 
 def test_several_gpus_in_one_process_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """torch would copy the draft to each of them for every step."""
     monkeypatch.setattr(TrainingArguments, "n_gpu", 8)
-    with pytest.raises(
-        UserError, match="accelerate launch: got one process on a machine of 8 GPUs, expected a process for each"
-    ):
+    with refused("accelerate launch", "one process on a machine of 8 GPUs"):
         build(tmp_path)
 
 
@@ -134,25 +139,25 @@ def test_half_precision_gradients_of_a_sharded_draft_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sharding: str
 ):
     monkeypatch.setenv(f"ACCELERATE_USE_{sharding}", "true")
-    with pytest.raises(UserError, match=r"train\.fp16: got true under DeepSpeed or FSDP, expected train\.bf16=true"):
+    with refused("train.fp16", "true under DeepSpeed or FSDP"):
         build(tmp_path, fp16=True)
 
 
 def test_an_fsdp_that_could_not_put_a_draft_together_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    with pytest.raises(UserError, match=r"accelerate launch: got a configuration with FSDP 1 and .* SHARDED_STATE_DICT"):
+    with refused("accelerate launch", "a configuration with FSDP 1 and fsdp_state_dict_type SHARDED_STATE_DICT"):
         build(tmp_path)
     monkeypatch.setenv("FSDP_VERSION", "2")
     monkeypatch.setenv("FSDP_STATE_DICT_TYPE", "FULL_STATE_DICT")
-    with pytest.raises(UserError, match=r"train\.save_on_each_node: got true under FSDP"):
+    with refused("train.save_on_each_node", "true"):
         build(tmp_path, save_on_each_node=True)
 
 
-@pytest.mark.long
+@pytest.mark.long  # a launch
 @pytest.mark.distributed
 def test_processes_that_would_train_alone_are_refused(tmp_path: Path):
     """Without a GPU, and told not to use the CPU, accelerate starts processes that never meet."""
     result = launch("ddp", str(tmp_path), script="without_cpu.py")
     assert result.returncode != 0
-    assert "accelerate launch: got 2 processes that would each train alone, expected processes of one group" in result.stderr
+    assert "accelerate launch: got 2 processes that would each train alone" in result.stderr
     assert not (tmp_path / "accepted").exists()

@@ -73,6 +73,7 @@ def test_only_failures_of_collective_operations_are_another_process_s_fault(thre
     assert threading.active_count() == before
 
 
+@pytest.mark.long  # a launch of a thousand steps
 @pytest.mark.distributed
 def test_a_process_that_is_killed_is_named_and_the_other_ends(tmp_path: Path) -> None:
     process = start(*tiny_files(tmp_path), f"train.output_dir={tmp_path / 'run'}", "train.max_steps=1000")

@@ -12,13 +12,13 @@ import pytest
 import torch
 from transformers.utils import logging
 
-from specdistill.errors import UserError
 from specdistill.losses.divergence import DIVERGENCES, forward_kl
 from specdistill.methods.recipe import Recipe
 from specdistill.project import ROOT
 from specdistill.recipe.load import load_recipe
 from specdistill.training import run as training_run
 from specdistill.training.run import TrainingRun
+from tests.refusals import refused
 from tests.tiny import write_inputs
 from tests.training.small_runs import rows, trainer
 
@@ -79,7 +79,7 @@ def test_a_folder_that_holds_something_else_is_refused_and_left_alone(tmp_path: 
     if held == "a finished run":
         (folder / "draft").mkdir()
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    with pytest.raises(UserError, match=r"^train\.output_dir: got .*holds"):
+    with refused("train.output_dir"):
         TrainingRun.open(recipe(folder))
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
 
@@ -94,14 +94,14 @@ def test_a_corrected_recipe_takes_the_place_of_one_that_died_before_its_first_ch
 
 def test_a_place_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(UserError, match=r"^train\.output_dir: got .*can be written"):
+    with refused("train.output_dir"):
         TrainingRun.open(recipe(tmp_path / "file" / "run"))
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 def test_a_read_only_folder_is_refused(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
-    with pytest.raises(UserError, match=r"^train\.output_dir: got .*can be written"):
+    with refused("train.output_dir"):
         TrainingRun.open(recipe(tmp_path / "run"))
 
 
@@ -122,7 +122,7 @@ def test_a_machine_that_keeps_shards_alone_measures_and_ends_without_a_draft(
 def test_checkpoints_that_one_machine_lacks_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(training_run, "whole_steps", lambda _: [4, 2])
     monkeypatch.setattr(training_run, "of_all", lambda own: [own, (None, [])])
-    with pytest.raises(UserError, match=r"^train\.output_dir: got .*/run, whose checkpoints not every machine has"):
+    with refused("train.output_dir", tmp_path / "run"):
         TrainingRun.open(recipe(tmp_path / "run"))
     monkeypatch.setattr(training_run, "of_all", lambda own: [own, (None, [2])])
     monkeypatch.setattr(training_run, "check_launch", lambda *_: None)
@@ -132,5 +132,5 @@ def test_checkpoints_that_one_machine_lacks_are_refused(tmp_path: Path, monkeypa
 def test_a_folder_that_another_machine_does_not_see_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(training_run, "SEEN_WITHIN", 0.0)
     second: Any = SimpleNamespace(should_save=False, process_index=1)
-    with pytest.raises(UserError, match=r"^train\.save_on_each_node: got false, and process 1 does not see .*/run/run"):
+    with refused("train.save_on_each_node", "false, and process 1"):
         TrainingRun(recipe(tmp_path / "run"), second, tmp_path / "run").record()

@@ -1,11 +1,13 @@
 """How a run ends early: a second signal ends it at once, and a loss that is not finite names the rows of its batch."""
 
+import ctypes
 import json
-import runpy
+import multiprocessing
+import os
+import re
 import signal
-import subprocess
 import sys
-import time
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,43 +19,48 @@ from transformers import LlamaForCausalLM
 from specdistill.data.training_data import training_data
 from specdistill.errors import ResourceError
 from specdistill.methods.recipe import Recipe, TrainedRecipe
-from specdistill.project import ROOT
 from specdistill.recipe.load import load_recipe
+from specdistill.training import stopping
 from specdistill.training.stopping import EndedStep, Stopping, StopSignals
 from tests.launches import tiny_files
+from tests.processes import fork
+from tests.scripts import specdistill
 from tests.tiny import tiny_tokenizer
 from tests.training.small_runs import rows, trainer
 
-# The main thread waits where no Python handler runs, as in a collective operation.
-WAITING = """
-import ctypes, os
-from specdistill.training.stopping import StopSignals
-with StopSignals().caught():
-    reader, _ = os.pipe()
-    print("ready", flush=True)
-    while True:
-        ctypes.CDLL(None).read(reader, ctypes.create_string_buffer(1), 1)
-"""
+
+def wait_as_in_a_collective(told: Connection, errors: Path) -> None:
+    """The main thread waits where no Python handler runs. Three signals are heard, at 0.0, 0.5 and 2.0 seconds."""
+    os.dup2(os.open(errors, os.O_CREAT | os.O_WRONLY), 2)
+    sys.stderr = os.fdopen(2, "w", closefd=False, buffering=1)
+    seconds = iter((0.0, 0.5, 2.0))
+
+    def monotonic() -> float:
+        told.send("heard")
+        return next(seconds)
+
+    stopping.time = SimpleNamespace(monotonic=monotonic)  # type: ignore[assignment]
+    with StopSignals().caught():
+        reader, _ = os.pipe()
+        told.send("ready")
+        while True:
+            ctypes.CDLL(None).read(reader, ctypes.create_string_buffer(1), 1)
 
 
-@pytest.mark.long
-def test_a_second_signal_ends_at_once_even_while_the_process_waits_for_others() -> None:
-    with subprocess.Popen(
-        [sys.executable, "-c", WAITING], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdout and process.stderr and process.stdout.readline() == "ready\n"
-        process.send_signal(signal.SIGINT)
-        process.send_signal(signal.SIGINT)  # of the launcher: the same Ctrl-C
-        time.sleep(1.2)
-        assert process.poll() is None
-        process.send_signal(signal.SIGINT)
-        assert process.wait(5) == 130
-        assert process.stderr.read() == "SIGINT: saving after this step; again ends at once\n"
+def test_a_second_signal_ends_at_once_even_while_the_process_waits_for_others(tmp_path: Path) -> None:
+    """One that comes just after the first is its launcher's: the same Ctrl-C."""
+    told, teller = multiprocessing.Pipe(duplex=False)
+    process = fork(wait_as_in_a_collective, teller, tmp_path / "err")
+    for _ in range(3):
+        told.recv()
+        assert process.is_alive() and process.pid is not None
+        os.kill(process.pid, signal.SIGINT)
+    process.join()
+    assert process.exitcode == 130
+    assert len((tmp_path / "err").read_text(encoding="utf-8").splitlines()) == 1
 
 
-def test_a_loss_that_is_not_finite_names_its_rows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_loss_that_is_not_finite_names_its_rows(tmp_path: Path) -> None:
     """One document holds the one token whose embedding is not a number."""
     every = ["train.gradient_accumulation_steps=2", "train.save_steps=1", "train.eval_steps=1"]
     keys = [*tiny_files(tmp_path), *every, f"train.output_dir={tmp_path / 'run'}"]
@@ -65,18 +72,16 @@ def test_a_loss_that_is_not_finite_names_its_rows(
     lines[30] = json.dumps({"text": "What is @ home?"})
     (tmp_path / "rows.jsonl").write_text("\n".join(lines))
 
-    monkeypatch.setattr(sys, "argv", ["train/eagle.py", *keys])
-    with pytest.raises(SystemExit) as caught:
-        runpy.run_path(str(ROOT / "train" / "eagle.py"), run_name="__main__")
-    assert caught.value.code == 3
+    ended = specdistill("train", *keys)
+    assert ended.returncode == 3
     found = json.loads((tmp_path / "run" / "run" / "loss_not_finite.json").read_text())
     recipe = load_recipe(Recipe, keys)
     assert isinstance(recipe, TrainedRecipe)
     train_set, _ = training_data(recipe.data, tiny_tokenizer(), None, fingerprint="")
     holds = [bad in train_set[row]["input_ids"] for row in found["rows"]]
     assert len(holds) == 4 and sum(holds) == 1  # a micro-batch
-    said = capfd.readouterr().err
-    assert f"error: the loss of step {found['step']} is not finite, in a batch of rows {found['rows'][0]}, " in said
+    (error,) = re.findall("^error: .*", ended.stderr, re.MULTILINE)
+    assert f"step {found['step']} " in error and f" {found['rows'][0]}, " in error
     later = [path for path in (tmp_path / "run").glob("checkpoint-*") if int(path.name.split("-")[1]) >= found["step"]]
     assert later == []
 
@@ -92,7 +97,7 @@ def test_at_the_end_of_an_epoch_nothing_is_made_of_weights_that_are_not_finite(t
         return (output[0] * float("nan"), *output[1:]) if fit.state.global_step == 3 else output
 
     fit.objective.register_forward_hook(spoil)
-    with pytest.raises(ResourceError, match=r"^the loss of step 4 is not finite"):
+    with pytest.raises(ResourceError, match="step 4 "):
         fit.train()
     assert not list(tmp_path.glob("checkpoint-*")) and not fit.state.log_history
 
@@ -104,9 +109,9 @@ def test_every_process_says_that_a_loss_is_not_finite(tmp_path: Path, writes: bo
     own = Stopping(SimpleNamespace(get_train_dataloader=lambda: iter(())), StopSignals())
     step = EndedStep(4, [torch.tensor(float("nan"))], torch.tensor([0, 1]))
     if writes:
-        with pytest.raises(ResourceError, match=r"loss_not_finite\.json could not be saved"):
+        with pytest.raises(ResourceError, match=r"loss_not_finite\.json"):
             own._not_finite(step, arguments)  # there is no folder
         (tmp_path / "run").mkdir()
-    with pytest.raises(ResourceError, match=r"^the loss of step 4 is not finite"):
+    with pytest.raises(ResourceError, match="step 4 "):
         own._not_finite(step, arguments)
     assert (tmp_path / "run" / "loss_not_finite.json").exists() == writes

@@ -13,8 +13,8 @@ from bench.engines import run
 from specdistill.data.packing import indexed
 from specdistill.export.export import export
 from specdistill.losses.divergence import forward_kl
-from specdistill.methods.eagle3.checkpoint import load_eagle3
 from specdistill.methods.chains.unroll import TrainingTimeTest
+from specdistill.methods.eagle3.checkpoint import load_eagle3
 from specdistill.targets.files import TargetFiles
 from specdistill.targets.frozen import FrozenTarget
 from specdistill.training.objective import loss_rows

@@ -132,7 +132,7 @@ def test_nothing_asks_for_data() -> None:
         assert all(part.grad is not None and part.grad.shape == part.shape for step in steps for part in step)
 
 
-@pytest.mark.long
+@pytest.mark.long  # a compiler
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # dynamo does
 def test_it_is_one_graph_for_all_lengths() -> None:
     compiled = torch.compile(two_steps, backend="aot_eager", fullgraph=True)

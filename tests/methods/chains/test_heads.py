@@ -1,19 +1,26 @@
 """What holds for every draft head: cached == uncached, batch == single, checkpoints that come back bit for bit, and are told apart."""
 
+import json
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from specdistill.decoding.decoder import Decoder
 from specdistill.decoding.kv_cache import DraftKVCache
-from specdistill.errors import UserError
+from specdistill.decoding.proposer import DecodingState
+from specdistill.decoding.sampling import Sampling
+from specdistill.decoding.tree import StaticTree
 from specdistill.methods.chains.attention import UnrollKVCache
+from specdistill.methods.chains.proposer import HeadProposer
 from specdistill.methods.load import load_proposer, method_of
 from specdistill.targets.frozen import FrozenTarget
+from tests import mtp_targets
 from tests.heads import HEADS, build_head, causal, load_head, save_head
+from tests.refusals import refused
 from tests.tiny import tiny_target_model, tiny_tokenizer
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -35,28 +42,37 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def target() -> FrozenTarget:
+def tiny_llama() -> FrozenTarget:
     return FrozenTarget(tiny_target_model(), tiny_tokenizer(), name="tiny")
 
 
-@pytest.fixture(params=VARIANTS, scope="module")
-def variant(request: pytest.FixtureRequest, target: FrozenTarget) -> tuple[str, Any]:
-    """A method and one of its heads."""
-    method, shape = VARIANTS[request.param]
+@pytest.fixture(scope="module")
+def target() -> FrozenTarget:
+    return tiny_llama()
+
+
+Variant = tuple[str, Any, FrozenTarget]
+
+
+@pytest.fixture(params=(*VARIANTS, *mtp_targets.KINDS), scope="module")
+def variant(request: pytest.FixtureRequest) -> Variant:
+    """A method, one of its heads, and the target that it is for: a Llama, or one with layers of another kind."""
+    of_kind = request.param in mtp_targets.KINDS
+    target = mtp_targets.tiny_target(request.param) if of_kind else tiny_llama()
+    method, shape = VARIANTS["mtp" if of_kind else request.param]
     head = build_head(method, target, **shape)
     for name, parameter in head.named_parameters():  # biases and norms too, which start as nothing
         if parameter.dim() == 1 and name not in head.shared:
             parameter.data += torch.linspace(0.1, 0.4, len(parameter))
-    return method, head
+    return method, head, target
 
 
 def kv_cache(head: Any, ids: torch.Tensor) -> UnrollKVCache:
     return causal(ids, head.config.num_layers, head.config.sliding_window)
 
 
-def test_save_and_load_are_bit_equal(variant: tuple[str, Any], target: FrozenTarget, tmp_path: Path) -> None:
-    method, head = variant
+def test_save_and_load_are_bit_equal(variant: Variant, tmp_path: Path) -> None:
+    method, head, target = variant
     save_head(method, head, tmp_path)
     loaded = load_head(method, tmp_path, target)
     assert loaded.config == head.config
@@ -64,17 +80,65 @@ def test_save_and_load_are_bit_equal(variant: tuple[str, Any], target: FrozenTar
         assert torch.equal(loaded.state_dict()[name], tensor), name
 
 
-def test_its_method_is_seen_and_another_is_refused(variant: tuple[str, Any], target: FrozenTarget, tmp_path: Path) -> None:
-    method, head = variant
+def test_its_method_is_seen_and_another_is_refused(variant: Variant, tmp_path: Path) -> None:
+    method, head, target = variant
     save_head(method, head, tmp_path)
     assert method_of(tmp_path) == method
     for other in set(HEADS) - {method}:
-        with pytest.raises(UserError, match=rf"holds a draft of method {method}, expected one of method {other}"):
+        with refused("eval.draft", f"{tmp_path}, which holds a draft of method {method}"):
             load_proposer(other, tmp_path, target)
 
 
-def test_cached_steps_equal_the_uncached_pass(variant: tuple[str, Any], target: FrozenTarget) -> None:
-    _, head = variant
+def corrupt(folder: Path, change: str) -> None:
+    weights, path = folder / "model.safetensors", folder / "config.json"
+    tensors, config = load_file(weights), json.loads(path.read_text())
+    name = next(name for name in tensors if name.endswith("up_proj.weight"))
+    if change == "truncated":
+        weights.write_bytes(weights.read_bytes()[:-100])
+    elif change == "no weights":
+        weights.unlink()
+    elif change == "no config":
+        path.unlink()
+    elif change == "broken config":
+        path.write_text("{")
+    elif change == "another target":
+        config.get("text_config", config)["vocab_size"] = 77
+        path.write_text(json.dumps(config))
+    else:
+        changed = {
+            "missing": {},
+            "unknown": {name: tensors[name], "extra": torch.ones(1)},
+            "transposed": {name: tensors[name].T},
+        }
+        kept = {other: tensor for other, tensor in tensors.items() if other != name} | changed[change]
+        save_file({name: tensor.contiguous() for name, tensor in kept.items()}, weights)
+
+
+@pytest.mark.parametrize("method", HEADS)
+@pytest.mark.parametrize(
+    ("change", "holds"),
+    [
+        ("truncated", "model.safetensors"),
+        ("no weights", "no weights"),
+        ("no config", "which holds model.safetensors"),
+        ("broken config", "config.json"),
+        ("missing", "without "),
+        ("unknown", "with unknown extra"),
+        ("transposed", "up_proj.weight of shape (64, 128)"),
+        ("another target", "vocab_size 77"),
+    ],
+)
+def test_a_folder_that_does_not_fit_is_refused(
+    method: str, change: str, holds: str, target: FrozenTarget, tmp_path: Path
+) -> None:
+    save_head(method, build_head(method, target, **({"init": "scratch"} if method == "mtp" else {})), tmp_path)
+    corrupt(tmp_path, change)
+    with refused("eval.draft", tmp_path, holds=holds):
+        load_head(method, tmp_path, target)
+
+
+def test_cached_steps_equal_the_uncached_pass(variant: Variant) -> None:
+    _, head, target = variant
     ids = torch.arange(3, 15)[None]
     with torch.no_grad():
         hidden = head.fuse(target.features(ids, head.aux_layers))
@@ -87,8 +151,8 @@ def test_cached_steps_equal_the_uncached_pass(variant: tuple[str, Any], target: 
     assert torch.allclose(torch.cat(parts, 1), whole, atol=1e-5)
 
 
-def test_batch_equals_single(variant: tuple[str, Any], target: FrozenTarget) -> None:
-    _, head = variant
+def test_batch_equals_single(variant: Variant) -> None:
+    _, head, target = variant
     ids = torch.stack((torch.arange(3, 13), torch.arange(40, 50)))
     positions = torch.arange(10).expand(2, 10)
     with torch.no_grad():
@@ -99,6 +163,29 @@ def test_batch_equals_single(variant: tuple[str, Any], target: FrozenTarget) -> 
             one_rotary = tuple(table[:1] for table in rotary)
             one, _ = head(ids[row : row + 1], hidden[row : row + 1], one_rotary, kv_cache(head, ids[:1]))
             assert torch.allclose(both[row], one[0], atol=1e-5)
+
+
+@torch.no_grad()
+def test_draft_tokens_are_drawn_from_the_softmax_of_the_heads_logits(variant: Variant) -> None:
+    """At T = 0.7, by inversion of the distribution function; a token that the head does not have gets nothing."""
+    _, head, target = variant
+    text = [5, 9, 17, 30, 8]
+    uniforms = torch.rand(2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    features = target.features(torch.tensor([text[:-1]]), head.aux_layers)
+    ids, hidden = torch.tensor([text[1:]]), head.fuse(features)
+    normed, _ = head(ids, hidden, head.rotary(hidden, torch.arange(4)[None]), kv_cache(head, ids))
+    expected = torch.zeros(target.vocab_size)
+    expected[head.target_ids_W] = (head.logits(normed[0, -1]) / 0.7).softmax(-1)
+    for tree in (None, StaticTree((1, 1))):
+        proposer, generator = HeadProposer(head), torch.Generator().manual_seed(0)
+        proposer.begin(20)
+        state = DecodingState(text, features)
+        given = Sampling(0.7), generator
+        proposal = proposer.propose_tree(state, tree, *given) if tree else proposer.propose(state, 2, *given)
+        assert proposal.probabilities is not None and torch.allclose(proposal.probabilities[0], expected, atol=1e-6)
+        if tree is None:
+            sums = proposal.probabilities.double().cumsum(-1)
+            assert proposal.tokens == [int((row <= uniform).sum()) for row, uniform in zip(sums, uniforms, strict=True)]
 
 
 @pytest.mark.parametrize("method", ["eagle", "eagle3"])
@@ -123,7 +210,7 @@ def test_a_chain_longer_than_the_window_is_refused(target: FrozenTarget, tmp_pat
     head = build_head("eagle3", target, sliding_window=2)
     save_head("eagle3", head, tmp_path)
     decoder = Decoder(target, load_proposer("eagle3", tmp_path, target))
-    with pytest.raises(UserError, match=r"eval\.num_speculative_tokens: got 3 steps with a draft that sees 2 positions"):
+    with refused("eval.num_speculative_tokens", "3 steps with a draft that sees 2 positions"):
         decoder.generate([5, 6, 7], max_new_tokens=4, num_speculative_tokens=3)
 
 

@@ -1,22 +1,22 @@
-"""The unroll's shifts, masks and attention, against decoding and against toy sequences."""
+"""The unroll's shifts, masks and attention: by formula, and against decoding."""
 
 import dataclasses
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from specdistill.data.packing import indexed
-from specdistill.decoding.proposer import DecodingState
-from specdistill.decoding.sampling import Sampling
 from specdistill.losses.divergence import forward_kl
-from specdistill.methods.chains.proposer import HeadProposer
+from specdistill.methods.chains.attention import UnrollKVCache
 from specdistill.methods.chains.unroll import TrainingTimeTest
 from specdistill.methods.eagle.module import build_eagle
 from specdistill.methods.eagle3.module import build_eagle3
-from specdistill.targets.frozen import FrozenTarget
+from specdistill.targets.anatomy import LogitsHead
+from specdistill.targets.frozen import Features, FrozenTarget
 from specdistill.training.objective import SoftTargets, StepSums, loss_rows, shift_left
-from tests.heads import build_head, causal
+from tests.heads import build_head, causal, check_unroll, document_rows
 from tests.tiny import tiny_target_model, tiny_tokenizer
 
 K = 4
@@ -27,16 +27,108 @@ def target() -> FrozenTarget:
     return FrozenTarget(tiny_target_model(), tiny_tokenizer(), name="tiny")
 
 
-def unrolled_logits(draft: Any, target: FrozenTarget, ids: torch.Tensor, steps: int) -> list[torch.Tensor]:
-    """Logits [T, W] of each unroll step over one document."""
-    kv_cache = causal(ids, draft.config.num_layers, draft.config.sliding_window)
-    hidden = draft.fuse(target.features(ids, draft.aux_layers))
-    positions = torch.arange(ids.shape[1])[None]
-    logits = []
-    for k in range(steps):
-        normed, hidden = draft(shift_left(ids, 1 + k, 0), hidden, draft.rotary(hidden, positions + k), kv_cache)
-        logits.append(draft.logits(normed)[0])
-    return logits
+def run(model: TrainingTimeTest, target: FrozenTarget, rows: dict[str, torch.Tensor]) -> tuple[torch.Tensor, StepSums]:
+    batch = indexed(rows)
+    total, sums = model(**batch, **model.read_target(target, batch), measure=True)
+    return total, sums
+
+
+def numbered_rows(length: int, start: int) -> dict[str, torch.Tensor]:
+    return document_rows(range(start, start + length))
+
+
+# --- By formula
+
+WINDOW, TEMPERATURE = 4, 1.5
+BEND = torch.linspace(-0.3, 0.3, 64)
+
+
+class Toy(torch.nn.Module):
+    """A head in a few lines: a pair's value is embedding plus hidden state, all that it sees counts alike, positions are added."""
+
+    aux_layers = ()
+
+    def __init__(self, target: FrozenTarget, target_ids_W: torch.Tensor) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(num_layers=1, sliding_window=WINDOW)
+        self.target_ids_W = target_ids_W
+        self.embedding = target.tensor("embed_tokens.weight")
+        self.logits = LogitsHead(torch.nn.Linear(target.hidden_size, len(target_ids_W), bias=False))
+        self.logits.linear.weight.data = target.lm_head.weight[target_ids_W] / 2
+
+    def fuse(self, features: Features) -> torch.Tensor:
+        return features.last_hidden
+
+    def rotary(self, like: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        return positions
+
+    def forward(
+        self, next_ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, kv_cache: UnrollKVCache
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        value = (self.embedding[next_ids] + hidden).unsqueeze(1)
+        seen = kv_cache.attend(0, torch.zeros_like(value), value, value).squeeze(1)
+        normed = seen + positions.unsqueeze(-1) * BEND
+        return normed, normed - hidden
+
+
+def by_formula(toy: Toy, target: FrozenTarget, ids: list[int]) -> dict[tuple[int, int], list[float]]:
+    """(step, token that it predicts) -> divergence, whether the top-1 is the target's, and acceptance, over one document."""
+    output = target.model(torch.tensor([ids]), output_hidden_states=True)
+    features, target_logits = output.hidden_states[-1][0], output.logits[0]
+    pairs = [toy.embedding[ids[t + 1]] + features[t] for t in range(len(ids) - 1)]
+    kept, found = toy.target_ids_W, {}
+    for root in range(len(ids) - 2):
+        hidden, chain = features[root], []
+        for k in range(min(3, len(ids) - 2 - root)):
+            chain += [toy.embedding[ids[root + 1 + k]] + hidden] if k else []
+            seen = pairs[max(0, root + k - WINDOW + 1) : root + 1] + chain
+            normed = torch.stack(seen).mean(0) + (root + k) * BEND
+            hidden = normed - hidden
+            p = (target_logits[root + 1 + k] / TEMPERATURE).softmax(-1)
+            q = (toy.logits.linear.weight @ normed / TEMPERATURE).softmax(-1)
+            soft = p[kept] / p[kept].sum()
+            is_correct = float(kept[q.argmax()] == p.argmax())
+            found[k, root + 2 + k] = [
+                float((soft * (soft / q).log()).sum()),
+                is_correct,
+                float(torch.minimum(p[kept], q).sum()),
+            ]
+    return found
+
+
+@torch.no_grad()
+def test_loss_acceptance_and_chains_are_their_formulas() -> None:
+    """Two documents and padding in a row, a pruned vocabulary, a window that is shorter than the documents, tokens without loss."""
+    target = FrozenTarget(tiny_target_model(num_layers=2, vocab_size=24, seed=8), tiny_tokenizer(), name="tiny")
+    toy = Toy(target, torch.tensor([1, 2, 4, 5, 7, *range(9, 24)]))
+    texts = [[3, 1, 4, 1, 5, 2, 6, 5, 3, 5, 7, 2], [2, 7, 1, 4, 2, 1, 5, 2, 4]]
+    masks = [[0, 0, 0, 1, 1, 0, 1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 0, 1, 1, 1]]
+    columns = {
+        "input_ids": [*texts[0], *texts[1], 0, 0, 0],
+        "loss_mask": [*masks[0], *masks[1], 0, 0, 0],
+        "document_ids": [0] * 12 + [1] * 9 + [-1] * 3,
+        "position_ids": [*range(12), *range(9), *range(3)],
+    }
+    expected = torch.zeros(7, 3)  # in the order of StepSums
+    for text, mask in zip(texts, masks, strict=True):
+        found = by_formula(toy, target, text)
+        for root in range(len(text)):
+            chain = torch.ones(3)
+            for k in range(3):
+                has_loss = mask[root + 2 + k : root + 3 + k] == [1]
+                loss, correct, accepted = found[k, root + 2 + k] if has_loss else (0.0, 0.0, 0.0)
+                expected[:4, k] += torch.tensor([loss, has_loss, correct, accepted])
+                chain *= torch.tensor([correct, accepted, has_loss])
+                expected[4:, k] += chain
+    rows = {name: torch.tensor([column]) for name, column in columns.items()}
+    unroll = TrainingTimeTest(toy, forward_kl, 3, step_decay=0.5, temperature=TEMPERATURE)
+    total, sums = run(unroll, target, rows)
+    assert torch.allclose(sums.table(), expected, rtol=1e-4) and unroll.num_loss_tokens(indexed(rows)) == expected[1, 0]
+    assert float(total) == pytest.approx(float((expected[0] * torch.tensor([4, 2, 1]) / 7).sum()), rel=1e-4)
+    assert (expected[2:4] > 0).all() and 0 < expected[4, 1] < expected[2, 1]
+
+
+# --- Against decoding
 
 
 @pytest.mark.parametrize(
@@ -53,18 +145,8 @@ def unrolled_logits(draft: Any, target: FrozenTarget, ids: torch.Tensor, steps: 
         ("eagle", {"sliding_window": 5, "num_layers": 2}),
     ],
 )
-def test_the_unroll_predicts_what_the_decoder_drafts(target: FrozenTarget, method: str, options: dict[str, Any]) -> None:
-    """Chains of the decoder, put back into the text as if they had been accepted, are what the unroll predicts at their root."""
-    draft = build_head(method, target, **options)
-    text = torch.randint(3, target.vocab_size, (12,), generator=torch.Generator().manual_seed(3)).tolist()
-    root = len(text) - 2  # the chain starts from the features of this position
-    features = target.features(torch.tensor([text[:-1]]), draft.aux_layers)
-    proposer = HeadProposer(draft)
-    proposer.begin(len(text) + K)
-    with torch.no_grad():
-        chain = proposer.propose(DecodingState(text, features), K, Sampling(), None).tokens
-        logits = unrolled_logits(draft, target, torch.tensor([text + chain]), K)
-    assert [int(step[root].argmax()) for step in logits] == chain
+def test_the_unroll_computes_what_the_decoder_drafts(target: FrozenTarget, method: str, options: dict[str, Any]) -> None:
+    check_unroll(build_head(method, target, **options), target)
 
 
 def test_only_loss_tokens_of_the_roots_document_are_predicted() -> None:
@@ -83,13 +165,14 @@ def test_only_loss_tokens_of_the_roots_document_are_predicted() -> None:
 
 
 def soft_targets(target: FrozenTarget, ids: torch.Tensor, vocabulary: torch.Tensor) -> SoftTargets:
-    return SoftTargets.of(target.logits, target.features(ids, []).last_hidden, torch.arange(1, ids.shape[1]), vocabulary, 1.0)
+    """At T = 0.7."""
+    return SoftTargets.of(target.logits, target.features(ids, []).last_hidden, torch.arange(1, ids.shape[1]), vocabulary, 0.7)
 
 
 def test_the_teacher_is_the_targets_distribution_before_the_token(target: FrozenTarget) -> None:
     ids = torch.arange(3, 15)[None]
     soft = soft_targets(target, ids, torch.arange(target.vocab_size)).at(slice(2, 9), measure=False)
-    assert torch.allclose(soft.probs_rW, target.model(ids).logits[0, 2:9].softmax(-1), atol=1e-6)
+    assert torch.allclose(soft.probs_rW, (target.model(ids).logits[0, 2:9] / 0.7).softmax(-1), atol=1e-6)
 
 
 @pytest.mark.parametrize("plain_linear", [True, False])
@@ -98,7 +181,7 @@ def test_a_pruned_teacher_is_renormalised_and_remembers_its_share(target: Frozen
     ids, kept = torch.arange(3, 15)[None], torch.arange(0, target.vocab_size, 2)
     made = soft_targets(target, ids, kept)
     made = made if plain_linear else dataclasses.replace(made, pruned=None)
-    distributions = target.model(ids).logits[0, :-1].softmax(-1)
+    distributions = (target.model(ids).logits[0, :-1] / 0.7).softmax(-1)
     soft = made.at(slice(None), measure=True)
     assert soft.mass_r is not None and soft.top1_r is not None
     assert torch.allclose(soft.probs_rW.sum(-1), torch.ones(11), atol=1e-5)
@@ -108,26 +191,10 @@ def test_a_pruned_teacher_is_renormalised_and_remembers_its_share(target: Frozen
     assert torch.allclose(made.at(slice(None), measure=False).probs_rW, soft.probs_rW, atol=1e-6)
 
 
-def run(model: TrainingTimeTest, target: FrozenTarget, rows: dict[str, torch.Tensor]) -> tuple[torch.Tensor, StepSums]:
-    batch = indexed(rows)
-    total, sums = model(**batch, **model.read_target(target, batch), measure=True)
-    return total, sums
-
-
-def document_rows(length: int, start: int) -> dict[str, torch.Tensor]:
-    ids = torch.arange(start, start + length)[None]
-    return {
-        "input_ids": ids,
-        "loss_mask": torch.ones_like(ids),
-        "document_ids": torch.zeros_like(ids),
-        "position_ids": torch.arange(length)[None],
-    }
-
-
 @pytest.mark.parametrize("vocabulary", [None, torch.arange(1, 200, 2)])
 def test_packing_changes_no_loss_and_no_gradient(target: FrozenTarget, vocabulary: torch.Tensor | None) -> None:
     model = TrainingTimeTest(build_eagle3(target, draft_vocabulary=vocabulary), forward_kl, K, step_decay=0.8)
-    first, second = document_rows(11, 3), document_rows(9, 60)
+    first, second = numbered_rows(11, 3), numbered_rows(9, 60)
     packed = {name: torch.cat((first[name], second[name]), 1) for name in first}
     packed["document_ids"][:, 11:] = 1
     padding = {"input_ids": 0, "loss_mask": 0, "document_ids": -1, "position_ids": 0}
@@ -149,7 +216,7 @@ def test_packing_changes_no_loss_and_no_gradient(target: FrozenTarget, vocabular
             assert parameter.grad is not None and torch.allclose(gradients[name], parameter.grad, rtol=1e-3, atol=1e-5), name
 
 
-@pytest.mark.long
+@pytest.mark.long  # a compiler
 @torch._dynamo.config.patch(trace_autograd_ops=True)
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # dynamo does it
 @pytest.mark.parametrize(("method", "num_steps"), [("eagle3", 7), ("eagle", 2), ("mtp", 2)])
@@ -159,7 +226,7 @@ def test_the_unroll_compiles_as_one_graph(target: FrozenTarget, method: str, num
     gradients = []
     for form in (model, torch.compile(model, fullgraph=True, backend="aot_eager")):
         model.zero_grad()
-        run(form, target, document_rows(24, 3))[0].backward()
+        run(form, target, numbered_rows(24, 3))[0].backward()
         gradients.append({name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None})
     assert gradients[0].keys() == gradients[1].keys()
     for name, gradient in gradients[0].items():
@@ -168,7 +235,7 @@ def test_the_unroll_compiles_as_one_graph(target: FrozenTarget, method: str, num
 
 def test_masked_tokens_have_no_loss(target: FrozenTarget) -> None:
     model = TrainingTimeTest(build_eagle3(target), forward_kl, 2)
-    rows = document_rows(12, 3)
+    rows = numbered_rows(12, 3)
     rows["loss_mask"][:, :8] = 0
     _, sums = run(model, target, rows)
     assert [int(kept) for kept in sums.loss_tokens] == [4, 4]
@@ -178,14 +245,14 @@ def test_masked_tokens_have_no_loss(target: FrozenTarget) -> None:
 def test_step_weights_decay_and_sum_to_one(target: FrozenTarget) -> None:
     model = TrainingTimeTest(build_eagle3(target), forward_kl, 3, step_decay=0.5)
     assert model.step_weights.tolist() == pytest.approx([4 / 7, 2 / 7, 1 / 7])
-    total, sums = run(model, target, document_rows(12, 3))
+    total, sums = run(model, target, numbered_rows(12, 3))
     expected = sum(float(w) * float(loss) for w, loss in zip(model.step_weights, sums.loss, strict=True))
     assert float(total.detach()) == pytest.approx(expected, rel=1e-5)
 
 
 def test_features_are_held_to_the_targets_next_ones(target: FrozenTarget) -> None:
     """Two loss tokens, one step: the divergence plus the weighted SmoothL1 to f_{t+1}, computed by hand."""
-    rows = document_rows(6, 3)
+    rows = numbered_rows(6, 3)
     rows["loss_mask"][:, :4] = 0
     draft = build_eagle(target)
     plain, _ = run(TrainingTimeTest(draft, forward_kl, 1), target, rows)
@@ -201,7 +268,7 @@ def test_features_are_held_to_the_targets_next_ones(target: FrozenTarget) -> Non
 
 
 def test_noise_is_for_training_alone(target: FrozenTarget) -> None:
-    model, rows = TrainingTimeTest(build_eagle(target), forward_kl, 1, noise=0.1), document_rows(9, 3)
+    model, rows = TrainingTimeTest(build_eagle(target), forward_kl, 1, noise=0.1), numbered_rows(9, 3)
     quiet = [float(run(model.eval(), target, rows)[0].detach()) for _ in range(2)]
     noisy = [float(run(model.train(), target, rows)[0].detach()) for _ in range(2)]
     assert quiet[0] == quiet[1] and noisy[0] != noisy[1]

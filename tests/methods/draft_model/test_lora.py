@@ -1,12 +1,11 @@
 """LoRA drafts: they start as the draft, train their updates alone, and ship as plain models that say the same."""
 
-import pytest
 import torch
 from transformers import LlamaForCausalLM, PreTrainedModel
 
-from specdistill.errors import UserError
 from specdistill.methods.draft_model.checkpoint import merged
 from specdistill.methods.draft_model.create import with_lora
+from tests.refusals import refused
 from tests.tiny import tiny_target_model
 
 IDS = torch.arange(4, 28)[None]
@@ -66,5 +65,5 @@ def test_target_modules_choose_and_are_checked() -> None:
     model = trained(target_modules=["q_proj"])
     names = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert len(names) == 4 and all("q_proj.lora_" in name for name in names)
-    with pytest.raises(UserError, match=r"^draft\.lora\.target_modules: got \['nowhere'\], expected"):
+    with refused("draft.lora.target_modules", "['nowhere']"):
         with_lora(tiny_target_model(num_layers=2), rank=4, target_modules=["nowhere"])

@@ -14,7 +14,6 @@ from transformers import PreTrainedTokenizerFast
 from specdistill.decoding.decoder import Decoder
 from specdistill.decoding.proposer import DecodingState, Proposal
 from specdistill.decoding.sampling import Sampling
-from specdistill.errors import UserError
 from specdistill.methods.draft_model.layers import LlamaLayers
 from specdistill.methods.draft_model.proposer import DraftModelProposer
 from specdistill.methods.draft_model.vocabulary import match_vocabularies
@@ -23,7 +22,8 @@ from specdistill.methods.recipe import Recipe
 from specdistill.recipe.load import load_recipe
 from specdistill.targets.frozen import FrozenTarget
 from tests.draft_models import half_right, other_tokenizer, tiny_draft_model, translated
-from tests.enumeration import SAMPLING, Propose, output_distribution, plain_distribution
+from tests.enumeration import SAMPLING, Propose, distribution_of, output_distribution, plain_distribution
+from tests.refusals import refused
 from tests.tiny import qwen, tiny_target_model, tiny_tokenizer
 
 PROMPT = [5, 9, 5, 9, 20, 31]
@@ -124,10 +124,22 @@ def test_the_threshold_stops_where_the_best_token_is_less_probable(target: Froze
             assert proposer.propose(DecodingState(PROMPT), 4, GREEDY, None).tokens == text[6 : 6 + length]
 
 
+@torch.inference_mode()
+def test_the_threshold_is_of_the_probability_at_the_sampling_temperature(target: FrozenTarget):
+    draft = half_right(target)
+    best = float((draft(input_ids=torch.tensor([PROMPT])).logits[0, -1] / 2).softmax(-1).max())
+    for threshold, drafts in ((best * 1.001, False), (best * 0.999, True)):
+        proposer = DraftModelProposer(draft, confidence_threshold=threshold)
+        proposer.begin(100)
+        proposal = proposer.propose(DecodingState(PROMPT), 1, Sampling(2.0), torch.Generator().manual_seed(0))
+        assert bool(proposal.tokens) == drafts
+
+
 # --- The distribution, exactly
 
 
 def fresh(proposer: DraftModelProposer, k: int) -> Propose:
+    @torch.inference_mode()
     def propose(text: list[int], sampling: Sampling, uniforms: list[float]) -> Proposal:
         proposer.begin(len(text) + k)
         padded = torch.tensor([*uniforms, *[0.5] * (k - len(uniforms))], dtype=torch.float64)
@@ -161,36 +173,18 @@ def telling_threshold(make: Callable[..., DraftModelProposer]) -> float:
 
 @pytest.mark.parametrize("make", [alike, unlike])
 @pytest.mark.parametrize("adaptive", [False, True])
-def test_sampled_text_has_the_targets_law_exactly(make: Callable[..., DraftModelProposer], adaptive: bool):
-    target = tiny_draft_model(4, seed=1)
+def test_sampled_text_has_the_targets_distribution_exactly(make: Callable[..., DraftModelProposer], adaptive: bool):
+    target, prompt = distribution_of(tiny_draft_model(4, seed=1)), (1, 3, 2)
     proposer = make(telling_threshold(make) if adaptive else None)
-    distribution = output_distribution(target, fresh(proposer, 2), [1, 3, 2], SAMPLING)
-    assert torch.allclose(distribution, plain_distribution(target, [1, 3, 2], SAMPLING), rtol=0, atol=1e-6)
+    distribution = output_distribution(target, fresh(proposer, 2), prompt)
+    assert torch.allclose(distribution, plain_distribution(target, prompt), rtol=0, atol=1e-6)
 
 
-def test_a_truncated_law_is_kept_too():
-    target, sampling = tiny_draft_model(4, seed=1), Sampling(1.0, top_k=3)
-    distribution = output_distribution(target, fresh(unlike(), 2), [1, 3, 2], sampling)
-    assert torch.allclose(distribution, plain_distribution(target, [1, 3, 2], sampling), rtol=0, atol=1e-6)
-
-
-def test_leaving_out_a_drawn_token_for_its_own_probability_is_caught():
-    """The rule that is not exact: the enumeration must tell it from the one that is."""
-    draft = fresh(alike(), 2)
-
-    def dropping(text: list[int], sampling: Sampling, uniforms: list[float]) -> Proposal:
-        proposal = draft(text, sampling, uniforms)
-        kept = 0
-        while kept < 2 and proposal.probabilities[kept][proposal.tokens[kept]] >= 0.3:
-            kept += 1
-        # Until its uniform is fixed a token has not been drawn, so nothing can be said of it yet.
-        kept = kept if kept < len(uniforms) else len(proposal.tokens)
-        return Proposal(proposal.tokens[:kept], proposal.probabilities[:kept] if kept else None)
-
-    target = tiny_draft_model(4, seed=1)
-    distribution = output_distribution(target, dropping, [1, 3, 2], SAMPLING)
-    assert float(distribution.sum()) == pytest.approx(1)
-    assert (distribution - plain_distribution(target, [1, 3, 2], SAMPLING)).abs().max() > 1e-2
+def test_a_truncated_distribution_is_kept_too():
+    prompt, sampling = (1, 3, 2), Sampling(1.0, top_k=3)
+    target = distribution_of(tiny_draft_model(4, seed=1), sampling)
+    distribution = output_distribution(target, fresh(unlike(), 2), prompt, sampling)
+    assert torch.allclose(distribution, plain_distribution(target, prompt), rtol=0, atol=1e-6)
 
 
 # --- Another vocabulary
@@ -271,10 +265,17 @@ def test_a_window_changes_no_greedy_text_and_still_sees_its_end(k: int):
 
 def test_a_text_longer_than_the_drafts_context_is_refused(target: FrozenTarget):
     decoder = Decoder(target, DraftModelProposer(half_right(target, context=32)))
-    with pytest.raises(
-        UserError, match=r"eval\.draft_context: got a draft whose context is 32 tokens for a sequence of 38.*window"
-    ):
+    with refused("eval.draft_context", "a draft whose context is 32 tokens for a sequence of 38"):
         decoder.generate(PROMPT, max_new_tokens=28, num_speculative_tokens=4)
+
+
+@pytest.mark.parametrize(("length", "num_drafted"), [(24, 9), (25, 8), (30, 3), (32, 1)])
+@torch.inference_mode()
+def test_as_many_tokens_are_drafted_as_the_context_has_room_for(target: FrozenTarget, length: int, num_drafted: int):
+    """Of 32; the last draft token is not read."""
+    proposer = DraftModelProposer(half_right(target, context=32), target_max_length=32)
+    proposer.begin(100)
+    assert len(proposer.propose(DecodingState([5] * length), 9, GREEDY, None).tokens) == num_drafted
 
 
 def test_a_draft_with_the_targets_context_reaches_its_end(target: FrozenTarget):
@@ -305,34 +306,21 @@ def test_a_folder_loads_with_its_options_and_counts_its_parameters(target: Froze
 def test_a_folder_with_another_tokenizer_is_refused_unless_told(target: FrozenTarget, draft_folder: Path):
     tokenizer = other_tokenizer("a")
     tokenizer.save_pretrained(draft_folder)
-    with pytest.raises(
-        UserError, match=r"eval\.draft: got a draft of 256 tokens for a target of 260.*heterogeneous_vocab=true"
-    ):
+    with refused("eval.draft", "a draft of 256 tokens for a target of 260"):
         load_proposer("draft_model", draft_folder, target)
     proposer = load_proposer("draft_model", draft_folder, target, heterogeneous_vocab=True)
     assert isinstance(proposer, DraftModelProposer) and proposer.shared_vocabulary is not None
 
 
-@pytest.mark.parametrize(
-    ("setting", "key"),
-    [
-        ("eval.confidence_threshold=0.5", "eval.confidence_threshold"),
-        ("eval.draft_context=window", "eval.draft_context"),
-        ("eval.heterogeneous_vocab=true", "eval.heterogeneous_vocab"),
-    ],
-)
-def test_a_recipe_of_another_method_refuses_its_settings(setting: str, key: str):
-    with pytest.raises(UserError, match=rf"^{key}: got .* with method eagle3, expected no such key: only draft_model reads it"):
-        load_recipe(Recipe, ["method=eagle3", "target=pico", "train.output_dir=runs", setting])
+@pytest.mark.parametrize("setting", ["confidence_threshold=0.5", "draft_context=window", "heterogeneous_vocab=true"])
+def test_a_recipe_of_another_method_refuses_its_settings(setting: str):
+    with refused(f"eval.{setting.partition('=')[0]}"):
+        load_recipe(Recipe, ["method=eagle3", "target=pico", "train.output_dir=runs", f"eval.{setting}"])
 
 
-@pytest.mark.parametrize(
-    ("setting", "key"),
-    [
-        ("eval.confidence_threshold=1.5", "eval.confidence_threshold"),
-        ("eval.draft_context=crop", "eval.draft_context"),
-    ],
-)
-def test_settings_out_of_range_name_their_key(setting: str, key: str):
-    with pytest.raises(UserError, match=rf"^{key}: got .*expected (float or null, at least 0|one of refuse, window)"):
-        load_recipe(Recipe, ["method=draft_model", "target.model=pico", "data.source=x", "train.output_dir=runs", setting])
+@pytest.mark.parametrize("setting", ["confidence_threshold=1.5", "draft_context=crop"])
+def test_settings_out_of_range_name_their_key(setting: str):
+    with refused(f"eval.{setting.partition('=')[0]}"):
+        load_recipe(
+            Recipe, ["method=draft_model", "target.model=pico", "data.source=x", "train.output_dir=runs", f"eval.{setting}"]
+        )

@@ -1,6 +1,7 @@
 """Merging: a full checkpoint with the layer where engines look, and nothing else changed."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -181,9 +182,8 @@ def test_what_cannot_be_merged_is_refused_and_leaves_nothing(change: str, names:
     target = write_checkpoint("deepseek_v3", source, sharded=True)
     save_draft(target, tmp_path / "draft")
     spoil(change, source, tmp_path / "draft", output)
-    with pytest.raises(UserError, match="expected") as caught:
+    with pytest.raises(UserError, match=re.escape(names)):
         merge_mtp_weights(tmp_path / "draft", source, output)
-    assert names in str(caught.value)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["draft", *(["merged"] if output.exists() else []), "target"]
 
 
@@ -195,7 +195,7 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(merging, "save_file", full)
-    with pytest.raises(ResourceError, match="No space left"):
+    with pytest.raises(ResourceError, match=str(tmp_path / "merged")):
         merge_mtp_weights(tmp_path / "draft", source, tmp_path / "merged")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["draft", "target"]
 

@@ -9,7 +9,6 @@ from specdistill.decoding.decoder import Decoder
 from specdistill.decoding.proposer import DecodingState, Proposal
 from specdistill.decoding.sampling import GREEDY, Sampling
 from specdistill.decoding.tree import DynamicTree
-from specdistill.errors import UserError
 from specdistill.methods.chains.proposer import HeadProposer
 from specdistill.methods.draft_model.proposer import DraftModelProposer
 from specdistill.methods.eagle3.module import build_eagle3
@@ -18,6 +17,7 @@ from specdistill.methods.ngram.first import LookupFirstProposer
 from specdistill.methods.ngram.method import NgramProposer
 from specdistill.targets.frozen import FrozenTarget
 from tests.proposers import tiny_target
+from tests.refusals import refused
 
 PROMPT = [5, 9, 5, 9, 6, 5, 9]
 
@@ -91,9 +91,9 @@ def test_it_says_what_it_is(target: FrozenTarget) -> None:
     assert grown.settings == {"lookup_first": [2, 5], "draft_tree": {"budget": 4, "depth": 3, "top_k": 2}}
     assert [grown.passes(k) for k in (3, 6)] == [3, 0]
     assert not grown.draws(Sampling(1.0), None)  # the best tokens
-    with pytest.raises(UserError, match=r"lookup_first\.draft_tree: got a tree of a draft that drafts chains only"):
+    with refused("lookup_first.draft_tree", "a tree of a draft that drafts chains only"):
         LookupFirstProposer(NgramProposer(), LookupFirst(draft_tree={"branching": [2]}))
-    with pytest.raises(UserError, match="batch_size"):
+    with refused("batch_size"):
         proposer.batched()
-    with pytest.raises(UserError, match=r"lookup_first\.min: got 6, expected at most lookup_first\.max, which is 5"):
+    with refused("lookup_first.min", "6"):
         LookupFirst(min=6)

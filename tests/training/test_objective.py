@@ -1,0 +1,50 @@
+"""What objectives count of a batch, and the metrics that are made of it, by hand."""
+
+import numpy as np
+import pytest
+import torch
+from transformers import EvalPrediction
+
+from specdistill.training.objective import StepSums, before, loss_rows, step_metrics
+
+
+def test_a_chain_ends_with_its_first_token_without_loss_or_wrong() -> None:
+    """Three chains of three positions: whole, wrong at the second, without loss from the third on."""
+    has_loss = torch.tensor([[1, 1, 1], [1, 1, 1], [1, 1, 0]])
+    correct = torch.tensor([[1, 1, 1], [1, 0, 1], [1, 1, 0]])
+    accepted = torch.tensor([[0.5, 0.5, 1.0], [0.5, 0.25, 1.0], [0.5, 1.0, 0.0]])
+    sums = StepSums()
+    sums.add_chains(has_loss, correct, accepted)
+    assert [list(map(float, row)) for row in (sums.chains, sums.chain_correct, sums.chain_accepted)] == [
+        [3.0, 3.0, 2.0],
+        [3.0, 2.0, 1.0],
+        [2.0, 0.25 + 0.125 + 1.0, 0.125 + 0.125],
+    ]
+
+
+def test_metrics_divide_sums_over_batches() -> None:
+    """Of two batches with one and three loss tokens; the second of two positions was not measured."""
+    none = float("nan")
+    tables = [
+        [[2.0, none], [1.0, none], [1.0, none], [0.5, none], [1.0, 1.0], [0.5, 0.25], [2.0, 1.0]],
+        [[4.0, none], [3.0, none], [1.0, none], [0.7, none], [1.0, 0.0], [0.7, 0.0], [2.0, 1.0]],
+    ]
+    metrics = step_metrics(EvalPrediction(np.array(tables), np.array([[3.0, 1.0], [9.0, 3.0]])))
+    assert metrics == pytest.approx(
+        {
+            "loss": 12 / 4,
+            "loss_0": 6 / 4,
+            "accuracy_0": 2 / 4,
+            "acceptance_0": 1.2 / 4,
+            "acceptance_length": 1 + 2 / 4 + 1 / 2,
+            "acceptance_length_sampled": 1 + 1.2 / 4 + 0.25 / 2,
+        }
+    )
+
+
+def test_rows_look_so_far_back() -> None:
+    """Two rows of three tokens; the second begins a document at its second token."""
+    positions, loss_positions = torch.tensor([[0, 1, 2], [3, 0, 1]]), torch.tensor([1, 2, 3, 5, 0])
+    assert loss_rows(positions, loss_positions, ahead=2).tolist() == [False, True, True, False, False]
+    x_BTD = torch.arange(6.0).view(2, 3, 1)
+    assert before(x_BTD, loss_positions, 1).flatten().tolist() == [0, 1, 2, 4, 0]
