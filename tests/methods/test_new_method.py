@@ -118,5 +118,5 @@ def test_it_is_compared_with_others(work: Path):
 
 def test_its_keys_are_its_own(work: Path, capsys: pytest.CaptureFixture[str]):
     common = [f"recipe={RECIPE}", f"target.model={work / 'target'}", "data.source=pico", f"train.output_dir={work / 'x'}"]
-    for key, setting in (("draft.ttt_steps", "draft.ttt_steps=3"), ("draft.confidence", "method=eagle")):
+    for key, setting in (("draft.ttt_steps", "draft.ttt_steps=3"), ("draft.block_size", "method=eagle")):
         assert specdistill("train", *common, setting) == 2 and refused_key(capsys.readouterr().err) == key

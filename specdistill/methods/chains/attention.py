@@ -41,12 +41,13 @@ class UnrollKVCache:
         self.steps[layer] += (x.transpose(1, 2).flatten(0, 1).to(value_BGTe.dtype) for x in (key_BGTd, value_BGTe))
 
     def attend(self, layer: int, query_BNTd: Tensor, key_BGTd: Tensor, value_BGTe: Tensor) -> Tensor:
-        window = None if self.window is None else self.window - len(self.steps[layer]) // 2
+        steps = self.steps[layer]
+        window = None if self.window is None else self.window - len(steps) // 2
         assert window is None or window > 0
         self.append(layer, key_BGTd, value_BGTe)
         query = query_BNTd.transpose(1, 2).flatten(0, 1).to(value_BGTe.dtype)
         attend: Callable[..., Tensor] = ChainAttention.apply
-        output_SNe = attend(query, self.cumulative_lengths, self.longest, window, *self.steps[layer])
+        output_SNe = attend(query, self.cumulative_lengths, self.longest, window, *steps)
         output_BNTe: Tensor = output_SNe.unflatten(0, (query_BNTd.shape[0], -1)).transpose(1, 2)
         return output_BNTe
 

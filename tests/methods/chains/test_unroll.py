@@ -13,7 +13,7 @@ from specdistill.methods.chains.unroll import TrainingTimeTest
 from specdistill.methods.eagle.module import build_eagle
 from specdistill.methods.eagle3.module import build_eagle3
 from specdistill.rows.packing import indexed
-from specdistill.targets.anatomy import Head
+from specdistill.targets.anatomy import LogitsHead
 from specdistill.targets.frozen import Features, FrozenTarget
 from specdistill.training.objective import SoftTargets, StepSums, loss_rows, shift_left
 from tests.heads import build_head, causal, check_unroll, document_rows
@@ -53,7 +53,7 @@ class Toy(torch.nn.Module):
         self.config = SimpleNamespace(num_layers=1, sliding_window=WINDOW)
         self.target_ids_W = target_ids_W
         self.embedding = target.tensor("embed_tokens.weight")
-        self.logits = Head(torch.nn.Linear(target.hidden_size, len(target_ids_W), bias=False))
+        self.logits = LogitsHead(torch.nn.Linear(target.hidden_size, len(target_ids_W), bias=False))
         self.logits.linear.weight.data = target.lm_head.weight[target_ids_W] / 2
 
     def fuse(self, features: Features) -> torch.Tensor:
