@@ -71,7 +71,9 @@ def test_a_loop_is_long_and_at_the_end() -> None:
 
 def test_counts_add_up_with_their_first_examples() -> None:
     several = [Counts(), Counts()]
-    for counts, made in zip(several * 2, (candidate(), candidate(text="", ids=()), candidate(error="400 long"), candidate()), strict=True):
+    for counts, made in zip(
+        several * 2, (candidate(), candidate(text="", ids=()), candidate(error="400 long"), candidate()), strict=True
+    ):
         counts.keeps(made, RULES)
     several[0].add(several[1])
     assert (several[0].kept, several[0].filtered) == (2, {"refused": 1, "empty": 1})
