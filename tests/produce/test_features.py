@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from specdistill.features import fill as filling
+from specdistill.produce import features as filling
 
 from specdistill.errors import ResourceError, UserError
 from specdistill.rows.store import FeatureStore
