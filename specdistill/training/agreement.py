@@ -14,7 +14,7 @@ from specdistill.recipe.fields import Section
 OPTIONAL = ("deepspeed", "peft")
 SHOWN = 12  # digits of a hash, enough to tell
 # Keys that say where a machine keeps things, not what they are.
-PLACES = ("train.output_dir", "train.logging_dir", "data.cache_dir", "hidden_states.path")
+PLACES = ("train.output_dir", "train.logging_dir", "data.cache_dir", "data.rows", "hidden_states.path")
 
 
 def check_alike(recipe: Section, packages: Sequence[str], sharding: str) -> None:
