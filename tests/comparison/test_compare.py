@@ -3,6 +3,7 @@
 import copy
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -76,8 +77,8 @@ def test_a_draft_that_changes_the_text_is_last_however_fast(candidates: list[Mea
     assert [entry["lossless"] for entry in comparison["ranking"]] == [True, True, False]
     assert comparison["ranking"][2]["speedup"] > comparison["ranking"][0]["speedup"]
     (sentence,) = sentences(comparison, "lossless")
-    assert sentence.startswith("wrong is ranked below") and "3 of 48" in sentence
-    assert " faster than best (" in sentences(comparison, "gap")[1]
+    assert sentence.startswith("wrong ") and "3 of 48" in sentence
+    assert " faster than best" in sentences(comparison, "gap")[1]
 
 
 def test_two_measurements_of_one_draft_are_not_separable(candidates: list[Measured]) -> None:
@@ -87,8 +88,8 @@ def test_two_measurements_of_one_draft_are_not_separable(candidates: list[Measur
     low, high = second["difference_to_best"]["speedup"]["ci95"]
     assert second["separable_from_best"] is False
     assert low < 0 < high
-    assert "is not separable from" in sentences(comparison, "gap")[0]
-    assert comparison["why"][0]["message"].endswith(f"but {second['name']} is not separable from it.")
+    assert "not separable" in sentences(comparison, "gap")[0]
+    assert second["name"] in comparison["why"][0]["message"]
 
 
 def test_one_prompt_separates_nothing() -> None:
@@ -99,7 +100,7 @@ def test_one_prompt_separates_nothing() -> None:
 
 
 def test_other_prompts_cannot_be_compared(candidates: list[Measured]) -> None:
-    with pytest.raises(AssertionError, match="different prompts"):
+    with pytest.raises(AssertionError):
         compare([candidates[0], replace(candidates[1], records=candidates[1].records[::-1])])
 
 
@@ -195,91 +196,76 @@ def test_costs_are_in_plain_steps(comparison: dict[str, Any]) -> None:
 # Why they differ
 
 
+def told(others: Sequence[Measured], topic: str, best: Measured) -> str:
+    """The sentences about a topic of candidates that are slower than the best."""
+    return " ".join(sentences(compare([best, *others]), topic))
+
+
 def test_less_acceptance_is_named_as_the_cause(comparison: dict[str, Any]) -> None:
     gap, cause = sentences(comparison, "gap")[0], sentences(comparison, "cause")[0]
-    assert gap.startswith("poor is ") and " slower than best (" in gap
-    assert "That comes from acceptance: a round yields " in gap and "fewer tokens (" in gap
-    assert "costs" not in gap
-    assert cause.startswith("It accepts less at the first position (") and "and at later positions" in cause
-    assert "draft step" not in cause
+    assert gap.startswith("poor is ") and "from acceptance" in gap and "fewer tokens" in gap and "costs" not in gap
+    assert "accepts less" in cause and "first position" in cause and "draft token" not in cause
 
 
 def test_a_costlier_step_is_named_as_the_cause(comparison: dict[str, Any]) -> None:
     gap, cause = sentences(comparison, "gap")[1], sentences(comparison, "cause")[1]
-    assert "That comes from cost: a round costs " in gap and "tokens" not in gap
-    assert "A draft token of dear costs 0.360 plain steps against 0.120" in cause
-    assert "dear has 3 layers of 128 and 1.23 million parameters, best has 1 layer of 128 and 410 thousand parameters." in cause
-    assert "runs its draft" not in cause
-    assert "accepts" not in cause
+    assert gap.startswith("dear is ") and "from cost" in gap and "tokens" not in gap and "accepts" not in cause
+    for fact in ("0.360 plain steps against 0.120", "dear has 3 layers of 128", "1.23 million", "410 thousand"):
+        assert fact in cause
+    assert "runs its draft" not in cause  # as often as the other
 
 
 @pytest.mark.parametrize(
     ("rates", "step", "source"),
-    [(POOR, 1.2, "mostly from acceptance"), ((0.7, 0.7, 0.66, 0.64), 3, "mostly from cost"), (POOR, 2, "from both sides")],
+    [
+        (POOR, 1.2, "mostly from acceptance"),
+        ((0.7, 0.7, 0.66, 0.64), 3, "mostly from cost"),
+        (POOR, 2, "from both sides"),
+        ((0.8, 0.8, 0.75, 0.7), 4, "from cost"),  # it accepts more
+    ],
 )
 def test_both_causes_are_weighed(candidates: list[Measured], rates: tuple[float, ...], step: float, source: str) -> None:
     other = simulated_candidate("other", conditional=rates, draft_step=step * DRAFT_STEP)
-    gap = sentences(compare([candidates[1], other]), "gap")[0]
-    assert f"That comes {source}: a round yields " in gap and ", and a round costs " in gap
+    gap = told([other], "gap", candidates[1])
+    assert f" {source}: " in gap and "tokens" in gap and "costs" in gap
+    assert ("accepts more" in told([other], "cause", candidates[1])) == (rates > GOOD)
 
 
 @pytest.mark.parametrize(
-    ("parameters", "num_layers", "sizes"),
+    ("size", "facts", "surprises"),
     [
-        (0, None, "other has no weights, best has 1 layer of 128 and 410 thousand parameters, so size is not the reason."),
-        (
-            99_000,
-            1,
-            "other has 1 layer of 128 and 99 thousand parameters, best has 1 layer of 128 and 410 thousand parameters, so size is not",
-        ),
-        (2_340_000_000, None, "other has 2.34 billion parameters, best has 1 layer of 128 and 410 thousand parameters."),
-        (410_000, 1, ""),
+        ({"parameters": 0, "num_layers": None}, ("other has no weights", "410 thousand"), True),
+        ({"parameters": 99_000}, ("99 thousand", "410 thousand"), True),
+        ({"parameters": 2_340_000_000, "num_layers": None}, ("other has 2.34 billion",), False),
+        ({"hidden_size": 256}, ("other has 1 layer of 256", "best has 1 layer of 128"), False),
+        ({"passes": 1}, ("runs its draft 1 time,", "4 times"), False),
+        ({}, (), False),
     ],
 )
-def test_a_step_that_size_does_not_explain(candidates: list[Measured], parameters, num_layers, sizes) -> None:
-    other = simulated_candidate("other", parameters=parameters, num_layers=num_layers, draft_step=3 * DRAFT_STEP)
-    cause = sentences(compare([candidates[1], other]), "cause")[0]
-    assert cause.endswith(" of a round against 27%.") if not sizes else sizes in cause
-
-
-def test_width_and_passes_are_named_where_they_differ(candidates: list[Measured]) -> None:
-    wide = simulated_candidate("wide", hidden_size=256, draft_step=3 * DRAFT_STEP)
-    at_once = simulated_candidate("at once", passes=1, draft_step=3 * DRAFT_STEP)
-    causes = sentences(compare([candidates[1], wide]), "cause") + sentences(compare([candidates[1], at_once]), "cause")
-    assert "wide has 1 layer of 256 and 410 thousand parameters, best has 1 layer of 128 and" in causes[0]
-    assert "In a full round at once runs its draft 1 time, best runs its draft 4 times." in causes[1]
-    assert "runs its draft" not in causes[0] and " parameters" not in causes[1]
-    at_once.report["settings"]["drafting"] = {"lookup_first": [2, 5]}  # runs in some rounds only
-    assert "runs its draft" not in sentences(compare([candidates[1], at_once]), "cause")[0]
-
-
-def test_more_tokens_at_a_higher_price_are_said_to_be_both(candidates: list[Measured]) -> None:
-    longer = simulated_candidate("longer", conditional=(0.8, 0.8, 0.75, 0.7), draft_step=4 * DRAFT_STEP)
-    gap, cause = (sentences(compare([candidates[1], longer]), topic)[0] for topic in ("gap", "cause"))
-    assert "That comes from cost: " in gap and ", although a round yields " in gap and "more tokens" in gap
-    assert "It accepts more at the first position" in cause and "A draft token of longer" in cause
+def test_a_step_that_size_does_not_explain(candidates: list[Measured], size, facts, surprises) -> None:
+    other = simulated_candidate("other", draft_step=3 * DRAFT_STEP, **size)
+    cause = told([other], "cause", candidates[1])
+    assert all(fact in cause for fact in facts) and ("size is not the reason" in cause) == surprises
+    assert ("parameters" in cause) == bool({"parameters", "hidden_size"} & size.keys())
+    assert ("runs its draft" in cause) == ("passes" in size)
+    other.report["settings"]["drafting"] = {"lookup_first": [2, 5]}  # it runs in some rounds only
+    assert "runs its draft" not in told([other], "cause", candidates[1])
 
 
 def test_an_even_trade_is_called_one() -> None:
     """As many more tokens as the rounds cost more, so that the speed does not differ."""
-    rates = {"short": (0.5,) * 4, "long": (0.8,) * 4}
-    first = compare([simulated_candidate(name, conditional=rates[name]) for name in rates])
-    tokens = {entry["name"]: entry["parts"]["tokens_per_round"] for entry in first["ranking"]}
-    even = (tokens["long"] / tokens["short"] * (VERIFY_STEP + 4 * DRAFT_STEP) - VERIFY_STEP) / 4
-    steps = {"short": DRAFT_STEP, "long": even}
-    comparison = compare(
-        [simulated_candidate(name, conditional=rates[name], draft_step=steps[name], noise=0.0) for name in rates]
-    )
-    gap = sentences(comparison, "gap")[0]
-    assert "is not separable from" in gap
-    assert "The two offset each other: a round yields " in gap
+    short, long = (simulated_candidate("x", conditional=(rate,) * 4, noise=0.0) for rate in (0.5, 0.8))
+    tokens = [one.report["results"][0]["tokens_per_round"] for one in (short, long)]
+    even = (tokens[1] / tokens[0] * (VERIFY_STEP + 4 * DRAFT_STEP) - VERIFY_STEP) / 4
+    long = simulated_candidate("long", conditional=(0.8,) * 4, draft_step=even, noise=0.0)
+    gap = told([long], "gap", short)
+    assert "not separable" in gap and "offset each other" in gap
 
 
 def test_a_difference_that_does_not_reach_the_speed() -> None:
     differences = {name: {"change": 0.0, "ci95": [-0.01, 0.01]} for name in ("speedup", *PARTS)}
     differences["speedup"] = {"change": -0.02, "ci95": [-0.05, 0.01]}
-    best, other = (simulated_candidate(name, num_prompts=8) for name in ("best", "other"))
-    document = compare([best, other])
+    document = compare([simulated_candidate(name, num_prompts=8) for name in ("best", "other")])
     ranking = copy.deepcopy(document["ranking"])
     ranking[1].update(name="other", separable_from_best=False, difference_to_best=differences)
     ranking[0]["name"] = "best"
@@ -287,31 +273,28 @@ def test_a_difference_that_does_not_reach_the_speed() -> None:
     def gap() -> str:
         return dict(reasons(document["candidates"], ranking))["gap"]
 
-    assert gap() == "other is not separable from best: 2.0% slower, in an interval from 5.0% slower to 1.0% faster."
+    assert all(fact in gap() for fact in ("not separable", "2.0% slower", "5.0% slower", "1.0% faster"))
+    assert "tokens" not in gap()
     differences["tokens_per_round"] = {"change": -0.03, "ci95": [-0.04, -0.02]}
-    assert gap().split(". ")[1].startswith("It differs in that a round yields 3.0% fewer tokens (")
-    assert gap().endswith(", but that does not show in the speed.")
+    assert "3.0% fewer tokens" in gap() and "does not show in the speed" in gap()
     differences["tokens_per_round"] = {"change": -0.003, "ci95": [-0.004, -0.002]}  # sure, but not worth a word
-    assert "It differs" not in gap()
+    assert "tokens" not in gap()
     differences["speedup"] = {"change": -0.02, "ci95": [-0.03, -0.01]}
     ranking[1]["separable_from_best"] = True
-    assert gap().startswith("other is 2.0% slower than best (1.0% to 3.0%). Neither the tokens of a round nor its cost ")
+    assert "2.0% slower than best (1.0% to 3.0%)" in gap() and "Neither" in gap()
 
 
 def test_drafts_of_another_length_are_said_to_be(candidates: list[Measured]) -> None:
-    short = simulated_candidate("short", conditional=GOOD[:2])
-    comparison = compare([candidates[1], short])
-    assert sentences(comparison, "cause")[0].startswith("short drafts 2.0 tokens a round, best 4.0.")
+    assert "short drafts 2.0 tokens" in told([simulated_candidate("short", conditional=GOOD[:2])], "cause", candidates[1])
 
 
 def test_a_vocabulary_that_leaves_tokens_out_is_said_so(candidates: list[Measured]) -> None:
     pruned = simulated_candidate("pruned", vocabulary=0.25)
     pruned.report["results"][0]["vocabulary_coverage"] = 0.913
-    (sentence,) = sentences(compare([candidates[1], pruned]), "coverage")
-    assert sentence.startswith("The draft vocabulary of pruned (25.0% of the target's) covers 91.3% of the target's tokens")
+    said = told([pruned], "coverage", candidates[1])
+    assert "pruned (25.0%" in said and "91.3%" in said and "tokenizers" not in said
     pruned.report["settings"]["drafting"] = {"heterogeneous_vocab": True}
-    (sentence,) = sentences(compare([candidates[1], pruned]), "coverage")
-    assert "(25.0% of the target's, the tokens that both tokenizers have)" in sentence
+    assert "both tokenizers" in told([pruned], "coverage", candidates[1])
     assert sentences(compare(candidates), "coverage") == []
 
 
@@ -324,8 +307,7 @@ def test_contexts_are_told_apart_steady_and_unknown() -> None:
     comparison = compare(drafts)
     changed, unchanged, untold = sentences(comparison, "context")
     assert "tired" in changed and "57%" in changed and "(49% to 66%)" in changed
-    assert unchanged.startswith("No change") and "steady" in unchanged
-    assert untold.startswith("Too few drafts") and "unknown" in untold
+    assert "steady" in unchanged and "unknown" in untold
     assert "57% (49% to 66%)" in to_markdown(comparison)
 
 
@@ -343,7 +325,7 @@ def test_the_document_fits_its_schema(comparison: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "value", "message"),
+    ("path", "value", "fact"),
     [
         (("ranking", 1, "parts", "acceptance_rate"), "high", r"ranking\.1\.parts\.acceptance_rate"),
         (("ranking", 1, "difference_to_best", "speedup", "ci95"), [0.1], "ranking.1.difference_to_best"),
@@ -354,13 +336,13 @@ def test_the_document_fits_its_schema(comparison: dict[str, Any]) -> None:
         (("why", 0, "name"), "because", "why.0.name"),
     ],
 )
-def test_what_does_not_fit_is_not_written(tmp_path, comparison, candidates, path, value, message) -> None:
+def test_what_does_not_fit_is_not_written(tmp_path, comparison, candidates, path, value, fact) -> None:
     document = copy.deepcopy(comparison)
     place = document
     for name in path[:-1]:
         place = place[name]
     place[path[-1]] = value
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(UserError, match=fact):
         write_comparison(tmp_path / "out", document, {candidate.name: candidate.records for candidate in candidates})
     assert not (tmp_path / "out").exists()
 

@@ -87,18 +87,17 @@ def test_sixty_four_rows(target: FrozenTarget, plain: list[Generation], name: st
     assert NEW_TOKENS in lengths and len(lengths) > 5  # some rows left early, others stayed to the end
 
 
-def test_rounds_are_those_of_the_row_alone(target: FrozenTarget) -> None:
+@pytest.mark.parametrize("name", ["draft_model, threshold", "draft_model, window", "eagle3, window", "ngram"])
+def test_rounds_are_those_of_the_row_alone(target: FrozenTarget, name: str) -> None:
     """Not only the text: what is drafted and accepted in each round, though neighbours accept more or less, or stop."""
-    for name in ("draft_model, threshold", "draft_model, window", "ngram"):
-        proposer = proposer_of(name, target)
-        together = decode(target, proposer, PROMPTS[:7])
-        for prompt, generation in zip(PROMPTS, together, strict=False):
-            alone = Decoder(target, proposer).generate(prompt, max_new_tokens=NEW_TOKENS, num_speculative_tokens=3)
-            assert [(r.drafted, r.num_accepted, r.emitted) for r in generation.rounds] == [
-                (r.drafted, r.num_accepted, r.emitted) for r in alone.rounds
-            ], name
-        accepted = {r.num_accepted for generation in together for r in generation.rounds}
-        assert len(accepted) > 1
+    proposer = proposer_of(name, target)
+    together = decode(target, proposer, PROMPTS[:7])
+    for prompt, generation in zip(PROMPTS, together, strict=False):
+        alone = Decoder(target, proposer).generate(prompt, max_new_tokens=NEW_TOKENS, num_speculative_tokens=3)
+        assert [(r.drafted, r.num_accepted, r.emitted) for r in generation.rounds] == [
+            (r.drafted, r.num_accepted, r.emitted) for r in alone.rounds
+        ]
+    assert len({r.num_accepted for generation in together for r in generation.rounds}) > 1 or "eagle3" in name
 
 
 @pytest.mark.parametrize("kind", ["sliding windows", "latent attention"])

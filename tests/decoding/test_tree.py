@@ -81,33 +81,49 @@ def test_levels_see_what_the_whole_tree_lets_them_see() -> None:
         assert torch.equal(both, whole.visible(window)[1:])
 
 
-def table_of(distributions: dict[tuple[int, ...], list[float]]) -> Any:
+TABLE = {
+    (): [0.6, 0.3, 0.1],
+    (0,): [0.5, 0.4, 0.1],  # 0.30, 0.24
+    (1,): [0.1, 0.0, 0.9],  # 0.27
+    (0, 0): [0.9, 0.05, 0.05],  # 0.27
+    (1, 2): [0.4, 0.3, 0.3],
+    (2,): [0.2, 0.2, 0.6],
+}
+
+
+def from_table() -> Any:
     """A draft given by a table of probabilities: the logits after the root, and the function that expands its levels."""
     texts: list[tuple[int, ...]] = [()]
 
     def expand(index_T: Tensor, rows_T: Tensor) -> Tensor:
         nonlocal texts
         texts = [(*texts[row], token) for token, row in zip(index_T.tolist(), rows_T.tolist(), strict=True)]
-        return torch.tensor([distributions[text] for text in texts]).log()
+        return torch.tensor([TABLE[text] for text in texts]).log()
 
-    return torch.tensor([distributions[()]]).log(), expand
+    return torch.tensor([TABLE[()]]).log(), expand
 
 
 def test_a_dynamic_tree_keeps_the_most_probable_paths() -> None:
-    distributions = {
-        (): [0.6, 0.3, 0.1],
-        (0,): [0.5, 0.4, 0.1],  # 0.30, 0.24
-        (1,): [0.1, 0.0, 0.9],  # 0.27
-        (0, 0): [0.9, 0.05, 0.05],  # 0.27
-        (1, 2): [0.4, 0.3, 0.3],
-    }
     # Of the second level 00 (0.30) and 12 (0.27) are expanded, not 01 (0.24).
-    index_N, tree, probs_NW = DynamicTree(budget=6, depth=3, top_k=2).grow(*table_of(distributions), GREEDY, None)
+    index_N, tree, probs_NW = DynamicTree(budget=6, depth=3, top_k=2).grow(*from_table(), GREEDY, None)
     assert index_N.tolist() == [0, 1, 0, 1, 2, 0]
     assert tree.parents == (ROOT, ROOT, 0, 0, 1, 2)
     assert probs_NW is None
-    index_N, _, _ = DynamicTree(budget=4, depth=3, top_k=2).grow(*table_of(distributions), GREEDY, None)
+    index_N, _, _ = DynamicTree(budget=4, depth=3, top_k=2).grow(*from_table(), GREEDY, None)
     assert index_N.tolist() in ([0, 1, 0, 2], [0, 1, 0, 0])  # two of 0.27
+    # At T = 1/4 probabilities go by their fourth powers: 0.94 of 0, 0.67 of 00 and 0.27 of 01, before 0.06 of 1.
+    index_N, tree, _ = DynamicTree(budget=3, depth=2, top_k=2).grow(*from_table(), Sampling(0.25), None)
+    assert (index_N.tolist(), tree.parents) == ([0, 0, 1], (ROOT, 0, 0))
+
+
+def test_a_static_tree_has_the_distribution_that_each_node_was_drawn_from() -> None:
+    generator = torch.Generator().manual_seed(0)
+    index_N, tree, probs_NW = StaticTree((2, 1)).grow(*from_table(), Sampling(1.0), generator)
+    paths: dict[int, tuple[int, ...]] = {ROOT: ()}
+    for node, parent in enumerate(tree.parents):
+        assert probs_NW is not None and probs_NW[node].tolist() == pytest.approx(TABLE[paths[parent]], abs=1e-6)
+        paths[node] = (*paths[parent], int(index_N[node]))
+    assert sorted(tree.depths) == [1, 1, 2, 2]
 
 
 @pytest.mark.parametrize("shape", [DYNAMIC, STATIC, StaticTree((2, 2, 2, 2)), DynamicTree(budget=4, depth=4, top_k=8)])
@@ -390,6 +406,7 @@ def test_forms_are_what_a_recipe_says() -> None:
     assert tree_shape(budget=9, depth=4, top_k=3) == DYNAMIC and tree_shape(branching=[3, 2, 1]) == STATIC
     for shape in (DYNAMIC, STATIC):
         assert tree_shape(**shape.settings) == shape  # type: ignore[arg-type]
+    assert tree_shape(budget=14, depth=4, top_k=2).num_candidates(4) == 14  # 2, and three times 2 of 2
     assert DYNAMIC.cut(1) == replace(DYNAMIC, depth=1, budget=3) and STATIC.cut(2) == StaticTree((3, 2))
 
 

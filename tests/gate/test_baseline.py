@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from specdistill.errors import UserError
 from specdistill.gate.decide import read_baseline
 from specdistill.gate.rules import load_gate
 from specdistill.project import ROOT
 from specdistill.report.files import write_report
 from specdistill.repositories import split_revision
 from tests.loopback_hub import Hub, fetched, loopback_hub
+from tests.refusals import refused
 from tests.simulated import simulate, simulated_report
 
 DRAFT, TAG = "someone/tiny-draft", "v1.2"
@@ -38,12 +38,9 @@ def test_a_file_or_its_folder(released: Path) -> None:
 
 
 def test_a_gate_that_compares_nothing_takes_no_baseline(released: Path) -> None:
-    with pytest.raises(
-        UserError, match=r"baseline: got .* for a gate without max_regression rules, expected the gate `release`"
-    ):
-        read_baseline(str(released), load_gate("default"))
-    with pytest.raises(UserError, match="baseline: got none for a gate without"):
-        read_baseline("none", load_gate("default"))
+    for name in (str(released), "none"):
+        with refused("baseline", name):
+            read_baseline(name, load_gate("default"))
 
 
 def test_a_first_release_has_none() -> None:
@@ -53,7 +50,7 @@ def test_a_first_release_has_none() -> None:
 
 @pytest.mark.parametrize("name", ["nowhere", "./some/where", "runs/before/report", "before/report.json", "/nowhere@v1"])
 def test_what_is_neither_here_nor_a_hub_id_is_not_asked_for(name: str, in_empty_folder: Path) -> None:
-    with pytest.raises(UserError, match=rf"eval\.baseline: got {name}, which does not exist, expected a report\.json"):
+    with refused("eval.baseline", name):
         read_baseline(name, RULES, "eval.baseline")
 
 
@@ -98,7 +95,7 @@ def work(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.long
+@pytest.mark.long  # a process that reads its Hub's address when it starts
 def test_a_draft_is_judged_against_the_report_of_a_tag(hub: Hub, work: Path) -> None:
     result = gate(work, hub, f"{DRAFT}@{TAG}")
     assert result.returncode == 1, result.stderr
@@ -107,8 +104,8 @@ def test_a_draft_is_judged_against_the_report_of_a_tag(hub: Hub, work: Path) -> 
     assert fetched(work / "home") == {"report.json", "samples.jsonl"}
 
 
-@pytest.mark.long
+@pytest.mark.long  # so does this one
 def test_a_tag_that_is_not_there(hub: Hub, work: Path) -> None:
     result = gate(work, hub, f"{DRAFT}@v9")
     assert (result.returncode, result.stdout) == (3, "")
-    assert result.stderr.startswith(f"error: baseline: {DRAFT}@v9 is no folder here, and could not be fetched")
+    assert result.stderr.startswith(f"error: baseline: {DRAFT}@v9 ")

@@ -6,6 +6,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ from huggingface_hub import ModelCard
 
 from specdistill.cli import main
 from specdistill.export.export import export
+from specdistill.hub import repository as released
+from specdistill.hub.repository import is_same
 from specdistill.measurement.spot_check import SpotCheck
 from specdistill.report.files import read_report
 from tests.finished_runs import edit_report, remake, scale_weights
@@ -183,6 +186,19 @@ def test_a_target_in_a_folder_may_be_one_of_the_hub(lfs: Hub, run: Path, measure
 
 
 # Again
+
+
+def test_a_file_is_the_same_by_its_content(tmp_path: Path) -> None:
+    for content, same in ((b"abc", True), (b"abd", False)):
+        (tmp_path / "file").write_bytes(content)
+        large = SimpleNamespace(size=3, lfs=SimpleNamespace(sha256=hashlib.sha256(b"abc").hexdigest()))
+        small = SimpleNamespace(size=3, lfs=None, blob_id=hashlib.sha1(b"blob 3\0abc").hexdigest())
+        assert [is_same(tmp_path / "file", there) for there in (large, small)] == [same, same]  # type: ignore[arg-type]
+
+
+def test_the_next_tag_follows_the_largest_number() -> None:
+    tags = dict.fromkeys(("v2", "v10", "v10.1", "v7beta", "draft"), "commit")
+    assert released.Repository(NAME, False, [], {}, tags).next_tag == "v11"
 
 
 def test_what_is_released_is_not_released_again(lfs: Hub, run: Path) -> None:

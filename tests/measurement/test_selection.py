@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from specdistill.measurement import selection
 from specdistill.methods.recipe import Recipe
 from specdistill.project import ROOT
 from specdistill.recipe.load import load_recipe
 from tests.launches import tiny_files
+from tests.proposers import ModelProposer, tiny_target
 from tests.refusals import refused, refused_key
 from tests.scripts import evaluate
 
@@ -78,6 +80,17 @@ def test_a_mistake_in_the_suite_shows_before_any_work(
         runpy.run_path(str(ROOT / "train" / "eagle.py"), run_name="__main__")
     assert refused_key(capfd.readouterr().err) == "selection.suite"
     assert not (tmp_path / "run").exists()
+
+
+def test_the_measure_is_the_acceptance_length_of_all_prompts_rounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The target itself as the draft: of 7 tokens the first is from the prefill, then there are two rounds of 3."""
+    (tmp_path / "few.jsonl").write_text('{"prompt": "Row 3"}\n{"prompt": "Row 5"}\n')
+    target = tiny_target()
+    monkeypatch.setattr(selection, "load_proposer", lambda *given, **options: ModelProposer(target.model))
+    keys = [METRIC, f"selection={{suite: {tmp_path / 'few.jsonl'}, max_new_tokens: 7}}", "eval.num_speculative_tokens=2"]
+    recipe = load_recipe(Recipe, ["target.model=pico", f"train.output_dir={tmp_path / 'run'}", *keys])
+    measure = selection.decoded_acceptance_length(recipe, target)  # type: ignore[arg-type]
+    assert measure and measure(tmp_path) == 3
 
 
 @pytest.mark.parametrize(

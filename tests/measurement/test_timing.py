@@ -63,6 +63,14 @@ def test_the_parts_add_up():
     assert (timing.num_tokens, timing.num_rounds) == (41, 40)
 
 
+def test_each_part_of_a_round_has_the_lower_median_of_its_own():
+    one, other, third = generation([(1.0, 9.0)], prefill=4.0), generation([(3.0, 5.0)], prefill=2.0), generation([(2.0, 6.0)])
+    timing = prompt_timing([one, other])
+    assert (timing.prefill_seconds, timing.draft_seconds, timing.verify_seconds, timing.seconds) == (2, 1, 5, 8)
+    timing = prompt_timing([one, other, third])
+    assert (timing.prefill_seconds, timing.draft_seconds, timing.verify_seconds) == (2, 2, 6)
+
+
 def test_repetitions_with_other_rounds_are_left_out():
     first, other = repetitions(1)[0], repetitions(1, num_rounds=9)[0]
     assert prompt_timing([first, other, other]).seconds == pytest.approx(first.seconds)

@@ -12,8 +12,8 @@ import yaml
 from specdistill.command import print_help
 from specdistill.errors import UserError
 from specdistill.methods.recipe import Recipe
-from specdistill.recipe.data_sources import licensed_sources
 from specdistill.project import GATES, RECIPES
+from specdistill.recipe.data_sources import licensed_sources
 from specdistill.recipe.fields import describe, leaves
 from specdistill.recipe.load import REQUIRED, find_recipe, load_recipe, merged, save_recipe
 from specdistill.recipe.sections import TargetRecipe, TreeConfig

@@ -13,6 +13,7 @@ from specdistill.servers import start
 from specdistill.targets.frozen import FrozenTarget
 from tests import scripts
 from tests.heads import build_head, save_head
+from tests.refusals import refused_key
 
 PROGRAM = Path(__file__).with_name("engine_program.py")
 NUM_PROMPTS, NEW_TOKENS = 8, 16
@@ -49,7 +50,7 @@ def evaluate(folder, draft, engine, *arguments):
     )
 
 
-@pytest.mark.long
+@pytest.mark.long  # an engine for each K
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 def test_every_k_is_measured_at_every_load(draft, tmp_path, engine):
     folder = tmp_path / "report"
@@ -82,21 +83,15 @@ def test_a_failure_leaves_nothing_running_and_says_why(draft, tmp_path, capsys):
     assert evaluate(tmp_path / "report", draft, "vllm", f"eval.engine_command={command}") == ExitCode.RESOURCE_ERROR
     said = capsys.readouterr().err.strip().splitlines()
     assert "ended with status 1" in said
-    assert said[-1].startswith(
-        "error: the engine ended before it answered (ValueError: this model has no draft and never had); look at"
-    )
+    assert said[-1].startswith("error: ") and "ValueError: this model has no draft and never had" in said[-1]
     assert not (tmp_path / "report" / "report.json").exists()
     ours = [process for process in psutil.process_iter(["cmdline"]) if str(tmp_path) in " ".join(process.info["cmdline"] or [])]
     assert not ours
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["eval.engine_command=vlm serve"], "eval.engine_command: got vlm, expected a program on the PATH"),
-        (["eval.concurrency=9"], "eval.concurrency: got 9 for 8 prompts, expected at most as many"),
-    ],
+    ("argument", "key"), [("eval.engine_command=vlm serve", "eval.engine_command"), ("eval.concurrency=9", "eval.concurrency")]
 )
-def test_what_cannot_be_started_is_refused(draft, tmp_path, capsys, arguments, message):
-    assert evaluate(tmp_path / "report", draft, "vllm", *arguments) == ExitCode.USER_ERROR
-    assert message in capsys.readouterr().err
+def test_what_cannot_be_started_is_refused(draft, tmp_path, capsys, argument, key):
+    assert evaluate(tmp_path / "report", draft, "vllm", argument) == ExitCode.USER_ERROR
+    assert refused_key(capsys.readouterr().err) == key

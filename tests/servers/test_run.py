@@ -16,9 +16,10 @@ from specdistill.suites.suite import load_suite, tokenize
 from specdistill.targets.frozen import FrozenTarget
 from tests import scripts
 from tests.measuring import measure
+from tests.refusals import refused_key
 from tests.servers.peer import Behaviour, PeerServer
 
-K, NUM_PROMPTS, NEW_TOKENS = 3, 6, 24
+K, NUM_PROMPTS, NEW_TOKENS = 3, 6, 12
 COUNTED = ("num_drafts", "num_draft_tokens", "num_accepted_tokens", "accepted_per_position", "num_new_tokens", "num_looping")
 
 
@@ -117,12 +118,11 @@ def test_a_servers_report_holds_the_decoders_own_numbers(engine, speculative, pl
     assert ("past_the_end" in [finding["name"] for finding in report["findings"]]) == (engine == "vllm")
     assert report["measurement"]["seconds"] > sum(sample.speculative.seconds + sample.baseline.seconds for sample in samples)
     assert report["quality"]["python_syntax"]["difference"] == 0
-    assert "Task quality" in (tmp_path / "report" / "report.md").read_text()
     # What nobody can see from outside does not pass a gate.
     verdicts = {rule["metric"]: (rule["passed"], rule["reason"]) for rule in report["gate"]["rules"]}
     assert verdicts["lossless.greedy_identical"][0]
     assert verdicts["speedup"][0]
-    assert verdicts["draft_ms"] == (False, "no evidence: a server does not time its steps one by one")
+    assert not verdicts["draft_ms"][0]  # a server does not time its steps
     assert with_draft.num_answers == without.num_answers == NUM_PROMPTS + 1
 
 
@@ -133,9 +133,7 @@ def test_without_a_baseline_server_there_is_no_speedup(speculative, tmp_path):
     report, samples = read_report(tmp_path / "report")
     row = report["results"][0]
     assert "speedup" not in row
-    assert row["not_measured"]["speedup"] == "no eval.baseline_server was given"
-    assert row["not_measured"]["num_looping"] == "the server does not return its tokens"
-    assert report["not_measured"]["lossless.greedy_identical"] == "no eval.baseline_server was given"
+    assert row["not_measured"].keys() >= {"speedup", "num_looping"} and "lossless.greedy_identical" in report["not_measured"]
     assert report["lossless"] == {"prompts_checked": 0}
     assert row["tokens_per_second"] > 0
     assert samples[0].text
@@ -152,7 +150,7 @@ def test_sampled_texts_are_not_compared_token_for_token(speculative, plain, tmp_
     servers = (f"eval.server={speculative().address}", f"eval.baseline_server={plain().address}")
     assert evaluate(tmp_path / "report", "eval.engine=vllm", *servers, "eval.temperature=0.8") == ExitCode.DONE
     report, samples = read_report(tmp_path / "report")
-    assert report["not_measured"]["lossless.greedy_identical"] == "sampled outputs differ by chance"
+    assert "lossless.greedy_identical" in report["not_measured"]
     assert any(sample.text != sample.baseline_text for sample in samples)
 
 
@@ -174,12 +172,11 @@ def test_a_text_that_differs_is_shown_and_fails(pico, plain, tmp_path):
     assert lossless["divergences"] == sum(sample.text != sample.baseline_text for sample in samples) > 0
     first = lossless["first_divergence"]
     assert first["speculative_token"] != first["baseline_token"]
-    assert "no logits" in report["gate"]["rules"][0]["reason"]
 
 
 @pytest.mark.parametrize(
     ("behaviour", "reason"),
-    [({"dies_after": 4}, "does not answer"), ({"silent_after": 4}, "did not answer in 500 s")],
+    [({"dies_after": 4}, "http://"), ({"silent_after": 4}, "500 s")],
 )
 def test_a_server_that_dies_leaves_what_it_answered_and_a_failed_gate(
     speculative, plain, tmp_path, capsys, monkeypatch, behaviour, reason
@@ -200,7 +197,7 @@ def test_a_server_that_dies_leaves_what_it_answered_and_a_failed_gate(
     report, samples = read_report(tmp_path / "report")
     assert report["incomplete"] is True
     assert reason in report["not_measured"]["incomplete"]
-    assert "(3 of 6 prompts were measured)" in report["not_measured"]["incomplete"]
+    assert "3 of 6 prompts" in report["not_measured"]["incomplete"]
     assert report["results"][0]["num_prompts"] == len(samples) == 3
     assert not report["gate"]["passed"]
     assert [(rule["metric"], rule["passed"]) for rule in report["gate"]["rules"]] == [
@@ -208,87 +205,61 @@ def test_a_server_that_dies_leaves_what_it_answered_and_a_failed_gate(
         ("mean_acceptance_length", True),
     ]
     assert reason in capsys.readouterr().err.strip().splitlines()[-1]
-    assert "The measurement was cut short" in (tmp_path / "report" / "report.md").read_text()
 
 
 def test_a_server_that_dies_at_once_leaves_nothing(speculative, tmp_path, capsys):
     peer = speculative(dies_after=0)
     assert evaluate(tmp_path / "report", "eval.engine=vllm", f"eval.server={peer.address}") == ExitCode.RESOURCE_ERROR
-    assert "does not answer; start the server" in capsys.readouterr().err
+    assert peer.address in capsys.readouterr().err
     assert not (tmp_path / "report").exists()
 
 
-def refused(capsys, folder, *arguments):
-    code = evaluate(folder, *arguments)
-    assert not folder.exists()
-    said = capsys.readouterr().err.strip().splitlines()[-1]
-    assert said.startswith("error: ")
-    return code, said
+def check_refused(capsys, folder, code, fact, *arguments):
+    """fact: the key of what the user got wrong, else what the error holds."""
+    assert (evaluate(folder, *arguments), folder.exists()) == (code, False)
+    error = capsys.readouterr().err
+    assert refused_key(error) == fact if code == ExitCode.USER_ERROR else fact in error, error
 
 
 def test_what_is_no_such_server_is_refused(speculative, plain, tmp_path, capsys):
-    folder, drafting, other = tmp_path / "report", speculative(), plain()
-    good = f"eval.server={drafting.address}"
-    for arguments, code, message in (
-        (
-            ["eval.engine=vllm"],
-            2,
-            "method: got ngram with eval.engine=vllm, expected a method with a draft to serve, or a running",
-        ),
-        (
-            ["eval.engine=vllm", good, "eval.engine_command=vllm serve"],
-            2,
-            "read only with eval.engine=vllm or sglang and no eval.server",
-        ),
-        (
-            ["eval.engine=vllm", "eval.baseline_server=http://a"],
-            2,
-            "eval.baseline_server: got http://a, expected null: it is read only",
-        ),
-        (["eval.engine=vllm", good, "eval.sweep.num_speculative_tokens=[2]"], 2, "it is read only without eval.server"),
-        (
-            ["eval.sweep.concurrency=[2]"],
-            2,
-            "eval.sweep.concurrency: got [2], expected []: it is read only with eval.engine=vllm",
-        ),
-        (["eval.concurrency=2"], 2, "eval.concurrency: got 2, expected 1: it is read only with eval.engine=vllm"),
-        (["eval.engine=vlm"], 2, "did you mean vllm?"),
-        ([good], 2, f"eval.server: got {drafting.address}, expected null: it is read only with eval.engine=vllm or sglang"),
-        (["eval.engine=vllm", "eval.server=localhost:8000"], 2, "expected the address of a running server, as http://"),
-        (["eval.engine=vllm", "eval.server=http://127.0.0.1:9"], 3, "http://127.0.0.1:9/metrics does not answer"),
-        (["eval.engine=vllm", good, "eval.num_speculative_tokens=5"], 2, "got 5, expected 3, as the server at"),
-        (["eval.engine=vllm", f"eval.server={other.address}"], 2, "which does not draft"),
-        (["eval.engine=vllm", good, f"eval.baseline_server={drafting.address}"], 2, "eval.baseline_server: got"),
-        (["eval.engine=sglang", good], 3, "has no sglang:generation_tokens_total"),
-        (["eval.engine=vllm", good, "eval.max_new_tokens=500"], 2, "the target's context"),
-        (
-            ["eval.engine=vllm", good, "eval.sweep.temperature=[0.5]"],
-            2,
-            "it is read only with eval.engine=specdistill: a server drafts as it was started",
-        ),
-        (["eval.engine=vllm", good, "eval.ngram.max=5"], 2, "it is read only with eval.engine=specdistill"),
+    vllm, good, other = "eval.engine=vllm", f"eval.server={speculative().address}", plain().address
+    for key, *arguments in (
+        ("method", vllm),
+        ("eval.engine_command", vllm, good, "eval.engine_command=vllm serve"),
+        ("eval.baseline_server", vllm, "eval.baseline_server=http://a"),
+        ("eval.sweep.num_speculative_tokens", vllm, good, "eval.sweep.num_speculative_tokens=[2]"),
+        ("eval.sweep.concurrency", "eval.sweep.concurrency=[2]"),
+        ("eval.concurrency", "eval.concurrency=2"),
+        ("eval.engine", "eval.engine=vlm"),
+        ("eval.server", good),
+        ("eval.server", vllm, "eval.server=localhost:8000"),
+        ("eval.num_speculative_tokens", vllm, good, "eval.num_speculative_tokens=5"),
+        ("eval.server", vllm, f"eval.server={other}"),
+        ("eval.baseline_server", vllm, good, good.replace("eval.", "eval.baseline_")),
+        ("eval.suite", vllm, good, "eval.max_new_tokens=500"),
+        ("eval.sweep.temperature", vllm, good, "eval.sweep.temperature=[0.5]"),
+        ("eval.ngram.max", vllm, good, "eval.ngram.max=5"),
     ):
-        got, said = refused(capsys, folder, *arguments)
-        assert (got, message in said) == (code, True), said
+        check_refused(capsys, tmp_path / "report", ExitCode.USER_ERROR, key, *arguments)
+    nobody = "http://127.0.0.1:9"
+    check_refused(capsys, tmp_path / "report", ExitCode.RESOURCE_ERROR, nobody, vllm, f"eval.server={nobody}")
+    lacks = "sglang:generation_tokens_total"
+    check_refused(capsys, tmp_path / "report", ExitCode.RESOURCE_ERROR, lacks, "eval.engine=sglang", good)
 
 
 def test_a_server_of_another_model_or_version_is_refused(pico, speculative, plain, tmp_path, capsys):
     folder, good = tmp_path / "report", f"eval.server={speculative().address}"
     with PeerServer("vllm", pico, NgramProposer(), K, model="Qwen/Qwen3-8B") as other:
-        code, said = refused(capsys, folder, "eval.engine=vllm", f"eval.server={other.address}")
-    assert (code, "which serves Qwen/Qwen3-8B, expected a server of" in said) == (2, True)
-    newer = plain(version="0.33.0")
-    code, said = refused(capsys, folder, "eval.engine=vllm", good, f"eval.baseline_server={newer.address}")
-    assert (code, "got vllm 0.33.0, expected 0.32.0" in said) == (2, True)
-    hidden = speculative("sglang", metrics=False)
-    code, said = refused(capsys, folder, "eval.engine=sglang", f"eval.server={hidden.address}")
-    assert (code, "answered 404" in said, "start SGLang with --enable-metrics" in said) == (3, True, True)
+        check_refused(capsys, folder, 2, "eval.server", "eval.engine=vllm", f"eval.server={other.address}")
+    newer = f"eval.baseline_server={plain(version='0.33.0').address}"
+    check_refused(capsys, folder, 2, "eval.baseline_server", "eval.engine=vllm", good, newer)
+    hidden = f"eval.server={speculative('sglang', metrics=False).address}"
+    check_refused(capsys, folder, 3, "--enable-metrics", "eval.engine=sglang", hidden)
 
 
 def test_a_server_that_serves_others_meanwhile_is_noticed(speculative, tmp_path, capsys):
     peer = speculative(counts_of_others=2)
-    code, said = refused(capsys, tmp_path / "report", "eval.engine=vllm", f"eval.server={peer.address}")
-    assert (code, "served others too: it generated 26 tokens, of which 24 are ours" in said) == (3, True)
+    check_refused(capsys, tmp_path / "report", 3, "14 tokens, of which 12", "eval.engine=vllm", f"eval.server={peer.address}")
 
 
 def test_samples_hold_what_the_report_is_made_of(speculative, tmp_path):

@@ -100,6 +100,22 @@ def test_all_that_use_a_head_use_the_models_own(name: str) -> None:
     assert abs(float(loss)) < 1e-4  # a draft that is the target
 
 
+class Upcasting(LlamaForCausalLM):  # type: ignore[misc]
+    """It scales its logits in float32, whatever the head computes in."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().forward(*args, **kwargs)
+        output["logits"] = output.logits.float() * 0.3
+        return output
+
+
+@torch.no_grad()
+def test_logits_are_finished_in_the_dtype_of_the_class() -> None:
+    model = Upcasting(tiny_target_model(num_layers=1).config).eval().bfloat16()
+    head, hidden = examine(model, "tiny").head, model.model(input_ids=IDS).last_hidden_state
+    assert head.float32 and torch.allclose(head(hidden), model(IDS).logits, rtol=1e-6)
+
+
 class Biased(LlamaForCausalLM):  # type: ignore[misc]
     """Logits of a formula of its own."""
 

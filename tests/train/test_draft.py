@@ -1,19 +1,14 @@
-"""train/draft.py as a user runs it: every kind of initialization, the loss's choices, and what it says when the input is wrong."""
+"""train/draft.py as a user runs it: every kind of initialization and the loss's choices."""
 
 import json
-import runpy
-import sys
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from specdistill.project import ROOT
-from tests.refusals import refused_key
-from tests.tiny import input_keys, tiny_target_model, tiny_tokenizer, write_inputs
-
-SCRIPT = str(ROOT / "train" / "draft.py")
+from tests.tiny import tiny_target_model, tiny_tokenizer, write_inputs
+from tests.train.runs import train
 
 
 @pytest.fixture(scope="module")
@@ -31,31 +26,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def launch(monkeypatch: pytest.MonkeyPatch, folder: Path, output_dir: Path, *extra: str) -> int:
-    arguments = [
-        "method=draft_model",
-        *input_keys(folder),
-        "draft.init=layers",
-        "draft.num_layers=2",
-        f"train.output_dir={output_dir}",
-        "train.max_steps=2",
-        "train.per_device_train_batch_size=4",
-        "train.learning_rate=1e-3",
-        "train.eval_strategy=steps",
-        "train.eval_steps=2",
-        "train.save_steps=2",
-        "train.load_best_model_at_end=true",
-        "train.metric_for_best_model=acceptance_length",
-        "train.report_to=none",
-        *(argument for argument in extra if not argument.startswith("recipe=")),
-    ]
-    recipe = [argument for argument in extra if argument.startswith("recipe=")]  # first, so that what is small here stays small
-    monkeypatch.setattr(sys, "argv", ["train/draft.py", *recipe, *arguments])
-    with pytest.raises(SystemExit) as caught:
-        runpy.run_path(SCRIPT, run_name="__main__")
-    return int(caught.value.code or 0)
-
-
 @pytest.mark.parametrize(
     "extra",
     [
@@ -69,10 +39,8 @@ def launch(monkeypatch: pytest.MonkeyPatch, folder: Path, output_dir: Path, *ext
     ],
     ids=["layers", "scratch", "width", "tokens", "sum", "on-policy", "lora"],
 )
-def test_a_run_leaves_a_model_that_any_tool_loads(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, extra: tuple[str, ...]
-) -> None:
-    assert launch(monkeypatch, folder, tmp_path / "run", *extra) == 0
+def test_a_run_leaves_a_model_that_any_tool_loads(folder: Path, tmp_path: Path, extra: tuple[str, ...]) -> None:
+    assert train(folder, tmp_path / "run", *extra, "method=draft_model").returncode == 0
     draft = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "draft")
     assert draft.config.vocab_size == 260
     assert len(AutoTokenizer.from_pretrained(tmp_path / "run" / "draft")) == 260
@@ -83,13 +51,11 @@ def test_a_run_leaves_a_model_that_any_tool_loads(
     assert (tmp_path / "run" / "training_curve.png").exists()
 
 
-def test_what_is_measured_before_the_first_step_moves_nothing(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_measured_before_the_first_step_moves_nothing(folder: Path, tmp_path: Path) -> None:
     dropped = ("draft.lora.rank=4", "draft.lora.dropout=0.5")  # draws random numbers in every step
     weights, first = {}, {}
     for name, extra in (("measured", ()), ("not", ("train.eval_on_start=false",))):
-        assert launch(monkeypatch, folder, tmp_path / name, *dropped, *extra) == 0
+        assert train(folder, tmp_path / name, *dropped, *extra, "method=draft_model").returncode == 0
         weights[name] = (tmp_path / name / "draft" / "model.safetensors").read_bytes()
         log = json.loads((tmp_path / name / "run" / "history.json").read_text())["log"]
         first[name] = [entry["eval_acceptance_length"] for entry in log if entry["step"] == 0]
@@ -98,54 +64,22 @@ def test_what_is_measured_before_the_first_step_moves_nothing(
 
 
 def test_a_head_that_is_the_embedding_is_written_once_and_read_back(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = tmp_path / "run"
-    assert launch(monkeypatch, folder, run, f"target.model={folder / 'tied'}") == 0
+    assert train(folder, run, f"target.model={folder / 'tied'}", "method=draft_model").returncode == 0
     draft = AutoModelForCausalLM.from_pretrained(run / "draft")
     assert draft.lm_head.weight is draft.model.embed_tokens.weight
     assert "lm_head.weight" not in load_file(run / "checkpoint-2" / "model.safetensors")
     assert "missing keys" not in caplog.text
 
 
-def test_an_existing_model_and_a_reference_that_chooses_tokens(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_existing_model_and_a_reference_that_chooses_tokens(folder: Path, tmp_path: Path) -> None:
     extra = (
         f"draft.init={folder / 'smaller'}",
         f"loss.reference={folder / 'smaller'}",
         "loss.selected=0.5",
         "draft.num_layers=null",
     )
-    assert launch(monkeypatch, folder, tmp_path / "run", *extra) == 0
+    assert train(folder, tmp_path / "run", *extra, "method=draft_model").returncode == 0
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "draft").config.num_hidden_layers == 1
-
-
-@pytest.mark.parametrize(
-    ("extra", "key"),
-    [
-        ("on_policy.fraction=1.5", "on_policy.fraction"),
-        ("loss.labels=words", "loss.labels"),
-        ("draft.num_layers=9", "draft.num_layers"),
-        ("draft.init=nowhere", "draft.init"),
-        ("loss.reference=nowhere", "loss.reference"),
-        ("loss.reference=pico", "loss.reference"),
-        ("draft.init=pico", "draft.init"),
-        ("method=eagle3", "method"),
-        ("method=ngram", "data"),
-        ("draft.ttt_steps=3", "draft.ttt_steps"),
-        ("draft.init=scratch draft.hidden_size=33", "draft"),
-        ("draft.init=scratch draft.head_dim=7", "draft.head_dim"),
-        ("train.metric_for_best_model=accuracy_1", "train.metric_for_best_model"),
-        ("train.use_liger_kernel=true", "train.use_liger_kernel"),
-        ("train.accelerator_config=nowhere.json", "train.accelerator_config"),
-        ("train.deepspeed=zero3.json", "train.deepspeed"),
-        ("draft.lora.rank=65", "draft.lora.rank"),
-    ],
-)
-def test_wrong_input_is_one_line_and_leaves_nothing(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], extra: str, key: str
-) -> None:
-    assert launch(monkeypatch, folder, tmp_path / "run", *extra.split()) == 2
-    assert refused_key(capfd.readouterr().err) == key
-    assert not (tmp_path / "run").exists()

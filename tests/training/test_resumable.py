@@ -4,10 +4,8 @@ import itertools
 import json
 import os
 import resource
-import runpy
 import shutil
 import signal
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +13,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from specdistill.project import ROOT
 from specdistill.training.history import read_history
 from specdistill.training.resumable import ResumableTrainer
 from tests.launches import tiny_files
 from tests.processes import run_processes
 from tests.refusals import refused_key
+from tests.scripts import specdistill
 from tests.tiny import tiny_target_model
 from tests.training.small_runs import rows, trainer
 
@@ -30,19 +28,15 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return tiny_files(tmp_path_factory.mktemp("tiny"))
 
 
-def train(monkeypatch: pytest.MonkeyPatch, *arguments: str, script: str = "train/eagle.py") -> int:
-    monkeypatch.setattr(sys, "argv", [script, *arguments])
-    with pytest.raises(SystemExit) as caught:
-        runpy.run_path(str(ROOT / script), run_name="__main__")
-    return int(caught.value.code or 0)
+def train(*keys: str) -> int:
+    return specdistill("train", *keys).returncode
 
 
 @pytest.fixture(scope="module")
 def whole(keys: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run of one process, uninterrupted."""
     path = tmp_path_factory.mktemp("whole") / "run"
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        assert train(monkeypatch, *keys, f"train.output_dir={path}") == 0
+    assert train(*keys, f"train.output_dir={path}") == 0
     return path
 
 
@@ -66,13 +60,15 @@ def record(run: Path) -> tuple[int, float, list[float], bytes]:
     return state["best_global_step"], state["best_metric"], evaluations, last
 
 
-def test_every_epoch_has_an_order_of_its_own_also_when_it_is_resumed_in_mid_epoch(tmp_path: Path) -> None:
+@pytest.mark.distributed
+@pytest.mark.parametrize("processes", [1, 2])
+def test_every_epoch_has_an_order_of_its_own_also_when_it_is_resumed_in_mid_epoch(tmp_path: Path, processes: int) -> None:
     """Six rows of which a step takes two: three epochs of three steps, resumed after the fourth."""
     data = rows(6, 24)
+    options = {"per_device_train_batch_size": 2 // processes, "num_train_epochs": 3, "save_strategy": "steps", "save_steps": 4}
 
     def order(**resumed: str) -> list[int]:
-        more = {"num_train_epochs": 3, "save_strategy": "steps", "save_steps": 4, "seed": 5}
-        fit = trainer(tmp_path, data, per_device_train_batch_size=2, **more)
+        fit = trainer(tmp_path / "run", data, seed=8, data_seed=5, **options)
         seen: list[int] = []
         fit.objective.register_forward_pre_hook(
             lambda _, __, batch: seen.extend(data["input_ids"].index(ids) for ids in batch["input_ids"].tolist()),
@@ -81,10 +77,17 @@ def test_every_epoch_has_an_order_of_its_own_also_when_it_is_resumed_in_mid_epoc
         fit.train(**resumed)
         return seen
 
-    whole = [torch.randperm(6, generator=torch.Generator().manual_seed(5 + epoch)).tolist() for epoch in range(3)]
-    assert order() == [*itertools.chain(*whole)]
-    shutil.rmtree(tmp_path / "checkpoint-8")
-    assert order(resume_from_checkpoint=str(tmp_path / "checkpoint-4")) == [*itertools.chain(*whole)][8:]
+    def train(rank: int) -> None:
+        seen = order(), order(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-4"))
+        (tmp_path / f"{rank}.json").write_text(json.dumps(seen), encoding="utf-8")
+
+    for process in run_processes(tmp_path, train, *range(processes)):
+        assert process.code == 0, process.err
+    epochs = [torch.randperm(6, generator=torch.Generator().manual_seed(5 + epoch)).tolist() for epoch in range(3)]
+    expected = [*itertools.chain(*epochs)]
+    for rank in range(processes):
+        whole, resumed = json.loads((tmp_path / f"{rank}.json").read_text(encoding="utf-8"))
+        assert whole == expected[rank::processes] and resumed == expected[8:][rank::processes]
 
 
 @pytest.fixture
@@ -101,25 +104,20 @@ def interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("interrupted")
-def test_a_signal_saves_and_the_same_command_goes_on_to_the_same_draft(
-    keys: list[str], whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_signal_saves_and_the_same_command_goes_on_to_the_same_draft(keys: list[str], whole: Path, tmp_path: Path) -> None:
     command = [*keys, f"train.output_dir={tmp_path / 'run'}"]
-    assert train(monkeypatch, *command) == 143
+    stopped = specdistill("train", *command)
     newest = max((tmp_path / "run").glob("checkpoint-*"), key=lambda path: path.stat().st_ctime)
-    said = capfd.readouterr().err
-    assert str(newest) in said and "Traceback" not in said
+    assert stopped.returncode == 143 and str(newest) in stopped.stderr
     assert not (tmp_path / "run" / "draft").exists()
-    assert train(monkeypatch, *command) == 0
+    assert train(*command) == 0
     assert weights(tmp_path / "run") == weights(whole) and record(tmp_path / "run") == record(whole)
     history = read_history(tmp_path / "run" / "draft", key="drafts")
     assert history is not None and history.seconds is None
 
 
 @pytest.mark.usefixtures("interrupted")
-def test_what_the_draft_generates_and_drops_out_is_the_same_after_a_signal(
-    keys: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_the_draft_generates_and_drops_out_is_the_same_after_a_signal(keys: list[str], tmp_path: Path) -> None:
     """On-policy batches and LoRA's dropout, stopped between two checkpoints."""
     files = [key for key in keys if key.startswith(("target", "data", "train"))]
     own = [
@@ -129,13 +127,13 @@ def test_what_the_draft_generates_and_drops_out_is_the_same_after_a_signal(
     ]
     command = [*files, *own, "train.save_steps=100", "train.eval_steps=100"]
     run, whole = tmp_path / "run", tmp_path / "whole"
-    assert train(monkeypatch, *command, f"train.output_dir={run}", script="train/draft.py") == 143
-    assert train(monkeypatch, *command, f"train.output_dir={run}", script="train/draft.py") == 0
-    assert train(monkeypatch, *command, f"train.output_dir={whole}", script="train/draft.py") == 0
+    assert train(*command, f"train.output_dir={run}") == 143
+    assert train(*command, f"train.output_dir={run}") == 0
+    assert train(*command, f"train.output_dir={whole}") == 0
     assert weights(run) == weights(whole)
 
 
-def test_the_best_is_saved_wherever_it_is_met(keys: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_best_is_saved_wherever_it_is_met(keys: list[str], tmp_path: Path) -> None:
     """Evaluated at every second step and saved at every sixth. The best here is the first, the one with the greatest loss."""
     rare = [
         "train.save_steps=6",
@@ -143,63 +141,57 @@ def test_the_best_is_saved_wherever_it_is_met(keys: list[str], tmp_path: Path, m
         "train.metric_for_best_model=loss",
         "train.greater_is_better=true",
     ]
-    assert train(monkeypatch, *keys, *rare, f"train.output_dir={tmp_path / 'run'}") == 0
-    log = json.loads((tmp_path / "run" / "run" / "history.json").read_text())["log"]
-    losses = {entry["step"]: entry["eval_loss"] for entry in log if "eval_loss" in entry}
-    assert (best := max(losses, key=lambda step: losses[step])) == 2
+    assert train(*keys, *rare, f"train.output_dir={tmp_path / 'run'}") == 0
+    history = json.loads((tmp_path / "run" / "run" / "history.json").read_text())
+    losses = {entry["step"]: entry["eval_loss"] for entry in history["log"] if "eval_loss" in entry}
+    assert history["best_step"] == (best := max(losses, key=lambda step: losses[step])) == 2
     assert weights(tmp_path / "run") == weights(tmp_path / "run" / f"checkpoint-{best}")
 
 
-def test_a_run_that_only_lost_its_end_takes_no_further_step(
-    keys: list[str], whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_only_lost_its_end_takes_no_further_step(keys: list[str], whole: Path, tmp_path: Path) -> None:
     copy_without_draft(whole, tmp_path / "run")
-    assert train(monkeypatch, *keys, f"train.output_dir={tmp_path / 'run'}") == 0
+    assert train(*keys, f"train.output_dir={tmp_path / 'run'}") == 0
     assert weights(tmp_path / "run") == weights(whole)
     assert json.loads((tmp_path / "run" / "run" / "history.json").read_text())["steps"] == 12
 
 
-def test_a_full_disk_is_one_line_and_the_run_goes_on_when_there_is_room(
-    keys: list[str], whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_full_disk_is_one_line_and_the_run_goes_on_when_there_is_room(keys: list[str], whole: Path, tmp_path: Path) -> None:
     """A limit on the size of a file fails as a full disk does, in the middle of one."""
     command = [*keys, f"train.output_dir={tmp_path / 'run'}"]
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
     try:
-        assert train(monkeypatch, *command) == 3
+        full = specdistill("train", *command)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    (error,) = (line for line in capfd.readouterr().err.splitlines() if "error" in line.lower())
+    (error,) = (line for line in full.stderr.splitlines() if "error" in line.lower())
+    assert full.returncode == 3
     assert error.startswith(f"error: {tmp_path / 'run' / 'checkpoint-2'} ")
-    assert train(monkeypatch, *command) == 0
+    assert train(*command) == 0
     assert weights(tmp_path / "run") == weights(whole)
 
 
 @pytest.mark.parametrize(("changed", "fact"), [("model", "target_weights"), ("rows", "data_fingerprint")])
-def test_another_target_or_other_rows_under_the_same_recipe_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], changed: str, fact: str
-) -> None:
+def test_another_target_or_other_rows_under_the_same_recipe_are_refused(tmp_path: Path, changed: str, fact: str) -> None:
     command = [*tiny_files(tmp_path), f"train.output_dir={tmp_path / 'run'}", "train.max_steps=2"]
-    assert train(monkeypatch, *command) == 0
+    assert train(*command) == 0
     shutil.rmtree(tmp_path / "run" / "draft")  # as if it had been killed there
     if changed == "model":
         tiny_target_model(seed=1).save_pretrained(tmp_path / "model")
     else:
         rows = tmp_path / "rows.jsonl"
         rows.write_text(rows.read_text().replace("and then", "or else"))
-    assert train(monkeypatch, *command) == 2
-    said = capfd.readouterr().err
-    assert refused_key(said) == "train.output_dir" and f" {fact} " in said
+    refused = specdistill("train", *command)
+    assert refused.returncode == 2 and refused_key(refused.stderr) == "train.output_dir" and f" {fact} " in refused.stderr
 
 
 def test_a_checkpoint_that_was_cut_is_passed_over(
-    keys: list[str], whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    keys: list[str], whole: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     copy_without_draft(whole, tmp_path / "run")
     optimizer = tmp_path / "run" / "checkpoint-12" / "optimizer.pt"
     optimizer.write_bytes(optimizer.read_bytes()[:-1])
-    assert train(monkeypatch, *keys, f"train.output_dir={tmp_path / 'run'}") == 0
+    assert train(*keys, f"train.output_dir={tmp_path / 'run'}") == 0
     (said,) = (record.getMessage() for record in caplog.records if "is passed over" in record.getMessage())
     assert "checkpoint-12 is passed over: optimizer.pt has" in said
     assert weights(tmp_path / "run") == weights(whole) and record(tmp_path / "run") == record(whole)
@@ -221,14 +213,14 @@ def test_two_processes_stop_together_and_one_goes_on(keys: list[str], tmp_path: 
             return training_step(self, *args, **kwargs)
 
         monkeypatch.setattr(ResumableTrainer, "training_step", interrupt)
-        os._exit(train(monkeypatch, *first_epoch, f"train.output_dir={tmp_path / 'run'}"))
+        os._exit(train(*first_epoch, f"train.output_dir={tmp_path / 'run'}"))
 
     ended = run_processes(tmp_path, stop, 0, 1)
     assert [process.code for process in ended] == [143, 143], ended
     assert not (tmp_path / "run" / "draft").exists()
-    assert train(monkeypatch, *alone, f"train.output_dir={tmp_path / 'run'}", "train.per_device_train_batch_size=8") == 2
-    assert train(monkeypatch, *alone, f"train.output_dir={tmp_path / 'run'}") == 0
-    assert train(monkeypatch, *alone, f"train.output_dir={tmp_path / 'whole'}") == 0
+    assert train(*alone, f"train.output_dir={tmp_path / 'run'}", "train.per_device_train_batch_size=8") == 2
+    assert train(*alone, f"train.output_dir={tmp_path / 'run'}") == 0
+    assert train(*alone, f"train.output_dir={tmp_path / 'whole'}") == 0
     one, other = (load_file(tmp_path / run / "draft" / "model.safetensors") for run in ("whole", "run"))
     for name in one:
         torch.testing.assert_close(one[name], other[name], rtol=0, atol=1e-5)

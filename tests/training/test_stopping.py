@@ -5,7 +5,6 @@ import json
 import multiprocessing
 import os
 import re
-import runpy
 import signal
 import sys
 from multiprocessing.connection import Connection
@@ -15,11 +14,10 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaForCausalLM
+from transformers import LlamaForCausalLM, TrainerControl, TrainerState
 
 from specdistill.errors import ResourceError
 from specdistill.methods.recipe import Recipe, TrainedRecipe
-from specdistill.project import ROOT
 from specdistill.recipe.load import load_recipe
 from specdistill.rows.row_set import RowTarget, open_rows
 from specdistill.targets.frozen import FrozenTarget
@@ -27,6 +25,7 @@ from specdistill.training import stopping
 from specdistill.training.stopping import EndedStep, Stopping, StopSignals
 from tests.launches import tiny_files
 from tests.processes import fork
+from tests.scripts import specdistill
 from tests.tiny import tiny_tokenizer
 from tests.training.small_runs import rows, trainer
 
@@ -62,9 +61,7 @@ def test_a_second_signal_ends_at_once_even_while_the_process_waits_for_others(tm
     assert len((tmp_path / "err").read_text(encoding="utf-8").splitlines()) == 1
 
 
-def test_a_loss_that_is_not_finite_names_its_rows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_loss_that_is_not_finite_names_its_rows(tmp_path: Path) -> None:
     """One document holds the one token whose embedding is not a number."""
     every = ["train.gradient_accumulation_steps=2", "train.save_steps=1", "train.eval_steps=1"]
     keys = [*tiny_files(tmp_path), *every, f"train.output_dir={tmp_path / 'run'}"]
@@ -76,10 +73,8 @@ def test_a_loss_that_is_not_finite_names_its_rows(
     lines[30] = json.dumps({"text": "What is @ home?"})
     (tmp_path / "rows.jsonl").write_text("\n".join(lines))
 
-    monkeypatch.setattr(sys, "argv", ["train/eagle.py", *keys])
-    with pytest.raises(SystemExit) as caught:
-        runpy.run_path(str(ROOT / "train" / "eagle.py"), run_name="__main__")
-    assert caught.value.code == 3
+    ended = specdistill("train", *keys)
+    assert ended.returncode == 3
     found = json.loads((tmp_path / "run" / "run" / "loss_not_finite.json").read_text())
     recipe = load_recipe(Recipe, keys)
     assert isinstance(recipe, TrainedRecipe)
@@ -87,7 +82,7 @@ def test_a_loss_that_is_not_finite_names_its_rows(
     train_set, _ = open_rows(recipe.data, target, measured_on=recipe.measured_on, make=lambda *_: None)  # it is there
     holds = [bad in train_set[row]["input_ids"] for row in found["rows"]]
     assert len(holds) == 4 and sum(holds) == 1  # a micro-batch
-    (error,) = re.findall("^error: .*", capfd.readouterr().err, re.MULTILINE)
+    (error,) = re.findall("^error: .*", ended.stderr, re.MULTILINE)
     assert f"step {found['step']} " in error and f" {found['rows'][0]}, " in error
     later = [path for path in (tmp_path / "run").glob("checkpoint-*") if int(path.name.split("-")[1]) >= found["step"]]
     assert later == []
@@ -107,6 +102,33 @@ def test_at_the_end_of_an_epoch_nothing_is_made_of_weights_that_are_not_finite(t
     with pytest.raises(ResourceError, match="step 4 "):
         fit.train()
     assert not list(tmp_path.glob("checkpoint-*")) and not fit.state.log_history
+
+
+def test_the_rows_of_a_later_epoch_are_named(tmp_path: Path) -> None:
+    """The second step of the second epoch."""
+    fit = trainer(tmp_path, rows(4, 24), num_train_epochs=2, per_device_train_batch_size=1, logging_strategy="no", seed=5)
+    (tmp_path / "run").mkdir()
+    fit.objective.register_forward_hook(
+        lambda _, __, output: (output[0] * float("nan"), *output[1:]) if fit.state.global_step == 5 else output
+    )
+    with pytest.raises(ResourceError, match="step 6 "):
+        fit.train()
+    found = json.loads((tmp_path / "run" / "loss_not_finite.json").read_text(encoding="utf-8"))
+    assert found == {"step": 6, "rows": [int(torch.randperm(4, generator=torch.Generator().manual_seed(5 + 1))[1])]}
+
+
+def test_what_a_step_found_is_read_after_the_next(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    own: Any = SimpleNamespace(
+        micro_batch_losses=[], accelerator=SimpleNamespace(reduce=lambda found, _: found), get_train_dataloader=lambda: iter(())
+    )
+    watch, control, state = Stopping(own, StopSignals()), TrainerControl(), TrainerState()
+    arguments: Any = SimpleNamespace(world_size=1, should_save=True, output_dir=tmp_path, gradient_accumulation_steps=1)
+    own.micro_batch_losses, state.global_step = [torch.tensor(float("nan"))], 1
+    watch.on_step_end(arguments, state, control)
+    own.micro_batch_losses, state.global_step = [torch.tensor(1.0)], 2
+    with pytest.raises(ResourceError, match="step 1 "):
+        watch.on_step_end(arguments, state, control)
 
 
 @pytest.mark.parametrize("writes", [True, False])

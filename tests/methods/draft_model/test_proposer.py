@@ -124,6 +124,17 @@ def test_the_threshold_stops_where_the_best_token_is_less_probable(target: Froze
             assert proposer.propose(DecodingState(PROMPT), 4, GREEDY, None).tokens == text[6 : 6 + length]
 
 
+@torch.inference_mode()
+def test_the_threshold_is_of_the_probability_at_the_sampling_temperature(target: FrozenTarget):
+    draft = half_right(target)
+    best = float((draft(input_ids=torch.tensor([PROMPT])).logits[0, -1] / 2).softmax(-1).max())
+    for threshold, drafts in ((best * 1.001, False), (best * 0.999, True)):
+        proposer = DraftModelProposer(draft, confidence_threshold=threshold)
+        proposer.begin(100)
+        proposal = proposer.propose(DecodingState(PROMPT), 1, Sampling(2.0), torch.Generator().manual_seed(0))
+        assert bool(proposal.tokens) == drafts
+
+
 # --- The distribution, exactly
 
 
@@ -256,6 +267,15 @@ def test_a_text_longer_than_the_drafts_context_is_refused(target: FrozenTarget):
     decoder = Decoder(target, DraftModelProposer(half_right(target, context=32)))
     with refused("eval.draft_context", "a draft whose context is 32 tokens for a sequence of 38"):
         decoder.generate(PROMPT, max_new_tokens=28, num_speculative_tokens=4)
+
+
+@pytest.mark.parametrize(("length", "num_drafted"), [(24, 9), (25, 8), (30, 3), (32, 1)])
+@torch.inference_mode()
+def test_as_many_tokens_are_drafted_as_the_context_has_room_for(target: FrozenTarget, length: int, num_drafted: int):
+    """Of 32; the last draft token is not read."""
+    proposer = DraftModelProposer(half_right(target, context=32), target_max_length=32)
+    proposer.begin(100)
+    assert len(proposer.propose(DecodingState([5] * length), 9, GREEDY, None).tokens) == num_drafted
 
 
 def test_a_draft_with_the_targets_context_reaches_its_end(target: FrozenTarget):

@@ -176,6 +176,8 @@ def test_sampled_text_has_the_targets_distribution_exactly(prompt: tuple[int, ..
 
 
 def test_its_settings_come_through_the_loader(target: FrozenTarget) -> None:
+    default = load_proposer("ngram", None, target)
+    assert default.settings == NgramProposer().settings == {"min": 1, "max": 3, "lookup": "sequence"}
     proposer = load_proposer("ngram", None, target, ngram=Ngram(min=2, max=5, lookup="prompt"))
     assert isinstance(proposer, NgramProposer)
     assert (proposer.min_ngram, proposer.max_ngram, proposer.lookup) == (2, 5, "prompt")

@@ -1,0 +1,27 @@
+"""`specdistill train` as a user types it, in this process: two steps for a tiny target."""
+
+import subprocess
+from pathlib import Path
+
+from tests.scripts import specdistill
+from tests.tiny import input_keys
+
+SMALL = (
+    "train.max_steps=2",
+    "train.per_device_train_batch_size=4",
+    "train.learning_rate=1e-3",
+    "train.eval_strategy=steps",
+    "train.eval_steps=2",
+    "train.save_steps=2",
+    "train.load_best_model_at_end=true",
+    "train.metric_for_best_model=acceptance_length",
+    "train.report_to=none",
+)
+
+
+def train(folder: Path, output: Path, *keys: str) -> subprocess.CompletedProcess[str]:
+    """On what `tests.tiny.write_inputs` wrote to a folder. A recipe among the keys comes first, so that what is small stays small."""
+    recipe = [key for key in keys if key.startswith("recipe=")]
+    own = ["draft.num_layers=2"] if "method=draft_model" in keys else ["draft.ttt_steps=3"]
+    rest = [key for key in keys if key not in recipe]
+    return specdistill("train", *recipe, *input_keys(folder), *own, *SMALL, f"train.output_dir={output}", *rest)

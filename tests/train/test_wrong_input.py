@@ -1,0 +1,101 @@
+"""What a training refuses: one line that names the key, the exit code, and no folder left behind."""
+
+import re
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+from specdistill.project import ROOT
+from tests.refusals import refused_key
+from tests.tiny import write_inputs
+from tests.train.runs import train
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("target")
+    write_inputs(path)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("method", "keys", "refused"),
+    [
+        ("eagle3", "draft.aux_layers=[1,9]", "draft.aux_layers"),
+        ("eagle3", "draft.vocab_size=5000", "draft.vocab_size"),
+        ("eagle3", "draft.init=nowhere", "draft.init"),
+        ("eagle3", "draft.ttt_steps=0", "draft.ttt_steps"),
+        ("eagle3", "target.model=nowhere/at/all", "target.model"),
+        ("eagle3", "data.source=nowhere.jsonl", "data.source"),
+        ("eagle3", "data.max_length=2", "data.max_length"),
+        ("eagle3", "train.learning_rte=1", "train.learning_rte"),
+        ("eagle3", "target.dtype=bfloat16", "train.bf16"),
+        ("eagle3", "target.fp8=true", "target.fp8"),
+        ("eagle3", "loss.step_decay=2", "loss.step_decay"),
+        ("eagle3", "loss.temperature=0", "loss.temperature"),
+        ("eagle3", "loss.divergence=tdv", "loss.divergence"),
+        ("eagle3", "loss.divergence={name: jsd, beta: 1}", "loss.divergence.beta"),
+        ("eagle3", "optimizer=adam", "optimizer"),
+        ("eagle3", "on_policy.fraction=0.5", "on_policy"),
+        ("eagle3", "loss.labels=hard", "loss.labels"),
+        ("eagle3", "draft.lora.rank=4", "draft.lora"),
+        ("eagle3", "eval.tree={budget: 2, depth: 3, top_k: 2}", "eval.tree.budget"),
+        ("eagle3", "draft.sliding_window=2", "draft.ttt_steps"),
+        ("eagle3", "draft.fc_bias=true", "draft.fc_bias"),
+        ("eagle3", "draft={hidden_size: 48, train_head: false}", "draft.train_head"),
+        ("eagle3", "train.num_train_epochs=0", "train.num_train_epochs"),
+        ("eagle3", "train.metric_for_best_model=aceptance_length", "train.metric_for_best_model"),
+        ("eagle3", "train.metric_for_best_model=accuracy_3", "train.metric_for_best_model"),
+        ("eagle3", "train.report_to=wandb", "train.report_to"),
+        ("eagle3", "train.lr_scheduler_type=cosine_with_min_lr", "train.lr_scheduler_type"),
+        ("eagle3", "train.neftune_noise_alpha=5", "train.neftune_noise_alpha"),
+        ("eagle3", "train.fp16=true", "train.fp16"),
+        ("eagle3", "eval.suite=pico-shrt", "eval.suite"),
+        ("eagle3", "gate=defualt", "gate"),
+        ("eagle3", "train.push_to_hub=true", "train.push_to_hub"),
+        ("eagle3", "train.resume_from_checkpoint=nowhere", "train.resume_from_checkpoint"),
+        ("eagle3", "train.save_only_model=true", "train.save_only_model"),
+        ("eagle3", "train.output_dir=pyproject.toml/run", "train.output_dir"),
+        ("eagle3", "data.cache_dir=pyproject.toml/cache", "data.cache_dir"),
+        ("eagle3", "target.attn=flash_attention_2", "target.model"),
+        ("draft_model", "on_policy.fraction=1.5", "on_policy.fraction"),
+        ("draft_model", "loss.labels=words", "loss.labels"),
+        ("draft_model", "draft.num_layers=9", "draft.num_layers"),
+        ("draft_model", "draft.init=nowhere", "draft.init"),
+        ("draft_model", "loss.reference=nowhere", "loss.reference"),
+        ("draft_model", "loss.reference=pico", "loss.reference"),
+        ("draft_model", "draft.init=pico", "draft.init"),
+        ("draft_model", "draft.ttt_steps=3", "draft.ttt_steps"),
+        ("draft_model", "draft.init=scratch draft.hidden_size=33", "draft"),
+        ("draft_model", "draft.init=scratch draft.head_dim=7", "draft.head_dim"),
+        ("draft_model", "train.metric_for_best_model=accuracy_1", "train.metric_for_best_model"),
+        ("draft_model", "train.use_liger_kernel=true", "train.use_liger_kernel"),
+        ("draft_model", "train.accelerator_config=nowhere.json", "train.accelerator_config"),
+        ("draft_model", "train.deepspeed=zero3.json", "train.deepspeed"),
+        ("draft_model", "draft.lora.rank=65", "draft.lora.rank"),
+        ("mtp", "draft.num_layers=2", "draft.num_layers"),
+        ("mtp", "draft.init=null", "draft.init"),
+        ("mtp", "draft.intermediate_size=8", "draft.intermediate_size"),
+        ("mtp", "draft.sliding_window=8", "draft.sliding_window"),
+        ("mtp", "draft.init=nowhere/at", "draft.init"),
+    ],
+)
+def test_wrong_input_is_one_line_and_leaves_nothing(folder: Path, tmp_path: Path, method: str, keys: str, refused: str) -> None:
+    own = ["draft.init=scratch"] if method == "mtp" else []
+    ended = train(folder, tmp_path / "run", f"method={method}", *own, *re.split(" (?=draft)", keys))
+    assert ended.returncode == 2
+    assert refused_key(ended.stderr) == refused
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(("method", "refused"), [("eagle3", "method"), ("ngram", "data")])
+def test_a_script_refuses_methods_that_it_does_not_train(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], method: str, refused: str, folder: Path, tmp_path: Path
+) -> None:
+    keys = [f"method={method}", f"target.model={folder / 'model'}", "data.source=pico", f"train.output_dir={tmp_path / 'run'}"]
+    monkeypatch.setattr(sys, "argv", ["train/draft.py", *keys])
+    with pytest.raises(SystemExit, match="2"):
+        runpy.run_path(str(ROOT / "train" / "draft.py"), run_name="__main__")
+    assert refused_key(capfd.readouterr().err) == refused
