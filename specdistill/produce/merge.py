@@ -4,6 +4,7 @@ import json
 import logging
 import random
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -118,13 +119,7 @@ def _from_blocks(job: Job) -> Parts:
     total, num_tokens = sum(header["tokens"] for header in headers), job.config.regenerate.num_tokens
     if total < ENOUGH * num_tokens:
         logger.warning("the prompts of data.source were used up after %d of %d tokens", total, num_tokens)
-    asked: dict[str, bool] = {}
-    near = NearDuplicates(ALIKE, lambda place: user_row(list(asked)[place[1]]))
-    for words in documents["asked"]:
-        if words is not None and words not in asked:
-            asked[words] = False
-            asked[words] = near.original(user_row(words), (0, len(asked) - 1)) is not None
-    alike = np.array([words is not None and asked[words] for words in documents["asked"]], bool)
+    alike = _alike([Dataset.from_file(str(path))["asked"] for path in paths])
     if alike.any():
         filtered["near_duplicate"] += int(alike.sum())
         logger.warning("data.source: %d of %d answers are to prompts of self that others are like", alike.sum(), len(documents))
@@ -134,6 +129,21 @@ def _from_blocks(job: Job) -> Parts:
     hashes, row_of = np.unique(array(documents, "row")[indices], return_inverse=True)
     is_held_out = np.isin(row_of, sorted(_held_out(hashes, job.config)))
     return Parts(documents.select(indices[~is_held_out]), documents.select(indices[is_held_out]), filtered)
+
+
+def _alike(asked: Sequence[Sequence[str | None]]) -> NDArray[np.bool_]:
+    """Which documents answer a prompt of the target's own that is nearly one of an earlier block. asked: of the documents of each block."""
+    own: list[str] = []
+    near = NearDuplicates(ALIKE, lambda place: user_row(own[place[1]]))
+    found: list[bool] = []
+    for block in asked:
+        is_alike: dict[str | None, bool] = {None: False}
+        for words in block:
+            if words is not None and words not in is_alike:
+                is_alike[words] = near.original(user_row(words), (0, len(own))) is not None
+                own.append(words)
+        found += [is_alike[words] for words in block]
+    return np.array(found, bool)
 
 
 def _no_documents(job: Job) -> UserError:

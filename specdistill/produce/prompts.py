@@ -183,7 +183,7 @@ def streams(chats: Sequence[Prompt], texts: Sequence[Prompt], block: Block, conf
 def _tasks(kind: str, prompts: Sequence[Prompt], length: int, block: Block, config: DataConfig) -> Iterator[Task]:
     pairs = repeated(prompts, config.regenerate.temperatures)
     if kind == "chat":
-        pairs = _by_length(pairs, random.Random(f"{config.seed} {block.number}"))
+        pairs = _by_length(pairs, min(SORTED, len(prompts)), random.Random(f"{config.seed} {block.number}"))
     for number, (prompt, temperature) in enumerate(pairs):
         name = f"{kind}-{number}"
         yield Task(name, prompt, temperature, seed_of(config, block, name), length)
@@ -209,9 +209,9 @@ def repeated(prompts: Sequence[Prompt], temperatures: Sequence[float]) -> Iterat
             yield prompt, sampled[(index + turn) % len(sampled)]
 
 
-def _by_length(pairs: Iterator[tuple[Prompt, float]], generator: random.Random) -> Iterator[tuple[Prompt, float]]:
-    """Those of similar length beside one another, in parts in shuffled order."""
-    while several := list(islice(pairs, SORTED)):
+def _by_length(pairs: Iterator[tuple[Prompt, float]], size: int, generator: random.Random) -> Iterator[tuple[Prompt, float]]:
+    """Those of similar length beside one another, of so many at a time, in parts in shuffled order."""
+    while several := list(islice(pairs, size)):
         several.sort(key=lambda pair: len(pair[0].ids))
         parts = [several[start : start + PART] for start in range(0, len(several), PART)]
         generator.shuffle(parts)

@@ -231,6 +231,11 @@ def a_weaker_gate_after_a_failure(run: Path) -> None:
     a_weaker_gate(run)
 
 
+def a_gate_of_the_recipe_that_was_not_asked(run: Path) -> None:
+    (run / "strict.yaml").write_text("- {metric: mean_acceptance_length, min: 4.5}\n")
+    edit_recipe(run, {"gate: default": f"gate: {run / 'strict.yaml'}"})
+
+
 def a_rule_made_a_warning(run: Path) -> None:
     a_weaker_gate(run, WARNING)
     reseal(run, slower)
@@ -319,6 +324,7 @@ ATTEMPTS: dict[Callable[[Path], None], set[str]] = {
     a_verdict_turned_around: {"gate failed"},
     nobody_can_tell: {"gate inconclusive"},
     a_weaker_gate_after_a_failure: {"gate failed"},
+    a_gate_of_the_recipe_that_was_not_asked: {"gate failed"},
     a_rule_made_a_warning: {"gate failed"},
     a_gate_file_loosened_after_a_failure: {"gate failed"},
     the_report_of_another_target: {"another target"},

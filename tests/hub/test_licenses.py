@@ -6,6 +6,7 @@ import pytest
 
 from specdistill.hub.licenses import Licensed, forbidden, front_matter, license_of_draft, licensed_data, licensed_model, stated
 from specdistill.produce.sources import load_sources
+from specdistill.recipe.sections import DataConfig
 from tests.loopback_hub import loopback_hub
 
 
@@ -83,7 +84,7 @@ def test_data(tmp_path) -> None:
     ]
     found = [(part.name, part.license) for part in licensed_data(source)]
     assert found == [("pico", "PSF-2.0"), ("rows.jsonl", None), ("rows.jsonl", "cc-by-4.0")]
-    assert [len(loaded.rows) for loaded in load_sources(source[2:], "train")] == [1, 1]
+    assert [len(loaded.rows) for loaded in load_sources(DataConfig(source=source[2:], cache_dir=str(tmp_path)))] == [1, 1]
 
 
 def test_data_on_the_hub(tmp_path) -> None:

@@ -1,26 +1,34 @@
-"""`specdistill data` as a user runs it, by servers without the target's weights and in process: killed, resumed, the same rows."""
+"""`specdistill data` as a user runs it: in shards, killed, on a full disk, by servers without the target's weights and in process."""
 
 import json
+import random
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from recipes.pico.corpus import CHAT_TEMPLATE
+from specdistill.cli import main
+from specdistill.rows.row_set import MANIFEST
 from tests.launches import environment
-from tests.produce.openai_server import Behaviour, OpenAIServer, running
+from tests.produce.openai_server import Behaviour, running
+from tests.produce.row_sets import contents
+from tests.refusals import refused_key
 from tests.scripts import specdistill, start_specdistill
 from tests.tiny import input_keys, tiny_target_model, tiny_tokenizer
+
+WAYS = pytest.mark.parametrize("by_server", [True, False])
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny target with a chat template, and conversations of two turns."""
-    path = tmp_path_factory.mktemp("generate")
+    path = tmp_path_factory.mktemp("make")
     tiny_target_model().save_pretrained(path / "model")
     tiny_tokenizer(CHAT_TEMPLATE).save_pretrained(path / "model")
     turns = [("user", "{}?"), ("assistant", "x"), ("user", "more"), ("assistant", "y")]
@@ -31,95 +39,86 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def command(folder: Path, cache: Path, servers: Sequence[OpenAIServer], *more: str) -> list[str]:
-    addresses = ",".join(server.address for server in servers)
+@contextmanager
+def server(by_server: bool, seconds: float = 0.0) -> Iterator[list[str]]:
+    """The keys of a way to generate."""
+    if not by_server:
+        yield ["data.regenerate.batch_size=4", "target.dtype=float32", "train.bf16=false"]
+        return
+    with running(Behaviour(seconds=seconds)) as made:
+        yield [f"data.regenerate.server=[{made.address}]", "data.regenerate.batch_size=2"]
+
+
+def line(folder: Path, cache: Path, way: Sequence[str], *more: str, verb: str = "make", num_tokens: int = 9000) -> list[str]:
     keys = [key for key in input_keys(folder) if not key.startswith("data.cache_dir")]
-    generated = [f"data.cache_dir={cache}", "data.regenerate.num_tokens=900", f"data.regenerate.server=[{addresses}]", *more]
-    return ["data", "generate", "recipe=small/eagle3", *keys, *generated, "data.max_length=96", "data.regenerate.batch_size=2"]
+    generated = [f"data.cache_dir={cache}", f"data.regenerate.num_tokens={num_tokens}", "data.max_length=96"]
+    return ["data", verb, "recipe=small/eagle3", *keys, *generated, *way, *more]
 
 
-def in_process(words: Sequence[str]) -> list[str]:
-    """What generates as much without a server."""
-    return [word for word in words if word != "generate" and "server" not in word and "batch_size" not in word]
+def row_set(cache: Path) -> dict[str, bytes]:
+    (manifest,) = cache.glob(f"rows/*/{MANIFEST}")
+    return contents(manifest.parent)
 
 
-def generate(folder: Path, cache: Path, *servers: OpenAIServer) -> subprocess.CompletedProcess[str]:
-    return specdistill(*command(folder, cache, servers))
-
-
-def answers(cache: Path) -> dict[str, list[int]]:
-    found = {}
-    for path in cache.glob(f"answers/*/{PATTERN}"):
-        for line in path.read_text(encoding="utf-8").splitlines():
-            values = json.loads(line)
-            found["-".join(str(values[name]) for name in ("prompt", "turn", "temperature", "seed"))] = values["token_ids"]
-    return found
+def whole(folder: Path, cache: Path, way: Sequence[str]) -> dict[str, bytes]:
+    done = specdistill(*line(folder, cache, way))
+    assert done.returncode == 0 and "for training and validation " in done.stdout, done.stderr
+    return row_set(cache)
 
 
 @pytest.mark.long
-def test_a_killed_generation_goes_on_with_other_servers_to_the_same_rows(folder: Path, tmp_path: Path) -> None:
-    with running() as made:
-        whole = generate(folder, tmp_path / "whole", made)
-    assert whole.returncode == 0, whole.stderr
-    assert "for training and validation: " in whole.stdout and "kept" in whole.stderr
-    again = specdistill(*(word for word in command(folder, tmp_path / "whole", [made]) if word != "generate"))
-    assert again.returncode == 0, again.stderr  # training finds the rows, though the server is gone
-    with running(Behaviour(seconds=0.05)) as one, running(Behaviour(seconds=0.05)) as two:
-        with start_specdistill(*command(folder, tmp_path / "cut", [one])) as process:
-            while len(answers_so_far := answers(tmp_path / "cut")) < 5 and process.poll() is None:
-                time.sleep(0.05)
-            process.send_signal(signal.SIGKILL)
-        kept = answers(tmp_path / "cut") if answers_so_far else {}
-        assert len(kept) >= 5
-        resumed = generate(folder, tmp_path / "cut", one, two)
-        assert resumed.returncode == 0, resumed.stderr
-        assert two.num_requests and max((one.answered + two.answered).values()) <= 2  # one more of what was in flight
-    assert resumed.stdout == whole.stdout
-    ended, expected = answers(tmp_path / "cut"), answers(tmp_path / "whole")
-    assert {name: ended[name] for name in kept} == kept
-    assert {name: ids for name, ids in ended.items() if name in expected} == {
-        name: ids for name, ids in expected.items() if name in ended
-    }
+@WAYS
+def test_shards_are_made_apart_and_merged(by_server: bool, folder: Path, tmp_path: Path) -> None:
+    with server(by_server) as way:
+        expected = whole(folder, tmp_path / "whole", way)
+        for index in (2, 0):
+            done = specdistill(*line(folder, tmp_path / "cut", way, f"data.shard={index}/3"))
+            assert done.returncode == 0 and f"shard {index} of 3 is made" in done.stdout, done.stderr
+        early = specdistill(*line(folder, tmp_path / "cut", way, verb="merge"))
+        assert early.returncode == 2 and refused_key(early.stderr) == "data.shard" and "block-00001" in early.stderr
+        array = {"SLURM_ARRAY_TASK_ID": "8", "SLURM_ARRAY_TASK_MIN": "7", "SLURM_ARRAY_TASK_COUNT": "3"}
+        words = [sys.executable, "-m", "specdistill", *line(folder, tmp_path / "cut", way, "data.shard=auto")]
+        subprocess.run(words, env={**environment(), **array}, check=True, capture_output=True, timeout=300)
+    merged = specdistill(*line(folder, tmp_path / "cut", way, verb="merge"))
+    assert merged.returncode == 0 and row_set(tmp_path / "cut") == expected, merged.stderr
+    named = f"data.rows={next((tmp_path / 'cut').glob(f'rows/*/{MANIFEST}')).parent}"
+    shown = specdistill(*line(folder, tmp_path / "none", way, named, verb="show"))
+    assert shown.returncode == 0 and "Documents to train on" in shown.stdout, shown.stderr
 
 
 @pytest.mark.long
-def test_what_cannot_be_generated_is_one_line(folder: Path, tmp_path: Path) -> None:
-    with running(Behaviour(models=("a", "b"))) as made:
-        several = generate(folder, tmp_path, made)
-    *_, said = several.stderr.splitlines()
-    assert several.returncode == 2 and said.startswith("error: data.regenerate.server: got http://127.0.0.1")
-    gone = generate(folder, tmp_path, made)
-    assert gone.returncode == 3 and "/v1/models does not answer" in gone.stderr and "Traceback" not in gone.stderr
-    nobody = generate(folder, tmp_path)
-    assert nobody.returncode == 2 and nobody.stderr.startswith("error: data.regenerate.server: got nothing"), nobody.stderr
+@WAYS
+def test_ten_kills_give_the_same_rows(by_server: bool, folder: Path, tmp_path: Path) -> None:
+    """At random moments, at most five of a row set, each once more of it was there than before."""
+    moments, kills = random.Random(0), 0
+    with server(by_server, seconds=0.01) as way:
+        expected = whole(folder, tmp_path / "whole", way)
+        for trial in range(20):
+            cache = tmp_path / f"cut-{trial}"
+            for _ in range(5):
+                before = size(cache)
+                with start_specdistill(*line(folder, cache, way)) as process:
+                    while size(cache) <= before and process.poll() is None:
+                        time.sleep(0.01)
+                    time.sleep(moments.uniform(0, 0.5))
+                    if process.poll() is None:
+                        process.send_signal(signal.SIGKILL)
+                        kills += 1
+            assert whole(folder, cache, way) == expected
+            if kills >= 10:
+                return
+    raise AssertionError(f"only {kills} kills came in time")
 
 
-@pytest.mark.long
-def test_a_killed_generation_in_process_goes_on_behind_its_last_batch(folder: Path, tmp_path: Path) -> None:
-    def data(cache: Path) -> list[str]:
-        keys = [key for key in input_keys(folder) if not key.startswith("data.cache_dir")]
-        generated = ["data.regenerate.num_tokens=3000", "data.regenerate.batch_size=4", f"data.cache_dir={cache}"]
-        return [
-            "data",
-            "recipe=small/eagle3",
-            *keys,
-            *generated,
-            "data.max_length=96",
-            "target.dtype=float32",
-            "train.bf16=false",
-        ]
-
-    whole = specdistill(*data(tmp_path / "whole"))
-    assert whole.returncode == 0, whole.stderr
-    for least in (4, 20):
-        with start_specdistill(*data(tmp_path / "cut")) as process:
-            while len(answers(tmp_path / "cut")) < least and process.poll() is None:
-                time.sleep(0.01)
-            process.send_signal(signal.SIGKILL)
-        assert least <= len(answers(tmp_path / "cut")) < len(answers(tmp_path / "whole"))
-    resumed = specdistill(*data(tmp_path / "cut"))
-    assert resumed.returncode == 0 and resumed.stdout == whole.stdout
-    assert answers(tmp_path / "cut") == answers(tmp_path / "whole")
+def size(cache: Path) -> int:
+    """Bytes of what was generated so far."""
+    found = 0
+    for path in cache.glob("rows/*.blocks/block-*.jsonl"):
+        try:
+            found += path.stat().st_size
+        except FileNotFoundError:  # its block was completed
+            continue
+    return found + 10**9 * len(list(cache.glob("rows/*.blocks/*.arrow")))
 
 
 FULL = """
@@ -132,56 +131,48 @@ exec "$@"
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("by_server", [True, False])
+@WAYS
 def test_a_full_disk_ends_a_generation_in_one_line_and_it_goes_on_with_space(
     by_server: bool, folder: Path, tmp_path: Path
 ) -> None:
     """A file system of 80 KiB, in a mount namespace of its own."""
-    if subprocess.run(
-        ["unshare", "-rm", "mount", "-t", "tmpfs", "tmpfs", tmp_path], capture_output=True, check=False
-    ).returncode:
+    mounts = subprocess.run(["unshare", "-rm", "mount", "-t", "tmpfs", "tmpfs", tmp_path], capture_output=True, check=False)
+    if mounts.returncode:
         pytest.skip("no mount namespaces on this machine")
     disk = tmp_path / "disk"
     disk.mkdir()
-    with running() as made:
-        servers = [made] if by_server else []
-
-        def line(cache: Path) -> list[str]:
-            forced = "data.force=true"  # or the estimate would already refuse it
-            words = command(folder, cache, servers, "data.regenerate.num_tokens=5000", "target.dtype=float32", forced)
-            return words if by_server else in_process(words)
-
-        whole = specdistill(*line(tmp_path / "cache"))
+    with server(by_server) as way:
+        forced = "data.force=true"  # or the estimate would already refuse it
+        expected = whole(folder, tmp_path / "whole", way)
         shell = ["unshare", "-rm", "sh", "-c", FULL, str(tmp_path / "run"), str(disk), str(disk)]
-        mounted = [*shell, sys.executable, "-m", "specdistill", *line(disk / "cache")]
+        words = line(folder, disk / "cache", way, forced, f"data.rows={tmp_path / 'set'}")
+        mounted = [*shell, sys.executable, "-m", "specdistill", *words]
         resumed = subprocess.run(mounted, env=environment(), capture_output=True, text=True, check=False, timeout=300)
-    assert whole.returncode == 0, whole.stderr
     said = (tmp_path / "run.full").read_text()
     assert (tmp_path / "run.code").read_text().strip() == "3" and "Traceback" not in said, said
-    assert "No space left on device); free disk space, or set data.cache_dir" in said.splitlines()[-1]
+    assert "No space left on device" in said.splitlines()[-1]
     assert resumed.returncode == 0, resumed.stderr
-    assert resumed.stdout == whole.stdout
+    assert {name: data for name, data in contents(tmp_path / "set").items() if name != MANIFEST} == {
+        name: data for name, data in expected.items() if name != MANIFEST
+    }
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("by_server", [True, False])
-def test_a_generation_is_costed_before_it_is_paid(by_server: bool, folder: Path, tmp_path: Path) -> None:
-    """The estimate of the first answers is near what comes of all; one that the disk has no room for ends, and keeps them."""
+def test_servers_that_are_not_the_target_s_or_do_not_answer_are_named(folder: Path, tmp_path: Path) -> None:
+    with running(Behaviour(models=("a", "b"))) as made:
+        way = [f"data.regenerate.server=[{made.address}]"]
+        several = specdistill(*line(folder, tmp_path, way))
+    assert several.returncode == 2 and refused_key(several.stderr) == "data.regenerate.server"
+    gone = specdistill(*line(folder, tmp_path, way))
+    assert gone.returncode == 3 and "/v1/models does not answer" in gone.stderr and "Traceback" not in gone.stderr
 
-    def line(cache: Path, num_tokens: int, *more: str) -> subprocess.CompletedProcess[str]:
-        words = command(folder, cache, [made], f"data.regenerate.num_tokens={num_tokens}", *more)
-        return specdistill(*(words if by_server else in_process(words)))
 
-    with running() as made:
-        refused = line(tmp_path / "huge", 10**12)
-        assert refused.returncode == 3, refused.stderr
-        assert "\nerror: generating takes about " in refused.stderr and refused.stderr.endswith("(data.force=true)\n")
-        assert 0 < len(answers(tmp_path / "huge")) < 1000
-        done = line(tmp_path / "cache", 10_000)
-    assert done.returncode == 0, done.stderr
-    cells = (line.split("│")[1:-1] for line in done.stderr.splitlines() if "│ " in line)
-    told = {cell[0].strip(): cell[1].strip().replace(",", "") for cell in cells}
-    rows, tokens, loss_tokens = (float(told[name]) for name in ("rows", "tokens", "loss tokens"))
-    found = answers(tmp_path / "cache")
-    assert sum(map(len, found.values())) == pytest.approx(loss_tokens, rel=0.2)
-    assert len(found) == pytest.approx(rows, rel=0.25) and tokens > loss_tokens
+def test_verbs_and_keys_that_are_gone_say_what_takes_their_place(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, told in (
+        (["data", "generate", "recipe=small/eagle3"], "did you mean make?"),
+        (["data", "mrege", "recipe=small/eagle3"], "did you mean merge?"),
+        (["data", "make", "recipe=small/eagle3", "data.streaming=true"], "specdistill data make"),
+        (["data", "make", "recipe=small/eagle3", "data.regenerate.set_aside=[]"], "expected data.regenerate.filter"),
+    ):
+        assert main(words) == 2
+        assert told in capsys.readouterr().err, words

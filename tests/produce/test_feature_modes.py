@@ -135,10 +135,6 @@ def test_the_section_says_which_store(tmp_path: Path, loaded: FrozenTarget, caps
             ["hidden_states.mode=offline", "hidden_states.path=a", "target.shard=layers"],
             r"target\.shard: got layers with hidden_s",
         ),
-        (
-            ["hidden_states.mode=offline", "hidden_states.path=a", "data.streaming=true"],
-            r"data\.streaming: got true with hidden_s",
-        ),
         (["method=draft_model", "hidden_states.mode=offline", "hidden_states.path=a"], "no such key: only .*eagle3"),
     ],
 )

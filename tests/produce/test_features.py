@@ -5,9 +5,9 @@ import shutil
 from pathlib import Path
 
 import pytest
-from specdistill.features import fill as filling
 
 from specdistill.errors import ResourceError, UserError
+from specdistill.produce import features as filling
 from specdistill.rows.store import FeatureStore
 from tests.processes import run_processes
 from tests.rows.stores import Counting, batch_of, filled, origin, packed

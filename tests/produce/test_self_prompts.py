@@ -1,19 +1,26 @@
 """The source `self`: prompts that the target generates from its own chat template."""
 
-import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from specdistill.data.training_data import training_documents
+from datasets import Dataset
 
 from specdistill.errors import UserError
+from specdistill.produce import blocks
+from specdistill.produce.blocks import Answer, AnswerFile, Block
+from specdistill.produce.cleaning.answer_rules import Counts
+from specdistill.produce.prompts import Task
 from specdistill.produce.self_prompts import MOST, Opening, room_for_prompts, self_prompts
+from specdistill.produce.sources import Source
+from specdistill.recipe.data_sources import SourceEntry
 from specdistill.recipe.sections import DataConfig, RegenerateConfig
+from specdistill.rows.row_set import RowTarget, read_rows
 from specdistill.targets.frozen import FrozenTarget
 from tests.produce.openai_server import Behaviour, running
+from tests.produce.row_sets import opened, row_target, texts_in
 from tests.rows.templates import CHATML, DEEPSEEK, GEMMA, LLAMA3, MISTRAL, UNTAGGED, VICUNA
 from tests.tiny import tiny_target_model, tiny_tokenizer
 
@@ -74,26 +81,33 @@ def test_a_prompt_has_half_a_row_and_some_room() -> None:
 
 
 class Said:
-    """A target that says these texts, by number, at most `at_once` tokens at a time. contexts: that it was given, text by text."""
+    """A backend of a target that says these texts, by number, at most `at_once` tokens at a time. contexts: that it was given."""
 
     def __init__(self, texts: Callable[[int], str], at_once: int = 1000, opens: str = "<|user|>\n") -> None:
         self.texts, self.at_once, self.opens = texts, at_once, opens
         self.contexts: list[str] = []
 
-    def __call__(self, contexts: Sequence[Sequence[int]], most: int, numbers: Sequence[int]) -> list[list[int]]:
-        tokenizer, made = tiny_tokenizer(), []
-        for context, number in zip(contexts, numbers, strict=True):
-            self.contexts.append(tokenizer.decode(context, skip_special_tokens=False))
-            begun = self.contexts[-1].rpartition(self.opens)[2]
+    def answers(self, tasks: Iterator[Task], known: object, wanted: object) -> Generator[tuple[Task, list[Answer]]]:
+        for task in tasks:
+            context, number = task.prompt.ids, int(task.name.split("-")[1])
+            self.contexts.append(tiny_tokenizer().decode(context, skip_special_tokens=False))
+            begun, most = self.contexts[-1].rpartition(self.opens)[2], min(task.max_length - len(context), self.at_once)
             assert self.texts(number).startswith(begun)
-            made.append(tokenizer(self.texts(number)[len(begun) :])["input_ids"][: min(most, self.at_once)])
-        return made
+            yield task, [Answer(context, tiny_tokenizer()(self.texts(number)[len(begun) :])["input_ids"][:most], "length")]
 
 
-def prompts(said: Said, count: int, template: str = UNTAGGED, longest: int = 60) -> list[str]:
-    rows = list(self_prompts([opening(template)], count, longest, said, tiny_tokenizer()))
-    assert all(row["text"] is None and [turn["role"] for turn in row["messages"]] == ["user"] for row in rows)
-    return [row["messages"][0]["content"] for row in rows]
+def prompts(said: Said, count: int, template: str = UNTAGGED, number_of: int = 1, **entry: Any) -> tuple[list[str], Counts]:
+    """Of the last of some blocks, with rows of twice 60 tokens beside the template."""
+    source = Source(Dataset.from_dict({}), SourceEntry(source="self", num_prompts=count, **entry), "data.source")
+    tokenizer = tiny_tokenizer(template)
+    made = DataConfig(max_length=2 * (60 + opening(template).num_tokens))
+    block = Block(number_of - 1, number_of, 100)
+    kept, counts = self_prompts(source, 0, block, made, tokenizer, [0], said, None, {})  # type: ignore[arg-type]
+    for prompt in kept:
+        asked = [{"role": "user", "content": prompt.asked}]
+        assert prompt.ids == tokenizer.apply_chat_template(asked, add_generation_prompt=True)["input_ids"]  # type: ignore[call-overload]
+        assert list(prompt.messages) == asked
+    return [str(prompt.asked) for prompt in kept], counts
 
 
 ASKED = [
@@ -107,13 +121,12 @@ ASKED = [
 ]
 
 
-def test_what_is_no_prompt_is_set_aside_and_counted(capsys: pytest.CaptureFixture[str]) -> None:
-    kept = prompts(Said(lambda number: ASKED[number] if number < len(ASKED) else f"New question {number}<|end|>"), 7)
+def test_what_is_no_prompt_is_filtered_and_counted() -> None:
+    kept, counts = prompts(Said(lambda number: ASKED[number] if number < len(ASKED) else f"New question {number}<|end|>"), 7)
     assert kept[:2] == ["Which bird sings at noon?", "How far can a swallow fly?"]
     assert kept[2:] == [f"New question {number}" for number in range(7, 12)]
-    table = capsys.readouterr().err
-    for rule, count in {"empty": 1, "truncated": 1, "off_template": 1, "looping": 1, "duplicate": 1}.items():
-        assert any(rule in line and f" {count} " in line for line in table.splitlines()), (rule, table)
+    rules = ("empty", "truncated", "off_template", "looping", "near_duplicate")
+    assert counts.filtered == dict.fromkeys(rules, 1) and counts.kept == 7
 
 
 def test_unfinished_prompts_are_continued_and_equal_whole_ones() -> None:
@@ -125,22 +138,24 @@ def test_unfinished_prompts_are_continued_and_equal_whole_ones() -> None:
 
 def test_a_turn_that_ends_in_plain_text_ends_the_prompt() -> None:
     said = Said(lambda number: f" What is {number}? ASSISTANT: {number}, of course. USER: And" + "?" * 80, opens="USER:")
-    assert prompts(said, 2, VICUNA) == ["What is 0?", "What is 1?"]
+    assert prompts(said, 2, VICUNA)[0] == ["What is 0?", "What is 1?"]
 
 
-def test_a_target_with_nothing_more_to_say_gives_fewer(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_target_with_nothing_more_to_say_gives_fewer() -> None:
     said = Said(lambda number: "Always the same question to you?<|end|>")
-    assert prompts(said, 4) == ["Always the same question to you?"]
-    assert len(said.contexts) == MOST * 4 and "self gave 1 of 4 prompts" in caplog.text
+    kept, counts = prompts(said, 4)
+    assert kept == ["Always the same question to you?"]
+    assert len(said.contexts) == MOST * 4 and counts.filtered == {"near_duplicate": MOST * 4 - 1}
 
 
-def test_system_messages_share_the_prompts() -> None:
+def test_system_messages_and_blocks_share_the_prompts() -> None:
     said = Said(lambda number: f"question {number}<|end|>")
-    openings = [opening(system=system) for system in ("Sums.", "Code.", "Song.")]
-    list(self_prompts(openings, 6, 60, said, tiny_tokenizer()))
-    assert [context.count(system) for context, system in zip(said.contexts, ("Sums.", "Code.", "Song.") * 2, strict=True)] == [
-        1
-    ] * 6
+    prompts(said, 12, number_of=2, system=["Sums.", "Code.", "Song."])
+    assert [next(it for it in ("Sums.", "Code.", "Song.") if it in context) for context in said.contexts] == [
+        "Code.",
+        "Song.",
+        "Sums.",
+    ] * 2
 
 
 def talkative(ends: float = 4.0) -> Any:
@@ -164,38 +179,48 @@ def config(folder: Path, source: Any = "self", **settings: Any) -> DataConfig:
     return DataConfig(**{"source": source, **defaults, **settings})
 
 
-def documents(made: DataConfig, model: Any) -> list[list[dict[str, Any]]]:
-    halves = training_documents(made, tiny_tokenizer(UNTAGGED), model, fingerprint="weights")
-    return [half.to_list() for half in halves]
+def documents(made: DataConfig, model: Any) -> list[Dataset]:
+    """Of every block."""
+    opened(made, row_target(model, UNTAGGED))
+    return [Dataset.from_file(str(path)) for path in sorted(Path(str(made.cache_dir)).glob("rows/*.blocks/*.arrow"))]
 
 
-def asked(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """The prompts of documents."""
+def asked(parts: Sequence[Dataset]) -> list[str]:
+    """The prompts of documents, decoded."""
     found = []
-    for row in rows:
+    for row in (row for part in parts for row in part):
         head = [token for token, has_loss in zip(row["input_ids"], row["loss_mask"], strict=True) if not has_loss]
         found.append(tiny_tokenizer().decode(head, skip_special_tokens=False))
     return found
 
 
-def test_the_target_asks_and_answers_once_for_equal_inputs(tmp_path: Path) -> None:
-    model, calls = talkative(), []
-    model.register_forward_hook(lambda *_: calls.append(1))
-    source = [{"source": "self", "num_prompts": 12}]
-    train, validation = documents(config(tmp_path, source), model)
-    prompts = [set(asked(half)) for half in (train, validation)]
-    assert all(prompts) and not prompts[0] & prompts[1]
-    assert all(prompt.startswith("<|user|>\n") and prompt.endswith("<|end|><|assistant|>\n") for prompt in prompts[0])
-    assert len(prompts[0] | prompts[1]) <= 12
+def test_the_target_asks_and_answers_once_for_equal_inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where it was killed after a few batches; rows of the same prompt are on one side."""
+    model, source = talkative(), [{"source": "self", "num_prompts": 12}]
+    made = config(tmp_path / "a", source)
+    whole = documents(made, model)
+    halves = [
+        {text.partition("<|assistant|>")[0] for text in texts_in(half)} for half in opened(made, row_target(model, UNTAGGED))
+    ]
+    assert all(halves) and not halves[0] & halves[1]
+    assert all(prompt.startswith("<|user|>\n") and prompt.endswith("<|end|><|assistant|>\n") for prompt in asked(whole))
+    assert 0 < len(set(asked(whole))) <= 12
 
-    calls.clear()
-    assert documents(config(tmp_path, source), model) == [train, validation] and not calls
-    for folder in ("generator", "prepared"):  # what a kill leaves are the batches that were done
-        shutil.rmtree(tmp_path / folder)
-    assert documents(config(tmp_path, source), model) == [train, validation] and not calls
-    assert documents(config(tmp_path, source, seed=1), model) != [train, validation] and calls
+    add, left = AnswerFile.add, [3]
+
+    def dying(self: AnswerFile, answers: Any) -> None:
+        left[0] -= 1
+        if left[0] == 0:
+            raise KeyboardInterrupt
+        add(self, answers)
+
+    monkeypatch.setattr(AnswerFile, "add", dying)
+    with pytest.raises(KeyboardInterrupt):
+        documents(config(tmp_path / "b", source), model)
+    again = documents(config(tmp_path / "b", source), model)
+    assert [part.to_list() for part in again] == [part.to_list() for part in whole]
     hotter = [{"source": "self", "num_prompts": 12, "temperature": 1.5}]
-    assert documents(config(tmp_path, hotter), model) != [train, validation]
+    assert asked(documents(config(tmp_path / "c", hotter), model)) != asked(whole)
 
 
 def test_beside_rows_of_others_and_without_their_system_messages(tmp_path: Path) -> None:
@@ -204,19 +229,31 @@ def test_beside_rows_of_others_and_without_their_system_messages(tmp_path: Path)
         {"source": "self", "num_prompts": 6, "system": ["Sums."], "weight": 0.5},
         {"source": str(tmp_path / "rows.jsonl"), "weight": 3},
     ]
-    train, validation = documents(config(tmp_path, source), talkative())
-    assert {row["source"] for row in [*train, *validation]} == {0, 1}
-    assert not any("Sums." in prompt for prompt in asked([*train, *validation]))
+    made = documents(config(tmp_path, source), talkative())
+    assert {row["source"] for part in made for row in part} == {0, 1}
+    assert not any("Sums." in prompt for prompt in asked(made))
 
 
-def test_what_servers_generate_and_nothing_else(tmp_path: Path) -> None:
-    with running(Behaviour(text=lambda digest: f"say {digest}")) as server:
-        regenerate = RegenerateConfig(num_tokens=400, batch_size=2, temperatures=[0.8], server=[server.address])
-        made = config(tmp_path, regenerate=regenerate)
-        train, validation = documents(made, tiny_target_model(num_layers=1))
-    assert all("say " in prompt for prompt in asked([*train, *validation]))
-    assert len(set(asked([*train, *validation]))) == 400 // 64 + 1
-    assert documents(made, tiny_target_model(num_layers=1)) == [train, validation]  # though the server is gone
+def test_what_servers_generate_and_near_duplicates_of_other_blocks_are_filtered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(blocks, "FEWEST_TOKENS", 100)
+
+    def say(digest: str) -> str:
+        return f"say {digest}" if digest > "4" else "say it again and again, as you did before"
+
+    with running(Behaviour(text=say)) as server:
+        regenerate = RegenerateConfig(num_tokens=800, batch_size=2, temperatures=[0.8], server=[server.address])
+        made = config(tmp_path, [{"source": "self", "num_prompts": 40}], regenerate=regenerate)
+        parts = documents(made, None)
+    own = [set(asked([part])) for part in parts]
+    (alike,) = {prompt for prompt in own[0] | own[1] | own[2] if "again" in prompt}
+    assert len(parts) == 8 and sum(alike in prompts for prompts in own) > 1
+    rows = opened(made, row_target(None, UNTAGGED))  # though the server is gone
+    kept = [text for half in rows for text in texts_in(half) if text.startswith("<|user|>\nsay it again")]
+    manifest = read_rows(next(path.parent for path in tmp_path.glob("rows/*/manifest.json")))[2]
+    total = sum(prompt == alike for prompt in asked(parts))
+    assert 0 < len(kept) < total and manifest.filtered["near_duplicate"] >= total - len(kept)
 
 
 @pytest.mark.parametrize(
@@ -227,12 +264,11 @@ def test_what_servers_generate_and_nothing_else(tmp_path: Path) -> None:
             {"regenerate": None},
             r"data\.source: got self with data\.regenerate\.num_tokens=0, expected data\.regenerate\.num_tokens",
         ),
-        ("self", {"regenerate": None, "streaming": True}, r"data\.source: got self with data\.streaming=true"),
         ("self", {"max_length": 40}, r"data\.max_length: got 40, expected "),
         (
             "self",
             {},
-            r"data\.source: got self, which gave 0 prompts that are kept, expected a target that generates a user's turn",
+            r"data\.source: got self, which gave no prompt that is kept, expected a target that generates a user's turn",
         ),
         ("self", {"columns": {"text": "body"}}, r"data\.columns: got {'text': 'body'} with the source self alone"),
         (
@@ -248,13 +284,13 @@ def test_what_servers_generate_and_nothing_else(tmp_path: Path) -> None:
 def test_settings_that_cannot_be_used(tmp_path: Path, source: Any, settings: dict[str, Any], message: str) -> None:
     made = config(tmp_path, source, **settings)
     with pytest.raises(UserError, match=f"^{message}"):
-        training_documents(made, tiny_tokenizer(UNTAGGED), talkative(ends=-100.0), fingerprint="weights")
+        opened(made, row_target(talkative(ends=-100.0), UNTAGGED))
 
 
 @pytest.mark.long
 def test_pico_asks_for_python(tmp_path: Path) -> None:
     target = FrozenTarget.load("pico")
     settings = config(tmp_path, [{"source": "self", "num_prompts": 6}], max_length=96)
-    train, _ = training_documents(settings, target.tokenizer, target.model, fingerprint=target.identity.weights)
+    train, _ = opened(settings, RowTarget.of(target))
     prompts = {str(target.tokenizer.decode(row["input_ids"])) for row in train}
     assert sum("Write `" in prompt for prompt in prompts) > len(prompts) / 2

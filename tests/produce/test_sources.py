@@ -9,16 +9,22 @@ from typing import Any
 
 import pytest
 from datasets import Dataset
-from specdistill.data import sources
 
 from specdistill.cli import main
 from specdistill.errors import ExitCode, ResourceError, UserError
 from specdistill.pico import chats, standard_library
-from specdistill.produce.sources import load_rows, load_sources, normalise, source_names
+from specdistill.produce import sources
+from specdistill.produce.sources import Source, load_rows, normalise
+from specdistill.recipe.data_sources import source_names
+from specdistill.recipe.sections import DataConfig
 from tests.rows.templates import CHATML, GEMMA
 from tests.tiny import input_keys, tiny_target_model, tiny_tokenizer
 
 Turns = list[tuple[str, str]]
+
+
+def loaded(source: Any, cache_dir: Path | str | None = None, **settings: Any) -> list[Source]:
+    return sources.load_sources(DataConfig(source=source, cache_dir=cache_dir and str(cache_dir), **settings))
 
 
 def turns_of(row: Mapping[str, Any]) -> Turns | str:
@@ -105,8 +111,8 @@ def test_pico_is_modules_and_chats_of_one_split(tmp_path: Path) -> None:
 
 def test_a_list_of_sources_with_weights(tmp_path: Path) -> None:
     first, second = (written(tmp_path / f"{name}.jsonl", [{"text": name}]) for name in "ab")
-    sources = load_sources([{"source": first, "weight": 2}, {"source": second}], "train", str(tmp_path))
-    assert [(source.rows["text"][0], source.weight, source.key) for source in sources] == [
+    found = loaded([{"source": first, "weight": 2}, {"source": second}], tmp_path)
+    assert [(source.rows["text"][0], source.weight, source.key) for source in found] == [
         ("a", 2.0, "data.source[0].source"),
         ("b", 1.0, "data.source[1].source"),
     ]
@@ -121,7 +127,7 @@ def test_an_entry_takes_the_rows_that_it_asks_for(tmp_path: Path, caplog: pytest
     entry = {"source": written(tmp_path / "rows.jsonl", rows)}
 
     def taken(**conditions: Any) -> list[str]:
-        (source,) = load_sources([{**entry, **conditions}], "train", str(tmp_path))
+        (source,) = loaded([{**entry, **conditions}], tmp_path)
         return [f"{messages[0]['content']} {len(messages) // 2}" for messages in source.rows["messages"]]
 
     everything = ["en 1 1", "de 1 2", "fr 1 2", "de 2 2", "de 1 3", "en 1 2"]
@@ -129,7 +135,7 @@ def test_an_entry_takes_the_rows_that_it_asks_for(tmp_path: Path, caplog: pytest
     assert taken(where={"language": ["en", "de"], "score": 1}) == ["en 1 1", "de 1 2", "de 1 3", "en 1 2"]
     assert taken(min_turns=2) == everything[1:]
     assert taken(where={"language": "de"}, min_turns=3) == ["de 1 3"]
-    said = "5 of 6 rows of .* hold no text, or are not asked for by data.source.0..where and min_turns, and are left out"
+    said = "5 of 6 rows of .* hold no text, or are not asked for by data.source.0..where and min_turns, and are filtered"
     assert re.search(said, caplog.text)
     assert taken() == everything  # each choice is kept on its own
     for conditions, message in (
@@ -162,7 +168,7 @@ def test_an_entry_takes_the_rows_that_it_asks_for(tmp_path: Path, caplog: pytest
 @pytest.mark.usefixtures("in_empty_folder")
 def test_sources_that_are_named_wrongly(source: Any, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        load_sources(source, "train")
+        loaded(source)
 
 
 @pytest.mark.parametrize(
@@ -255,9 +261,8 @@ def test_columns_say_what_a_source_calls_ours(tmp_path: Path) -> None:
     rows = load_rows(path, "train", columns={"messages": "talk"}, where={"kind": "b"}, cache_dir=cache)
     assert rows.to_list() == [{"text": None, "messages": turns}]
     assert load_rows(path, "train", cache_dir=cache)["text"] == ["no", "no"]
-    (first, second) = load_sources(
-        [{"source": path, "columns": {"text": "kind"}}, {"source": path}], "train", cache, columns={"messages": "talk"}
-    )
+    both = [{"source": path, "columns": {"text": "kind"}}, {"source": path}]
+    (first, second) = loaded(both, cache, columns={"messages": "talk"})
     assert first.rows["text"] == ["a", "b"] and second.rows["messages"] == [turns, turns]
     for columns, message in (
         (
@@ -270,7 +275,7 @@ def test_columns_say_what_a_source_calls_ours(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=message):
             load_rows(path, "train", columns=columns, cache_dir=cache)
     with pytest.raises(UserError, match=r"data.source\[0\].columns: got b, which is no column"):
-        load_sources([{"source": path, "columns": {"text": "b"}}], "train", cache)
+        loaded([{"source": path, "columns": {"text": "b"}}], cache)
 
 
 CHAT = '{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}\n'
@@ -328,13 +333,13 @@ def test_a_data_set_of_the_hub_is_read_at_its_revision_and_a_file_has_none(
     asked = []
     rows = Dataset.from_list([{"text": "a"}])
     monkeypatch.setattr(sources, "load_dataset", lambda name, *_, **options: asked.append((name, options["revision"])) or rows)
-    load_sources([{"source": "org/name", "revision": "v1.2"}, {"source": "org/name"}], "train", cache_dir=str(tmp_path))
+    loaded([{"source": "org/name", "revision": "v1.2"}, {"source": "org/name"}], tmp_path)
     assert asked == [("org/name", "v1.2"), ("org/name", None)]
     path = written(tmp_path / "rows.jsonl", [{"text": "a"}])
     with pytest.raises(
         UserError, match=r"^data\.source\[0\]\.revision: got v1\.2, expected null: .* files and folders have no revisions$"
     ):
-        load_sources([{"source": str(path), "revision": "v1.2"}], "train")
+        loaded([{"source": str(path), "revision": "v1.2"}])
 
 
 def test_a_folder_without_data_is_the_user_s_mistake(tmp_path: Path) -> None:

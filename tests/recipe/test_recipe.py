@@ -12,8 +12,8 @@ import yaml
 from specdistill.command import print_help
 from specdistill.errors import UserError
 from specdistill.methods.recipe import Recipe
-from specdistill.produce.sources import licensed_sources
 from specdistill.project import GATES, RECIPES
+from specdistill.recipe.data_sources import licensed_sources
 from specdistill.recipe.fields import describe, leaves
 from specdistill.recipe.load import REQUIRED, find_recipe, load_recipe, merged, save_recipe
 from specdistill.recipe.sections import TargetRecipe, TreeConfig
@@ -107,7 +107,7 @@ def test_its_header_s_commands_are_of_this_recipe_and_its_gate_is_the_one_named(
     recipe: Any = load_recipe(Recipe, launch_line(name))
     assert f"Gate: eval/gates/{recipe.gate}.yaml" in header(name) and (GATES / f"{recipe.gate}.yaml").is_file()
     told = {tuple(words[:2]) if words[0] != "specdistill" else " ".join(words[1:3]) for words in commands(name)}
-    assert {"data generate", f"eval recipe={recipe.train['output_dir']}/run/recipe.yaml"} <= told
+    assert {"data make", f"eval recipe={recipe.train['output_dir']}/run/recipe.yaml"} <= told
     for words in commands(name):
         if words[0] == "specdistill":
             keys = [word for word in words if re.match(r"[a-z_.]+=", word)]

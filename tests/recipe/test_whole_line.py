@@ -22,8 +22,9 @@ from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from specdistill.engines import ENGINES, engines_with
-from specdistill.produce.sources import CONVERSATIONS, EXCHANGES, PROMPTS, SELF
+from specdistill.produce.sources import CONVERSATIONS, EXCHANGES, PROMPTS
 from specdistill.project import PICO, RECIPES
+from specdistill.recipe.data_sources import SELF
 from specdistill.recipe.load import REQUIRED, merged
 from tests.families import Config, Family, family_of, write_model
 from tests.launches import environment

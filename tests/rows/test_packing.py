@@ -3,6 +3,7 @@
 import random
 from collections import Counter
 
+import numpy as np
 import pytest
 import torch
 from datasets import Dataset
@@ -30,7 +31,10 @@ def test_every_token_comes_out_once_in_its_document_at_its_position(packing: boo
     lengths = [generator.randint(MIN_TOKENS, 70) for _ in range(200)]
     documents = documents_of(lengths)
     made = Packed(documents, 32, packing, PAD, seed=1)
-    rows = [dict(zip(COLUMNS, row, strict=True)) for row in zip(*made[range(len(made))].values(), strict=True)]
+    rows = [
+        dict(zip(COLUMNS, map(np.ndarray.tolist, row), strict=True))
+        for row in zip(*made[range(len(made))].values(), strict=True)
+    ]
     batch = collate(rows)
     assert all(batch[column].shape == (len(rows), 32) and batch[column].dtype == torch.int64 for column in COLUMNS)
     real = batch["document_ids"] >= 0

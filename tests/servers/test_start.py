@@ -18,6 +18,7 @@ from specdistill.servers.guard import surroundings
 from specdistill.servers.start import started
 from tests.refusals import refused
 
+pytestmark = pytest.mark.timeout(120)  # for whoever is not ended
 PROGRAM = Path(__file__).with_name("engine_program.py")
 SIDE = """
 import sys, time

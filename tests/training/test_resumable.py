@@ -142,9 +142,9 @@ def test_the_best_is_saved_wherever_it_is_met(keys: list[str], tmp_path: Path) -
         "train.greater_is_better=true",
     ]
     assert train(*keys, *rare, f"train.output_dir={tmp_path / 'run'}") == 0
-    log = json.loads((tmp_path / "run" / "run" / "history.json").read_text())["log"]
-    losses = {entry["step"]: entry["eval_loss"] for entry in log if "eval_loss" in entry}
-    assert (best := max(losses, key=lambda step: losses[step])) == 2
+    history = json.loads((tmp_path / "run" / "run" / "history.json").read_text())
+    losses = {entry["step"]: entry["eval_loss"] for entry in history["log"] if "eval_loss" in entry}
+    assert history["best_step"] == (best := max(losses, key=lambda step: losses[step])) == 2
     assert weights(tmp_path / "run") == weights(tmp_path / "run" / f"checkpoint-{best}")
 
 

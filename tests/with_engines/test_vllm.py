@@ -35,7 +35,7 @@ from tests.tiny import tiny_tokenizer
 from tests.with_engines.conftest import NUM_TOKENS, K
 from tests.with_engines.environments import environment
 
-pytestmark = [pytest.mark.long, pytest.mark.engines]
+pytestmark = [pytest.mark.long, pytest.mark.engines]  # vLLM in its own environment
 
 MAX_LENGTH = 512
 # Name -> method, draft, and the engine it is exported for: None is the folder as training left it.

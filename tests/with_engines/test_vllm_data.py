@@ -1,11 +1,8 @@
 """`specdistill data make` from a real vLLM: greedy answers are what transformers generates from the same contexts."""
 
 import json
-import os
 import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,10 +15,11 @@ from specdistill.produce.blocks import Answer
 from specdistill.produce.completion_server import CompletionServer
 from specdistill.produce.prompts import Prompt, Task
 from specdistill.produce.server_backend import ServerTokenizer, ask
-from specdistill.project import PICO, ROOT
+from specdistill.project import PICO
+from tests.scripts import specdistill
 from tests.with_engines.environments import serving
 
-pytestmark = [pytest.mark.long, pytest.mark.engines]
+pytestmark = [pytest.mark.long, pytest.mark.engines]  # vLLM in its own environment
 
 MODEL = str(PICO)
 
@@ -46,9 +44,7 @@ def test_vllm_generates_what_transformers_does(address: str, tmp_path: Path) -> 
     keys = ["recipe=pico/eagle3", f"data.source={tmp_path / 'rows.jsonl'}", f"data.cache_dir={tmp_path / 'cache'}"]
     keys += ["data.regenerate.num_tokens=100", "data.regenerate.temperatures=[0.0]", "data.regenerate.batch_size=1"]
     keys += ["data.regenerate.filter=[]", "data.max_length=128", "data.validation_fraction=0.3"]
-    command = [sys.executable, "-m", "specdistill", "data", "make", *keys, f"data.regenerate.server=[{address}]"]
-    surroundings = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=surroundings, cwd=tmp_path)
+    done = specdistill("data", "make", *keys, f"data.regenerate.server=[{address}]")
     assert done.returncode == 0, done.stderr[-3000:]
     paths = tmp_path.glob("cache/rows/*.blocks/*.arrow")
     documents = [row for path in paths for row in Dataset.from_file(str(path))]

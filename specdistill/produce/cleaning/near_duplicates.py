@@ -14,21 +14,20 @@ HASHES = 128
 MISSED, ALIKE = 0.9, 0.1  # what a pair that is missed weighs, and one that is compared for nothing
 MOST = 0.95  # above, there would be a single band
 
-Row = Mapping[str, Any]
 Place = tuple[int, int]  # a source, and a row of it
 
 
 class NearDuplicates:
     """row_at: gives back a row that was shown before; of each of them only bands of hashes are kept."""
 
-    def __init__(self, threshold: float, row_at: Callable[[Place], Row]) -> None:
+    def __init__(self, threshold: float, row_at: Callable[[Place], Mapping[str, Any]]) -> None:
         from datasketch import MinHashLSH  # slow to import
 
         self.threshold = threshold
         self.row_at = row_at
         self.bands = MinHashLSH(min(threshold, MOST), HASHES, weights=(ALIKE, MISSED))
 
-    def original(self, row: Row, place: Place) -> tuple[float, Place] | None:
+    def original(self, row: Mapping[str, Any], place: Place) -> tuple[float, Place] | None:
         """The most similar row that was shown before, with its similarity, if that reaches the threshold; one like no other is kept."""
         from datasketch import MinHash
 
@@ -45,7 +44,7 @@ class NearDuplicates:
         return None
 
 
-def shingles(row: Row) -> set[Words]:
+def shingles(row: Mapping[str, Any]) -> set[Words]:
     """The word n-grams of a row in one of the common forms of `sources`, of a conversation those of all that is said."""
     said = words(row["text"] if row["text"] is not None else "\n".join(turn["content"] for turn in row["messages"]))
     return set(ngrams(said, min(NGRAM, max(1, len(said)))))
