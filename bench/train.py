@@ -32,7 +32,7 @@ from specdistill.data.batch_generate import fast_dtype
 from specdistill.data.training_data import training_data
 from specdistill.engines.limits import engine_aux_layers
 from specdistill.errors import ExitCode, ResourceError, UserError
-from specdistill.export.export import export
+from specdistill.export import export
 from specdistill.measurement.hardware import hardware, software
 from specdistill.methods.eagle3.checkpoint import save_eagle3
 from specdistill.methods.eagle3.module import build_eagle3

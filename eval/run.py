@@ -21,7 +21,7 @@ from specdistill.decoding.batch_decoder import BatchDecoder
 from specdistill.decoding.proposer import Proposer
 from specdistill.decoding.tree import tree_shape
 from specdistill.errors import ExitCode, UserError
-from specdistill.export.export import export
+from specdistill.export import export
 from specdistill.gate.decide import FIRST_RELEASE, Evidence, is_decided, judge, read_baseline
 from specdistill.gate.rules import load_gate
 from specdistill.measurement.configurations import Plan, Settings, plan_configurations
@@ -35,6 +35,16 @@ from specdistill.measurement.measured import (
     measurement_identity,
 )
 from specdistill.measurement.quality import add_quality
+from specdistill.measurement.server_report import engine_report
+from specdistill.measurement.servers import (
+    Start,
+    Task,
+    check_draft,
+    check_startable,
+    connect_pair,
+    measure_running,
+    measure_started,
+)
 from specdistill.methods import METHODS
 from specdistill.methods.load import describe_draft, load_proposer, locate
 from specdistill.methods.recipe import Recipe
@@ -42,9 +52,6 @@ from specdistill.methods.target_record import check_target
 from specdistill.recipe.sections import EvalConfig
 from specdistill.report.files import digest, previous_report, write_report
 from specdistill.report.text import print_power_analysis, print_report
-from specdistill.servers.measure import Start, Task, check_startable, measure_running, measure_started
-from specdistill.servers.peers import check_draft, connect_pair
-from specdistill.servers.run import engine_report
 from specdistill.statistics.records import PromptRecord
 from specdistill.statistics.sample_size import PriorRun, power_analysis
 from specdistill.suites.suite import Suite, cut_prompts, load_suite, tokenize
@@ -140,7 +147,7 @@ def measure_here(
 
 def load_pair(recipe: Recipe) -> tuple[FrozenTarget, Proposer, str | None]:
     """The target, what drafts for it, and the folder or Hub id of the draft; None for a method without weights."""
-    trained, own = METHODS[recipe.method].artifact is not None, Path(recipe.train["output_dir"]) / "draft"
+    trained, own = METHODS[recipe.method].is_trained, Path(recipe.train["output_dir"]) / "draft"
     if trained and recipe.eval.draft is None and not own.is_dir():
         expected = "the run's draft, which training writes at its end, or another one"
         raise UserError("eval.draft", got=f"null, and {own} is no folder", expected=expected)

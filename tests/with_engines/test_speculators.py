@@ -11,7 +11,7 @@ from torch import Tensor
 
 from bench.engines import run
 from specdistill.data.packing import indexed
-from specdistill.export.export import export
+from specdistill.export import export
 from specdistill.losses.divergence import forward_kl
 from specdistill.methods.eagle3.checkpoint import load_eagle3
 from specdistill.methods.heads.unroll import TrainingTimeTest

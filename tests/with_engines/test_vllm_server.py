@@ -12,11 +12,11 @@ from typing import Any
 import psutil
 import pytest
 
+from bench.counting import generate_here
 from bench.engines import QUIET_VLLM, run
 from specdistill.engines import ENGINES
 from specdistill.errors import ExitCode
-from specdistill.export.export import export
-from specdistill.measurement.engine_counts import generate_here
+from specdistill.export import export
 from specdistill.methods.load import load_proposer
 from specdistill.project import ROOT
 from specdistill.report.files import read_report
