@@ -22,6 +22,14 @@ from specdistill.recipe.fields import Section, default_of, kind_of, leaves, read
 S = TypeVar("S", bound=Section)
 
 REQUIRED = "???"  # OmegaConf's mark of a value that the command line must give
+# Keys that are gone, and what replaces them. Recorded recipes of 0.1 hold all of them: one that was off there is passed over.
+REMOVED = {
+    "bundle": "output=FOLDER fills a cache with draft and target",
+    "from_bundle": "HF_HUB_CACHE=FOLDER reads what output=FOLDER wrote",
+    "offline": "HF_HUB_OFFLINE=1 asks the Hub for nothing",
+    "warm": "output=FOLDER fetches the target's files too",
+    "spot_check": "no prompt is decoded again: hashes and the report's digest are compared",
+}
 
 
 def load_recipe(schema: type[S], arguments: Sequence[str]) -> S:
@@ -117,13 +125,16 @@ def _check_no_secret(node: Any, *place: Any) -> None:
 
 
 def _without_required(node: Any, required: Collection[str], prefix: str = "") -> Any:
-    """A tree without what is still to be given, which pydantic says is missing; a key with a default keeps its mark until it is read."""
+    """A tree without what is still to be given, which pydantic says is missing, and without what is REMOVED and off.
+
+    A key with a default keeps its mark until it is read.
+    """
     if not isinstance(node, Mapping):
         return node
     return {
         str(name): _without_required(value, required, f"{prefix}{name}.")
         for name, value in node.items()
-        if value != REQUIRED or f"{prefix}{name}" not in required
+        if (value != REQUIRED or f"{prefix}{name}" not in required) and (value or f"{prefix}{name}" not in REMOVED)
     }
 
 
@@ -157,6 +168,8 @@ def _user_error(schema: type[Section], chosen: type[Section], detail: ErrorDetai
 def _unknown(schema: type[Section], chosen: type[Section], place: list[Any], value: Any, prefix: str) -> UserError:
     """A key of another variant is refused by naming who reads it, any other one by the nearest key."""
     key, name = prefix + _spelled(place), str(place[-1])
+    if key in REMOVED:
+        return UserError(key, got=shown(value), expected=f"no such key: {REMOVED[key]}")
     plain = ".".join(part for part in place if isinstance(part, str))
     variants = schema.variants()
     readers = [
