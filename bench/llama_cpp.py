@@ -71,7 +71,7 @@ class AsLlamaCpp(Decoder):
     """Our decoder with the rounds of `llama-speculative-simple`: it drafts at once after the prompt, whose last token stands where the
     target's first one does here, and towards the limit no further than to the last token but one; past that, as far as ever.
 
-    Its target ignores stop tokens (`engine_counts.ignore_stop_tokens`): a round is counted whole.
+    Its target ignores stop tokens (`ignore_stop_tokens` of bench/counting.py): a round is counted whole.
     """
 
     def count(self, prompt: tuple[int, ...], limit: int, k: int, stop_ids: Collection[int] = ()) -> Counts:

@@ -22,14 +22,14 @@ from typing import Any
 import numpy as np
 import torch
 
+from bench.counting import generate_here, ignore_stop_tokens, total
 from bench.drafts import reports, specdistill
 from bench.engines import QUIET_VLLM, environment
 from bench.llama_cpp import KINDS, WITHOUT_DRAFT, AsLlamaCpp, Completion, complete, convert
 from bench.smollm2 import FOLDER, GGUF, PAGE
 from specdistill.command import run
 from specdistill.errors import UserError
-from specdistill.export.export import export
-from specdistill.measurement.engine_counts import generate_here, ignore_stop_tokens, total
+from specdistill.export import export
 from specdistill.measurement.hardware import hardware
 from specdistill.methods.load import load_proposer, method_of
 from specdistill.recipe.fields import Section, option

@@ -26,7 +26,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from bench.engines import environment
 from specdistill.command import run
 from specdistill.errors import ExitCode, ResourceError, UserError
-from specdistill.export.export import export
+from specdistill.export import export
 from specdistill.measurement.hardware import hardware, software
 from specdistill.methods.eagle3.checkpoint import save_eagle3
 from specdistill.methods.eagle3.module import build_eagle3

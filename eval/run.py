@@ -16,20 +16,27 @@ import torch
 
 from specdistill.command import check_writable, run
 from specdistill.errors import ExitCode, UserError
-from specdistill.export.export import export
+from specdistill.export import export
 from specdistill.gate.decide import FIRST_RELEASE, Evidence, is_decided, judge, read_baseline
 from specdistill.gate.rules import load_gate
 from specdistill.measurement.hardware import hardware
 from specdistill.measurement.here import measure_here
 from specdistill.measurement.quality import add_quality
+from specdistill.measurement.server_report import engine_report
+from specdistill.measurement.servers import (
+    Start,
+    Task,
+    check_draft,
+    check_startable,
+    connect_pair,
+    measure_running,
+    measure_started,
+)
 from specdistill.methods.load import describe_draft, locate
 from specdistill.methods.recipe import Recipe
 from specdistill.methods.target_record import check_target
 from specdistill.report.files import digest, previous_report, write_report
 from specdistill.report.text import print_power_analysis, print_report
-from specdistill.servers.measure import Start, Task, check_startable, measure_running, measure_started
-from specdistill.servers.peers import check_draft, connect_pair
-from specdistill.servers.run import engine_report
 from specdistill.statistics.records import PromptRecord
 from specdistill.statistics.sample_size import PriorRun, power_analysis
 from specdistill.suites.suite import Suite, load_suite

@@ -11,18 +11,14 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from pathlib import Path
-from typing import Annotated
-
-from pydantic import model_validator
 
 import specdistill
 from specdistill.command import HELP, TARGET, keys_of, print_help
 from specdistill.credentials import check_arguments
 from specdistill.doctor.command import DOCTOR, DoctorOptions, doctor
-from specdistill.engines import engines_with
 from specdistill.errors import ExitCode, ResourceError, UserError, explain, nearest
+from specdistill.hub.options import AcquireOptions, ExportOptions, PublishOptions
 from specdistill.launch import LaunchOptions, launch_options, run_script
 from specdistill.methods import METHODS
 from specdistill.methods.recipe import DEFAULT_METHOD, Recipe
@@ -30,121 +26,12 @@ from specdistill.next_step import next_step
 from specdistill.planning.command import PlanOptions, plan
 from specdistill.produce import command as data_command
 from specdistill.project import PICO, ROOT
-from specdistill.recipe.fields import ReadWhen, Section, leaves, like, one_of, option, section
+from specdistill.recipe.fields import Section, leaves
 from specdistill.recipe.load import load_recipe, merged
-from specdistill.recipe.sections import PublishConfig, TargetConfig, TargetRecipe
+from specdistill.recipe.sections import TargetRecipe
 
 PATHS = {"pico": PICO}
 DEMO_RECIPE, DEMO_FOLDER = "pico/eagle3", "runs/demo"
-
-
-class ExportedTarget(Section):
-    model: str | None = option(None, "the draft's target, pico, a folder or a Hub id; for method mtp and some layouts of heads")
-    revision: str | None = like(TargetConfig, "revision")
-    adapter: str | None = like(TargetConfig, "adapter")
-
-
-class ExportOptions(Section):
-    engine: Annotated[str, one_of(lambda: engines_with("layouts"))] = option(..., "what shall load it")
-    draft: str | None = option(None, "folder or Hub id of a trained draft, in any layout that is read")
-    output_dir: str = option(..., "new folder for the checkpoint and SERVE.md, the command that serves it")
-    target: ExportedTarget = section(ExportedTarget)
-    report: str | None = option(None, "report.json of the draft, or its folder; null: <run>/report of <run>/draft")
-    dtype: str | None = option(None, "weights of a draft model in a GGUF file: f32, f16 or q8_0; null: f16")
-    num_speculative_tokens: int | None = option(None, "tokens drafted a round, for SERVE.md; null: the report's, or 3", ge=1)
-    dry_run: bool = option(False, "write the untrained draft of recipe=…, with its key=value, to try its layout in an engine")
-
-
-class AcquiredTarget(Section):
-    model: str | None = option(None, "the draft's target: pico, a folder, a GGUF file or a Hub id")
-    revision: str | None = like(TargetConfig, "revision")
-    adapter: str | None = like(TargetConfig, "adapter")
-
-
-class AcquireOptions(Section):
-    method: Annotated[str, one_of(lambda: list(METHODS))] | None = option(None, "what drafts; a row of docs/methods.md")
-    target: AcquiredTarget = section(AcquiredTarget)
-    draft: str | None = option(
-        None, "org/name or org/name@revision on the Hub, or a folder; null: show what there is, or a layer of the target's own"
-    )
-    revision: str | None = option(
-        None, "branch, tag or commit of the draft", read_when=ReadWhen("with draft=…", lambda it: it.draft is not None)
-    )
-    heterogeneous_vocab: bool = option(
-        False,
-        "a draft model may have another tokenizer than its target",
-        read_when=ReadWhen("by method draft_model", lambda it: it.method == "draft_model"),
-    )
-    verify: bool = option(False, "compare the files in the cache with the Hub's checksums, and fetch again what is damaged")
-    offline: bool = option(False, "ask the Hub for nothing; what is missing in the cache is listed")
-    warm: bool = option(False, "fetch the target's files too, for later jobs that are offline")
-    bundle: str | None = option(None, "new archive for draft and target, for a machine without the Hub")
-    from_bundle: str | None = option(None, "archive that bundle= wrote, to be restored; the other keys are in it")
-    output_dir: str | None = option(
-        None,
-        "new folder for what a bundle holds; null: the Hub's cache",
-        read_when=ReadWhen("with from_bundle=…", lambda it: it.from_bundle is not None),
-    )
-    dry_run: bool = option(False, "say what would be fetched, and fetch configs and headers alone")
-
-    @model_validator(mode="after")
-    def _a_bundle_says_the_rest(self) -> "AcquireOptions":
-        given = sorted(self.model_fields_set - {"from_bundle", "output_dir"})
-        if self.from_bundle is not None and given:
-            raise UserError(given[0], got="a value", expected="no such key with from_bundle=…, which says it")
-        if self.from_bundle is None and (self.method is None or self.target.model is None):
-            key = "method" if self.method is None else "target.model"
-            raise UserError(key, got="nothing", expected="a value, or from_bundle=…")
-        if self.target.adapter is not None and self.draft is None:
-            raise UserError("target.adapter", got=self.target.adapter, expected="no such key without draft=…")
-        if self.bundle is not None and (self.dry_run or self.target.adapter):
-            key = "dry_run" if self.dry_run else "target.adapter"
-            raise UserError(key, got="a value", expected="no such key with bundle=…, which holds whole files")
-        return self
-
-
-NEW_RELEASE = ReadWhen("without restore=…", lambda it: it.restore is None)
-
-
-class PublishOptions(PublishConfig):
-    """The keys of a recipe's section `publish`, which say what is not said here, and what is asked of one release."""
-
-    run: str | None = option(None, "folder of a finished run: draft/, run/ and report/", read_when=NEW_RELEASE)
-    tag: str | None = option(None, "of the release; null: v1, v2, … whichever comes next", read_when=NEW_RELEASE)
-    baseline: str | None = option(
-        None,
-        "none: a first release; or a report of the last one that was measured again; null: the last release as published",
-        read_when=NEW_RELEASE,
-    )
-    suite: str | None = option(None, "what was measured, where the run's recipe names no suite", read_when=NEW_RELEASE)
-    num_speculative_tokens: int | None = option(
-        None, "K that was measured, chosen once the draft was trained; null: the recipe's", ge=1, read_when=NEW_RELEASE
-    )
-    spot_check: int = option(8, "prompts decoded again with the draft; 0 is refused as evidence", ge=0, read_when=NEW_RELEASE)
-    force: str | None = option(
-        None,
-        "reason why a draft is published although it is refused; it stands on the card",
-        min_length=1,
-        read_when=NEW_RELEASE,
-    )
-    restore: str | None = option(None, "tag of an earlier release that the main branch shall hold again")
-    dry_run: bool = option(False, "write the folder, say how it differs from what is on the Hub, and publish nothing")
-    output_dir: str | None = option(
-        None, "new folder for what is published; null: <run>/release, which is written anew", read_when=NEW_RELEASE
-    )
-
-    @model_validator(mode="after")
-    def _a_run_or_a_release(self) -> "PublishOptions":
-        if self.run is None and self.restore is None:
-            raise UserError("run", got="nothing", expected="the folder of a finished run, or restore=TAG")
-        given = self.model_fields_set & PublishConfig.model_fields.keys() - {"repo"}
-        if self.restore is not None and given:
-            raise UserError(
-                min(given), got=f"a value with restore={self.restore}", expected="no such key: nothing is made anew"
-            )
-        return self
-
-
 REMOVED_DATA_VERBS = {"generate": "make"}
 
 
@@ -202,28 +89,21 @@ def train(arguments: list[str]) -> int:
 def acquire(arguments: list[str]) -> int:
     """fetch the draft of a method for a target, checked before its weights are fetched; its folder is all that stdout says"""
     options = load_recipe(AcquireOptions, keys_of(arguments, TARGET))
-    from specdistill.hub.acquire import acquire as fetch  # here, and not above, because these import torch
-    from specdistill.hub.bundle import restore_bundle
-    from specdistill.repositories import offline
+    from specdistill.hub.acquire import acquire as fetch  # here, and not above, because it imports torch
 
-    if options.from_bundle is not None:
-        print(restore_bundle(Path(options.from_bundle), Path(options.output_dir) if options.output_dir else None))
-        return ExitCode.DONE
     of_method = {"heterogeneous_vocab": True} if options.heterogeneous_vocab else {}
-    with offline() if options.offline else nullcontext():
-        folder = fetch(
-            str(options.method),
-            str(options.target.model),
-            options.draft,
-            target_revision=options.target.revision,
-            adapter=options.target.adapter,
-            revision=options.revision,
-            verify=options.verify,
-            warm=options.warm,
-            bundle=options.bundle,
-            dry_run=options.dry_run,
-            **of_method,
-        )
+    folder = fetch(
+        options.method,
+        options.target.model,
+        options.draft,
+        target_revision=options.target.revision,
+        adapter=options.target.adapter,
+        revision=options.revision,
+        output=Path(options.output) if options.output else None,
+        verify=options.verify,
+        dry_run=options.dry_run,
+        **of_method,
+    )
     print(folder)
     return ExitCode.DONE
 
@@ -241,8 +121,8 @@ def export(arguments: list[str]) -> int:
     if (options.draft is None) != dry_run:
         raise UserError("draft", got=options.draft or "nothing", expected="a folder or Hub id, or null with dry_run=true")
     recipe = load_recipe(Recipe, [*others, "train.output_dir=runs"]) if dry_run else None
-    from specdistill.export.export import export as write
-    from specdistill.export.export import write_untrained
+    from specdistill.export import export as write
+    from specdistill.export import write_untrained
     from specdistill.methods.load import locate  # here, and not above, because these import torch
     from specdistill.targets.files import TargetFiles
 
@@ -305,18 +185,7 @@ def publish(arguments: list[str]) -> int:
     if options.restore is not None:
         restore_release(options.repo, options.restore, dry_run=options.dry_run)
         return ExitCode.DONE
-    outcome = publish_run(
-        Path(str(options.run)),
-        options.model_dump(include=options.model_fields_set & PublishConfig.model_fields.keys()),
-        tag=options.tag,
-        reason=options.force,
-        dry_run=options.dry_run,
-        output_dir=Path(options.output_dir) if options.output_dir else None,
-        baseline=options.baseline,
-        suite=options.suite,
-        num_speculative_tokens=options.num_speculative_tokens,
-        spot_check=options.spot_check,
-    )
+    outcome = publish_run(options)
     print_outcome(outcome)
     return ExitCode.CHECK_FAILED if outcome.refusals and outcome.folder is None else ExitCode.DONE
 

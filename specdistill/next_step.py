@@ -55,11 +55,10 @@ def next_step(folder: Path) -> tuple[str, list[str]]:
         enough = bool(needed) and max(needed) <= report["suite"]["num_prompts"]
         more = [*prompts, f"eval.num_prompts={max(needed)}"] if enough else ["eval.suite=path/to/more/prompts.jsonl"]
         return f"The gate of {name} is inconclusive. {phrases.undecided(report)}", [_command("eval", *again, *more)]
-    measured_on = [] if names_prompts else ["suite=path/to/prompts.jsonl"]
     repository = [] if recipe.get("publish", {}).get("repo") else ["repo=org/name"]
     return f"{name} passed its gate:", [
         _command("export", f"draft={name / 'draft'}", "engine=vllm", *target, f"output_dir={name / 'vllm'}"),
-        _command("publish", f"run={name}", *repository, "baseline=none", *measured_on),
+        _command("publish", f"run={name}", *repository, "baseline=none"),
     ]
 
 

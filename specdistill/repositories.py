@@ -9,6 +9,7 @@ from ssl import SSLCertVerificationError
 
 from huggingface_hub import HfApi, constants, get_token, snapshot_download
 from huggingface_hub.errors import (
+    DryRunError,
     GatedRepoError,
     HfHubHTTPError,
     HFValidationError,
@@ -53,7 +54,7 @@ def hub_errors(key: str, name: str, *, expected: str) -> Iterator[None]:
         yield
     except HFValidationError as error:
         raise UserError(key, got=name, expected=expected) from error
-    except (HTTP_ERROR, OfflineModeIsEnabled, LocalEntryNotFoundError, RevisionResolutionError) as error:
+    except (HTTP_ERROR, OfflineModeIsEnabled, LocalEntryNotFoundError, RevisionResolutionError, DryRunError) as error:
         if Path(name).is_dir():
             raise UserError(key, got=f"{name}, which lacks files", expected=expected) from error
         reason, next_step = _reason(error, *split_revision(name))
@@ -109,16 +110,6 @@ def _is_of_cache(error: OSError) -> bool:
     where = Path(str(error.filename)) if error.filename else cache
     of_cache = where == cache or cache in where.parents or where in cache.parents
     return of_cache and error.errno in (EACCES, EPERM, EROFS, ENOTDIR, ENOSPC, EDQUOT)
-
-
-@contextmanager
-def offline() -> Iterator[None]:
-    """Ask the Hub for nothing, as HF_HUB_OFFLINE=1 does, which huggingface_hub reads when it is imported."""
-    before, constants.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE, True
-    try:
-        yield
-    finally:
-        constants.HF_HUB_OFFLINE = before
 
 
 def split_revision(entry: str) -> tuple[str, str | None]:

@@ -17,9 +17,10 @@ from specdistill.methods import METHODS
 from specdistill.methods.recipe import Recipe
 from specdistill.methods.target_record import save_draft
 from specdistill.recipe.load import load_recipe, save_recipe
+from specdistill.report.build import context_rows, headline, result_rows
 from specdistill.report.files import digest, read_report, write_report
-from specdistill.report.recomputed import recomputed
 from specdistill.statistics.records import HFGenerate, PromptRecord, Timing
+from specdistill.suites.suite import load_suite
 from specdistill.targets.frozen import FrozenTarget
 from tests.draft_models import half_right
 from tests.scripts import evaluate
@@ -100,10 +101,13 @@ def remake(run: Path, change: Callable[[PromptRecord], PromptRecord], report: Pa
 
 def write(run: Path, report: dict[str, Any], records: Sequence[PromptRecord], folder: Path | None = None) -> None:
     """Write a report that is whole in itself: its numbers are those of its records, its digest and its verdict its own."""
-    report = {**report, **recomputed(report, records)}
+    recipe = load_recipe(Recipe, [f"recipe={run / RECIPE}"])
+    rows = result_rows(
+        records, load_suite(recipe.eval.suite, recipe.target.model), records[0].configuration, seed=report["settings"]["seed"]
+    )
+    report = {**report, "results": rows, "headline": headline(rows, records), "context": context_rows(records)}
     report["digest"] = digest(report, records)
-    rules = load_gate(load_recipe(Recipe, [f"recipe={run / RECIPE}"]).gate)
-    write_report(folder or run / "report", judge(rules, Evidence(report, records)), records)
+    write_report(folder or run / "report", judge(load_gate(recipe.gate), Evidence(report, records)), records)
 
 
 def slower(record: PromptRecord, factor: float = 3.0) -> PromptRecord:

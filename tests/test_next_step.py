@@ -119,7 +119,7 @@ def test_what_passed_is_exported_and_published(run: Path, capsys: pytest.Capture
         "runs/mine passed its gate:",
         [
             "specdistill export draft=runs/mine/draft engine=vllm target=models/mine output_dir=runs/mine/vllm",
-            "specdistill publish run=runs/mine repo=org/name baseline=none suite=path/to/prompts.jsonl",
+            "specdistill publish run=runs/mine repo=org/name baseline=none",
         ],
     )
 

@@ -16,7 +16,7 @@ from specdistill.repositories import split_revision
 KEY = "drafts"
 NESTED = ("transformer_layer_config", "model", "text_config")  # where some layouts have a decoder's sizes
 LOOKUP_FIRST = "ngram+"  # before a draft: look-up where that finds something, else this draft
-UNTRAINED = [name for name, method in METHODS.items() if method.artifact is None]  # named in place of a folder
+UNTRAINED = [name for name, method in METHODS.items() if not method.is_trained]  # named in place of a folder
 
 
 @dataclass(frozen=True)

@@ -12,12 +12,12 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from specdistill import __version__
+from specdistill.comparison.schema import Comparison
 from specdistill.report.files import validate
 from specdistill.report.phrases import counted, gain, number, percent
 from specdistill.statistics.intervals import relative_change
@@ -27,7 +27,6 @@ from specdistill.statistics.records import PromptRecord
 MOSTLY = 2 / 3  # of the gap's logarithm: from this share on, the gap comes mostly from one part
 MIN_REASON = 0.005  # a smaller relative difference is not given as a reason, however certain it is
 FULL_COVERAGE = 0.9995  # rounds to 100 %
-SCHEMA = Path(__file__).parent / "comparison.schema.json"
 
 Entry = Mapping[str, Any]
 
@@ -109,7 +108,7 @@ def compare(candidates: Sequence[Measured], *, seed: int = 0) -> dict[str, Any]:
 
 def validate_comparison(comparison: Mapping[str, Any]) -> None:
     """Raises UserError that names the first field that does not fit the schema, in the comparison or in one of its reports."""
-    validate(comparison, "comparison.json", "comparison", SCHEMA)
+    validate(comparison, "comparison.json", "comparison", Comparison)
     for candidate in comparison["candidates"]:
         validate(candidate["report"], f"comparison.json ({candidate['name']})", "comparison")
 

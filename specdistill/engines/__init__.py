@@ -15,7 +15,7 @@ ENGINES: dict[str, Engine] = {engine.name: engine for engine in (VLLM, SGLANG, S
 
 
 def engines_with(part: str) -> list[str]:
-    """Engines that have `layouts` (drafts are exported for them), `loaders` (the doctor checks drafts against them), a `client` (their
-    running servers are measured) or `plain_options` (drafts are compared in their Python class).
+    """Engines that have `layouts` (drafts are exported for them), `loaders` (the doctor checks drafts against them) or a `client` (their
+    servers are measured).
     """
     return [name for name, engine in ENGINES.items() if getattr(engine, part)]

@@ -137,8 +137,6 @@ class Engine:
     loader_version: of the loaders, where it is one of several.
     client: of its server, None where that is not measured. counts_past_end: whether it counts draft tokens that it accepts past the end of
     a completion.
-    plain_options: (target's folder or Hub id, dtype, most tokens of a sequence) -> arguments of its Python class, where drafts are compared
-    in it; draft_options: (method, exported folder, K) -> what a draft adds or replaces.
     """
 
     name: str
@@ -154,5 +152,3 @@ class Engine:
     loader_version: str = ""
     client: Client | None = None
     counts_past_end: bool = False
-    plain_options: Callable[[str, str, int], dict[str, Any]] | None = None
-    draft_options: Callable[[str, str, int], dict[str, Any]] = lambda method, folder, num_tokens: {}

@@ -4,6 +4,7 @@ Each answer counts its own drafts, whatever else is served meanwhile. That nothi
 that the server's Prometheus page counts: as many as ours. The page follows an answer with a short delay.
 """
 
+import re
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from specdistill.errors import ResourceError, UserError, one_line
 
 if TYPE_CHECKING:
-    import requests
+    import httpx2
 
 CONNECT_SECONDS = 10.0
 SHOWN_CHARACTERS = 200  # of an answer that is an error
@@ -22,6 +23,9 @@ POLL_SECONDS = 0.01
 MAX_DELAY_SECONDS = 10.0
 MOST_IN_FLIGHT = 512  # requests to one server
 GENERATED = "generation_tokens_total"
+# A line of a Prometheus page: name{label="…",…} value, and when it was taken.
+SAMPLE = re.compile(r"([A-Za-z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)(?:\s+-?\d+)?")
+LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
 
 class Server:
@@ -30,12 +34,13 @@ class Server:
     def __init__(self, address: str, *, key: str, timeout: float, timeout_key: str = "eval.server_timeout") -> None:
         if not address.startswith(("http://", "https://")):
             raise UserError(key, got=address, expected="the address of a running server, as http://127.0.0.1:8000")
-        import requests
+        import httpx2  # slow to import
 
-        self.address, self.timeout, self.session = address.rstrip("/"), timeout, requests.Session()
-        self.timeout_key = timeout_key
-        for scheme in ("http://", "https://"):
-            self.session.mount(scheme, requests.adapters.HTTPAdapter(pool_maxsize=MOST_IN_FLIGHT))
+        self.address, self.timeout, self.timeout_key = address.rstrip("/"), timeout, timeout_key
+        self.session = httpx2.Client(
+            timeout=httpx2.Timeout(timeout, connect=CONNECT_SECONDS, pool=None),
+            limits=httpx2.Limits(max_connections=None, max_keepalive_connections=MOST_IN_FLIGHT),
+        )
 
     def text(self, path: str, *, hint: str = "is it this engine's server?") -> str:
         """The page at a path. `hint`: what to do when there is none."""
@@ -49,16 +54,16 @@ class Server:
         except ValueError as error:
             raise ResourceError(f"{self.address}{path} answered no JSON", next_step="is it this engine's server?") from error
 
-    def _request(self, method: str, path: str, hint: str, body: dict[str, Any] | None = None) -> "requests.Response":
-        import requests
+    def _request(self, method: str, path: str, hint: str, body: dict[str, Any] | None = None) -> "httpx2.Response":
+        import httpx2
 
         url = f"{self.address}{path}"
         try:
-            response = self.session.request(method, url, json=body, timeout=(CONNECT_SECONDS, self.timeout))
-        except requests.Timeout as error:
+            response = self.session.request(method, url, json=body)
+        except httpx2.TimeoutException as error:
             what = f"{url} did not answer in {self.timeout:g} s"
             raise ResourceError(what, next_step=f"look at the server's log, or raise {self.timeout_key}") from error
-        except requests.RequestException as error:
+        except (httpx2.HTTPError, httpx2.InvalidURL) as error:
             raise ResourceError(f"{url} does not answer", next_step="start the server, or look at its log") from error
         if response.status_code != 200:
             content = one_line(response.text)[:SHOWN_CHARACTERS]
@@ -198,8 +203,9 @@ class Client:
 
 def samples(page: str) -> Iterator[tuple[str, dict[str, str], float]]:
     """Name, labels and value of each line of a Prometheus page. Raises ValueError for another kind of page."""
-    from prometheus_client.parser import text_string_to_metric_families  # slow to import
-
-    for family in text_string_to_metric_families(page):
-        for sample in family.samples:
-            yield sample.name, sample.labels, sample.value
+    for line in map(str.strip, page.splitlines()):
+        if line and not line.startswith("#"):
+            if not (sample := SAMPLE.fullmatch(line)):
+                raise ValueError(f"{line[:60]!r} is no sample")
+            name, labels, value = sample.groups()
+            yield name, dict(LABEL.findall(labels or "")), float(value)

@@ -168,6 +168,4 @@ SGLANG = Engine(
         counts=answer_counts,
         gauges=lambda server: page_gauges(server.text("/metrics")),
     ),
-    plain_options=lambda target, dtype, max_length: {"model_path": target, "dtype": dtype, "context_length": max_length},
-    draft_options=draft_options,
 )

@@ -122,11 +122,6 @@ if __name__ == "__main__":
     print("acceptance length", 1 + accepted / drafts)"""
 
 
-def draft_options(method: str, folder: str, num_tokens: int) -> dict[str, Any]:
-    options = {"speculative_config": speculative_config(method, folder, num_tokens)}
-    return options | ({"model": folder} if method == "mtp" else {})
-
-
 def describe_server(server: Server, counters: Counters) -> Identity:
     served = server.json("/v1/models")["data"][0]
     return Identity(
@@ -207,6 +202,4 @@ VLLM = Engine(
         counts=answer_counts,
     ),
     counts_past_end=True,
-    plain_options=lambda target, dtype, max_length: {"model": target, "dtype": dtype, "max_model_len": max_length},
-    draft_options=draft_options,
 )

@@ -50,21 +50,18 @@ SETTINGS = (
 class Published:
     """What a card is about.
 
-    repository, tag: where it will be. history: of the training; None where it is not known. target: as the draft records it.
-    base_model: its Hub id, where it has one. parts: what the draft was made from. license: of the draft. serving: (engine, commands).
-    overridden: the refusals that `reason` overrode. since: tag of the release before, None for a first; changes: what changed since, as
-    Markdown.
+    repository, tag: where it will be. history: of the training; None where it is not known. base_model: the target's Hub id, where it has
+    one. parts: what the draft was made from. license: of the draft. overridden: the refusals that `reason` overrode. since: tag of the
+    release before, None for a first; changes: what changed since, as Markdown.
     """
 
     repository: str
     tag: str
     release: Release
     history: History | None
-    target: TargetIdentity
     base_model: str | None
     parts: Sequence[Licensed]
     license: str
-    serving: Sequence[tuple[str, str]]
     overridden: Sequence[str] = ()
     reason: str | None = None
     since: str | None = None
@@ -76,11 +73,15 @@ class Published:
 
     @property
     def method(self) -> str:
-        return str(self.report["draft"]["method"])
+        return self.release.method
 
     @property
     def report(self) -> dict[str, Any]:
         return self.release.report
+
+    @property
+    def target(self) -> TargetIdentity:
+        return self.release.made_for
 
 
 def target_name(target: TargetIdentity, base_model: str | None) -> str:
@@ -88,8 +89,11 @@ def target_name(target: TargetIdentity, base_model: str | None) -> str:
     return "pico" if target.name_or_path == "pico" else base_model or "TARGET"
 
 
-def model_card(of: Published) -> ModelCard:
-    """Everything from outside is escaped; names of repositories and tags are checked by the Hub's own rules before."""
+def model_card(of: Published, serving: Sequence[tuple[str, str]]) -> ModelCard:
+    """The card of what is published; serving: (engine, commands).
+
+    Everything from outside is escaped; names of repositories and tags are checked by the Hub's own rules before.
+    """
     terms = list(dict.fromkeys(part.terms for part in of.parts if part.terms))
     card: ModelCard = ModelCard.from_template(
         metadata(of),
@@ -104,7 +108,7 @@ def model_card(of: Published) -> ModelCard:
         tag=of.tag,
         version=__version__,
         verdict=_verdict(of.report),
-        serving=of.serving,
+        serving=serving,
         placeholders=_placeholders(of),
         procedure=phrases.procedure(of.report),
         since=of.since,
@@ -125,15 +129,15 @@ def metadata(of: Published) -> ModelCardData:
     """What the Hub reads. A head or a layer is of no use without its very target, which of the four relations that the Hub knows only
     `adapter` says; none of them says what a model of its own is to its target, and there the Hub makes its own choice.
     """
-    is_model = METHODS[of.method].artifact == "model"
+    standalone = METHODS[of.method].standalone
     began = [part.name for part in of.parts if part.what == "initialization" and _is_hub_id(part.name)]
     data = [part.name for part in of.parts if part.what == "training data" and _is_hub_id(part.name)]
     base = [*filter(None, [of.base_model]), *began]
     return ModelCardData(
         **front_matter(of.license),
         base_model=base[0] if len(base) == 1 else base or None,
-        base_model_relation="adapter" if base and not is_model else None,
-        library_name="transformers" if is_model else "specdistill",
+        base_model_relation="adapter" if base and not standalone else None,
+        library_name="transformers" if standalone else "specdistill",
         pipeline_tag="text-generation",
         tags=["speculative-decoding", of.method, "specdistill"],
         datasets=data or None,

@@ -13,6 +13,7 @@ from huggingface_hub.hf_api import RepoFile
 
 from specdistill.errors import ResourceError, UserError, nearest
 from specdistill.gate.decide import FIRST_RELEASE, Evidence
+from specdistill.hub.evidence import RECIPE as RUN_RECIPE
 from specdistill.hub.evidence import Release
 from specdistill.hub.repository import AGAIN, REPORT, Change, Repository, files_at, hub_failures, is_of_a_release
 from specdistill.methods.load import draft_hash, locate
@@ -93,8 +94,8 @@ def _mapping(path: Path, release: str) -> dict[str, Any]:
 def to_measure_again(release: Release, last: LastRelease) -> str:
     """The commands that measure the last release as the new one was, and publish with that in its place."""
     recipe, output = release.recipe, release.run / MEASURED_AGAIN
-    k = {"eval.num_speculative_tokens": recipe.eval.num_speculative_tokens}  # which the file of the recipe may not say
-    keys = {"recipe": release.recipe_file, "draft": last, "output_dir": output, **k}
+    k = {"eval.num_speculative_tokens": release.num_speculative_tokens}  # which the file of the recipe may not say
+    keys = {"recipe": release.run / RUN_RECIPE, "draft": last, "output_dir": output, **k}
     method = last.evidence.report["draft"]["method"]
     if method != recipe.method:  # its recipe has other keys
         settings = ("suite", "num_speculative_tokens", "temperature", "max_new_tokens", "num_prompts", "repeats")
@@ -129,7 +130,7 @@ def tag_message(release: Release, tag: str, last: LastRelease | None) -> str:
 
 def changed_settings(release: Release, last: LastRelease) -> Iterator[tuple[str, str, str]]:
     """(key, before, now) of every key of the recipe that differs, and of the facts of the training; `–` where one has no such key."""
-    recipe = yaml.safe_load(release.recipe_file.read_text(encoding="utf-8"))
+    recipe = yaml.safe_load((release.run / RUN_RECIPE).read_text(encoding="utf-8"))
     now, before = dict(_leaves(recipe)), dict(_leaves(last.recipe))
     if before:
         for key in sorted(now.keys() | before.keys()):

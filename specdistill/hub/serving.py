@@ -16,10 +16,10 @@ from specdistill.targets.files import Shards
 
 def loads_as_is(engine: Engine, method: str, folder: Path) -> bool:
     """Whether an engine loads a draft's folder as training wrote it. Of the weights the names and shapes alone are read."""
-    layout, artifact = engine.layouts.get(method), METHODS[method].artifact
-    if layout is None or artifact == "layer":  # an engine takes a layer from its target's checkpoint alone
+    layout, row = engine.layouts.get(method), METHODS[method]
+    if layout is None or row.in_target:  # an engine takes that from its target's checkpoint alone
         return False
-    if artifact == "model":
+    if row.standalone:
         return not layout.gguf_types
     config, shards = read_config(folder, "draft"), Shards.open(folder, "draft")
     head, loader = implementation(method).head_shape(config, None), loader_of(engine.loaders.get(method, ()), config)
@@ -36,12 +36,12 @@ def can_express(engine: Engine, method: str, folder: Path) -> bool:
 
 
 def serving_lines(
-    served: Served, draft: Path, exports: Mapping[str, Served], *, repository: str, tag: str, target: str
+    served: Served, draft: Path, exports: Mapping[str, Served], *, repository: str, tag: str
 ) -> Iterator[tuple[str, str]]:
     """(engine's title, commands) for each engine that can be given the draft: as it is, as exported beside it, or exported first.
 
     served: the draft in the repository's root. draft: its folder here. exports: engine -> what was exported for it, into a folder of that
-    name. target: as specdistill's own commands name it.
+    name.
     """
     assert served.method is not None
     local = repository.rpartition("/")[2]

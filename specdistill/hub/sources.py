@@ -1,40 +1,32 @@
 """The files of a draft or a target: a folder's, or those of one commit of a repository on the Hub, of which some, all or none are here.
 
-What is fetched is compared with the checksums that the Hub lists: git's SHA-1 of small files, SHA-256 of large ones. huggingface_hub checks
-the size of what it fetched over plain HTTP, and no more. Its cache names a file by the same checksum, so that what is in it can be compared
-without the Hub.
+What is fetched is compared with the checksums that the Hub lists. A cache for a machine without the Hub has a list of its files' SHA-256,
+which is compared there.
 """
 
-import glob
 import hashlib
-import re
 import sys
-import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatch
-from pathlib import Path, PurePosixPath
-from typing import NamedTuple
+from glob import escape
+from pathlib import Path
 
 import torch
-from huggingface_hub import HfApi, constants, get_cached_repo_tree, get_session, hf_hub_url, snapshot_download
-from huggingface_hub.errors import (
-    CachedRepoTreeNotFoundError,
-    RevisionResolutionError,
-    SafetensorsParsingError,
-    XetDownloadError,
-)
-from huggingface_hub.file_download import repo_folder_name
-from huggingface_hub.hf_api import RepoFile
-from huggingface_hub.utils import build_hf_headers, hf_raise_for_status  # type: ignore[attr-defined]
-from safetensors import SafetensorError, safe_open
+from huggingface_hub import HfApi, constants, snapshot_download
+from huggingface_hub.errors import SafetensorsParsingError, XetDownloadError
 from torch import Tensor
 
 from specdistill.errors import ResourceError, UserError, one_line
+from specdistill.methods.load import TOKENIZER
 from specdistill.repositories import hub_errors, resolve
 from specdistill.targets.files import INDEX, SINGLE, Shards
 
+SMALL = ("config.json", "generation_config.json", INDEX, "README.md")
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+MODEL = (*SMALL, *TOKENIZER, "*processor_config.json", "*.safetensors", "*.gguf")
+HASHES = "SHA256SUMS"  # of a cache's files, as `sha256sum -c` reads it
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -49,7 +41,6 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-SAMPLE_BYTES, SAMPLE_SECONDS = 8 * 2**20, 3.0  # of a file, to time the link by; what comes first
 
 
 def say(line: str) -> None:
@@ -57,299 +48,174 @@ def say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-class Entry(NamedTuple):
-    """A file. size: in bytes. checksum: in hexadecimal, 40 digits of git's SHA-1 or 64 of SHA-256; None where none is stated."""
-
-    size: int
-    checksum: str | None
-
-
 @dataclass(frozen=True)
 class Source:
-    """A folder, or a commit of a repository.
+    """A folder, or a commit of a repository; without the Hub, what its cache has of that commit, which is a folder too.
 
-    key: what errors name. name: as the user gave it. folder: where the files are, or will be once they are fetched. files: all that there
-    are, by path. repository, revision, commit: None for a folder; the revision is what was asked for, None for the default branch.
+    key: what errors name. name: as the user gave it. folder: where the files are, or will be once they are fetched. sizes: bytes of each
+    file beside config.json that a model may need, and of its pickles. repository: None for a folder.
     """
 
     key: str
     name: str
     folder: Path
-    files: Mapping[str, Entry]
+    sizes: Mapping[str, int]
     repository: str | None = None
-    revision: str | None = None
-    commit: str | None = None
 
     @classmethod
     def of(cls, name: str, revision: str | None, *, key: str, expected: str) -> "Source":
-        """The folder `name`, or a revision of a repository, as the Hub lists it, or offline as far as the cache knows it.
+        """The folder `name`, or a revision of a repository, with its small files fetched.
 
-        Raises UserError for what is neither and for names that lead out of the repository, ResourceError when the Hub fails.
+        Raises UserError for what is neither, ResourceError when the Hub fails, and without it for a repository that is not in its cache.
         """
         place = resolve(name, key)
         if Path(place).is_dir():
             if revision is not None:
                 raise UserError("revision", got=revision, expected=f"none with a folder, {name}")
-            inside = [path for path in sorted(Path(place).iterdir()) if path.is_file()]
-            return cls(key, name, Path(place), {path.name: Entry(path.stat().st_size, None) for path in inside})
+            return cls(key, name, Path(place), _sizes(Path(place)))
         shown = f"{name}@{revision}" if revision else name
         with hub_errors(key, shown, expected=expected):
-            try:
-                is_offline = constants.is_offline_mode()
-                commit = HfApi().resolve_revision(place, revision=revision, local_files_only=is_offline).resolved
-            except RevisionResolutionError as error:
-                if not is_offline:
-                    raise
-                raise _not_here(f"{key}: of {shown} nothing is in the Hub's cache, {constants.HF_HUB_CACHE}") from error
-            repository = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=place, repo_type="model")
-            folder = repository / "snapshots" / commit
-            files = _cached(place, commit, folder) if is_offline else _listed(place, commit)
-        if unsafe := next((path for path in files if not is_inside(path)), None):
-            raise UserError(key, got=f"{shown}, which lists {unsafe!r}", expected="names of files inside the repository")
-        return cls(key, shown, folder, files, place, revision, commit)
+            folder = Path(snapshot_download(place, revision=revision, allow_patterns=list(SMALL)))
+            if constants.is_offline_mode():
+                return cls(key, shown, folder, _sizes(folder))
+            wanted = [*MODEL, *PICKLES]
+            files = snapshot_download(place, revision=folder.name, allow_patterns=wanted, dry_run=True)
+        return cls(key, shown, folder, {it.filename: it.file_size or 0 for it in files if "/" not in it.filename}, place)
 
     def matching(self, *patterns: str) -> list[str]:
-        """The files beside config.json whose names match; folders hold other things."""
-        return [path for path in self.files if "/" not in path and any(fnmatch(path, pattern) for pattern in patterns)]
+        """The files whose names match."""
+        return [path for path in self.sizes if any(fnmatch(path, pattern) for pattern in patterns)]
 
     def weights(self) -> list[str]:
-        """The safetensors files that hold the weights. An index must be here. Raises UserError where there are none."""
-        if INDEX in self.files:
-            if not (self.folder / INDEX).is_file():  # offline: what is missing is to be named
-                return self.matching("*.safetensors")
+        """The safetensors files that hold the weights. Raises UserError where there are none."""
+        if INDEX in self.sizes:
             named = Shards.open(self.folder, self.key, complete=False).files
-            if lacking := next((file for file in named if file not in self.files), None):
+            if lacking := next((file for file in named if file not in self.sizes), None):
                 raise UserError(self.key, got=f"{self.name} without {lacking}", expected="every file that its index names")
             return named
-        if SINGLE in self.files:
+        if SINGLE in self.sizes:
             return [SINGLE]
         if pickles := self.matching(*PICKLES):
             got = f"{self.name} with weights in a pickle alone ({', '.join(pickles[:3])}), of which nothing can be known unread"
             instead = "specdistill export reads plain tensors of one and writes safetensors"
             raise UserError(self.key, got=got, expected=f"safetensors; {instead}")
-        if constants.is_offline_mode() and self.repository:
-            raise self._incomplete([SINGLE])
-        found = ", ".join(sorted(self.files)[:5]) or "nothing"
+        found = ", ".join(sorted(self.sizes)[:5]) or "nothing"
         raise UserError(self.key, got=f"{self.name} without weights, with {found}", expected=f"{SINGLE}, or {INDEX}")
 
-    def missing(self, files: Iterable[str]) -> list[str]:
+    def whole_model(self) -> list[str]:
+        """The files that decoding with it as a target reads."""
+        return [*self.matching(*SMALL, *TOKENIZER, "*processor_config.json"), *self.weights()]
+
+    def missing(self, files: Sequence[str]) -> list[str]:
         return [file for file in files if not (self.folder / file).is_file()]
 
-    def fetch(self, files: Sequence[str], *, verify: bool = False) -> Path:
-        """The folder, once these files are in it and what was fetched has its checksums; with `verify`, what was there before too.
+    def fetch(self, files: Sequence[str]) -> Path:
+        """The folder, once these files are in it; when one was missing, compared with the checksums that the Hub lists.
 
-        What is damaged is fetched again, once. Raises ResourceError when that does not help, when the Hub or its cache fails, and offline
-        for each file that is missing or damaged.
+        Raises ResourceError where they stay damaged, and when the Hub or its cache fails.
         """
-        missing, unchecked = self.missing(files), self._unchecked()
-        if missing and (self.repository is None or constants.is_offline_mode()):
-            raise self._incomplete(missing)
-        if missing:
-            self._keep_unchecked(unchecked | set(missing))
+        if missing := self.missing(files):
             self._download(missing)
-        damaged = self.damaged(file for file in files if verify or file in missing or file in unchecked)
-        if damaged and not constants.is_offline_mode():
-            say(f"{self.name}: not what the Hub lists, so fetched again: {', '.join(damaged)}")
-            self._discard(damaged)
-            self._download(damaged)
-            damaged = self.damaged(damaged)
-            self._discard(damaged)  # whoever reads the cache next would take them
-        if damaged:
-            what = f"{self.key}: {self.name} is damaged: {', '.join(damaged)}"
-            raise ResourceError(
-                what, next_step="run it again with a network, or look at what stands between this machine and the Hub"
-            )
-        if missing or unchecked:
-            self._keep_unchecked(unchecked - set(files))
+            self._replace_damaged()
         return self.folder
 
-    def damaged(self, files: Iterable[str]) -> list[str]:
-        """Those that are not what their checksum says."""
-        stated = ((file, self.files[file].checksum) for file in files)
-        return [file for file, checksum in stated if checksum and checksum_of(self.folder / file, len(checksum)) != checksum]
+    def verify(self) -> None:
+        """Compare what is here with the checksums that the Hub lists. Raises as `fetch`; UserError for a folder."""
+        if self.repository is None:
+            expected = f"no such key: {self.name} is a folder, of which no checksums are stated"
+            raise UserError("verify", got="true", expected=expected)
+        self._replace_damaged()
 
-    def begin(self, file: str, num_bytes: int) -> Iterator[bytes]:
-        """The first bytes of a file on the Hub as they arrive. Raises ResourceError when it fails."""
-        assert self.repository is not None
-        url = hf_hub_url(self.repository, file, revision=self.commit)
-        headers = {**build_hf_headers(), "Range": f"bytes=0-{num_bytes - 1}"}
-        with hub_errors(self.key, self.name, expected="a Hub id"), get_session().stream("GET", url, headers=headers) as answer:
-            hf_raise_for_status(answer)
-            yield from answer.iter_bytes()
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors of the weights by name, without their content: of each file the header alone is read, here or on the Hub.
 
-    def sample(self, file: str) -> tuple[int, float]:
-        """Bytes of a file and the seconds that they took, after the first of them; no bytes where all came at once."""
-        received, start, now = 0, None, 0.0
-        for chunk in self.begin(file, SAMPLE_BYTES):
-            now = time.monotonic()
-            if start is None:
-                start = now
-                continue
-            received += len(chunk)
-            if now - start > SAMPLE_SECONDS:
-                break
-        return received, now - (start or now)
-
-    def _download(self, files: Sequence[str]) -> None:
+        Raises UserError for files that cannot be read, or are not those that the index names.
+        """
+        files = self.weights()
+        if not self.missing(files):
+            shards = Shards.open(self.folder, self.key)
+            shards.check()
+            described = ((name, *shards.describe(name)) for name in shards.file_of)
+            return {name: torch.empty(shape, dtype=dtype, device="meta") for name, dtype, shape in described}
         assert self.repository is not None
         try:
             with hub_errors(self.key, self.name, expected="a Hub id"):
-                names = [glob.escape(file) for file in files]
-                snapshot_download(self.repository, revision=self.commit, allow_patterns=names)
+                read = HfApi().get_safetensors_metadata(self.repository, revision=self.folder.name).files_metadata.values()
+            found = {name: (it.dtype, it.shape) for file in read for name, it in file.tensors.items()}
+            return {
+                name: torch.empty(tuple(shape), dtype=DTYPES[dtype], device="meta") for name, (dtype, shape) in found.items()
+            }
+        except (SafetensorsParsingError, ValueError, KeyError, TypeError, AttributeError) as error:  # a header of other JSON
+            got = f"{self.name}, whose weights cannot be read ({one_line(str(error))[:160]})"
+            raise UserError(self.key, got=got, expected="whole safetensors files") from error
+
+    def _download(self, files: Sequence[str]) -> None:
+        if self.repository is None:
+            what = f"{self.key}: of {self.name} these files are not in {self.folder}: {', '.join(files)}"
+            raise ResourceError(what, next_step="acquire it where there is a network")
+        try:
+            with hub_errors(self.key, self.name, expected="a Hub id"):
+                snapshot_download(self.repository, revision=self.folder.name, allow_patterns=[escape(file) for file in files])
         except (OSError, XetDownloadError, RuntimeError) as error:  # the last is hf_xet's
             what = f"{self.key}: {self.name} was not fetched whole ({one_line(str(error))[:200]})"
             raise ResourceError(what, next_step="run it again: what is whole is kept") from error
-        if missing := self.missing(files):
-            raise self._incomplete(missing)
 
-    def _discard(self, files: Iterable[str]) -> None:
-        """Take files out of the cache: the links that lead to them, and what these lead to."""
-        for file in files:
+    def _replace_damaged(self) -> None:
+        """Fetch what is not what its checksum says again, once. Raises ResourceError when that does not help."""
+        if damaged := self._discard_damaged():
+            say(f"{self.name}: not what the Hub lists, so fetched again: {', '.join(damaged)}")
+            self._download(damaged)
+            if damaged := self._discard_damaged():
+                next_step = "run it again, or look at what stands between this machine and the Hub"
+                raise ResourceError(f"{self.key}: {self.name} is damaged: {', '.join(damaged)}", next_step=next_step)
+
+    def _discard_damaged(self) -> list[str]:
+        """Take what is not what its checksum says out of the cache, where whoever reads it next would take it."""
+        assert self.repository is not None
+        with hub_errors(self.key, self.name, expected="a Hub id"):
+            found = HfApi().verify_repo_checksums(self.repository, revision=self.folder.name).mismatches
+        damaged = sorted(it["path"] for it in found)
+        for file in damaged:
             path = self.folder / file
             while path.is_symlink():
                 target = path.parent / path.readlink()
                 path.unlink()
                 path = target
             path.unlink(missing_ok=True)
-
-    @property
-    def _record(self) -> Path:
-        """Names the files that a run began to fetch, until they have been compared: it may have been killed in between."""
-        return self.folder.parent.parent / f".unchecked-{self.commit}"
-
-    def _unchecked(self) -> set[str]:
-        return set(self._record.read_text(encoding="utf-8").splitlines()) if self.commit and self._record.is_file() else set()
-
-    def _keep_unchecked(self, files: Collection[str]) -> None:
-        try:
-            if files:
-                self._record.parent.mkdir(parents=True, exist_ok=True)
-                self._record.write_text("\n".join(sorted(files)), encoding="utf-8")
-            else:
-                self._record.unlink(missing_ok=True)
-        except OSError as error:
-            what = f"{self.key}: {self.name} could not be kept in the Hub's cache, {constants.HF_HUB_CACHE} ({error.strerror})"
-            raise ResourceError(what, next_step="set HF_HOME to a folder that can be written and has room") from error
-
-    def _incomplete(self, missing: Sequence[str]) -> ResourceError:
-        where = self.folder if self.repository is None else f"the Hub's cache, {constants.HF_HUB_CACHE}"
-        return _not_here(f"{self.key}: of {self.name} these files are not in {where}: {', '.join(missing)}")
+        return damaged
 
 
-class Headers(Mapping[str, Tensor]):
-    """The tensors of a source's weights by name, without their content.
-
-    Of each file the header alone is read, here or on the Hub, once one of its tensors is asked for. Raises UserError for a file that is cut
-    short or is none, and where files and index disagree.
-    """
-
-    def __init__(self, source: Source) -> None:
-        self.source, self._read = source, dict[str, dict[str, Tensor]]()
-        (first, *_) = files = source.weights()
-        if INDEX in source.files:
-            self._shards = Shards.open(source.folder, source.key, complete=False)
-        else:
-            self._shards = Shards(source.folder, dict.fromkeys(self._header(first), first), source.key)
-        self.files = files
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self._header(self._shards.file_of[name])[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._shards.file_of)
-
-    def __len__(self) -> int:
-        return len(self._shards.file_of)
-
-    def _header(self, file: str) -> dict[str, Tensor]:
-        if file not in self._read:
-            tensors = self._local(file) if (self.source.folder / file).is_file() else self._remote(file)
-            if INDEX in self.source.files:
-                self._shards.check_file(file, tensors)
-            self._read[file] = tensors
-        return self._read[file]
-
-    def _local(self, file: str) -> dict[str, Tensor]:
-        try:
-            with safe_open(self.source.folder / file, framework="pt") as weights:
-                parts = ((name, weights.get_slice(name)) for name in list(weights.keys()))
-                return {name: self._tensor(file, part.get_dtype(), part.get_shape()) for name, part in parts}
-        except SafetensorError as error:
-            raise self._broken(file, str(error)) from error
-
-    def _remote(self, file: str) -> dict[str, Tensor]:
-        source = self.source
-        assert source.repository is not None
-        try:
-            with hub_errors(source.key, source.name, expected="a Hub id"):
-                header = HfApi().parse_safetensors_file_metadata(source.repository, file, revision=source.commit)
-        except (
-            SafetensorsParsingError,
-            ValueError,
-            KeyError,
-            TypeError,
-            AttributeError,
-        ) as error:  # the others: a header of other JSON
-            raise self._broken(file, str(error)) from error
-        length = int.from_bytes(b"".join(source.begin(file, 8)), "little")  # a file begins with that of its header
-        size = 8 + length + max((tensor.data_offsets[1] for tensor in header.tensors.values()), default=0)
-        if source.files[file].size != size:
-            raise self._broken(file, f"{source.files[file].size:,} bytes, and its header is of {size:,}")
-        return {name: self._tensor(file, tensor.dtype, tensor.shape) for name, tensor in header.tensors.items()}
-
-    def _tensor(self, file: str, dtype: str, shape: Sequence[int]) -> Tensor:
-        if dtype not in DTYPES:
-            raise self._broken(file, f"a tensor in {dtype}")
-        return torch.empty(tuple(shape), dtype=DTYPES[dtype], device="meta")
-
-    def _broken(self, file: str, why: str) -> UserError:
-        got = f"{self.source.name}, whose {file} cannot be read ({one_line(why)[:160]})"
-        return UserError(self.source.key, got=got, expected="whole safetensors files")
-
-
-def is_inside(path: str) -> bool:
-    """Whether a name of a file stays in the folder that it is put in, on any system."""
-    parts = PurePosixPath(path).parts
-    return bool(parts) and "/".join(parts) == path and ".." not in parts and not re.search(r"^/|[\\:\x00-\x1f]", path)
-
-
-def checksum_of(path: Path, num_digits: int) -> str:
-    """A file's SHA-256 in 64 hexadecimal digits, or the SHA-1 of git's blob in 40."""
-    with path.open("rb") as file:
-        if num_digits == 64:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-        blob = hashlib.sha1(f"blob {path.stat().st_size}\0".encode(), usedforsecurity=False)
-        while chunk := file.read(2**20):
-            blob.update(chunk)
-        return blob.hexdigest()
-
-
-def _listed(repository: str, commit: str) -> dict[str, Entry]:
-    """All files of a commit, as the Hub lists them."""
-    tree = HfApi().list_repo_tree(repository, recursive=True, revision=commit)
-    return {
-        file.path: Entry(file.size, file.lfs.sha256 if file.lfs else file.blob_id)
-        for file in tree
-        if isinstance(file, RepoFile)
-    }
-
-
-def _cached(repository: str, commit: str, folder: Path) -> dict[str, Entry]:
-    """The files of a commit that the cache knows of; a checksum is the name of what a link leads to."""
-    here = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
-    files = {name: Entry(path.stat().st_size, _stored_as(path)) for name, path in here.items()}
+@contextmanager
+def cache_in(folder: Path | None) -> Iterator[None]:
+    """Fetch into another cache than the Hub's own, as HF_HUB_CACHE does, which huggingface_hub reads when it is imported."""
+    before = constants.HF_HUB_CACHE
+    constants.HF_HUB_CACHE = str(folder or before)
     try:
-        known = {file.path: Entry(file.size, None) for file in get_cached_repo_tree(repository, revision=commit)}
-    except CachedRepoTreeNotFoundError:
-        return files
-    return known | files
+        yield
+    finally:
+        constants.HF_HUB_CACHE = before
 
 
-def _stored_as(path: Path) -> str | None:
-    name = path.readlink().name if path.is_symlink() else ""
-    return name if re.fullmatch("[0-9a-f]{40}|[0-9a-f]{64}", name) else None
+def write_hashes(cache: Path) -> None:
+    """List the SHA-256 of every file in a cache, beside it."""
+    files = sorted(path for path in cache.glob("models--*/snapshots/**/*") if path.is_file())
+    lines = (f"{_sha256(path)}  {path.relative_to(cache).as_posix()}\n" for path in files)
+    (cache / HASHES).write_text("".join(lines), encoding="utf-8")
 
 
-def _not_here(what: str) -> ResourceError:
-    next_step = "acquire it once with a network, or restore it with from_bundle="
-    return ResourceError(what, next_step=next_step)
+def check_hashes(cache: Path) -> None:
+    """Raises ResourceError for the files of a cache that are not what its list says, and where they are missing."""
+    lines = (line.partition("  ") for line in (cache / HASHES).read_text(encoding="utf-8").splitlines())
+    wrong = [name for sha256, _, name in lines if not (cache / name).is_file() or _sha256(cache / name) != sha256]
+    if wrong:
+        what = f"{cache} does not hold what its {HASHES} lists: {', '.join(wrong[:3])}"
+        raise ResourceError(what, next_step="copy the folder again, whole")
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sizes(folder: Path) -> dict[str, int]:
+    return {path.name: path.stat().st_size for path in sorted(folder.iterdir()) if path.is_file()}

@@ -6,9 +6,9 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-import requests
+import httpx2
 
-from specdistill.engines.server import CONNECT_SECONDS, SHOWN_CHARACTERS, Server
+from specdistill.engines.server import SHOWN_CHARACTERS, Server
 from specdistill.errors import ResourceError, UserError, one_line
 
 KEY = "data.regenerate.server"
@@ -62,7 +62,7 @@ class CompletionServer:
         """
         url = f"{self.address}/v1/completions"
         try:
-            response = self.server.session.post(url, json=body, timeout=(CONNECT_SECONDS, self.server.timeout))
+            response = self.server.session.post(url, json=body)
             content = one_line(response.text)[:SHOWN_CHARACTERS]
             if response.status_code in ABOUT_THE_QUESTION:
                 with self._lock:
@@ -78,7 +78,7 @@ class CompletionServer:
                 raise UnavailableError(f"{response.status_code} {content}", float(after) if after.isdigit() else None)
             answer: dict[str, Any] = response.json()
             answer["choices"][0]["text"]
-        except requests.RequestException as error:
+        except httpx2.HTTPError as error:
             raise UnavailableError(f"{type(error).__name__}: {one_line(str(error))[:SHOWN_CHARACTERS]}") from error
         except (ValueError, LookupError, TypeError) as error:
             raise UnavailableError(f"an answer that is no completion ({one_line(str(error))[:SHOWN_CHARACTERS]})") from error

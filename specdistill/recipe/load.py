@@ -32,6 +32,11 @@ REQUIRED = "???"  # OmegaConf's mark of a value that the command line must give
 # Keys that are gone, and what replaces them. Recorded recipes of 0.1 hold all of them: one that was off there is passed over.
 REMOVED = {
     "target.fp8": "target.model names a checkpoint that is in FP8",
+    "bundle": "output=FOLDER fills a cache with draft and target",
+    "from_bundle": "HF_HUB_CACHE=FOLDER reads what output=FOLDER wrote",
+    "offline": "HF_HUB_OFFLINE=1 asks the Hub for nothing",
+    "warm": "output=FOLDER fetches the target's files too",
+    "spot_check": "no prompt is decoded again: hashes and the report's digest are compared",
 }
 
 

@@ -5,7 +5,7 @@ Acceptance and speed come from the two metric modules under `eval/metrics`; ever
 specdistill.statistics.metrics. What was not measured is absent, with the reason under `not_measured`.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from types import MappingProxyType
@@ -259,81 +259,80 @@ def _reasons(row: Mapping[str, Any], records: Sequence[PromptRecord]) -> dict[st
 
 def findings(report: Mapping[str, Any]) -> dict[str, str]:
     """Name -> one sentence, for what the numbers alone do not show."""
-    return _of_times(report) | _of_certainty(report) | _of_losslessness(report["lossless"]) | _of_rounds(report)
+    return {**dict(_of_times(report)), **dict(_of_losslessness(report)), **dict(_of_drafting(report))}
 
 
-def _of_times(report: Mapping[str, Any]) -> dict[str, str]:
-    row, found = report["results"][0], dict[str, str]()
+def _of_times(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """How far the times are to be trusted."""
+    row, settings = report["results"][0], report["settings"]
     if report.get("incomplete"):
         reason = report["not_measured"]["incomplete"]
-        found["incomplete"] = f"The measurement was cut short: {reason}. Its numbers are those of a part."
+        yield "incomplete", f"The measurement was cut short: {reason}. Its numbers are those of a part."
     bound = MAX_PREDICTION_GAP.get(report["hardware"]["device"], MAX_PREDICTION_GAP["cpu"])
     if row.get("prediction_gap", 0) > bound:
-        found["prediction_gap"] = (
+        yield (
+            "prediction_gap",
             f"The measured speedup ({row['speedup']:.2f}×) is {row['prediction_gap']:.0%} away from the predicted one "
-            f"({row['predicted_speedup']:.2f}×), more than {bound:.0%}; without prefill it is {row['decode_speedup']:.2f}×."
+            f"({row['predicted_speedup']:.2f}×), more than {bound:.0%}; without prefill it is {row['decode_speedup']:.2f}×.",
         )
     if row.get("baseline_over_hf_generate", 1) < SLOW_BASELINE:
-        found["slow_baseline"] = (
+        yield (
+            "slow_baseline",
             f"The baseline has {row['baseline_over_hf_generate']:.0%} of the speed of transformers' generate(); "
-            f"over that the speedup is {row['speedup_over_hf_generate']:.2f}×."
+            f"over that the speedup is {row['speedup_over_hf_generate']:.2f}×.",
         )
     if count := row.get("num_disturbed_rounds"):
         which = f"{count} rounds took far longer than in other repetitions, as beside other work on the machine"
-        found["disturbed"] = f"{which}; their prompts were timed again, and they are left out."
-    return found
-
-
-def _of_certainty(report: Mapping[str, Any]) -> dict[str, str]:
-    row, settings, found = report["results"][0], report["settings"], dict[str, str]()
+        yield "disturbed", f"{which}; their prompts were timed again, and they are left out."
     if (half := half_width(row, "speedup")) > WIDE_INTERVAL and "speedup_ci95" in row:
-        found["wide_interval"] = f"With {row['num_prompts']} prompts the speedup is known to ±{half:.0%} only."
+        yield "wide_interval", f"With {row['num_prompts']} prompts the speedup is known to ±{half:.0%} only."
     precision = settings.get("target_precision")
     if precision and not all(half_width(row, name) <= precision for name in PRECISION_METRICS):
         asked = f"the target precision of ±{precision:.1%} was not reached"
-        found["precision_not_reached"] = f"All {row['num_prompts']} prompts were measured and {asked}."
+        yield "precision_not_reached", f"All {row['num_prompts']} prompts were measured and {asked}."
+
+
+def _of_losslessness(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Whether what was counted is what the target generates."""
+    row, settings, lossless = report["results"][0], report["settings"], report["lossless"]
     engine = ENGINES.get(report.get("engine", {}).get("name", ""))
     if engine and engine.counts_past_end and row["num_drafts"]:
         most = row["num_prompts"] * settings["num_speculative_tokens"] / row["num_drafts"]
-        found["past_the_end"] = (
+        yield (
+            "past_the_end",
             f"{engine.title} also counts tokens that it accepts past the end of a completion: "
-            f"the acceptance length is up to {most:.2f} too high."
+            f"the acceptance length is up to {most:.2f} too high.",
         )
-    return found
-
-
-def _of_losslessness(lossless: Mapping[str, Any]) -> dict[str, str]:
-    found: dict[str, str] = {}
     if count := lossless.get("unexplained_divergences"):
         which = f"{count} of {lossless['prompts_checked']} greedy completions"
-        found["divergence"] = f"{which} are not the target's, where rounding does not explain it."
+        yield "divergence", f"{which} are not the target's, where rounding does not explain it."
     if count := lossless.get("near_ties"):
-        found["near_ties"] = f"{count} greedy completions diverge from the target's at a near-tie of its best logits."
+        yield "near_ties", f"{count} greedy completions diverge from the target's at a near-tie of its best logits."
     if lossless.get("sampling_test", {}).get("negative_control_p_value", 0) > 0.05:
         said = "The sampling test did not detect a rule that is wrong on purpose: it shows little here."
-        found["insensitive_sampling_test"] = said
-    return found
+        yield "insensitive_sampling_test", said
 
 
-def _of_rounds(report: Mapping[str, Any]) -> dict[str, str]:
-    row, settings, found = report["results"][0], report["settings"], dict[str, str]()
+def _of_drafting(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """What drafting did, and what would be better."""
+    row, settings = report["results"][0], report["settings"]
     without = 1 - row["num_drafts"] / row["num_rounds"] if row["num_drafts"] and "num_rounds" in row else 0.0
     if without > 0.05:
-        found["rounds_without_draft"] = (
+        yield (
+            "rounds_without_draft",
             f"In {without:.0%} of the rounds nothing was drafted; the acceptance length ({row['mean_acceptance_length']:.2f}) leaves these "
-            f"out, and a round yields {row['tokens_per_round']:.2f} tokens."
+            f"out, and a round yields {row['tokens_per_round']:.2f} tokens.",
         )
     if row["num_empty"]:
         which = f"{row['num_empty']} of {row['num_prompts']} completions"
-        found["empty_completions"] = f"{which} ended with their first token: no draft helps there."
+        yield "empty_completions", f"{which} ended with their first token: no draft helps there."
     if row.get("num_looping", 0) > 0.1 * row["num_prompts"]:
         which = f"{row['num_looping']} of {row['num_prompts']} completions"
-        found["loops"] = f"{which} end in a loop, which is easy to draft and inflates acceptance."
+        yield "loops", f"{which} end in a loop, which is easy to draft and inflates acceptance."
     if settings["temperature"] and settings["top_k"] == 1:
-        found["top_k"] = "top_k=1 makes this sampled run greedy."
+        yield "top_k", "top_k=1 makes this sampled run greedy."
     if (theory := report.get("theory")) and theory["best_k"] != theory["K"]:
         best = best_point(theory["curve"])["predicted_speedup"]
         if best > theory["predicted"] * (1 + BETTER_K_GAIN):
             faster = f"K = {theory['best_k']} is predicted to be faster ({best:.2f}×)"
-            found["best_k"] = f"{faster} than the K = {theory['K']} measured."
-    return found
+            yield "best_k", f"{faster} than the K = {theory['K']} measured."

@@ -3,13 +3,12 @@
 Every plot is 420 units wide: two fit side by side on a desktop and one on a phone, with readable labels on both.
 """
 
+import html
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
-
-from markupsafe import Markup, escape
 
 from specdistill.report.phrases import between, duration, number, percent, times
 
@@ -31,6 +30,13 @@ Named = Sequence[tuple[str, Row]]
 Ticks = Sequence[tuple[float, str]]  # (value, label)
 Shown = Callable[[float], str]
 Parts = Sequence[tuple[str, float]]  # (kind, milliseconds a token)
+
+
+class Markup(str):
+    """An element that is escaped: templates take it as it is."""
+
+    def __html__(self) -> str:
+        return self
 
 
 @dataclass(frozen=True)
@@ -171,7 +177,7 @@ def acceptance_while_training(candidates: Sequence[Row]) -> Markup | None:
         time = "" if training["seconds"] is None else duration(training["seconds"])
         lines = [(name, heights[index]), (time, heights[index] + 13)]
         named = [_text(along + 8, place, text, kind="over named") for text, place in lines]
-        labels.append(_tag("g", Markup("").join(named), style=f"--stroke: var(--{stroke})"))
+        labels.append(_tag("g", Markup("".join(named)), style=f"--stroke: var(--{stroke})"))
     return _svg(height, "Simulated acceptance length against optimizer steps, one line a candidate", drawn + labels)
 
 
@@ -319,13 +325,14 @@ def _round_count(most: int) -> int:
 
 def _tag(name: str, content: object = "", **attributes: object) -> Markup:
     """An element; `stroke_width` is the attribute stroke-width, and None leaves an attribute out. All values are escaped."""
-    given = {key.replace("_", "-"): escape(value) for key, value in attributes.items() if value is not None}
+    given = {key.replace("_", "-"): html.escape(str(value)) for key, value in attributes.items() if value is not None}
     written = "".join(f' {key}="{value}"' for key, value in given.items())
-    return Markup(f"<{name}{written}>{escape(content)}</{name}>")
+    inside = content if isinstance(content, Markup) else html.escape(str(content))
+    return Markup(f"<{name}{written}>{inside}</{name}>")
 
 
 def _svg(height: float, label: str, drawn: Iterable[Markup]) -> Markup:
-    return _tag("svg", Markup("\n").join(drawn), viewBox=f"0 0 {WIDTH} {height}", role="img", aria_label=label)
+    return _tag("svg", Markup("\n".join(drawn)), viewBox=f"0 0 {WIDTH} {height}", role="img", aria_label=label)
 
 
 def _text(x: float, y: float, content: object, *, anchor: str | None = None, kind: str | None = None) -> Markup:

@@ -1,7 +1,5 @@
 """The report's folder: written whole or not at all, read, and rendered again from its JSON files.
 
-report.schema.json says what a report may hold, and so what a gate's rules may name.
-
 report.html: one self-contained file, the verdict first. Every value is escaped: names and model output come from outside.
 
 The token view's data is each prompt's completion, round by round, as compact JSON that the page renders one prompt at a time. Where all
@@ -19,11 +17,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
+from pydantic import TypeAdapter, ValidationError
 
 from specdistill.errors import ResourceError, UserError
 from specdistill.report import charts, phrases, tables
+from specdistill.report.documents import json_schema
+from specdistill.report.schema import ReportDocument
 from specdistill.report.text import to_junit, to_markdown
 from specdistill.statistics.metrics import MIN_BUCKET_DRAFTS
 from specdistill.statistics.records import ALL, PromptRecord, read_records, records_of, refuse_constant, write_records
@@ -31,7 +31,7 @@ from specdistill.suites.suite import evenly
 
 REPORT, SAMPLES = "report.json", "samples.jsonl"
 JUDGED = ("gate", "baseline", "digest")  # parts of a report that change when it is judged again, and the hash of all others
-SCHEMA = Path(__file__).parent / "report.schema.json"
+SCHEMA_VERSION = 2  # of a report, and of a comparison
 SCALARS = ("number", "integer", "boolean")
 ROW_IDENTITY = ("num_speculative_tokens", "temperature", "batch_size")  # numbers of a row that are its configuration
 NUM_PLAIN_SAMPLES = 3  # completions shown where scripts do not run
@@ -97,29 +97,35 @@ def render(folder: Path) -> None:
 
 
 @cache
-def schema(path: Path = SCHEMA) -> dict[str, Any]:
-    document: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return document
+def schema() -> dict[str, Any]:
+    return json_schema(ReportDocument, "specdistill report")
 
 
-def validate(document: Any, name: str = "report.json", key: str = "report", path: Path = SCHEMA) -> None:
-    """Raises UserError for another schema version, and else names the first field that does not fit the schema at `path`."""
-    supported, title = schema(path)["properties"]["schema_version"]["const"], schema(path)["title"]
-    version = document.get("schema_version", supported) if isinstance(document, Mapping) else supported
-    if version != supported:
-        expected = f"version {supported}: measure again with this specdistill"
+@cache
+def adapter(kind: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)
+
+
+def validate(document: Any, name: str = "report.json", key: str = "report", kind: Any = ReportDocument) -> None:
+    """Raises UserError for another schema version, and else names the first field that `kind` of document does not have so."""
+    version = document.get("schema_version", SCHEMA_VERSION) if isinstance(document, Mapping) else SCHEMA_VERSION
+    if version != SCHEMA_VERSION:
+        expected = f"version {SCHEMA_VERSION}: measure again with this specdistill"
         raise UserError(key, got=f"{name} of schema version {version}", expected=expected)
-    error = jsonschema.exceptions.best_match(jsonschema.Draft202012Validator(schema(path)).iter_errors(document))
-    if error is not None:
-        place = ".".join(map(str, error.absolute_path)) or "the whole document"
-        expected = f"a {title.removeprefix('specdistill ')} of schema version {supported}"
-        raise UserError(key, got=f"{name} with {place}: {error.message[:200]}", expected=expected)
+    try:
+        adapter(kind).validate_python(document)
+    except ValidationError as error:
+        wrong = error.errors()[0]
+        place = ".".join(map(str, wrong["loc"])) or "the whole document"
+        what = kind.__name__.removesuffix("Document").lower()
+        expected = f"a {what} of schema version {SCHEMA_VERSION}"
+        raise UserError(key, got=f"{name} with {place}: {wrong['msg'][:200]}", expected=expected) from error
 
 
 @cache
 def row_metrics() -> tuple[str, ...]:
     """Numbers of a result row that a rule can test."""
-    fields = schema()["$defs"]["row"]["properties"]
+    fields = schema()["$defs"]["Row"]["properties"]
     return tuple(name for name, field in fields.items() if field.get("type") in SCALARS and name not in ROW_IDENTITY)
 
 

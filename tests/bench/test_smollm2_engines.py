@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
+from bench.counting import ignore_stop_tokens
 from bench.llama_cpp import AsLlamaCpp, Counts
 from bench.smollm2_engines import Draft, Options, as_gguf, chosen, page
 from specdistill.decoding.decoder import Decoder
 from specdistill.decoding.proposer import Proposal
 from specdistill.errors import UserError
-from specdistill.measurement.engine_counts import ignore_stop_tokens
 from specdistill.methods.load import implementation
 from specdistill.methods.target_record import save_draft
 from specdistill.targets.frozen import FrozenTarget

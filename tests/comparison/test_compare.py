@@ -9,12 +9,10 @@ from itertools import pairwise
 from typing import Any
 from xml.etree import ElementTree
 
-import jsonschema
 import pytest
 
 from specdistill.comparison.compare import (
     PARTS,
-    SCHEMA,
     Measured,
     compare,
     is_separable,
@@ -23,9 +21,11 @@ from specdistill.comparison.compare import (
     validate_comparison,
 )
 from specdistill.comparison.pages import print_comparison, to_html, to_markdown, write_comparison
+from specdistill.comparison.schema import Comparison
 from specdistill.errors import UserError
+from specdistill.project import ROOT
 from specdistill.report.charts import acceptance_while_training
-from specdistill.report.files import schema
+from specdistill.report.documents import json_schema
 from specdistill.report.phrases import duration
 from specdistill.statistics.records import PromptRecord, RoundRecord, Timing
 from tests.simulated import DRAFT_STEP, PLAIN_STEP, VERIFY_STEP, simulated_candidate
@@ -315,13 +315,12 @@ def test_contexts_are_told_apart_steady_and_unknown() -> None:
 
 
 def test_the_document_fits_its_schema(comparison: dict[str, Any]) -> None:
-    jsonschema.Draft202012Validator.check_schema(schema(SCHEMA))
     validate_comparison(json.loads(json.dumps(comparison)))
-    assert set(comparison) == set(schema(SCHEMA)["properties"])
-    shape = schema(SCHEMA)["properties"]["ranking"]["items"]["properties"]
-    assert set(shape["parts"]["required"]) == set(shape["parts"]["properties"]) == set(PARTS)
-    difference = shape["difference_to_best"]["oneOf"][1]
-    assert set(difference["required"]) == set(difference["properties"]) == {"speedup", *PARTS}
+    shipped = json.loads((ROOT / "specdistill/comparison/comparison.schema.json").read_text())
+    assert shipped == json_schema(Comparison, "specdistill comparison"), "python -m specdistill.comparison.schema"
+    assert set(comparison) == set(shipped["properties"])
+    assert set(shipped["$defs"]["Parts"]["required"]) == set(PARTS)
+    assert set(shipped["$defs"]["Differences"]["required"]) == {"speedup", *PARTS}
 
 
 @pytest.mark.parametrize(
@@ -331,7 +330,7 @@ def test_the_document_fits_its_schema(comparison: dict[str, Any]) -> None:
         (("ranking", 1, "difference_to_best", "speedup", "ci95"), [0.1], "ranking.1.difference_to_best"),
         (("candidates", 1, "training", "seconds"), -1, "candidates.1.training"),
         (("candidates", 1, "training", "curve"), [[200]], "candidates.1.training"),
-        (("candidates", 1, "trained"), True, r"with candidates\.1: "),
+        (("candidates", 1, "trained"), True, r"with candidates\.1\.trained: "),
         (("candidates", 0, "report", "results", 0, "speedup"), "fast", r"\(poor\) with results\.0\.speedup"),
         (("why", 0, "name"), "because", "why.0.name"),
     ],

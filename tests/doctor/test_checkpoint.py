@@ -14,7 +14,7 @@ from torch import Tensor
 from specdistill.cli import main
 from specdistill.doctor.diagnosis import Diagnosis, examine
 from specdistill.errors import ExitCode
-from specdistill.export.export import export
+from specdistill.export import export
 from specdistill.methods.draft_model.checkpoint import save_draft_model
 from specdistill.methods.draft_model.create import create_draft_model
 from specdistill.targets.files import TargetFiles

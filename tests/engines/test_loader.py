@@ -14,7 +14,7 @@ from specdistill.engines import ENGINES
 from specdistill.engines.engine import Layout
 from specdistill.engines.loader import LLAMA_SETTINGS, LoaderCheck, check_loader, loader_of
 from specdistill.errors import UserError
-from specdistill.export.export import export
+from specdistill.export import export
 from specdistill.targets.files import TargetFiles
 from specdistill.targets.frozen import FrozenTarget
 from tests.heads import head_of, load_head, save_head

@@ -10,7 +10,7 @@ import pytest
 from safetensors.torch import load_file
 
 from specdistill.cli import main
-from specdistill.export.export import export
+from specdistill.export import export
 from specdistill.methods.eagle3.checkpoint import load_eagle3
 from specdistill.methods.load import method_of
 from specdistill.methods.mtp.checkpoint import build_mtp, save_mtp

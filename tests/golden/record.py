@@ -179,7 +179,6 @@ LIBRARIES = (
     "datasets",
     "deepspeed",
     "evaluate",
-    "jsonschema",
     "matplotlib.pyplot",
     "omegaconf",
     "peft",

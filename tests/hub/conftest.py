@@ -3,9 +3,11 @@
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
+from unittest import mock
 
 import pytest
 import torch
+from huggingface_hub import constants
 
 from specdistill.cli import main
 from specdistill.methods.load import implementation
@@ -40,8 +42,10 @@ class Acquire:
     def __init__(self, hub: Hub, home: Path, capsys: pytest.CaptureFixture[str]) -> None:
         self.hub, self.home, self._capsys = hub, home, capsys
 
-    def __call__(self, *keys: str, token: str | None = Hub.token, home: Path | None = None) -> Said:
-        with self.hub.client(home or self.home, token=token):
+    def __call__(self, *keys: str, token: str | None = Hub.token, home: Path | None = None, cache: Path | None = None) -> Said:
+        """cache: another one than the home's, read without the Hub."""
+        here = {"HF_HUB_CACHE": str(cache), "HF_HUB_OFFLINE": True} if cache else {}
+        with self.hub.client(home or self.home, token=token), mock.patch.dict(vars(constants), here):
             code = main(["acquire", *keys])
         return Said(code, *self._capsys.readouterr())
 

@@ -11,7 +11,8 @@ from huggingface_hub import ModelCard
 from specdistill.command import spell_out
 from specdistill.gate.decide import Evidence, judge
 from specdistill.gate.rules import load_gate
-from specdistill.hub.card import Published, measured_again, model_card
+from specdistill.hub import card as cards
+from specdistill.hub.card import Published, measured_again
 from specdistill.hub.evidence import Release
 from specdistill.hub.licenses import Licensed
 from specdistill.methods.recipe import Recipe
@@ -26,15 +27,22 @@ PROVENANCE = {"command": ["train/eagle.py", "recipe=mine/eagle3"], "rows": 1000,
 PARTS = [Licensed("target", "Qwen/Qwen3-8B", "apache-2.0"), Licensed("training data", "org/chats", None)]
 
 
+def model_card(published: Published) -> ModelCard:
+    return cards.model_card(published, [("vLLM", "vllm serve Qwen/Qwen3-8B")])
+
+
+def of_target(published: Published, **parts: Any) -> Published:
+    return replace(published, release=replace(published.release, made_for=replace(TARGET, **parts)))
+
+
 @pytest.fixture(scope="module")
 def published() -> Published:
     records = simulate(24)
     report = judge(load_gate("default"), Evidence(simulated_sweep(simulated_report(records), 8), records))
     recipe = load_recipe(Recipe, ["recipe=pico/eagle3", "train.output_dir=runs/mine", "data.source=org/chats"])
     history = History(4000.0, 500, [{"step": 500, "epoch": 2.5, "loss": 1.0}])
-    release = Release(Path("runs/mine"), recipe, PROVENANCE, (), report, records, (), (), "")
-    serving = [("vLLM", "vllm serve Qwen/Qwen3-8B")]
-    return Published("org/Qwen3-8B-eagle3", "v3", release, history, TARGET, "Qwen/Qwen3-8B", PARTS, "apache-2.0", serving)
+    release = Release(Path("runs/mine"), recipe, PROVENANCE, (), report, records, TARGET)
+    return Published("org/Qwen3-8B-eagle3", "v3", release, history, "Qwen/Qwen3-8B", PARTS, "apache-2.0")
 
 
 def with_report(published: Published, **parts: Any) -> Published:
@@ -100,7 +108,7 @@ def test_nothing_from_outside_is_markup(published: Published) -> None:
         findings=[{"name": evil, "message": evil}],
     )
     bad = replace(bad, reason=evil, overridden=[evil], parts=[Licensed("training data", evil, evil)], license=evil)
-    card = model_card(replace(bad, target=replace(TARGET, name_or_path=evil)))
+    card = model_card(of_target(bad, name_or_path=evil))
     assert card.data.license_name == evil
     assert "<img" not in card.text.replace("\\<img", "")
 
@@ -136,9 +144,9 @@ def test_a_suite_of_ones_own_is_told_by_its_hash(published: Published) -> None:
 
 
 def test_a_target_that_is_on_no_hub(published: Published) -> None:
-    here = replace(published, base_model=None, target=replace(TARGET, name_or_path="/home/me/models/mine", revision=None))
+    here = of_target(replace(published, base_model=None), name_or_path="/home/me/models/mine", revision=None)
     card = model_card(here)
     assert card.data.base_model is None and card.data.get("base_model_relation") is None
     assert "/home/me" not in str(card) and "| name | mine |" in card.text and "target=TARGET" in card.text
-    pico = model_card(replace(here, target=replace(TARGET, name_or_path="pico"))).text
+    pico = model_card(of_target(here, name_or_path="pico")).text
     assert "`specdistill path pico`" in pico and "target=pico" in pico

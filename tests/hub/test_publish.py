@@ -13,12 +13,11 @@ import pytest
 from huggingface_hub import ModelCard
 
 from specdistill.cli import main
-from specdistill.export.export import export
+from specdistill.export import export
 from specdistill.hub import repository as released
 from specdistill.hub.repository import is_same
-from specdistill.measurement.spot_check import SpotCheck
 from specdistill.report.files import read_report
-from tests.finished_runs import edit_report, remake, scale_weights
+from tests.finished_runs import edit_report, remake
 from tests.loopback_hub import Fault, Hub, loopback_hub
 from tests.loopback_hub.store import Repository
 from tests.refusals import refused_key
@@ -33,16 +32,6 @@ RELEASE = {"README.md", "recipe.yaml", "provenance.json", *DRAFT, *REPORT}
 @pytest.fixture
 def run(measured: Path, tmp_path: Path) -> Path:
     return shutil.copytree(measured, tmp_path / "run")
-
-
-@pytest.fixture(autouse=True)
-def decoded_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prompts that are decoded again are what test_evidence.py and test_round_trip.py are about; it takes seconds."""
-
-    def check(*arguments: Any, num_prompts: int) -> SpotCheck:
-        return SpotCheck(["a0"], True, [], arguments[4]["lossless"])
-
-    monkeypatch.setattr("specdistill.hub.evidence.spot_check", check)
 
 
 @pytest.fixture(params=["lfs", "xet"])
@@ -62,7 +51,7 @@ def lfs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
 def publish(run: Path, *arguments: str, repo: str = NAME, first: bool = True) -> int:
     """first: nothing was released before; or the same, which is there already."""
     named = ["baseline=none"] if first else []
-    return main(["publish", f"run={run}", f"repo={repo}", "spot_check=1", *named, *arguments])
+    return main(["publish", f"run={run}", f"repo={repo}", *named, *arguments])
 
 
 def refused(
@@ -166,7 +155,7 @@ def test_a_recipe_says_what_the_command_does_not(lfs: Hub, run: Path) -> None:
     path.write_text(path.read_text().replace("repo: null\n  private: null", f"repo: {NAME}\n  private: false"))
     sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
     (run / "run/provenance.json").write_text(json.dumps({"recipe": sha256}))
-    assert main(["publish", f"run={run}", "baseline=none", "spot_check=1", "license=apache-2.0"]) == 0
+    assert main(["publish", f"run={run}", "baseline=none", "license=apache-2.0"]) == 0
     assert not lfs.repositories[NAME].private
     assert ModelCard(contents(lfs, "v1")["README.md"].decode()).data.license == "apache-2.0"
 
@@ -392,28 +381,12 @@ def test_a_hub_that_is_not_there(tmp_path: Path, run: Path, capsys: pytest.Captu
         assert hub.address in refused(capsys, 3, run)
 
 
-def test_a_run_that_changes_while_it_is_checked_is_not_published(
-    lfs: Hub, run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def check(*arguments: Any, num_prompts: int) -> SpotCheck:
-        scale_weights(run / "draft")  # as a training would that still goes on
-        return SpotCheck(["a0"], True, [], arguments[4]["lossless"])
-
-    monkeypatch.setattr("specdistill.hub.evidence.spot_check", check)
-    assert "changed" in refused(capsys, 2, run)
-    assert NAME not in lfs.repositories
-
-
 def test_a_secret_in_any_file_is_not_published(lfs: Hub, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     edit_report(run, "suite", "source", to="https://me:a-password@example.org/prompts")
     remake(run, lambda record: record)
     said = refused(capsys, 2, run)
     assert refused_key(said) == "README.md" and "a-password" not in said
     assert NAME not in lfs.repositories
-
-
-def test_a_suite_beside_the_recipe_s_own_is_refused(lfs: Hub, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert refused_key(refused(capsys, 2, run, "suite=pico")) == "suite"
 
 
 @pytest.mark.parametrize("content", [b"a: [", b"- 1\n"])

@@ -47,7 +47,7 @@ def second(trained_further: Path, tmp_path: Path) -> Path:
 
 
 def publish(run: Path, *arguments: str) -> int:
-    return main(["publish", f"run={run}", f"repo={NAME}", "spot_check=1", *arguments])
+    return main(["publish", f"run={run}", f"repo={NAME}", *arguments])
 
 
 def said(capsys: pytest.CaptureFixture[str]) -> str:

@@ -62,7 +62,7 @@ def test_a_planted_token_is_found_nowhere_else(
         acquired = ["acquire", "method=draft_model", f"target={target}", f"draft={NAME}@v1"]
         hub.inject(Fault("status", "tree", status=403))
         assert run(*acquired) == 3
-        assert run(*acquired, f"bundle={tmp_path / 'pair.tar'}") == 0
+        assert run(*acquired, "verify=true") == 0
         assert run("gate", f"report={finished / 'report'}", "gates=release", f"baseline={NAME}@v1") in (0, 1)
         assert run("doctor", f"draft={NAME}", f"target={target}", "decode=false") in (0, 1)
         keys = [f"target.model={target}", f"data.source={tmp_path / 'texts.jsonl'}", f"train.output_dir={tmp_path / 'trained'}"]
@@ -72,7 +72,7 @@ def test_a_planted_token_is_found_nowhere_else(
     everything = said.out + said.err + caplog.text
     assert hub.token not in everything and kept not in everything
     assert "<TOKEN>" in everything and "Traceback" in said.err  # what logs and tracebacks there are was looked through
-    written = ("run/release/README.md", "run/report/release/report.html", "pair.tar", "trained/draft/config.json")
+    written = ("run/release/README.md", "run/report/release/report.html", "trained/draft/config.json")
     assert all((tmp_path / path).is_file() for path in written)
     assert places_with(hub.token, tmp_path) == [] and places_with(kept, tmp_path) == ["home/token"]
     assert {request.token for request in hub.requests} == {None, hub.token}

@@ -10,7 +10,7 @@ from specdistill.doctor.diagnosis import diagnose
 from specdistill.engines import ENGINES, engines_with
 from specdistill.engines.engine import Served
 from specdistill.errors import UserError
-from specdistill.export.export import export
+from specdistill.export import export
 from specdistill.hub.serving import can_express, loads_as_is, serving_lines
 from specdistill.methods.checkpoint import read_config
 from specdistill.targets.files import TargetFiles
@@ -59,7 +59,7 @@ def test_each_engine_is_told_how(tmp_path: Path) -> None:
     save_head("eagle3", head_of("eagle3", target, {"draft_vocabulary": torch.arange(0, 200, 2)}, torch.float32), draft)
     served = Served("eagle3", Path("org/draft"), "org/target", 4, False, read_config(draft, "draft"))
     exports = {"gguf": export(draft, "gguf", tmp_path / "gguf")}
-    lines = dict(serving_lines(served, draft, exports, repository="org/draft", tag="v2", target="org/target"))
+    lines = dict(serving_lines(served, draft, exports, repository="org/draft", tag="v2"))
     assert lines["vLLM"].startswith("vllm serve org/target") and '"model": "org/draft"' in lines["vLLM"]
     assert "--speculative-draft-model-path org/draft" in lines["SGLang"]
     fetch, _, convert, _ = lines["llama.cpp"].splitlines()
@@ -74,5 +74,5 @@ def test_no_command_is_given_that_an_export_would_refuse(tmp_path: Path) -> None
     draft = tmp_path / "draft"
     save_head("eagle3", head_of("eagle3", target, {"num_layers": 2}, torch.float32), draft)
     served = Served("eagle3", Path("org/draft"), "org/target", 4, False, read_config(draft, "draft"))
-    lines = dict(serving_lines(served, draft, {}, repository="org/draft", tag="v2", target="org/target"))
+    lines = dict(serving_lines(served, draft, {}, repository="org/draft", tag="v2"))
     assert "vLLM" in lines and not {"SGLang", "llama.cpp"} & lines.keys(), lines

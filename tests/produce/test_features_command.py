@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from specdistill.features import fill
 
+from specdistill.produce import features as fill
 from specdistill.training.resumable import ResumableTrainer
 from tests.launches import environment
 from tests.processes import fork

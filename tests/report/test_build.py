@@ -3,8 +3,8 @@ from dataclasses import replace
 
 import pytest
 
+from specdistill.measurement.server_report import NO_BASELINE_ROW, ROW_REASONS
 from specdistill.report.build import context_rows, headline, is_looping, result_rows, theory
-from specdistill.servers.run import NO_BASELINE_ROW, ROW_REASONS
 from specdistill.statistics.records import Configuration, PromptRecord, RoundRecord
 from tests.simulated import PLAIN_STEP, SUITE, VERIFY_STEP, as_from_server, in_batches, round_costs, simulate, simulated_report
 

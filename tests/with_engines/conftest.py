@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from specdistill.measurement.engine_counts import ignore_stop_tokens
+from bench.counting import ignore_stop_tokens
 from specdistill.suites.suite import load_suite, tokenize
 from specdistill.targets.frozen import FrozenTarget
 from tests.scripts import specdistill

@@ -7,7 +7,7 @@ import pytest
 
 from bench.llama_cpp import KINDS, SOURCE, WITHOUT_DRAFT, AsLlamaCpp, complete, convert
 from specdistill.decoding.decoder import Decoder
-from specdistill.export.export import export
+from specdistill.export import export
 from specdistill.methods.load import load_proposer
 from specdistill.project import PICO
 from specdistill.suites.suite import load_suite, tokenize

@@ -1,8 +1,8 @@
 """vLLM 0.32 on a CPU, in float32: with our drafts it generates what the target generates, and its counters are ours, prompt by prompt."""
 
 import json
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,19 +11,12 @@ import pytest
 import torch
 from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
 
+from bench.counting import Completion, Counts, generate_here, ignore_stop_tokens, num_same, total
+from bench.engines import run
 from specdistill.decoding.proposer import DecodingState, Proposal
-from specdistill.engines.vllm import VLLM, draft_options
-from specdistill.export.export import export
+from specdistill.engines.vllm import speculative_config
+from specdistill.export import export
 from specdistill.losses.divergence import forward_kl
-from specdistill.measurement.engine_counts import (
-    Completion,
-    Job,
-    generate_here,
-    generate_in_engine,
-    ignore_stop_tokens,
-    num_same,
-    total,
-)
 from specdistill.methods.chains.unroll import TrainingTimeTest
 from specdistill.methods.load import load_proposer
 from specdistill.methods.mtp.checkpoint import build_mtp, save_mtp
@@ -38,6 +31,7 @@ from tests.with_engines.environments import environment
 pytestmark = [pytest.mark.long, pytest.mark.engines]  # vLLM in its own environment
 
 MAX_LENGTH = 512
+PROGRAM = Path(__file__).with_name("run_vllm.py")
 # Name -> method, draft, and the engine it is exported for: None is the folder as training left it.
 DRAFTS: dict[str, tuple[str, str, str | None]] = {
     "EAGLE-3.1 as trained": ("eagle3", "EAGLE-3.1", None),
@@ -61,6 +55,39 @@ class Case:
     plain: list[Completion]
 
 
+@dataclass(frozen=True)
+class Job:
+    """What vLLM is to do. `options`: arguments of `vllm.LLM`; `num_speculative_tokens`: K, 0 without a draft."""
+
+    options: dict[str, Any]
+    prompts: Sequence[Sequence[int]]
+    max_new_tokens: int
+    num_speculative_tokens: int = 0
+
+
+def plain_options(target: str) -> dict[str, Any]:
+    return {"model": target, "dtype": "float32", "max_model_len": MAX_LENGTH}
+
+
+def draft_options(method: str, folder: str, num_tokens: int) -> dict[str, Any]:
+    """What a draft adds to those, or replaces."""
+    options = {"speculative_config": speculative_config(method, folder, num_tokens)}
+    return options | ({"model": folder} if method == "mtp" else {})
+
+
+def generate_in_vllm(jobs: Sequence[Job], folder: Path) -> list[list[Completion]]:
+    """The completions of each job, done one after the other in one process of vLLM's own Python."""
+    to_do, results = folder / "jobs.json", folder / "results.json"
+    to_do.write_text(json.dumps([asdict(job) for job in jobs]), encoding="utf-8")
+    run(environment("vllm") / "bin" / "python", PROGRAM, to_do, results)
+
+    def completion(row: dict[str, Any]) -> Completion:
+        counts = Counts(row["num_drafts"], row["num_draft_tokens"], tuple(row["accepted_per_position"]))
+        return Completion(tuple(row["token_ids"]), counts)
+
+    return [[completion(row) for row in rows] for rows in json.loads(results.read_text(encoding="utf-8"))]
+
+
 class EarliestMatch(NgramProposer):
     """vLLM's rule: of the longest n-gram that is found the *first* occurrence, and only what follows it in the text."""
 
@@ -81,12 +108,10 @@ def cases(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> dict[str, Case]:
     """All in one process of vLLM; n-gram look-up comes last, for with it vLLM takes numba's threads."""
-    python = environment("vllm") / "bin" / "python"
     folder = tmp_path_factory.mktemp("vllm")
     files = TargetFiles.of("pico")
-    options = partial(VLLM.plain_options, dtype="float32", max_length=MAX_LENGTH)
     generated_here = partial(generate_here, max_new_tokens=NUM_TOKENS)
-    plain = Job(options(files.name), prompts, NUM_TOKENS)
+    plain = Job(plain_options(files.name), prompts, NUM_TOKENS)
     jobs, here = {"plain": plain}, {"plain": generated_here(pico, None, prompts)}
 
     def add(name: str, changes: dict[str, Any]) -> None:
@@ -105,8 +130,8 @@ def cases(
 
     target, served, draft = mixture_of_experts(folder)
     texts = [list(range(5 + start, 25 + start)) for start in range(3)]
-    jobs["experts"] = Job(options(target.name), texts, NUM_TOKENS)
-    jobs[PREDICTED] = Job(options(target.name) | draft_options("mtp", str(served), K), texts, NUM_TOKENS, K)
+    jobs["experts"] = Job(plain_options(target.name), texts, NUM_TOKENS)
+    jobs[PREDICTED] = Job(plain_options(target.name) | draft_options("mtp", str(served), K), texts, NUM_TOKENS, K)
     here["experts"] = generated_here(target, None, texts)
     here[PREDICTED] = generated_here(target, load_proposer("mtp", draft, target), texts, num_speculative_tokens=K)
 
@@ -114,7 +139,7 @@ def cases(
     add("n-gram", {"speculative_config": ngram})
     here["n-gram"] = generated_here(pico, EarliestMatch(1, 3), prompts, num_speculative_tokens=K)
 
-    _, there = generate_in_engine("vllm", python, list(jobs.values()), folder)
+    there = generate_in_vllm(list(jobs.values()), folder)
     texts_there = dict(zip(jobs, there, strict=True))
     alone = dict.fromkeys(jobs, texts_there["plain"]) | dict.fromkeys(("experts", PREDICTED), texts_there["experts"])
     return {name: Case(here[name], texts_there[name], alone[name]) for name in jobs}

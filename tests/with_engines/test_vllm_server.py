@@ -13,16 +13,16 @@ from typing import Any
 import psutil
 import pytest
 
+from bench.counting import generate_here
 from bench.engines import QUIET_VLLM, run
 from specdistill.engines import ENGINES
-from specdistill.engines.vllm import draft_options
+from specdistill.engines.start import started
+from specdistill.engines.vllm import speculative_config
 from specdistill.errors import ExitCode, ResourceError
-from specdistill.export.export import export
-from specdistill.measurement.engine_counts import generate_here
+from specdistill.export import export
 from specdistill.methods.load import load_proposer
 from specdistill.project import PICO, ROOT
 from specdistill.report.files import read_report
-from specdistill.servers.start import started
 from specdistill.suites.suite import load_suite, tokenize
 from specdistill.targets.files import TargetFiles
 from specdistill.targets.frozen import FrozenTarget
@@ -130,7 +130,7 @@ def test_a_draft_that_vllm_does_not_load_is_told_by_its_first_exception(
     export(trained("EAGLE-3.1"), "vllm", tmp_path / "draft", TargetFiles.of("pico"), num_speculative_tokens=K)
     config = tmp_path / "draft" / "config.json"
     config.write_text(config.read_text().replace("LlamaForCausalLMEagle3", "Unheard"))
-    options = draft_options("eagle3", str(tmp_path / "draft"), K)["speculative_config"]
+    options = speculative_config("eagle3", str(tmp_path / "draft"), K)
     line = [str(environment("vllm") / "bin" / "vllm"), "serve", str(PICO), "--speculative-config", json.dumps(options)]
     with pytest.raises(ResourceError, match="Unheard"), started(line, tmp_path / "log", key="eval.engine_command"):
         pytest.fail("it started")

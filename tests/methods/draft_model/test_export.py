@@ -13,7 +13,7 @@ from tokenizers import Regex, pre_tokenizers
 from transformers import LlamaConfig, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from specdistill.export.export import export
+from specdistill.export import export
 from specdistill.methods.draft_model.checkpoint import load_draft_model, save_draft_model, with_both_spellings
 from specdistill.methods.draft_model.gguf import WORDS_OF_LLAMA3, WORDS_OF_QWEN2
 from specdistill.project import PICO

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from specdistill.errors import ExitCode
+from specdistill.measurement.servers import check_draft
 from specdistill.methods.target_record import SECTION
-from specdistill.servers.peers import check_draft
 from specdistill.targets.files import TargetFiles
 from tests.loopback_hub import fetched, loopback_hub
 from tests.refusals import refused, refused_key

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 from specdistill.engines.server import Completion
 from specdistill.measurement.configurations import Settings
 from specdistill.measurement.losslessness import first_difference
+from specdistill.measurement.servers import Answers, Outcome, Task
 from specdistill.project import git_revision
 from specdistill.report.build import build_report, headline, result_rows
-from specdistill.servers.measure import Answers, Outcome, Task
 from specdistill.statistics.records import PromptRecord, Timing
 from specdistill.suites.suite import Prompt
 

@@ -1,4 +1,4 @@
-"""A small inference server for tests: the two engines' HTTP interfaces, answered by our own decoder, with real Prometheus counters.
+"""A small inference server for tests: the two engines' HTTP interfaces, answered by our own decoder, with a page of counters.
 
 It generates what the model generates and counts what was drafted, so that a client can be held to the numbers of the decoder itself.
 """
@@ -9,12 +9,11 @@ from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import torch
-from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 
 from specdistill.decoding.decoder import Decoder
 from specdistill.decoding.sampling import Sampling
 
-LABELS = {"engine": "0", "model_name": "test"}
+LABELS = 'engine="0",model_name="test"'
 
 
 @dataclass
@@ -37,14 +36,8 @@ class PeerServer:
     def __init__(self, engine, target, proposer=None, k=0, *, model=None, behaviour=None):
         self.engine, self.k, self.model = engine, k, model or target.name
         self.decoder, self.target, self.behaviour = Decoder(target, proposer), target, behaviour or Behaviour()
-        self.registry, self.num_answers, self.lock, self.closed = CollectorRegistry(), 0, threading.Lock(), threading.Event()
-        self.generated = self._counter("generation_tokens")
-        if engine == "vllm" and proposer:
-            per_position = self._family(Counter, "spec_decode_num_accepted_tokens_per_pos", "position")
-            for position in range(k):
-                per_position.labels(**LABELS, position=str(position))
-        if engine == "sglang":
-            self.length = self._family(Gauge, "spec_accept_length").labels(**LABELS)
+        self.num_answers, self.lock, self.closed = 0, threading.Lock(), threading.Event()
+        self.generated, self.length = 0, 0.0
         peer = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -61,11 +54,15 @@ class PeerServer:
         self.address = f"http://127.0.0.1:{self.server.server_port}"
         self.thread = threading.Thread(target=self.server.serve_forever, daemon=True)
 
-    def _family(self, kind, name, *more):
-        return kind(f"{self.engine}:{name}", "As the engine names it.", [*LABELS, *more], registry=self.registry)
-
-    def _counter(self, name):
-        return self._family(Counter, name).labels(**LABELS)
+    def page(self):
+        lines = [f"# TYPE {self.engine}:generation_tokens_total counter"]
+        lines += [f"{self.engine}:generation_tokens_total{{{LABELS}}} {float(self.generated)}"]
+        if self.engine == "vllm":
+            name = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
+            lines += [f'{name}{{{LABELS},position="{position}"}} 0.0' for position in range(self.k)]
+        else:
+            lines += [f"sglang:spec_accept_length{{{LABELS}}} {self.length}"]
+        return "".join(f"{line}\n" for line in lines).encode()
 
     def __enter__(self):
         self.thread.start()
@@ -81,7 +78,7 @@ class PeerServer:
 
     def get(self, handler):
         if handler.path == "/metrics" and self.behaviour.metrics:
-            return self.answer(handler, generate_latest(self.registry))
+            return self.answer(handler, self.page())
         served = {"id": self.model, "root": self.model, "max_model_len": self.target.max_length}
         drafting = {"speculative_algorithm": "EAGLE3" if self.k else None, "speculative_num_steps": self.k or None}
         pages = {"/v1/models": {"data": [served]}, "/version": {"version": self.behaviour.version}} | (
@@ -111,7 +108,7 @@ class PeerServer:
                 sampling=Sampling(parameters["temperature"], parameters["top_p"], max(parameters["top_k"], 0)),
                 generator=torch.Generator().manual_seed(parameters.get("seed", 0)),
             )
-            self.generated.inc(len(generated.token_ids) + behaviour.counts_of_others)
+            self.generated += len(generated.token_ids) + behaviour.counts_of_others
             answer = self.vllm_answer(generated) if self.engine == "vllm" else self.sglang_answer(generated)
         return self.answer(handler, json.dumps(answer).encode())
 
@@ -139,7 +136,7 @@ class PeerServer:
             if not self.behaviour.old_names:
                 names = ("spec_num_proposed_drafts", "spec_num_correct_drafts", "spec_correct_drafts_histogram")
             meta |= {"spec_verify_ct": len(accepted), **dict(zip(names, (drafted, sum(accepted), histogram), strict=True))}
-            self.length.set(1 + sum(accepted) / len(accepted))
+            self.length = 1 + sum(accepted) / len(accepted)
         return {"text": self.text(generated), "output_ids": list(generated.token_ids), "meta_info": meta}
 
     def text(self, generated):

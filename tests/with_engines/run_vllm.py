@@ -1,7 +1,7 @@
 """Run by the Python of an environment with vLLM, which needs nothing else: python run_vllm.py JOBS RESULTS
 
 JOBS holds a list of {options, prompts, max_new_tokens, num_speculative_tokens}: arguments of vllm.LLM, and token ids to complete greedily,
-past stop tokens. RESULTS gets vLLM's version and, for each job, a list of {token_ids, num_drafts, num_draft_tokens,
+past stop tokens. RESULTS gets for each job a list of {token_ids, num_drafts, num_draft_tokens,
 accepted_per_position}, one for each prompt: prompts go through the engine one at a time, so that what its counters gain is the prompt's.
 """
 
@@ -24,7 +24,7 @@ from vllm.distributed import cleanup_dist_env_and_memory
 ALWAYS = {"enforce_eager": True, "block_size": 32, "enable_prefix_caching": False, "disable_log_stats": False}
 
 
-def main(jobs: list[dict[str, Any]]) -> dict[str, Any]:
+def main(jobs: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
     results = []
     for job in jobs:
         engine = vllm.LLM(**ALWAYS, **job["options"])
@@ -32,7 +32,7 @@ def main(jobs: list[dict[str, Any]]) -> dict[str, Any]:
         del engine
         gc.collect()
         cleanup_dist_env_and_memory()
-    return {"version": vllm.__version__, "jobs": results}
+    return results
 
 
 def complete(engine: Any, prompt: list[int], job: dict[str, Any]) -> dict[str, Any]:

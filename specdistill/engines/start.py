@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from specdistill.engines.guard import end_session
 from specdistill.errors import ResourceError, UserError
-from specdistill.servers.guard import end_session
 
 GUARD = Path(__file__).with_name("guard.py")
 HOST = "127.0.0.1"
@@ -71,11 +71,11 @@ def wait_until_ready(guard: "subprocess.Popen[bytes]", address: str, log: Path) 
 
 
 def answers(address: str) -> bool:
-    import requests
+    import httpx2  # slow to import
 
     try:
-        return requests.get(f"{address}/health", timeout=5).ok
-    except requests.RequestException:
+        return httpx2.get(f"{address}/health", timeout=5).is_success
+    except httpx2.HTTPError:
         return False
 
 

@@ -4,9 +4,7 @@ from dataclasses import replace
 
 import torch
 
-from specdistill.decoding.decoder import Decoder
-from specdistill.decoding.proposer import Proposal
-from specdistill.measurement.engine_counts import (
+from bench.counting import (
     Completion,
     Counts,
     generate_here,
@@ -14,6 +12,8 @@ from specdistill.measurement.engine_counts import (
     num_same,
     total,
 )
+from specdistill.decoding.decoder import Decoder
+from specdistill.decoding.proposer import Proposal
 from tests.proposers import ModelProposer, tiny_target
 
 PROMPTS = [[5, 9, 20], [40, 41, 42, 43]]

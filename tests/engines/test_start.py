@@ -10,12 +10,12 @@ from pathlib import Path
 import psutil
 import pytest
 
+from specdistill.engines import start
+from specdistill.engines.guard import surroundings
 from specdistill.engines.server import Server
+from specdistill.engines.start import started
 from specdistill.errors import ResourceError
 from specdistill.project import ROOT
-from specdistill.servers import start
-from specdistill.servers.guard import surroundings
-from specdistill.servers.start import started
 from tests.refusals import refused
 
 pytestmark = pytest.mark.timeout(120)  # for whoever is not ended
@@ -23,7 +23,7 @@ PROGRAM = Path(__file__).with_name("engine_program.py")
 SIDE = """
 import sys, time
 from pathlib import Path
-from specdistill.servers import start
+from specdistill.engines import start
 start.GRACE_SECONDS = 0.1
 with start.started(sys.argv[2:], Path(sys.argv[1]), key="eval.engine_command"):
     print("ready", flush=True)

@@ -1,7 +1,7 @@
 """A suite sent to an engine's servers: every K at every load, which is the number of requests that are in flight all the time.
 
-Servers that run already take turns. Those that are started here run one after the other, the one without a draft first: a device holds one
-at a time.
+Servers that run already take turns, once they are known to be what a measurement needs: the right model, the right draft, one version.
+Those that are started here run one after the other, the one without a draft first: a device holds one at a time.
 """
 
 import shlex
@@ -14,19 +14,92 @@ from typing import Any
 
 from specdistill.engines import ENGINES
 from specdistill.engines.engine import Served
-from specdistill.engines.server import Completion
+from specdistill.engines.server import Client, Completion, Identity, Request, Server
+from specdistill.engines.start import started
 from specdistill.errors import ResourceError, UserError
 from specdistill.measurement.configurations import Settings
 from specdistill.methods import METHODS
+from specdistill.methods.load import locate
+from specdistill.methods.target_record import check_target
 from specdistill.progress import progress
 from specdistill.recipe.sections import EvalConfig, TargetConfig
 from specdistill.repositories import resolve
-from specdistill.servers.peers import Peer, connect
-from specdistill.servers.start import started
 from specdistill.suites.suite import Prompt, Suite, evenly, tokenize
+from specdistill.targets.files import TargetFiles
 
 # (K, 0 without a draft; load) -> the repetitions of each prompt. One that a server no longer answered is missing.
 Answers = dict[tuple[int, int], list[list[Completion]]]
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A server that serves the right model."""
+
+    engine: str
+    client: Client
+    server: Server
+    identity: Identity
+
+    @property
+    def k(self) -> int:
+        """Draft tokens a round; 0 without a draft."""
+        return self.identity.num_speculative_tokens or 0
+
+    def complete(self, prompt: Prompt, settings: Settings, seed: int) -> Completion:
+        model, sampling = self.identity.models[0], vars(settings.sampling)
+        request = Request(model, prompt.token_ids, settings.max_new_tokens, **sampling, seed=seed)
+        return self.client.complete(self.server, request, self.k)
+
+
+def check_draft(draft: str | None, method: str, target: TargetFiles) -> None:
+    """Raises UserError when `eval.draft`, which a server does not confirm, is no draft or another target's; None says nothing.
+
+    Of a Hub id config.json alone is fetched. What is in the target's checkpoint is what the server says that it serves.
+    """
+    if draft is not None and not METHODS[method].in_target:
+        check_target(locate(draft, patterns=("config.json",)), target, "eval.draft")
+
+
+def connect(engine: str, address: str, key: str, target: Sequence[str], timeout: float) -> Peer:
+    """A running server. target: the names that its model may have, a folder or Hub id last. key: of the recipe, that led to it.
+
+    Raises UserError when it serves another model, ResourceError when it does not answer.
+    """
+    server, client = Server(address, key=key, timeout=timeout), ENGINES[engine].client
+    assert client is not None, engine
+    identity = client.identify(server)
+    if not any(_same_model(name, wanted) for name in identity.models for wanted in target):
+        got = f"{address}, which serves {identity.models[0]}"
+        raise UserError(key, got=got, expected=f"a server of {target[-1]} (or --served-model-name {target[0]})")
+    return Peer(engine, client, server, identity)
+
+
+def connect_pair(
+    engine: str, address: str, baseline_address: str | None, *, target: Sequence[str], k: int, timeout: float
+) -> tuple[Peer, Peer | None]:
+    """The server with a draft and the one without, as `connect`.
+
+    Raises UserError also when they draft another number of tokens, draft where they should not, or have different versions.
+    """
+    speculative = connect(engine, address, "eval.server", target, timeout)
+    if not speculative.k:
+        raise UserError("eval.server", got=f"{address}, which does not draft", expected="a server started with a draft")
+    if speculative.k != k:
+        raise UserError("eval.num_speculative_tokens", got=k, expected=f"{speculative.k}, as the server at {address} drafts")
+    if baseline_address is None:
+        return speculative, None
+    baseline = connect(engine, baseline_address, "eval.baseline_server", target, timeout)
+    if baseline.k:
+        got = f"{baseline_address}, which drafts"
+        raise UserError("eval.baseline_server", got=got, expected="a server started without a draft")
+    if baseline.identity.version != speculative.identity.version:
+        got = f"{engine} {baseline.identity.version}"
+        raise UserError("eval.baseline_server", got=got, expected=f"{speculative.identity.version}, as eval.server runs")
+    return speculative, baseline
+
+
+def _same_model(name: str, wanted: str) -> bool:
+    return name == wanted or (Path(wanted).is_dir() and Path(name).is_dir() and Path(name).samefile(wanted))
 
 
 @dataclass(frozen=True)
@@ -100,7 +173,7 @@ def check_startable(engine: str, method: str) -> None:
     """Raises UserError for an engine that cannot be started here, and for a method without a draft that it could load."""
     if ENGINES[engine].program is None:
         raise UserError("eval.server", got="null", expected=f"the address of a running {engine} server")
-    if METHODS[method].artifact is None:
+    if not METHODS[method].is_trained:
         got = f"{method} with eval.engine={engine}"
         raise UserError("method", got=got, expected="a method with a draft to serve, or a running server in eval.server")
 

@@ -2,20 +2,20 @@
 
 import shlex
 import sys
-from pathlib import Path
 
 import psutil
 import pytest
 
+from specdistill.engines import start
 from specdistill.errors import ExitCode
+from specdistill.project import ROOT
 from specdistill.report.files import read_report
-from specdistill.servers import start
 from specdistill.targets.frozen import FrozenTarget
 from tests import scripts
 from tests.heads import build_head, save_head
 from tests.refusals import refused_key
 
-PROGRAM = Path(__file__).with_name("engine_program.py")
+PROGRAM = ROOT / "tests" / "engines" / "engine_program.py"
 NUM_PROMPTS, NEW_TOKENS = 8, 16
 GATE = "- {metric: mean_acceptance_length, scope: {batch_size: 8, num_speculative_tokens: 3}, min: 2.5}\n"
 

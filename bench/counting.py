@@ -1,25 +1,15 @@
-"""What an inference engine generates with a draft and accepts of it, beside this package's decoder: the same prompts, greedy.
+"""What this package's decoder generates with a draft and accepts of it, counted as engines count.
 
 Engines count what the target accepted of a draft before they cut the completion at its limit or at a stop token; rounds here count after
-the cut. So decoding here ignores stop tokens and goes on until the last round is whole. The engines that are started here ignore them, too.
-
-An engine runs in its own Python, which needs nothing of this package: `eval/engines/run_<engine>.py` reads jobs from one JSON file and
-writes their results to another, prompt by prompt.
+the cut. So decoding here ignores stop tokens and goes on until the last round is whole.
 """
 
-import json
 import math
-import os
-import subprocess
 from collections.abc import Collection, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass
 
 from specdistill.decoding.decoder import Decoder
 from specdistill.decoding.proposer import Proposer
-from specdistill.errors import ResourceError
-from specdistill.project import ROOT
 from specdistill.targets.frozen import FrozenTarget
 
 
@@ -89,43 +79,6 @@ def generate_here(
         counts = Counts(len(drafts), sum(len(entry.drafted) for entry in drafts), tuple(accepted))
         completions.append(Completion(generation.token_ids[:end], counts))
     return completions
-
-
-@dataclass(frozen=True)
-class Job:
-    """What an engine is to do. `options`: arguments of its own Python class; `num_speculative_tokens`: K, 0 without a draft."""
-
-    options: dict[str, Any]
-    prompts: Sequence[Sequence[int]]
-    max_new_tokens: int
-    num_speculative_tokens: int = 0
-
-
-def generate_in_engine(engine: str, python: Path, jobs: Sequence[Job], folder: Path) -> tuple[str, list[list[Completion]]]:
-    """The engine's version, and the completions of each job, done one after the other in one process.
-
-    Its output goes to `<folder>/<engine>.log`. Raises ResourceError, which names that, when the process fails.
-    """
-    to_do, results, log = folder / "jobs.json", folder / "results.json", folder / f"{engine}.log"
-    to_do.write_text(json.dumps([asdict(job) for job in jobs]), encoding="utf-8")
-    command = [python, ROOT / "eval" / "engines" / f"run_{engine}.py", to_do, results]
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    try:
-        with log.open("w", encoding="utf-8") as output:
-            subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, check=True, env=environment)
-    except OSError as error:
-        raise ResourceError(f"python: {python} did not start ({error})", next_step="name an interpreter") from error
-    except subprocess.CalledProcessError as error:
-        lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
-        what = f"python: {engine} failed under {python}: {' / '.join(lines[-3:])}"
-        raise ResourceError(what, next_step=f"see {log}") from error
-    done = json.loads(results.read_text(encoding="utf-8"))
-
-    def completion(row: dict[str, Any]) -> Completion:
-        accepted = tuple(row["accepted_per_position"])
-        return Completion(tuple(row["token_ids"]), Counts(row["num_drafts"], row["num_draft_tokens"], accepted))
-
-    return done["version"], [[completion(row) for row in rows] for rows in done["jobs"]]
 
 
 def num_same(one: Sequence[Completion], other: Sequence[Completion]) -> int:

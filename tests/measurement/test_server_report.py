@@ -2,8 +2,8 @@
 
 import json
 
+import httpx2
 import pytest
-import requests
 
 from specdistill.errors import ExitCode
 from specdistill.measurement.configurations import Settings
@@ -15,9 +15,9 @@ from specdistill.report.files import read_report
 from specdistill.suites.suite import load_suite, tokenize
 from specdistill.targets.frozen import FrozenTarget
 from tests import scripts
+from tests.measurement.peer import Behaviour, PeerServer
 from tests.measuring import measure
 from tests.refusals import refused_key
-from tests.servers.peer import Behaviour, PeerServer
 
 K, NUM_PROMPTS, NEW_TOKENS = 3, 6, 12
 COUNTED = ("num_drafts", "num_draft_tokens", "num_accepted_tokens", "accepted_per_position", "num_new_tokens", "num_looping")
@@ -182,16 +182,16 @@ def test_a_server_that_dies_leaves_what_it_answered_and_a_failed_gate(
     speculative, plain, tmp_path, capsys, monkeypatch, behaviour, reason
 ):
     peer, baseline = speculative(**behaviour), plain()
-    request = requests.Session.request
+    request = httpx2.Client.request
 
-    def impatient(session, method, url, *, timeout, **options):
+    def impatient(client, method, url, **options):
         """Waits for a tenth of a second, not for `server_timeout`, when there will be no answer."""
         if method == "POST" and url.startswith(peer.address) and peer.num_answers == peer.behaviour.silent_after:
-            assert timeout[1] == 500
-            timeout = 0.1
-        return request(session, method, url, timeout=timeout, **options)
+            assert client.timeout.read == 500
+            options["timeout"] = 0.1
+        return request(client, method, url, **options)
 
-    monkeypatch.setattr(requests.Session, "request", impatient)
+    monkeypatch.setattr(httpx2.Client, "request", impatient)
     servers = (f"eval.server={peer.address}", f"eval.baseline_server={baseline.address}", "eval.server_timeout=500")
     assert evaluate(tmp_path / "report", "eval.engine=vllm", *servers) == ExitCode.RESOURCE_ERROR
     report, samples = read_report(tmp_path / "report")

@@ -72,12 +72,17 @@ def export(
         output=output_dir,
         target=target.name if target else None,
         num_tokens=num_tokens,
-        samples=settings.get("temperature", 0) > 0 and settings.get("draft_sampling", "greedy") != "greedy",
+        samples=samples_drafts(settings),
         config={} if types else read_config(output_dir, "output_dir"),
         files=tuple(sorted(path.name for path in output_dir.iterdir())),
     )
     (output_dir / "SERVE.md").write_text(serve_md(to, served, measured), encoding="utf-8")
     return served
+
+
+def samples_drafts(settings: Mapping[str, Any]) -> bool:
+    """Whether a report with these settings was measured with drafts that are drawn, not greedy."""
+    return bool(settings.get("temperature", 0) > 0 and settings.get("draft_sampling", "greedy") != "greedy")
 
 
 def write_untrained(recipe: Recipe, folder: Path) -> None:

@@ -1,0 +1,98 @@
+"""Options of the verbs `acquire`, `export` and `publish`. Nothing heavy is imported: the command line asks for them first."""
+
+from typing import Annotated
+
+from pydantic import model_validator
+
+from specdistill.engines import engines_with
+from specdistill.errors import UserError
+from specdistill.methods import METHODS
+from specdistill.recipe.fields import ReadWhen, Section, like, one_of, option, section
+from specdistill.recipe.sections import PublishConfig, TargetConfig
+
+
+class AcquiredTarget(Section):
+    model: str = option(..., "the draft's target: pico, a folder, a GGUF file or a Hub id")
+    revision: str | None = like(TargetConfig, "revision")
+    adapter: str | None = like(TargetConfig, "adapter")
+
+
+class AcquireOptions(Section):
+    method: Annotated[str, one_of(lambda: list(METHODS))] = option(..., "what drafts; a row of docs/methods.md")
+    target: AcquiredTarget = section(AcquiredTarget)
+    draft: str | None = option(
+        None, "org/name or org/name@revision on the Hub, or a folder; null: show what there is, or a layer of the target's own"
+    )
+    revision: str | None = option(
+        None, "branch, tag or commit of the draft", read_when=ReadWhen("with draft=…", lambda it: it.draft is not None)
+    )
+    heterogeneous_vocab: bool = option(
+        False,
+        "a draft model may have another tokenizer than its target",
+        read_when=ReadWhen("by method draft_model", lambda it: it.method == "draft_model"),
+    )
+    output: str | None = option(
+        None, "folder for a cache of draft and target, for a machine without the Hub, which reads it as HF_HUB_CACHE"
+    )
+    verify: bool = option(False, "compare the files in the cache with the Hub's checksums, and fetch again what is damaged")
+    dry_run: bool = option(False, "say what would be fetched, and fetch configs and headers alone")
+
+    @model_validator(mode="after")
+    def _an_adapter_has_a_draft(self) -> "AcquireOptions":
+        if self.target.adapter is not None and self.draft is None:
+            raise UserError("target.adapter", got=self.target.adapter, expected="no such key without draft=…")
+        return self
+
+
+class ExportedTarget(Section):
+    model: str | None = option(None, "the draft's target, pico, a folder or a Hub id; for method mtp and some layouts of heads")
+    revision: str | None = like(TargetConfig, "revision")
+    adapter: str | None = like(TargetConfig, "adapter")
+
+
+class ExportOptions(Section):
+    engine: Annotated[str, one_of(lambda: engines_with("layouts"))] = option(..., "what shall load it")
+    draft: str | None = option(None, "folder or Hub id of a trained draft, in any layout that is read")
+    output_dir: str = option(..., "new folder for the checkpoint and SERVE.md, the command that serves it")
+    target: ExportedTarget = section(ExportedTarget)
+    report: str | None = option(None, "report.json of the draft, or its folder; null: <run>/report of <run>/draft")
+    dtype: str | None = option(None, "weights of a draft model in a GGUF file: f32, f16 or q8_0; null: f16")
+    num_speculative_tokens: int | None = option(None, "tokens drafted a round, for SERVE.md; null: the report's, or 3", ge=1)
+    dry_run: bool = option(False, "write the untrained draft of recipe=…, with its key=value, to try its layout in an engine")
+
+
+NEW_RELEASE = ReadWhen("without restore=…", lambda it: it.restore is None)
+
+
+class PublishOptions(PublishConfig):
+    """The keys of a recipe's section `publish`, which say what is not said here, and what is asked of one release."""
+
+    run: str | None = option(None, "folder of a finished run: draft/, run/ and report/", read_when=NEW_RELEASE)
+    tag: str | None = option(None, "of the release; null: v1, v2, … whichever comes next", read_when=NEW_RELEASE)
+    baseline: str | None = option(
+        None,
+        "none: a first release; or a report of the last one that was measured again; null: the last release as published",
+        read_when=NEW_RELEASE,
+    )
+    force: str | None = option(
+        None,
+        "reason why a draft is published although it is refused; it stands on the card",
+        min_length=1,
+        read_when=NEW_RELEASE,
+    )
+    restore: str | None = option(None, "tag of an earlier release that the main branch shall hold again")
+    dry_run: bool = option(False, "write the folder, say how it differs from what is on the Hub, and publish nothing")
+    output_dir: str | None = option(
+        None, "new folder for what is published; null: <run>/release, which is written anew", read_when=NEW_RELEASE
+    )
+
+    @model_validator(mode="after")
+    def _a_run_or_a_release(self) -> "PublishOptions":
+        if self.run is None and self.restore is None:
+            raise UserError("run", got="nothing", expected="the folder of a finished run, or restore=TAG")
+        given = self.model_fields_set & PublishConfig.model_fields.keys() - {"repo"}
+        if self.restore is not None and given:
+            raise UserError(
+                min(given), got=f"a value with restore={self.restore}", expected="no such key: nothing is made anew"
+            )
+        return self
