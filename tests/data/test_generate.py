@@ -57,7 +57,7 @@ def answers(cache: Path) -> dict[str, list[int]]:
     return found
 
 
-@pytest.mark.long
+@pytest.mark.long  # a process, and three generations
 def test_a_killed_generation_goes_on_with_other_servers_to_the_same_rows(folder: Path, tmp_path: Path) -> None:
     with running() as made:
         whole = generate(folder, tmp_path / "whole", made)
@@ -83,7 +83,6 @@ def test_a_killed_generation_goes_on_with_other_servers_to_the_same_rows(folder:
     }
 
 
-@pytest.mark.long
 def test_what_cannot_be_generated_is_one_line(folder: Path, tmp_path: Path) -> None:
     with running(Behaviour(models=("a", "b"))) as made:
         several = generate(folder, tmp_path, made)
@@ -95,7 +94,7 @@ def test_what_cannot_be_generated_is_one_line(folder: Path, tmp_path: Path) -> N
     assert nobody.returncode == 2 and nobody.stderr.startswith("error: data.regenerate.server: got nothing"), nobody.stderr
 
 
-@pytest.mark.long
+@pytest.mark.long  # two processes, and two generations
 def test_a_killed_generation_in_process_goes_on_behind_its_last_batch(folder: Path, tmp_path: Path) -> None:
     def data(cache: Path) -> list[str]:
         keys = [key for key in input_keys(folder) if not key.startswith("data.cache_dir")]
@@ -132,7 +131,7 @@ exec "$@"
 """
 
 
-@pytest.mark.long
+@pytest.mark.long  # processes on a file system of their own
 @pytest.mark.parametrize("by_server", [True, False])
 def test_a_full_disk_ends_a_generation_in_one_line_and_it_goes_on_with_space(
     by_server: bool, folder: Path, tmp_path: Path
@@ -164,7 +163,7 @@ def test_a_full_disk_ends_a_generation_in_one_line_and_it_goes_on_with_space(
     assert resumed.stdout == whole.stdout
 
 
-@pytest.mark.long
+@pytest.mark.long  # two generations
 @pytest.mark.parametrize("by_server", [True, False])
 def test_a_generation_is_costed_before_it_is_paid(by_server: bool, folder: Path, tmp_path: Path) -> None:
     """The estimate of the first answers is near what comes of all; one that the disk has no room for ends, and keeps them."""

@@ -220,7 +220,7 @@ def test_settings_and_rows_that_cannot_be_used(tmp_path: Path, settings: dict[st
         training_data(config, tiny_tokenizer(CHAT_TEMPLATE), tiny_target_model(num_layers=1), fingerprint="")
 
 
-@pytest.mark.long
+@pytest.mark.long  # a trained target
 def test_a_trained_target_generates_stories(shared_data: Path, tmp_path: Path) -> None:
     folder = shared_data / "models" / "stories260K-hf"
     model: LlamaForCausalLM = AutoModelForCausalLM.from_pretrained(folder)

@@ -18,6 +18,7 @@ from specdistill.errors import ResourceError
 from specdistill.project import ROOT
 from tests.refusals import refused
 
+pytestmark = pytest.mark.timeout(120)  # for whoever is not ended
 PROGRAM = Path(__file__).with_name("engine_program.py")
 SIDE = """
 import sys, time

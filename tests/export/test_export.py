@@ -2,6 +2,7 @@
 
 import json
 import shlex
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,10 @@ from specdistill.export import export
 from specdistill.methods.eagle3.checkpoint import load_eagle3
 from specdistill.methods.load import method_of
 from specdistill.methods.mtp.checkpoint import build_mtp, save_mtp
+from specdistill.methods.target_record import SECTION
 from specdistill.targets.files import TargetFiles
 from specdistill.targets.frozen import FrozenTarget
+from tests.finished_runs import edit
 from tests.heads import build_head, save_head
 from tests.mtp_targets import write_checkpoint
 from tests.refusals import refused, refused_key
@@ -237,6 +240,14 @@ def test_a_layer_that_no_engine_looks_for_is_refused(folder: Path, tmp_path: Pat
         export(tmp_path / "draft", "gguf", tmp_path / "out", TargetFiles(target.name))
     with refused("target.model", "nothing"):
         export(tmp_path / "draft", "vllm", tmp_path / "out")
+
+
+def test_a_draft_that_records_another_target_is_refused(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder / "run" / "draft", tmp_path / "draft")
+    other = {"name_or_path": "someone/else", "revision": None, "adapter": None, "weights": "1" * 64, "tokenizer": "2" * 64}
+    edit(tmp_path / "draft" / "config.json", lambda config: {**config, SECTION: {"target": other}})
+    with refused("draft", holds="someone/else"):
+        export(tmp_path / "draft", "vllm", tmp_path / "out", TargetFiles(str(folder / "target")))
 
 
 def test_the_verb(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

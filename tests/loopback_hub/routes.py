@@ -47,8 +47,6 @@ ROUTES = [
     route("xet-token", "GET", MODEL + "/xet-{access}-token/{revision}", writing.xet_token),
     route("commit", "POST", MODEL + "/commit/{revision}", writing.commit),
     route("tag", "POST", MODEL + "/tag/{revision}", writing.tag),
-    route("tag-deleted", "DELETE", MODEL + "/tag/{revision}", writing.delete_tag),
-    route("branch", "POST", MODEL + "/branch/{branch}", writing.branch),
     route("resolve", "GET HEAD", "/{id}/resolve/{revision}/{path}", reading.resolve),
     route("download", "GET HEAD", "/cdn/{sha256}", reading.download),
 ]

@@ -1,4 +1,4 @@
-"""Endpoints that write: repositories, large files, commits, tags and branches."""
+"""Endpoints that write: repositories, large files, commits and tags."""
 
 import base64
 import hashlib
@@ -181,20 +181,4 @@ def tag(hub: "Hub", request: Request) -> Answer:
             raise RefusedError(409, "Tag reference exists already")
         repository.git_tags[asked["tag"]] = target.id
         repository.tag_messages[asked["tag"]] = asked.get("message", "")
-    return Answer({})
-
-
-def delete_tag(hub: "Hub", request: Request) -> Answer:
-    if repository_of(hub, request, writes=True).git_tags.pop(request.values["revision"], None) is None:
-        raise RefusedError(404, "Tag not found", "RevisionNotFound")
-    return Answer({})
-
-
-def branch(hub: "Hub", request: Request) -> Answer:
-    repository = repository_of(hub, request, writes=True)
-    target = commit_of(repository, request.json().get("startingPoint", "main"))
-    with repository.lock:
-        if request.values["branch"] in repository.branches:
-            raise RefusedError(409, "Reference already exists")
-        repository.branches[request.values["branch"]] = target.id
     return Answer({})

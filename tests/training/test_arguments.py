@@ -10,6 +10,7 @@ from transformers import TrainingArguments
 
 from specdistill.errors import UserError
 from specdistill.project import ROOT
+from specdistill.training import arguments
 from specdistill.training.arguments import training_arguments
 from tests.refusals import refused
 
@@ -19,10 +20,10 @@ def build(tmp_path: Path, **fields: Any) -> TrainingArguments:
 
 
 def test_fields_pass_through_and_win_over_defaults(tmp_path: Path):
-    arguments = training_arguments(
+    built = training_arguments(
         {"output_dir": str(tmp_path), "learning_rate": 1e-4, "seed": 7}, seed=3, per_device_train_batch_size=5
     )
-    assert (arguments.learning_rate, arguments.seed, arguments.per_device_train_batch_size) == (1e-4, 7, 5)
+    assert (built.learning_rate, built.seed, built.per_device_train_batch_size) == (1e-4, 7, 5)
 
 
 def test_an_int_is_good_for_a_float(tmp_path: Path):
@@ -35,8 +36,8 @@ def test_unquoted_no_is_a_name(tmp_path: Path):
 
 @pytest.mark.parametrize("given", ["none", ["tensorboard"], "tensorboard"])
 def test_trackers_by_name(tmp_path: Path, given: str | list[str]):
-    arguments = build(tmp_path, report_to=given)
-    assert arguments.report_to == ([] if given == "none" else ["tensorboard"])
+    built = build(tmp_path, report_to=given)
+    assert built.report_to == ([] if given == "none" else ["tensorboard"])
 
 
 @pytest.mark.parametrize(
@@ -132,6 +133,25 @@ def test_several_gpus_in_one_process_are_refused(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(TrainingArguments, "n_gpu", 8)
     with refused("accelerate launch", "one process on a machine of 8 GPUs"):
         build(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("launched", "given", "taken"),
+    [
+        ("fp16", {}, {"fp16": True}),
+        ("bf16", {}, {"bf16": True}),
+        ("bf16", {"fp16": True}, {"fp16": True}),
+        ("bf16", {"bf16": False}, {"bf16": False}),
+        ("no", {}, {}),
+    ],
+)
+def test_the_recipe_says_the_precision_or_else_the_launch(
+    monkeypatch: pytest.MonkeyPatch, launched: str, given: dict[str, Any], taken: dict[str, Any]
+):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", launched)
+    fields = dict(given)
+    precision = arguments._take_precision(fields)
+    assert fields == taken and precision == next((name for name in taken if taken[name]), "no")
 
 
 @pytest.mark.parametrize("sharding", ["DEEPSPEED", "FSDP"])

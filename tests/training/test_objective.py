@@ -23,21 +23,24 @@ def test_a_chain_ends_with_its_first_token_without_loss_or_wrong() -> None:
 
 
 def test_metrics_divide_sums_over_batches() -> None:
-    """Of two batches with one and three loss tokens; the second of two positions was not measured."""
+    """Of two batches; the third of three positions was not measured."""
     none = float("nan")
     tables = [
-        [[2.0, none], [1.0, none], [1.0, none], [0.5, none], [1.0, 1.0], [0.5, 0.25], [2.0, 1.0]],
-        [[4.0, none], [3.0, none], [1.0, none], [0.7, none], [1.0, 0.0], [0.7, 0.0], [2.0, 1.0]],
+        [[2.0, 1.0, none], [1.0, 1.0, none], [1.0, 0.0, none], [0.5, 0.3, none], [1.0, 1.0, 1.0], [0.5, 0.25, 0.1], [2, 1, 1]],
+        [[4.0, 3.0, none], [3.0, 1.0, none], [1.0, 1.0, none], [0.7, 0.6, none], [1.0, 0.0, 0.0], [0.7, 0.0, 0.0], [2, 1, 1]],
     ]
     metrics = step_metrics(EvalPrediction(np.array(tables), np.array([[3.0, 1.0], [9.0, 3.0]])))
     assert metrics == pytest.approx(
         {
             "loss": 12 / 4,
             "loss_0": 6 / 4,
+            "loss_1": 4 / 2,
             "accuracy_0": 2 / 4,
+            "accuracy_1": 1 / 2,
             "acceptance_0": 1.2 / 4,
-            "acceptance_length": 1 + 2 / 4 + 1 / 2,
-            "acceptance_length_sampled": 1 + 1.2 / 4 + 0.25 / 2,
+            "acceptance_1": 0.9 / 2,
+            "acceptance_length": 1 + 2 / 4 + 1 / 2 + 1 / 2,
+            "acceptance_length_sampled": 1 + 1.2 / 4 + 0.25 / 2 + 0.1 / 2,
         }
     )
 

@@ -60,13 +60,15 @@ def record(run: Path) -> tuple[int, float, list[float], bytes]:
     return state["best_global_step"], state["best_metric"], evaluations, last
 
 
-def test_every_epoch_has_an_order_of_its_own_also_when_it_is_resumed_in_mid_epoch(tmp_path: Path) -> None:
+@pytest.mark.distributed
+@pytest.mark.parametrize("processes", [1, 2])
+def test_every_epoch_has_an_order_of_its_own_also_when_it_is_resumed_in_mid_epoch(tmp_path: Path, processes: int) -> None:
     """Six rows of which a step takes two: three epochs of three steps, resumed after the fourth."""
     data = rows(6, 24)
+    options = {"per_device_train_batch_size": 2 // processes, "num_train_epochs": 3, "save_strategy": "steps", "save_steps": 4}
 
     def order(**resumed: str) -> list[int]:
-        more = {"num_train_epochs": 3, "save_strategy": "steps", "save_steps": 4, "seed": 5}
-        fit = trainer(tmp_path, data, per_device_train_batch_size=2, **more)
+        fit = trainer(tmp_path / "run", data, seed=8, data_seed=5, **options)
         seen: list[int] = []
         fit.objective.register_forward_pre_hook(
             lambda _, __, batch: seen.extend(data["input_ids"].index(ids) for ids in batch["input_ids"].tolist()),
@@ -75,10 +77,17 @@ def test_every_epoch_has_an_order_of_its_own_also_when_it_is_resumed_in_mid_epoc
         fit.train(**resumed)
         return seen
 
-    whole = [torch.randperm(6, generator=torch.Generator().manual_seed(5 + epoch)).tolist() for epoch in range(3)]
-    assert order() == [*itertools.chain(*whole)]
-    shutil.rmtree(tmp_path / "checkpoint-8")
-    assert order(resume_from_checkpoint=str(tmp_path / "checkpoint-4")) == [*itertools.chain(*whole)][8:]
+    def train(rank: int) -> None:
+        seen = order(), order(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-4"))
+        (tmp_path / f"{rank}.json").write_text(json.dumps(seen), encoding="utf-8")
+
+    for process in run_processes(tmp_path, train, *range(processes)):
+        assert process.code == 0, process.err
+    epochs = [torch.randperm(6, generator=torch.Generator().manual_seed(5 + epoch)).tolist() for epoch in range(3)]
+    expected = [*itertools.chain(*epochs)]
+    for rank in range(processes):
+        whole, resumed = json.loads((tmp_path / f"{rank}.json").read_text(encoding="utf-8"))
+        assert whole == expected[rank::processes] and resumed == expected[8:][rank::processes]
 
 
 @pytest.fixture
@@ -133,9 +142,9 @@ def test_the_best_is_saved_wherever_it_is_met(keys: list[str], tmp_path: Path) -
         "train.greater_is_better=true",
     ]
     assert train(*keys, *rare, f"train.output_dir={tmp_path / 'run'}") == 0
-    log = json.loads((tmp_path / "run" / "run" / "history.json").read_text())["log"]
-    losses = {entry["step"]: entry["eval_loss"] for entry in log if "eval_loss" in entry}
-    assert (best := max(losses, key=lambda step: losses[step])) == 2
+    history = json.loads((tmp_path / "run" / "run" / "history.json").read_text())
+    losses = {entry["step"]: entry["eval_loss"] for entry in history["log"] if "eval_loss" in entry}
+    assert history["best_step"] == (best := max(losses, key=lambda step: losses[step])) == 2
     assert weights(tmp_path / "run") == weights(tmp_path / "run" / f"checkpoint-{best}")
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaForCausalLM
+from transformers import LlamaForCausalLM, TrainerControl, TrainerState
 
 from specdistill.data.training_data import training_data
 from specdistill.errors import ResourceError
@@ -100,6 +100,33 @@ def test_at_the_end_of_an_epoch_nothing_is_made_of_weights_that_are_not_finite(t
     with pytest.raises(ResourceError, match="step 4 "):
         fit.train()
     assert not list(tmp_path.glob("checkpoint-*")) and not fit.state.log_history
+
+
+def test_the_rows_of_a_later_epoch_are_named(tmp_path: Path) -> None:
+    """The second step of the second epoch."""
+    fit = trainer(tmp_path, rows(4, 24), num_train_epochs=2, per_device_train_batch_size=1, logging_strategy="no", seed=8)
+    (tmp_path / "run").mkdir()
+    fit.objective.register_forward_hook(
+        lambda _, __, output: (output[0] * float("nan"), *output[1:]) if fit.state.global_step == 5 else output
+    )
+    with pytest.raises(ResourceError, match="step 6 "):
+        fit.train()
+    found = json.loads((tmp_path / "run" / "loss_not_finite.json").read_text(encoding="utf-8"))
+    assert found == {"step": 6, "rows": [int(torch.randperm(4, generator=torch.Generator().manual_seed(8 + 1))[1])]}
+
+
+def test_what_a_step_found_is_read_after_the_next(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    own: Any = SimpleNamespace(
+        micro_batch_losses=[], accelerator=SimpleNamespace(reduce=lambda found, _: found), get_train_dataloader=lambda: iter(())
+    )
+    watch, control, state = Stopping(own, StopSignals()), TrainerControl(), TrainerState()
+    arguments: Any = SimpleNamespace(world_size=1, should_save=True, output_dir=tmp_path, gradient_accumulation_steps=1)
+    own.micro_batch_losses, state.global_step = [torch.tensor(float("nan"))], 1
+    watch.on_step_end(arguments, state, control)
+    own.micro_batch_losses, state.global_step = [torch.tensor(1.0)], 2
+    with pytest.raises(ResourceError, match="step 1 "):
+        watch.on_step_end(arguments, state, control)
 
 
 @pytest.mark.parametrize("writes", [True, False])

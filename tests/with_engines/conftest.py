@@ -1,26 +1,24 @@
 """What the engines are given: pico, prompts, and drafts trained for a few steps, just enough to be accepted now and then."""
 
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from bench.counting import ignore_stop_tokens
-from specdistill.project import ROOT
 from specdistill.suites.suite import load_suite, tokenize
 from specdistill.targets.frozen import FrozenTarget
+from tests.scripts import specdistill
 
 NUM_TOKENS, K = 48, 4  # generated for each prompt, and drafted a round
 CHOSEN = ("draft.fc_norm=false", "draft.norm_output=false", "draft.aux_layers=[3,7,12]", "draft.vocab_size=700")
 FAST = ("train.per_device_train_batch_size=8", "train.learning_rate=2e-2")  # more tokens in few steps
-# Name -> script, recipe, and what is changed in it.
-TRAINED: dict[str, tuple[str, str, tuple[str, ...]]] = {
-    "EAGLE-3.1": ("eagle", "pico/eagle3", FAST),
-    "EAGLE-3, chosen layers": ("eagle", "pico/eagle3", (*FAST, *CHOSEN)),
-    "EAGLE": ("eagle", "pico/eagle", FAST),
-    "draft model": ("draft", "pico/draft", ()),
+# Name -> recipe, and what is changed in it.
+TRAINED: dict[str, tuple[str, tuple[str, ...]]] = {
+    "EAGLE-3.1": ("pico/eagle3", FAST),
+    "EAGLE-3, chosen layers": ("pico/eagle3", (*FAST, *CHOSEN)),
+    "EAGLE": ("pico/eagle", FAST),
+    "draft model": ("pico/draft", ()),
 }
 
 
@@ -43,7 +41,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     folder = tmp_path_factory.mktemp("drafts")
 
     def draft(name: str) -> Path:
-        script, recipe, changes = TRAINED[name]
+        recipe, changes = TRAINED[name]
         run = folder / name.replace(" ", "-")
         if not run.exists():
             small = ("max_steps=100", "eval_strategy=no", "save_strategy=no", "load_best_model_at_end=false", "warmup_steps=5")
@@ -55,13 +53,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
             )
             arguments = [f"recipe={recipe}", f"train.output_dir={run}", f"data.cache_dir={folder / 'cache'}", *changes]
             arguments += [f"train.{change}" for change in small] + [f"data.{change}" for change in data]
-            done = subprocess.run(
-                [sys.executable, ROOT / "train" / f"{script}.py", *arguments],
-                cwd=ROOT,
-                check=False,
-                capture_output=True,
-                text=True,
-            )
+            done = specdistill("train", *arguments)
             assert done.returncode == 0, done.stderr[-3000:]
         return run / "draft"
 

@@ -16,7 +16,7 @@ from specdistill.targets.frozen import FrozenTarget
 from tests.with_engines.conftest import NUM_TOKENS, K
 from tests.with_engines.environments import environment
 
-pytestmark = [pytest.mark.long, pytest.mark.engines]
+pytestmark = [pytest.mark.long, pytest.mark.engines]  # llama.cpp in its own environment
 
 # Keys and values, which are kept in float16 otherwise.
 IN_FLOAT32 = ("-ctk", "f32", "-ctv", "f32", "--spec-draft-type-k", "f32", "--spec-draft-type-v", "f32")

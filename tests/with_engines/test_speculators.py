@@ -22,7 +22,7 @@ from tests.heads import build_head, save_head
 from tests.tiny import tiny_target_model, tiny_tokenizer
 from tests.with_engines.environments import environment
 
-pytestmark = [pytest.mark.long, pytest.mark.engines]
+pytestmark = [pytest.mark.long, pytest.mark.engines]  # speculators in its own environment
 
 NUM_STEPS = 4
 WINDOW = 8

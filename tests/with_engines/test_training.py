@@ -10,7 +10,7 @@ from tests.scripts import load_script
 from tests.tiny import input_keys, tiny_target_model, write_inputs
 from tests.with_engines.environments import environment
 
-pytestmark = [pytest.mark.long, pytest.mark.engines]
+pytestmark = [pytest.mark.long, pytest.mark.engines]  # speculators in its own environment
 
 bench: Any = load_script("bench/train.py")
 TINY: dict[str, Any] = {"hidden_size": 128, "vocab_size": 200, "num_tokens": 64, "num_steps": 3, "rounds": 2, "threads": 1}

@@ -28,7 +28,7 @@ from tests.tiny import tiny_tokenizer
 from tests.with_engines.conftest import NUM_TOKENS, K
 from tests.with_engines.environments import environment
 
-pytestmark = [pytest.mark.long, pytest.mark.engines]
+pytestmark = [pytest.mark.long, pytest.mark.engines]  # vLLM in its own environment
 
 MAX_LENGTH = 512
 PROGRAM = Path(__file__).with_name("run_vllm.py")

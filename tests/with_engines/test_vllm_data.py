@@ -1,10 +1,7 @@
 """`specdistill data generate` from a real vLLM: greedy answers are what transformers generates from the same contexts."""
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,10 +12,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from specdistill.data.answers import PATTERN, Question
 from specdistill.data.completion_server import CompletionServer
 from specdistill.data.served import Tokenizer, ask
-from specdistill.project import PICO, ROOT
+from specdistill.project import PICO
+from tests.scripts import specdistill
 from tests.with_engines.environments import serving
 
-pytestmark = [pytest.mark.long, pytest.mark.engines]
+pytestmark = [pytest.mark.long, pytest.mark.engines]  # vLLM in its own environment
 
 MODEL = str(PICO)
 
@@ -43,9 +41,7 @@ def test_vllm_generates_what_transformers_does(address: str, tmp_path: Path) -> 
     keys = ["recipe=pico/eagle3", f"data.source={tmp_path / 'rows.jsonl'}", f"data.cache_dir={tmp_path / 'cache'}"]
     keys += ["data.regenerate.num_tokens=100", "data.regenerate.temperatures=[0.0]", "data.regenerate.batch_size=1"]
     keys += ["data.regenerate.set_aside=[]", "data.max_length=128", "data.validation_fraction=0.3"]
-    command = [sys.executable, "-m", "specdistill", "data", "generate", *keys, f"data.regenerate.server=[{address}]"]
-    surroundings = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=surroundings, cwd=tmp_path)
+    done = specdistill("data", "generate", *keys, f"data.regenerate.server=[{address}]")
     assert done.returncode == 0, done.stderr[-3000:]
     lines = [
         line for path in tmp_path.glob(f"cache/answers/*/{PATTERN}") for line in path.read_text(encoding="utf-8").splitlines()

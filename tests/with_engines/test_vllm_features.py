@@ -1,10 +1,7 @@
 """A feature store that a real vLLM fills: what it makes of pico agrees with our own pass, and a head trains from it offline."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,9 +10,10 @@ import torch
 from safetensors.torch import load_file
 
 from specdistill.project import PICO, ROOT
+from tests.scripts import specdistill
 from tests.with_engines.environments import serving
 
-pytestmark = [pytest.mark.long, pytest.mark.engines]
+pytestmark = [pytest.mark.long, pytest.mark.engines]  # vLLM in its own environment
 
 LAYERS = (2, 8, 13)
 
@@ -37,22 +35,12 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield served
 
 
-def command(folder: Path, *arguments: str) -> str:
+def command(folder: Path, *arguments: str) -> None:
     keys = ["recipe=pico/eagle3", "data.regenerate=null", f"data.source={folder / 'rows.jsonl'}", "data.max_length=128"]
     keys += [f"data.cache_dir={folder / 'cache'}", "data.validation_fraction=0.2", "data.decontaminate=[]", "train.bf16=false"]
     keys += ["train.max_steps=2", "train.eval_steps=2", "train.save_steps=2", "hidden_states.dtype=float32"]
-    line = [sys.executable, "-m", "specdistill", *arguments, *keys]
-    done = subprocess.run(
-        line,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=folder,
-        timeout=600,
-    )
+    done = specdistill(*arguments, *keys)
     assert done.returncode == 0, done.stderr[-3000:]
-    return done.stderr
 
 
 def test_vllm_fills_a_store_as_the_target_does(address: str, tmp_path: Path) -> None:
