@@ -13,7 +13,6 @@ PACKAGE, TESTS = ROOT / "specdistill", ROOT / "tests"
 MOST_MODULES = 15
 # Modules whose tests stand elsewhere, and where. The parts of a method are found by name, through the table of methods.
 TESTED_ELSEWHERE = {
-    "hub/options": "test_cli.py",
     "repositories": "hub/test_acquire.py",
     "methods/*/config": "recipe/test_recipe.py",
     "methods/*/method": "test_cli.py",

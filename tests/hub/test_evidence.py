@@ -125,6 +125,11 @@ def a_gate_of_that_name_in_the_working_directory(run: Path) -> None:
     remake(run, slower)
 
 
+def a_gate_that_the_recipe_asks(run: Path) -> None:
+    (run / "strict.yaml").write_text("- {metric: mean_acceptance_length, min: 4.9}\n")
+    edit_recipe(run, {"gate: default": f"gate: {run / 'strict.yaml'}"})
+
+
 def the_report_of_another_target(run: Path) -> None:
     edit_report(run, "target", "weights", to="1" * 64)
     remake(run, lambda record: record)
@@ -151,6 +156,7 @@ ATTEMPTS: dict[Callable[[Path], None], set[str]] = {
     no_gate_at_all: {"gate failed"},
     nobody_can_tell: {"gate inconclusive"},
     a_gate_of_that_name_in_the_working_directory: {"gate failed"},
+    a_gate_that_the_recipe_asks: {"gate failed"},
     the_report_of_another_target: {"another target"},
     another_target_in_the_recipe: {"another target"},
 }

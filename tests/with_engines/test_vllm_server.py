@@ -117,7 +117,7 @@ def test_speed_is_measured_at_both_loads(measured: Path) -> None:
 
 
 def test_after_sigkill_no_process_is_left(trained: Callable[[str], Path], tmp_path: Path, shared: set[Path]) -> None:
-    """Of this side; `tests/servers/test_start.py` kills the others."""
+    """Of this side; `tests/engines/test_start.py` kills the others."""
     with evaluating(trained("EAGLE-3.1"), tmp_path / "report") as side:
         processes = when_asked(side, tmp_path / "report")
         side.kill()
