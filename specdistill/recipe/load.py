@@ -21,22 +21,22 @@ from specdistill.recipe.fields import Section, default_of, kind_of, leaves, read
 
 S = TypeVar("S", bound=Section)
 
-# Keys of 0.1 that are gone, and what to do in their place.
-REMOVED = {
-    "data.streaming": "no such key: rows are files, which `specdistill data make` makes in shards",
-    "data.buffer_size": "no such key: rows are files, which `specdistill data make` makes in shards",
-    "data.regenerate.set_aside": "data.regenerate.filter",
-}
-
 REQUIRED = "???"  # OmegaConf's mark of a value that the command line must give
-# Keys that are gone, and what replaces them. Recorded recipes of 0.1 hold all of them: one that was off there is passed over.
-REMOVED = {
-    "target.fp8": "target.model names a checkpoint that is in FP8",
-    "bundle": "output=FOLDER fills a cache with draft and target",
-    "from_bundle": "HF_HUB_CACHE=FOLDER reads what output=FOLDER wrote",
-    "offline": "HF_HUB_OFFLINE=1 asks the Hub for nothing",
-    "warm": "output=FOLDER fetches the target's files too",
-    "spot_check": "no prompt is decoded again: hashes and the report's digest are compared",
+# Keys of 0.1 that are gone: their values where nobody set them, and what replaces them. Its recorded recipes hold all of them, so that one
+# which nobody set is passed over.
+REMOVED: dict[str, tuple[Any, str]] = {
+    "data.streaming": (False, "rows are files, which `specdistill data make` makes in shards"),
+    "data.buffer_size": (4096, "rows are files, which `specdistill data make` makes in shards"),
+    "data.regenerate.set_aside": (
+        ["refused", "empty", "truncated", "looping", "off_template", "wrong_language"],
+        "data.regenerate.filter",
+    ),
+    "target.fp8": (False, "target.model names a checkpoint that is in FP8"),
+    "bundle": (None, "output=FOLDER fills a cache with draft and target"),
+    "from_bundle": (None, "HF_HUB_CACHE=FOLDER reads what output=FOLDER wrote"),
+    "offline": (False, "HF_HUB_OFFLINE=1 asks the Hub for nothing"),
+    "warm": (False, "output=FOLDER fetches the target's files too"),
+    "spot_check": (8, "no prompt is decoded again: hashes and the report's digest are compared"),
 }
 
 
@@ -133,7 +133,7 @@ def _check_no_secret(node: Any, *place: Any) -> None:
 
 
 def _without_required(node: Any, required: Collection[str], prefix: str = "") -> Any:
-    """A tree without what is still to be given, which pydantic says is missing, and without what is REMOVED and off.
+    """A tree without what is still to be given, which pydantic says is missing, and without REMOVED keys that nobody set.
 
     A key with a default keeps its mark until it is read.
     """
@@ -142,7 +142,8 @@ def _without_required(node: Any, required: Collection[str], prefix: str = "") ->
     return {
         str(name): _without_required(value, required, f"{prefix}{name}.")
         for name, value in node.items()
-        if (value != REQUIRED or f"{prefix}{name}" not in required) and (value or f"{prefix}{name}" not in REMOVED)
+        if (value != REQUIRED or f"{prefix}{name}" not in required)
+        and (f"{prefix}{name}" not in REMOVED or value != REMOVED[f"{prefix}{name}"][0])
     }
 
 
@@ -177,7 +178,7 @@ def _unknown(schema: type[Section], chosen: type[Section], place: list[Any], val
     """A key of another variant is refused by naming who reads it, any other one by the nearest key."""
     key, name = prefix + _spelled(place), str(place[-1])
     if key in REMOVED:
-        return UserError(key, got=shown(value), expected=f"no such key: {REMOVED[key]}")
+        return UserError(key, got=shown(value), expected=f"no such key: {REMOVED[key][1]}")
     plain = ".".join(part for part in place if isinstance(part, str))
     variants = schema.variants()
     readers = [
@@ -187,8 +188,6 @@ def _unknown(schema: type[Section], chosen: type[Section], place: list[Any], val
         mine = next((variant for variant, other in variants.items() if other is chosen), "this one")
         expected = f"no such key: only {' and '.join(readers)} reads it"
         return UserError(key, got=f"{value!r} with method {mine}", expected=expected)
-    if plain in REMOVED:
-        return UserError(key, got="a key that is gone", expected=REMOVED[plain])
     known = sorted(_schema_at(chosen, place[:-1]).model_fields)
     close = nearest(name, known)
     elsewhere = {row[0].rpartition(".")[2]: row[0] for row in leaves(chosen)}
