@@ -74,12 +74,12 @@ def test_completions_that_the_draft_changed_come_first(target):
     assert check.differences == ["p3 is decoded otherwise than recorded, in its completion"]
 
 
-def test_a_sixth_more_accepted_tokens_show_on_another_machine(target):
+def test_a_tenth_more_accepted_tokens_show_on_another_machine(target):
     proposer = DraftModelProposer(half_right(target))
     records = prompt_records("s", ALONE.configuration, target, proposer, measure(target, proposer, PROMPTS, ALONE))
     most = [max(record.rounds, key=lambda entry: len(entry.accepted)) for record in records]
     more = [replace(record, rounds=(*record.rounds, entry)) for record, entry in zip(records, most, strict=True)]
     lengths = [value(METRICS["mean_acceptance_length"], prompt_sums(found)) for found in (records, more)]
-    assert 0.7 < lengths[0] / lengths[1] < 0.9
+    assert 0.85 < lengths[0] / lengths[1] < 0.94
     elsewhere = report_of(target, proposer, cpu="Another 9000")
     assert len(spot_check(target, proposer, PROMPTS, ALONE, elsewhere, more, num_prompts=5).differences) == 1
