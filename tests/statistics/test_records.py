@@ -116,6 +116,7 @@ def test_long_contexts_begin_with_the_highest_bucket_of_thirty_drafts_above_thir
     short, long = (record([(4, 2), (4, 1)][:number], context - 1) for number, context in ((1, 128), (2, 256)))
     records = [short] * num_short + [long] * (num_long // 2) + [replace(long, rounds=long.rounds[:1])] * (num_long % 2)
     assert long_context_start(records) == start
+    assert long_context_start([*records, *[record([(4, 2)], 511)] * 30]) == 512
     table = prompt_sums(records)
     if start is None:
         assert np.isnan(table["num_drafts_long"]).all()
