@@ -2,6 +2,7 @@
 involved.
 """
 
+import copy
 import inspect
 import re
 from collections.abc import Sequence
@@ -213,6 +214,15 @@ def simulated_candidate(
     for point in report["theory"]["curve"]:
         point["draft_passes"] = min(point["k"], passes)
     return Measured(name, num_layers, hidden_size, vocabulary, training, report, records)
+
+
+def edited(document: Any, path: Sequence[str | int], value: Any) -> Any:
+    """A copy of a document with another value at a path."""
+    copied = place = copy.deepcopy(document)
+    for name in path[:-1]:
+        place = place[name]
+    place[path[-1]] = value
+    return copied
 
 
 def in_batches(records: Sequence[PromptRecord], size: int) -> list[PromptRecord]:

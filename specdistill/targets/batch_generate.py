@@ -34,7 +34,7 @@ BLOCK = 32  # tokens by which a cache grows: copying it then costs about as much
 CHECK_EVERY = 8  # steps between two checks of which rows have ended
 KEEP_SHARE = 0.75  # rows that have ended leave the batch once at most this share of it is unfinished
 STOP_SHARE = 1 / 8  # the last rows are cut short once at most this share of all is unfinished: a step costs the same for a few
-MIN_PART_ROWS = 28  # fewest rows worth a thread
+MIN_PART_ROWS = 40  # fewest rows worth a thread
 PARTS = (16, 8, 4, 2, 1)  # of a batch: whole rounds on most machines
 GROUPED_ATTENTION = "specdistill_grouped"
 

@@ -28,7 +28,7 @@ from specdistill.report.charts import acceptance_while_training
 from specdistill.report.files import schema
 from specdistill.report.phrases import duration
 from specdistill.statistics.records import PromptRecord, RoundRecord, Timing
-from tests.simulated import DRAFT_STEP, PLAIN_STEP, VERIFY_STEP, simulated_candidate
+from tests.simulated import DRAFT_STEP, PLAIN_STEP, VERIFY_STEP, edited, simulated_candidate
 
 HOSTILE = '<script>alert("1")</script>|`'
 TRAINING = {"seconds": 141.2, "steps": 400, "curve": [[200, 1.6], [400, 1.9]]}
@@ -337,11 +337,7 @@ def test_the_document_fits_its_schema(comparison: dict[str, Any]) -> None:
     ],
 )
 def test_what_does_not_fit_is_not_written(tmp_path, comparison, candidates, path, value, fact) -> None:
-    document = copy.deepcopy(comparison)
-    place = document
-    for name in path[:-1]:
-        place = place[name]
-    place[path[-1]] = value
+    document = edited(comparison, path, value)
     with pytest.raises(UserError, match=fact):
         write_comparison(tmp_path / "out", document, {candidate.name: candidate.records for candidate in candidates})
     assert not (tmp_path / "out").exists()

@@ -21,7 +21,7 @@ from tests.refusals import refused
 from tests.tiny import qwen, tiny_target_model, tiny_tokenizer
 
 PROMPT = [5, 9, 5, 9, 20, 31]
-NEW_TOKENS = 40
+NEW_TOKENS = 24
 
 
 def target_of(model: Any, name: str = "tiny") -> FrozenTarget:

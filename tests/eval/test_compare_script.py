@@ -166,34 +166,25 @@ def test_a_target_that_reads_no_trees_says_so_before_anything_is_measured(argume
     assert not (tmp_path / "out").exists()
 
 
-def test_each_draft_has_its_own_k_over_one_baseline(arguments, tmp_path):
-    keys = ["drafts=[run/draft,small,ngram]", "num_speculative_tokens_each=[1,3,2]"]
+def test_each_draft_has_its_own_k_or_tree_over_one_baseline(arguments, tmp_path):
+    keys = [
+        "drafts=[run/draft,small,ngram]",
+        "num_speculative_tokens_each=[2,3,1]",
+        "trees_each=[{branching: [2,2]},null,null]",
+    ]
     assert command(*without_k(arguments), *keys) == ExitCode.DONE
     comparison = json.loads((tmp_path / "out" / "comparison.json").read_text())
     reports = {candidate["name"]: candidate["report"] for candidate in comparison["candidates"]}
-    assert {name: report["settings"]["num_speculative_tokens"] for name, report in reports.items()} == {
-        "draft": 1,
-        "small": 3,
-        "ngram": 2,
-    }
-    for name, k in (("draft", 1), ("small", 3)):
-        assert reports[name]["theory"]["K"] == len(reports[name]["results"][0]["acceptance_rate_per_position"]) == k
+    for name, k in {"draft": 2, "small": 3, "ngram": 1}.items():
+        report, row = reports[name], reports[name]["results"][0]
+        assert report["settings"]["num_speculative_tokens"] == len(row["accepted_per_position"]) == k
+        assert report["settings"]["tree"] == ({"branching": [2, 2]} if name == "draft" else None)
         lines = (tmp_path / "out" / name / "samples.jsonl").read_text().splitlines()
         rounds = [round for line in lines for round in json.loads(line)["rounds"]]
         assert max(len(round["drafted"]) for round in rounds) == k
+        assert {round.get("num_off_path", 0) for round in rounds} == {4 if name == "draft" else 0}
+        assert report["lossless"]["greedy_identical"]
     assert len({report["results"][0]["baseline_tokens_per_second"] for report in reports.values()}) == 1
-    assert "K = 1 to 3 · greedy" in (tmp_path / "out" / "comparison.md").read_text()
-
-
-def test_a_tree_and_chains_over_one_baseline(arguments, tmp_path):
-    keys = ["drafts=[run/draft,ngram]", "num_speculative_tokens_each=[2,2]", "trees_each=[{branching: [2,2]},null]"]
-    assert command(*without_k(arguments), *keys) == ExitCode.DONE
-    draft, ngram = (json.loads((tmp_path / "out" / name / "report.json").read_text()) for name in ("draft", "ngram"))
-    assert (draft["settings"]["tree"], draft["settings"]["num_speculative_tokens"]) == ({"branching": [2, 2]}, 2)
-    assert (ngram["settings"]["tree"], ngram["settings"]["num_speculative_tokens"]) == (None, 2)
-    assert draft["results"][0]["num_draft_tokens"] > draft["results"][0]["num_drafts"] * 2  # more than a chain as deep
-    baselines = {report["results"][0]["baseline_tokens_per_second"] for report in (draft, ngram)}
-    assert len(baselines) == 1 and draft["lossless"]["greedy_identical"]
 
 
 def test_categories_have_rows_of_all_drafts(arguments, tmp_path):

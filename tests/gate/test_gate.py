@@ -1,4 +1,4 @@
-import copy
+import functools
 import math
 from dataclasses import replace
 
@@ -14,7 +14,7 @@ from specdistill.statistics.intervals import interval
 from specdistill.statistics.metrics import METRICS, prompt_sums
 from specdistill.statistics.records import Configuration
 from tests.refusals import refused
-from tests.simulated import SUITE, simulate, simulated_report
+from tests.simulated import SUITE, edited, simulate, simulated_report
 
 
 @pytest.fixture(scope="module")
@@ -34,22 +34,14 @@ def judged(evidence, rule, baseline=None):
     return result
 
 
-def without(evidence, *path):
-    report = copy.deepcopy(dict(evidence.report))
-    place = report
-    for name in path[:-1]:
-        place = place[name]
-    del place[path[-1]]
-    return Evidence(report, evidence.records)
-
-
 def changed(evidence, path, value):
-    report = copy.deepcopy(dict(evidence.report))
-    place = report
-    for name in path[:-1]:
-        place = place[name]
-    place[path[-1]] = value
-    return Evidence(report, evidence.records)
+    return Evidence(edited(dict(evidence.report), path, value), evidence.records)
+
+
+def without(evidence, *path):
+    section = functools.reduce(lambda part, name: part[name], path[:-1], evidence.report)
+    kept = {name: part for name, part in section.items() if name != path[-1]}
+    return changed(evidence, path[:-1], kept) if path[:-1] else Evidence(kept, evidence.records)
 
 
 def test_a_number_with_an_interval_is_tested_at_its_confidence_bound(evidence):
@@ -112,14 +104,12 @@ def test_absent_evidence_fails_and_says_why(evidence):
         (evidence, Rule("speedup", "min", 0.0, {"suite": "other"})),
         (evidence, Rule("speedup", "max_regression", 1.0)),
     ]
-    for changed, rule in missing:
-        result = judged(changed, rule)
+    for lacking, rule in missing:
+        result = judged(lacking, rule)
         assert (result["passed"], result["value"]) == (False, None)
         assert result["reason"].startswith("no evidence: ")
-    report = copy.deepcopy(dict(evidence.report))
-    report["not_measured"]["theory"] = "nothing was drafted"
-    del report["theory"]
-    assert judged(Evidence(report, []), Rule("theory.v", "max", 9.0))["reason"].endswith("nothing was drafted")
+    untold = changed(without(evidence, "theory"), ("not_measured", "theory"), "nothing was drafted")
+    assert judged(untold, Rule("theory.v", "max", 9.0))["reason"].endswith("nothing was drafted")
 
 
 def test_a_number_without_the_interval_it_should_have_is_no_evidence():
@@ -167,13 +157,6 @@ def test_budgets_are_rules(evidence, tmp_path, metric):
     assert not decide(load_gate(write_gate(tmp_path, over)), taken)["passed"]
     if metric.startswith("measurement"):
         assert "no evidence" in judged(evidence, Rule(metric, "max", 2_000_000))["reason"]
-
-
-def test_a_warning_does_not_decide(evidence):
-    warning, rule = Rule("acceptance_rate", "min", 0.99, severity="warn"), Rule("speedup", "min", 1.0)
-    assert decide([warning, rule], evidence)["passed"]
-    assert not decide([warning, Rule("speedup", "min", 9.0)], evidence)["passed"]
-    assert not judged(evidence, warning)["passed"]
 
 
 @pytest.mark.parametrize(
@@ -302,8 +285,8 @@ def test_another_machine_or_engine_says_nothing_of_speed_and_all_of_acceptance(e
 
 def test_what_one_side_did_not_measure_is_no_evidence(evidence):
     rule = Rule("draft_ms", "max_regression", 0.5)
-    row = {name: number for name, number in evidence.report["results"][0].items() if name != "draft_ms"}
-    lacking = changed(evidence, ("results", 0), {**row, "not_measured": {"draft_ms": "nothing was drafted"}})
+    lacking = without(evidence, "results", 0, "draft_ms")
+    lacking = changed(lacking, ("results", 0, "not_measured", "draft_ms"), "nothing was drafted")
     free = changed(evidence, ("results", 0, "draft_ms"), 0.0)
     for new, old, side, why in (
         (lacking, evidence, "report", "nothing was drafted"),
@@ -330,11 +313,6 @@ def test_a_configuration_of_a_sweep_is_compared_with_its_own_prompts_alone():
     assert judged(warm, rule, warm)["value"] == 0
     found = judged(worse, rule, warm)
     assert found["value"] < -0.1 and not found["passed"]
-
-
-def test_the_same_report_has_not_regressed(evidence):
-    result = judged(evidence, NO_WORSE, evidence)
-    assert (result["passed"], result["value"]) == (True, 0.0)
 
 
 def test_a_baseline_may_list_its_prompts_in_another_order(evidence):
@@ -425,16 +403,6 @@ def test_a_first_release_is_not_asked_for_regressions(evidence):
     assert gate["first_release"] and all("max_regression" not in rule["requirement"] for rule in gate["rules"])
     assert gate["passed"]
     assert not decide(load_gate("release"), within)["passed"]
-
-
-def test_lower_is_better_for_costs():
-    slow = report_of(simulate(24))
-    for record in slow.records:
-        object.__setattr__(record.speculative, "verify_seconds", record.speculative.verify_seconds * 1.2)
-    rule = Rule("verify_ms", "max_regression", 0.1)
-    result = judged(slow, rule, report_of(simulate(24)))
-    assert not result["passed"] and "upper 95% bound" in result["reason"] and "allowed +10.0%" in result["reason"]
-    assert judged(report_of(simulate(24)), rule, slow)["passed"]
 
 
 def churned(records, drop, seed):

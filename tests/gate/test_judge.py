@@ -1,12 +1,10 @@
-import copy
-
 import pytest
 
 from specdistill.gate.decide import Evidence, changes
 from specdistill.report import tables
 from specdistill.report.files import validate
 from specdistill.report.phrases import direction, since
-from tests.simulated import DRAFT_STEP, simulate, simulated_report
+from tests.simulated import DRAFT_STEP, edited, simulate, simulated_report
 
 
 @pytest.fixture(scope="module")
@@ -48,8 +46,7 @@ def test_equal_texts_are_no_change_of_acceptance(evidence, slower):
 
 
 def test_what_cannot_be_compared_says_why(evidence, slower):
-    old = copy.deepcopy(evidence.report)
-    old["hardware"]["name"] = "another"
+    old = edited(evidence.report, ("hardware", "name"), "another")
     del old["results"][0]["acceptance_rate"]
     section = changes(slower, Evidence(old, evidence.records))
     validate({**slower.report, "baseline": section})
@@ -64,9 +61,7 @@ def test_what_cannot_be_compared_says_why(evidence, slower):
 
 
 def test_a_baseline_of_another_suite_is_named_and_not_compared(evidence, slower):
-    old = copy.deepcopy(evidence.report)
-    for row in old["results"]:
-        row["suite_version"] = "0"
+    old = {**evidence.report, "results": [{**row, "suite_version": "0"} for row in evidence.report["results"]]}
     section = changes(slower, Evidence(old, evidence.records))
     validate({**slower.report, "baseline": section})
     assert section["changes"] == []

@@ -5,9 +5,7 @@ import shutil
 import ssl
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Sequence
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,8 +14,9 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from specdistill.hub.sources import Source
+from specdistill.repositories import HTTP_ERROR
 from tests.hub.conftest import DRAFT, TARGET, Acquire, Said, files_of
-from tests.loopback_hub import Fault, Hub, Sparse, environment
+from tests.loopback_hub import Fault, Hub, Sparse
 from tests.mtp_targets import write_checkpoint
 from tests.public_pairs import PAIRS, WRONG_PAIRS, Repository, one_a_method
 from tests.tiny import tiny_target_model, tiny_tokenizer
@@ -355,48 +354,18 @@ def test_minutes_come_from_a_timed_sample(hub: Hub, acquire: Acquire, monkeypatc
     assert "time: about 0 min" in said.err and " of model.safetensors " in said.err
 
 
-AUTHORITY = """
-[ca]
-default_ca = own
-[own]
-database = index.txt
-new_certs_dir = .
-serial = serial
-default_md = sha256
-policy = policy
-[policy]
-commonName = supplied
-[extensions]
-subjectAltName = DNS:localhost
-basicConstraints = CA:TRUE
-"""
-
-
-@pytest.mark.long  # a process, and a certificate
-@pytest.mark.skipif(not shutil.which("openssl"), reason="needs openssl to make a certificate")
-def test_a_clock_that_is_wrong(tmp_path: Path) -> None:
+def test_a_clock_that_is_wrong(acquire: Acquire, monkeypatch: pytest.MonkeyPatch) -> None:
     """A certificate that is not valid yet, as every certificate is for a clock that stands in the past."""
-    for name, content in (("authority.cnf", AUTHORITY), ("index.txt", ""), ("serial", "01")):
-        (tmp_path / name).write_text(content)
-    request = "req -newkey rsa:2048 -nodes -keyout key.pem -out request.pem -subj /CN=localhost"
-    dates = "-startdate 20990101000000Z -enddate 20991231000000Z"
-    sign = f"ca -batch -config authority.cnf -selfsign -keyfile key.pem -in request.pem {dates} -extensions extensions"
-    for command in (request, f"{sign} -notext -out certificate.pem"):
-        subprocess.run(["openssl", *command.split()], cwd=tmp_path, check=True, capture_output=True, timeout=60)
-    certificate = tmp_path / "certificate.pem"
-    server = HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler)
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(certificate, tmp_path / "key.pem")
-    server.socket = context.wrap_socket(server.socket, server_side=True)
-    server.handle_error = lambda *_: None  # type: ignore[method-assign]
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    env = environment(f"https://localhost:{server.server_port}", tmp_path / "home") | {"SSL_CERT_FILE": str(certificate)}
-    command = [sys.executable, "-m", "specdistill", "acquire", "method=eagle3", "target=pico", f"draft={DRAFT}"]
-    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300, cwd=tmp_path, env=env)
-    server.shutdown()
-    server.server_close()
-    assert (result.returncode, result.stdout) == (3, ""), result.stderr
-    assert "certificate is not yet valid" in result.stderr and "clock" in result.stderr
+    refused = ssl.SSLCertVerificationError()
+    refused.verify_message = "certificate is not yet valid"
+
+    def connect(*_: object, **__: object) -> None:
+        raise HTTP_ERROR("no connection") from refused
+
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", connect)
+    monkeypatch.setattr("huggingface_hub.HfApi.snapshot_download", connect)
+    said = acquire.head()
+    assert (said.code, said.out) == (3, "") and refused.verify_message in said.error and "clock" in said.error
 
 
 # Public pairs

@@ -54,26 +54,14 @@ def test_metadata_of_a_head(published: Published) -> None:
 
 def test_what_a_reader_is_told(published: Published) -> None:
     text = model_card(published).text
-    for said in (
-        "[Qwen/Qwen3-8B](https://huggingface.co/Qwen/Qwen3-8B)",
-        "Method `eagle3`, a head that reads three of the target's layers (arXiv 2503.01840).",
-        "Release v3",
-        "vLLM:\n\n```bash\nvllm serve Qwen/Qwen3-8B\n```",
-        "### Configurations",
-        "- Temperatures: 0, 0.8, 1 (0 is greedy). Prompts at once: 1, 2, 4, 8.",
-        "- Contexts: prompts of 60 to 310 tokens, and 128 tokens generated at most.",
-        "- Hardware: AMD EPYC 9B45",
-        "- [recipe.yaml](recipe.yaml) holds every setting (`recipe=mine/eagle3`",
-        "- Data: 1,000 packed rows of 256 tokens, 2.50 times: at most 640,000 tokens.",
-        "- The target generated 420,000 tokens of them, at temperatures 0, 0.5, 0.8.",
-        "- Training: 500 steps in 1 h 6 min.",
-        "- With torch 2.13.0.",
-        "| training data | org/chats | unknown |",
-        f"| commit | {'b' * 40} |",
-        f"| sha256 of its weights' sha256 | `{'a' * 64}` |",
+    for fact in (
+        *("https://huggingface.co/Qwen/Qwen3-8B", "arXiv 2503.01840", "Release v3", "```bash\nvllm serve Qwen/Qwen3-8B\n```"),
+        *("Temperatures: 0, 0.8, 1 ", "1, 2, 4, 8", "60 to 310", "128 tokens", "AMD EPYC 9B45", "[recipe.yaml](recipe.yaml)"),
+        *("1,000 packed rows of 256 tokens", "640,000 tokens", "420,000 tokens", "0, 0.5, 0.8", "500 steps in 1 h 6 min"),
+        *("torch 2.13.0", "| training data | org/chats | unknown |", f"| commit | {'b' * 40} |", f"`{'a' * 64}` |"),
     ):
-        assert said in text
-    assert "TARGET" not in text and "Published although" not in text
+        assert fact in text
+    assert "TARGET" not in text
 
 
 def test_what_the_evidence_lacks(published: Published) -> None:
@@ -82,8 +70,7 @@ def test_what_the_evidence_lacks(published: Published) -> None:
     row["not_measured"] = {**row["not_measured"], "speedup": "no baseline"}
     lacking = with_report(published, results=[row])
     text = model_card(replace(lacking, history=replace(published.history, seconds=None))).text
-    assert "Speed not measured (no baseline)" in text
-    assert "500 steps in a time that is not known, as it was resumed" in text
+    assert "no baseline" in text and "500 steps" in text and "1 h 6 min" not in text
     assert [result.metric_type for result in model_card(lacking).data.eval_results] == [
         "mean_acceptance_length",
         "acceptance_rate",
@@ -132,7 +119,7 @@ def test_the_command_that_measures_it_again(published: Published, settings: dict
 def test_a_suite_of_ones_own_is_told_by_its_hash(published: Published) -> None:
     text = model_card(published).text
     assert "eval.suite=SUITE" in text
-    assert f"`SUITE` stands for the file of the suite simulated, with sha256 `{'0' * 64}`." in text
+    assert f"`{'0' * 64}`" in text
 
 
 def test_a_target_that_is_on_no_hub(published: Published) -> None:

@@ -66,7 +66,7 @@ def with_longer_drafts(record: PromptRecord) -> PromptRecord:
 # What is released
 
 
-@pytest.mark.long
+@pytest.mark.long  # decodes again
 def test_a_run_that_was_measured_is_released(run: Path) -> None:
     release = check_evidence(run, num_prompts=3)
     assert release.refusals == ()
@@ -76,7 +76,7 @@ def test_a_run_that_was_measured_is_released(run: Path) -> None:
     assert [path.name for path in release.draft] == names
 
 
-@pytest.mark.long
+@pytest.mark.long  # decodes again
 def test_a_folder_that_was_moved_or_is_reached_by_a_link(run: Path, tmp_path: Path) -> None:
     (run / "draft").rename(tmp_path / "elsewhere")
     (run / "draft").symlink_to(tmp_path / "elsewhere")
@@ -84,7 +84,7 @@ def test_a_folder_that_was_moved_or_is_reached_by_a_link(run: Path, tmp_path: Pa
     assert refused(tmp_path / "moved", num_prompts=1) == set()
 
 
-@pytest.mark.long
+@pytest.mark.long  # decodes again
 def test_a_k_that_was_chosen_once_the_draft_was_trained_is_named(run: Path) -> None:
     another_k(run)
     assert refused(run, num_prompts=2) >= {"another measurement"}
@@ -378,7 +378,7 @@ def test_nothing_is_released_that_was_not_decoded_again(run: Path) -> None:
     assert SPOT_CHECK > 1
 
 
-@pytest.mark.long
+@pytest.mark.long  # decodes again
 def test_other_weights_do_not_decode_what_was_recorded(run: Path) -> None:
     scale_weights(run / "draft")
     edit_report(run, "draft", "weights", to=draft_hash(run / "draft"))
@@ -386,13 +386,13 @@ def test_other_weights_do_not_decode_what_was_recorded(run: Path) -> None:
     assert refused(run, num_prompts=4) == {"not reproduced"}
 
 
-@pytest.mark.long
+@pytest.mark.long  # decodes again
 def test_records_of_a_better_draft_are_not_decoded_again(run: Path) -> None:
     reseal(run, with_longer_drafts)
     assert refused(run, num_prompts=4) == {"not reproduced"}
 
 
-@pytest.mark.long
+@pytest.mark.long  # decodes again
 def test_on_another_machine_the_acceptance_length_is_compared(run: Path) -> None:
     edit_report(run, "hardware", "cpu", to="Another 9000")
     reseal(run)
@@ -403,7 +403,7 @@ def test_on_another_machine_the_acceptance_length_is_compared(run: Path) -> None
     assert refusal.name == "not reproduced"
 
 
-@pytest.mark.long
+@pytest.mark.long  # decodes again
 def test_losslessness_is_tested_again(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A decoder that accepts what it should not."""
     monkeypatch.setattr(verify, "greedy", lambda tokens, choices: (len(tokens), choices[len(tokens)]))

@@ -14,7 +14,7 @@ from tests.loopback_hub import loopback_hub
 NAME = "someone/half-right"
 
 
-@pytest.mark.long
+@pytest.mark.long  # a shell and its process
 def test_a_tag_of_the_repository_is_a_tag_on_the_hub(measured: Path, tmp_path: Path) -> None:
     workflow = yaml.safe_load((ROOT / ".github/workflows/release-gate.yml").read_text(encoding="utf-8"))
     (job,) = workflow["jobs"].values()

@@ -8,6 +8,7 @@ from specdistill.hub.licenses import Licensed, forbidden, front_matter, license_
 from specdistill.produce.sources import load_sources
 from specdistill.recipe.sections import DataConfig
 from tests.loopback_hub import loopback_hub
+from tests.refusals import refused
 
 
 def of(license: str | None, what: str = "target") -> Licensed:
@@ -39,7 +40,7 @@ def test_what_is_refused(license: str | None, name: str, refused: bool) -> None:
 
 def test_data_of_no_stated_licence_is_refused() -> None:
     (why,) = forbidden([of("mit"), of(None, "training data")], "org/draft")
-    assert why == "nobody states the licence of the training data, org/it: `license` of its entry in data.source says it"
+    assert "org/it" in why
 
 
 @pytest.mark.parametrize(
@@ -68,7 +69,7 @@ def test_a_draft_has_the_licence_that_is_given_or_its_targets() -> None:
 
 def test_a_card_that_cannot_be_read(tmp_path) -> None:
     (tmp_path / "README.md").write_text("---\nlicense: [mit\n---\n")
-    with pytest.raises(Exception, match=r"target: got .*README.md \(while parsing.*expected a model card"):
+    with refused("target", holds="README.md"):
         licensed_model("target", "it", tmp_path)
 
 

@@ -14,7 +14,7 @@ from tests.loopback_hub import loopback_hub
 NAME = "someone/half-right"
 
 
-@pytest.mark.long
+@pytest.mark.long  # measures twice
 def test_what_is_acquired_drafts_as_it_did_before_it_was_published(
     measured: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -11,6 +11,7 @@ from specdistill.measurement.hardware import hardware, software
 from specdistill.measurement.measure import prompt_records
 from specdistill.measurement.spot_check import spot_check
 from specdistill.methods.draft_model.proposer import DraftModelProposer
+from specdistill.statistics.metrics import METRICS, prompt_sums, value
 from specdistill.suites.suite import Prompt
 from specdistill.targets.frozen import FrozenTarget
 from tests.draft_models import half_right, tiny_draft_model
@@ -71,3 +72,14 @@ def test_completions_that_the_draft_changed_come_first(target):
     check = spot_check(target, proposer, PROMPTS, ALONE, report_of(target, proposer), records, num_prompts=1)
     assert check.prompts == ["p3"]
     assert check.differences == ["p3 is decoded otherwise than recorded, in its completion"]
+
+
+def test_a_tenth_more_accepted_tokens_show_on_another_machine(target):
+    proposer = DraftModelProposer(half_right(target))
+    records = prompt_records("s", ALONE.configuration, target, proposer, measure(target, proposer, PROMPTS, ALONE))
+    most = [max(record.rounds, key=lambda entry: len(entry.accepted)) for record in records]
+    more = [replace(record, rounds=(*record.rounds, entry)) for record, entry in zip(records, most, strict=True)]
+    lengths = [value(METRICS["mean_acceptance_length"], prompt_sums(found)) for found in (records, more)]
+    assert 0.85 < lengths[0] / lengths[1] < 0.94
+    elsewhere = report_of(target, proposer, cpu="Another 9000")
+    assert len(spot_check(target, proposer, PROMPTS, ALONE, elsewhere, more, num_prompts=5).differences) == 1

@@ -288,7 +288,7 @@ def test_settings_that_cannot_be_used(tmp_path: Path, source: Any, settings: dic
         opened(made, row_target(talkative(ends=-100.0), UNTAGGED))
 
 
-@pytest.mark.long
+@pytest.mark.long  # pico generates
 def test_pico_asks_for_python(tmp_path: Path) -> None:
     target = FrozenTarget.load("pico")
     settings = config(tmp_path, [{"source": "self", "num_prompts": 6}], max_length=96)

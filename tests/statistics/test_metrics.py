@@ -27,16 +27,6 @@ def test_acceptance_without_drafts_has_counts_and_no_rates():
     assert numbers == {"num_drafts": 0, "num_draft_tokens": 0, "num_accepted_tokens": 0, "accepted_per_position": [0, 0]}
 
 
-def test_the_acceptance_length_is_one_more_than_the_rates_per_position():
-    numbers = acceptance([[4, 2, 0], [1, 3]], [[4, 4, 4], [4, 4]], num_positions=4)
-    assert numbers["mean_acceptance_length"] == pytest.approx(1 + sum(numbers["acceptance_rate_per_position"]))
-
-
-def test_the_metric_is_a_ratio_of_sums_not_a_mean_of_ratios():
-    table = {"num_accepted_tokens": np.array([9.0, 0.0]), "num_drafts": np.array([3.0, 6.0])}
-    assert value(METRICS["mean_acceptance_length"], table) == 2.0
-
-
 def test_the_prediction_is_the_formula_for_a_chain():
     table = prompt_sums(simulate(6, noise=0))
     length = value(METRICS["mean_acceptance_length"], table)

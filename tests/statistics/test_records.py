@@ -116,6 +116,7 @@ def test_long_contexts_begin_with_the_highest_bucket_of_thirty_drafts_above_thir
     short, long = (record([(4, 2), (4, 1)][:number], context - 1) for number, context in ((1, 128), (2, 256)))
     records = [short] * num_short + [long] * (num_long // 2) + [replace(long, rounds=long.rounds[:1])] * (num_long % 2)
     assert long_context_start(records) == start
+    assert long_context_start([*records, *[record([(4, 2)], 511)] * 30]) == 512
     table = prompt_sums(records)
     if start is None:
         assert np.isnan(table["num_drafts_long"]).all()
@@ -123,13 +124,3 @@ def test_long_contexts_begin_with_the_highest_bucket_of_thirty_drafts_above_thir
         assert table["num_drafts_long"].tolist() == [0] * 30 + [2] * 15
         assert table["num_accepted_short"].tolist() == [2] * 30 + [0] * 15
         assert value(METRICS["context_ratio"], table) == pytest.approx((1 + 1.5) / (1 + 2))
-
-
-def test_long_context_needs_enough_drafts_on_both_sides():
-    assert long_context_start(simulate(48)) == 256
-    assert long_context_start(simulate(48, num_rounds=2)) is None
-    assert long_context_start([]) is None
-    records = simulate(48)
-    table = prompt_sums(records)
-    assert table["num_drafts_long"].sum() == len(accepted_by_bucket(records)[256])
-    assert (table["num_drafts_long"] + table["num_drafts_short"] == table["num_drafts"]).all()
