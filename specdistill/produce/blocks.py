@@ -23,7 +23,7 @@ from specdistill.rows.arrow import on_disk
 from specdistill.rows.encoding import DOCUMENT_COLUMNS
 
 VERSION = 1  # of what is generated from equal recipes
-TOKENS, FEWEST_TOKENS, MANY, MOST = 2**16, 2**10, 8, 4096  # of a block, and how many blocks
+TOKENS, FEWEST_TOKENS, MANY, MOST = 2**17, 2**10, 4, 4096  # of a block, and how many blocks
 # row: a hash of the source's row that the prompt is of, by which documents are split. asked: a user's words that the target generated.
 BLOCK_COLUMNS = {**DOCUMENT_COLUMNS, "row": Value("int64"), "asked": Value("string")}
 

@@ -34,7 +34,8 @@ BLOCK = 32  # tokens by which a cache grows: copying it then costs about as much
 CHECK_EVERY = 8  # steps between two checks of which rows have ended
 KEEP_SHARE = 0.75  # rows that have ended leave the batch once at most this share of it is unfinished
 STOP_SHARE = 1 / 8  # the last rows are cut short once at most this share of all is unfinished: a step costs the same for a few
-MIN_PART_ROWS, MOST_PARTS = 32, 16  # fewest rows worth a thread, and most parts of a batch
+MIN_PART_ROWS = 40  # fewest rows worth a thread
+PARTS = (16, 8, 4, 2, 1)  # of a batch: whole rounds on most machines
 GROUPED_ATTENTION = "specdistill_grouped"
 
 
@@ -146,7 +147,8 @@ def generate(
     """
     threads = torch.get_num_threads()
     if num_parts is None:
-        num_parts = max(1, min(MOST_PARTS, len(prompts) // MIN_PART_ROWS)) if model.device.type == "cpu" else 1
+        num_parts = next(parts for parts in PARTS if parts == 1 or len(prompts) >= parts * MIN_PART_ROWS)
+        num_parts = num_parts if model.device.type == "cpu" else 1
 
     def one_part(part: int) -> list[list[int]]:
         rows = (prompts[part::num_parts], temperatures[part::num_parts])

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from specdistill.produce import features as fill
+from specdistill.produce import features as filling
 from specdistill.training.resumable import ResumableTrainer
 from tests.launches import environment
 from tests.processes import fork
@@ -84,7 +84,7 @@ def test_a_killed_store_goes_on_to_the_same_bytes(keys: list[str], whole: Path, 
     """A file that is there when the process is killed stays as it is: the next one makes only those that are missing."""
     for number in (2, 3):
         before = len(shards(tmp_path))
-        killed(fill, "write_shard", number, features(keys, tmp_path))
+        killed(filling, "write_shard", number, features(keys, tmp_path))
         there = {path.name: path.stat().st_mtime_ns for path in tmp_path.glob("*.safetensors")}
         assert len(there) == before + number - 1
     ended = specdistill(*features(keys, tmp_path))

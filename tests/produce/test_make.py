@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from specdistill.errors import ResourceError, UserError
 from specdistill.produce import blocks as blocks_module
 from specdistill.produce import make, merge
-from specdistill.produce.blocks import AnswerFile, blocks
+from specdistill.produce.blocks import AnswerFile, Block, blocks
 from specdistill.produce.job import Job
 from specdistill.produce.make import make_blocks, make_rows, shard_of
 from specdistill.recipe.sections import DataConfig, RegenerateConfig
@@ -147,6 +147,7 @@ def test_a_large_preparation_is_costed_from_its_first_rows(
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Eight of them for 400 tokens and more."""
     monkeypatch.setattr(blocks_module, "FEWEST_TOKENS", 50)
+    monkeypatch.setattr(blocks_module, "MANY", 8)
 
 
 def mixed(count: int) -> list[dict[str, Any]]:
@@ -169,14 +170,15 @@ def generating(tmp_path: Path, **settings: Any) -> DataConfig:
 
 
 def test_blocks_follow_from_the_number_of_tokens_alone() -> None:
-    for num_tokens, count in ((1, 1), (2_000, 1), (9_000, 8), (420_000, 8), (600_000, 10), (250_000_000, 3815), (10**10, 4096)):
+    for num_tokens, count in ((1, 1), (2_000, 1), (9_000, 4), (420_000, 4), (600_000, 5), (250_000_000, 1908), (10**10, 4096)):
         made = blocks(num_tokens)
         assert len(made) == count and sum(block.num_tokens for block in made) == num_tokens
         assert [block.number for block in made] == list(range(count))
     few, many = list(range(3)), list(range(20))
-    shares = [block.own(many)[0] for block in blocks(9_000)]
+    several = [Block(number, 8, 1000) for number in range(8)]
+    shares = [block.own(many)[0] for block in several]
     assert sorted(row for own in shares for row in own) == many
-    assert [block.own(few) for block in blocks(9_000)][:4] == [([0], 0, 3), ([1], 0, 3), ([2], 0, 2), ([0], 1, 3)]
+    assert [block.own(few) for block in several][:4] == [([0], 0, 3), ([1], 0, 3), ([2], 0, 2), ([0], 1, 3)]
 
 
 @pytest.mark.usefixtures("small_blocks")
@@ -300,6 +302,7 @@ def test_a_few_prompts_are_of_every_source_by_its_weight_and_of_one_half(tmp_pat
 
 def test_blocks_that_lack_or_are_of_another_recipe_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blocks_module, "FEWEST_TOKENS", 50)
+    monkeypatch.setattr(blocks_module, "MANY", 8)
     config, target = generating(tmp_path), generator()
     job, other = (Job(tmp_path / name / "set", replace(config, seed=seed), target) for name, seed in (("a", 0), ("b", 1)))
     make_blocks(job, 0, 2)
@@ -384,6 +387,7 @@ def test_processes_of_a_launch_share_the_blocks(
 ) -> None:
     """A machine of two, or beside it one of one; without a common folder each machine makes all blocks."""
     monkeypatch.setattr(blocks_module, "FEWEST_TOKENS", 50)
+    monkeypatch.setattr(blocks_module, "MANY", 8)
     config, target, made = generating(tmp_path), generator(), make._make_block
 
     def work(rank: int) -> None:

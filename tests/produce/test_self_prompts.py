@@ -238,6 +238,7 @@ def test_what_servers_generate_and_near_duplicates_of_other_blocks_are_filtered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(blocks, "FEWEST_TOKENS", 100)
+    monkeypatch.setattr(blocks, "MANY", 8)
 
     def say(digest: str) -> str:
         return f"say {digest}" if digest > "4" else "say it again and again, as you did before"

@@ -1,10 +1,11 @@
 """Near duplicates: those that a comparison of all pairs finds."""
 
 import random
+from typing import Any
 
 import pytest
 
-from specdistill.produce.cleaning.near_duplicates import NearDuplicates, Place, Row, jaccard, shingles
+from specdistill.produce.cleaning.near_duplicates import NearDuplicates, Place, jaccard, shingles
 
 
 def texts(count: int, generator: random.Random) -> list[str]:
@@ -39,7 +40,7 @@ def test_nearly_all_pairs_that_are_alike_are_found_and_no_others(threshold: floa
 
 
 def test_short_rows_conversations_and_rows_without_words() -> None:
-    def chat(said: str) -> Row:
+    def chat(said: str) -> dict[str, Any]:
         return {"text": None, "messages": [{"role": "user", "content": said}, {"role": "assistant", "content": "Yes."}]}
 
     said = ["Is it?", "is it", "Is this?", "Is this one?", "Is it?", "?", "!"]
