@@ -32,7 +32,9 @@ def keys_of(verb: str) -> frozenset[str]:
         (shorthands,) = re.findall(r"^SHORTHANDS = (\{.*?\})$", read(ROOT / "eval" / "run.py"), re.MULTILINE | re.DOTALL)
         return keys_of("train") | ast.literal_eval(shorthands).keys()
     if verb == "gate":
-        return frozenset(re.findall(r"^    (\w+): .* = (?:option|like)\(", read(ROOT / "eval" / "gate.py"), re.MULTILINE))
+        return frozenset(
+            re.findall(r"^    (\w+): .* = (?:option|like)\(", read(ROOT / "specdistill" / "gate" / "again.py"), re.MULTILINE)
+        )
     with contextlib.redirect_stdout(io.StringIO()) as printed, contextlib.suppress(SystemExit):
         main([verb, "--help"])
     return frozenset(re.findall(r"^  (\S+) ", printed.getvalue(), re.MULTILINE)) | {"recipe"}

@@ -91,5 +91,5 @@ def test_reading_paths_name_what_the_files_define() -> None:
     page = ROOT / "docs" / "architecture.md"
     rows = re.findall(r"^\| \[[^\]]+\]\(([^)]+\.py)\) \| (.*) \|$", read(page), re.MULTILINE)
     named = [(file, name.rpartition(".")[2]) for file, what in rows for name in re.findall(r"`([\w.]+)`", what)]
-    assert len(rows) == 7
+    assert len(rows) == 9
     assert [pair for pair in named if not re.search(rf"(?:def|class) {pair[1]}\b", read(page.parent / pair[0]))] == []

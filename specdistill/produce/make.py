@@ -22,11 +22,11 @@ from threading import Lock
 from rich.console import Console
 
 from specdistill.cost import PREPARED_BYTES, Cost, announce
+from specdistill.engines.completions import CompletionServer
 from specdistill.errors import UserError
 from specdistill.processes import are_several, of_all, share
 from specdistill.produce.blocks import BLOCK_COLUMNS, Answer, AnswerFile, Block, blocks, columns
 from specdistill.produce.cleaning.answer_rules import RULES, Candidate, Counts, Rules
-from specdistill.produce.completion_server import CompletionServer
 from specdistill.produce.generate import Backend, Made, generate_block
 from specdistill.produce.job import Job
 from specdistill.produce.merge import merge

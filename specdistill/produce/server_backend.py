@@ -17,10 +17,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 from typing import Any
 
+from specdistill.engines.completions import CompletionServer, UnavailableError
 from specdistill.engines.server import PLAIN_SAMPLING
 from specdistill.errors import ResourceError
 from specdistill.produce.blocks import Answer, AnswerFile
-from specdistill.produce.completion_server import CompletionServer, UnavailableError
 from specdistill.produce.prompts import Task
 from specdistill.rows.chat import Message, render
 

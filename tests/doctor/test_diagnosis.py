@@ -196,6 +196,9 @@ def test_a_fit_is_of_the_completion_alone() -> None:
         def eval(self) -> "Objective":
             return self
 
+        def prepare(self, batch: Any, number: None) -> Any:
+            return batch
+
         def read_target(self, target: Any, inputs: dict[str, Any]) -> dict[str, Any]:
             assert inputs["loss_positions"].tolist() == [3, 4]
             return {}

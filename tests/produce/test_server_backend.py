@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 
 from recipes.pico.corpus import CHAT_TEMPLATE
+from specdistill.engines import completions
+from specdistill.engines.completions import CompletionServer
 from specdistill.errors import ResourceError
-from specdistill.produce import completion_server, generate
+from specdistill.produce import generate
 from specdistill.produce.blocks import Answer, AnswerFile
 from specdistill.produce.cleaning.answer_rules import RULES, Candidate
-from specdistill.produce.completion_server import CompletionServer
 from specdistill.produce.generate import Made, documents, generate_block
 from specdistill.produce.prompts import Prompt, Stream, Task, repeated
 from specdistill.produce.server_backend import ServerBackend, ServerTokenizer
@@ -61,7 +62,7 @@ def known(folder: Path) -> int:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(completion_server, "FIRST_DELAY", 0.01)
+    monkeypatch.setattr(completions, "FIRST_DELAY", 0.01)
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +109,7 @@ def test_a_stalled_answer_is_given_by_another_server(tmp_path: Path, undisturbed
 def test_a_server_that_dies_leaves_its_work_to_the_other(
     tmp_path: Path, undisturbed: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(completion_server, "PATIENCE", 0.2)
+    monkeypatch.setattr(completions, "PATIENCE", 0.2)
     with running() as two, running(Behaviour(seconds=0.01)) as one:
         connected = server(one), server(two)
         threading.Timer(0.05, one.server.shutdown).start()
@@ -119,7 +120,7 @@ def test_a_server_that_dies_leaves_its_work_to_the_other(
 def test_when_no_server_answers_what_was_generated_is_kept(
     tmp_path: Path, undisturbed: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(completion_server, "PATIENCE", 0.1)
+    monkeypatch.setattr(completions, "PATIENCE", 0.1)
     with (
         running(Behaviour(fault=lambda number, body: 500 if number >= 19 else None)) as made,
         pytest.raises(ResourceError, match=r"no server answers any more \(http://.*: 500 .*\); start them again"),
@@ -148,7 +149,7 @@ def test_a_refused_question_ends_its_conversation_and_is_asked_again(tmp_path: P
 
 @pytest.mark.parametrize("status", [400, 401, 404])
 def test_a_server_that_never_will_is_named(status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(completion_server, "MOST_REFUSED", 8)
+    monkeypatch.setattr(completions, "MOST_REFUSED", 8)
     with (
         running(Behaviour(fault=lambda number, body: status)) as made,
         pytest.raises(ResourceError, match=f"/v1/completions answered {status} "),

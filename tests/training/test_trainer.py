@@ -138,7 +138,7 @@ def test_an_evaluation_is_what_its_formulas_say(tmp_path: Path) -> None:
 def test_generated_batches_are_numbered_over_steps_and_processes(tmp_path: Path) -> None:
     """The second of two processes, in the fourth step of two micro-batches each."""
     fit, numbers = trainer(tmp_path, rows(4, 24)), []
-    fit.on_policy = lambda batch, number: (numbers.append(number), batch)[1]
+    fit.objective.prepare = lambda batch, number: (numbers.append(number), batch)[1]
     fit.args = SimpleNamespace(world_size=2, process_index=1)  # type: ignore[assignment]
     fit.state.global_step = 3
     batch = collate([rows(4, 24)[0]])

@@ -11,8 +11,8 @@ import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from specdistill.engines.completions import CompletionServer
 from specdistill.produce.blocks import Answer
-from specdistill.produce.completion_server import CompletionServer
 from specdistill.produce.prompts import Prompt, Task
 from specdistill.produce.server_backend import ServerTokenizer, ask
 from specdistill.project import PICO
