@@ -1,6 +1,7 @@
 """`specdistill` alone: what it prints is what the state of the folder asks for, in commands that take the keys that they are given."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from specdistill.methods.recipe import Recipe
 from specdistill.recipe.load import load_recipe, save_recipe
 from specdistill.report.files import write_report
 from tests.documented import commands, unknown_keys
+from tests.refusals import refused_key
 from tests.simulated import simulate, simulated_report
 
 PASSES, FAILS, CANNOT_TELL = ({"metric": "mean_acceptance_length", "min": least} for least in (1.0, 9.0, 2.94))
@@ -53,9 +55,9 @@ def measured(
 
 
 def said(capsys: pytest.CaptureFixture[str]) -> tuple[str, list[str]]:
+    """The sentence, and the commands, whose keys all are some."""
     assert main([]) == 0
-    sentence, *lines, last = capsys.readouterr().out.splitlines()
-    assert last == "All verbs: specdistill --help"
+    sentence, *lines, _ = capsys.readouterr().out.splitlines()
     found = [line.partition("#")[0].strip() for line in lines]
     assert [key for verb, keys in commands("\n".join(found)) for key in unknown_keys(verb, keys)] == []
     return sentence, found
@@ -63,19 +65,34 @@ def said(capsys: pytest.CaptureFixture[str]) -> tuple[str, list[str]]:
 
 def test_without_a_run(in_empty_folder: Path, capsys: pytest.CaptureFixture[str]):
     del in_empty_folder
-    assert said(capsys) == ("There is no run here yet.", ["specdistill demo", "specdistill plan target=path/to/model"])
+    assert said(capsys)[1] == ["specdistill demo", "specdistill plan target=path/to/model"]
 
 
-def test_an_interrupted_training_goes_on(run: Path, capsys: pytest.CaptureFixture[str]):
+TRAIN, EVAL = (f"specdistill {verb} recipe=runs/mine/run/recipe.yaml" for verb in ("train", "eval"))
+DOCTOR = "specdistill doctor draft=runs/mine/draft target=models/mine"
+EXPORT = "specdistill export draft=runs/mine/draft engine=vllm target=models/mine output_dir=runs/mine/vllm"
+PUBLISH = "specdistill publish run=runs/mine repo=org/name baseline=none suite=path/to/prompts.jsonl"
+
+
+@pytest.mark.parametrize(
+    ("reach", "steps", "fact"),
+    [
+        (lambda run: None, [TRAIN], "not trained"),
+        (trained, [f"{EVAL} eval.suite=path/to/prompts.jsonl"], "not measured"),
+        (measured, ["specdistill gate report=runs/mine/report gates=default"], "not judged"),
+        (lambda run: measured(run, PASSES, incomplete="a server died"), [f"{EVAL} eval.suite=path/to/prompts.jsonl"], ""),
+        (lambda run: measured(run, FAILS), [DOCTOR], "mean_acceptance_length"),
+        (lambda run: measured(run, CANNOT_TELL), [f"{EVAL} eval.suite=path/to/more/prompts.jsonl"], "mean_acceptance_length"),
+        (lambda run: measured(run, PASSES), [EXPORT, PUBLISH], "passed"),
+    ],
+    ids=["interrupted", "trained", "measured", "cut short", "failed", "inconclusive", "passed"],
+)
+def test_the_next_step(
+    reach: Callable[[Path], None], steps: list[str], fact: str, run: Path, capsys: pytest.CaptureFixture[str]
+):
+    reach(run)
     sentence, found = said(capsys)
-    assert sentence.startswith("runs/mine is not trained to its end.")
-    assert found == [f"specdistill train recipe={run}/run/recipe.yaml"]
-
-
-def test_a_draft_is_measured_on_prompts_that_somebody_names(run: Path, capsys: pytest.CaptureFixture[str]):
-    trained(run)
-    command = "specdistill eval recipe=runs/mine/run/recipe.yaml eval.suite=path/to/prompts.jsonl"
-    assert said(capsys) == ("runs/mine is trained, and not measured:", [command])
+    assert found == steps and "runs/mine" in sentence and fact in sentence
 
 
 def test_prompts_that_the_recipe_names_are_not_asked_for(in_empty_folder: Path, capsys: pytest.CaptureFixture[str]):
@@ -84,61 +101,21 @@ def test_prompts_that_the_recipe_names_are_not_asked_for(in_empty_folder: Path, 
     assert said(capsys)[1] == ["specdistill eval recipe=runs/suite/run/recipe.yaml"]
 
 
-def test_a_report_is_judged(run: Path, capsys: pytest.CaptureFixture[str]):
-    measured(run)
-    assert said(capsys) == (
-        "runs/mine is measured, and not judged:",
-        ["specdistill gate report=runs/mine/report gates=default"],
-    )
-
-
-def test_a_measurement_that_was_cut_short_is_repeated(run: Path, capsys: pytest.CaptureFixture[str]):
-    measured(run, PASSES, incomplete="a server died")
-    sentence, found = said(capsys)
-    assert sentence == "runs/mine was not measured to the end:"
-    assert found[0].startswith("specdistill eval ")
-
-
-def test_a_draft_that_failed_is_examined(run: Path, capsys: pytest.CaptureFixture[str]):
-    measured(run, FAILS)
-    sentence, found = said(capsys)
-    assert sentence == "runs/mine failed its gate. 1 of 1 rules failed: mean_acceptance_length. Is the draft sound?"
-    assert found == ["specdistill doctor draft=runs/mine/draft target=models/mine"]
-
-
-def test_an_inconclusive_gate_asks_for_prompts(run: Path, capsys: pytest.CaptureFixture[str]):
-    measured(run, CANNOT_TELL)
-    sentence, found = said(capsys)
-    assert sentence.startswith("The gate of runs/mine is inconclusive. The evidence cannot decide mean_acceptance_length")
-    assert found == ["specdistill eval recipe=runs/mine/run/recipe.yaml eval.suite=path/to/more/prompts.jsonl"]
-
-
-def test_what_passed_is_exported_and_published(run: Path, capsys: pytest.CaptureFixture[str]):
-    measured(run, PASSES)
-    assert said(capsys) == (
-        "runs/mine passed its gate:",
-        [
-            "specdistill export draft=runs/mine/draft engine=vllm target=models/mine output_dir=runs/mine/vllm",
-            "specdistill publish run=runs/mine repo=org/name baseline=none",
-        ],
-    )
-
-
 def test_what_the_recipe_says_of_repository_and_code_is_kept(in_empty_folder: Path, capsys: pytest.CaptureFixture[str]):
     run = interrupted("runs/mine", "publish.repo=me/mine", "target.trust_remote_code=true", "eval.suite=mine.jsonl")
     measured(run, PASSES)
     assert said(capsys)[1][1] == "specdistill publish run=runs/mine baseline=none"
     measured(run, FAILS)
-    assert said(capsys)[1] == ["specdistill doctor draft=runs/mine/draft target=models/mine target.trust_remote_code=true"]
+    assert said(capsys)[1] == [f"{DOCTOR} target.trust_remote_code=true"]
 
 
 def test_the_last_verdict_counts(run: Path, capsys: pytest.CaptureFixture[str]):
     """`specdistill gate` leaves its verdict beside the report that it judged; a newer measurement makes that one old."""
     measured(run, age=20)
     measured(run, FAILS, place="report/release", age=10)
-    assert said(capsys)[0].startswith("runs/mine failed its gate.")
+    assert said(capsys)[1] == [DOCTOR]
     measured(run, PASSES)
-    assert said(capsys)[0] == "runs/mine passed its gate:"
+    assert said(capsys)[1] == [EXPORT, PUBLISH]
 
 
 def test_the_run_that_was_worked_on_last_counts(run: Path, capsys: pytest.CaptureFixture[str]):
@@ -150,7 +127,7 @@ def test_the_run_that_was_worked_on_last_counts(run: Path, capsys: pytest.Captur
     target.write_text("shape: {num_layers: 2}\n", encoding="utf-8")
     for number, path in enumerate([begun / "run/recipe.yaml", run / "report/report.json", target]):
         os.utime(path, (2e9 + number, 2e9 + number))
-    assert said(capsys)[0] == "runs/mine passed its gate:"
+    assert said(capsys)[1] == [EXPORT, PUBLISH]
 
 
 def test_a_run_that_was_moved_is_named_where_it_lies(run: Path, capsys: pytest.CaptureFixture[str]):
@@ -162,4 +139,4 @@ def test_a_report_that_cannot_be_read_is_one_line(run: Path, capsys: pytest.Capt
     measured(run)
     (run / "report" / "report.json").write_text("{", encoding="utf-8")
     assert main([]) == 2
-    assert capsys.readouterr().err.startswith("error: report: got runs/mine/report/report.json")
+    assert refused_key(capsys.readouterr().err) == "report"
