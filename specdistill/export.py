@@ -11,6 +11,7 @@ import specdistill
 from specdistill.engines import ENGINES
 from specdistill.engines.engine import Engine, Served
 from specdistill.errors import UserError, nearest
+from specdistill.methods import METHODS
 from specdistill.methods.checkpoint import check_new, read_config
 from specdistill.methods.load import create_draft, implementation, method_of
 from specdistill.methods.recipe import Recipe, TrainedRecipe
@@ -48,11 +49,14 @@ def export(
     """
     check_new(output_dir)
     method, to = method_of(draft, key="draft"), ENGINES[engine]
-    if method not in to.layouts:
+    serving = METHODS[method].serving()
+    able = [name for name, other in serving.items() if other.layout]
+    if engine not in able:
         got = f"{engine} for {draft}, which holds a draft of method {method}"
-        able = [name for name, other in ENGINES.items() if method in other.layouts]
         raise UserError("engine", got=got, expected=" or ".join(able) or "a draft that some engine loads")
-    types = to.layouts[method].gguf_types
+    given = serving[engine]
+    assert given.layout is not None
+    types = given.layout.gguf_types
     if dtype is not None and dtype not in types:
         got = dtype if types else f"{dtype} with engine {engine} and method {method}"
         expected = f"one of {', '.join(types)}" if types else "null: weights keep their own"
@@ -64,7 +68,7 @@ def export(
     num_tokens = num_speculative_tokens or settings.get("num_speculative_tokens", DEFAULT_NUM_TOKENS)
     write, options = implementation(method).export, {"dtype": dtype} if dtype else {}
     assert write is not None, method
-    write(draft, to, output_dir, target, num_tokens, **options)
+    write(draft, engine, given.layout, output_dir, target, num_tokens, **options)
     if not types:  # a GGUF file was written with it
         copy_record(draft, output_dir)
     served = Served(
@@ -75,6 +79,8 @@ def export(
         samples=samples_drafts(settings),
         config={} if types else read_config(output_dir, "output_dir"),
         files=tuple(sorted(path.name for path in output_dir.iterdir())),
+        serving=given,
+        in_target=METHODS[method].in_target,
     )
     (output_dir / "SERVE.md").write_text(serve_md(to, served, measured), encoding="utf-8")
     return served
@@ -101,6 +107,7 @@ def write_untrained(recipe: Recipe, folder: Path) -> None:
 
 def serve_md(engine: Engine, served: Served, report: Mapping[str, Any] | None) -> str:
     """The whole file. `report`: a report.json of the draft, if there is one."""
+    assert engine.serve_command is not None
     sections = [
         f"""# How to serve this draft
 

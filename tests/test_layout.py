@@ -15,6 +15,8 @@ MOST_MODULES = 15
 TESTED_ELSEWHERE = {
     "repositories": "hub/test_acquire.py",
     "methods/*/config": "recipe/test_recipe.py",
+    "methods/*/serving": "engines/test_loader.py",
+    "methods/chains/limits": "export/test_heads.py",
     "methods/*/method": "test_cli.py",
     "methods/chains/repairs": "doctor/test_diagnosis.py",
     "engines/completions": "produce/test_server_backend.py",

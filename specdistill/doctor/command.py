@@ -39,7 +39,7 @@ class DoctorPrompts(Section):
 class CommonDoctorOptions(Section):
     draft: str = option(..., "folder or Hub id of a trained draft, in any layout that is read")
     target: ExaminedTarget = section(ExaminedTarget)
-    engine: Annotated[str, one_of(lambda: engines_with("loaders"))] | None = option(
+    engine: Annotated[str, one_of(lambda: engines_with("loader_version"))] | None = option(
         None, "whose loader to check it against; null: none"
     )
     decode: bool = option(

@@ -27,7 +27,7 @@ from torch import Tensor
 from specdistill.decoding.decoder import Decoder, Generation
 from specdistill.decoding.proposer import Proposer
 from specdistill.engines import ENGINES
-from specdistill.engines.engine import Engine
+from specdistill.engines.engine import Engine, Serving
 from specdistill.engines.loader import check_loader, loader_of
 from specdistill.errors import UserError
 from specdistill.methods import METHODS
@@ -272,9 +272,10 @@ def _engine(
 ) -> Iterator[Finding]:
     """What an engine would make of the folder. It loads a draft model as any model, and compares its tokens with the target's."""
     assert seen.method is not None
-    exported = f"specdistill export engine={engine.name} writes a draft as it loads it" if seen.method in engine.layouts else ""
-    loader = loader_of(engine.loaders.get(seen.method, ()), config)
     row, size = METHODS[seen.method], config.get("vocab_size")
+    serving = row.serving().get(engine.name, Serving())
+    exported = f"specdistill export engine={engine.name} writes a draft as it loads it" if serving.layout else ""
+    loader = loader_of(serving.loaders, config)
     if row.in_target:
         yield problem(f"{engine.title} loads such a layer from its target's checkpoint alone", exported)
     elif row.standalone:

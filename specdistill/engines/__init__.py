@@ -15,7 +15,7 @@ ENGINES: dict[str, Engine] = {engine.name: engine for engine in (VLLM, SGLANG, S
 
 
 def engines_with(part: str) -> list[str]:
-    """Engines that have `layouts` (drafts are exported for them), `loaders` (the doctor checks drafts against them) or a `client` (their
-    servers are measured).
+    """Engines that have a `serve_command` (drafts are exported for them), a `loader_version` (the doctor checks drafts against their
+    loaders), a `client` (their servers are measured) or a `program` (which is started here).
     """
     return [name for name, engine in ENGINES.items() if getattr(engine, part)]

@@ -6,12 +6,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from specdistill.engines.limits import AUX_LAYERS, Limit, reads_default_layers
-from specdistill.engines.loader import Loader
+from specdistill.engines.loader import Limit, Loader
 from specdistill.engines.server import Client
 from specdistill.errors import UserError
-
-SIZES, NORMS = ("target_hidden_size", "num_aux_hidden_states"), ("fc_norm", "norm_output", "norm_before_fc")
 
 
 @dataclass(frozen=True)
@@ -29,7 +26,7 @@ class HeadExport:
 
 @dataclass(frozen=True)
 class Layout:
-    """The folder of a draft of one method. Without arguments: the folder of a model of its own.
+    """The folder of a draft as an engine reads it. Without arguments: the folder of a model of its own.
 
     config: the config.json of a head. limits: what a head cannot have, first reason first.
     first_layer: how names of tensors in the first layer of an EAGLE-3 head begin.
@@ -52,32 +49,27 @@ class Layout:
                 raise UserError("engine", got=f"{engine} for {folder}, a head with {limit.setting}", expected=limit.instead)
 
 
-def eagle3_config(
-    export: HeadExport,
-    *keys: str,
-    architecture: str = "LlamaForCausalLMEagle3",
-    aux_layers: Callable[[list[int]], dict[str, Any]] = lambda layers: {AUX_LAYERS: layers},
-) -> dict[str, Any]:
-    """The config.json of an EAGLE-3 head: a Llama's keys, `draft_vocab_size`, and the head's own `keys` that the engine reads.
+@dataclass(frozen=True)
+class Serving:
+    """How an engine is given the drafts of one method; a method's `serving.py` has one for each engine that takes them.
 
-    aux_layers: where the layers that it reads are stated; asked only for other layers than the default ones.
+    name: what the engine calls the method.
+    layout: of an exported draft; None: nothing is exported for it.
+    loaders: how it loads a folder; the first whose `inner` key is None or in config.json is taken.
+    options: config.json of a draft -> what else its server is started with.
     """
-    head, layers = export.head, list(export.head.aux_layers)
-    own = {**vars(head), "num_aux_hidden_states": len(layers)}
-    if head.hidden_size != head.target_hidden_size and "target_hidden_size" not in keys:
-        keys = (*keys, "target_hidden_size")
-    return {
-        "architectures": [architecture],
-        **export.llama,
-        "draft_vocab_size": head.draft_vocab_size,
-        **{key: own[key] for key in keys},
-        **({} if reads_default_layers(head) else aux_layers(layers)),
-    }
+
+    name: str = ""
+    layout: Layout | None = None
+    loaders: tuple[Loader, ...] = ()
+    options: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda config: {}
 
 
 @dataclass(frozen=True)
 class Served:
     """What a command that serves is made of. method: None serves the target without a draft.
+
+    serving: how the engine is given the method's drafts. in_target: it takes the draft from the target's checkpoint, which `output` is.
 
     target: the name an engine is given, None where it is not known.
     samples: whether the draft was measured with drafts that are drawn, not greedy.
@@ -91,6 +83,8 @@ class Served:
     samples: bool
     config: Mapping[str, Any]
     files: tuple[str, ...] = ()
+    serving: Serving = Serving()
+    in_target: bool = False
 
     @property
     def quoted_output(self) -> str:
@@ -129,12 +123,10 @@ class Engine:
     """One inference engine.
 
     name: in commands and recipes; title: in prose. versions: those whose sources its facts were read in.
-    layouts: method -> how a draft is exported; methods that are not there cannot be.
-    serve_command: lines for a shell. counters: where a running engine says what it accepts. flags: what else is set when it is started, and
-    how. snippet: serving in Python.
+    serve_command: lines for a shell; None: drafts are checked for it, not exported. counters: where a running engine says what it accepts.
+    flags: what else is set when it is started, and how. snippet: serving in Python.
     program: of its server, None where that is not started here.
-    loaders: method -> how a folder is loaded; the first whose `inner` key is None or in config.json is taken.
-    loader_version: of the loaders, where it is one of several.
+    loader_version: whose loaders the doctor checks drafts against; empty where none were read.
     client: of its server, None where that is not measured. counts_past_end: whether it counts draft tokens that it accepts past the end of
     a completion.
     """
@@ -142,13 +134,11 @@ class Engine:
     name: str
     title: str
     versions: str
-    layouts: Mapping[str, Layout] = field(default_factory=dict)
-    serve_command: Callable[[Served], str] = lambda served: ""
+    serve_command: Callable[[Served], str] | None = None
     counters: str = ""
     flags: Mapping[str, str] = field(default_factory=dict)
     snippet: Callable[[Served], str] | None = None
     program: Program | None = None
-    loaders: Mapping[str, tuple[Loader, ...]] = field(default_factory=dict)
     loader_version: str = ""
     client: Client | None = None
     counts_past_end: bool = False

@@ -6,42 +6,26 @@ one GGUF file here.
 
 import shlex
 
-from specdistill.engines import limits
-from specdistill.engines.engine import SIZES, Engine, Layout, Served, eagle3_config
+from specdistill.engines.engine import Engine, Served
 
 
 def serve_command(served: Served) -> str:
     target, num = served.quoted_target, served.num_tokens
     commands = [f"python convert_hf_to_gguf.py {target} --outtype f16 --outfile target.gguf"]
-    if served.method == "eagle3":
-        draft, kind = "draft.gguf", "draft-eagle3"
+    file = next((name for name in served.files if name.endswith(".gguf")), None)
+    if file is None:
         source = f"{served.quoted_output} --target-model-dir {target}"
-        commands += [f"python convert_hf_to_gguf.py {source} --outtype f16 --outfile {draft}"]
-    else:
-        (file,) = (name for name in served.files if name.endswith(".gguf"))
-        draft, kind = shlex.quote(str(served.output / file)), "draft-simple"
-    return "\n".join([*commands, f"llama-server -m target.gguf -md {draft} --spec-type {kind} --spec-draft-n-max {num}"])
+        commands += [f"python convert_hf_to_gguf.py {source} --outtype f16 --outfile draft.gguf"]
+    draft = shlex.quote(str(served.output / file)) if file else "draft.gguf"
+    return "\n".join(
+        [*commands, f"llama-server -m target.gguf -md {draft} --spec-type {served.serving.name} --spec-draft-n-max {num}"]
+    )
 
 
 LLAMA_CPP = Engine(
     name="gguf",
     title="llama.cpp",
     versions="as in llama-cpp-python 0.3.36",
-    layouts={
-        "eagle3": Layout(
-            lambda export: eagle3_config(export, *SIZES, "norm_before_fc", "norm_before_residual"),
-            limits=(
-                limits.FC_NORM,
-                limits.NORM_OUTPUT,
-                limits.SEVERAL_LAYERS,
-                limits.SLIDING_WINDOW,
-                limits.NOT_THREE_LAYERS_READ,
-                limits.LAST_STATE_READ,
-                limits.LAYERS_OUT_OF_ORDER,
-            ),
-        ),
-        "draft_model": Layout(gguf_types=("f32", "f16", "q8_0")),
-    },
     serve_command=serve_command,
     counters="`llama-server` logs drafted and accepted tokens.",
     flags={

@@ -6,18 +6,31 @@ have in common, and the check, which applies a loader to config.json and to the 
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from specdistill.engines.limits import AUX_LAYERS, Limit, engine_aux_layers
-
+AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"
 Shape = tuple[int, ...]
 # What becomes of a tensor that should not be there, or is missing: the engine stops with an error, or goes on and says nothing.
 Outcome = Literal["refused", "silent"]
 # Where a parameter's values come from: the file; or the target's where the file has none and the shape is the same; the target's,
 # whatever the file has; the file, and nothing reads it.
 Source = Literal["file", "shared", "target", "unused"]
+
+
+def engine_aux_layers(num_layers: int) -> list[int]:
+    """Low, middle and high: [2, n//2, n-3] after-L-layers, which every engine assumes when a checkpoint does not say."""
+    return [2, num_layers // 2, num_layers - 3]
+
+
+@dataclass(frozen=True)
+class Limit:
+    """A setting that an engine cannot express, whether a head has it, and what heads have there instead."""
+
+    setting: str
+    has: Callable[[Any], bool]
+    instead: str
 
 
 @dataclass(frozen=True)
@@ -56,6 +69,7 @@ class Loader:
     unknown, unset: what becomes of a tensor without a parameter, of a parameter without a tensor.
     aux_layers: where each version of the engine finds the layers to read: dotted keys, and what it adds to each layer. The sum counts
     "after L layers", and layers are read in ascending order; without such a key, 2, n//2 and n-3.
+    never_null: keys that may be left out and not be null.
     settings: by their names in the head's config. arguments: settings that its command line has, and the words there.
     limits: of its code, whatever is in the folder.
     """
@@ -69,6 +83,7 @@ class Loader:
     inner: str | None = None
     taken: tuple[str, ...] = ()
     required: tuple[str, ...] = ()
+    never_null: tuple[str, ...] = ()
     renamed: tuple[tuple[str, str, str], ...] = ()
     ignored: tuple[str, ...] = ()
     arguments: dict[str, str] = field(default_factory=dict)
@@ -105,43 +120,8 @@ LLAMA_SETTINGS = {
     "bias": Setting(("bias",), False),
 }
 
-EAGLE3_SLOTS = (
-    Slot("fc.weight", "H A*D"),
-    Slot("fc_norm.{a}.weight", "D", "fc_norm"),
-    Slot("input_norm.weight", "A*D", "norm_before_fc"),
-    *layer_slots("layers.0", "2*H", "hidden_norm", "input_layernorm"),
-    Slot("norm.weight", "H"),
-    Slot("d2t", "W", "pruned"),
-)
-EAGLE3_SETTINGS = {
-    **LLAMA_SETTINGS,
-    "draft_vocab_size": Setting(("draft_vocab_size", "vocab_size")),
-    "target_hidden_size": Setting(("target_hidden_size", "hidden_size")),
-    "num_aux_hidden_states": Setting(("num_aux_hidden_states", f"eagle_config.{AUX_LAYERS}#"), 3),
-    "use_aux_hidden_state": Setting(("eagle_config.use_aux_hidden_state",), True),
-    "fc_norm": Setting(("fc_norm",), False),
-    "norm_output": Setting(("norm_output",), False),
-    "norm_before_fc": Setting(("eagle_config.norm_before_fc", "norm_before_fc"), False),
-    "norm_before_residual": Setting(default=False),
-}
-# SGLang and TensorRT-LLM: no embedding of its own as wide as the target's, no window from the file, `bias` taken for one of fc.
-PLAIN_EAGLE3_SLOTS = (
-    *EAGLE3_SLOTS,
-    Slot("fc.bias", "H", "bias"),
-    *layer_slots("layers.{i}", "H", "hidden_norm"),
-    Slot("embed_tokens.weight", "V H", "own_width"),
-    Slot("embed_tokens.weight", "V H", "!own_width", "target"),
-)
-PLAIN_EAGLE3_SETTINGS = {**EAGLE3_SETTINGS, "sliding_window": Setting(), "own_embedding": Setting(default=False)}
-
-# EAGLE-1. The first layer has no norm before its attention; the head is the target's.
-EAGLE_SLOTS = (Slot("fc.weight", "H 2*H"), *layer_slots("layers.0", "H"), *layer_slots("layers.{i}", "H", "input_layernorm"))
-EAGLE_SETTINGS = {**LLAMA_SETTINGS, "sliding_window": Setting()}
-
-
 # Settings that every head has here, and its config does not hold.
 COMMON_TO_HEADS = {"tie_word_embeddings": False, "attention_bias": False, "bias": False, "use_aux_hidden_state": True}
-NEVER_NULL = "target_hidden_size"  # of an EAGLE-3 head: every engine takes a null for its value
 MISSING = object()
 
 
@@ -184,8 +164,11 @@ def check_loader(
     result.refused += [f"config.json has no {key}" for key in loader.required if _get(config, key) is MISSING]
     if isinstance(inner, dict):  # read side by side with what stands beside them
         config = {**inner, **{key: config[key] for key in loader.taken if config.get(key) is not None}}
-    if _get(config, NEVER_NULL) is None and NEVER_NULL in trained:
-        result.refused.append(f"config.json says {NEVER_NULL} null, which is taken for a number: leave the key out")
+    result.refused += [
+        f"config.json says {key} null, which is taken for a number: leave the key out"
+        for key in loader.never_null
+        if _get(config, key) is None
+    ]
     result.settings = {name: _read(config, setting.keys, setting.default) for name, setting in loader.settings.items()}
     result.silent += [
         f"it does not support {limit.setting}; expected {limit.instead}" for limit in loader.limits if limit.has(head)

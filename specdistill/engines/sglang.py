@@ -8,46 +8,11 @@
 
 from typing import Any
 
-from specdistill.engines import limits, loader
-from specdistill.engines.engine import NORMS, SIZES, Engine, Layout, Program, Served, eagle3_config
-from specdistill.engines.limits import AUX_LAYERS
-from specdistill.engines.loader import Loader, Setting, Slot
+from specdistill.engines.engine import Engine, Program, Served
 from specdistill.engines.server import Client, Counters, Identity, Request, Server, ServerCounts, reached, samples
 from specdistill.engines.vllm import sampling_parameters
 from specdistill.errors import ResourceError
 
-EAGLE3 = Loader(
-    unknown="silent",
-    unset="silent",
-    architectures=frozenset({"LlamaForCausalLMEagle3"}),
-    slots=(
-        *loader.PLAIN_EAGLE3_SLOTS,
-        Slot("layers.{i}.input_layernorm.weight", "H", source="unused"),
-        Slot("lm_head.weight", "W H", "states_vocabulary"),
-        Slot("lm_head.weight", "V H", "!states_vocabulary", "target"),
-    ),
-    settings={**loader.PLAIN_EAGLE3_SETTINGS, "fc_norm": Setting(("fc_norm", "use_aux_norm"), False)},
-    aux_layers={"": {f"eagle_config.{AUX_LAYERS}": 1}},
-    required=("draft_vocab_size",),  # may be null
-    renamed=(
-        ("midlayer", "layers.0", ""),
-        ("aux_norm_low", "fc_norm.0", ""),
-        ("aux_norm_mid", "fc_norm.1", ""),
-        ("aux_norm_high", "fc_norm.2", ""),
-    ),
-    ignored=("t2d", "d2t"),  # d2t is taken whatever the vocabulary
-    arguments={"sliding_window": "--speculative-draft-window-size"},
-    limits=(limits.LAST_STATE_READ, limits.WIDTH_OF_FC_INPUT),
-)
-EAGLE = Loader(
-    unknown="silent",
-    unset="silent",
-    architectures=frozenset({"LlamaForCausalLMEagle"}),
-    slots=(*loader.EAGLE_SLOTS, Slot("fc.bias", "H"), Slot("embed_tokens.weight", "V H", source="target")),
-    settings=loader.EAGLE_SETTINGS,
-    ignored=("lm_head", "rotary_emb.", "projector"),
-)
-ALGORITHMS = {"eagle": "EAGLE", "eagle3": "EAGLE3", "draft_model": "STANDALONE", "mtp": "NEXTN"}
 # Counts of an answer, the newest name first. The histogram's entry j counts the rounds in which j draft tokens were accepted.
 ACCEPTED = ("spec_num_correct_drafts", "spec_accept_token_num")
 DRAFTED = ("spec_num_proposed_drafts", "spec_draft_token_num")
@@ -55,23 +20,17 @@ HISTOGRAM = ("spec_correct_drafts_histogram", "spec_accept_histogram")
 GAUGES = {"sglang:spec_accept_length": "mean_acceptance_length", "sglang:spec_accept_rate": "acceptance_rate"}
 
 
-def draft_options(method: str, folder: str, num_tokens: int) -> dict[str, Any]:
-    """A layer for multi-token prediction is in the target's folder."""
-    return {
-        "speculative_algorithm": ALGORITHMS[method],
-        "speculative_num_steps": num_tokens,
-        "speculative_eagle_topk": 1,
-        "speculative_num_draft_tokens": num_tokens + 1,
-        "model_path" if method == "mtp" else "speculative_draft_model_path": folder,
-    }
-
-
 def arguments(served: Served) -> list[str]:
     options: dict[str, Any] = {"model_path": served.target_name}
     if served.method is not None:
-        options |= draft_options(served.method, str(served.output), served.num_tokens)
-    if served.method == "eagle3" and served.config.get("layer_types"):
-        options["speculative_draft_window_size"] = served.config["sliding_window"]
+        options |= {
+            "speculative_algorithm": served.serving.name,
+            "speculative_num_steps": served.num_tokens,
+            "speculative_eagle_topk": 1,
+            "speculative_num_draft_tokens": served.num_tokens + 1,
+            "model_path" if served.in_target else "speculative_draft_model_path": str(served.output),
+            **served.serving.options(served.config),
+        }
     return [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
 
 
@@ -125,39 +84,15 @@ def page_gauges(page: str) -> dict[str, float]:
     return {GAUGES[name]: value for name, _, value in samples(page) if name in GAUGES and value > 0}
 
 
-def aux_layers(layers: list[int]) -> dict[str, Any]:
-    return {"eagle_config": {"use_aux_hidden_state": True, AUX_LAYERS: [layer - 1 for layer in layers]}}
-
-
 SGLANG = Engine(
     name="sglang",
     title="SGLang",
     versions="0.5.23",
-    layouts={
-        "eagle3": Layout(
-            lambda export: eagle3_config(export, *SIZES, *NORMS, aux_layers=aux_layers),
-            limits=(
-                limits.NORM_BEFORE_RESIDUAL,
-                limits.SEVERAL_LAYERS,
-                limits.OWN_EMBEDDING,
-                limits.LAST_STATE_READ,
-                limits.LAYERS_OUT_OF_ORDER,
-                limits.WIDTH_OF_FC_INPUT,
-            ),
-        ),
-        "eagle": Layout(
-            lambda export: {"architectures": ["LlamaForCausalLMEagle"], **export.llama},
-            limits=(limits.SLIDING_WINDOW,),
-            fc_bias=True,
-        ),
-        "draft_model": Layout(),
-        "mtp": Layout(),
-    },
     serve_command=PROGRAM.shell,
     counters="Its log says `accept len`, `/server_info` says `avg_spec_accept_length`.",
     flags=FLAGS,
     program=PROGRAM,
-    loaders={"eagle3": (EAGLE3,), "eagle": (EAGLE,)},
+    loader_version="0.5.23",
     client=Client(
         prefix="sglang",
         hint="start SGLang with --enable-metrics",

@@ -9,87 +9,30 @@
 """
 
 import json
-from dataclasses import replace
 from typing import Any
 
-from specdistill.engines import limits, loader
-from specdistill.engines.engine import NORMS, SIZES, Engine, HeadExport, Layout, Program, Served, eagle3_config
-from specdistill.engines.limits import AUX_LAYERS
-from specdistill.engines.loader import Loader, Setting, Slot
+from specdistill.engines.engine import Engine, Program, Served
 from specdistill.engines.server import PLAIN_SAMPLING, Client, Counters, Identity, Request, Server, ServerCounts, reached
 from specdistill.errors import ResourceError
 
-EAGLE3 = Loader(
-    unknown="refused",
-    unset="silent",
-    # A name that is none of its classes gets `Eagle3` in front.
-    architectures=frozenset(
-        {"LlamaForCausalLM", "LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Qwen2_5vlForCausalLM"}
-        | {"Eagle3Qwen3vlForCausalLM", "Eagle3MiniMaxM2ForCausalLM"}
-    ),
-    slots=(
-        *loader.EAGLE3_SLOTS,
-        *loader.layer_slots("layers.{i}", "H", "input_layernorm"),
-        Slot("layers.{i}.hidden_norm.weight", "H", source="unused"),
-        Slot("lm_head.weight", "W H", source="shared"),
-        Slot("embed_tokens.weight", "V H", source="shared"),
-    ),
-    settings={**loader.EAGLE3_SETTINGS, "norm_before_residual": Setting(("norm_before_residual",), False)},
-    aux_layers={
-        "V1 runner": {AUX_LAYERS: 0, f"eagle_config.{AUX_LAYERS}": 0},
-        "V2 runner": {AUX_LAYERS: 0, "eagle_config.layer_ids": 0},
-    },
-    renamed=(("midlayer.", "layers.0.", ""),),
-    ignored=("t2d", "mask_hidden", ".bias", "rotary_emb."),
-)
-SPECULATORS_EAGLE3 = replace(
-    EAGLE3,
-    architectures=frozenset(),
-    settings={**EAGLE3.settings, "norm_before_residual": Setting(("norm_before_residual",), True)},
-    inner="transformer_layer_config",
-    taken=("draft_vocab_size", "target_hidden_size", "norm_before_residual", *NORMS, AUX_LAYERS),
-    required=(
-        "speculators_config.proposal_methods.0.speculative_tokens",
-        "speculators_config.verifier.name_or_path",
-        "transformer_layer_config",
-    ),
-)
-EAGLE = Loader(
-    unknown="refused",
-    unset="silent",
-    architectures=frozenset({"LlamaForCausalLM", "EagleLlamaForCausalLM"}),
-    slots=(*loader.EAGLE_SLOTS, Slot("embed_tokens.weight", "V H", source="shared")),
-    settings={**loader.EAGLE_SETTINGS, "fc_bias": Setting(default=False)},
-    ignored=(".bias", "rotary_emb."),
-)
-WRAPPED_EAGLE = replace(EAGLE, inner="model", required=("model",))
 PER_POSITION = "spec_decode_num_accepted_tokens_per_pos_total"
 
 
-def wrapped_config(export: HeadExport) -> dict[str, Any]:
-    return {
-        "model_type": "eagle",
-        "model": {"architectures": ["LlamaForCausalLM"], **export.llama, "bias": False},
-        "truncated_vocab_size": None,
-        "method": "eagle",
-    }
-
-
-def speculative_config(method: str, folder: str, num_tokens: int) -> dict[str, Any]:
-    """A layer for multi-token prediction is in the target's folder."""
-    return {"method": method, **({} if method == "mtp" else {"model": folder}), "num_speculative_tokens": num_tokens}
+def speculative_config(name: str, folder: str | None, num_tokens: int) -> dict[str, Any]:
+    """folder: of the draft; None where it is in the target's."""
+    return {"method": name, **({"model": folder} if folder else {}), "num_speculative_tokens": num_tokens}
 
 
 def served_config(served: Served) -> dict[str, Any]:
-    assert served.method is not None
     sampled = {"draft_sample_method": "probabilistic"} if served.samples else {}
-    return speculative_config(served.method, str(served.output), served.num_tokens) | sampled
+    folder = None if served.in_target else str(served.output)
+    return speculative_config(served.serving.name, folder, served.num_tokens) | sampled
 
 
 def arguments(served: Served) -> list[str]:
     if served.method is None:
         return [served.target_name]
-    model = str(served.output) if served.method == "mtp" else served.target_name
+    model = str(served.output) if served.in_target else served.target_name
     return [model, "--speculative-config", json.dumps(served_config(served))]
 
 
@@ -110,7 +53,7 @@ FLAGS = {
 
 
 def snippet(served: Served) -> str:
-    model = str(served.output) if served.method == "mtp" else served.target_name
+    model = str(served.output) if served.in_target else served.target_name
     return f"""from vllm import LLM, SamplingParams
 
 if __name__ == "__main__":
@@ -172,15 +115,6 @@ VLLM = Engine(
     name="vllm",
     title="vLLM",
     versions="0.32 and 0.33",
-    layouts={
-        "eagle3": Layout(
-            lambda export: eagle3_config(export, *SIZES, *NORMS, "norm_before_residual"),
-            limits=(limits.LAYERS_OUT_OF_ORDER,),
-        ),
-        "eagle": Layout(wrapped_config, limits=(limits.FC_BIAS, limits.SLIDING_WINDOW)),
-        "draft_model": Layout(),
-        "mtp": Layout(),
-    },
     serve_command=PROGRAM.shell,
     counters=(
         "At `/metrics`, acceptance length is 1 + `vllm:spec_decode_num_accepted_tokens_total` / "
@@ -189,7 +123,6 @@ VLLM = Engine(
     flags=FLAGS,
     snippet=snippet,
     program=PROGRAM,
-    loaders={"eagle3": (SPECULATORS_EAGLE3, EAGLE3), "eagle": (WRAPPED_EAGLE, EAGLE)},
     loader_version="0.33",
     # OpenAI's completions, with a prompt of token ids.
     client=Client(

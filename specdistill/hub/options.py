@@ -51,7 +51,7 @@ class ExportedTarget(Section):
 
 
 class ExportOptions(Section):
-    engine: Annotated[str, one_of(lambda: engines_with("layouts"))] = option(..., "what shall load it")
+    engine: Annotated[str, one_of(lambda: engines_with("serve_command"))] = option(..., "what shall load it")
     draft: str | None = option(None, "folder or Hub id of a trained draft, in any layout that is read")
     output_dir: str = option(..., "new folder for the checkpoint and SERVE.md, the command that serves it")
     target: ExportedTarget = section(ExportedTarget)

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from specdistill.engines import ENGINES
-from specdistill.engines.engine import Engine, Served
+from specdistill.engines.engine import Engine, Served, Serving
 from specdistill.engines.loader import check_loader, loader_of
 from specdistill.methods import METHODS
 from specdistill.methods.checkpoint import read_config
@@ -16,13 +16,14 @@ from specdistill.targets.files import Shards
 
 def loads_as_is(engine: Engine, method: str, folder: Path) -> bool:
     """Whether an engine loads a draft's folder as training wrote it. Of the weights the names and shapes alone are read."""
-    layout, row = engine.layouts.get(method), METHODS[method]
-    if layout is None or row.in_target:  # an engine takes that from its target's checkpoint alone
+    row = METHODS[method]
+    serving = row.serving().get(engine.name, Serving())
+    if serving.layout is None or row.in_target:  # an engine takes that from its target's checkpoint alone
         return False
     if row.standalone:
-        return not layout.gguf_types
+        return not serving.layout.gguf_types
     config, shards = read_config(folder, "draft"), Shards.open(folder, "draft")
-    head, loader = implementation(method).head_shape(config, None), loader_of(engine.loaders.get(method, ()), config)
+    head, loader = implementation(method).head_shape(config, None), loader_of(serving.loaders, config)
     if head is None or loader is None:
         return False
     result = check_loader(loader, config, {name: tuple(shards.describe(name)[1]) for name in shards.file_of}, head)
@@ -31,7 +32,8 @@ def loads_as_is(engine: Engine, method: str, folder: Path) -> bool:
 
 def can_express(engine: Engine, method: str, folder: Path) -> bool:
     """Whether an export for an engine would be more than refused, as far as is known without the target."""
-    layout, head = engine.layouts.get(method), implementation(method).head_shape(read_config(folder, "draft"), None)
+    layout = METHODS[method].serving().get(engine.name, Serving()).layout
+    head = implementation(method).head_shape(read_config(folder, "draft"), None)
     return layout is not None and not any(limit.has(head) for limit in layout.limits)
 
 
@@ -44,14 +46,17 @@ def serving_lines(
     name.
     """
     assert served.method is not None
-    local = repository.rpartition("/")[2]
+    row, local = METHODS[served.method], repository.rpartition("/")[2]
     fetch = f"hf download {repository} --revision {tag} --local-dir {local}"
-    for name, engine in ENGINES.items():
+    for name, serving in row.serving().items():
+        engine = ENGINES[name]
+        if engine.serve_command is None:
+            continue
         if name in exports:
             exported = replace(exports[name], output=Path(local) / name, target=served.target)
             yield engine.title, f"{fetch} --include {shlex.quote(f'{name}/*')}\n{engine.serve_command(exported)}"
         elif loads_as_is(engine, served.method, draft):
-            yield engine.title, engine.serve_command(served)
+            yield engine.title, engine.serve_command(replace(served, serving=serving, in_target=row.in_target))
         elif can_express(engine, served.method, draft):
             words = [
                 f"draft={repository}@{tag}",

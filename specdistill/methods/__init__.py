@@ -1,10 +1,13 @@
 """The methods, named as vLLM names them: one row for each. A row imports nothing heavy; its folder is loaded when it is used."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
+    from specdistill.engines.engine import Serving
     from specdistill.methods.contract import Implementation
     from specdistill.methods.recipe import Recipe
 
@@ -30,17 +33,15 @@ class Method:
 
     Args:
         summary: what drafts, in a line.
-        artifact: what training leaves: a `head`, a `model`, or a `layer` that engines load from the target's checkpoint; None where there
-            is nothing to train.
         script: the script that trains it, from the project's root; None where there is nothing to train.
         cost: of drafting and of training.
-        package: where its code is: `config` (its recipe, no torch) and `method` (see specdistill.methods.contract).
+        package: where its code is: `config` (its recipe, no torch), `method` (see specdistill.methods.contract), and `serving` (engines
+            that take its drafts, no torch) where there are any.
         standalone: a draft is a whole language model, with its own tokenizer.
         in_target: engines load the draft from the target's checkpoint.
     """
 
     summary: str
-    artifact: Literal["head", "model", "layer"] | None
     script: str | None
     cost: Cost
     package: str
@@ -56,6 +57,13 @@ class Method:
         schema: type[Recipe] = import_module(f"{self.package}.config").Recipe
         return schema
 
+    def serving(self) -> "Mapping[str, Serving]":
+        """Engine -> how it is given this method's drafts."""
+        if find_spec(f"{self.package}.serving") is None:
+            return {}
+        serving: Mapping[str, Serving] = import_module(f"{self.package}.serving").SERVING
+        return serving
+
     def implementation(self) -> "Implementation":
         """Its functions. Imports torch."""
         implementation: Implementation = import_module(f"{self.package}.method").METHOD
@@ -66,21 +74,18 @@ class Method:
 METHODS = {
     "eagle3": Method(
         "a head that reads three of the target's layers (arXiv 2503.01840)",
-        "head",
         "train/eagle.py",
         Cost("K", features=4, positions=5),
         "specdistill.methods.eagle3",
     ),
     "eagle": Method(
         "a head that continues the target's last hidden states (arXiv 2401.15077)",
-        "head",
         "train/eagle.py",
         Cost("K", features=1, positions=1),
         "specdistill.methods.eagle",
     ),
     "mtp": Method(
         "a layer of the target's own kind that predicts on from its last hidden state (arXiv 2412.19437)",
-        "layer",
         "train/eagle.py",
         Cost("K", features=1, positions=3),
         "specdistill.methods.mtp",
@@ -88,7 +93,6 @@ METHODS = {
     ),
     "draft_model": Method(
         "a smaller language model that drafts for the target (arXiv 2211.17192)",
-        "model",
         "train/draft.py",
         Cost("K", positions=1),
         "specdistill.methods.draft_model",
@@ -96,7 +100,6 @@ METHODS = {
     ),
     "ngram": Method(
         "proposes what followed the last tokens when they occurred before (arXiv 2304.04487)",
-        None,
         None,
         Cost("0"),
         "specdistill.methods.ngram",

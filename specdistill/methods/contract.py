@@ -55,7 +55,7 @@ class Implementation:
         check_native: (tensors by name, target): that the target's own checkpoint holds such a layer. None where targets have none.
         simulation: None where drafting cannot be simulated on completions of the target.
         likely_causes: why a draft of this method may accept little, where no repair explains it.
-        export: (folder, engine, output, target or None, K): write the draft for an engine (see specdistill.engines); `dtype=` where its
+        export: (folder, engine, its layout, output, target or None, K): write the draft for an engine (see `Serving`); `dtype=` where its
             layout has several.
         planned: (planner, given draft or None, recipe's keys) -> what `specdistill plan` counts (see specdistill.planning.plan).
         is_described: (draft, target) as their config.json describes them (see specdistill.methods.sizes) -> whether it is this method's.

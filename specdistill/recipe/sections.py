@@ -319,7 +319,7 @@ class PublishConfig(Section):
     base_model: str | None = option(
         None, "Hub id of a target that was read from a folder; its files must have the hashes of that folder's"
     )
-    exports: list[Annotated[str, one_of(lambda: engines_with("layouts"))]] = option(
+    exports: list[Annotated[str, one_of(lambda: engines_with("serve_command"))]] = option(
         [], "engines whose own layouts are published as well, each in a folder of its name"
     )
 

@@ -10,11 +10,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig
 
-from specdistill.engines import ENGINES
-from specdistill.engines.engine import Layout
+from specdistill.engines.engine import Layout, Serving
 from specdistill.engines.loader import LLAMA_SETTINGS, LoaderCheck, check_loader, loader_of
 from specdistill.errors import UserError
 from specdistill.export import export
+from specdistill.methods import METHODS
 from specdistill.targets.files import TargetFiles
 from specdistill.targets.frozen import FrozenTarget
 from tests.heads import head_of, load_head, save_head
@@ -36,7 +36,7 @@ def check(engine: str, method: str, folder: Path, head: Any, target: FrozenTarge
     """A folder, with some keys of its config.json changed, as the engine would load it."""
     config = json.loads((folder / "config.json").read_text()) | keys
     shapes = {name: tuple(tensor.shape) for name, tensor in load_file(folder / "model.safetensors").items()}
-    loader = loader_of(ENGINES[engine].loaders[method], config)
+    loader = loader_of(METHODS[method].serving()[engine].loaders, config)
     assert loader is not None
     return check_loader(loader, config, shapes, head.config, target)
 
@@ -218,7 +218,7 @@ def test_speculators_residual_is_before_its_norm_unless_it_says_so(target: Froze
     result = check("vllm", "eagle3", tmp_path / "speculators", head, target)
     assert ["norm_before_residual as True" in what for what in result.silent] == [True]
     assert ["speculators_config.verifier.name_or_path" in what for what in result.refused] == [True]
-    assert loader_of(ENGINES["sglang"].loaders["eagle3"], config) is None
+    assert loader_of(METHODS["eagle3"].serving()["sglang"].loaders, config) is None
 
 
 def test_another_width_needs_its_own_embedding(target: FrozenTarget, tmp_path: Path) -> None:
@@ -243,4 +243,4 @@ def test_eagle_is_left_a_random_bias_by_sglang(target: FrozenTarget, tmp_path: P
     ours = check("sglang", "eagle", tmp_path / "ours", head, target)
     assert ["fc.bias [64]" in what for what in ours.silent] == [True]
     assert ["LlamaForCausalLMEagle" in what for what in ours.refused] == [True]
-    assert loader_of(ENGINES["trtllm"].loaders.get("eagle", ()), {}) is None
+    assert loader_of(METHODS["eagle"].serving().get("trtllm", Serving()).loaders, {}) is None

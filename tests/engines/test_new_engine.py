@@ -1,4 +1,6 @@
-"""A new engine is a file that makes an `Engine`, as this one makes TOY, and a row of `ENGINES`: then it exports, serves and is checked."""
+"""A new engine is a file that makes an `Engine`, a row of `ENGINES`, and a `Serving` in each method that it takes: then it exports and is
+checked.
+"""
 
 import json
 from dataclasses import replace
@@ -9,9 +11,10 @@ import pytest
 
 from specdistill.cli import main
 from specdistill.engines import ENGINES
-from specdistill.engines.engine import Engine, Layout, Served, eagle3_config
-from specdistill.engines.limits import AUX_LAYERS, SEVERAL_LAYERS
-from specdistill.engines.loader import EAGLE3_SETTINGS, EAGLE3_SLOTS, Loader, Slot
+from specdistill.engines.engine import Engine, Layout, Served, Serving
+from specdistill.engines.loader import AUX_LAYERS, Loader, Slot
+from specdistill.methods.chains.limits import SEVERAL_LAYERS
+from specdistill.methods.eagle3.serving import SERVING, SETTINGS, SLOTS, head_config
 from specdistill.recipe.load import load_recipe
 from specdistill.recipe.sections import EvalConfig
 from specdistill.targets.frozen import FrozenTarget
@@ -28,33 +31,32 @@ TOY = Engine(
     name="toy",
     title="Toy",
     versions="1.0",
-    layouts={"eagle3": Layout(lambda export: eagle3_config(export, architecture="Toy"), (SEVERAL_LAYERS,))},
     serve_command=serve_command,
     counters="Its log says what it accepts.",
-    loaders={
-        "eagle3": (
-            Loader(
-                architectures=frozenset({"Toy"}),
-                slots=(
-                    *EAGLE3_SLOTS,
-                    Slot("lm_head.weight", "W H"),
-                    Slot("embed_tokens.weight", "V H", source="shared"),
-                ),
-                unknown="silent",
-                unset="refused",
-                settings=EAGLE3_SETTINGS,
-                aux_layers={"": {AUX_LAYERS: 0}},
-                renamed=(("midlayer.", "layers.0.", ""),),
-            ),
-        )
-    },
+    loader_version="1.0",
+)
+TOY_EAGLE3 = Serving(
+    "eagle3",
+    Layout(lambda export: head_config(export, architecture="Toy"), (SEVERAL_LAYERS,)),
+    (
+        Loader(
+            architectures=frozenset({"Toy"}),
+            slots=(*SLOTS, Slot("lm_head.weight", "W H"), Slot("embed_tokens.weight", "V H", source="shared")),
+            unknown="silent",
+            unset="refused",
+            settings=SETTINGS,
+            aux_layers={"": {AUX_LAYERS: 0}},
+            renamed=(("midlayer.", "layers.0.", ""),),
+        ),
+    ),
 )
 
 
-def test_a_new_engine_is_one_file_and_a_row(
+def test_a_new_engine_is_one_file_a_row_and_what_methods_say_of_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(ENGINES, "toy", TOY)
+    monkeypatch.setitem(SERVING, "toy", TOY_EAGLE3)
     tiny_target_model(num_layers=8).save_pretrained(tmp_path / "target")
     tiny_tokenizer().save_pretrained(tmp_path / "target")
     target = FrozenTarget.load(str(tmp_path / "target"))

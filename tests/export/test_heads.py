@@ -8,9 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from specdistill.engines import limits
-from specdistill.engines.limits import Limit
+from specdistill.engines.loader import Limit
 from specdistill.export import export
+from specdistill.methods.chains import limits
 from specdistill.targets.files import TargetFiles
 from specdistill.targets.frozen import FrozenTarget
 from tests.heads import head_of, load_head, save_head

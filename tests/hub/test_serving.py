@@ -8,9 +8,10 @@ import torch
 
 from specdistill.doctor.diagnosis import diagnose
 from specdistill.engines import ENGINES, engines_with
-from specdistill.engines.engine import Served
+from specdistill.engines.engine import Served, Serving
 from specdistill.export import export
 from specdistill.hub.serving import can_express, loads_as_is, serving_lines
+from specdistill.methods import METHODS
 from specdistill.methods.checkpoint import read_config
 from specdistill.targets.files import TargetFiles
 from specdistill.targets.frozen import FrozenTarget
@@ -43,8 +44,8 @@ def test_engines_load_and_export_what_is_said(
     target: FrozenTarget, saved: dict[str, Path], tmp_path: Path, method: str, shape: dict[str, Any]
 ) -> None:
     save_head(method, head_of(method, target, shape, torch.float32), tmp_path / "draft")
-    for name in engines_with("layouts"):
-        if method in ENGINES[name].loaders:
+    for name in engines_with("serve_command"):
+        if METHODS[method].serving().get(name, Serving()).loaders:
             assert loads_as_is(ENGINES[name], method, tmp_path / "draft") == diagnose(tmp_path / "draft", name).is_sound, name
         if not can_express(ENGINES[name], method, tmp_path / "draft"):
             with refused("engine", name):

@@ -31,7 +31,7 @@ def specdistill(*arguments: str) -> int:
 @pytest.fixture(scope="module")
 def table():
     """The one line that a new method adds to the library."""
-    row = Method("drafts a block in one pass", "head", "train/eagle.py", Cost("1"), "tests.methods.block")
+    row = Method("drafts a block in one pass", "train/eagle.py", Cost("1"), "tests.methods.block")
     METHODS["block"] = row
     yield METHODS
     del METHODS["block"]

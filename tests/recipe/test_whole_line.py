@@ -21,7 +21,9 @@ from gguf import GGUFReader
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from specdistill.engines import ENGINES, engines_with
+from specdistill.engines import engines_with
+from specdistill.engines.engine import Serving
+from specdistill.methods import METHODS
 from specdistill.produce.sources import CONVERSATIONS, EXCHANGES, PROMPTS
 from specdistill.project import PICO, RECIPES
 from specdistill.recipe.data_sources import SELF
@@ -235,8 +237,8 @@ def test_a_recipe_goes_the_whole_line(name: str, tmp_path: Path) -> None:
     check_training(line)
     check_report(line)
     check_gate(line)
-    for engine in engines_with("layouts"):
-        if line.method in ENGINES[engine].layouts:
+    for engine in engines_with("serve_command"):
+        if engine in METHODS[line.method].serving():
             check_export(line, engine)
 
 
@@ -323,5 +325,5 @@ def check_export(line: Line, engine: str) -> None:
     elif line.method == "mtp":  # in a copy of the target
         run("doctor", f"draft={folder}", f"target={folder}", "decode=false")
     else:
-        loader = [f"engine={engine}"] if line.method in ENGINES[engine].loaders else []
+        loader = [f"engine={engine}"] if METHODS[line.method].serving().get(engine, Serving()).loaders else []
         run("doctor", f"draft={folder}", f"target={line.target}", "decode=false", *loader)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from specdistill.engines.engine import Engine
+from specdistill.engines.engine import Layout
 from specdistill.errors import UserError, nearest
 from specdistill.methods.checkpoint import check_finite, check_tensors, link, new_folder, read_config, read_tensors
 from specdistill.methods.draft_model.gguf import write_gguf
@@ -109,7 +109,8 @@ def merged(draft: PreTrainedModel | peft.PeftModel) -> PreTrainedModel:
 
 def export(
     folder: Path,
-    engine: Engine,
+    engine: str,
+    layout: Layout,
     output: Path,
     target: TargetFiles | None,
     num_speculative_tokens: int,
@@ -123,9 +124,9 @@ def export(
     """
     config = read_config(folder, "draft")
     if target is not None and config.get("vocab_size") != target.vocab_size:
-        got = f"{engine.name} for {folder} with a vocabulary of {config.get('vocab_size')}"
+        got = f"{engine} for {folder} with a vocabulary of {config.get('vocab_size')}"
         raise UserError("engine", got=got, expected=f"{target.vocab_size}, as {target.name} has")
-    if engine.layouts["draft_model"].gguf_types:
+    if layout.gguf_types:
         write_gguf(folder, output, dtype)
         return
     read_tensors(folder, "draft")

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdistill.engines.engine import Engine, HeadExport
+from specdistill.engines.engine import HeadExport, Layout
 from specdistill.errors import UserError
 from specdistill.methods import checkpoint
 from specdistill.methods.eagle.module import EagleConfig, EagleDraft
@@ -83,13 +83,14 @@ def check_eagle(
     return config
 
 
-def export(draft: Path, engine: Engine, output: Path, target: TargetFiles | None, num_speculative_tokens: int) -> None:
+def export(
+    draft: Path, engine: str, layout: Layout, output: Path, target: TargetFiles | None, num_speculative_tokens: int
+) -> None:
     """Write a head for an engine. Raises UserError, before anything is written, for what the engine cannot express, and for a head with
     an embedding or an output layer that is not the target's.
     """
-    layout = engine.layouts["eagle"]
     config, tensors = read_eagle(draft, target, key="draft")
-    layout.check(engine.name, config, draft)
+    layout.check(engine, config, draft)
     for name in EagleDraft.shared & tensors.keys():
         if not checkpoint.is_copy(tensors.pop(name), needed(target, f"{draft} repeats its {name}").tensor(name)):
             raise UserError("draft", got=f"{draft} with another {name} than its target has", expected="a head made for it")

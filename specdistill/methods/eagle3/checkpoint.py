@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdistill.engines.engine import Engine, HeadExport
-from specdistill.engines.limits import AUX_LAYERS, engine_aux_layers
+from specdistill.engines.engine import HeadExport, Layout
+from specdistill.engines.loader import AUX_LAYERS, engine_aux_layers
 from specdistill.errors import UserError
 from specdistill.methods import checkpoint
 from specdistill.methods.eagle3.module import Eagle3Config, Eagle3Draft
@@ -139,13 +139,14 @@ def renamed(config: Eagle3Config, tensors: Mapping[str, Tensor], *, key: str, na
     return result
 
 
-def export(draft: Path, engine: Engine, output: Path, target: TargetFiles | None, num_speculative_tokens: int) -> None:
+def export(
+    draft: Path, engine: str, layout: Layout, output: Path, target: TargetFiles | None, num_speculative_tokens: int
+) -> None:
     """Write a head for an engine. Raises UserError, before anything is written, for what the engine cannot express."""
-    layout = engine.layouts["eagle3"]
     config, tensors = read_eagle3(draft, target, key="draft")
     if target is None and EMBEDDING in tensors and config.hidden_size == config.target_hidden_size:
         config = dataclasses.replace(config, own_embedding=True)  # as far as is known
-    layout.check(engine.name, config, draft)
+    layout.check(engine, config, draft)
     dtype = checkpoint.stored_dtype(tensors.values())
     if HEAD not in tensors:
         tensors[HEAD] = needed(target, f"{draft} leaves out {HEAD}").tensor(HEAD).to(dtype)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from datasets import Dataset
 
-from specdistill.engines.limits import engine_aux_layers
+from specdistill.engines.loader import engine_aux_layers
 from specdistill.errors import UserError
 from specdistill.methods import sizes
 from specdistill.methods.chains import repairs

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-from specdistill.engines.limits import engine_aux_layers
+from specdistill.engines.loader import engine_aux_layers
 from specdistill.errors import UserError
 from specdistill.methods.chains.head import head_shape, initialized
 from specdistill.methods.layers import Attention, HeadShape, KVCache, PlainLayer, RMSNorm, Rotary

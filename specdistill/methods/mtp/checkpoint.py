@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers.utils.hub import cached_file
 
-from specdistill.engines.engine import Engine
+from specdistill.engines.engine import Layout
 from specdistill.errors import UserError
 from specdistill.methods.checkpoint import check_new, check_tensors, link, new_folder, read_config, read_tensors, write_draft
 from specdistill.methods.mtp import tensor_names
@@ -219,12 +219,14 @@ def check_fit(config: Mapping[str, Any], text_config: Mapping[str, Any], folder:
             raise UserError(key, got=got, expected=f"{text_config.get(name)}, as {target} has")
 
 
-def export(draft: Path, engine: Engine, output: Path, target: TargetFiles | None, num_speculative_tokens: int) -> None:
+def export(
+    draft: Path, engine: str, layout: Layout, output: Path, target: TargetFiles | None, num_speculative_tokens: int
+) -> None:
     """Write the target's checkpoint with the draft's layer. Raises UserError for a target of which no engine would look for it."""
     target = needed(target, "the layer goes into its checkpoint")
     kind = target.text_config.get("model_type")
     if kind not in tensor_names.SERVED_TYPES:
-        got = f"{engine.name} for a layer of {target.name}, a {kind}"
+        got = f"{engine} for a layer of {target.name}, a {kind}"
         raise UserError(
             "engine", got=got, expected=f"a target that it loads such layers of: {', '.join(sorted(tensor_names.SERVED_TYPES))}"
         )

@@ -3,25 +3,9 @@
 `head` is the config of a head, `Eagle3Config` or `EagleConfig`.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
-AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"
-
-
-def engine_aux_layers(num_layers: int) -> list[int]:
-    """Low, middle and high: [2, n//2, n-3] after-L-layers, which every engine assumes when a checkpoint does not say."""
-    return [2, num_layers // 2, num_layers - 3]
-
-
-@dataclass(frozen=True)
-class Limit:
-    """A setting that an engine cannot express, whether a head has it, and what heads have there instead."""
-
-    setting: str
-    has: Callable[[Any], bool]
-    instead: str
+from specdistill.engines.loader import Limit, engine_aux_layers
 
 
 def reads_default_layers(head: Any) -> bool:

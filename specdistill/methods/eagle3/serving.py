@@ -1,0 +1,254 @@
+"""How engines are given EAGLE-3 heads: the layouts of exports, and what each engine's loader makes of a folder. No torch.
+
+Read in the sources that `specdistill.engines` names.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from specdistill.engines.engine import HeadExport, Layout, Serving
+from specdistill.engines.loader import AUX_LAYERS, LLAMA_SETTINGS, Loader, Setting, Slot, layer_slots
+from specdistill.methods.chains import limits
+
+SIZES, NORMS = ("target_hidden_size", "num_aux_hidden_states"), ("fc_norm", "norm_output", "norm_before_fc")
+SPECULATORS_VERSION = "0.9.0"
+
+
+def head_config(
+    export: HeadExport,
+    *keys: str,
+    architecture: str = "LlamaForCausalLMEagle3",
+    aux_layers: Callable[[list[int]], dict[str, Any]] = lambda layers: {AUX_LAYERS: layers},
+) -> dict[str, Any]:
+    """The config.json of an EAGLE-3 head: a Llama's keys, `draft_vocab_size`, and the head's own `keys` that the engine reads.
+
+    aux_layers: where the layers that it reads are stated; asked only for other layers than the default ones.
+    """
+    head, layers = export.head, list(export.head.aux_layers)
+    own = {**vars(head), "num_aux_hidden_states": len(layers)}
+    if head.hidden_size != head.target_hidden_size and "target_hidden_size" not in keys:
+        keys = (*keys, "target_hidden_size")
+    return {
+        "architectures": [architecture],
+        **export.llama,
+        "draft_vocab_size": head.draft_vocab_size,
+        **{key: own[key] for key in keys},
+        **({} if limits.reads_default_layers(head) else aux_layers(layers)),
+    }
+
+
+def speculators_config(export: HeadExport) -> dict[str, Any]:
+    """The config.json of `Eagle3Speculator`, from which vLLM takes the target and how many tokens to draft."""
+    head, target, num = export.head, export.target, export.num_speculative_tokens
+    proposal = {"proposal_type": "greedy", "speculative_tokens": num, "verifier_accept_k": 1, "accept_tolerance": 0.0}
+    # vLLM carries over what stands in there, and counts three states otherwise, whatever layers are listed.
+    counted = {} if len(head.aux_layers) == 3 else {"num_aux_hidden_states": len(head.aux_layers)}
+    return {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        "speculators_version": SPECULATORS_VERSION,
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [proposal],
+            "verifier": {"name_or_path": target.name, "architectures": target.config.get("architectures") or []},
+        },
+        "transformer_layer_config": {**export.llama, **counted},
+        "draft_vocab_size": head.draft_vocab_size,
+        "target_hidden_size": None if head.hidden_size == head.target_hidden_size else head.target_hidden_size,
+        "norm_before_residual": head.norm_before_residual,
+        **{norm: getattr(head, norm) for norm in NORMS},
+        AUX_LAYERS: list(head.aux_layers),
+        "embed_requires_grad": head.owns_embedding,
+        "tie_word_embeddings": False,
+        "dtype": export.llama["torch_dtype"],
+    }
+
+
+def aux_layers(layers: list[int]) -> dict[str, Any]:
+    return {"eagle_config": {"use_aux_hidden_state": True, AUX_LAYERS: [layer - 1 for layer in layers]}}
+
+
+def sglang_options(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The window of a draft is an option of its server."""
+    return {"speculative_draft_window_size": config["sliding_window"]} if config.get("layer_types") else {}
+
+
+SLOTS = (
+    Slot("fc.weight", "H A*D"),
+    Slot("fc_norm.{a}.weight", "D", "fc_norm"),
+    Slot("input_norm.weight", "A*D", "norm_before_fc"),
+    *layer_slots("layers.0", "2*H", "hidden_norm", "input_layernorm"),
+    Slot("norm.weight", "H"),
+    Slot("d2t", "W", "pruned"),
+)
+SETTINGS = {
+    **LLAMA_SETTINGS,
+    "draft_vocab_size": Setting(("draft_vocab_size", "vocab_size")),
+    "target_hidden_size": Setting(("target_hidden_size", "hidden_size")),
+    "num_aux_hidden_states": Setting(("num_aux_hidden_states", f"eagle_config.{AUX_LAYERS}#"), 3),
+    "use_aux_hidden_state": Setting(("eagle_config.use_aux_hidden_state",), True),
+    "fc_norm": Setting(("fc_norm",), False),
+    "norm_output": Setting(("norm_output",), False),
+    "norm_before_fc": Setting(("eagle_config.norm_before_fc", "norm_before_fc"), False),
+    "norm_before_residual": Setting(default=False),
+}
+# SGLang and TensorRT-LLM: no embedding of its own as wide as the target's, no window from the file, `bias` taken for one of fc.
+PLAIN_SLOTS = (
+    *SLOTS,
+    Slot("fc.bias", "H", "bias"),
+    *layer_slots("layers.{i}", "H", "hidden_norm"),
+    Slot("embed_tokens.weight", "V H", "own_width"),
+    Slot("embed_tokens.weight", "V H", "!own_width", "target"),
+)
+PLAIN_SETTINGS = {**SETTINGS, "sliding_window": Setting(), "own_embedding": Setting(default=False)}
+
+VLLM = Loader(
+    never_null=("target_hidden_size",),
+    unknown="refused",
+    unset="silent",
+    # A name that is none of its classes gets `Eagle3` in front.
+    architectures=frozenset(
+        {"LlamaForCausalLM", "LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Qwen2_5vlForCausalLM"}
+        | {"Eagle3Qwen3vlForCausalLM", "Eagle3MiniMaxM2ForCausalLM"}
+    ),
+    slots=(
+        *SLOTS,
+        *layer_slots("layers.{i}", "H", "input_layernorm"),
+        Slot("layers.{i}.hidden_norm.weight", "H", source="unused"),
+        Slot("lm_head.weight", "W H", source="shared"),
+        Slot("embed_tokens.weight", "V H", source="shared"),
+    ),
+    settings={**SETTINGS, "norm_before_residual": Setting(("norm_before_residual",), False)},
+    aux_layers={
+        "V1 runner": {AUX_LAYERS: 0, f"eagle_config.{AUX_LAYERS}": 0},
+        "V2 runner": {AUX_LAYERS: 0, "eagle_config.layer_ids": 0},
+    },
+    renamed=(("midlayer.", "layers.0.", ""),),
+    ignored=("t2d", "mask_hidden", ".bias", "rotary_emb."),
+)
+SPECULATORS_IN_VLLM = replace(
+    VLLM,
+    architectures=frozenset(),
+    settings={**VLLM.settings, "norm_before_residual": Setting(("norm_before_residual",), True)},
+    inner="transformer_layer_config",
+    taken=("draft_vocab_size", "target_hidden_size", "norm_before_residual", *NORMS, AUX_LAYERS),
+    required=(
+        "speculators_config.proposal_methods.0.speculative_tokens",
+        "speculators_config.verifier.name_or_path",
+        "transformer_layer_config",
+    ),
+)
+SGLANG = Loader(
+    never_null=("target_hidden_size",),
+    unknown="silent",
+    unset="silent",
+    architectures=frozenset({"LlamaForCausalLMEagle3"}),
+    slots=(
+        *PLAIN_SLOTS,
+        Slot("layers.{i}.input_layernorm.weight", "H", source="unused"),
+        Slot("lm_head.weight", "W H", "states_vocabulary"),
+        Slot("lm_head.weight", "V H", "!states_vocabulary", "target"),
+    ),
+    settings={**PLAIN_SETTINGS, "fc_norm": Setting(("fc_norm", "use_aux_norm"), False)},
+    aux_layers={"": {f"eagle_config.{AUX_LAYERS}": 1}},
+    required=("draft_vocab_size",),  # may be null
+    renamed=(
+        ("midlayer", "layers.0", ""),
+        ("aux_norm_low", "fc_norm.0", ""),
+        ("aux_norm_mid", "fc_norm.1", ""),
+        ("aux_norm_high", "fc_norm.2", ""),
+    ),
+    ignored=("t2d", "d2t"),  # d2t is taken whatever the vocabulary
+    arguments={"sliding_window": "--speculative-draft-window-size"},
+    limits=(limits.LAST_STATE_READ, limits.WIDTH_OF_FC_INPUT),
+)
+TENSORRT_LLM = Loader(
+    never_null=("target_hidden_size",),
+    unknown="silent",
+    unset="refused",
+    architectures=frozenset({"LlamaForCausalLM", "LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM"}),
+    slots=(*PLAIN_SLOTS, Slot("lm_head.weight", "W H", source="shared")),
+    settings={
+        **PLAIN_SETTINGS,
+        "norm_before_fc": Setting(("eagle_config.norm_before_fc",), False),
+        "norm_output": Setting(("eagle_config.return_hidden_post_norm", "norm_output"), False),
+    },
+    renamed=(("midlayer.", "layers.0.", "one_layer"),),
+    ignored=("t2d",),
+    arguments={"aux_layers": "eagle3_layers_to_capture"},
+    limits=(limits.LAYERS_OUT_OF_ORDER, limits.WIDTH_OF_FC_INPUT),
+)
+
+SERVING = {
+    "vllm": Serving(
+        "eagle3",
+        Layout(
+            lambda export: head_config(export, *SIZES, *NORMS, "norm_before_residual"),
+            limits=(limits.LAYERS_OUT_OF_ORDER,),
+        ),
+        (SPECULATORS_IN_VLLM, VLLM),
+    ),
+    "sglang": Serving(
+        "EAGLE3",
+        Layout(
+            lambda export: head_config(export, *SIZES, *NORMS, aux_layers=aux_layers),
+            limits=(
+                limits.NORM_BEFORE_RESIDUAL,
+                limits.SEVERAL_LAYERS,
+                limits.OWN_EMBEDDING,
+                limits.LAST_STATE_READ,
+                limits.LAYERS_OUT_OF_ORDER,
+                limits.WIDTH_OF_FC_INPUT,
+            ),
+        ),
+        (SGLANG,),
+        sglang_options,
+    ),
+    "speculators": Serving(
+        "eagle3",
+        Layout(
+            speculators_config,
+            limits=(limits.LAYERS_OUT_OF_ORDER,),
+            first_layer="layers.0.",
+            needs_target="speculators' config.json names it",
+        ),
+    ),
+    "safeailab": Serving(
+        "use_eagle3=True",
+        Layout(
+            lambda export: head_config(export, architecture="LlamaForCausalLM"),
+            limits=(
+                limits.NORM_BEFORE_RESIDUAL,
+                limits.FC_NORM,
+                limits.NORM_OUTPUT,
+                limits.NORM_BEFORE_FC,
+                limits.SEVERAL_LAYERS,
+                limits.SLIDING_WINDOW,
+                limits.OWN_EMBEDDING,
+                limits.NOT_THREE_LAYERS_READ,
+                limits.CHOSEN_LAYERS_READ,
+                limits.LAYERS_OUT_OF_ORDER,
+                limits.WIDTH_OF_FC_INPUT,
+                limits.SCALED_ROPE,
+            ),
+        ),
+    ),
+    "gguf": Serving(
+        "draft-eagle3",
+        Layout(
+            lambda export: head_config(export, *SIZES, "norm_before_fc", "norm_before_residual"),
+            limits=(
+                limits.FC_NORM,
+                limits.NORM_OUTPUT,
+                limits.SEVERAL_LAYERS,
+                limits.SLIDING_WINDOW,
+                limits.NOT_THREE_LAYERS_READ,
+                limits.LAST_STATE_READ,
+                limits.LAYERS_OUT_OF_ORDER,
+            ),
+        ),
+    ),
+    "trtllm": Serving(loaders=(TENSORRT_LLM,)),
+}
