@@ -30,11 +30,13 @@ def fork(work: Callable[..., object], *arguments: object) -> BaseProcess:
     return process
 
 
-def run_processes(folder: Path, work: Callable[[int], None], *local_ranks: int) -> list[Ended]:
-    """Run `work(rank)` for each local rank, at once."""
+def run_processes(
+    folder: Path, work: Callable[[int], None], *local_ranks: int, timeout: timedelta = timedelta(minutes=5)
+) -> list[Ended]:
+    """Run `work(rank)` for each local rank, at once. timeout: of a collective operation."""
     own = {"WORLD_SIZE": str(len(local_ranks)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(get_free_port())}
     started = [
-        fork(_joined, folder, work, rank, own | {"RANK": str(rank), "LOCAL_RANK": str(local_rank)})
+        fork(_joined, folder, work, rank, timeout, own | {"RANK": str(rank), "LOCAL_RANK": str(local_rank)})
         for rank, local_rank in enumerate(local_ranks)
     ]
     for process in started:
@@ -45,7 +47,7 @@ def run_processes(folder: Path, work: Callable[[int], None], *local_ranks: int) 
     ]
 
 
-def _joined(folder: Path, work: Callable[[int], None], rank: int, environment: dict[str, str]) -> None:
+def _joined(folder: Path, work: Callable[[int], None], rank: int, timeout: timedelta, environment: dict[str, str]) -> None:
     os.environ.update(environment)
     for number, name in ((1, "out"), (2, "err")):
         os.dup2(os.open(folder / f"{rank}.{name}", os.O_CREAT | os.O_WRONLY), number)
@@ -53,7 +55,7 @@ def _joined(folder: Path, work: Callable[[int], None], rank: int, environment: d
     for state in (AcceleratorState, PartialState):  # of the parent, which is alone
         state._reset_state()
     warnings.simplefilter("ignore")  # of libraries, about processes of a launch
-    distributed.init_process_group("gloo", timeout=timedelta(minutes=5))
+    distributed.init_process_group("gloo", timeout=timeout)
     work(rank)
     sys.stdout.flush()
     os._exit(0)  # without the end of the interpreter, which gloo's threads may abort

@@ -76,7 +76,7 @@ def test_a_process_that_does_not_come_to_a_step_ends_the_others(tmp_path: Path, 
             os.environ["LOCAL_RANK"] = "0"  # that of another waits for a launcher to end it
             os._exit(explain(error))
 
-    first, second, _ = run_processes(tmp_path, step, 0, 1, 0)
+    first, second, _ = run_processes(tmp_path, step, 0, 1, 0, timeout=timedelta(seconds=4))
     assert first.code == second.code == 3
     for process in (first, second):
         assert process.err.count("error: another process of this launch has ended or hangs (") == 1
