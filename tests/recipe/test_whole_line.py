@@ -228,7 +228,7 @@ def test_a_recipe_goes_the_whole_line(name: str, tmp_path: Path) -> None:
     with running(Behaviour(returns_tokens=False)) as server:
         line = Line(name, tmp_path, server.address)
         if line.value("data.regenerate.server"):
-            run("data", "generate", *line.data_keys)
+            run("data", "make", *line.data_keys)
     check_data(line, "answer " if line.value("data.regenerate.server") else "")
     if not line.named("pico", SELF, REQUIRED):
         check_data(line, "as everybody knows", "data.regenerate=null")
