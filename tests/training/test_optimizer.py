@@ -60,6 +60,7 @@ def test_a_schedule_moves_both_parts() -> None:
     optimizer = MuonAdamW(model, lr=0.1)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda done: 0.5**done)
     step(model, optimizer)
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))  # by which the parts get other groups
     schedule.step()
     assert {group["lr"] for part in optimizer.parts.values() for group in part.param_groups} == {0.05}
 
