@@ -83,6 +83,17 @@ def shared_data() -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def target() -> Any:
+    """A tiny random target, none of whose tokens ends a text."""
+    from specdistill.targets.frozen import FrozenTarget
+    from tests.tiny import tiny_target_model, tiny_tokenizer
+
+    model = tiny_target_model()
+    model.generation_config.eos_token_id = []
+    return FrozenTarget(model, tiny_tokenizer(), name="tiny")
+
+
 @pytest.fixture
 def simulated_clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """time.perf_counter() goes on by about a millisecond whenever it is read, so that timings do not depend on the machine.

@@ -52,9 +52,9 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[torch.fx.GraphModule]:
     return found
 
 
-@pytest.mark.parametrize("name", [None, *NAMES])
-def test_output_is_what_transformers_generates_by_one_graph(name: str | None, graphs: list[Any]) -> None:
-    target = target_of(tiny_target_model())
+@pytest.mark.parametrize(("name", "build"), [*((name, tiny_target_model) for name in (None, *NAMES)), ("ngram", qwen)])
+def test_output_is_what_transformers_generates_by_one_graph(name: str | None, build: Any, graphs: list[Any]) -> None:
+    target = target_of(build())
     decoder = Decoder(target, name and proposer_of(name, target), compiled=True)
     for prompt in (PROMPT, [7, *PROMPT, 50]):  # what the first has left in the KV cache does not show in the second
         run = decoder.generate(prompt, max_new_tokens=NEW_TOKENS, num_speculative_tokens=4)
@@ -62,12 +62,6 @@ def test_output_is_what_transformers_generates_by_one_graph(name: str | None, gr
     assert len(graphs) == 1
     if name == "draft_model":
         assert 0 < sum(r.num_accepted for r in run.rounds) < sum(len(r.drafted) for r in run.rounds)
-
-
-def test_sliding_windows(graphs: list[Any]) -> None:
-    target = target_of(qwen())
-    run = Decoder(target, NgramProposer(), compiled=True).generate(PROMPT, max_new_tokens=NEW_TOKENS, num_speculative_tokens=3)
-    assert run.token_ids == generated(target, PROMPT)
 
 
 @pytest.mark.long  # ten graphs are traced

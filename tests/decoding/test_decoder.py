@@ -14,7 +14,7 @@ from specdistill.decoding.batch_decoder import BatchDecoder
 from specdistill.decoding.decoder import Decoder, Running
 from specdistill.decoding.proposer import Proposal
 from specdistill.decoding.sampling import Sampling
-from specdistill.decoding.tree import StaticTree
+from specdistill.decoding.tree import DynamicTree, StaticTree
 from specdistill.methods.chains.proposer import HeadProposer
 from specdistill.methods.draft_model.proposer import DraftModelProposer
 from specdistill.methods.eagle3.module import build_eagle3
@@ -30,13 +30,6 @@ from tests.tiny import qwen, tiny_target_model, tiny_tokenizer
 PROMPT = [5, 9, 5, 9, 20, 31]
 
 
-@pytest.fixture(scope="module")
-def target() -> FrozenTarget:
-    model = tiny_target_model()
-    model.generation_config.eos_token_id = []
-    return FrozenTarget(model, tiny_tokenizer(), name="tiny")
-
-
 NAMES = (*SHAPES, "ngram", "ngram+eagle3", "ngram+tree of eagle3")
 
 
@@ -46,12 +39,6 @@ def test_greedy_output_is_the_plain_output(target: FrozenTarget, name: str, k: i
     plain = Decoder(target).generate(PROMPT, max_new_tokens=40)
     fast = Decoder(target, proposer_of(name, target)).generate(PROMPT, max_new_tokens=40, num_speculative_tokens=k)
     assert fast.token_ids == plain.token_ids
-
-
-def test_plain_decoding_is_transformers_greedy_search(target: FrozenTarget) -> None:
-    ours = Decoder(target).generate(PROMPT, max_new_tokens=30)
-    theirs = target.model.generate(torch.tensor([PROMPT]), max_new_tokens=30, do_sample=False, pad_token_id=0)  # type: ignore[operator]
-    assert list(ours.token_ids) == theirs[0, len(PROMPT) :].tolist()
 
 
 # --- What an oracle drafts, in chains and in trees
@@ -111,19 +98,9 @@ def test_a_stop_token_ends_the_text_and_nothing_past_it_counts(target: FrozenTar
 # --- Rounds, draws and refusals
 
 
-def test_rounds_add_up_to_the_text(target: FrozenTarget) -> None:
-    run = Decoder(target, NgramProposer()).generate(PROMPT, max_new_tokens=37, num_speculative_tokens=3)
-    assert len(run.token_ids) == 37
-    assert run.token_ids[1:] == tuple(token for r in run.rounds for token in r.emitted)
-    for r in run.rounds:
-        assert r.emitted[: r.num_accepted] == r.drafted[: r.num_accepted]
-        assert len(r.emitted) in (r.num_accepted, r.num_accepted + 1)
-
-
-def draws(decoder: Decoder, seed: int) -> Counter[tuple[int, ...]]:
+def draws(decoder: Decoder, seed: int, **shape: Any) -> Counter[tuple[int, ...]]:
     """How often each (first, second, third token) was sampled."""
-    sampling, generator = Sampling(temperature=0.7, top_k=3), torch.Generator().manual_seed(seed)
-    options: dict[str, Any] = {"num_speculative_tokens": 2, "sampling": sampling, "generator": generator}
+    options = {"sampling": Sampling(temperature=0.7, top_k=3), "generator": torch.Generator().manual_seed(seed), **shape}
     return Counter(decoder.generate(PROMPT, max_new_tokens=3, **options).token_ids for _ in range(100))
 
 
@@ -132,33 +109,27 @@ def plain_draws(target: FrozenTarget) -> Counter[tuple[int, ...]]:
     return draws(Decoder(target), seed=0)
 
 
+PAIRS, STATIC, DYNAMIC = ({"num_speculative_tokens": 2}, {"tree": StaticTree((2, 2))}, {"tree": DynamicTree(4, 2, 2)})
+
+
 @pytest.mark.parametrize(
-    "name",
-    # One of each way to draft is long: a hundred texts each, and another rule would show with any.
-    [name if name == "eagle3, pruned" else pytest.param(name, marks=pytest.mark.long) for name in NAMES],
+    ("name", "shape"),
+    [
+        ("eagle3, pruned", PAIRS),
+        ("eagle3, pruned", STATIC),
+        # The others are long: a hundred texts each, and another rule would show with any.
+        *(pytest.param(name, PAIRS, marks=pytest.mark.long) for name in NAMES if name != "eagle3, pruned"),
+        pytest.param("eagle3, pruned", DYNAMIC, marks=pytest.mark.long),
+        *(pytest.param("draft_model", shape, marks=pytest.mark.long) for shape in (STATIC, DYNAMIC)),
+    ],
 )
 def test_sampled_text_follows_the_targets_distribution(
-    target: FrozenTarget, plain_draws: Counter[tuple[int, ...]], name: str
+    target: FrozenTarget, plain_draws: Counter[tuple[int, ...]], name: str, shape: dict[str, Any]
 ) -> None:
     """Two samples, with and without the draft, are one distribution; the same seeds, so no flakes."""
-    both = plain_draws, draws(Decoder(target, proposer_of(name, target)), seed=1)
+    both = plain_draws, draws(Decoder(target, proposer_of(name, target)), seed=1, **shape)
     keys = sorted(both[0].keys() | both[1].keys())
     assert chi2_contingency([[counts[key] for key in keys] for counts in both]).pvalue > 0.01
-
-
-def test_sampling_is_reproducible_by_its_generator(target: FrozenTarget) -> None:
-    decoder = Decoder(target, HeadProposer(build_eagle3(target)))
-    texts = [
-        decoder.generate(
-            PROMPT,
-            max_new_tokens=12,
-            num_speculative_tokens=3,
-            sampling=Sampling(1.0),
-            generator=torch.Generator().manual_seed(seed),
-        ).token_ids
-        for seed in (1, 1, 2)
-    ]
-    assert texts[0] == texts[1] != texts[2]
 
 
 @pytest.mark.parametrize(

@@ -18,11 +18,6 @@ def test_top_k_and_top_p_keep_the_head_and_renormalise() -> None:
     assert nucleus.tolist() == pytest.approx([*kept, 0, 0])
 
 
-def test_shape_is_kept() -> None:
-    logits = torch.randn(2, 3, 5)
-    assert Sampling(1.0, top_k=2).probabilities(logits).shape == (2, 3, 5)
-
-
 @pytest.mark.parametrize(
     ("options", "key"), [({"temperature": -1}, "temperature"), ({"top_p": 0}, "top_p"), ({"top_k": -1}, "top_k")]
 )

@@ -6,15 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from scipy.stats import chi2_contingency
 from torch import Tensor
 from transformers import DynamicCache, LlamaForCausalLM
 
-from specdistill.decoding.decoder import Decoder, Generation
-from specdistill.decoding.proposer import DecodingState, Proposal, TreeProposer
+from specdistill.decoding.decoder import Decoder
+from specdistill.decoding.proposer import DecodingState, Proposal
 from specdistill.decoding.sampling import Sampling
 from specdistill.decoding.transformers_models import check_reads_trees, keep_path, read
-from specdistill.decoding.tree import ROOT, DynamicTree, StaticTree, Step, Tree, candidates_are_drawn, tree_shape
+from specdistill.decoding.tree import ROOT, DynamicTree, StaticTree, Step, Tree, tree_shape
 from specdistill.methods.chains.proposer import HeadProposer
 from specdistill.methods.draft_model.proposer import DraftModelProposer
 from specdistill.methods.eagle3.module import build_eagle3
@@ -31,13 +30,6 @@ DIAGRAM = Tree((ROOT, ROOT, 0, 0, 1))  # a, b; c and d after a; e after b
 DYNAMIC = DynamicTree(budget=9, depth=4, top_k=3)
 STATIC = StaticTree((3, 2, 1))
 GREEDY = Sampling()
-
-
-@pytest.fixture(scope="module")
-def target() -> FrozenTarget:
-    model = tiny_target_model()
-    model.generation_config.eos_token_id = []
-    return FrozenTarget(model, tiny_tokenizer(), name="tiny")
 
 
 class Watched:
@@ -278,13 +270,8 @@ def test_a_head_gets_the_features_of_the_accepted_path(target: FrozenTarget, nam
 def test_greedy_output_is_the_plain_output(target: FrozenTarget, name: str, shape: StaticTree | DynamicTree) -> None:
     plain = Decoder(target).generate(PROMPT, max_new_tokens=40)
     fast = Decoder(target, proposer_of(name, target)).generate(PROMPT, max_new_tokens=40, tree=shape)
-    assert fast.token_ids == plain.token_ids
-    check_rounds(fast, shape)
-
-
-def check_rounds(run: Generation, shape: StaticTree | DynamicTree) -> None:
-    assert run.token_ids[1:] == tuple(token for r in run.rounds for token in r.emitted)
-    for r in run.rounds:
+    assert fast.token_ids == plain.token_ids == (fast.token_ids[0], *(token for r in fast.rounds for token in r.emitted))
+    for r in fast.rounds:
         assert r.emitted[: r.num_accepted] == r.drafted[: r.num_accepted]
         assert len(r.emitted) in (r.num_accepted, r.num_accepted + 1)
         assert len(r.drafted) <= shape.depth
@@ -325,50 +312,16 @@ def test_near_ties_are_broken_on_every_branch_that_is_taken() -> None:
 # --- Sampling
 
 
-def draws(decoder: Decoder, shape: StaticTree | DynamicTree | None, seed: int) -> Counter[tuple[int, ...]]:
-    """How often each (first, second, third token) was sampled."""
-    options: dict[str, Any] = {
-        "tree": shape,
-        "sampling": Sampling(temperature=0.7, top_k=3),
-        "generator": torch.Generator().manual_seed(seed),
-    }
-    return Counter(decoder.generate(PROMPT, max_new_tokens=3, **options).token_ids for _ in range(100))
-
-
-@pytest.fixture(scope="module")
-def plain_draws(target: FrozenTarget) -> Counter[tuple[int, ...]]:
-    return draws(Decoder(target), None, seed=0)
-
-
-@pytest.mark.parametrize(
-    ("name", "shape"),
-    [
-        ("eagle3, pruned", StaticTree((2, 2))),
-        pytest.param("eagle3, pruned", DynamicTree(budget=4, depth=2, top_k=2), marks=pytest.mark.long),  # a hundred texts each
-        pytest.param("draft_model", StaticTree((2, 2)), marks=pytest.mark.long),
-        pytest.param("draft_model", DynamicTree(budget=4, depth=2, top_k=2), marks=pytest.mark.long),
-    ],
-)
-def test_sampled_text_follows_the_targets_distribution(
-    target: FrozenTarget, plain_draws: Counter[tuple[int, ...]], name: str, shape: StaticTree | DynamicTree
-) -> None:
-    both = plain_draws, draws(Decoder(target, proposer_of(name, target)), shape, seed=1)
-    keys = sorted(both[0].keys() | both[1].keys())
-    assert chi2_contingency([[counts[key] for key in keys] for counts in both]).pvalue > 0.01
-
-
 def test_a_target_that_drafts_for_itself_loses_nothing_by_drawing(target: FrozenTarget) -> None:
-    """p = q: the first child of every node stands. And which kind of tree carries a distribution."""
+    """p = q: the first child of every node stands."""
     watched = Watched(DraftModelProposer(target.model))
     options: dict[str, Any] = {"sampling": Sampling(1.0), "generator": torch.Generator().manual_seed(0)}
     run = Decoder(target, watched).generate(PROMPT, max_new_tokens=41, tree=STATIC, **options)
     assert [r.num_accepted for r in run.rounds[:-1]] == [3] * (len(run.rounds) - 1)
     assert all(proposal.probabilities is not None for proposal in watched.proposals)
-    assert candidates_are_drawn(Sampling(1.0), STATIC) and not candidates_are_drawn(GREEDY, STATIC)
     watched = Watched(DraftModelProposer(target.model))
     Decoder(target, watched).generate(PROMPT, max_new_tokens=8, tree=DYNAMIC, **options)
     assert all(proposal.probabilities is None for proposal in watched.proposals)
-    assert not candidates_are_drawn(Sampling(1.0), DYNAMIC)
 
 
 def test_a_law_of_few_tokens_gives_few_children(target: FrozenTarget) -> None:
@@ -421,8 +374,3 @@ def test_forms_are_what_a_recipe_says() -> None:
 def test_proposers_that_cannot_draft_the_tree_are_refused(target: FrozenTarget, proposer: Any, key: str, got: str) -> None:
     with refused(f"eval.{key}", got):
         Decoder(target, proposer(target)).generate(PROMPT, max_new_tokens=8, tree=DYNAMIC)
-
-
-def test_proposers_of_trees_are_known_by_what_they_can() -> None:
-    assert issubclass(HeadProposer, TreeProposer) and issubclass(DraftModelProposer, TreeProposer)
-    assert not issubclass(NgramProposer, TreeProposer)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from specdistill.decoding.tree import ROOT, Tree, draw_distinct
-from specdistill.decoding.verify import follow, rejection, sampled
+from specdistill.decoding.verify import follow, sampled
 from tests.enumeration import Distribution, cells, plain_distribution, random_distribution
 
 ROUNDING = 1e-15
@@ -187,18 +187,6 @@ def test_draws_without_replacement_have_their_distribution() -> None:
     assert found.keys() == set(itertools.permutations((0, 2, 3)))
     for order, chance in found.items():
         assert chance == pytest.approx(ordered_chance(distribution, order), abs=1e-12)
-
-
-def test_of_a_chain_the_rule_is_that_of_chains() -> None:
-    p = torch.stack([random_distribution(4, 1)((0,) * n) for n in range(4)])
-    q = torch.stack([random_distribution(4, 2)((0,) * n) for n in range(3)])
-    for seed in range(60):
-        generator = torch.Generator().manual_seed(seed)
-        tokens = torch.multinomial(q, 1, generator=generator)[:, 0]
-        uniforms = torch.rand(4, dtype=torch.float64, generator=generator)
-        path, token = sampled(tokens.tolist(), Tree((ROOT, 0, 1)), p, q, uniforms)
-        count, expected = rejection(tokens[None], p[None], q[None], uniforms[None])
-        assert (path, token) == (list(range(int(count))), int(expected))
 
 
 @pytest.mark.parametrize("uniform", [0.0, 0.5, 1 - 2**-53])

@@ -36,6 +36,10 @@ def short_grace(monkeypatch):
     monkeypatch.setattr(start, "GRACE_SECONDS", 0.1)
 
 
+def start_engine(model, *options):
+    return started(command(model, *options), model / "log", key="eval.engine_command")
+
+
 def command(model, *options):
     return [sys.executable, str(PROGRAM), "vllm", str(model), *options]
 
@@ -61,7 +65,7 @@ def wait_until_gone(model):
 
 
 def test_it_answers_and_is_gone_afterwards(tmp_path):
-    with started(command(tmp_path), tmp_path / "log", key="eval.engine_command") as address:
+    with start_engine(tmp_path) as address:
         assert Server(address, key="", timeout=5).json("/version") == {"version": "0.32.0"}
         assert len(processes(tmp_path)) == 3  # the guard, the engine and its child
     wait_until_gone(tmp_path)
@@ -79,7 +83,7 @@ def test_sigkill_of_this_side_leaves_nothing(tmp_path):
 @pytest.mark.long  # three processes each
 @pytest.mark.parametrize("killed", ["engine", "guard"])
 def test_sigkill_of_the_other_side_leaves_nothing(tmp_path, killed):
-    with started(command(tmp_path), tmp_path / "log", key="eval.engine_command"):
+    with start_engine(tmp_path):
         engine = engine_of(tmp_path)
         if killed == "engine":
             engine.kill()
@@ -98,10 +102,7 @@ def test_an_engine_that_dies_later_shows_its_last_lines(tmp_path, capsys):
             time.sleep(0.01)
         Server(address, key="", timeout=5).json("/version")
 
-    with (
-        pytest.raises(ResourceError),
-        started(command(tmp_path), log, key="eval.engine_command") as address,
-    ):
+    with pytest.raises(ResourceError), start_engine(tmp_path) as address:
         die(address)
     shown = capsys.readouterr().err.splitlines()
     assert shown[0] == f"The last lines of {log}:"
@@ -111,7 +112,7 @@ def test_an_engine_that_dies_later_shows_its_last_lines(tmp_path, capsys):
 def test_an_engine_that_fails_says_why(tmp_path, capsys):
     with (
         pytest.raises(ResourceError, match=r"\(ValueError: this model has no draft and never had\).*log"),
-        started(command(tmp_path, "--broken"), tmp_path / "log", key="eval.engine_command"),
+        start_engine(tmp_path, "--broken"),
     ):
         pytest.fail("it started")
     shown = capsys.readouterr().err.splitlines()
@@ -129,10 +130,7 @@ def test_an_engine_that_never_answers_is_ended(tmp_path, monkeypatch):
 
 
 def test_a_program_that_is_not_there_is_named(tmp_path):
-    with (
-        refused("eval.engine_command", "vlm"),
-        started(["vlm", "serve"], tmp_path / "log", key="eval.engine_command"),
-    ):
+    with refused("eval.engine_command", "vlm"), started(["vlm", "serve"], tmp_path / "log", key="eval.engine_command"):
         pytest.fail("it started")
 
 

@@ -324,13 +324,10 @@ def test_a_baseline_may_list_its_prompts_in_another_order(evidence):
 def test_a_change_is_judged_by_the_stricter_interval_where_either_run_had_interim_analyses(evidence, stopped):
     sides = {"report": evidence, "baseline": Evidence(evidence.report, churned(evidence.records, 0.0, seed=1))}
     rule = replace(NO_WORSE, confidence=0.8)
-    plain = estimate(rule, sides["report"], sides["baseline"]).interval
+    plain, at_096 = (estimate(replace(rule, confidence=share), *sides.values()).interval for share in (0.8, 0.96))
     sides[stopped] = changed(sides[stopped], ("settings", "interim_analyses"), True)
-    strict = estimate(rule, sides["report"], sides["baseline"]).interval
-    at_096 = estimate(
-        replace(rule, confidence=0.96), evidence, Evidence(evidence.report, churned(evidence.records, 0.0, seed=1))
-    )
-    assert strict == at_096.interval and strict[0] < plain[0] < plain[1] < strict[1]  # 1 - 0.2 / 5
+    strict = estimate(rule, *sides.values()).interval
+    assert strict == at_096 and strict[0] < plain[0] < plain[1] < strict[1]  # 1 - 0.2 / 5
 
 
 def test_an_interval_that_is_too_wide_says_how_many_prompts_would_do(evidence):
@@ -354,22 +351,17 @@ def test_an_interval_that_is_too_wide_says_how_many_prompts_would_do(evidence):
 @pytest.mark.parametrize(
     ("rule", "interval", "verdict"),
     [
-        (Rule("speedup", "min", 1.2), (1.21, 1.4), "passed"),
         (Rule("speedup", "min", 1.2), (1.2, 1.4), "passed"),
         (Rule("speedup", "min", 1.2), (1.1, 1.2), "inconclusive"),
         (Rule("prediction_gap", "max", 0.1), (0.05, 0.1), "passed"),
         (Rule("prediction_gap", "max", 0.1), (0.1, 0.2), "inconclusive"),
-        (Rule("speedup", "min", 1.2), (1.1, 1.4), "inconclusive"),
         (Rule("speedup", "min", 1.2), (1.0, 1.19), "failed"),
-        (Rule("prediction_gap", "max", 0.1), (0.01, 0.09), "passed"),
-        (Rule("prediction_gap", "max", 0.1), (0.01, 0.2), "inconclusive"),
         (Rule("prediction_gap", "max", 0.1), (0.11, 0.2), "failed"),
         (Rule("speedup", "max_regression", 0.05), (-0.04, 0.02), "passed"),
-        (Rule("speedup", "max_regression", 0.05), (-0.04, -0.02), "passed"),  # a loss, and within the margin
         (Rule("speedup", "max_regression", 0.05), (-0.06, 0.02), "inconclusive"),
         (Rule("speedup", "max_regression", 0.05), (-0.06, -0.02), "failed"),  # a loss, and perhaps beyond it
         (Rule("speedup", "max_regression", 0.05), (-0.06, 0.0), "inconclusive"),  # perhaps no loss
-        (Rule("speedup", "max_regression", 0.05), (-0.05, -0.02), "passed"),
+        (Rule("speedup", "max_regression", 0.05), (-0.05, -0.02), "passed"),  # a loss, and within the margin
         (Rule("verify_ms", "max_regression", 0.05), (0.02, 0.06), "failed"),  # more milliseconds are a loss
         (Rule("verify_ms", "max_regression", 0.05), (-0.06, 0.04), "passed"),
     ],

@@ -27,7 +27,6 @@ class Behaviour:
     returns_tokens: bool = True
     metrics: bool = True
     counts: bool = True  # in vLLM's answers
-    old_names: bool = False  # of SGLang's counts
 
 
 class PeerServer:
@@ -132,9 +131,7 @@ class PeerServer:
         drafted, accepted, histogram = self.counted(generated)
         meta = {"completion_tokens": len(generated.token_ids)}
         if accepted:
-            names = ("spec_draft_token_num", "spec_accept_token_num", "spec_accept_histogram")
-            if not self.behaviour.old_names:
-                names = ("spec_num_proposed_drafts", "spec_num_correct_drafts", "spec_correct_drafts_histogram")
+            names = ("spec_num_proposed_drafts", "spec_num_correct_drafts", "spec_correct_drafts_histogram")
             meta |= {"spec_verify_ct": len(accepted), **dict(zip(names, (drafted, sum(accepted), histogram), strict=True))}
             self.length = 1 + sum(accepted) / len(accepted)
         return {"text": self.text(generated), "output_ids": list(generated.token_ids), "meta_info": meta}

@@ -158,15 +158,3 @@ def test_a_run_that_stops_early_does_so_after_whole_batches(target, monkeypatch)
     runs = measuring.measure(target, NgramProposer(), "suite", plan)
     assert sorted(run.prompt.id for run in runs) == ["p0", "p1", "p2", "p3", "p4"]
     assert [run.batch for run in runs] == [0, 0, 2, 2, 4]  # batches stay as they were decoded
-
-
-@pytest.mark.usefixtures("simulated_clock")
-def test_batches_that_stop_early_stay_the_batches_that_they_were(target, proposer):
-    """Prompts that were decoded together share their times, and their records say who they were."""
-    prompts = [Prompt(f"p{number}", "ab"[number % 2], "x", (20 + number, 30, 40)) for number in range(40)]
-    settings = replace(TOGETHER, batch_size=5, max_new_tokens=3, repeats=1, warmup=0)
-    runs = measuring.measure(target, proposer, "suite", Plan(settings, prompts, 0.9))
-    assert len(runs) < len(prompts)
-    for batch in {run.batch for run in runs}:
-        shares = [run.baseline[0].seconds / len(run.baseline[0].token_ids) for run in runs if run.batch == batch]
-        assert shares == pytest.approx([shares[0]] * 5)

@@ -44,8 +44,7 @@ def test_the_first_divergence_is_named():
     first = found["first_divergence"]
     assert not found["greedy_identical"]
     assert (first["prompt_id"], first["position"], first["speculative_token"], first["baseline_token"]) == ("p", 2, 3, 4)
-    target = tiny_target()
-    best = target.model(torch.tensor([[7, 2, 1, 6, 1, 2]])).logits[0, -1].topk(2).values
+    best = tiny_target().model(torch.tensor([[7, 2, 1, 6, 1, 2]])).logits[0, -1].topk(2).values
     assert first["top2_gap"] == pytest.approx(float(best[0] - best[1]), abs=1e-4)
 
 
@@ -96,20 +95,19 @@ def peaked(seed: int) -> FrozenTarget:
     return FrozenTarget(model, tiny_tokenizer(), name="peaked")
 
 
-@pytest.mark.parametrize(("one_hot", "draft_seed"), [(True, 0), (False, 3)])
-def test_sampling_is_lossless_and_the_wrong_rule_is_caught(one_hot, draft_seed):
-    prompts = [Prompt("p", "c", "text", (1, 2, 3, 4)), Prompt("q", "c", "text", (5, 5, 5))]
-    draft = ModelProposer(peaked(draft_seed).model, one_hot=one_hot)
-    found = sampling_test(peaked(0), draft, prompts, Settings(1, 8, seed=1), num_draws=250)
-    assert found["p_value"] > 0.01
-    assert found["negative_control_p_value"] < 0.01
-
-
-@pytest.mark.parametrize("tree", [StaticTree((2, 1)), DynamicTree(budget=3, depth=2, top_k=2)])
-def test_sampling_with_trees_is_lossless_and_their_wrong_rule_is_caught(tree):
-    prompts = [Prompt("p", "c", "text", (1, 2, 3, 4)), Prompt("q", "c", "text", (5, 5, 5))]
-    settings = Settings(2, 8, seed=1, tree=tree)
-    found = sampling_test(peaked(0), DraftModelProposer(peaked(3).model), prompts, settings, num_draws=250)
+@pytest.mark.parametrize(
+    ("draft", "k", "tree"),
+    [
+        (ModelProposer(peaked(0).model, one_hot=True), 1, None),
+        (ModelProposer(peaked(3).model), 1, None),
+        (DraftModelProposer(peaked(3).model), 2, StaticTree((2, 1))),
+        (DraftModelProposer(peaked(3).model), 2, DynamicTree(budget=3, depth=2, top_k=2)),
+    ],
+    ids=["one-hot", "drawn", "static tree", "dynamic tree"],
+)
+def test_sampling_is_lossless_and_the_wrong_rule_is_caught(draft, k, tree):
+    prompts = [Prompt("p", "c", "text", (1, 2, 3, 4)), OTHER]
+    found = sampling_test(peaked(0), draft, prompts, Settings(k, 8, seed=1, tree=tree), num_draws=250)
     assert found["p_value"] > 0.01
     assert found["negative_control_p_value"] < 0.01
 
@@ -139,15 +137,9 @@ def test_the_most_telling_prompt_is_a_beginning_of_a_continuation():
 
 
 def test_losslessness_of_several_configurations_is_that_of_all_their_prompts():
-    divergence = {"prompt_id": "p", "position": 1}
     clean = dict.fromkeys(("prompts_checked", "divergences", "near_ties", "unexplained_divergences"), 0)
     clean |= {"greedy_identical": True, "first_divergence": None, "prompts_checked": 4}
-    broken = {
-        **clean,
-        "greedy_identical": False,
-        "first_divergence": divergence,
-        "divergences": 1,
-        "unexplained_divergences": 1,
-    }
+    divergence = {"greedy_identical": False, "first_divergence": {"prompt_id": "p", "position": 1}}
+    broken = {**clean, **divergence, "divergences": 1, "unexplained_divergences": 1}
     assert together([clean, clean]) == {**clean, "prompts_checked": 8}
     assert together([clean, broken]) == {**broken, "prompts_checked": 8}

@@ -17,9 +17,9 @@ from specdistill.gate.rules import Rule
 from specdistill.measurement.quality import add_quality, is_match, is_python_so_far, paired, passes, program
 from specdistill.project import METRICS, SUITES
 from specdistill.report.files import document_metrics, validate
-from specdistill.suites.suite import Suite, SuiteRow, load_suite, parse
+from specdistill.suites.suite import SuiteRow, load_suite, parse
 from tests.refusals import refused
-from tests.simulated import simulate, simulated_report
+from tests.simulated import SUITE, simulate, simulated_report
 
 LONG = 120.0  # seconds; what takes so long will never end, on any machine
 
@@ -164,17 +164,8 @@ def scored():
 
     def make(num_right, **options):
         records = simulate(20)
-        suite = Suite(
-            "simulated",
-            "1",
-            "CC0-1.0",
-            "made up",
-            "0" * 64,
-            tuple(
-                SuiteRow(record.id, record.category, "messages", [], reference="42", test="assert answer == 42")
-                for record in records
-            ),
-        )
+        right = {"reference": "42", "test": "assert answer == 42"}
+        suite = replace(SUITE, rows=tuple(SuiteRow(one.id, one.category, "messages", [], **right) for one in records))
         records = [
             replace(record, text=f"answer = {42 if number < num_right else 41}<|end|>", baseline_text="answer = 42<|end|>")
             for number, record in enumerate(records)
@@ -237,7 +228,7 @@ def test_a_prompt_that_is_no_python_is_not_scored_as_python():
     kinds = ("prompt", "prompt", "messages", "prompt")
     prompts = ("def f(x):\n", "Once upon a time\nthere was\n", "ignored ((", "    x = 1\n")
     rows = tuple(SuiteRow(record.id, "c", kind, prompt) for record, kind, prompt in zip(records, kinds, prompts, strict=True))
-    suite = Suite("simulated", "1", "CC0-1.0", "made up", "0" * 64, rows, quality="python_syntax")
+    suite = replace(SUITE, rows=rows, quality="python_syntax")
     records = [
         replace(record, prompt=prompt, text="    return 1\n", baseline_text="  return (\n):\n")
         for record, prompt in zip(records, prompts, strict=True)

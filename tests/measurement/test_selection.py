@@ -1,28 +1,23 @@
 """train.metric_for_best_model=decoded_acceptance_length: what is measured is what an evaluation of that checkpoint measures."""
 
 import json
-import runpy
-import sys
 from pathlib import Path
 
 import pytest
 
 from specdistill.measurement import selection
 from specdistill.methods.recipe import Recipe
-from specdistill.project import ROOT
 from specdistill.recipe.load import load_recipe
 from tests.launches import tiny_files
 from tests.proposers import ModelProposer, tiny_target
 from tests.refusals import refused, refused_key
-from tests.scripts import evaluate
+from tests.scripts import evaluate, specdistill
 
 METRIC = "train.metric_for_best_model=decoded_acceptance_length"
 
 
 @pytest.mark.long  # two trainings with four measurements each
-def test_the_checkpoint_that_decodes_best_becomes_the_draft(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_the_checkpoint_that_decodes_best_becomes_the_draft(tmp_path: Path) -> None:
     suite = tmp_path / "few.jsonl"
     suite.write_text("".join(json.dumps({"prompt": f"Row {number}"}) + "\n" for number in (3, 5, 8)))
     keys = [
@@ -33,7 +28,7 @@ def test_the_checkpoint_that_decodes_best_becomes_the_draft(
     ]
     keys += ["train.max_steps=90", "train.eval_steps=30", "train.save_steps=30", "train.learning_rate=1e-2"]
     run = tmp_path / "run"
-    train(monkeypatch, *keys, f"train.output_dir={run}")
+    assert specdistill("train", *keys, f"train.output_dir={run}").returncode == 0
     state = json.loads((run / "checkpoint-90" / "trainer_state.json").read_text())
     key = "eval_decoded_acceptance_length"
     measured = {entry["step"]: entry[key] for entry in state["log_history"] if key in entry}
@@ -53,7 +48,7 @@ def test_the_checkpoint_that_decodes_best_becomes_the_draft(
 
     # A draft that starts from that one is measured before its first step, and its report says what training gained.
     further = [f"draft.init={run / 'draft'}", "train.max_steps=4", "train.eval_steps=2", "train.save_steps=2"]
-    train(monkeypatch, *keys, *further, f"train.output_dir={tmp_path / 'further'}")
+    assert specdistill("train", *keys, *further, f"train.output_dir={tmp_path / 'further'}").returncode == 0
     evaluate(f"recipe={tmp_path / 'further' / 'run' / 'recipe.yaml'}", *few, f"eval.suite={suite}", f"eval.output_dir={report}")
     judged = json.loads((report / "report.json").read_text())
     gained, own = judged["draft"]["training"], judged["results"][0]["mean_acceptance_length"]
@@ -64,21 +59,10 @@ def test_the_checkpoint_that_decodes_best_becomes_the_draft(
         assert f"{measured[best]:.2f}" in shown and f"after {gained['steps']} steps" in shown
 
 
-def train(monkeypatch: pytest.MonkeyPatch, *keys: str) -> None:
-    monkeypatch.setattr(sys, "argv", ["train/eagle.py", *keys])
-    with pytest.raises(SystemExit) as caught:
-        runpy.run_path(str(ROOT / "train" / "eagle.py"), run_name="__main__")
-    assert caught.value.code == 0
-
-
-def test_a_mistake_in_the_suite_shows_before_any_work(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_mistake_in_the_suite_shows_before_any_work(tmp_path: Path) -> None:
     keys = [METRIC, "target.model=pico", "selection.suite=picco", f"train.output_dir={tmp_path / 'run'}"]
-    monkeypatch.setattr(sys, "argv", ["train/eagle.py", *keys])
-    with pytest.raises(SystemExit, match="2"):
-        runpy.run_path(str(ROOT / "train" / "eagle.py"), run_name="__main__")
-    assert refused_key(capfd.readouterr().err) == "selection.suite"
+    ended = specdistill("train", *keys)
+    assert ended.returncode == 2 and refused_key(ended.stderr) == "selection.suite"
     assert not (tmp_path / "run").exists()
 
 

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from specdistill import cli
 from specdistill.methods import METHODS, Cost, Method
 from tests.refusals import refused_key
+from tests.scripts import specdistill
 from tests.tiny import tiny_target_model, tiny_tokenizer
 
 RECIPE = Path(__file__).parent / "block" / "recipe.yaml"
@@ -18,14 +18,6 @@ TEXTS = [
     "a b c d e f g",
     "zz zz zz zz",
 ]
-
-
-def specdistill(*arguments: str) -> int:
-    """The command in this process, where the table has the new row; scripts end with SystemExit."""
-    try:
-        return cli.main(arguments)
-    except SystemExit as end:
-        return int(end.code or 0)
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +47,7 @@ def work(table, tmp_path_factory: pytest.TempPathFactory) -> Path:
         f"eval.suite={folder / 'prompts.jsonl'}",
         f"gate={folder / 'gate.yaml'}",
     ]
-    assert specdistill("train", *keys) == 0
+    assert specdistill("train", *keys).returncode == 0
     return folder
 
 
@@ -69,7 +61,7 @@ def test_it_trains_and_leaves_a_draft(work: Path):
 
 
 def test_it_decodes_losslessly_and_passes_a_gate(work: Path):
-    assert specdistill("eval", f"recipe={work / 'run' / 'run' / 'recipe.yaml'}") == 0
+    assert specdistill("eval", f"recipe={work / 'run' / 'run' / 'recipe.yaml'}").returncode == 0
     report = json.loads((work / "run" / "report" / "report.json").read_text(encoding="utf-8"))
     assert (report["draft"]["method"], report["lossless"]["greedy_identical"]) == ("block", True)
     row = report["results"][0]
@@ -84,39 +76,39 @@ def test_its_trees_are_lossless(work: Path, tree: str):
     output = work / f"tree-{len(tree)}"
     keys = [f"target={work / 'target'}", "method=block", f"draft={work / 'run' / 'draft'}", f"suite={work / 'prompts.jsonl'}"]
     options = ["eval.max_new_tokens=16", "eval.repeats=1", "eval.warmup=0", "eval.sampling_draws=0", f"eval.tree={tree}"]
-    assert specdistill("eval", *keys, *options, f"gate={work / 'gate.yaml'}", f"output_dir={output}") == 0
+    assert specdistill("eval", *keys, *options, f"gate={work / 'gate.yaml'}", f"output_dir={output}").returncode == 0
     report = json.loads((output / "report.json").read_text(encoding="utf-8"))
     assert report["lossless"]["greedy_identical"] and report["results"][0]["num_drafts"] > 0
 
 
-def test_the_doctor_knows_it(work: Path, capsys: pytest.CaptureFixture[str]):
+def test_the_doctor_knows_it(work: Path):
     suite = f"suite={work / 'prompts.jsonl'}"
-    specdistill("doctor", f"draft={work / 'run' / 'draft'}", f"target={work / 'target'}", suite)
-    printed = capsys.readouterr().out
+    printed = specdistill("doctor", f"draft={work / 'run' / 'draft'}", f"target={work / 'target'}", suite).stdout
     assert "method block" in printed and "acceptance length" in printed
 
 
 def test_a_plan_has_a_row_for_it(work: Path):
     output = work / "plan.json"
-    assert specdistill("plan", f"target={work / 'target'}", "hub=false", f"output={output}") == 0
+    assert specdistill("plan", f"target={work / 'target'}", "hub=false", f"output={output}").returncode == 0
     rows = {row["method"]: row for row in json.loads(output.read_text(encoding="utf-8"))["methods"]}
     assert rows["block"]["available"] and rows["block"]["parameters"] == 1
 
 
-def test_an_export_is_refused_by_name(work: Path, capsys: pytest.CaptureFixture[str]):
-    code = specdistill("export", f"draft={work / 'run' / 'draft'}", "engine=vllm", f"output_dir={work / 'served'}")
-    assert code == 2 and refused_key(capsys.readouterr().err) == "engine" and not (work / "served").exists()
+def test_an_export_is_refused_by_name(work: Path):
+    ended = specdistill("export", f"draft={work / 'run' / 'draft'}", "engine=vllm", f"output_dir={work / 'served'}")
+    assert ended.returncode == 2 and refused_key(ended.stderr) == "engine" and not (work / "served").exists()
 
 
 def test_it_is_compared_with_others(work: Path):
     keys = [f"drafts=[{work / 'run' / 'draft'},ngram]", f"target={work / 'target'}", f"suite={work / 'prompts.jsonl'}"]
     options = ["max_new_tokens=16", "repeats=1", "warmup=0", "sampling_draws=0", "num_speculative_tokens=3"]
-    assert specdistill("compare", *keys, *options, f"output_dir={work / 'comparison'}") == 0
+    assert specdistill("compare", *keys, *options, f"output_dir={work / 'comparison'}").returncode == 0
     comparison = json.loads((work / "comparison" / "comparison.json").read_text(encoding="utf-8"))
     assert {candidate["report"]["draft"]["method"] for candidate in comparison["candidates"]} == {"block", "ngram"}
 
 
-def test_its_keys_are_its_own(work: Path, capsys: pytest.CaptureFixture[str]):
+def test_its_keys_are_its_own(work: Path):
     common = [f"recipe={RECIPE}", f"target.model={work / 'target'}", "data.source=pico", f"train.output_dir={work / 'x'}"]
     for key, setting in (("draft.ttt_steps", "draft.ttt_steps=3"), ("draft.block_size", "method=eagle")):
-        assert specdistill("train", *common, setting) == 2 and refused_key(capsys.readouterr().err) == key
+        ended = specdistill("train", *common, setting)
+        assert ended.returncode == 2 and refused_key(ended.stderr) == key

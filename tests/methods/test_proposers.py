@@ -20,11 +20,27 @@ def target():
     return tiny_target()
 
 
-def test_a_head_proposes_the_tokens_of_its_vocabulary(target):
-    proposer: Proposer = HeadProposer(build_eagle3(target, draft_vocabulary=torch.arange(0, target.vocab_size, 3)))
-    assert proposer.vocabulary == frozenset(range(0, target.vocab_size, 3))
-    assert proposer.settings == {}
-    assert proposer.passes(5) == 5
+@pytest.mark.parametrize(
+    ("build", "vocabulary", "settings", "passes"),
+    [
+        (
+            lambda target: HeadProposer(build_eagle3(target, draft_vocabulary=torch.arange(0, 260, 3))),
+            {*range(0, 260, 3)},
+            {},
+            5,
+        ),
+        (
+            lambda target: DraftModelProposer(target.model, confidence_threshold=0.5, context="window"),
+            None,
+            {"confidence_threshold": 0.5, "draft_context": "window"},
+            5,
+        ),
+        (lambda target: NgramProposer(2, 5, "prompt"), None, {"min": 2, "max": 5, "lookup": "prompt"}, 0),
+    ],
+)
+def test_tokens_that_it_may_propose_its_settings_and_its_passes(target, build, vocabulary, settings, passes):
+    proposer: Proposer = build(target)
+    assert (proposer.vocabulary, proposer.settings, proposer.passes(5)) == (vocabulary, settings, passes)
 
 
 def test_a_heads_size_is_that_of_the_weights_in_its_file(target, tmp_path):
@@ -34,20 +50,6 @@ def test_a_heads_size_is_that_of_the_weights_in_its_file(target, tmp_path):
     proposer = HeadProposer(head)
     assert proposer.num_parameters == sum(tensor.numel() for tensor in saved)
     assert proposer.num_bytes == 2 * proposer.num_parameters
-
-
-def test_a_draft_model_states_its_options(target):
-    proposer: Proposer = DraftModelProposer(target.model, confidence_threshold=0.5, context="window")
-    assert proposer.vocabulary is None
-    assert proposer.settings == {"confidence_threshold": 0.5, "draft_context": "window"}
-    assert proposer.passes(5) == 5
-
-
-def test_n_grams_propose_any_token_without_a_pass():
-    proposer: Proposer = NgramProposer(2, 5, "prompt")
-    assert proposer.vocabulary is None
-    assert proposer.settings == {"min": 2, "max": 5, "lookup": "prompt"}
-    assert proposer.passes(5) == 0
 
 
 def test_models_draw_under_sampling_but_for_the_best_tokens_of_a_dynamic_tree(target):

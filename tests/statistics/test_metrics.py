@@ -79,13 +79,6 @@ def test_times_are_added_up_over_a_batch_and_counts_stay_a_prompts():
     assert (accepted.tolist(), drafts.tolist()) == ([6, 5, 4, 3], [4] * 4)
 
 
-def test_prompts_that_were_not_measured_are_left_out():
-    table = prompt_sums(simulate(24))  # generate() was timed on the first twelve
-    measured_only = prompt_sums(simulate(12))
-    name = "baseline_over_hf_generate"
-    assert value(METRICS[name], table) == pytest.approx(value(METRICS[name], measured_only))
-
-
 def test_nothing_measured_is_none_and_not_zero():
     table = prompt_sums(simulate(2))
     table["hf_seconds"][:] = np.nan

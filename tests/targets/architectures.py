@@ -90,6 +90,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "kimi_linear": {"layer_types": MIXED, "linear_head_dim": 16, "linear_num_heads": 4},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2, "num_dense_layers": 1},
+    "llama4_text": {"attention_chunk_size": 8},
     "longcat_flash": {"num_layers": 2, "zero_expert_num": 2, "expert_ffn_hidden_size": 32},
     "mamba2": {"num_heads": 8, "head_dim": 16, "n_groups": 1, "chunk_size": 16},
     "moshi": {"sliding_window": 256},  # generate() drops what lies before the window, the forward does not

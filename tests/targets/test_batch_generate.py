@@ -24,9 +24,7 @@ def greedy(
 
 
 def reference(model: PreTrainedModel, prompt: Sequence[int], count: int, ends: Sequence[int] = ()) -> list[int]:
-    options: dict[str, Any] = (
-        {"eos_token_id": list(ends), "pad_token_id": 0} if ends else {"eos_token_id": None, "pad_token_id": 0}
-    )
+    options: dict[str, Any] = {"eos_token_id": list(ends) or None, "pad_token_id": 0}
     ids = torch.tensor([prompt])
     output = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=count, **options)
     return list(output[0, len(prompt) :].tolist())

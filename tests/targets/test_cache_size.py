@@ -2,31 +2,17 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, DynamicCache
+from transformers import DynamicCache
 
 from specdistill.planning.reading import read
 from specdistill.targets.cache_size import cache_size, of_attention
 from tests.public_pairs import DEEPSEEK_V3, GPT_OSS_20B, GPT_OSS_120B, LLAMA_8B, QWEN3_8B, QWEN35_9B, Repository
+from tests.targets.architectures import tiny_model
 
-SMALL = {"hidden_size": 64, "vocab_size": 100, "num_attention_heads": 4, "num_hidden_layers": 4, "intermediate_size": 96}
-MIXTURE = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
-MODELS: dict[str, dict[str, Any]] = {
-    "llama": {"num_key_value_heads": 2},
-    "gemma3_text": {"num_key_value_heads": 2, "head_dim": 24, "sliding_window": 9},
-    "gpt_oss": {"num_key_value_heads": 2, "head_dim": 16, "sliding_window": 8, "num_local_experts": 4},
-    "qwen3_next": {
-        "num_key_value_heads": 2, "head_dim": 16, "num_experts": 4, "shared_expert_intermediate_size": 32, "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8, **MIXTURE,
-    },
-    "deepseek_v3": {
-        "num_key_value_heads": 4, "kv_lora_rank": 24, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16,
-        "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, **MIXTURE,
-    },
-}  # fmt: skip
+KINDS = ("llama", "gemma3_text", "gpt_oss", "qwen3_next", "deepseek_v3")
 
 
 def filled(cache: DynamicCache) -> int:
@@ -40,16 +26,13 @@ def filled(cache: DynamicCache) -> int:
     return sum(part.nbytes for part in held if isinstance(part, torch.Tensor) and part.ndim)
 
 
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("batch_size", "context"), [(1, 5), (3, 21)])
 def test_a_size_is_that_of_the_library_s_own_cache_byte_for_byte(kind: str, batch_size: int, context: int):
-    config = CONFIG_MAPPING[kind](**SMALL, **MODELS[kind])
-    with torch.device("meta"):
-        size = cache_size(AutoModelForCausalLM.from_config(config))
-    cache = DynamicCache(config=config)
-    ids = torch.zeros(batch_size, context, dtype=torch.long)
+    model = tiny_model(kind)
+    size, cache = cache_size(model), DynamicCache(config=model.config)
     with torch.inference_mode():
-        AutoModelForCausalLM.from_config(config).eval()(input_ids=ids, past_key_values=cache, use_cache=True)
+        model(input_ids=torch.zeros(batch_size, context, dtype=torch.long), past_key_values=cache, use_cache=True)
     assert size is not None and size.num_bytes(context, batch_size, 4) == filled(cache)
 
 

@@ -4,12 +4,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoModelForImageTextToText, LlamaConfig
+from transformers import AutoModelForImageTextToText
 
 from specdistill.decoding.decoder import Decoder
 from specdistill.measurement import reference
 from specdistill.methods.load import load_proposer
-from specdistill.targets.classes import reads_images
 from specdistill.targets.frozen import FrozenTarget
 from tests.families import OTHERS, write_model
 
@@ -27,7 +26,3 @@ def test_text_is_decoded_as_by_generate(config: dict[str, Any], tmp_path: Path) 
     (expected,) = reference.generate(target, [prompt], max_new_tokens=24)
     decoder = Decoder(target, load_proposer("ngram", None, target))
     assert tuple(decoder.generate(prompt, max_new_tokens=24, num_speculative_tokens=3).token_ids) == expected
-
-
-def test_a_causal_language_model_is_read_as_one() -> None:
-    assert not reads_images(LlamaConfig())

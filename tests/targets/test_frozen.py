@@ -6,7 +6,7 @@ import peft
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, DynamicCache
+from transformers import CONFIG_MAPPING
 
 from specdistill.losses.divergence import forward_kl
 from specdistill.methods.chains.unroll import TrainingTimeTest
@@ -14,13 +14,10 @@ from specdistill.methods.eagle3.module import build_eagle3
 from specdistill.repositories import resolve
 from specdistill.rows.packing import indexed
 from specdistill.targets.frozen import FrozenTarget
+from tests.families import OTHERS, write_model
+from tests.heads import document_rows
 from tests.refusals import refused
 from tests.tiny import tiny_target_model, tiny_tokenizer
-
-
-@pytest.fixture(scope="module")
-def target() -> FrozenTarget:
-    return FrozenTarget(tiny_target_model(), tiny_tokenizer(), name="tiny")
 
 
 def test_captured_layers_are_transformers_hidden_states(target: FrozenTarget) -> None:
@@ -40,29 +37,6 @@ def test_after_all_layers_is_before_the_final_norm(target: FrozenTarget) -> None
 def test_capture_leaves_no_hooks_behind(target: FrozenTarget) -> None:
     target.features(torch.arange(3, 9)[None], [1, 2])
     assert not any(layer._forward_pre_hooks for layer in [*target.backbone.layers, target.backbone.norm])
-
-
-def test_cached_passes_equal_one_pass(target: FrozenTarget) -> None:
-    ids = torch.arange(3, 20)[None]
-    whole = target.features(ids, [1, 3])
-    cache = DynamicCache(config=target.config)
-    parts = [target.features(ids[:, a:b], [1, 3], past_key_values=cache) for a, b in ((0, 9), (9, 10), (10, 17))]
-    for index in range(2):
-        assert torch.allclose(torch.cat([part.aux[index] for part in parts], 1), whole.aux[index], atol=1e-4)
-
-
-def test_a_mask_decides_what_each_token_sees(target: FrozenTarget) -> None:
-    """Two tokens that continue the same three cached ones, and do not see each other."""
-    ids, cache = torch.arange(3, 8)[None], DynamicCache()
-    target.features(ids[:, :3], [], past_key_values=cache)
-    mask = torch.zeros(1, 1, 2, 5)
-    mask[..., 0, 4] = mask[..., 1, 3] = torch.finfo(mask.dtype).min
-    both = target.features(
-        ids[:, 3:], [], position_ids_BT=torch.tensor([[3, 3]]), attention_mask=mask, past_key_values=cache
-    ).last_hidden
-    for index, last in enumerate(ids[0, 3:]):
-        alone = target.features(torch.cat((ids[0, :3], last[None]))[None], []).last_hidden[:, -1]
-        assert torch.allclose(both[:, index], alone, atol=1e-5)
 
 
 def test_a_misspelt_name_and_a_missing_folder_are_refused(tmp_path: Path) -> None:
@@ -125,15 +99,10 @@ def test_an_adapter_knows_its_base_wherever_it_lies(base: Path, tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    ("name", "model", "says"),
-    [
-        ("someone/other", {}, "an adapter of someone/other, expected an adapter of"),
-        (None, {"hidden_size": 128}, r"with \(4, 128\) for base_model.*, expected \(4, 64\)"),
-        (None, {"num_layers": 6}, r"for base_model.*layers\.4.*, expected nothing"),
-        (None, {"num_layers": 2}, r"with nothing for base_model.*layers\.2.*, expected"),
-    ],
+    ("name", "model"),
+    [("someone/other", {}), (None, {"hidden_size": 128}), (None, {"num_layers": 6}), (None, {"num_layers": 2})],
 )
-def test_an_adapter_of_another_base_is_refused(base: Path, tmp_path: Path, name: str, model: Any, says: str) -> None:
+def test_an_adapter_of_another_base_is_refused(base: Path, tmp_path: Path, name: str, model: Any) -> None:
     save_adapter(tmp_path, name, **model)
     with refused("target.adapter"):
         FrozenTarget.load(str(base), adapter=str(tmp_path))
@@ -159,34 +128,18 @@ def test_weights_that_are_missing_are_not_made_up(base: Path, tmp_path: Path) ->
         FrozenTarget.load(str(tmp_path))
 
 
-@pytest.mark.parametrize("kind", ["musicgen", "reformer", "t5", "mamba", "bert"])
+@pytest.mark.parametrize("kind", ["musicgen", "reformer", "t5"])
 def test_a_class_that_is_no_target_is_refused_in_one_line(tmp_path: Path, kind: str) -> None:
     """musicgen: a config that transformers' own class cannot read; reformer: one that its class asserts against; t5: no causal model."""
-    config = CONFIG_MAPPING[kind](
-        **{"vocab_size": 160, "num_hidden_layers": 1, "hidden_size": 48} if kind in ("mamba", "bert") else {}
-    )
-    if kind in ("mamba", "bert"):
-        AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    else:
-        config.save_pretrained(tmp_path)
+    CONFIG_MAPPING[kind]().save_pretrained(tmp_path)
     tiny_tokenizer().save_pretrained(tmp_path)
     with refused("target.model", tmp_path):
         FrozenTarget.load(str(tmp_path))
 
 
 def test_the_attention_is_the_classs_own_unless_one_is_named(base: Path, tmp_path: Path) -> None:
-    config = CONFIG_MAPPING["gemma2"](
-        vocab_size=160,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-    )
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    tiny_tokenizer().save_pretrained(tmp_path)
-    assert FrozenTarget.load(str(tmp_path)).config._attn_implementation == "eager"
+    write_model(tmp_path / "gemma2", {"model_type": "gemma2"}, OTHERS)
+    assert FrozenTarget.load(str(tmp_path / "gemma2")).config._attn_implementation == "eager"
     assert FrozenTarget.load(str(base)).config._attn_implementation == "sdpa"
     assert FrozenTarget.load(str(base), attn="eager").config._attn_implementation == "eager"
 
@@ -194,8 +147,7 @@ def test_the_attention_is_the_classs_own_unless_one_is_named(base: Path, tmp_pat
 def test_a_step_runs_each_layer_once_and_the_head_at_loss_tokens_alone() -> None:
     target = FrozenTarget(tiny_target_model(), tiny_tokenizer(), name="tiny")
     ids = torch.arange(3, 67)[None]
-    columns = {"input_ids": ids, "loss_mask": (ids > 50).long(), "document_ids": torch.zeros_like(ids)}
-    batch = indexed({**columns, "position_ids": torch.arange(64)[None]})
+    batch = indexed({**document_rows(range(3, 67)), "loss_mask": (ids > 50).long()})
     objective = TrainingTimeTest(build_eagle3(target), forward_kl, 1)
     target._packing  # noqa: B018  (tried before it is watched)
     calls, tokens = [0] * target.num_layers, 0

@@ -126,7 +126,6 @@ def test_weights_are_never_held_in_memory(tmp_path: Path) -> None:
     code = f"""
 import resource, sys
 from specdistill.targets.files import TargetFiles
-from tests.refusals import refused
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 TargetFiles({str(tmp_path)!r}).identity
 sys.exit((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) > 64 * 1024)

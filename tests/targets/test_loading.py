@@ -124,7 +124,6 @@ def test_what_does_not_generate_by_itself_is_refused(folder: Path, model: Any, k
 
 REMOTE = """
 from transformers import LlamaConfig, LlamaForCausalLM
-from tests.refusals import refused
 
 class AcmeConfig(LlamaConfig):
     model_type = "acme"

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, BloomConfig, BloomForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, BloomConfig, BloomForCausalLM, LlamaConfig
 
 from specdistill.methods.sizes import Described
 from specdistill.planning.accounting import Ledger, WeightlessTarget
@@ -20,45 +20,18 @@ from specdistill.rows.packing import indexed
 from specdistill.targets import packed_rows
 from specdistill.targets.frozen import FrozenTarget
 from specdistill.targets.packed_rows import Causal, Documents, as_they_are, attend, by_lengths, in_one_row, packing, with_masks
+from tests.families import OTHERS, tiny_config
+from tests.targets.architectures import tiny_model
 from tests.tiny import qwen, tiny_target_model, tiny_tokenizer
 
-SIZES = {
-    "vocab_size": 160,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "initializer_range": 0.3,
-    "max_position_embeddings": 256,
-    "pad_token_id": 0,
-}
 # Windows shorter than the documents, scales of a class's own, values narrower than keys, chunks, caps, sinks
-MODELS: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "mistral": {"sliding_window": 5},
-    "gemma3_text": {"sliding_window": 6, "head_dim": 16, "query_pre_attn_scalar": 40},
-    "granite": {"attention_multiplier": 0.1},
-    "deepseek_v3": {
-        "num_key_value_heads": 4, "q_lora_rank": 32, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16,
-        "v_head_dim": 16, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
-    },
-    "gemma2": {"sliding_window": 6, "head_dim": 16, "attn_logit_softcapping": 2.0},
-    "gpt_oss": {"sliding_window": 4, "head_dim": 16, "num_local_experts": 4},
-    "llama4_text": {
-        "attention_chunk_size": 8, "head_dim": 16, "num_local_experts": 2, "intermediate_size_mlp": 96, "attn_temperature_tuning": False,
-    },
-}  # fmt: skip
+KINDS = ("llama", "mistral", "gemma3_text", "granite", "deepseek_v3", "gemma2", "gpt_oss", "llama4_text")
 WAYS = {"gemma2": as_they_are, "gpt_oss": with_masks, "llama4_text": as_they_are}
 LENGTHS = ((1, 13, 20, 6), (40,))  # of the documents of two rows; the last of the first one is padding
 
 
 def model_of(name: str) -> Any:
-    if name == "qwen3":
-        return qwen()
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return AutoModelForCausalLM.from_config(CONFIG_MAPPING[name](**{**SIZES, **MODELS[name]})).eval()
+    return qwen() if name == "qwen3" else tiny_model(name)
 
 
 def target_of(model: Any) -> FrozenTarget:
@@ -101,7 +74,7 @@ def check(target: FrozenTarget, own: Any, **options: Any) -> None:
 
 
 @pytest.mark.parametrize("known", [True, False])
-@pytest.mark.parametrize("name", [*MODELS, "qwen3"])
+@pytest.mark.parametrize("name", [*KINDS, "qwen3"])
 def test_each_document_has_the_features_that_it_has_alone(name: str, known: bool) -> None:
     target = target_of(model_of(name))
     assert packing(target.model) is WAYS.get(name, by_lengths)
@@ -199,10 +172,7 @@ def test_an_attention_that_was_named_is_kept() -> None:
 
 def test_configs_of_other_parts_keep_theirs() -> None:
     """Of a model for text and images the text's alone is switched, where it alone has sdpa."""
-    config = CONFIG_MAPPING["gemma3"](
-        text_config={**SIZES, **MODELS["gemma3_text"]},
-        vision_config={"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2},
-    )
+    config: Any = tiny_config({"model_type": "gemma3"}, OTHERS.tokenizer(), num_layers=2)
     config._attn_implementation = {"": "sdpa", "text_config": "sdpa", "vision_config": "eager"}
     model = AutoModelForCausalLM.from_config(config).eval()
     before = [model.config, model.config.text_config, model.config.vision_config]

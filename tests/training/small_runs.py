@@ -69,15 +69,12 @@ def trainer(
 
 def gradient_of_one_step(output_dir: Path, micro_batch: int, accumulation: int) -> dict[str, torch.Tensor]:
     """What the optimizer is given in the first step over four rows, through the Trainer's own loop."""
-    fit = trainer(
-        output_dir,
-        rows(4, 24),
-        max_steps=1,
-        per_device_train_batch_size=micro_batch,
-        gradient_accumulation_steps=accumulation,
-        max_grad_norm=0.0,
-        learning_rate=0.0,
-    )
+    batches = {"per_device_train_batch_size": micro_batch, "gradient_accumulation_steps": accumulation}
+    return gradient_of(trainer(output_dir, rows(4, 24), max_steps=1, max_grad_norm=0.0, learning_rate=0.0, **batches))
+
+
+def gradient_of(fit: DraftTrainer) -> dict[str, torch.Tensor]:
+    """Of the one step that it takes."""
     gradients: dict[str, torch.Tensor] = {}
 
     def keep(*_: Any) -> None:

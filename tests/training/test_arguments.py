@@ -1,4 +1,3 @@
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +11,7 @@ from specdistill.errors import UserError
 from specdistill.project import ROOT
 from specdistill.training import arguments
 from specdistill.training.arguments import training_arguments
+from tests.launches import environment
 from tests.refusals import refused
 
 
@@ -103,21 +103,17 @@ def test_a_mistake_has_a_nearest_name(tmp_path: Path, name: str, value: Any, nea
         build(tmp_path, **{name: value})
 
 
-def launch(name: str, *script_arguments: str, script: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "accelerate.commands.launch", f"--config_file=accelerate_configs/{name}.yaml"]
-    options = ["--mixed_precision=no", "--main_process_port=0", str(Path(__file__).with_name(script))]
-    # The environment's own tools first: DeepSpeed looks ninja up by name.
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    line = [*command, *options, *script_arguments]
-    return subprocess.run(line, capture_output=True, text=True, check=False, env=environment, cwd=ROOT)
+def launch(script: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file=accelerate_configs/ddp.yaml"]
+    options = ["--mixed_precision=no", "--main_process_port=0", str(Path(__file__).with_name(script)), str(folder)]
+    return subprocess.run([*command, *options], capture_output=True, text=True, check=False, env=environment(), cwd=ROOT)
 
 
 @pytest.mark.long  # a launch
 @pytest.mark.distributed
 def test_processes_end_although_collectives_are_open(tmp_path: Path):
     """Left to the interpreter's end, gloo's threads abort five such launches of six."""
-    result = launch("ddp", str(tmp_path), script="open_collectives.py")
+    result = launch("open_collectives.py", tmp_path)
     assert result.returncode == 0, result.stderr
 
 
@@ -177,7 +173,7 @@ def test_an_fsdp_that_could_not_put_a_draft_together_is_refused(tmp_path: Path, 
 @pytest.mark.distributed
 def test_processes_that_would_train_alone_are_refused(tmp_path: Path):
     """Without a GPU, and told not to use the CPU, accelerate starts processes that never meet."""
-    result = launch("ddp", str(tmp_path), script="without_cpu.py")
+    result = launch("without_cpu.py", tmp_path)
     assert result.returncode != 0
     assert "accelerate launch: got 2 processes that would each train alone" in result.stderr
     assert not (tmp_path / "accepted").exists()

@@ -88,6 +88,13 @@ def test_a_loss_that_is_not_finite_names_its_rows(tmp_path: Path) -> None:
     assert later == []
 
 
+def spoil(fit: Any, step: int) -> None:
+    """Make the loss of this step no number."""
+    fit.objective.register_forward_hook(
+        lambda _, __, output: (output[0] * float("nan"), *output[1:]) if fit.state.global_step == step else output
+    )
+
+
 @pytest.mark.parametrize("used", ["save_strategy", "eval_strategy"])
 def test_at_the_end_of_an_epoch_nothing_is_made_of_weights_that_are_not_finite(tmp_path: Path, used: str) -> None:
     fit = trainer(
@@ -95,10 +102,7 @@ def test_at_the_end_of_an_epoch_nothing_is_made_of_weights_that_are_not_finite(t
     )
     (tmp_path / "run").mkdir()
 
-    def spoil(_: Any, __: Any, output: Any) -> Any:
-        return (output[0] * float("nan"), *output[1:]) if fit.state.global_step == 3 else output
-
-    fit.objective.register_forward_hook(spoil)
+    spoil(fit, 3)
     with pytest.raises(ResourceError, match="step 4 "):
         fit.train()
     assert not list(tmp_path.glob("checkpoint-*")) and not fit.state.log_history
@@ -108,9 +112,7 @@ def test_the_rows_of_a_later_epoch_are_named(tmp_path: Path) -> None:
     """The second step of the second epoch."""
     fit = trainer(tmp_path, rows(4, 24), num_train_epochs=2, per_device_train_batch_size=1, logging_strategy="no", seed=8)
     (tmp_path / "run").mkdir()
-    fit.objective.register_forward_hook(
-        lambda _, __, output: (output[0] * float("nan"), *output[1:]) if fit.state.global_step == 5 else output
-    )
+    spoil(fit, 5)
     with pytest.raises(ResourceError, match="step 6 "):
         fit.train()
     found = json.loads((tmp_path / "run" / "loss_not_finite.json").read_text(encoding="utf-8"))

@@ -21,7 +21,6 @@ from specdistill.targets.frozen import FrozenTarget
 from tests import mtp_targets
 from tests.heads import HEADS, build_head, causal, load_head, save_head
 from tests.refusals import refused
-from tests.tiny import tiny_target_model, tiny_tokenizer
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "eagle": ("eagle", {}),
@@ -42,23 +41,15 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def tiny_llama() -> FrozenTarget:
-    return FrozenTarget(tiny_target_model(), tiny_tokenizer(), name="tiny")
-
-
-@pytest.fixture(scope="module")
-def target() -> FrozenTarget:
-    return tiny_llama()
-
-
 Variant = tuple[str, Any, FrozenTarget]
 
 
 @pytest.fixture(params=(*VARIANTS, *mtp_targets.KINDS), scope="module")
-def variant(request: pytest.FixtureRequest) -> Variant:
+def variant(request: pytest.FixtureRequest, target: FrozenTarget) -> Variant:
     """A method, one of its heads, and the target that it is for: a Llama, or one with layers of another kind."""
     of_kind = request.param in mtp_targets.KINDS
-    target = mtp_targets.tiny_target(request.param) if of_kind else tiny_llama()
+    if of_kind:
+        target = mtp_targets.tiny_target(request.param)
     method, shape = VARIANTS["mtp" if of_kind else request.param]
     head = build_head(method, target, **shape)
     for name, parameter in head.named_parameters():  # biases and norms too, which start as nothing

@@ -11,20 +11,12 @@ from specdistill.losses.divergence import forward_kl
 from specdistill.methods.chains.attention import UnrollKVCache
 from specdistill.methods.chains.unroll import TrainingTimeTest
 from specdistill.methods.eagle.module import build_eagle
-from specdistill.methods.eagle3.module import build_eagle3
 from specdistill.rows.packing import indexed
 from specdistill.targets.anatomy import LogitsHead
 from specdistill.targets.frozen import Features, FrozenTarget
-from specdistill.training.objective import SoftTargets, StepSums, loss_rows, shift_left
+from specdistill.training.objective import SoftTargets, StepSums, shift_left
 from tests.heads import build_head, causal, check_unroll, document_rows
 from tests.tiny import tiny_target_model, tiny_tokenizer
-
-K = 4
-
-
-@pytest.fixture(scope="module")
-def target() -> FrozenTarget:
-    return FrozenTarget(tiny_target_model(), tiny_tokenizer(), name="tiny")
 
 
 def run(model: TrainingTimeTest, target: FrozenTarget, rows: dict[str, torch.Tensor]) -> tuple[torch.Tensor, StepSums]:
@@ -149,37 +141,11 @@ def test_the_unroll_computes_what_the_decoder_drafts(target: FrozenTarget, metho
     check_unroll(build_head(method, target, **options), target)
 
 
-def test_only_loss_tokens_of_the_roots_document_are_predicted() -> None:
-    columns = {
-        "input_ids": torch.arange(10)[None],
-        "document_ids": torch.tensor([[0, 0, 0, 0, 0, 1, 1, 1, -1, -1]]),
-        "loss_mask": torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1, 0, 0]]),
-        "position_ids": torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 0, 0]]),
-    }
-    batch = indexed(columns)
-    positions = batch["loss_positions"]
-    assert positions[:4].tolist() == [3, 4, 6, 7] and not positions[4:].any()
-    for ahead, predicted in ((1, [3, 4, 6, 7]), (2, [3, 4, 7]), (3, [3, 4]), (4, [4]), (5, [])):
-        assert positions[loss_rows(batch["position_ids"], positions, ahead=ahead)].tolist() == predicted
-    assert batch["cumulative_lengths"][:4].tolist() == [0, 5, 8, 10] and batch["longest"] == 5
-
-
-def soft_targets(target: FrozenTarget, ids: torch.Tensor, vocabulary: torch.Tensor) -> SoftTargets:
-    """At T = 0.7."""
-    return SoftTargets.of(target.logits, target.features(ids, []).last_hidden, torch.arange(1, ids.shape[1]), vocabulary, 0.7)
-
-
-def test_the_teacher_is_the_targets_distribution_before_the_token(target: FrozenTarget) -> None:
-    ids = torch.arange(3, 15)[None]
-    soft = soft_targets(target, ids, torch.arange(target.vocab_size)).at(slice(2, 9), measure=False)
-    assert torch.allclose(soft.probs_rW, (target.model(ids).logits[0, 2:9] / 0.7).softmax(-1), atol=1e-6)
-
-
 @pytest.mark.parametrize("plain_linear", [True, False])
 def test_a_pruned_teacher_is_renormalised_and_remembers_its_share(target: FrozenTarget, plain_linear: bool) -> None:
     """Also where its head cannot be cut."""
     ids, kept = torch.arange(3, 15)[None], torch.arange(0, target.vocab_size, 2)
-    made = soft_targets(target, ids, kept)
+    made = SoftTargets.of(target.logits, target.features(ids, []).last_hidden, torch.arange(1, ids.shape[1]), kept, 0.7)
     made = made if plain_linear else dataclasses.replace(made, pruned=None)
     distributions = (target.model(ids).logits[0, :-1] / 0.7).softmax(-1)
     soft = made.at(slice(None), measure=True)
@@ -189,31 +155,6 @@ def test_a_pruned_teacher_is_renormalised_and_remembers_its_share(target: Frozen
     assert torch.allclose(soft.probs_rW * soft.mass_r[:, None], distributions[:, kept], atol=1e-5)
     assert torch.equal(soft.top1_r, distributions.argmax(-1))
     assert torch.allclose(made.at(slice(None), measure=False).probs_rW, soft.probs_rW, atol=1e-6)
-
-
-@pytest.mark.parametrize("vocabulary", [None, torch.arange(1, 200, 2)])
-def test_packing_changes_no_loss_and_no_gradient(target: FrozenTarget, vocabulary: torch.Tensor | None) -> None:
-    model = TrainingTimeTest(build_eagle3(target, draft_vocabulary=vocabulary), forward_kl, K, step_decay=0.8)
-    first, second = numbered_rows(11, 3), numbered_rows(9, 60)
-    packed = {name: torch.cat((first[name], second[name]), 1) for name in first}
-    packed["document_ids"][:, 11:] = 1
-    padding = {"input_ids": 0, "loss_mask": 0, "document_ids": -1, "position_ids": 0}
-    packed = {name: torch.cat((rows, torch.full((1, 5), padding[name])), 1) for name, rows in packed.items()}
-    packed["position_ids"][:, 20:] = torch.arange(5)
-
-    total, sums = run(model, target, packed)
-    total.backward()
-    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    model.zero_grad()
-    separate = [run(model, target, rows) for rows in (first, second)]
-    (separate[0][0] + separate[1][0]).backward()
-
-    assert torch.allclose(total, separate[0][0] + separate[1][0], rtol=1e-4)
-    assert torch.allclose(sums.table(), separate[0][1].table() + separate[1][1].table(), rtol=1e-4, atol=1e-4)
-    assert gradients.keys() == {name for name, p in model.named_parameters() if p.requires_grad}
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            assert parameter.grad is not None and torch.allclose(gradients[name], parameter.grad, rtol=1e-3, atol=1e-5), name
 
 
 @pytest.mark.long  # a compiler
@@ -231,23 +172,6 @@ def test_the_unroll_compiles_as_one_graph(target: FrozenTarget, method: str, num
     assert gradients[0].keys() == gradients[1].keys()
     for name, gradient in gradients[0].items():
         assert torch.allclose(gradient, gradients[1][name], atol=1e-6), name
-
-
-def test_masked_tokens_have_no_loss(target: FrozenTarget) -> None:
-    model = TrainingTimeTest(build_eagle3(target), forward_kl, 2)
-    rows = numbered_rows(12, 3)
-    rows["loss_mask"][:, :8] = 0
-    _, sums = run(model, target, rows)
-    assert [int(kept) for kept in sums.loss_tokens] == [4, 4]
-    assert [int(chains) for chains in sums.chains] == [4, 3]
-
-
-def test_step_weights_decay_and_sum_to_one(target: FrozenTarget) -> None:
-    model = TrainingTimeTest(build_eagle3(target), forward_kl, 3, step_decay=0.5)
-    assert model.step_weights.tolist() == pytest.approx([4 / 7, 2 / 7, 1 / 7])
-    total, sums = run(model, target, numbered_rows(12, 3))
-    expected = sum(float(w) * float(loss) for w, loss in zip(model.step_weights, sums.loss, strict=True))
-    assert float(total.detach()) == pytest.approx(expected, rel=1e-5)
 
 
 def test_features_are_held_to_the_targets_next_ones(target: FrozenTarget) -> None:

@@ -10,14 +10,9 @@ from specdistill.losses.divergence import forward_kl
 from specdistill.methods.draft_model.objective import Distillation
 from specdistill.rows.packing import indexed
 from specdistill.targets.frozen import FrozenTarget
-from tests.tiny import tiny_target_model, tiny_tokenizer
+from tests.tiny import tiny_target_model
 
 K = 3
-
-
-@pytest.fixture(scope="module")
-def target() -> FrozenTarget:
-    return FrozenTarget(tiny_target_model(), tiny_tokenizer(), name="tiny")
 
 
 def packed_rows() -> dict[str, Any]:

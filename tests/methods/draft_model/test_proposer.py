@@ -30,13 +30,6 @@ PROMPT = [5, 9, 5, 9, 20, 31]
 GREEDY = Sampling()
 
 
-@pytest.fixture(scope="module")
-def target() -> FrozenTarget:
-    model = tiny_target_model()
-    model.generation_config.eos_token_id = []
-    return FrozenTarget(model, tiny_tokenizer(), name="tiny")
-
-
 def word_tokenizer(words: str) -> PreTrainedTokenizerFast:
     """One token a word, in the order given; the first is the unknown word."""
     vocabulary = {word: index for index, word in enumerate(words.split())}
@@ -76,11 +69,6 @@ def test_greedy_output_is_the_plain_output(target: FrozenTarget, k: int, thresho
     if threshold in (None, 0.0):
         assert all(len(r.drafted) == k for r in fast.rounds)
         assert {0, k} <= set(accepted)  # rejections and full rounds were both decoded through
-
-
-def test_the_target_drafting_for_itself_is_accepted_in_full(target: FrozenTarget):
-    run = Decoder(target, DraftModelProposer(target.model)).generate(PROMPT, max_new_tokens=41, num_speculative_tokens=4)
-    assert [r.num_accepted for r in run.rounds] == [4] * 8
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen3"])
@@ -171,19 +159,19 @@ def telling_threshold(make: Callable[..., DraftModelProposer]) -> float:
     return threshold
 
 
-@pytest.mark.parametrize("make", [alike, unlike])
-@pytest.mark.parametrize("adaptive", [False, True])
-def test_sampled_text_has_the_targets_distribution_exactly(make: Callable[..., DraftModelProposer], adaptive: bool):
-    target, prompt = distribution_of(tiny_draft_model(4, seed=1)), (1, 3, 2)
+@pytest.mark.parametrize(
+    ("make", "adaptive", "sampling"),
+    [
+        *((make, adaptive, SAMPLING) for make in (alike, unlike) for adaptive in (False, True)),
+        (unlike, False, Sampling(1.0, top_k=3)),
+    ],
+)
+def test_sampled_text_has_the_targets_distribution_exactly(
+    make: Callable[..., DraftModelProposer], adaptive: bool, sampling: Sampling
+):
+    target, prompt = distribution_of(tiny_draft_model(4, seed=1), sampling), (1, 3, 2)
     proposer = make(telling_threshold(make) if adaptive else None)
-    distribution = output_distribution(target, fresh(proposer, 2), prompt)
-    assert torch.allclose(distribution, plain_distribution(target, prompt), rtol=0, atol=1e-6)
-
-
-def test_a_truncated_distribution_is_kept_too():
-    prompt, sampling = (1, 3, 2), Sampling(1.0, top_k=3)
-    target = distribution_of(tiny_draft_model(4, seed=1), sampling)
-    distribution = output_distribution(target, fresh(unlike(), 2), prompt, sampling)
+    distribution = output_distribution(target, fresh(proposer, 2), prompt, sampling)
     assert torch.allclose(distribution, plain_distribution(target, prompt), rtol=0, atol=1e-6)
 
 
@@ -312,15 +300,16 @@ def test_a_folder_with_another_tokenizer_is_refused_unless_told(target: FrozenTa
     assert isinstance(proposer, DraftModelProposer) and proposer.shared_vocabulary is not None
 
 
-@pytest.mark.parametrize("setting", ["confidence_threshold=0.5", "draft_context=window", "heterogeneous_vocab=true"])
-def test_a_recipe_of_another_method_refuses_its_settings(setting: str):
+@pytest.mark.parametrize(
+    ("method", "setting"),
+    [
+        ("eagle3", "confidence_threshold=0.5"),
+        ("eagle3", "draft_context=window"),
+        ("eagle3", "heterogeneous_vocab=true"),
+        ("draft_model", "confidence_threshold=1.5"),
+        ("draft_model", "draft_context=crop"),
+    ],
+)
+def test_settings_of_another_method_or_out_of_range_name_their_key(method: str, setting: str):
     with refused(f"eval.{setting.partition('=')[0]}"):
-        load_recipe(Recipe, ["method=eagle3", "target=pico", "train.output_dir=runs", f"eval.{setting}"])
-
-
-@pytest.mark.parametrize("setting", ["confidence_threshold=1.5", "draft_context=crop"])
-def test_settings_out_of_range_name_their_key(setting: str):
-    with refused(f"eval.{setting.partition('=')[0]}"):
-        load_recipe(
-            Recipe, ["method=draft_model", "target.model=pico", "data.source=x", "train.output_dir=runs", f"eval.{setting}"]
-        )
+        load_recipe(Recipe, [f"method={method}", "target.model=pico", "train.output_dir=runs", f"eval.{setting}"])

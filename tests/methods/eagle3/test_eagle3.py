@@ -19,11 +19,6 @@ from tests.tiny import tiny_target_model, tiny_tokenizer
 LINEAR = {"rope_type": "linear", "factor": 2.0}
 
 
-@pytest.fixture(scope="module")
-def target() -> FrozenTarget:
-    return FrozenTarget(tiny_target_model(), tiny_tokenizer(), name="tiny")
-
-
 def test_bfloat16_comes_back_as_bfloat16(target: FrozenTarget, tmp_path: Path) -> None:
     draft = build_eagle3(target).to(torch.bfloat16)
     save_eagle3(draft, tmp_path)
@@ -96,11 +91,18 @@ def test_norm_output_feeds_back_what_the_head_sees(target: FrozenTarget) -> None
         assert torch.allclose(draft.norm(next_hidden), normed, atol=1e-6) != norm_output
 
 
-def test_a_target_of_another_width_is_refused(target: FrozenTarget, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("key", "value", "holds"),
+    [
+        ("target_hidden_size", 96, "target_hidden_size 96"),
+        ("rope_scaling", {"rope_type": "dynamic", "factor": 2.0}, "rope_type dynamic"),  # angles go by the text's length
+    ],
+)
+def test_a_config_that_does_not_fit_is_refused(target: FrozenTarget, tmp_path: Path, key: str, value: Any, holds: str) -> None:
     save_eagle3(build_eagle3(target), tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**config, "target_hidden_size": 96}))
-    with refused("eval.draft", f"{tmp_path} with target_hidden_size 96"):
+    (tmp_path / "config.json").write_text(json.dumps({**config, key: value}))
+    with refused("eval.draft", holds=holds):
         load_eagle3(tmp_path, target)
 
 
@@ -127,14 +129,6 @@ def test_rotary_and_window_keys_of_older_and_newer_writers_are_read(
     head = load_eagle3(tmp_path, target).config
     assert (head.rope_theta, head.rope_scaling, head.sliding_window) == (theta, rope, window)
     assert LlamaConfig(**{**rest, **keys}).rope_parameters["rope_theta"] == theta
-
-
-def test_angles_that_depend_on_the_texts_length_are_refused(target: FrozenTarget, tmp_path: Path) -> None:
-    save_eagle3(build_eagle3(target), tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**config, "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}))
-    with refused("eval.draft", "a config.json with rope_type dynamic"):
-        load_eagle3(tmp_path, target)
 
 
 def test_pickles_load_as_plain_tensors_only(target: FrozenTarget, tmp_path: Path) -> None:

@@ -51,26 +51,6 @@ def test_the_longest_and_latest_match_is_continued() -> None:
     assert propose(proposer, text) == []
 
 
-def test_a_match_near_the_end_is_continued_periodically() -> None:
-    proposer = NgramProposer()
-    for text, expected in (([4, 1, 2, 1, 2], [1, 2, 1, 2, 1]), ([3, 6, 6], [6, 6, 6, 6, 6])):
-        proposer.begin(100)
-        assert propose(proposer, text, k=5) == expected
-
-
-def test_the_output_can_be_left_out() -> None:
-    proposer = NgramProposer(lookup="prompt")
-    proposer.begin(100)
-    text = [1, 2, 3, 1]  # a prompt of three tokens and the one that the prefill gave
-    assert propose(proposer, text) == [2, 3, 1]
-    text += [5, 1]
-    assert propose(proposer, text, k=2) == [2, 3]  # not 5, which followed the latest 1, in the output
-    text += [5]
-    assert propose(proposer, text) == []
-    proposer.begin(100)
-    assert propose(proposer, [5, 1, 5]) == [1, 5, 1]
-
-
 @pytest.mark.parametrize("lookup", ["sequence", "prompt"])
 @pytest.mark.parametrize(("least", "most"), [(1, 1), (1, 3), (2, 4), (3, 3)])
 def test_the_index_finds_what_a_scan_finds(lookup: str, least: int, most: int) -> None:
@@ -140,10 +120,7 @@ def target() -> FrozenTarget:
 @pytest.mark.parametrize("k", [1, 4])
 def test_greedy_output_is_the_plain_output(target: FrozenTarget, k: int, lookup: str) -> None:
     begun = [5, 1, 5, 1, 2, 3]
-    prompt = [
-        *begun,
-        *Decoder(target).generate(begun, max_new_tokens=60).token_ids,
-    ]  # so that the prompt holds something to copy
+    prompt = [*begun, *Decoder(target).generate(begun, max_new_tokens=60).token_ids]  # which holds something to copy
     plain = Decoder(target).generate(prompt, max_new_tokens=60)
     fast = Decoder(target, NgramProposer(lookup=lookup)).generate(prompt, max_new_tokens=60, num_speculative_tokens=k)
     assert fast.token_ids == plain.token_ids
@@ -184,16 +161,16 @@ def test_its_settings_come_through_the_loader(target: FrozenTarget) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "key", "got"),
-    [(["min=0"], "min", 0), (["min=4", "max=3"], "min", 4), (["max=0"], "max", 0), (["lookup=promt"], "lookup", "'promt'")],
+    ("method", "options", "key", "got"),
+    [
+        ("ngram", ["min=0"], ".min", 0),
+        ("ngram", ["min=4", "max=3"], ".min", 4),
+        ("ngram", ["max=0"], ".max", 0),
+        ("ngram", ["lookup=promt"], ".lookup", "'promt'"),
+        ("eagle3", ["lookup=prompt"], "", ""),
+    ],
 )
-def test_settings_that_cannot_work_name_their_key(options: list[str], key: str, got: object) -> None:
-    arguments = ["method=ngram", "target.model=pico", "train.output_dir=runs"]
-    with refused(f"eval.ngram.{key}", got):
+def test_settings_that_cannot_work_name_their_key(method: str, options: list[str], key: str, got: object) -> None:
+    arguments = [f"method={method}", "target.model=pico", "train.output_dir=runs"]
+    with refused(f"eval.ngram{key}", got):
         load_recipe(Recipe, arguments + [f"eval.ngram.{option}" for option in options])
-
-
-@pytest.mark.parametrize(("option", "value"), [("min", 2), ("max", 2), ("lookup", "prompt")])
-def test_a_recipe_of_another_method_refuses_its_settings(option: str, value: object) -> None:
-    with refused("eval.ngram"):
-        load_recipe(Recipe, ["method=eagle3", "target=pico", "train.output_dir=runs", f"eval.ngram.{option}={value}"])
