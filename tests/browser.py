@@ -21,6 +21,11 @@ window.found = answer => {
   parent.document.title = JSON.stringify({
     problems,
     overflow: document.documentElement.scrollWidth > document.documentElement.clientWidth,
+    clipped: [...document.querySelectorAll("svg text")].filter(text => {
+      const box = text.getBBox(), view = text.ownerSVGElement.viewBox.baseVal;
+      return box.x < -2 || box.y < 0 || box.x + box.width > view.width + 2 || box.y + box.height > view.height + 2;
+    }).map(text => text.textContent),
+    paper: getComputedStyle(document.body).backgroundColor,
     ...answer,
   });
 };
@@ -44,9 +49,10 @@ def opening(page: str, folder: Path) -> dict[str, Any]:
 
 
 def look(page: str, script: str, folder: Path, *, width: int = 500, dark: bool = False) -> dict[str, Any]:
-    """What `script`, run at the page's end, hands to `found({...})`; besides, `problems` and whether the page overflows sideways.
+    """What `script`, run at the page's end, hands to `found({...})`; besides, whether the page overflows sideways, what
+    figures cut off of their text, and `paper`, the colour behind the page.
 
-    width: of the viewport, in CSS pixels; folder: for the browser's files. Anything in the console is a failure.
+    width: of the viewport, in CSS pixels; folder: for the browser's files. An error and anything in the console is a failure.
     """
     watched = page.replace("<style>", WATCH + "<style>", 1).replace("</body>", f"<script>{script}</script></body>")
     framed = folder / "framed.html"
@@ -55,6 +61,7 @@ def look(page: str, script: str, folder: Path, *, width: int = 500, dark: bool =
     result = _browse(framed, folder, f"--window-size={max(width, 500)},900", "--virtual-time-budget=3000", colours)
     assert ":CONSOLE" not in result.stderr, result.stderr
     answer: dict[str, Any] = json.loads(_title(result))
+    assert answer.pop("problems") == []
     return answer
 
 

@@ -41,7 +41,6 @@ class Repository:
     config: dict[str, Any]
     tensors: Tensors
     base: str | None = None
-    tags: tuple[str, ...] = ()
     tokenizer: str | None = None
     filled: bool = False
     written: Mapping[str, bytes] = field(default_factory=dict)
@@ -84,8 +83,7 @@ class Repository:
 
     def _card(self) -> str:
         base = f"base_model: {self.base}\n" if self.base else ""
-        tags = "tags:\n" + "".join(f"- {tag}\n" for tag in self.tags) if self.tags else ""
-        return f"---\nlibrary_name: transformers\n{base}{tags}---\n"
+        return f"---\nlibrary_name: transformers\n{base}---\n"
 
 
 def _size(tensor: tuple[str, tuple[int, ...]]) -> int:
@@ -142,12 +140,11 @@ def _tokenizer(family: str) -> PreTrainedTokenizerFast:
 
 @dataclass(frozen=True)
 class Pair:
-    """method: what a user names. draft: None where its layer is in the target's own checkpoint. wrong: what is, in words."""
+    """method: what a user names. draft: None where its layer is in the target's own checkpoint."""
 
     method: str
     target: Repository
     draft: Repository | None
-    wrong: str = ""
 
     def write(self, folder: Path) -> tuple[Path, Path]:
         """The target's folder and the draft's, which may be the same one."""
@@ -268,7 +265,6 @@ LLAMA_EAGLE = Repository(
     ),
     base=LLAMA_8B.name,
     filled=True,
-    tags=("eagle",),
 )
 LLAMA_EAGLE3 = Repository(
     "yuhuili/EAGLE3-LLaMA3.1-Instruct-8B",
@@ -276,7 +272,6 @@ LLAMA_EAGLE3 = Repository(
     in_dtype(eagle3("midlayer.", 4096, 14336, 32, 8, 128, 128256, 32000, maps=("d2t", "t2d")), "F16"),
     base=LLAMA_8B.name,
     filled=True,
-    tags=("eagle3",),
     written=vocabulary_maps(128256, 32000),
 )
 
@@ -289,10 +284,8 @@ QWEN3_8B = Repository(
         "eos_token_id": 151645, "head_dim": 128, "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02,
         "intermediate_size": 12288, "max_position_embeddings": 40960, "max_window_layers": 36, "model_type": "qwen3",
         "num_attention_heads": 32, "num_hidden_layers": 36, "num_key_value_heads": 8, "rms_norm_eps": 1e-6,
-        "rope_scaling": None,
-        "rope_theta": 1000000, "sliding_window": None, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
-        "use_cache": True,
-        "use_sliding_window": False, "vocab_size": 151936,
+        "rope_scaling": None, "rope_theta": 1000000, "sliding_window": None, "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16", "use_cache": True, "use_sliding_window": False, "vocab_size": 151936,
     },
     decoder(4096, 12288, 32, 8, 128, 151936, 36, tied=False, norms_of_qk=True),
     tokenizer="qwen3",
@@ -322,7 +315,6 @@ QWEN3_EAGLE3 = Repository(
     | eagle3("layers.0.", 4096, 12288, 32, 8, 128, 151936, 32000, maps=("d2t", "t2d")),
     base=QWEN3_8B.name,
     filled=True,
-    tags=("speculators", "eagle3"),
     written=vocabulary_maps(151936, 32000),
 )  # fmt: skip
 
@@ -337,22 +329,14 @@ def dflash(H: int, I: int, N: int, G: int, d: int, depth: int, num_aux: int) -> 
 
 QWEN3_DFLASH = Repository(
     "z-lab/Qwen3-8B-DFlash-b16",
-    {
-        "architectures": ["DFlashDraftModel"], "attention_bias": False, "attention_dropout": 0.0,
-        "auto_map": {"AutoModel": "dflash.DFlashDraftModel"}, "block_size": 16, "bos_token_id": 151643,
-        "dflash_config": {"mask_token_id": 151669, "target_layer_ids": [1, 9, 17, 25, 33]}, "dtype": "bfloat16",
-        "eos_token_id": 151645, "head_dim": 128, "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02,
-        "intermediate_size": 12288, "layer_types": ["full_attention"] * 5, "max_position_embeddings": 40960,
-        "max_window_layers": 5,
-        "model_type": "qwen3", "num_attention_heads": 32, "num_hidden_layers": 5, "num_key_value_heads": 8,
-        "num_target_layers": 36,
-        "rms_norm_eps": 1e-6, "rope_scaling": None, "rope_theta": 1000000, "sliding_window": None, "tie_word_embeddings": False,
-        "use_cache": True, "use_sliding_window": False, "vocab_size": 151936,
+    QWEN3_8B.config | {
+        "architectures": ["DFlashDraftModel"], "auto_map": {"AutoModel": "dflash.DFlashDraftModel"}, "block_size": 16,
+        "dflash_config": {"mask_token_id": 151669, "target_layer_ids": [1, 9, 17, 25, 33]},
+        "layer_types": ["full_attention"] * 5, "max_window_layers": 5, "num_hidden_layers": 5, "num_target_layers": 36,
     },
     dflash(4096, 12288, 32, 8, 128, 5, 5),
     base=QWEN3_8B.name,
     filled=True,
-    tags=("dflash",),
 )  # fmt: skip
 
 # DeepSeek-V3, which has its draft as layer 61
@@ -486,7 +470,6 @@ GPT_OSS_20B_EAGLE3 = Repository(
     eagle3("midlayer.", 2880, 17280, 64, 8, 64, 201088, 32000, maps=("d2t", "t2d")),
     base=GPT_OSS_20B.name,
     filled=True,
-    tags=("eagle3",),
     written=vocabulary_maps(201088, 32000),
 )
 # As ModelOpt writes them, here without a vocabulary and an output layer of its own
@@ -504,7 +487,6 @@ GPT_OSS_120B_EAGLE3 = Repository(
     eagle3("layers.0.", 2880, 17280, 64, 8, 64, 201088, None, maps=()),
     base=GPT_OSS_120B.name,
     filled=True,
-    tags=("eagle3", "modelopt"),
 )  # fmt: skip
 
 # Qwen3.5, for text and images, which has its draft beside the language model
@@ -627,10 +609,6 @@ def _without(repository: Repository, *endings: str) -> Repository:
     )
 
 
-def _d2t(ids: np.ndarray) -> bytes:
-    return (ids - np.arange(len(ids))).astype(np.int64).tobytes()
-
-
 ENCODER = Repository(
     "google-t5/t5-small",
     {
@@ -649,53 +627,30 @@ SHORT_VOCABULARY = replace(
     tensors=in_dtype(eagle3("midlayer.", 4096, 14336, 32, 8, 128, 32000, 16000, maps=("d2t", "t2d")), "F16"),
     written=vocabulary_maps(32000, 16000),
 )
+BEYOND = (np.linspace(0, 130000, 32000).astype(np.int64) - np.arange(32000)).tobytes()  # the vocabulary
 WRONG_PAIRS = {
-    "width": Pair("eagle3", LLAMA_8B, NARROW, "a head 2,048 wide"),
-    "vocabulary": Pair("eagle3", LLAMA_8B, SHORT_VOCABULARY, "a head for 32,000 tokens"),
-    "other-family": Pair("eagle3", QWEN3_8B, LLAMA_EAGLE3, "Llama's head for Qwen3"),
-    "other-family-model": Pair("draft_model", QWEN3_8B, LLAMA_1B, "Llama's draft model for Qwen3"),
-    "other-tokenizer": Pair(
-        "draft_model", LLAMA_8B, replace(LLAMA_1B, tokenizer="qwen3"), "a draft model of the right width with another tokenizer"
-    ),
-    "eagle-as-eagle3": Pair("eagle3", LLAMA_8B, LLAMA_EAGLE, "EAGLE-1 called EAGLE-3"),
-    "eagle3-as-eagle": Pair("eagle", LLAMA_8B, LLAMA_EAGLE3, "EAGLE-3 called EAGLE-1"),
-    "model-as-eagle3": Pair("eagle3", LLAMA_8B, LLAMA_1B, "a draft model called EAGLE-3"),
-    "dflash-as-eagle3": Pair("eagle3", QWEN3_8B, QWEN3_DFLASH, "DFlash called EAGLE-3"),
-    "other-depth": Pair(
-        "eagle3", LLAMA_8B, _with(LLAMA_EAGLE3, num_target_layers=80), "a head that was made for 80 layers, for a target of 32"
-    ),
-    "aux-layers": Pair(
-        "eagle3", GPT_OSS_20B, _with(GPT_OSS_120B_EAGLE3, draft_vocab_size=None), "layers 2, 18, 33 of a target of 24"
-    ),
-    "missing-tensor": Pair("eagle3", LLAMA_8B, _without(LLAMA_EAGLE3, "mlp.down_proj.weight"), "a head without its down_proj"),
-    "no-d2t": Pair("eagle3", LLAMA_8B, _without(LLAMA_EAGLE3, "d2t"), "a pruned vocabulary without d2t"),
-    "d2t-range": Pair(
-        "eagle3",
-        LLAMA_8B,
-        replace(LLAMA_EAGLE3, written={**LLAMA_EAGLE3.written, "d2t": _d2t(np.linspace(0, 130000, 32000).astype(np.int64))}),
-        "d2t beyond the vocabulary",
-    ),
-    "lying-config": Pair(
-        "eagle3",
-        LLAMA_8B,
-        _with(LLAMA_EAGLE3, intermediate_size=11008),
-        "a config.json with another MLP width than the tensors have",
-    ),
-    "lying-vocabulary": Pair(
-        "eagle3",
-        LLAMA_8B,
-        _with(LLAMA_EAGLE3, draft_vocab_size=64000),
-        "a config.json with another draft vocabulary than the tensors",
-    ),
-    "zeros": Pair("eagle3", LLAMA_8B, replace(LLAMA_EAGLE3, filled=False), "a head of zeros"),
-    "pickled": Pair("eagle3", LLAMA_8B, replace(LLAMA_EAGLE3, pickled=True), "weights in a pickle alone"),
-    "no-weights": Pair("eagle3", LLAMA_8B, replace(LLAMA_EAGLE3, tensors={}), "a repository without weights"),
-    "encoder-decoder": Pair("eagle3", ENCODER, LLAMA_EAGLE3, "a target that is no causal language model"),
-    "no-mtp": Pair("mtp", LLAMA_8B, None, "a target without such a layer"),
-    "mtp-not-saved": Pair(
-        "mtp",
-        replace(QWEN35_9B, tensors={name: tensor for name, tensor in QWEN35_9B.tensors.items() if not name.startswith("mtp.")}),
-        None,
-        "a config.json that counts a layer which no file has",
-    ),
+    "width": Pair("eagle3", LLAMA_8B, NARROW),
+    "vocabulary": Pair("eagle3", LLAMA_8B, SHORT_VOCABULARY),
+    "other-family": Pair("eagle3", QWEN3_8B, LLAMA_EAGLE3),
+    "other-family-model": Pair("draft_model", QWEN3_8B, LLAMA_1B),
+    "other-tokenizer": Pair("draft_model", LLAMA_8B, replace(LLAMA_1B, tokenizer="qwen3")),
+    "eagle-as-eagle3": Pair("eagle3", LLAMA_8B, LLAMA_EAGLE),
+    "eagle3-as-eagle": Pair("eagle", LLAMA_8B, LLAMA_EAGLE3),
+    "model-as-eagle3": Pair("eagle3", LLAMA_8B, LLAMA_1B),
+    "dflash-as-eagle3": Pair("eagle3", QWEN3_8B, QWEN3_DFLASH),
+    "other-depth": Pair("eagle3", LLAMA_8B, _with(LLAMA_EAGLE3, num_target_layers=80)),
+    "aux-layers": Pair("eagle3", GPT_OSS_20B, _with(GPT_OSS_120B_EAGLE3, draft_vocab_size=None)),  # 2, 18 and 33 of 24
+    "missing-tensor": Pair("eagle3", LLAMA_8B, _without(LLAMA_EAGLE3, "mlp.down_proj.weight")),
+    "no-d2t": Pair("eagle3", LLAMA_8B, _without(LLAMA_EAGLE3, "d2t")),
+    "d2t-range": Pair("eagle3", LLAMA_8B, replace(LLAMA_EAGLE3, written={**LLAMA_EAGLE3.written, "d2t": BEYOND})),
+    # A config.json that says other sizes than the tensors have.
+    "lying-config": Pair("eagle3", LLAMA_8B, _with(LLAMA_EAGLE3, intermediate_size=11008)),
+    "lying-vocabulary": Pair("eagle3", LLAMA_8B, _with(LLAMA_EAGLE3, draft_vocab_size=64000)),
+    "zeros": Pair("eagle3", LLAMA_8B, replace(LLAMA_EAGLE3, filled=False)),
+    "pickled": Pair("eagle3", LLAMA_8B, replace(LLAMA_EAGLE3, pickled=True)),
+    "no-weights": Pair("eagle3", LLAMA_8B, replace(LLAMA_EAGLE3, tensors={})),
+    "encoder-decoder": Pair("eagle3", ENCODER, LLAMA_EAGLE3),
+    "no-mtp": Pair("mtp", LLAMA_8B, None),
+    # A config.json that counts a layer which no file has.
+    "mtp-not-saved": Pair("mtp", _without(QWEN35_9B, *(name for name in QWEN35_9B.tensors if name.startswith("mtp."))), None),
 }

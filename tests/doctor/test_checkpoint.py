@@ -24,7 +24,6 @@ from tests.heads import build_head, head_of, save_head
 from tests.refusals import refused_key
 from tests.tiny import tiny_target_model, tiny_tokenizer
 
-IDS = "eagle_aux_hidden_state_layer_ids"
 NARROW = {"hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
 
 
@@ -71,14 +70,6 @@ def puts(name: str, of: Callable[[Tensor], Tensor], like: str | None = None) -> 
     return lambda config, tensors: tensors.update({name: of(tensors[like or name]).contiguous()})
 
 
-def with_one(value: float) -> Callable[[Tensor], Tensor]:
-    def change(tensor: Tensor) -> Tensor:
-        tensor[3] = value
-        return tensor
-
-    return change
-
-
 def is_medusa(config: Config, tensors: Tensors) -> None:
     weight = tensors["fc.weight"]
     tensors.clear()
@@ -90,41 +81,18 @@ FC, NORM, Q = "fc.weight", "norm.weight", "midlayer.self_attn.q_proj.weight"
 MUTATIONS: dict[str, tuple[str, Callable[[Config, Tensors], None], str]] = {
     "a tensor is missing": ("eagle3", leaves_out(FC), "without fc.weight"),
     "a tensor by which EAGLE-1 is known is missing": ("eagle", leaves_out(FC), "without fc.weight"),
-    "a tensor is unknown": ("eagle3", puts("midlayer.q_norm.weight", torch.clone, NORM), "layers.0.q_norm.weight"),
-    "a matrix is transposed": (
+    "a matrix is transposed": ("eagle3", puts(FC, torch.t), "(192, 64)"),
+    "NaN": (
         "eagle3",
-        puts(FC, torch.t),
-        "(192, 64)",
+        puts(NORM, lambda tensor: tensor.index_fill(0, torch.tensor(3), float("nan"))),
+        "NaN or infinity in norm.weight",
     ),
-    "NaN": ("eagle3", puts(NORM, with_one(float("nan"))), "NaN or infinity in norm.weight"),
-    "infinity": ("eagle", puts(FC, with_one(float("inf"))), "NaN or infinity in fc.weight"),
     "integers": ("eagle3", puts(FC, lambda tensor: tensor.to(torch.int8)), "torch.int8"),
-    "doubles": ("eagle", puts(FC, torch.Tensor.double), "torch.float64"),
     "zeros": ("eagle3", puts(Q, torch.zeros_like), f"{Q} is all zeros"),
     "a norm of zeros": ("mtp", puts("mtp.norm.weight", torch.zeros_like), "mtp.norm.weight is all zeros"),
     "no embedding of another width": ("narrow", leaves_out("embed_tokens.weight"), "without embed_tokens.weight"),
-    "d2t is shifted from the middle on": (
-        "eagle3",
-        puts("d2t", lambda d2t: d2t + (torch.arange(len(d2t)) > 9)),
-        "d2t and t2d",
-    ),
-    "d2t points past the vocabulary": ("eagle3", puts("d2t", lambda d2t: d2t * 9), "d2t"),
-    "d2t of floats": ("eagle3", puts("d2t", torch.Tensor.float), "torch.float32"),
-    "draft_vocab_size": ("eagle3", says(draft_vocab_size=24), "(25,)"),
+    "d2t is shifted halfway": ("eagle3", puts("d2t", lambda d2t: d2t + (torch.arange(len(d2t)) > 9)), "d2t and t2d"),
     "vocab_size": ("eagle3", says(vocab_size=32000), "vocab_size 32000"),
-    "another target's width": ("eagle3", says(target_hidden_size=128), "target_hidden_size 128"),
-    "another target's depth": ("eagle3", says(num_target_layers=36), "num_target_layers 36"),
-    "layers that are not there": (
-        "eagle3",
-        says(eagle_config={IDS: [1, 2, 8]}),
-        "[2, 3, 9]",
-    ),
-    "layers counted in two ways": (
-        "eagle3",
-        says(eagle_config={IDS: [1, 3, 4]}, **{IDS: [1, 3, 4]}),
-        "[1, 3, 4]",
-    ),
-    "the number of heads": ("eagle3", says(num_attention_heads=4), "layers.0.self_attn.o_proj.weight"),
     "no architectures": ("eagle3", leaves_out("architectures"), "architectures"),
     "another MTP target": ("mtp", lambda config, tensors: config["text_config"].update(hidden_size=48), "hidden_size 48"),
     "not a draft": ("eagle3", is_medusa, "MedusaModel"),
@@ -178,56 +146,6 @@ def test_d2t_of_ids_looks_like_it(folder: Path, tmp_path: Path) -> None:
 
     seen = examined(folder, changed(folder / "eagle3", of_ids, tmp_path / "draft"))
     assert not whats(seen) and "25 draft tokens" in whats(seen, "warning")[0]
-
-
-def shard(draft: Path) -> dict[str, Any]:
-    """A folder's weights in two files; returns their index."""
-    tensors = load_file(draft / "model.safetensors")
-    (draft / "model.safetensors").unlink()
-    place = {name: f"model-0000{1 + (index > 5)}-of-00002.safetensors" for index, name in enumerate(sorted(tensors))}
-    for file in set(place.values()):
-        save_file({name: tensor for name, tensor in tensors.items() if place[name] == file}, draft / file)
-    return {"metadata": {}, "weight_map": place}
-
-
-@pytest.mark.parametrize(
-    ("change", "what"),
-    [
-        ("none", None),
-        ("no shard", "model-00002-of-00002.safetensors"),
-        ("outside", "../elsewhere.safetensors"),
-        ("lies", "norm.weight"),
-        ("cut short", "model-00001-of-00002.safetensors"),
-    ],
-)
-def test_shards(change: str, what: str | None, folder: Path, tmp_path: Path) -> None:
-    draft = tmp_path / "draft"
-    shutil.copytree(folder / "eagle3", draft)
-    index = shard(draft)
-    if change == "no shard":
-        (draft / "model-00002-of-00002.safetensors").unlink()
-    elif change == "outside":
-        index["weight_map"]["norm.weight"] = "../elsewhere.safetensors"
-    elif change == "lies":
-        index["weight_map"]["norm.weight"] = "model-00001-of-00002.safetensors"
-    elif change == "cut short":
-        path = draft / "model-00001-of-00002.safetensors"
-        path.write_bytes(path.read_bytes()[:-100])
-    (draft / "model.safetensors.index.json").write_text(json.dumps(index))
-    problems = whats(examined(folder, draft))
-    assert (what in problems[0] and len(problems) == 1) if what else not problems
-
-
-def test_pickles(folder: Path, tmp_path: Path) -> None:
-    """Plain tensors are read, and anything else is not."""
-    draft = tmp_path / "draft"
-    shutil.copytree(folder / "eagle3", draft)
-    tensors = load_file(draft / "model.safetensors")
-    (draft / "model.safetensors").unlink()
-    torch.save(tensors, draft / "pytorch_model.bin")
-    assert not examined(folder, draft).findings
-    torch.save({"fc.weight": Path("/")}, draft / "pytorch_model.bin")
-    assert len(whats(examined(folder, draft))) == 1
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])

@@ -60,22 +60,14 @@ def work(tmp_path_factory):
 def arguments(work, tmp_path, monkeypatch):
     """From inside that folder, as short a measurement as there is, into `tmp_path`."""
     monkeypatch.chdir(work)
-    quick = ("max_new_tokens=8", "num_speculative_tokens=2", "repeats=1", "warmup=0", "sampling_draws=0")
+    quick = ("max_new_tokens=8", "repeats=1", "warmup=0", "sampling_draws=0")
     return ["target=./target", "suite=suite.jsonl", f"output_dir={tmp_path / 'out'}", *quick]
 
 
-def without_k(arguments):
-    """Without the K of all drafts, for a command that gives each its own."""
-    return [argument for argument in arguments if not argument.startswith("num_speculative_tokens=")]
-
-
-def test_each_k_is_checked_where_it_is_given(arguments, capsys):
-    for keys, got in (
-        (["num_speculative_tokens_each=[1]"], "1 of them"),
-        (["num_speculative_tokens_each=[7,2]", "trees_each=[{branching: [2,2]},null]"], "7 for a tree of depth 2"),
-    ):
-        assert command(*without_k(arguments), "drafts=[small,ngram]", *keys) == ExitCode.USER_ERROR
-        assert f"error: num_speculative_tokens_each: got {got}" in capsys.readouterr().err
+def read(folder):
+    """A candidate's report, and the rounds of all its prompts."""
+    samples = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+    return json.loads((folder / "report.json").read_text()), [entry for sample in samples for entry in sample["rounds"]]
 
 
 def test_a_comparison_leaves_its_pages_and_every_report(arguments, tmp_path, capsys):
@@ -111,49 +103,35 @@ def test_a_comparison_leaves_its_pages_and_every_report(arguments, tmp_path, cap
 def test_options_of_one_method_go_to_its_candidates(arguments, tmp_path):
     told = ("confidence_threshold=0.5", "draft_context=window", "ngram.min=2", "ngram.max=5", "ngram.lookup=prompt")
     assert command(*arguments, "drafts=[run/draft,small,ngram]", "num_prompts=2", *told) == ExitCode.DONE
-    settings = {
-        name: json.loads((tmp_path / "out" / name / "report.json").read_text())["settings"]
-        for name in ("draft", "small", "ngram")
-    }
-    drafting = {name: entry["drafting"] for name, entry in settings.items()}
-    assert drafting == {
-        "draft": {},
-        "small": {"confidence_threshold": 0.5, "draft_context": "window"},
-        "ngram": {"min": 2, "max": 5, "lookup": "prompt"},
-    }
+    assert [read(tmp_path / "out" / name)[0]["settings"]["drafting"] for name in ("draft", "small", "ngram")] == [
+        {},
+        {"confidence_threshold": 0.5, "draft_context": "window"},
+        {"min": 2, "max": 5, "lookup": "prompt"},
+    ]
 
 
 def test_a_draft_is_compared_with_itself_behind_a_look_up(arguments, tmp_path):
-    keys = ["drafts=[run/draft,ngram+run/draft,ngram]", "num_speculative_tokens_each=[2,4,4]"]
-    assert (
-        command(*without_k(arguments), *keys, "lookup_first.min=1", "lookup_first.draft_tokens=1", "max_new_tokens=16")
-        == ExitCode.DONE
-    )
-    out = tmp_path / "out"
-    report = json.loads((out / "ngram+draft" / "report.json").read_text())
+    keys = ["drafts=[run/draft,ngram+run/draft,ngram]", "num_speculative_tokens_each=[2,4,4]", "max_new_tokens=16"]
+    assert command(*arguments, *keys, "lookup_first.min=1", "lookup_first.draft_tokens=1") == ExitCode.DONE
+    folder = tmp_path / "out" / "ngram+draft"
+    report, rounds = read(folder)
     assert report["settings"]["drafting"] == {"lookup_first": [1, 5], "draft_tokens": 1}
     assert report["draft"]["model"] == "run/draft"
     row, theory = report["results"][0], report["theory"]  # of K = 0 and K alone, and at the cost of what a round drafts
     a_round = row["draft_ms"] * row["num_draft_tokens"] / row["num_drafts"]
     assert theory["c"] * theory["K"] * row["baseline_step_ms"] == pytest.approx(a_round)
     assert [(point["k"], point["draft_passes"]) for point in theory["curve"]] == [(0, 0), (4, 0)]
-    lines = (out / "ngram+draft" / "samples.jsonl").read_text().splitlines()
-    lengths = {len(entry["drafted"]) for line in lines for entry in json.loads(line)["rounds"]}
-    assert lengths == {1, 4}  # the draft's, and the look-up's
-    assert "drafting: lookup first \\[1, 5\\], draft tokens 1" in (out / "ngram+draft" / "report.md").read_text()
+    assert {len(entry["drafted"]) for entry in rounds} == {1, 4}  # the draft's, and the look-up's
+    assert "drafting: lookup first \\[1, 5\\], draft tokens 1" in (folder / "report.md").read_text()
 
 
 def test_a_draft_drafts_a_tree_behind_a_look_up(arguments, tmp_path):
     keys = ["drafts=[run/draft,ngram+run/draft]", "num_speculative_tokens_each=[2,4]", "max_new_tokens=16"]
-    assert (
-        command(*without_k(arguments), *keys, "lookup_first.min=1", "lookup_first.draft_tree={branching: [2,2]}")
-        == ExitCode.DONE
-    )
+    assert command(*arguments, *keys, "lookup_first.min=1", f"{TREE}={{branching: [2,2]}}") == ExitCode.DONE
     folder = tmp_path / "out" / "ngram+draft"
-    report = json.loads((folder / "report.json").read_text())
+    report, rounds = read(folder)
     assert report["settings"]["drafting"]["draft_tree"] == {"branching": [2, 2]} and report["settings"]["tree"] is None
     assert report["lossless"]["greedy_identical"]
-    rounds = [entry for line in (folder / "samples.jsonl").read_text().splitlines() for entry in json.loads(line)["rounds"]]
     assert {entry.get("num_off_path", 0) for entry in rounds} == {0, 4}  # of a look-up's chain, and of 6 nodes 2 deep
     assert "drafting: lookup first \\[1, 5\\], tree with branching 2, 2" in (folder / "report.md").read_text()
 
@@ -168,24 +146,19 @@ def test_a_target_that_reads_no_trees_says_so_before_anything_is_measured(argume
 
 
 def test_each_draft_has_its_own_k_or_tree_over_one_baseline(arguments, tmp_path):
-    keys = [
-        "drafts=[run/draft,small,ngram]",
-        "num_speculative_tokens_each=[2,3,1]",
-        "trees_each=[{branching: [2,2]},null,null]",
-    ]
-    assert command(*without_k(arguments), *keys) == ExitCode.DONE
-    comparison = json.loads((tmp_path / "out" / "comparison.json").read_text())
-    reports = {candidate["name"]: candidate["report"] for candidate in comparison["candidates"]}
+    keys = ["num_speculative_tokens_each=[2,3,1]", "trees_each=[{branching: [2,2]},null,null]"]
+    assert command(*arguments, "drafts=[run/draft,small,ngram]", *keys) == ExitCode.DONE
+    baselines = set()
     for name, k in {"draft": 2, "small": 3, "ngram": 1}.items():
-        report, row = reports[name], reports[name]["results"][0]
+        report, rounds = read(tmp_path / "out" / name)
+        row = report["results"][0]
+        baselines.add(row["baseline_tokens_per_second"])
         assert report["settings"]["num_speculative_tokens"] == len(row["accepted_per_position"]) == k
         assert report["settings"]["tree"] == ({"branching": [2, 2]} if name == "draft" else None)
-        lines = (tmp_path / "out" / name / "samples.jsonl").read_text().splitlines()
-        rounds = [round for line in lines for round in json.loads(line)["rounds"]]
         assert max(len(round["drafted"]) for round in rounds) == k
         assert {round.get("num_off_path", 0) for round in rounds} == {4 if name == "draft" else 0}
         assert report["lossless"]["greedy_identical"]
-    assert len({report["results"][0]["baseline_tokens_per_second"] for report in reports.values()}) == 1
+    assert len(baselines) == 1
 
 
 def test_categories_have_rows_of_all_drafts(arguments, tmp_path):
@@ -193,7 +166,7 @@ def test_categories_have_rows_of_all_drafts(arguments, tmp_path):
     page = (tmp_path / "out" / "comparison.md").read_text().partition("## By category")[2].partition("## Why")[0]
     head, _, *rows = page.strip().splitlines()
     assert head.startswith("| category | prompts |") and "draft" in head and "ngram" in head
-    report = json.loads((tmp_path / "out" / "draft" / "report.json").read_text())
+    report, _ = read(tmp_path / "out" / "draft")
     for row, line in zip(report["results"], rows, strict=True):
         assert f"{row['speedup']:.2f}×" in line and f"| {row['num_prompts']} |" in line
     table = (tmp_path / "out" / "comparison.html").read_text().partition("<h2>By category</h2>")[2].partition("</thead>")[0]
@@ -244,7 +217,16 @@ def test_a_draft_that_changes_the_text_is_exit_code_one(arguments, tmp_path, mon
         (["drafts=[small,ngram]", "target.fp8=true", "target.dtype=bfloat16"], "target.fp8", "true"),
         (["drafts=[small,ngram]", "suite=pcio"], "eval.suite", "pcio"),
         (["drafts=[small,ngram]", "max_new_tokens=400"], "eval.suite", "prompt a0"),
-        (["drafts=[small,ngram]", "num_speculative_tokens_each=[1,2]"], "num_speculative_tokens", "2"),
+        (
+            ["drafts=[small,ngram]", "num_speculative_tokens=2", "num_speculative_tokens_each=[1,2]"],
+            "num_speculative_tokens",
+            "2",
+        ),
+        (["drafts=[small,ngram]", "num_speculative_tokens_each=[1]"], "num_speculative_tokens_each", "1 of them"),
+        (
+            ["drafts=[small,ngram]", "num_speculative_tokens_each=[7,2]", "trees_each=[{branching: [2,2]},null]"],
+            *("num_speculative_tokens_each", "7 for a tree of depth 2"),
+        ),
         (["drafts=[small,ngram]", "trees_each=[null]"], "trees_each", "1 of them"),
         (["drafts=[small,ngram]", "trees_each=[null,{branching: [2]}]"], "eval.tree", "a tree for NgramProposer"),
         (["drafts=[small,ngram]", "num_speculative_tokens=0"], "num_speculative_tokens", "0"),
@@ -255,11 +237,11 @@ def test_a_draft_that_changes_the_text_is_exit_code_one(arguments, tmp_path, mon
         (["drafts=[ngram+small,ngram]", "batch_size=2"], "batch_size", "2 with a candidate ngram+"),
         (["drafts=[ngram+small,ngram]", "trees_each=[{branching: [2]},null]"], "trees_each", "a tree with a candidate ngram+"),
         (["drafts=[ngram+small,small]", "tree={branching: [2,2]}"], "tree", "a tree with a candidate ngram+"),
-        (["drafts=[ngram+small,ngram]", f"{TREE}={{branching: [2,1,1]}}"], TREE, "a tree of depth 3 with K = 2"),
+        (["drafts=[ngram+small,ngram]", f"{TREE}={{branching: [2,1,1,1,1]}}"], TREE, "a tree of depth 5 with K = 4"),
         (["drafts=[ngram+small,ngram]", f"{TREE}={{branching: [2]}}", f"{TOKENS}=1"], TOKENS, "1"),
         (["drafts=[ngram+small,ngram]", f"{TREE}={{branching: [2]}}", "compile=true"], "compile", f"true with {TREE}"),
         (["drafts=[ngram+small,ngram]", f"{TREE}={{budget: 4}}"], "eval.tree.depth", "nothing"),
-        (["drafts=[ngram+small,ngram]", f"{TOKENS}=3"], TOKENS, "3 with K = 2"),
+        (["drafts=[ngram+small,ngram]", f"{TOKENS}=5"], TOKENS, "5 with K = 4"),
         (["drafts=[small,ngram]", "draft=small"], "draft", "an unknown key"),
     ],
 )

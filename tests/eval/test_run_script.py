@@ -50,29 +50,30 @@ def gate(tmp_path):
     return path
 
 
-def arguments(target, suite, gate, output_dir, *more):
-    return [
-        f"target={target}",
-        "method=ngram",
-        f"suite={suite}",
-        f"output_dir={output_dir}",
-        f"gate={gate}",
-        "eval.max_new_tokens=8",
-        "eval.repeats=1",
-        "eval.warmup=0",
-        "eval.sampling_draws=0",
-        *more,
-    ]
+@pytest.fixture
+def keys(target, suite, gate, tmp_path):
+    """Of as short a measurement as there is, into `report`."""
+    quick = ("eval.max_new_tokens=8", "eval.repeats=1", "eval.warmup=0", "eval.sampling_draws=0")
+    return [f"target={target}", "method=ngram", f"suite={suite}", f"output_dir={tmp_path / 'report'}", f"gate={gate}", *quick]
 
 
-def test_a_measurement_leaves_a_whole_report(target, suite, gate, tmp_path, capsys):
+@pytest.fixture
+def measured(keys, tmp_path):
+    """Measure with further keys; the report, which fits its schema, and the samples of the folder."""
+
+    def measure(*more, code=ExitCode.DONE, folder=tmp_path / "report"):
+        assert command(*keys, *more, f"output_dir={folder}") == code
+        report = json.loads((folder / "report.json").read_text())
+        validate(report)
+        return report, [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+
+    return measure
+
+
+def test_a_measurement_leaves_a_whole_report(measured, tmp_path, capsys):
     folder = tmp_path / "report"
-    assert (
-        command(*arguments(target, suite, gate, folder, "eval.num_speculative_tokens=2", "eval.ngram.max=4")) == ExitCode.DONE
-    )
+    report, samples = measured("eval.num_speculative_tokens=2", "eval.ngram.max=4")
     assert sorted(path.name for path in folder.iterdir()) == FILES
-    report = json.loads((folder / "report.json").read_text())
-    validate(report)
     row = report["results"][0]
     assert (row["category"], row["num_prompts"], len(row["accepted_per_position"])) == ("all", 4, 2)
     assert [entry["category"] for entry in report["results"]] == ["all", "a", "b"]
@@ -84,31 +85,27 @@ def test_a_measurement_leaves_a_whole_report(target, suite, gate, tmp_path, caps
     assert "drafting: min 1, max 4, lookup sequence" in (folder / "report.md").read_text()
     assert report["gate"]["passed"]
     assert report["hardware"]["cpu_threads"] >= 1
-    samples = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
     assert [sample["id"] for sample in samples] == ["a0", "a1", "b0", "b1"]
     assert f"report: {folder / 'report.html'}" in capsys.readouterr().out
 
 
-def test_trees_are_measured_and_reported(target, suite, gate, tmp_path):
+def test_trees_are_measured_and_reported(measured, tmp_path):
     draft = tmp_path / "draft"
     tiny_target_model(num_layers=1).save_pretrained(draft)
     tiny_tokenizer().save_pretrained(draft)
-    tree = ["method=draft_model", f"draft={draft}", "eval.tree={budget: 6, depth: 3, top_k: 2}"]
-    assert command(*arguments(target, suite, gate, tmp_path / "report", *tree)) == ExitCode.DONE
-    report = json.loads((tmp_path / "report" / "report.json").read_text())
-    validate(report)
+    tree = "eval.tree={budget: 6, depth: 3, top_k: 2}"
+    report, samples = measured("method=draft_model", f"draft={draft}", tree)
     row, settings = report["results"][0], report["settings"]
     assert settings["tree"] == row["tree"] == {"budget": 6, "depth": 3, "top_k": 2}
     assert settings["num_speculative_tokens"] == row["num_speculative_tokens"] == len(row["accepted_per_position"]) == 3
     assert row["num_draft_tokens"] == 6 * row["num_drafts"]
     assert row["mean_acceptance_length"] == pytest.approx(1 + row["num_accepted_tokens"] / row["num_drafts"])
     assert report["theory"]["predicted"] == pytest.approx(row["predicted_speedup"])
-    samples = [json.loads(line) for line in (tmp_path / "report" / "samples.jsonl").read_text().splitlines()]
     assert all(len(entry["drafted"]) + entry["num_off_path"] == 6 for sample in samples for entry in sample["rounds"])
 
 
 @pytest.mark.long  # torch traces six graphs
-def test_the_targets_passes_are_compiled(target, suite, gate, tmp_path, monkeypatch):
+def test_the_targets_passes_are_compiled(measured, tmp_path, monkeypatch):
     """With the draft and without, in the test of sampling, and for every K whose cost is timed; traced as for the compiler."""
     shapes = []
 
@@ -117,47 +114,30 @@ def test_the_targets_passes_are_compiled(target, suite, gate, tmp_path, monkeypa
         return graph.forward
 
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
-    folder = tmp_path / "report"
-    more = ("eval.compile=true", "eval.num_speculative_tokens=2", "eval.sampling_draws=20")
-    assert command(*arguments(target, suite, gate, folder, *more)) == ExitCode.DONE
-    report = json.loads((folder / "report.json").read_text())
-    validate(report)
+    report, _ = measured("eval.compile=true", "eval.num_speculative_tokens=2", "eval.sampling_draws=20")
     assert report["settings"]["compile"] and report["lossless"]["greedy_identical"]
-    assert "compiled" in (folder / "report.md").read_text()
-    widths = [width for of_graph in shapes for _, width in of_graph]
-    assert sorted(widths) == [
-        1,
-        *[2] * 3,
-        *[3] * 2,
-    ]  # plain; the shorter draft, both arms of the test; as measured, and its cost
+    assert "compiled" in (tmp_path / "report" / "report.md").read_text()
+    widths = sorted(width for of_graph in shapes for _, width in of_graph)
+    # plain; the shorter draft, both arms of the test; as measured, and its cost
+    assert widths == [1, *[2] * 3, *[3] * 2]
 
 
-def test_prompts_are_decoded_in_batches(target, suite, gate, tmp_path):
-    folder = tmp_path / "report"
-    batches = ("eval.batch_size=2", "eval.sweep.batch_size=[1,4]", "eval.num_speculative_tokens=2")
-    assert command(*arguments(target, suite, gate, folder, *batches)) == ExitCode.DONE
-    report = json.loads((folder / "report.json").read_text())
-    validate(report)
+def test_prompts_are_decoded_in_batches(measured):
+    report, samples = measured("eval.batch_size=2", "eval.sweep.batch_size=[1,4]", "eval.num_speculative_tokens=2")
     assert report["settings"]["batch_size"] == 2
-    wholes = [row for row in report["results"] if row["category"] == "all"]
-    assert [(row["batch_size"], row["num_batches"], row["num_prompts"]) for row in wholes] == [
-        (2, 2, 4),
-        (1, 4, 4),
-        (4, 1, 4),
-    ]
+    rows = [(row["batch_size"], row["num_batches"], row["num_prompts"]) for row in wholes(report)]
+    assert rows == [(2, 2, 4), (1, 4, 4), (4, 1, 4)]
     assert report["lossless"]["greedy_identical"] and report["lossless"]["prompts_checked"] == 12
-    samples = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
     assert [sample["batch"] for sample in samples] == [0, 0, 2, 2, *[None] * 4, *[0] * 4]
     texts = [[sample["text"] for sample in samples[start : start + 4]] for start in (0, 4, 8)]
     assert texts[0] == texts[1] == texts[2]
 
 
 @pytest.mark.usefixtures("simulated_clock")
-def test_a_failed_gate_is_exit_code_one_and_still_a_report(target, suite, gate, tmp_path):
+def test_a_failed_gate_is_exit_code_one_and_still_a_report(measured, gate):
     gate.write_text("- {metric: speedup, min: 1000}\n")
     sampled = ("eval.temperature=1.0", "eval.num_speculative_tokens=1", "eval.num_prompts=2", "eval.sampling_draws=2")
-    assert command(*arguments(target, suite, gate, tmp_path / "report", *sampled)) == ExitCode.CHECK_FAILED
-    report = json.loads((tmp_path / "report" / "report.json").read_text())
+    report, _ = measured(*sampled, code=ExitCode.CHECK_FAILED)
     assert not report["gate"]["passed"]
     assert report["settings"]["temperature"] == 1.0
     assert report["results"][0]["num_prompts"] == 2
@@ -165,19 +145,16 @@ def test_a_failed_gate_is_exit_code_one_and_still_a_report(target, suite, gate, 
 
 
 @pytest.mark.usefixtures("simulated_clock")
-def test_a_run_is_judged_against_a_baseline_and_its_own_budget(target, suite, gate, tmp_path, capsys):
+def test_a_run_is_judged_against_a_baseline_and_its_own_budget(measured, keys, gate, tmp_path, capsys):
     gate.write_text("- {metric: speedup, max_regression: 0.95}\n- {metric: measurement.seconds, max: 3600}\n")
-    quick = arguments(target, suite, gate, tmp_path / "before", "eval.num_speculative_tokens=2")
-    assert command(*quick) == ExitCode.CHECK_FAILED
+    before, _ = measured(code=ExitCode.CHECK_FAILED, folder=tmp_path / "before")
     baseline = f"eval.baseline={tmp_path / 'before'}"
-    assert command(*quick, f"output_dir={tmp_path / 'after'}", baseline) == ExitCode.DONE
-    report = json.loads((tmp_path / "after" / "report.json").read_text())
+    report, _ = measured(baseline)
     regression, budget = report["gate"]["rules"]
-    before = json.loads((tmp_path / "before" / "report.json").read_text())
     assert regression["value"] == pytest.approx(report["results"][0]["speedup"] / before["results"][0]["speedup"] - 1)
     assert 0 < budget["value"] == report["measurement"]["seconds"] < 3600
     assert report["measurement"]["peak_memory_bytes"] > 50 * 2**20  # of this process, torch and the target included
-    assert command(*quick, f"output_dir={tmp_path / 'other'}", baseline, "eval.max_new_tokens=6") == ExitCode.USER_ERROR
+    assert command(*keys, baseline, "eval.max_new_tokens=6") == ExitCode.USER_ERROR
     assert "error: baseline: got max_new_tokens 8" in capsys.readouterr().err
 
 
@@ -210,16 +187,15 @@ def test_a_run_is_judged_against_a_baseline_and_its_own_budget(target, suite, ga
         (["eval.seed=-1"], "eval.seed", "-1"),
     ],
 )
-def test_bad_input_is_one_line_and_leaves_nothing(target, suite, gate, tmp_path, capsys, more, key, got):
-    folder = tmp_path / "report"
-    assert command(*arguments(target, suite, gate, folder, *more)) == ExitCode.USER_ERROR
+def test_bad_input_is_one_line_and_leaves_nothing(keys, tmp_path, capsys, more, key, got):
+    assert command(*keys, *more) == ExitCode.USER_ERROR
     assert f"error: {key}: got {got}" in capsys.readouterr().err.splitlines()[-1]
-    assert not folder.exists()
+    assert not (tmp_path / "report").exists()
 
 
-def test_an_output_folder_that_cannot_be_written(target, suite, gate, tmp_path, capsys):
+def test_an_output_folder_that_cannot_be_written(keys, tmp_path, capsys):
     (tmp_path / "file").touch()
-    assert command(*arguments(target, suite, gate, tmp_path / "file" / "report")) == ExitCode.USER_ERROR
+    assert command(*keys, f"output_dir={tmp_path / 'file' / 'report'}") == ExitCode.USER_ERROR
     assert refused_key(capsys.readouterr().err) == "eval.output_dir"
 
 
@@ -266,25 +242,23 @@ def seconds_of(records):
 
 
 @pytest.mark.long  # a process to kill, and ten configurations
-def test_a_sweep_resumes_after_a_kill(target, suite, gate, tmp_path):
+def test_a_sweep_resumes_after_a_kill(measured, keys, tmp_path):
     """Killed for good in the middle; the second run measures what is left, and what it finds is what one run would have found."""
-    folder, whole = tmp_path / "killed", tmp_path / "whole"
-    script = [sys.executable, "-c", KILLED, str(ROOT / "eval" / "run.py"), *arguments(target, suite, gate, folder, *SWEEP)]
+    folder = tmp_path / "report"
+    script = [sys.executable, "-c", KILLED, str(ROOT / "eval" / "run.py"), *keys, *SWEEP]
     process = subprocess.run(script, env={**os.environ, "PYTHONPATH": str(ROOT)}, stderr=subprocess.DEVNULL, check=False)
     assert process.returncode == -signal.SIGKILL
     finished = [json.loads(path.read_text()) for path in folder.glob("configurations/*.json")]
     assert len(finished) == 2
     assert not (folder / "report.json").exists()
 
-    assert command(*arguments(target, suite, gate, folder, *SWEEP)) == ExitCode.DONE
+    report, samples = measured(*SWEEP)
     assert sorted(path.name for path in folder.iterdir()) == FILES
-    report, samples = read(folder)
     kept = seconds_of(row for configuration in finished for row in configuration["records"])
     assert len(samples) == 4 * 5
     assert [entry for entry in kept if entry not in seconds_of(samples)] == []
 
-    assert command(*arguments(target, suite, gate, whole, *SWEEP)) == ExitCode.DONE
-    report_of_one_run, samples_of_one_run = read(whole)
+    report_of_one_run, samples_of_one_run = measured(*SWEEP, folder=tmp_path / "whole")
     assert [counts(row) for row in report["results"]] == [counts(row) for row in report_of_one_run["results"]]
     assert [(sample["text"], sample["rounds"]) for sample in samples] == [
         (sample["text"], sample["rounds"]) for sample in samples_of_one_run
@@ -292,61 +266,55 @@ def test_a_sweep_resumes_after_a_kill(target, suite, gate, tmp_path):
     assert not [entry for entry in kept if entry in seconds_of(samples_of_one_run)]
 
 
-def test_a_sweep_resumes_with_the_configuration_that_was_interrupted(target, suite, gate, tmp_path, monkeypatch):
-    folder, measured, as_it_is = tmp_path / "report", [], here.measure_configuration
+def test_a_sweep_resumes_with_the_configuration_that_was_interrupted(measured, keys, tmp_path, monkeypatch):
+    done, as_it_is = [], here.measure_configuration
+    sweep = ("eval.num_speculative_tokens=2", "eval.sweep.num_speculative_tokens=[1]")
 
     def interrupted_after(number):
         def measure(*given, **options):
-            if len(measured) == number:
+            if len(done) == number:
                 raise KeyboardInterrupt
-            measured.append(given[3].settings.configuration)
+            done.append(given[3].settings.configuration)
             return as_it_is(*given, **options)
 
         return measure
 
-    def again():
-        keys = arguments(target, suite, gate, folder, "eval.num_speculative_tokens=2", "eval.sweep.num_speculative_tokens=[1]")
-        return command(*keys)
-
     monkeypatch.setattr(here, "measure_configuration", interrupted_after(1))
-    assert again() == ExitCode.INTERRUPTED
-    (kept,) = folder.glob("configurations/*.json")
+    assert command(*keys, *sweep) == ExitCode.INTERRUPTED
+    (kept,) = tmp_path.glob("report/configurations/*.json")
     kept = seconds_of(json.loads(kept.read_text())["records"])
     monkeypatch.setattr(here, "measure_configuration", interrupted_after(2))
-    assert again() == ExitCode.DONE
-    assert [configuration.num_speculative_tokens for configuration in measured] == [2, 1]
-    samples = read(folder)[1]
+    _, samples = measured(*sweep)
+    assert [configuration.num_speculative_tokens for configuration in done] == [2, 1]
     assert len(samples) == 8 and seconds_of(samples)[:4] == kept
 
 
-def test_a_sweep_has_rows_for_every_cell(target, suite, gate, tmp_path):
-    folder = tmp_path / "report"
+def test_a_sweep_has_rows_for_every_cell(measured):
     axes = ("eval.sweep.num_speculative_tokens=[1,2]", "eval.sweep.temperature=[0,1]", "eval.sweep.context=[4,8]")
-    assert command(*arguments(target, suite, gate, folder, "eval.num_speculative_tokens=2", *axes)) == ExitCode.DONE
-    report, samples = read(folder)
-    validate(report)
-    wholes = [row for row in report["results"] if row["category"] == "all"]
-    assert [(row["num_speculative_tokens"], row["temperature"], row["context_bucket"]) for row in wholes] == [
-        (2, 0.0, "all"), (1, 0.0, "all"), (2, 1.0, "all"), (2, 0.0, "4"), (2, 0.0, "8"),
-    ]  # fmt: skip
-    assert [len(row["accepted_per_position"]) for row in wholes] == [2, 1, 2, 2, 2]
+    report, samples = measured("eval.num_speculative_tokens=2", *axes)
+    rows = wholes(report)
+    cells = [(row["num_speculative_tokens"], row["temperature"], row["context_bucket"]) for row in rows]
+    assert cells == [(2, 0.0, "all"), (1, 0.0, "all"), (2, 1.0, "all"), (2, 0.0, "4"), (2, 0.0, "8")]
+    assert [len(row["accepted_per_position"]) for row in rows] == [2, 1, 2, 2, 2]
     assert {sample["num_prompt_tokens"] for sample in samples if sample["configuration"]["context_bucket"] == "4"} == {4}
     assert report["lossless"]["prompts_checked"] == 4 * 4  # the four greedy configurations
 
 
-def test_a_suite_names_the_sweep_that_eval_leaves_open(target, suite, gate, tmp_path):
+def test_a_suite_names_the_sweep_that_eval_leaves_open(measured, suite, tmp_path):
     digest = hashlib.sha256(suite.read_bytes()).hexdigest()
     header = {"name": "swept", "version": "1", "licence": "CC0-1.0", "source": "made up", "sha256": digest}
     path = tmp_path / "swept.yaml"
     path.write_text(json.dumps({**header, "prompts": str(suite), "sweep": {"num_speculative_tokens": [1], "context": [4]}}))
-    command(*arguments(target, path, gate, tmp_path / "report", "eval.num_speculative_tokens=2", "eval.sweep.context=[8]"))
-    wholes = [row for row in read(tmp_path / "report")[0]["results"] if row["category"] == "all"]
-    assert [(row["num_speculative_tokens"], row["context_bucket"]) for row in wholes] == [(2, "all"), (1, "all"), (2, "8")]
+    report, _ = measured(f"suite={path}", "eval.num_speculative_tokens=2", "eval.sweep.context=[8]")
+    assert [(row["num_speculative_tokens"], row["context_bucket"]) for row in wholes(report)] == [
+        (2, "all"),
+        (1, "all"),
+        (2, "8"),
+    ]
 
 
-def read(folder):
-    samples = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
-    return json.loads((folder / "report.json").read_text()), samples
+def wholes(report):
+    return [row for row in report["results"] if row["category"] == "all"]
 
 
 def counts(row):
@@ -355,53 +323,45 @@ def counts(row):
 
 
 @pytest.mark.usefixtures("simulated_clock")
-def test_what_a_run_can_tell_is_said_before_it_runs(target, suite, gate, tmp_path, capsys):
+def test_what_a_run_can_tell_is_said_before_it_runs(measured, tmp_path, capsys):
     """By what is assumed, then by the report that the run replaces; and it may stop when the numbers are precise enough."""
-    folder = tmp_path / "report"
-    command(*arguments(target, suite, gate, folder))
+    report, _ = measured()
     assert "22.4%" in capsys.readouterr().out  # (1.960 + 0.842) · 0.16 / √4
-    assert read(folder)[0]["settings"]["target_precision"] is None
-    command(*arguments(target, suite, gate, folder, "eval.target_precision=0.0001"))
-    assert str(folder) in capsys.readouterr().out.splitlines()[0]
-    report = read(folder)[0]
+    assert report["settings"]["target_precision"] is None
+    report, _ = measured("eval.target_precision=0.0001")
+    assert str(tmp_path / "report") in capsys.readouterr().out.splitlines()[0]
     assert report["settings"]["target_precision"] == 0.0001
     assert "precision_not_reached" in [finding["name"] for finding in report["findings"]]
 
 
-def test_an_undecided_gate_measures_further_prompts(target, suite, tmp_path, simulated_clock):
+def test_an_undecided_gate_measures_further_prompts(measured, gate, simulated_clock):
     """Two of the suite's four prompts are asked for. Their own speedup as a threshold is inside their interval."""
-    gate, folder = tmp_path / "gate.yaml", tmp_path / "report"
-    asked = arguments(target, suite, gate, folder, "eval.num_prompts=2")
     gate.write_text("- {metric: speedup, min: 0.001}\n")
     simulated_clock()
-    command(*asked, "eval.max_minutes=10")
-    report, samples = read(folder)
+    report, samples = measured("eval.num_prompts=2", "eval.max_minutes=10")
     assert (report["gate"]["verdict"], len(samples)) == ("passed", 2)
     assert report["settings"]["interim_analyses"]
     gate.write_text(f"- {{metric: speedup, min: {report['results'][0]['speedup']}}}\n")
     simulated_clock()
-    command(*asked, "eval.max_minutes=1e-6")
-    report, samples = read(folder)
+    report, samples = measured("eval.num_prompts=2", "eval.max_minutes=1e-6", code=ExitCode.CHECK_FAILED)
     assert (report["gate"]["verdict"], len(samples)) == ("inconclusive", 2)
     simulated_clock()
-    command(*asked, "eval.max_minutes=10")
-    assert len(read(folder)[1]) == 4
+    _, samples = measured("eval.num_prompts=2", "eval.max_minutes=10", code=ExitCode.CHECK_FAILED)
+    assert len(samples) == 4
 
 
-def test_a_target_that_ends_at_once(target, suite, gate, tmp_path):
+def test_a_target_that_ends_at_once(measured, target, tmp_path):
     """Every text is its stop token alone: counted, nothing drafted, no speed beyond the prefill's, and no NaN anywhere."""
     silent = tmp_path / "silent"
     shutil.copytree(target, silent)
     model = tiny_target_model(num_layers=2)
     model.generation_config.eos_token_id = list(range(model.config.vocab_size))
     model.save_pretrained(silent)
-    folder = tmp_path / "report"
-    assert command(*arguments(silent, suite, gate, folder)) == ExitCode.DONE
-    report, samples = read(folder)
+    report, samples = measured(f"target={silent}")
     row = report["results"][0]
     assert (row["num_empty"], row["num_new_tokens"], row["num_drafts"]) == (4, 4, 0)
     assert "mean_acceptance_length" not in row
     assert "mean_acceptance_length" in row["not_measured"]
     assert "empty_completions" in [finding["name"] for finding in report["findings"]]
-    assert "NaN" not in (folder / "report.json").read_text() + (folder / "samples.jsonl").read_text()
+    assert "NaN" not in json.dumps([report, samples])
     assert [len(sample["rounds"]) for sample in samples] == [0] * 4

@@ -13,6 +13,7 @@ from specdistill.export import export
 from specdistill.methods.chains import limits
 from specdistill.targets.files import TargetFiles
 from specdistill.targets.frozen import FrozenTarget
+from tests.export import layouts
 from tests.heads import head_of, load_head, save_head
 from tests.refusals import refused
 from tests.tiny import tiny_target_model, tiny_tokenizer
@@ -163,27 +164,6 @@ def llama(**keys: Any) -> dict[str, Any]:
     }
 
 
-def head_shapes(first: str) -> dict[str, tuple[int, ...]]:
-    """Of an EAGLE-3 head with 25 tokens that reads three layers of 64."""
-    return {
-        "fc.weight": (64, 192),
-        f"{first}self_attn.q_proj.weight": (64, 128),
-        f"{first}self_attn.k_proj.weight": (32, 128),
-        f"{first}self_attn.v_proj.weight": (32, 128),
-        f"{first}self_attn.o_proj.weight": (64, 64),
-        f"{first}hidden_norm.weight": (64,),
-        f"{first}input_layernorm.weight": (64,),
-        f"{first}post_attention_layernorm.weight": (64,),
-        f"{first}mlp.gate_proj.weight": (128, 64),
-        f"{first}mlp.up_proj.weight": (128, 64),
-        f"{first}mlp.down_proj.weight": (64, 128),
-        "norm.weight": (64,),
-        "lm_head.weight": (25, 64),
-        "d2t": (25,),
-        "t2d": (260,),
-    }
-
-
 def speculators_keys(target: FrozenTarget, **keys: Any) -> dict[str, Any]:
     return {
         "architectures": ["Eagle3Speculator"],
@@ -233,7 +213,7 @@ def test_eagle3_layouts_by_hand(target: FrozenTarget, tmp_path: Path) -> None:
         export(tmp_path / "ours", engine, tmp_path / engine, TargetFiles(target.name))
         config, tensors = written(tmp_path / engine)
         assert config == keys, engine
-        shapes = head_shapes("layers.0." if engine == "speculators" else "midlayer.")
+        shapes = layouts.eagle3("layers.0." if engine == "speculators" else "midlayer.")
         shapes |= {"embed_tokens.weight": (260, 64)} if engine == "speculators" else {}
         assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == shapes, engine
         assert tensors["d2t"].tolist() == [5 + 3 * index for index in range(25)]
@@ -285,24 +265,13 @@ def test_scaled_rotary_frequencies_are_written_for_older_and_newer_readers(targe
 def test_eagle_layouts_by_hand(target: FrozenTarget, tmp_path: Path) -> None:
     """vLLM's has no bias, SGLang's and SafeAILab's one of zeros, with no `bias` in the config that would reach the attention."""
     save_head("eagle", head_of("eagle", target, {}), tmp_path / "ours")
-    shapes = {
-        "fc.weight": (64, 128),
-        "layers.0.self_attn.q_proj.weight": (64, 64),
-        "layers.0.self_attn.k_proj.weight": (32, 64),
-        "layers.0.self_attn.v_proj.weight": (32, 64),
-        "layers.0.self_attn.o_proj.weight": (64, 64),
-        "layers.0.post_attention_layernorm.weight": (64,),
-        "layers.0.mlp.gate_proj.weight": (128, 64),
-        "layers.0.mlp.up_proj.weight": (128, 64),
-        "layers.0.mlp.down_proj.weight": (64, 128),
-    }
     model = {"architectures": ["LlamaForCausalLM"], **llama(bias=False)}
     expected = {
-        "vllm": ({"model_type": "eagle", "model": model, "truncated_vocab_size": None, "method": "eagle"}, shapes),
-        "sglang": ({"architectures": ["LlamaForCausalLMEagle"], **llama()}, shapes | {"fc.bias": (64,)}),
+        "vllm": ({"model_type": "eagle", "model": model, "truncated_vocab_size": None, "method": "eagle"}, layouts.EAGLE),
+        "sglang": ({"architectures": ["LlamaForCausalLMEagle"], **llama()}, layouts.EAGLE | {"fc.bias": (64,)}),
         "safeailab": (
             {"architectures": ["LlamaForCausalLM"], **llama()},
-            shapes | {"fc.bias": (64,), "embed_tokens.weight": (260, 64)},
+            layouts.EAGLE | {"fc.bias": (64,), "embed_tokens.weight": (260, 64)},
         ),
     }
     for engine, (keys, wanted) in expected.items():

@@ -2,6 +2,7 @@
 
 import json
 import pickle
+from math import inf, nan
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from specdistill.methods.eagle.checkpoint import load_eagle
 from specdistill.methods.eagle3.checkpoint import load_eagle3
 from specdistill.methods.load import load_proposer, method_of
 from specdistill.targets.frozen import FrozenTarget
+from tests.export import layouts
 from tests.refusals import refused
 from tests.tiny import tiny_target_model, tiny_tokenizer
 
@@ -39,28 +41,11 @@ def target() -> FrozenTarget:
     return FrozenTarget(tiny_target_model(num_layers=8), tiny_tokenizer(), name="tiny")
 
 
-def tensors_of(first: str, *, num_aux: int = 3, pruned: bool = True) -> dict[str, Tensor]:
+def tensors_of(first: str) -> dict[str, Tensor]:
     """An EAGLE-3 head of bfloat16 noise whose first layer is called `first`."""
-    shapes = {
-        "fc.weight": (H, num_aux * H),
-        f"{first}self_attn.q_proj.weight": (64, 2 * H),
-        f"{first}self_attn.k_proj.weight": (32, 2 * H),
-        f"{first}self_attn.v_proj.weight": (32, 2 * H),
-        f"{first}self_attn.o_proj.weight": (H, 64),
-        f"{first}hidden_norm.weight": (H,),
-        f"{first}input_layernorm.weight": (H,),
-        f"{first}post_attention_layernorm.weight": (H,),
-        f"{first}mlp.gate_proj.weight": (128, H),
-        f"{first}mlp.up_proj.weight": (128, H),
-        f"{first}mlp.down_proj.weight": (H, 128),
-        "norm.weight": (H,),
-        "lm_head.weight": (W if pruned else V, H),
-    }
-    tensors = {name: noise(shape, index) for index, (name, shape) in enumerate(shapes.items())}
-    if pruned:
-        ids = torch.arange(5, 105, 4)
-        tensors |= {"d2t": ids - torch.arange(W), "t2d": torch.isin(torch.arange(V), ids)}
-    return tensors
+    tensors = {name: noise(shape, index) for index, (name, shape) in enumerate(layouts.eagle3(first).items())}
+    ids = torch.arange(5, 105, 4)
+    return tensors | {"d2t": ids - torch.arange(W), "t2d": torch.isin(torch.arange(V), ids)}
 
 
 def noise(shape: tuple[int, ...], seed: int = 0) -> Tensor:
@@ -81,10 +66,9 @@ def shard(folder: Path) -> dict[str, Any]:
     """A folder's single file as two shards; returns their index."""
     tensors = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
-    names = sorted(tensors)
-    place = {name: f"model-0000{1 + (index > 5)}-of-00002.safetensors" for index, name in enumerate(names)}
+    place = {name: f"model-0000{1 + (index > 5)}-of-00002.safetensors" for index, name in enumerate(sorted(tensors))}
     for file in set(place.values()):
-        save_file({name: tensors[name] for name in names if place[name] == file}, folder / file)
+        save_file({name: tensor for name, tensor in tensors.items() if place[name] == file}, folder / file)
     index = {"metadata": {}, "weight_map": place}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     return index
@@ -104,11 +88,7 @@ def speculators(**keys: Any) -> dict[str, Any]:
 
 
 def specforge(**keys: Any) -> dict[str, Any]:
-    window = {
-        "max_window_layers": 36,
-        "sliding_window": 32768,
-        "use_sliding_window": False,
-    }  # inert, as in SpecForge's own configs
+    window = {"max_window_layers": 36, "sliding_window": 32768, "use_sliding_window": False}  # inert, as in SpecForge's own
     return {"architectures": ["LlamaForCausalLMEagle3"], **SIZES, **OLD_ROPE, **window, "draft_vocab_size": W, **keys}
 
 
@@ -196,18 +176,7 @@ def test_shards(target: FrozenTarget, tmp_path: Path) -> None:
 
 
 def test_vllms_wrapped_eagle(target: FrozenTarget, tmp_path: Path) -> None:
-    shapes = {
-        "fc.weight": (H, 2 * H),
-        "layers.0.self_attn.q_proj.weight": (64, H),
-        "layers.0.self_attn.k_proj.weight": (32, H),
-        "layers.0.self_attn.v_proj.weight": (32, H),
-        "layers.0.self_attn.o_proj.weight": (H, 64),
-        "layers.0.post_attention_layernorm.weight": (H,),
-        "layers.0.mlp.gate_proj.weight": (128, H),
-        "layers.0.mlp.up_proj.weight": (128, H),
-        "layers.0.mlp.down_proj.weight": (H, 128),
-    }
-    tensors = {name: noise(shape, index) for index, (name, shape) in enumerate(shapes.items())}
+    tensors = {name: noise(shape, index) for index, (name, shape) in enumerate(layouts.EAGLE.items())}
     model = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **SIZES, **OLD_ROPE, "bias": False}
     wrapped = {"model_type": "eagle", "model": model, "truncated_vocab_size": None, "method": "eagle"}
     assert_loads(write(tmp_path / "head", wrapped, tensors), target, tensors, "eagle")
@@ -253,54 +222,29 @@ def test_what_a_config_asks_for_and_heads_do_not_have(
         load_proposer("eagle3", folder, target)
 
 
-def changed(change: str) -> dict[str, Tensor]:
-    tensors = tensors_of("midlayer.")
-    if change == "missing":
-        del tensors["d2t"]
-    elif change == "twice":
-        tensors["layers.0.hidden_norm.weight"] = noise((H,))
-    elif change == "qk norm":
-        tensors["midlayer.self_attn.q_norm.weight"] = noise((32,))
-    elif change == "norms without the flag":
-        tensors["fc_norm.0.weight"] = noise((H,))
-    elif change == "shape":
-        tensors["lm_head.weight"] = noise((V, H))
-    elif change == "integers":
-        tensors["fc.weight"] = tensors["fc.weight"].to(torch.int8)
-    elif change == "double":
-        tensors["fc.weight"] = tensors["fc.weight"].double()
-    elif change == "d2t of floats":
-        tensors["d2t"] = tensors["d2t"].float()
-    elif change == "d2t of ids":
-        tensors["d2t"] = tensors["d2t"] + torch.arange(W) * 20
-    elif change == "d2t out of order":
-        tensors["d2t"] = tensors["d2t"].flip(0)
-    else:
-        tensors["norm.weight"][3] = float(change)
-    return tensors
+HEAD = tensors_of("midlayer.")
 
 
 @pytest.mark.parametrize(
-    ("change", "names"),
+    ("changed", "names"),
     [
-        ("missing", "d2t"),
-        ("twice", "hidden_norm.weight"),
-        ("qk norm", "layers.0.self_attn.q_norm.weight"),
-        ("norms without the flag", "fc_norm.0.weight"),
-        ("shape", "lm_head.weight of shape (260, 64)"),
-        ("integers", "fc.weight in torch.int8"),
-        ("double", "fc.weight in torch.float64"),
-        ("d2t of floats", "d2t in torch.float32"),
-        ("d2t of ids", "d2t"),
-        ("d2t out of order", "d2t"),
-        ("nan", "norm.weight"),
-        ("inf", "norm.weight"),
+        ({"d2t": None}, "d2t"),
+        ({"layers.0.hidden_norm.weight": noise((H,))}, "hidden_norm.weight"),  # twice
+        ({"midlayer.self_attn.q_norm.weight": noise((32,))}, "layers.0.self_attn.q_norm.weight"),
+        ({"fc_norm.0.weight": noise((H,))}, "fc_norm.0.weight"),  # without the flag
+        ({"lm_head.weight": noise((V, H))}, "lm_head.weight of shape (260, 64)"),
+        ({"fc.weight": HEAD["fc.weight"].to(torch.int8)}, "fc.weight in torch.int8"),
+        ({"fc.weight": HEAD["fc.weight"].double()}, "fc.weight in torch.float64"),
+        ({"d2t": HEAD["d2t"].float()}, "d2t in torch.float32"),
+        ({"d2t": HEAD["d2t"] + torch.arange(W) * 20}, "d2t"),  # ids
+        ({"d2t": HEAD["d2t"].flip(0)}, "d2t"),
+        *(({"norm.weight": HEAD["norm.weight"].index_fill(0, torch.tensor(3), value)}, "norm.weight") for value in (nan, inf)),
     ],
 )
-def test_weights_that_are_none(change: str, names: str, target: FrozenTarget, tmp_path: Path) -> None:
-    folder = write(tmp_path / "head", specforge(), changed(change))
+def test_weights_that_are_none(changed: dict[str, Tensor | None], names: str, target: FrozenTarget, tmp_path: Path) -> None:
+    tensors = {name: tensor for name, tensor in (HEAD | changed).items() if tensor is not None}
     with refused("eval.draft", holds=names):
-        load_proposer("eagle3", folder, target)
+        load_proposer("eagle3", write(tmp_path / "head", specforge(), tensors), target)
 
 
 @pytest.mark.parametrize(
@@ -310,6 +254,7 @@ def test_weights_that_are_none(change: str, names: str, target: FrozenTarget, tm
         ("no shard", "model-00002-of-00002.safetensors"),
         ("lies", "norm.weight"),
         ("no map", "model.safetensors.index.json"),
+        ("cut short", "model-00001-of-00002.safetensors"),
     ],
 )
 def test_an_index_that_does_not_tell_the_truth(change: str, names: str, target: FrozenTarget, tmp_path: Path) -> None:
@@ -321,6 +266,9 @@ def test_an_index_that_does_not_tell_the_truth(change: str, names: str, target: 
         (folder / "model-00002-of-00002.safetensors").unlink()
     elif change == "lies":
         index["weight_map"]["norm.weight"] = "model-00001-of-00002.safetensors"
+    elif change == "cut short":
+        path = folder / "model-00001-of-00002.safetensors"
+        path.write_bytes(path.read_bytes()[:-100])
     else:
         index = {"weight_map": ["norm.weight"]}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))

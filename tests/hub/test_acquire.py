@@ -6,22 +6,85 @@ import shutil
 import ssl
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
-from safetensors.torch import load_file, save_file
+from huggingface_hub import constants
 
+from specdistill.cli import main
 from specdistill.repositories import HTTP_ERROR
-from tests.hub.conftest import DRAFT, TARGET, Acquire, Said, files_of
-from tests.loopback_hub import Fault, Hub, Sparse
+from tests.hub.conftest import files_of
+from tests.loopback_hub import Fault, Hub, Sparse, loopback_hub
 from tests.mtp_targets import write_checkpoint
 from tests.public_pairs import PAIRS, WRONG_PAIRS, Repository, one_a_method
+from tests.refusals import refused_key
 from tests.tiny import tiny_target_model, tiny_tokenizer
 
+TARGET, DRAFT = "someone/Tiny-4L", "someone/Tiny-4L-EAGLE3"
 NEEDED = {"config.json", "model.safetensors", "README.md"}
+
+
+class Said(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+    @property
+    def error(self) -> str:
+        return self.err.splitlines()[-1].removeprefix("error: ")
+
+    @property
+    def key(self) -> str:
+        return refused_key(self.err)
+
+
+class Acquire:
+    """`specdistill acquire key=value …` against the Hub, in a cache of the test's own."""
+
+    def __init__(self, hub: Hub, home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        self.hub, self.home, self._capsys = hub, home, capsys
+
+    def __call__(self, *keys: str, token: str | None = Hub.token, home: Path | None = None, cache: Path | None = None) -> Said:
+        """cache: another one than the home's, read without the Hub."""
+        here = {"HF_HUB_CACHE": str(cache), "HF_HUB_OFFLINE": True} if cache else {}
+        with self.hub.client(home or self.home, token=token), mock.patch.dict(vars(constants), here):
+            code = main(["acquire", *keys])
+        return Said(code, *self._capsys.readouterr())
+
+    def head(self, *keys: str, **options: object) -> Said:
+        """The EAGLE-3 head for its target."""
+        return self("method=eagle3", f"target={TARGET}", f"draft={DRAFT}", *keys, **options)  # type: ignore[arg-type]
+
+    def cached(self, home: Path | None = None) -> set[str]:
+        """Names of files in the cache's snapshots."""
+        return {path.name for path in (home or self.home).rglob("snapshots/*/**/*") if path.is_file()}
+
+
+@pytest.fixture
+def hub(saved: dict[str, Path], tmp_path: Path) -> Iterator[Hub]:
+    """Both repositories, with what nobody needs beside the files."""
+    ballast = {
+        "pytorch_model.bin": b"pickled",
+        "optimizer.pt": b"moments",
+        "model-f16.gguf": b"GGUF",
+        "training_args.bin": b"pickled",
+        "vllm/model.safetensors": b"another layout",
+        "report/report.json": b"{}",
+    }
+    with loopback_hub(tmp_path / "loopback") as made:
+        made.create(TARGET, {**files_of(saved["target"]), "pytorch_model.bin": b"pickled"})
+        made.create(DRAFT, {**files_of(saved["draft"]), **ballast}, card=f"---\nbase_model: {TARGET}\n---\n", tags=("eagle3",))
+        made.tag(DRAFT, "v1")
+        yield made
+
+
+@pytest.fixture
+def acquire(hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Acquire:
+    return Acquire(hub, tmp_path / "home", capsys)
 
 
 def weights_asked(hub: Hub) -> list[str]:
@@ -171,14 +234,6 @@ def other_target(hub: Hub, saved: dict[str, Path], tmp_path: Path) -> None:
     hub.create(TARGET, files_of(tmp_path / "other"))
 
 
-def without_tensor(hub: Hub, saved: dict[str, Path], tmp_path: Path) -> None:
-    tensors = load_file(saved["draft"] / "model.safetensors")
-    del tensors["fc.weight"]
-    save_file(tensors, tmp_path / "model.safetensors")
-    changed(hub, saved, tmp_path)
-    hub.commit(DRAFT, {"model.safetensors": tmp_path / "model.safetensors"})
-
-
 def index_that_leads_out(hub: Hub, saved: dict[str, Path], tmp_path: Path) -> None:
     index = {"weight_map": {"fc.weight": "../../model.safetensors"}}
     hub.commit(DRAFT, {"model.safetensors.index.json": json.dumps(index).encode()})
@@ -191,15 +246,10 @@ Change = Callable[..., None]
     ("change", "got"),
     [
         (lambda *a: changed(*a, intermediate_size=96), "layers.0.mlp.down_proj.weight of shape (64, 128)"),
-        (lambda *a: changed(*a, vocab_size=32000), "vocab_size 32000"),
-        (lambda *a: changed(*a, target_hidden_size=128), "target_hidden_size 128"),
-        (lambda *a: changed(*a, draft_vocab_size=50), "d2t of shape (100,)"),
         (other_target, "a draft for "),
-        (without_tensor, "fc.weight"),
         (index_that_leads_out, "../../model.safetensors"),
         (lambda hub, *a: hub.commit(DRAFT, {"config.json": b"{"}), "config.json"),
         (lambda hub, *a: hub.commit(DRAFT, {"config.json": None}), "config.json"),
-        (lambda hub, *a: hub.commit(DRAFT, {"model.safetensors": None}), "pickle"),
         (lambda hub, *a: hub.commit(DRAFT, {"model.safetensors": b"not safetensors"}), "weights cannot be read"),
     ],
 )

@@ -16,11 +16,6 @@ from specdistill.statistics.records import PromptRecord
 from tests.finished_runs import edit, edit_recipe, edit_report, remake, scale_weights, slower, timed
 
 
-@pytest.fixture
-def run(measured: Path, tmp_path: Path) -> Path:
-    return shutil.copytree(measured, tmp_path / "run")
-
-
 def refused(run: Path) -> set[str]:
     """The kinds of what speaks against a run's release."""
     return {refusal.partition(":")[0] for refusal in read_release(run).refusals}

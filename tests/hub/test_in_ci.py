@@ -9,9 +9,8 @@ import pytest
 import yaml
 
 from specdistill.project import ROOT
+from tests.hub.conftest import NAME
 from tests.loopback_hub import loopback_hub
-
-NAME = "someone/half-right"
 
 
 @pytest.mark.long  # a shell and its process

@@ -4,13 +4,12 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from huggingface_hub import ModelCard
+from huggingface_hub import CommitOperationAdd, HfApi, ModelCard
 
 from specdistill.cli import main
 from specdistill.export import export
@@ -18,34 +17,15 @@ from specdistill.hub import repository as released
 from specdistill.hub.repository import is_same
 from specdistill.report.files import read_report
 from tests.finished_runs import edit_report, remake
+from tests.hub.conftest import NAME, contents
 from tests.loopback_hub import Fault, Hub, loopback_hub
 from tests.loopback_hub.store import Repository
 from tests.refusals import refused_key
 
 pytestmark = pytest.mark.xdist_group("measured run")  # one worker measures
-NAME = "someone/half-right"
 DRAFT = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
 REPORT = {f"report/{name}" for name in ("junit.xml", "report.html", "report.json", "report.md", "samples.jsonl")}
 RELEASE = {"README.md", "recipe.yaml", "provenance.json", *DRAFT, *REPORT}
-
-
-@pytest.fixture
-def run(measured: Path, tmp_path: Path) -> Path:
-    return shutil.copytree(measured, tmp_path / "run")
-
-
-@pytest.fixture(params=["lfs", "xet"])
-def hub(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    monkeypatch.setattr("time.sleep", lambda seconds: None)
-    with loopback_hub(tmp_path / "hub", request.param) as hub, hub.client(tmp_path / "home"):
-        yield hub
-
-
-@pytest.fixture
-def lfs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    monkeypatch.setattr("time.sleep", lambda seconds: None)
-    with loopback_hub(tmp_path / "hub") as hub, hub.client(tmp_path / "home"):
-        yield hub
 
 
 def publish(run: Path, *arguments: str, repo: str = NAME, first: bool = True) -> int:
@@ -67,10 +47,6 @@ def refused(
 
 def uploads(hub: Hub) -> int:
     return len(hub.asked("upload")) + len(hub.asked("commit"))
-
-
-def contents(hub: Hub, revision: str) -> dict[str, bytes]:
-    return {name: path.read_bytes() for name, path in hub.files(NAME, revision).items()}
 
 
 # What is there
@@ -172,6 +148,15 @@ def test_a_target_in_a_folder_may_be_one_of_the_hub(lfs: Hub, run: Path, measure
     assert card.data.base_model == "org/target" and card.data.license == "mit"
     assert there["licenses/LICENSE"] == b"do what you like"
     assert "vllm serve org/target" in card.text and "TARGET" not in card.text
+
+
+@pytest.mark.parametrize("metadata", ["license: my own", "base_model: [no id]", "model-index: [{name: draft}]", "a: b: c"])
+def test_another_card_would_not_be_taken(lfs: Hub, metadata: str) -> None:
+    """By the Hub on loopback, as by the real one."""
+    lfs.create(NAME)
+    card = CommitOperationAdd("README.md", f"---\n{metadata}\n---\n".encode())
+    with pytest.raises(ValueError, match="Invalid metadata in README"):
+        HfApi().create_commit(NAME, [card], commit_message="card")
 
 
 # Again

@@ -3,7 +3,6 @@
 import json
 import shlex
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,20 +10,13 @@ import pytest
 from specdistill.cli import main
 from specdistill.hub.repository import Repository
 from tests.finished_runs import again, remake, slower, timed
-from tests.loopback_hub import Fault, Hub, loopback_hub
+from tests.hub.conftest import NAME, contents
+from tests.loopback_hub import Fault, Hub
 from tests.refusals import refused_key
 from tests.scripts import evaluate
 
 pytestmark = pytest.mark.long  # each measures, or publishes twice
-NAME = "someone/half-right"
 GATE = "- {metric: mean_acceptance_length, max_regression: 0.15}\n- {metric: speedup, max_regression: 0.15}\n"
-
-
-@pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    monkeypatch.setattr("time.sleep", lambda seconds: None)
-    with loopback_hub(tmp_path / "hub") as hub, hub.client(tmp_path / "home"):
-        yield hub
 
 
 @pytest.fixture(scope="module")
@@ -55,31 +47,27 @@ def said(capsys: pytest.CaptureFixture[str]) -> str:
     return capsys.readouterr().err
 
 
-def contents(hub: Hub, revision: str) -> dict[str, bytes]:
-    return {name: path.read_bytes() for name, path in hub.files(NAME, revision).items()}
-
-
 # A release after another
 
 
-def test_a_first_release_is_one_by_name(hub: Hub, first: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_first_release_is_one_by_name(lfs: Hub, first: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert publish(first) == 2
     assert refused_key(said(capsys)) == "baseline"
-    assert NAME not in hub.repositories
+    assert NAME not in lfs.repositories
     assert publish(first, "baseline=none") == 0
-    message = hub.repositories[NAME].tag_messages["v1"]
+    message = lfs.repositories[NAME].tag_messages["v1"]
     assert message.startswith("Release v1")
-    assert "Changes since" not in contents(hub, "v1")["README.md"].decode()
+    assert "Changes since" not in contents(lfs, "v1")["README.md"].decode()
     assert publish(first) == publish(first, "baseline=none") == 0  # it is there already
-    assert hub.tags(NAME).keys() == {"v1"}
+    assert lfs.tags(NAME).keys() == {"v1"}
 
 
-def test_a_release_says_what_changed(hub: Hub, first: Path, second: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_release_says_what_changed(lfs: Hub, first: Path, second: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert publish(first, "baseline=none") == 0
     assert publish(second, "baseline=none") == 2  # to be compared with nothing would be a way around the gate
     assert refused_key(said(capsys)) == "baseline"
     assert publish(second) == 0
-    card, report = contents(hub, "v2")["README.md"].decode(), json.loads(contents(hub, "v2")["report/report.json"])
+    card, report = contents(lfs, "v2")["README.md"].decode(), json.loads(contents(lfs, "v2")["report/report.json"])
     assert report["baseline"]["draft"] == {"model": NAME, "revision": "v1", "method": "draft_model"}
     rules = {rule["metric"]: rule for rule in report["gate"]["rules"] if "max_regression" in rule["requirement"]}
     assert rules.keys() == {"mean_acceptance_length", "speedup"} and report["gate"]["passed"]
@@ -87,20 +75,20 @@ def test_a_release_says_what_changed(hub: Hub, first: Path, second: Path, capsys
     assert f"Compared with {NAME}@v1, measured" in changes
     assert "| acceptance length | 2.58 | " in changes and "| acceptance length, b |" in changes and "| speedup |" in changes
     assert "- `data.max_length`: 512 → 256" in changes and "train.output_dir" not in changes
-    message = hub.repositories[NAME].tag_messages["v2"]
+    message = lfs.repositories[NAME].tag_messages["v2"]
     assert "Since v1:\n- acceptance length 2.58 to " in message and "- data.max_length: 512 to 256" in message
 
 
-def test_a_regression_is_refused(hub: Hub, first: Path, second: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_regression_is_refused(lfs: Hub, first: Path, second: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert publish(first, "baseline=none") == 0
     remake(second, lambda record: slower(record, 1.4))
     assert publish(second) == 1
     assert "refused: gate failed: speedup: " in said(capsys)
-    assert hub.tags(NAME).keys() == {"v1"}
+    assert lfs.tags(NAME).keys() == {"v1"}
 
 
 def test_the_last_release_is_measured_again_with_other_settings(
-    hub: Hub, first: Path, second: Path, capsys: pytest.CaptureFixture[str]
+    lfs: Hub, first: Path, second: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """By the command that the refusal prints."""
     assert publish(first, "baseline=none") == 0
@@ -118,18 +106,18 @@ def test_the_last_release_is_measured_again_with_other_settings(
     evaluate(*keys)
     remake(shorter, timed, report=shorter / "last-release")
     assert publish(shorter, option) == 0
-    report = json.loads(contents(hub, "v2")["report/report.json"])
+    report = json.loads(contents(lfs, "v2")["report/report.json"])
     assert report["baseline"]["draft"]["revision"] == "v1" and report["gate"]["passed"]
     assert publish(second, f"baseline={second / 'report'}") == 2
     assert refused_key(said(capsys)) == "baseline"
 
 
-def test_a_last_release_that_was_edited(hub: Hub, first: Path, second: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_last_release_that_was_edited(lfs: Hub, first: Path, second: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert publish(first, "baseline=none") == 0
-    samples = contents(hub, "v1")["report/samples.jsonl"].splitlines()
-    hub.commit(NAME, {"report/samples.jsonl": b"\n".join(samples[1:])})
-    hub.repositories[NAME].git_tags.clear()
-    hub.tag(NAME, "v1")
+    samples = contents(lfs, "v1")["report/samples.jsonl"].splitlines()
+    lfs.commit(NAME, {"report/samples.jsonl": b"\n".join(samples[1:])})
+    lfs.repositories[NAME].git_tags.clear()
+    lfs.tag(NAME, "v1")
     assert publish(second) == 2
     assert refused_key(said(capsys)) == "repo"
 
@@ -142,31 +130,31 @@ def restore(tag: str, *arguments: str) -> int:
 
 
 @pytest.fixture
-def two_releases(hub: Hub, first: Path, second: Path) -> Hub:
+def two_releases(lfs: Hub, first: Path, second: Path) -> Hub:
     """Of which the second has a file that the first has not; and somebody wrote another one beside them."""
     assert publish(first, "baseline=none") == 0
     assert publish(second, "exports=[sglang]") == 0
-    hub.commit(NAME, {"notes.txt": b"by hand"})
-    return hub
+    lfs.commit(NAME, {"notes.txt": b"by hand"})
+    return lfs
 
 
 def test_an_earlier_release_is_restored(two_releases: Hub, second: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    hub, tags, sent = two_releases, two_releases.tags(NAME), len(two_releases.asked("upload"))
-    commits = hub.commits(NAME)
+    lfs, tags, sent = two_releases, two_releases.tags(NAME), len(two_releases.asked("upload"))
+    commits = lfs.commits(NAME)
     assert restore("v1", "dry_run=true") == 0
     shown = capsys.readouterr().out
     assert "changed     712.2 KiB  model.safetensors" in shown and "removed" in shown
-    assert hub.commits(NAME) == commits
+    assert lfs.commits(NAME) == commits
     assert restore("v1") == 0
-    assert contents(hub, "main") == {**contents(hub, "v1"), "notes.txt": b"by hand"}
-    assert len(hub.asked("upload")) == sent and hub.tags(NAME) == tags
-    assert hub.commits(NAME)[1:] == commits
+    assert contents(lfs, "main") == {**contents(lfs, "v1"), "notes.txt": b"by hand"}
+    assert len(lfs.asked("upload")) == sent and lfs.tags(NAME) == tags
+    assert lfs.commits(NAME)[1:] == commits
     assert Repository.read(NAME).last_release() == "v1"  # what the next release is compared with
     capsys.readouterr()
     assert restore("v1") == 0
-    assert f"{NAME} holds v1 already" in capsys.readouterr().out and len(hub.commits(NAME)) == len(commits) + 1
+    assert f"{NAME} holds v1 already" in capsys.readouterr().out and len(lfs.commits(NAME)) == len(commits) + 1
     assert restore("v2") == 0
-    assert contents(hub, "main") == {**contents(hub, "v2"), "notes.txt": b"by hand"}
+    assert contents(lfs, "main") == {**contents(lfs, "v2"), "notes.txt": b"by hand"}
 
 
 def test_what_cannot_be_restored(two_releases: Hub, second: Path, capsys: pytest.CaptureFixture[str]) -> None:

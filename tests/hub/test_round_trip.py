@@ -9,9 +9,8 @@ import pytest
 
 from specdistill.cli import main
 from specdistill.report.files import read_report
+from tests.hub.conftest import NAME
 from tests.loopback_hub import loopback_hub
-
-NAME = "someone/half-right"
 
 
 @pytest.mark.long  # measures twice

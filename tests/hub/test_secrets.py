@@ -10,11 +10,11 @@ import pytest
 from huggingface_hub import constants
 
 from specdistill.cli import main
+from tests.hub.conftest import NAME
 from tests.loopback_hub import Fault, Hub, loopback_hub
 from tests.refusals import refused_key
 
 pytestmark = pytest.mark.xdist_group("measured run")  # one worker measures
-NAME = "someone/half-right"
 
 
 def places_with(secret: str, folder: Path) -> list[str]:

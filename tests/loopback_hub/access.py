@@ -26,7 +26,6 @@ class Request:
     route: str = ""
     values: Mapping[str, str] = field(default_factory=dict)
     body: Path | None = None
-    status: int = 0  # of the answer
 
     @property
     def token(self) -> str | None:
@@ -75,14 +74,10 @@ def repository_of(hub: "Hub", request: Request, *, writes: bool = False, reads_f
     if writes and user != OWNER:
         raise RefusedError(403, "Forbidden: you must use a write token to access this resource")
     if reads_files and repository.gated and user not in {OWNER, *repository.members}:
-        page = f"{hub.address}/{repository.id}"
+        message = f"Access to model {repository.id} is restricted."
         if user is None:
-            message = (
-                f"Access to model {repository.id} is restricted. You must have access to it and be authenticated to access it."
-            )
             raise RefusedError(401, f"{message} Please log in.", "GatedRepo")
-        message = f"Access to model {repository.id} is restricted and you are not in the authorized list."
-        raise RefusedError(403, f"{message} Visit {page} to ask for access.", "GatedRepo")
+        raise RefusedError(403, f"{message} Visit {hub.address}/{repository.id} to ask for access.", "GatedRepo")
     return repository
 
 

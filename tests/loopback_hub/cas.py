@@ -7,8 +7,6 @@ from pathlib import Path
 
 import hf_xet
 
-from tests.loopback_hub.faults import with_another_byte
-
 # A shard (https://huggingface.co/docs/xet/shard): a header of 48 bytes, then for each file a record of 48 bytes, its segments, and by its
 # flags as many verification records and one with the sha256, all of the same size; hashes are four little-endian words.
 RECORD = 48
@@ -44,14 +42,6 @@ class Storage:
                 file.write(chunk)
                 digest.update(chunk)
         return digest.hexdigest()
-
-    def damage(self) -> None:
-        """Another byte in the middle of every block of chunks."""
-        for block in self.folder.rglob("xorbs/default.*"):
-            if block.suffix != ".tagset":
-                content = block.read_bytes()
-                block.chmod(0o644)
-                block.write_bytes(with_another_byte(content, len(content) // 2))
 
 
 def _files(shard: bytes) -> Iterator[tuple[str, str, int]]:

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping
+from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 import yaml
@@ -19,18 +20,12 @@ def description(
     files = commit.files if commit else {}
     return {
         "id": repository.id,
-        "modelId": repository.id,
-        "author": repository.id.split("/")[0],
         "sha": commit.id if commit else None,
-        "lastModified": commit.date if commit else None,
         "private": repository.private,
         "gated": "manual" if repository.gated else False,
-        "disabled": False,
         "downloads": repository.downloads,
-        "likes": 0,
         "tags": tags_of(hub, repository),
         "cardData": card_of(hub, commit),
-        "usedStorage": sum(file.size for file in files.values()),
         **({"siblings": [sibling(path, file, blobs) for path, file in sorted(files.items())]} if siblings else {}),
     }
 
@@ -68,15 +63,11 @@ def tags_of(hub: "Hub", repository: Repository) -> list[str]:
     return list(dict.fromkeys([*repository.tags, *derived]))
 
 
-def entries(files: Mapping[str, File], folder: str, *, recursive: bool) -> list[dict[str, Any]]:
-    inside = {path: file for path, file in files.items() if not folder or path.startswith(f"{folder}/")}
-    depth = folder.count("/") + 1 if folder else 0
-    folders = {"/".join(path.split("/")[:end]) for path in inside for end in range(depth + 1, path.count("/") + 1)}
-    if not recursive:
-        folders = {path for path in folders if path.count("/") == depth}
-        inside = {path: file for path, file in inside.items() if path.count("/") == depth}
+def entries(files: Mapping[str, File]) -> list[dict[str, Any]]:
+    """Folders, then files."""
+    folders = {parent.as_posix() for path in files for parent in PurePosixPath(path).parents[:-1]}
     found = [{"type": "directory", "path": path, "oid": git_hash(path.encode()), "size": 0} for path in sorted(folders)]
-    return [*found, *(entry(path, file) for path, file in sorted(inside.items()))]
+    return [*found, *(entry(path, file) for path, file in sorted(files.items()))]
 
 
 def entry(path: str, file: File) -> dict[str, Any]:

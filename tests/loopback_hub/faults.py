@@ -5,20 +5,19 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
-Kind = Literal["status", "cut", "lost", "corrupt", "slow", "conflict", "call"]
+Kind = Literal["status", "cut", "lost", "corrupt", "slow", "conflict"]
 
 
 @dataclass
 class Fault:
     """What the next `times` requests of a route meet, after `skip` of them went well.
 
-    status: answered with `status` (429 with Retry-After `seconds`), and nothing is done.
+    status: answered with `status`, and nothing is done.
     cut: the connection ends in the middle of the body, of the answer's, or of the request's where one is sent; nothing is done.
-    lost: all is done, and the connection ends before the answer, after `call()` if there is one.
+    lost: all is done, and the connection ends before the answer.
     corrupt: one byte of the body, sent or received, is another.
-    slow: the body stops for `seconds` in its middle.
+    slow: `call()` in the middle of the body.
     conflict: another commit lands on the branch just before.
-    call: `call()` in the middle of the body, then it is cut: to kill whoever asks.
 
     `route` is a name in routes.ROUTES; `path` is in the request's path.
     """
@@ -29,7 +28,6 @@ class Fault:
     skip: int = 0
     path: str = ""
     status: int = 500
-    seconds: float = 0
     call: Callable[[], None] | None = None
 
 
@@ -37,7 +35,6 @@ class Faults:
     def __init__(self) -> None:
         self.waiting: list[Fault] = []
         self._lock = threading.Lock()
-        self.met: list[Fault] = []
 
     def inject(self, fault: Fault) -> None:
         self.waiting.append(replace(fault))
@@ -58,7 +55,6 @@ class Faults:
                 fault.times -= 1
                 if not fault.times:
                     self.waiting.remove(fault)
-                self.met.append(fault)
                 return fault
         return None
 

@@ -23,42 +23,33 @@ def whoami(hub: "Hub", request: Request) -> Answer:
 
 def list_models(hub: "Hub", request: Request) -> Answer:
     user, query = user_of(hub, request), request.query
-    search, author = query.get("search", [""])[0].lower(), query.get("author", [""])[0]
+    search = query.get("search", [""])[0].lower()
     found = [
-        description(hub, repository, siblings="full" in query)
+        description(hub, repository)
         for repository in hub.repositories.values()
         if (user == OWNER or not repository.private)
         and search in repository.id.lower()
-        and repository.id.startswith(f"{author}/" if author else "")
         and set(query.get("filter", [])) <= set(tags_of(hub, repository))
     ]
-    if sort := query.get("sort", [""])[0]:
-        found.sort(key=lambda one: one[sort] or 0, reverse=True)
-    return Answer(found[: int(query.get("limit", ["1000"])[0])])
+    return Answer(sorted(found, key=lambda one: one["downloads"], reverse=True)[: int(query["limit"][0])])
 
 
 def info(hub: "Hub", request: Request) -> Answer:
     repository = repository_of(hub, request)
     commit = commit_of(repository, request.values.get("revision", "main"))
-    described = description(hub, repository, commit, siblings=True, blobs="blobs" in request.query)
-    if expand := request.query.get("expand"):
-        described = {key: value for key, value in described.items() if key in {"id", *expand}}
-    return Answer(described)
+    return Answer(description(hub, repository, commit, siblings=True, blobs="blobs" in request.query))
 
 
 def tree(hub: "Hub", request: Request) -> Answer:
     repository = repository_of(hub, request)
-    files = commit_of(repository, request.values["revision"]).files
-    return Answer(
-        entries(files, request.values.get("path", ""), recursive=request.query.get("recursive", ["false"])[0].lower() == "true")
-    )
+    return Answer(entries(commit_of(repository, request.values["revision"]).files))
 
 
 def paths_info(hub: "Hub", request: Request) -> Answer:
     repository = repository_of(hub, request)
     files = commit_of(repository, request.values["revision"]).files
     asked = parse_qs(request.body.read_text(encoding="utf-8") if request.body else "").get("paths", [])
-    return Answer([one for one in entries(files, "", recursive=True) if one["path"] in asked])
+    return Answer([one for one in entries(files) if one["path"] in asked])
 
 
 def refs(hub: "Hub", request: Request) -> Answer:

@@ -3,7 +3,6 @@
 import json
 import re
 import tempfile
-import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
@@ -32,23 +31,15 @@ class Handler(BaseHTTPRequestHandler):
             self.command, url.path, parse_qs(url.query), {name.lower(): value for name, value in self.headers.items()}
         )
         hub.requests.append(request)
-        route, found = next(
-            (
-                (route, found)
-                for route in ROUTES
-                if self.command in route.methods and (found := route.pattern.fullmatch(url.path))
-            ),
-            (None, None),
-        )
-        if route and found:
+        route = next((one for one in ROUTES if self.command in one.methods and one.pattern.fullmatch(url.path)), None)
+        if route and (found := route.pattern.fullmatch(url.path)):
             request.route = route.name
             request.values = {key: unquote(value) for key, value in found.groupdict().items()}
         fault = hub.faults.meets(request.route, url.path)
         try:
             self._receive(request, fault, hub.arriving)
             if fault and fault.kind == "status":
-                waits = {"Retry-After": str(int(fault.seconds))} if fault.status == 429 else {}
-                answer = Answer({"error": "a fault that was asked for"}, waits, fault.status)
+                answer = Answer({"error": "a fault that was asked for"}, {}, fault.status)
             elif not route:
                 answer = Answer({"error": f"no endpoint {self.command} {url.path}"}, {}, 404)
             else:
@@ -58,9 +49,8 @@ class Handler(BaseHTTPRequestHandler):
                     answer = route.answer(hub, request)
                 except RefusedError as refused:
                     answer = refused.answer
-            request.status = answer.status
             has_no_body = self.command == "HEAD" or answer.content == b""
-            if fault and (fault.kind == "lost" or (fault.kind in ("cut", "call") and has_no_body)):
+            if fault and (fault.kind == "lost" or (fault.kind == "cut" and has_no_body)):
                 _strike(fault)
             self._send(answer, fault)
         except (CutError, ConnectionError):
@@ -80,7 +70,7 @@ class Handler(BaseHTTPRequestHandler):
             request.body = Path(file.name)
             for block in self._blocks(length):
                 file.write(block)
-                if fault and fault.kind in ("cut", "call", "slow") and file.tell() >= length / 2:
+                if fault and fault.kind in ("cut", "slow") and file.tell() >= length / 2:
                     _strike(fault)
                     fault = None
         if fault and fault.kind == "corrupt":
@@ -125,7 +115,7 @@ class Handler(BaseHTTPRequestHandler):
         for position, block in _read(content, start, end):
             damaged = fault and fault.kind == "corrupt" and position <= middle < position + len(block)
             self.wfile.write(with_another_byte(block, middle - position) if damaged else block)
-            if fault and fault.kind in ("cut", "call", "slow") and position + len(block) >= middle:
+            if fault and fault.kind in ("cut", "slow") and position + len(block) >= middle:
                 self.wfile.flush()
                 _strike(fault)
                 fault = None
@@ -135,7 +125,6 @@ class Handler(BaseHTTPRequestHandler):
 
 
 def _strike(fault: Fault) -> None:
-    time.sleep(fault.seconds)
     if fault.call:
         fault.call()
     if fault.kind != "slow":

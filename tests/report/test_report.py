@@ -26,7 +26,6 @@ from tests.refusals import refused
 from tests.simulated import SUITE, as_from_server, edited, simulate, simulated_report, simulated_sweep
 
 FILES = ["junit.xml", "report.html", "report.json", "report.md", "samples.jsonl"]
-VERSION_1 = Path(__file__).parent / "version_1"  # a report as it was before schema version 2
 HOSTILE = '</script><script>alert(1)</script><img src=x onerror="alert(2)">|`'
 
 
@@ -132,11 +131,13 @@ def test_reports_that_are_not_there(tmp_path, report, records):
         write_report(tmp_path / "file" / "report", report, records)
 
 
-@pytest.mark.parametrize("place", [VERSION_1, VERSION_1 / "report.json"])
-def test_a_report_of_schema_version_1_is_refused_in_one_line(place):
-    with refused("eval.baseline", f"{VERSION_1 / 'report.json'} of schema version 1"):
-        read_report(place, key="eval.baseline")
-    assert previous_report(VERSION_1) is None  # a new measurement replaces it
+def test_a_report_of_schema_version_1_is_refused_in_one_line(tmp_path, report):
+    path = tmp_path / "report.json"
+    path.write_text(json.dumps(edited(report, ("schema_version",), 1)))
+    for place in (tmp_path, path):
+        with refused("eval.baseline", f"{path} of schema version 1"):
+            read_report(place, key="eval.baseline")
+    assert previous_report(tmp_path) is None  # a new measurement replaces it
 
 
 def test_the_page_stands_alone(report, records):
