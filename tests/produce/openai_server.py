@@ -1,14 +1,9 @@
-"""A server that speaks OpenAI's API for tests. Its answers depend on the prompt and the seed alone, and it fails on demand.
-
-python -m tests.produce.openai_server PORT SECONDS      # every answer takes so long
-"""
+"""A server that speaks OpenAI's API for tests. Its answers depend on the prompt and the seed alone, and it fails on demand."""
 
 import hashlib
 import json
-import sys
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -40,9 +35,8 @@ def completion(prompt: list[int], seed: int, temperature: float, text: Callable[
 
 
 class OpenAIServer:
-    def __init__(self, behaviour: Behaviour | None = None, port: int = 0) -> None:
+    def __init__(self, behaviour: Behaviour | None = None) -> None:
         self.behaviour, self.lock, self.num_requests = behaviour or Behaviour(), threading.Lock(), 0
-        self.answered: Counter[str] = Counter()
         outer = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -55,7 +49,7 @@ class OpenAIServer:
             def do_POST(self) -> None:
                 outer.post(self)
 
-        self.server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.server.daemon_threads = True
         self.address = f"http://127.0.0.1:{self.server.server_port}"
 
@@ -85,8 +79,6 @@ class OpenAIServer:
             handler.wfile.write(b'{"choices": [')
             handler.connection.close()
             return
-        with self.lock:
-            self.answered[repr(body["prompt"]) + str(body["seed"]) + str(body["temperature"])] += 1
         self.send(handler, 200, {"model": body["model"], "choices": [choice]})
 
     def send(self, handler: Any, status: int, content: dict[str, Any], headers: dict[str, str] | None = None) -> None:
@@ -108,7 +100,3 @@ def running(behaviour: Behaviour | None = None) -> Iterator[OpenAIServer]:
     finally:
         made.server.shutdown()
         made.server.server_close()
-
-
-if __name__ == "__main__":
-    OpenAIServer(Behaviour(seconds=float(sys.argv[2])), port=int(sys.argv[1])).server.serve_forever()
