@@ -38,7 +38,7 @@ from safetensors.torch import load_file
 ROOT = Path(__file__).resolve().parents[2]
 RECORD = Path(__file__).with_name("record.json")
 
-# ---- Every script, key and name of a column that is used here. {name} is a file or folder that the record makes. --------------------
+# ---- Every script and key that is used here. {name} is a file or folder that the record makes. --------------------
 
 TRAIN = (
     "data.source={texts}",
@@ -95,7 +95,6 @@ CURVES = {
         "train.eval_steps=4",
     ),
 }
-LOG = ("run/history.json", "log")  # a run's file, and the key of the Trainer's entries in it
 LOGGED = ("loss", "grad_norm", "learning_rate")
 EVALUATED = ("eval_loss", "eval_accuracy", "eval_acceptance")  # and what begins so
 
@@ -123,10 +122,8 @@ REPORTS = {
     "draft_model": (*EVAL, "method=draft_model", "draft={draft_model}", SAMPLED, TOGETHER),
     "draft_model, tree": (*EVAL, "method=draft_model", "draft={draft_model}", f"eval.tree={TREE}"),
 }
-ROWS = "results"  # of report.json
 SETTINGS = ("num_speculative_tokens", "temperature", "batch_size", "tree", "category")
 COUNTS = ("num_prompts", "num_drafts", "num_draft_tokens", "num_accepted_tokens", "accepted_per_position", "num_new_tokens")
-ROUNDS, DRAFTED, ACCEPTED, EMITTED = "rounds", "drafted", "accepted", "emitted"  # of a row of samples.jsonl
 
 EXPORT = ("-m specdistill", "export", "dry_run=true", "train.seed=0")
 ANY_ENGINE = ("recipe=pico/eagle3", "draft.fc_norm=false", "draft.norm_output=false")
@@ -154,11 +151,9 @@ EXPORTS = {
         "draft.num_key_value_heads=2",
     ),
     "draft_model, vllm": (*EXPORT, "recipe=pico/draft", "engine=vllm"),
-    "draft_model, sglang": (*EXPORT, "recipe=pico/draft", "engine=sglang"),
     "draft_model, gguf": (*EXPORT, "recipe=pico/draft", "engine=gguf"),
     "draft_model, gguf in 8 bits": (*EXPORT, "recipe=pico/draft", "engine=gguf", "dtype=q8_0"),
     "mtp of qwen3_next, vllm": (*EXPORT, "recipe=pico/mtp", "engine=vllm", "target={qwen3_next}"),
-    "mtp of qwen3_next, sglang": (*EXPORT, "recipe=pico/mtp", "engine=sglang", "target={qwen3_next}"),
     "mtp of deepseek_v3, vllm": (*EXPORT, "recipe=pico/mtp", "engine=vllm", "target={deepseek_v3}"),
     "mtp of deepseek_v3, its own layer, vllm": (
         *EXPORT,
@@ -199,7 +194,10 @@ def record(folder: Path, only: Sequence[str]) -> dict[str, Any]:
 
     curves, reports, exports = wanted("curves", CURVES), wanted("reports", REPORTS), wanted("exports", EXPORTS)
     curves += [name for name in CURVES if any(f"draft={{{name}}}" in REPORTS[report] for report in reports)]
-    places = prepare(folder) | write_targets(folder)
+    places = prepare(folder)
+    for kind in ("qwen3_next", "deepseek_v3"):  # types whose multi-token-prediction layers engines load; pico is of none
+        places[kind] = folder / kind
+        in_child(folder / f"{kind}.log", write_target, kind, places[kind])
     return {
         "curves": {name: curve(name, folder, places) for name in dict.fromkeys(curves)},
         "reports": {name: report(name, folder, places) for name in reports},
@@ -226,14 +224,6 @@ def training_rows() -> Iterator[dict[str, Any]]:
         yield {"text": None, "messages": turns} if number % 4 == 3 and answer else {"text": text, "messages": None}
 
 
-def write_targets(folder: Path) -> dict[str, Path]:
-    """Tiny random targets of types whose multi-token-prediction layers engines load; pico is of none."""
-    places = {kind: folder / kind for kind in ("qwen3_next", "deepseek_v3")}
-    for kind, place in places.items():
-        in_child(folder / f"{kind}.log", write_target, kind, place)
-    return places
-
-
 def write_target(kind: str, folder: Path) -> None:
     from tests.mtp_targets import write_checkpoint
 
@@ -244,8 +234,7 @@ def curve(name: str, folder: Path, places: Mapping[str, Path], *keys: str) -> di
     """A training's numbers as the Trainer logged them, step by step, and those of the evaluation at its end. keys: more of the recipe's."""
     output = folder / "curves" / name
     start(f"curves/{name}", (*CURVES[name], f"train.output_dir={output}", *keys), folder, places)
-    file, key = LOG
-    entries = json.loads((output / file).read_text(encoding="utf-8"))[key]
+    entries = json.loads((output / "run" / "history.json").read_text(encoding="utf-8"))["log"]
     steps = {what: [entry[what] for entry in entries if what in entry] for what in LOGGED}
     return steps | {what: value for entry in entries for what, value in entry.items() if what.startswith(EVALUATED)}
 
@@ -257,10 +246,10 @@ def report(name: str, folder: Path, places: Mapping[str, Path]) -> dict[str, Any
     """
     output = folder / "reports" / name
     start(f"reports/{name}", (*REPORTS[name], f"output_dir={output}"), folder, places)
-    rows = json.loads((output / "report.json").read_text(encoding="utf-8"))[ROWS]
+    rows = json.loads((output / "report.json").read_text(encoding="utf-8"))["results"]
     samples = [json.loads(line) for line in (output / "samples.jsonl").read_text(encoding="utf-8").split("\n") if line]
-    emitted = [[sample["first_token"], *(entry[EMITTED] for entry in sample[ROUNDS])] for sample in samples]
-    rounds = [[(entry[DRAFTED], entry[ACCEPTED]) for entry in sample[ROUNDS]] for sample in samples]
+    emitted = [[sample["first_token"], *(entry["emitted"] for entry in sample["rounds"])] for sample in samples]
+    rounds = [[(entry["drafted"], entry["accepted"]) for entry in sample["rounds"]] for sample in samples]
     return {
         "rows": [{what: row[what] for what in (*SETTINGS, *COUNTS)} for row in rows],
         "emitted": [f"{sample['id']} {digest(tokens)}" for sample, tokens in zip(samples, emitted, strict=True)],
@@ -278,10 +267,9 @@ def export(name: str, folder: Path, places: Mapping[str, Path]) -> dict[str, Any
     tensors: dict[str, str] = {}
     made: dict[str, Any] = {"tensors": tensors}
     for path in sorted(output.iterdir()):
-        if path.suffix == ".safetensors":
-            tensors |= {key: tensor_digest(tensor) for key, tensor in load_file(path).items()}
-        elif path.suffix == ".bin":
-            tensors |= {key: tensor_digest(tensor) for key, tensor in torch.load(path, weights_only=True).items()}
+        if path.suffix in (".safetensors", ".bin"):
+            loaded = load_file(path) if path.suffix == ".safetensors" else torch.load(path, weights_only=True)
+            tensors |= {key: tensor_digest(tensor) for key, tensor in loaded.items()}
         elif path.suffix == ".gguf":
             reader = gguf.GGUFReader(path)
             tensors |= {
@@ -329,19 +317,19 @@ def run_script(script: str, keys: list[str]) -> None:
 
 def in_child(log: Path, work: Callable[..., None], *arguments: Any) -> None:
     """Run it in a process of its own, so that nothing it leaves behind reaches the next. What it prints goes to `log`."""
-    child = multiprocessing.get_context("fork").Process(target=_logged, args=(log, work, *arguments))
+
+    def logged() -> None:
+        with log.open("w", encoding="utf-8") as file:
+            os.dup2(file.fileno(), sys.stdout.fileno())
+            os.dup2(file.fileno(), sys.stderr.fileno())
+        os.chdir(log.parent)
+        work(*arguments)
+
+    child = multiprocessing.get_context("fork").Process(target=logged)
     child.start()
     child.join()
     if child.exitcode != 0:
         sys.exit(f"{log.stem}: exit code {child.exitcode}\n{log.read_text(encoding='utf-8')}")
-
-
-def _logged(log: Path, work: Callable[..., None], *arguments: Any) -> None:
-    with log.open("w", encoding="utf-8") as file:
-        os.dup2(file.fileno(), sys.stdout.fileno())
-        os.dup2(file.fileno(), sys.stderr.fileno())
-    os.chdir(log.parent)
-    work(*arguments)
 
 
 def differences(before: Any, now: Any, where: str = "") -> Iterator[str]:
