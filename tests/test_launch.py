@@ -153,8 +153,7 @@ FIRST = [*TWO, "machine_rank=0", "main_process_ip=127.0.0.1"]
 def test_what_cannot_start_is_one_line(
     keys: list[str], refused: str, used_port: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = ["recipe=pico/eagle3", *(key.format(used=used_port) for key in keys)]
-    assert main(["train", *arguments]) == 2
+    assert main(["train", "recipe=pico/eagle3", *(key.format(used=used_port) for key in keys)]) == 2
     assert capsys.readouterr().err.startswith("error: " + refused.format(used=used_port))
 
 

@@ -1,7 +1,6 @@
 """What the commands compute, to the last bit: training curves, counts of accepted tokens, exported tensors.
 
     python tests/golden/record.py OUT.json                     # a fresh record; says what differs from record.json, to the last bit
-    python tests/golden/record.py OUT.json curves exports/mtp  # only what begins so
     python tests/golden/record.py tests/golden/record.json     # renews the record that the tests compare with
 
 A change of numbers on purpose renews the record.
@@ -28,7 +27,7 @@ import multiprocessing
 import runpy
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import gguf
@@ -186,22 +185,16 @@ LIBRARIES = (
 )
 
 
-def record(folder: Path, only: Sequence[str]) -> dict[str, Any]:
-    """All of it, or what begins with one of `only` and the trainings that it needs, made in an empty folder."""
-
-    def wanted(part: str, names: Iterable[str]) -> list[str]:
-        return [name for name in names if not only or f"{part}/{name}".startswith(tuple(only))]
-
-    curves, reports, exports = wanted("curves", CURVES), wanted("reports", REPORTS), wanted("exports", EXPORTS)
-    curves += [name for name in CURVES if any(f"draft={{{name}}}" in REPORTS[report] for report in reports)]
+def record(folder: Path) -> dict[str, Any]:
+    """All of it, made in an empty folder."""
     places = prepare(folder)
     for kind in ("qwen3_next", "deepseek_v3"):  # types whose multi-token-prediction layers engines load; pico is of none
         places[kind] = folder / kind
         in_child(folder / f"{kind}.log", write_target, kind, places[kind])
     return {
-        "curves": {name: curve(name, folder, places) for name in dict.fromkeys(curves)},
-        "reports": {name: report(name, folder, places) for name in reports},
-        "exports": {name: export(name, folder, places) for name in exports},
+        "curves": {name: curve(name, folder, places) for name in CURVES},
+        "reports": {name: report(name, folder, places) for name in REPORTS},
+        "exports": {name: export(name, folder, places) for name in EXPORTS},
     }
 
 
@@ -347,22 +340,20 @@ def differences(before: Any, now: Any, where: str = "") -> Iterator[str]:
         yield f"{where}: {before} was recorded, now {now}"
 
 
-def main(output: Path, only: Sequence[str]) -> int:
+def main(output: Path) -> int:
     """Write a record; returns 1 when it is not, to the last bit, what the tests compare with."""
     with tempfile.TemporaryDirectory(prefix="specdistill-golden-") as folder:
         os.environ["HF_HOME"] = f"{folder}/huggingface"
         for library in LIBRARIES:
             if library != "deepspeed" or importlib.util.find_spec(library):
                 importlib.import_module(library)
-        made = record(Path(folder), only)
+        made = record(Path(folder))
     before = json.loads(RECORD.read_text(encoding="utf-8")) if RECORD.is_file() else {}
     output.write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
-    if only:
-        before = {part: {name: before[part][name] for name in made[part] if name in before[part]} for part in before}
     found = list(differences(before, made))
     print("\n".join(found) or f"{RECORD.name} says the same")
     return bool(found)
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]), sys.argv[2:]))
+    sys.exit(main(Path(sys.argv[1])))

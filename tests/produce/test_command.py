@@ -153,11 +153,6 @@ def test_a_full_disk_ends_a_generation_in_one_line_and_it_goes_on_with_space(
     assert contents(manifest.parent) == expected
 
 
-def test_verbs_and_keys_that_are_gone_say_what_takes_their_place(capsys: pytest.CaptureFixture[str]) -> None:
-    for words, told in (
-        (["data", "generate", "recipe=small/eagle3"], "did you mean make?"),
-        (["data", "make", "recipe=small/eagle3", "data.streaming=true"], "specdistill data make"),
-        (["data", "make", "recipe=small/eagle3", "data.regenerate.set_aside=[]"], "no such key: data.regenerate.filter"),
-    ):
-        assert main(words) == 2
-        assert told in capsys.readouterr().err, words
+def test_a_verb_that_is_gone_names_what_takes_its_place(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["data", "generate", "recipe=small/eagle3"]) == 2
+    assert "did you mean make?" in capsys.readouterr().err

@@ -111,7 +111,7 @@ def test_a_full_disk_is_one_line_and_what_is_there_stays(
         write(path, *others)  # type: ignore[arg-type]
 
     monkeypatch.setattr(filling, "write_shard", full)
-    with pytest.raises(ResourceError, match=r"could not be filled \(.*No space left.*hidden_states.max_bytes"):
+    with pytest.raises(ResourceError, match=r"could not be written \(.*No space left.*hidden_states.max_bytes"):
         filled(tmp_path / "store", SETS, origin())
     monkeypatch.setattr(filling, "write_shard", write)
     make = Counting(origin())

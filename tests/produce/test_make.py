@@ -306,7 +306,6 @@ KUBERNETES = {"JOB_COMPLETION_INDEX": "2"}
         ("auto", {}, None),
         ("3/3", {}, None),
         ("1", {}, None),
-        ("some", {}, None),
     ],
 )
 def test_a_shard_is_stated_or_an_array_job_s(

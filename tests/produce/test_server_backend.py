@@ -24,7 +24,6 @@ from tests.refusals import refused
 from tests.tiny import tiny_tokenizer
 
 NUM = 24
-PLAIN = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 
 
 def prompts(count: int = NUM) -> list[Prompt]:
@@ -88,7 +87,8 @@ def test_a_question_leaves_nothing_to_a_model_s_own_sampling(tmp_path: Path) -> 
     bodies: list[dict[str, Any]] = []
     with running(Behaviour(fault=lambda number, body: bodies.append(body))) as made:  # type: ignore[func-returns-value]
         (turns,) = answered(tmp_path, server(made), asked=tasks(1))
-    plain = {**PLAIN, "repetition_penalty": 1.0, "repeat_penalty": 1.0}
+    plain = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+    plain |= {"repetition_penalty": 1.0, "repeat_penalty": 1.0}
     for turn, body in zip(turns, bodies, strict=True):
         assert {name: body[name] for name in plain} == plain
         assert (body["temperature"], body["seed"], body["prompt"]) == (0.0, 3, turn.context)
@@ -112,7 +112,7 @@ def test_a_server_that_dies_leaves_its_work_to_the_other(
     monkeypatch.setattr(completions, "PATIENCE", 0.2)
     with running() as two, running(Behaviour(seconds=0.01)) as one:
         connected = server(one), server(two)
-        threading.Timer(0.05, one.server.shutdown).start()
+        threading.Timer(0.05, one.shutdown).start()
         one.behaviour.fault = lambda number, body: CUT if number > 4 else None
         assert answered(tmp_path, *connected) == undisturbed
 
@@ -196,8 +196,7 @@ def test_the_model_is_found_by_name_or_because_it_is_alone() -> None:
 
 
 def block_of(
-    folder: Path, num_tokens: int, *servers: CompletionServer, rules: Sequence[str] = (), concurrency: int = 2, all_tokens: bool = False,
-    asked: Iterator[Task] | None = None,
+    folder: Path, num_tokens: int, *servers: CompletionServer, rules: Sequence[str] = (), concurrency: int = 2, all_tokens: bool = False
 ) -> Made:  # fmt: skip
     words = told()
 
@@ -206,7 +205,7 @@ def block_of(
 
     made = Made({name: RULES[name] for name in rules}, candidate, all_tokens)
     with AnswerFile(folder / "answers.jsonl", "plan") as known, ServerBackend(servers, words, concurrency) as backend:
-        generate_block(num_tokens, [Stream(asked or tasks(None), 1.0)], backend, known, made)
+        generate_block(num_tokens, [Stream(tasks(None), 1.0)], backend, known, made)
     return made
 
 

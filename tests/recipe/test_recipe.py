@@ -56,13 +56,18 @@ def load(*arguments: str) -> Recipe:
     return load_recipe(Recipe, [*COMPLETE, *arguments])
 
 
+def reloaded(recipe: Any, folder: Path, *more: str) -> Any:
+    """The recipe that was recorded of one."""
+    save_recipe(recipe, folder / "recipe.yaml")
+    schema: type[Any] = TargetRecipe if isinstance(recipe, TargetRecipe) else Recipe
+    return load_recipe(schema, [f"recipe={folder / 'recipe.yaml'}", *more])
+
+
 @pytest.mark.parametrize("name", EVERY_RECIPE)
 def test_every_recipe_loads_as_it_says_and_round_trips_and_its_training_arguments_exist(name: str, tmp_path: Path):
-    schema = schema_of(name)
-    recipe = load_recipe(schema, launch_line(name))
+    recipe: Any = load_recipe(schema_of(name), launch_line(name))
     assert launch_line(name)[0] == f"recipe={name}"
-    save_recipe(recipe, tmp_path / "recipe.yaml")
-    assert load_recipe(schema, [f"recipe={tmp_path / 'recipe.yaml'}"]) == recipe
+    assert reloaded(recipe, tmp_path) == recipe
     training_arguments({**recipe.train, "output_dir": str(tmp_path)}, use_cpu=True)
 
 
@@ -102,8 +107,7 @@ def test_strings_that_look_like_other_types_round_trip(tmp_path: Path):
         "target.model=org/target", "target.revision='1e5'", "data.cache_dir='true'", "eval.suite='null'", "draft.init='0123'"
     )
     assert (recipe.target.revision, recipe.data.cache_dir, recipe.eval.suite) == ("1e5", "true", "null")
-    save_recipe(recipe, tmp_path / "recipe.yaml")
-    assert load_recipe(Recipe, [f"recipe={tmp_path / 'recipe.yaml'}"]) == recipe
+    assert reloaded(recipe, tmp_path) == recipe
 
 
 def test_recipe_by_path_and_by_name():
@@ -229,9 +233,8 @@ def test_a_divergence_is_a_name_or_a_weighted_sum(tmp_path: Path):
     assert load("loss.divergence=tvd").loss.divergence == "tvd"
     recipe = load("loss.divergence={forward_kl: 0.5, tvd: 1}", "loss.divergence.tvd=2")
     assert recipe.loss.divergence == {"forward_kl": 0.5, "tvd": 2}
-    save_recipe(recipe, tmp_path / "recipe.yaml")
-    assert load_recipe(Recipe, [f"recipe={tmp_path / 'recipe.yaml'}"]) == recipe
-    assert load_recipe(Recipe, [f"recipe={tmp_path / 'recipe.yaml'}", "loss.divergence=jsd"]).loss.divergence == "jsd"
+    assert reloaded(recipe, tmp_path) == recipe
+    assert reloaded(recipe, tmp_path, "loss.divergence=jsd").loss.divergence == "jsd"
 
 
 def test_a_section_may_be_null_until_one_of_its_keys_is_given():
@@ -353,8 +356,7 @@ def test_a_key_that_nothing_reads_is_refused_by_naming_who_reads_it(arguments: s
 )
 def test_a_key_that_something_reads_is_accepted_and_survives_the_record(arguments: list[str], tmp_path: Path):
     recipe = load(*arguments)
-    save_recipe(recipe, tmp_path / "recipe.yaml")
-    assert load_recipe(Recipe, [f"recipe={tmp_path / 'recipe.yaml'}"]) == recipe
+    assert reloaded(recipe, tmp_path) == recipe
 
 
 def test_a_recipe_that_0_1_recorded_loads_without_what_is_gone() -> None:

@@ -28,6 +28,11 @@ THOUGHTS_STRIPPED = (
     "{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+LLAMA3 = (
+    "{{ '<|begin_of_text|>' }}{% for m in messages %}<|start_header_id|>{{ 'ipython' if m.role == 'tool' else m.role }}<|end_header_id|>"
+    "\n\n{{ m.content | trim }}<|eot_id|>{% endfor %}"
+    "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
+)
 # The system text stands before the last question, roles have to alternate, and there is no generation prompt.
 MISTRAL = (
     "{% set system = messages[0].content ~ '\n\n' if messages[0].role == 'system' else '' %}"
@@ -57,6 +62,10 @@ HARMONY = (
     "<|start|>{{ 'developer' if m.role == 'system' else m.role }}<|message|>{{ m.content }}<|end|>{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
 )
+PHI = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}<|im_sep|>{{ m.content }}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant<|im_sep|>{% endif %}"
+)
 VICUNA = (
     "{% for m in messages %}{{ {'user': 'USER: ', 'assistant': 'ASSISTANT: '}.get(m.role, '') }}{{ m.content }}"
     "{{ '</s>' if m.role == 'assistant' else ' ' }}{% endfor %}{% if add_generation_prompt %}ASSISTANT: {% endif %}"
@@ -70,32 +79,28 @@ CALLS_ALONE = (
 WITHOUT_TURN_ENDS = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
 )
-# Every turn begins with its number, so that nothing fixed stands before it.
-NUMBERED = (
-    "{% for m in messages %}[{{ loop.index }} {{ m.role }}] {{ m.content }}\n{% endfor %}"
-    "{% if add_generation_prompt %}[{{ messages | length + 1 }} assistant] {% endif %}"
-)
 # A word moves to the last question, so that no turn follows what was rendered without it, and answers begin with an empty thought.
 MOVING = (
     "{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index %}{% endif %}"
     "{% endfor %}{% for m in messages %}{% if m.role == 'user' %}[INST]{% if loop.index == ns.last %}NOW {% endif %}"
     "{{ m.content }}[/INST]{% elif m.role == 'assistant' %}<think></think>{{ m.content }}</s>{% endif %}{% endfor %}"
 )
-UNFRAMED = ("numbered", "moving", "harmony")  # of no fixed beginning or end of an answer
+UNFRAMED = ("moving", "harmony")  # of no fixed beginning or end of an answer
 UNTAGGED_TEMPLATES = {
     "pico": UNTAGGED,
     "chatml": CHATML,
     "thought at the end": THOUGHT_AT_THE_END,
     "thoughts stripped": THOUGHTS_STRIPPED,
+    "llama-3": LLAMA3,
     "mistral": MISTRAL,
     "gemma": GEMMA,
     "deepseek": DEEPSEEK,
     "harmony": HARMONY,
+    "phi": PHI,
     "vicuna": VICUNA,
     "without turn ends": WITHOUT_TURN_ENDS,
     "without tools": WITHOUT_TOOLS,
     "calls alone": CALLS_ALONE,
-    "numbered": NUMBERED,
     "moving": MOVING,
 }
 

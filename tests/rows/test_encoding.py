@@ -4,6 +4,7 @@ import itertools
 import json
 import re
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -198,9 +199,8 @@ def test_a_conversation_longer_than_a_row_is_cut_between_exchanges() -> None:
 def test_an_exchange_longer_than_a_row_is_cut_after_a_turn_of_the_assistant_or_left_out() -> None:
     """What is left out of it is counted by a document without tokens."""
     tokenizer = tiny_tokenizer(CHATML)
-    one, called, long, two = (
-        chat(*said)["messages"] for said in (("one", "1"), ("look", "call"), ("long", "y" * 400), ("two", "2"))
-    )
+    said = ("one", "1"), ("look", "call"), ("long", "y" * 400), ("two", "2")
+    one, called, long, two = (chat(*pair)["messages"] for pair in said)
     tools = [*called, {"role": "tool", "content": "x" * 400}, {"role": "assistant", "content": "done"}]
     turns = [*one, *tools, *long, *two]
     documents = encode(tokenizer, [turns], max_length=200)
@@ -239,11 +239,7 @@ def test_real_conversations_with_a_real_tokenizer(shared_data: Path, name: str) 
 
 
 def test_documents_are_the_same_in_any_batches() -> None:
+    encoder = partial(encode, tiny_tokenizer(CHATML), max_length=200)
     rows = [f"text {number}" if number % 3 == 0 else turns for number, turns in enumerate(conversations(30))]
-    together = encode(tiny_tokenizer(CHATML), rows, max_length=200)
-    alone = [
-        {**made, "row": number}
-        for number, row in enumerate(rows)
-        for made in encode(tiny_tokenizer(CHATML), [row], max_length=200)
-    ]
+    together, alone = encoder(rows), [{**made, "row": number} for number, row in enumerate(rows) for made in encoder([row])]
     assert together == alone and {made["row"] for made in together} == set(range(30)) and len(together) > 30

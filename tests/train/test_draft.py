@@ -36,7 +36,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("on_policy.fraction=1.0", "on_policy.prompt_tokens=8", "on_policy.num_tokens=8"),
         ("draft.lora.rank=4", "train.activation_checkpointing=true"),
     ],
-    ids=["layers", "scratch", "width", "tokens", "sum", "on-policy", "lora"],
 )
 def test_a_run_leaves_a_model_that_any_tool_loads(folder: Path, tmp_path: Path, extra: tuple[str, ...]) -> None:
     assert train(folder, tmp_path / "run", *extra, "method=draft_model").returncode == 0
