@@ -111,7 +111,7 @@ def test_a_server_that_dies_leaves_its_work_to_the_other(
 ) -> None:
     monkeypatch.setattr(completions, "PATIENCE", 0.2)
     with running() as two, running(Behaviour(seconds=0.01)) as one:
-        connected = server(one), server(two)
+        connected = server(one, timeout=0.5), server(two)
         threading.Timer(0.05, one.shutdown).start()
         one.behaviour.fault = lambda number, body: CUT if number > 4 else None
         assert answered(tmp_path, *connected) == undisturbed
