@@ -9,28 +9,15 @@ from contextlib import suppress
 from pathlib import Path
 
 from specdistill.project import ROOT
-from tests.tiny import write_inputs
+from tests.tiny import SMALL, write_inputs
 
 CONFIGS = ROOT / "accelerate_configs"
 
 
 def tiny_files(folder: Path) -> list[str]:
     """A tiny target and a text file in a folder; the keys that name them, and those of a run of twelve steps over three epochs."""
-    return [
-        *write_inputs(folder),
-        "method=eagle",
-        "loss.noise=0.1",  # of the processes' random numbers
-        "draft.ttt_steps=2",
-        "train.max_steps=12",
-        "train.per_device_train_batch_size=4",
-        "train.learning_rate=1e-3",
-        "train.eval_strategy=steps",
-        "train.eval_steps=2",
-        "train.save_steps=2",
-        "train.load_best_model_at_end=true",
-        "train.metric_for_best_model=acceptance_length",
-        "train.report_to=none",
-    ]
+    noise = "loss.noise=0.1"  # of the processes' random numbers
+    return [*write_inputs(folder), "method=eagle", noise, "draft.ttt_steps=2", *SMALL, "train.max_steps=12"]
 
 
 def start(*arguments: str, num_processes: int = 2, config: str = "ddp") -> subprocess.Popen[str]:

@@ -66,6 +66,14 @@ class ModelProposer:
         return Proposal(tokens[len(state.token_ids) :], torch.stack(distributions) if distributions else None)
 
 
+class FirstTokens(ModelProposer):
+    """The target's own next tokens, but the last one wrong: K - 1 are accepted of every draft."""
+
+    def propose(self, state: DecodingState, k: int, sampling: Sampling, generator: torch.Generator | None) -> Proposal:
+        tokens = super().propose(state, k, sampling, generator).tokens
+        return Proposal([*tokens[:-1], (tokens[-1] + 1) % 260])
+
+
 class Oracle:
     """Drafts what a text says, and in a tree among wrong tokens: at each node the right child is the last of two."""
 

@@ -9,6 +9,18 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast,
 
 from specdistill.targets.frozen import FrozenTarget
 
+# Keys of a training of two steps, which evaluates and saves at its end.
+SMALL = (
+    "train.max_steps=2",
+    "train.per_device_train_batch_size=4",
+    "train.learning_rate=1e-3",
+    "train.eval_strategy=steps",
+    "train.eval_steps=2",
+    "train.save_steps=2",
+    "train.load_best_model_at_end=true",
+    "train.metric_for_best_model=acceptance_length",
+    "train.report_to=none",
+)
 SPECIAL_TOKENS = ["<|endoftext|>", "<|user|>", "<|assistant|>", "<|end|>"]
 
 

@@ -7,23 +7,22 @@ its bytes are the same. A killed process repeats the shard that it was at.
 
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
 from datasets import Dataset, concatenate_datasets
-from safetensors import SafetensorError
 from torch import Tensor
 
 from specdistill.command import check_writable
 from specdistill.cost import Cost, announce
-from specdistill.errors import ResourceError, UserError
+from specdistill.errors import UserError
 from specdistill.processes import of_all, share
 from specdistill.produce.hidden_states_server import Make, Rows, by_servers
 from specdistill.progress import progress
 from specdistill.recipe.sections import HiddenStatesConfig
-from specdistill.rows.arrow import alone
+from specdistill.rows.arrow import alone, on_disk
 from specdistill.rows.packing import PADDING_DOCUMENT, collate
 from specdistill.rows.shard import HEADER_BYTES, Origin, Shard, Tokens, UnfitShardError, write_shard
 from specdistill.rows.store import KEY, PATTERN, FeatureStore, numpy_rows, opened, shard_name
@@ -100,7 +99,8 @@ def fill(
     rows = concatenate_datasets(list(sets))
     rank, count = share()
     shards = _plan(rows, origin, shard_tokens, max_bytes)
-    with ExitStack() as stack, storing(folder):
+    free = "free the disk, or set hidden_states.max_bytes; the same command goes on behind the last shard"
+    with ExitStack() as stack, on_disk(folder, free):
         if rank == 0:
             folder.mkdir(parents=True, exist_ok=True)
             stack.enter_context(alone(folder / "lock", str(folder)))
@@ -124,16 +124,6 @@ def fill(
         return FeatureStore([opened(folder / name, origin) for name in shards], sets, origin)
     except UnfitShardError as error:
         raise UserError(KEY, got=error, expected="a folder that all machines share") from error
-
-
-@contextmanager
-def storing(folder: Path) -> Iterator[None]:
-    """Raises ResourceError for a disk that is full or cannot be written."""
-    try:
-        yield
-    except (OSError, SafetensorError) as error:
-        next_step = "free the disk, or set hidden_states.max_bytes; the same command goes on behind the last shard"
-        raise ResourceError(f"{folder} could not be filled ({error})", next_step=next_step) from error
 
 
 def _plan(rows: Dataset, origin: Origin, shard_tokens: int, max_bytes: int | None) -> dict[str, range]:

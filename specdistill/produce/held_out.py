@@ -41,14 +41,9 @@ def by_hash(hashes: NDArray[np.int64], fraction: float) -> set[int]:
     if len(found) < 2:
         got = "a single usable row" if len(hashes) < 2 else f"{len(hashes)} usable rows that are all alike"
         raise UserError("data.source", got=got, expected="two or more: one at least is held out for validation")
-    count = bisect_left(found, True, key=lambda value: not is_below(int(value), fraction))
+    count = bisect_left(found, True, key=lambda value: int(value) >= fraction * RANGE)
     limit = found[min(max(count, 1), len(found) - 1)]
     return set(np.flatnonzero(hashes < limit).tolist())
-
-
-def is_below(value: int, fraction: float) -> bool:
-    """Whether a hash is in the lowest `fraction` of their range."""
-    return value < fraction * RANGE
 
 
 def by_sample(count: int, fraction: float, seed: int) -> set[int]:

@@ -6,7 +6,6 @@ would say to it. It is sampled, since greedy generation has one prompt to give.
 A batch in process ends when its last rows are few; these are continued together, so that long prompts are not lost.
 """
 
-import logging
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -22,11 +21,8 @@ from specdistill.produce.generate import Backend
 from specdistill.produce.held_out import row_hash
 from specdistill.produce.prompts import Prompt, Task, seed_of
 from specdistill.produce.sources import Source
-from specdistill.recipe.data_sources import SourceEntry
 from specdistill.recipe.sections import DataConfig
 from specdistill.rows.chat import opened_turn, prompt_ids
-
-logger = logging.getLogger(__name__)
 
 LONGEST = 256  # tokens of a prompt
 SHORTEST_ROOM = 16  # tokens that a prompt must have room for
@@ -90,11 +86,6 @@ class _Words:
         return Candidate(answer, text.strip(), "", False, self.opening.special)
 
 
-def num_prompts(entry: SourceEntry, config: DataConfig) -> int:
-    """Of all blocks."""
-    return entry.num_prompts or max(2, -(-config.regenerate.num_tokens // min(LONG_ANSWER, config.max_length // 2)))
-
-
 def self_prompts(
     source: Source,
     number: int,
@@ -113,7 +104,9 @@ def self_prompts(
     """
     entry = source.entry
     openings = [Opening.of(tokenizer, system, end_ids, source.key) for system in (entry.system or (None,))]
-    longest, count = room_for_prompts(openings, config.max_length), block.share(num_prompts(entry, config))
+    longest = room_for_prompts(openings, config.max_length)
+    answers = max(2, -(-config.regenerate.num_tokens // min(LONG_ANSWER, config.max_length // 2)))
+    count = block.share(entry.num_prompts or answers)
     kept: list[dict[str, Any]] = []
     near = NearDuplicates(ALIKE, lambda place: kept[place[1]])
     rules = {name: RULES[name] for name in ("empty", "truncated", "looping", "off_template")} | dict(more_rules)

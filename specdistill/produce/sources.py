@@ -160,10 +160,11 @@ class Reader:
 
     def read(self, raw: Mapping[str, Any], number: int) -> list[Row]:
         """The rows that a row of the source gives; none for one without content, or that is not asked for."""
-        if not matches(raw, self.where):
+        if not all(raw[column] in (it if isinstance(it, list) else [it]) for column, it in self.where.items()):
             return []
         read = {ours: raw[own] for ours, own in self.columns.items()} if self.columns else raw
-        return [row for row in normalise(read, f"{self.key} row {number}") if has_turns(row, self.min_turns)]
+        made = normalise(read, f"{self.key} row {number}")
+        return [row for row in made if sum(turn["role"] == "user" for turn in row["messages"] or ()) >= self.min_turns]
 
 
 def _check_columns(own: Sequence[str], source: str, columns: Mapping[str, str], where: Mapping[str, Any], key: str) -> None:
@@ -180,15 +181,6 @@ def _check_columns(own: Sequence[str], source: str, columns: Mapping[str, str], 
         close = next((match for column in own if (match := nearest(column, KNOWN_COLUMNS))), None)
         got = f"{source} with columns {', '.join(named if columns else own)}"
         raise UserError(key, got=got, expected=f"{EXPECTED}, or data.columns to say which are these", nearest=close)
-
-
-def matches(row: Mapping[str, Any], where: Mapping[str, Any]) -> bool:
-    """Whether each column named holds the value, or one of the list of values."""
-    return all(row[column] in (wanted if isinstance(wanted, list) else [wanted]) for column, wanted in where.items())
-
-
-def has_turns(row: Row, min_turns: int) -> bool:
-    return min_turns == 0 or sum(turn["role"] == "user" for turn in row["messages"] or ()) >= min_turns
 
 
 def normalise(row: Mapping[str, Any], where: str) -> Iterator[Row]:
@@ -218,14 +210,7 @@ def _answers(question: str) -> set[str]:
     return {answer for asked, answer in EXCHANGES if asked == question}
 
 
-def _load(
-    source: str,
-    split: str,
-    name: str | None,
-    revision: str | None,
-    key: str,
-    cache_dir: str | None = None,
-) -> Any:
+def _load(source: str, split: str, name: str | None, revision: str | None, key: str, cache_dir: str | None) -> Any:
     path = Path(source)
     if path.suffix in LOADERS:
         return _load_file(path, split, key, cache_dir)

@@ -21,17 +21,18 @@ class TransformersBackend:
     Raises UserError for a target that is not whole here, ResourceError when the device's memory does not hold a batch.
     """
 
-    def __init__(self, target: RowTarget, num_tokens: int, batch_size: int, dtype: torch.dtype | None = None) -> None:
+    def __init__(self, target: RowTarget, num_tokens: int, batch_size: int) -> None:
         model = target.model
         if is_shared(model) or any(weight.is_meta for weight in model.parameters()):
             why = "target.shard" if is_shared(model) else "hidden_states.mode=offline"
             expected = "data.regenerate.server, or `specdistill data make` first, with target.shard=none"
             raise UserError("data.regenerate.num_tokens", got=f"{num_tokens} with {why}, and no rows yet", expected=expected)
-        self.target, self.batch_size, self.dtype = target, batch_size, dtype or fast_dtype(model.device)
+        self.target, self.batch_size = target, batch_size
         self._stack = ExitStack()
 
     def __enter__(self) -> "TransformersBackend":
-        self._model = self._stack.enter_context(generation_mode(self.target.model, self.dtype))
+        model = self.target.model
+        self._model = self._stack.enter_context(generation_mode(model, fast_dtype(model.device)))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:

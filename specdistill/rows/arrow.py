@@ -11,10 +11,12 @@ from typing import Any
 import pyarrow
 import xxhash
 from datasets import Features
+from safetensors import SafetensorError
 
 from specdistill.errors import ResourceError
 from specdistill.rows.cache import Columns
 
+FREE_SPACE = "free disk space, or set data.cache_dir to a folder that can be written; what is there is kept"
 HEADER = b"specdistill"  # among an Arrow schema's own words
 
 
@@ -51,12 +53,11 @@ def read_header(path: Path) -> str:
 
 
 @contextmanager
-def on_disk(folder: Path) -> Iterator[None]:
+def on_disk(folder: Path, next_step: str = FREE_SPACE) -> Iterator[None]:
     """Raises ResourceError for a disk that is full or cannot be written."""
     try:
         yield
-    except OSError as error:
-        next_step = "free disk space, or set data.cache_dir to a folder that can be written; what is there is kept"
+    except (OSError, SafetensorError) as error:
         raise ResourceError(f"{folder} could not be written ({error})", next_step=next_step) from error
 
 

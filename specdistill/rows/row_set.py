@@ -261,7 +261,7 @@ def _lacking(folder: Path) -> list[str]:
     return sorted(named - set(found))
 
 
-def write_rows(folder: Path, halves: Mapping[str, tuple[Packed, SplitCounts]], facts: Mapping[str, Any]) -> Manifest:
+def write_rows(folder: Path, halves: Mapping[str, tuple[Packed, SplitCounts]], facts: Mapping[str, Any]) -> None:
     """Write a row set: each shard aside and then in place, the manifest last. facts: the manifest's other fields.
 
     Raises ResourceError for a disk that is full or cannot be written.
@@ -282,4 +282,3 @@ def write_rows(folder: Path, halves: Mapping[str, tuple[Packed, SplitCounts]], f
         aside = folder / f"{MANIFEST}.part"
         aside.write_text(manifest.model_dump_json(indent=1) + "\n", encoding="utf-8")
         os.replace(aside, folder / MANIFEST)
-    return manifest

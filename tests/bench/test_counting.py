@@ -1,30 +1,11 @@
 """Counts as engines make them: the last round whole, stop tokens ignored."""
 
-from dataclasses import replace
-
-import torch
-
-from bench.counting import (
-    Completion,
-    Counts,
-    generate_here,
-    ignore_stop_tokens,
-    num_same,
-    total,
-)
+from bench.counting import Counts, generate_here, ignore_stop_tokens, num_same, total
 from specdistill.decoding.decoder import Decoder
 from specdistill.decoding.proposer import Proposal
-from tests.proposers import ModelProposer, tiny_target
+from tests.proposers import FirstTokens, ModelProposer, tiny_target
 
 PROMPTS = [[5, 9, 20], [40, 41, 42, 43]]
-
-
-class FirstTokens(ModelProposer):
-    """The target's own next tokens, but the last one wrong: K - 1 are accepted of every draft."""
-
-    def propose(self, state, k, sampling, generator):
-        tokens = super().propose(state, k, sampling, generator).tokens
-        return Proposal([*tokens[:-1], (tokens[-1] + 1) % 260])
 
 
 def test_the_last_round_counts_what_lies_past_the_limit():
@@ -71,12 +52,3 @@ def test_a_completion_ends_at_a_stop_token_and_its_last_round_is_counted_whole()
     assert text.token_ids == whole.token_ids[:length]
     num_rounds = -(-(length - 1) // 4)  # one token from the prefill, then rounds of 3 + 1
     assert text.counts == Counts(num_rounds, 4 * num_rounds, (num_rounds, num_rounds, num_rounds, 0))
-
-
-def test_texts_are_compared_token_by_token():
-    one = [Completion((1, 2, 3), Counts(0, 0, ())), Completion((4, 5), Counts(0, 0, ()))]
-    assert num_same(one, [one[0], replace(one[1], token_ids=(4, 6))]) == 1
-
-
-def test_nothing_drafted_has_no_acceptance_length():
-    assert torch.isnan(torch.tensor(Counts(0, 0, (0, 0)).mean_acceptance_length))

@@ -6,7 +6,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 
@@ -184,32 +184,12 @@ def test_a_file_that_neither_folder_nor_network_has_is_said(in_empty_folder: Pat
     assert smollm2.fetch(Path("data/prompts.jsonl"), found) == b"{}" == Path("data/prompts.jsonl").read_bytes()
 
 
-def test_the_page_says_what_a_round_drafts() -> None:
-    def said(k: int, tree: dict[str, int] | None = None, **drafting: Any) -> str:
-        settings = {"num_speculative_tokens": k, "tree": tree, "drafting": drafting}
-        return smollm2.drafts_what({"draft": {"method": "eagle3"}, "settings": settings})
-
-    grown = {"budget": 6, "depth": 3, "top_k": 3}
-    assert "a tree of 6 tokens, 3 deep, top 3" in said(3, grown) and said(3) == ""
-    behind = said(7, lookup_first=[2, 5], draft_tree=grown)
-    assert "7 tokens where the last 2" in behind and "a tree of 6 tokens, 3 deep, top 3" in behind
-    assert "a chain of 2" in said(6, lookup_first=[2, 5], draft_tokens=2)
-
-
 def test_a_share_of_steps_keeps_the_schedule_and_is_evaluated_at_its_end() -> None:
     whole = load_recipe(Recipe, ["recipe=smollm2/eagle3"]).train
     part = load_recipe(Recipe, ["recipe=smollm2/eagle3", *smollm2.share_of_steps("eagle3", 0.1)]).train
     steps = dict.fromkeys(("max_steps", "eval_steps", "save_steps"), whole["max_steps"] // 10)
     assert part == whole | steps | {"warmup_steps": whole["warmup_steps"] // 10}
     assert smollm2.share_of_steps("eagle3", 1.0) == []
-
-
-def test_features_are_stored_by_the_whole_training_of_one_recipe_alone() -> None:
-    stored, compared = (
-        load_recipe(Recipe, ["recipe=smollm2/eagle3", *keys]).hidden_states for keys in ([], smollm2.online("eagle3"))
-    )
-    assert (stored.mode, compared.mode, compared.path) == ("hybrid", "online", None)
-    assert smollm2.online("draft") == smollm2.online("mtp") == []
 
 
 def test_recipes_share_data_and_measurement_and_say_so_where_they_do_not() -> None:

@@ -9,13 +9,12 @@ from bench.counting import ignore_stop_tokens
 from bench.llama_cpp import AsLlamaCpp, Counts
 from bench.smollm2_engines import Draft, Options, as_gguf, chosen, page
 from specdistill.decoding.decoder import Decoder
-from specdistill.decoding.proposer import Proposal
 from specdistill.errors import UserError
 from specdistill.methods.load import implementation
 from specdistill.methods.target_record import save_draft
 from specdistill.targets.frozen import FrozenTarget
 from tests.heads import build_head
-from tests.proposers import ModelProposer, tiny_target
+from tests.proposers import FirstTokens, tiny_target
 from tests.refusals import refused
 from tests.tiny import tiny_target_model, tiny_tokenizer
 
@@ -74,14 +73,6 @@ def test_the_table_has_what_was_measured_and_why_something_was_not(head: Path) -
     assert "llama.cpp, Q4_1: engine: got gguf" in why
     (*_, left_out) = page([{**MEASURED, "engine": "llama.cpp, Q4_1", "num_left_out": 2}], 24, 64)
     assert "2 of 24 prompts" in left_out
-
-
-class FirstTokens(ModelProposer):
-    """The target's own next tokens, but the last one wrong."""
-
-    def propose(self, state, k, sampling, generator):
-        tokens = super().propose(state, k, sampling, generator).tokens
-        return Proposal([*tokens[:-1], (tokens[-1] + 1) % 260])
 
 
 def test_rounds_of_llama_cpp_draft_at_once_and_no_further_than_the_limit() -> None:

@@ -1,15 +1,10 @@
-"""A server that speaks OpenAI's API for tests. Its answers depend on the prompt and the seed alone, and it fails on demand.
-
-python -m tests.produce.openai_server PORT SECONDS      # every answer takes so long
-"""
+"""A server that speaks OpenAI's API for tests. Its answers depend on the prompt and the seed alone, and it fails on demand."""
 
 import hashlib
 import json
-import sys
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -23,7 +18,9 @@ CUT, STALL = "cut", "stall"  # in place of a status
 
 @dataclass
 class Behaviour:
-    """fault: (number of the request, its body) -> a status, CUT or STALL in place of an answer; None: answer."""
+    """fault: (number of the request, its body) -> a status, CUT or STALL in place of an answer; None: answer. beside: what an answer has
+    beside its choice.
+    """
 
     seconds: float = 0.0
     fault: Callable[[int, dict[str, Any]], int | str | None] = lambda number, body: None
@@ -31,6 +28,7 @@ class Behaviour:
     models: tuple[str, ...] = ("tiny",)
     headers: dict[str, str] = field(default_factory=dict)  # of faults
     text: Callable[[str], str] = lambda digest: f"answer {digest}"
+    beside: Callable[[dict[str, Any]], dict[str, Any]] = lambda body: {}
 
 
 def completion(prompt: list[int], seed: int, temperature: float, text: Callable[[str], str]) -> tuple[list[int], str]:
@@ -39,76 +37,61 @@ def completion(prompt: list[int], seed: int, temperature: float, text: Callable[
     return [*tiny_tokenizer()(said)["input_ids"], END], said
 
 
-class OpenAIServer:
-    def __init__(self, behaviour: Behaviour | None = None, port: int = 0) -> None:
-        self.behaviour, self.lock, self.num_requests = behaviour or Behaviour(), threading.Lock(), 0
-        self.answered: Counter[str] = Counter()
-        outer = self
+class OpenAIServer(ThreadingHTTPServer):
+    daemon_threads = True
 
-        class Handler(BaseHTTPRequestHandler):
-            def log_message(self, *_: object) -> None:
-                pass
+    def __init__(self, behaviour: Behaviour) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.behaviour, self.lock, self.num_requests = behaviour, threading.Lock(), 0
+        self.address = f"http://127.0.0.1:{self.server_port}"
 
-            def do_GET(self) -> None:
-                outer.send(self, 200, {"data": [{"id": name} for name in outer.behaviour.models]})
 
-            def do_POST(self) -> None:
-                outer.post(self)
+class Handler(BaseHTTPRequestHandler):
+    server: OpenAIServer
 
-        self.server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
-        self.server.daemon_threads = True
-        self.address = f"http://127.0.0.1:{self.server.server_port}"
+    def log_message(self, *_: object) -> None:
+        pass
 
-    def post(self, handler: Any) -> None:
-        body = json.loads(handler.rfile.read(int(handler.headers["Content-Length"])))
-        with self.lock:
-            number, self.num_requests = self.num_requests, self.num_requests + 1
-        behaviour = self.behaviour
+    def do_GET(self) -> None:
+        self.send(200, {"data": [{"id": name} for name in self.server.behaviour.models]})
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        with self.server.lock:
+            number, self.server.num_requests = self.server.num_requests, self.server.num_requests + 1
+        behaviour = self.server.behaviour
         time.sleep(behaviour.seconds)
         fault = behaviour.fault(number, body)
         if fault == STALL:
             time.sleep(3.0)
-            return
-        if isinstance(fault, int):
-            self.send(handler, fault, {"error": "as asked"}, behaviour.headers)
-            return
-        ids, text = completion(body["prompt"], body["seed"], body["temperature"], behaviour.text)
-        cut = len(ids) > body["max_tokens"]
-        ids = ids[: body["max_tokens"]]
-        choice: dict[str, Any] = {"text": text[: len(ids)], "finish_reason": "length" if cut else "stop"}
-        if behaviour.returns_tokens:
-            choice["token_ids"] = ids
-        if fault == CUT:
-            handler.send_response(200)
-            handler.send_header("Content-Length", "1000")
-            handler.end_headers()
-            handler.wfile.write(b'{"choices": [')
-            handler.connection.close()
-            return
-        with self.lock:
-            self.answered[repr(body["prompt"]) + str(body["seed"]) + str(body["temperature"])] += 1
-        self.send(handler, 200, {"model": body["model"], "choices": [choice]})
+        elif fault == CUT:
+            self.send(200, {"choices": []}, {"Content-Length": "1000"})
+            self.connection.close()
+        elif isinstance(fault, int):
+            self.send(fault, {"error": "as asked"}, behaviour.headers)
+        else:
+            ids, text = completion(body["prompt"], body.get("seed", 0), body["temperature"], behaviour.text)
+            cut = len(ids) > body["max_tokens"]
+            ids = ids[: body["max_tokens"]]
+            choice: dict[str, Any] = {"text": text[: len(ids)], "finish_reason": "length" if cut else "stop"}
+            if behaviour.returns_tokens:
+                choice["token_ids"] = ids
+            self.send(200, {"model": body["model"], "choices": [choice], **behaviour.beside(body)})
 
-    def send(self, handler: Any, status: int, content: dict[str, Any], headers: dict[str, str] | None = None) -> None:
+    def send(self, status: int, content: dict[str, Any], headers: Mapping[str, str] = {}) -> None:
         data = json.dumps(content).encode()
-        handler.send_response(status)
-        for name, value in {"Content-Length": str(len(data)), **(headers or {})}.items():
-            handler.send_header(name, value)
-        handler.end_headers()
-        handler.wfile.write(data)
+        self.send_response(status)
+        for name, value in {"Content-Length": str(len(data)), **headers}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(data)
 
 
 @contextmanager
 def running(behaviour: Behaviour | None = None) -> Iterator[OpenAIServer]:
-    made = OpenAIServer(behaviour)
-    thread = threading.Thread(target=made.server.serve_forever, daemon=True)
-    thread.start()
-    try:
-        yield made
-    finally:
-        made.server.shutdown()
-        made.server.server_close()
-
-
-if __name__ == "__main__":
-    OpenAIServer(Behaviour(seconds=float(sys.argv[2])), port=int(sys.argv[1])).server.serve_forever()
+    with OpenAIServer(behaviour or Behaviour()) as made:
+        threading.Thread(target=made.serve_forever, daemon=True).start()
+        try:
+            yield made
+        finally:
+            made.shutdown()

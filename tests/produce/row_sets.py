@@ -1,13 +1,15 @@
 """Small row sets: rows of a source in a file, for a tiny random target."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 from datasets import Dataset
 
 from recipes.pico.corpus import CHAT_TEMPLATE
+from specdistill.produce.blocks import AnswerFile
 from specdistill.produce.make import make_rows
 from specdistill.recipe.sections import DataConfig
 from specdistill.rows.packing import collate
@@ -55,6 +57,29 @@ def texts_in(rows: Dataset) -> list[str]:
         for number in numbers[numbers >= 0].unique().tolist():
             found.append(tokenizer.decode(ids[numbers == number]).removesuffix("<|endoftext|>"))
     return found
+
+
+class KilledError(Exception):
+    pass
+
+
+def killed(work: Callable[[], object], after: int, *, torn: bool = False) -> None:
+    """A process that dies after so many answers; the next one is written by half where it is torn."""
+    add, left = AnswerFile.add, [after]
+
+    def dying(self: AnswerFile, answers: Any) -> None:
+        left[0] -= 1
+        if left[0] < 0:
+            if torn:
+                add(self, answers)
+                self._file.truncate(self._file.tell() - 9)
+            raise KilledError
+        add(self, answers)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(AnswerFile, "add", dying)
+        with pytest.raises(KilledError):
+            work()
 
 
 def contents(folder: Path) -> dict[str, bytes]:

@@ -17,7 +17,7 @@ from specdistill.cli import main
 from specdistill.rows.row_set import MANIFEST
 from tests.launches import environment
 from tests.produce.openai_server import Behaviour, running
-from tests.produce.row_sets import contents
+from tests.produce.row_sets import chat, contents
 from tests.refusals import refused_key
 from tests.scripts import specdistill, start_specdistill
 from tests.tiny import input_keys, tiny_target_model, tiny_tokenizer
@@ -31,10 +31,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("make")
     tiny_target_model().save_pretrained(path / "model")
     tiny_tokenizer(CHAT_TEMPLATE).save_pretrained(path / "model")
-    turns = [("user", "{}?"), ("assistant", "x"), ("user", "more"), ("assistant", "y")]
-    rows = [
-        {"messages": [{"role": role, "content": said.format(number)} for role, said in turns]} for number in range(100, 160)
-    ]
+    rows = [chat(f"{number}?", "x", "more", "y") for number in range(100, 160)]
     (path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
     return path
 
@@ -156,22 +153,6 @@ def test_a_full_disk_ends_a_generation_in_one_line_and_it_goes_on_with_space(
     assert contents(manifest.parent) == expected
 
 
-@pytest.mark.long
-def test_servers_that_are_not_the_target_s_or_do_not_answer_are_named(folder: Path, tmp_path: Path) -> None:
-    with running(Behaviour(models=("a", "b"))) as made:
-        way = [f"data.regenerate.server=[{made.address}]"]
-        several = specdistill(*line(folder, tmp_path, way))
-    assert several.returncode == 2 and refused_key(several.stderr) == "data.regenerate.server"
-    gone = specdistill(*line(folder, tmp_path, way))
-    assert gone.returncode == 3 and "/v1/models does not answer" in gone.stderr and "Traceback" not in gone.stderr
-
-
-def test_verbs_and_keys_that_are_gone_say_what_takes_their_place(capsys: pytest.CaptureFixture[str]) -> None:
-    for words, told in (
-        (["data", "generate", "recipe=small/eagle3"], "did you mean make?"),
-        (["data", "mrege", "recipe=small/eagle3"], "did you mean merge?"),
-        (["data", "make", "recipe=small/eagle3", "data.streaming=true"], "specdistill data make"),
-        (["data", "make", "recipe=small/eagle3", "data.regenerate.set_aside=[]"], "no such key: data.regenerate.filter"),
-    ):
-        assert main(words) == 2
-        assert told in capsys.readouterr().err, words
+def test_a_verb_that_is_gone_names_what_takes_its_place(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["data", "generate", "recipe=small/eagle3"]) == 2
+    assert "did you mean make?" in capsys.readouterr().err

@@ -6,7 +6,7 @@ import random
 import re
 import shutil
 import threading
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,22 +14,30 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from specdistill.errors import ResourceError, UserError
 from specdistill.produce import blocks as blocks_module
 from specdistill.produce import make, merge
-from specdistill.produce.blocks import AnswerFile, Block, blocks
+from specdistill.produce.blocks import Block, blocks
 from specdistill.produce.job import Job
 from specdistill.produce.make import make_blocks, make_rows, shard_of
 from specdistill.recipe.sections import DataConfig, RegenerateConfig
-from specdistill.rows.packing import collate
 from specdistill.rows.row_set import MANIFEST, RowTarget, read_rows
 from tests.processes import run_processes
 from tests.produce.openai_server import Behaviour, running
-from tests.produce.row_sets import chat, config_for, contents, generator, numbered, opened, replace, row_target, texts_in
+from tests.produce.row_sets import (
+    chat,
+    config_for,
+    contents,
+    generator,
+    killed,
+    numbered,
+    opened,
+    replace,
+    row_target,
+    texts_in,
+)
 from tests.refusals import refused
-from tests.tiny import tiny_tokenizer
 
 GENERATED = RegenerateConfig(num_tokens=300, prompt_tokens=4, batch_size=8)
 
@@ -82,13 +90,6 @@ def test_weights_repeat_the_training_rows_of_a_source(tmp_path: Path) -> None:
     assert [source.documents for source in manifest.sources] == [sum(repeated), sum(others)]
 
 
-def test_assistant_tokens_alone_or_all_carry_loss(tmp_path: Path) -> None:
-    for loss_mask, expected in (("assistant", "cd<|end|>"), ("all", "<|user|>\nab<|end|><|assistant|>\ncd<|end|>")):
-        config = config_for(tmp_path, [chat("ab", "cd")] * 2, loss_mask=loss_mask, validation_split="sample")
-        batch = collate(list(opened(config)[0]))
-        assert tiny_tokenizer().decode(batch["input_ids"][batch["loss_mask"] == 1]) == expected
-
-
 def test_long_conversations_are_cut_and_stay_on_one_side(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Twelve rows of three exchanges, each as long as most of a row; the last exchange of one fits none."""
     long = [[f"q{number}" + "?" * 30, "a"] * 3 + ["x" * 64, "b"] * (number == 0) for number in range(12)]
@@ -100,32 +101,18 @@ def test_long_conversations_are_cut_and_stay_on_one_side(tmp_path: Path, caplog:
     assert read_rows(Job.of(config, row_target()).folder)[2].filtered == {"too_long": 1}
 
 
-def test_one_document_a_row_without_packing(tmp_path: Path) -> None:
-    train, validation = opened(config_for(tmp_path, numbered(20), packing=False, validation_split="sample"))
-    assert (len(train), len(validation)) == (16, 4)
-
-
 @pytest.mark.parametrize(
-    ("settings", "key", "got"),
+    ("rows", "settings", "key", "got"),
     [
-        ({"max_length": 8, "source": "chats"}, "data.max_length", "8"),
-        ({"source": "single"}, "data.source", "a single usable row"),
-        ({"source": "alike"}, "data.source", "4 usable rows that are all alike"),
-        ({"source": "short"}, "data.source", "3 rows of fewer than 3 tokens"),
-        ({"regenerate": replace(GENERATED, prompt_tokens=32)}, "data.regenerate.prompt_tokens", "32"),
-        ({"regenerate": replace(GENERATED, prompt_tokens=30)}, "data.max_length", "32, and no row"),
+        (numbered(1), {}, "data.source", "a single usable row"),
+        (numbered(1) * 4, {}, "data.source", "4 usable rows that are all alike"),
+        (numbered(5), {"regenerate": replace(GENERATED, prompt_tokens=32)}, "data.regenerate.prompt_tokens", "32"),
+        (numbered(5), {"regenerate": replace(GENERATED, prompt_tokens=30)}, "data.max_length", "32, and no row"),
     ],
 )
-def test_settings_and_rows_that_cannot_be_used(tmp_path: Path, settings: dict[str, Any], key: str, got: str) -> None:
-    rows = {
-        "chats": [chat("question", "answer")] * 2,
-        "single": numbered(1),
-        "short": [{"text": "a"}] * 3,
-        "alike": numbered(1) * 4,
-    }
-    given = rows.get(settings.pop("source", ""), numbered(5))
+def test_settings_and_rows_that_cannot_be_used(tmp_path: Path, rows: Any, settings: dict[str, Any], key: str, got: str) -> None:
     with refused(key, got):
-        opened(config_for(tmp_path, given, **settings), generator())
+        opened(config_for(tmp_path, rows, **settings), generator())
 
 
 def test_a_large_preparation_is_costed_from_its_first_rows(
@@ -199,45 +186,16 @@ def test_the_same_bytes_by_any_servers_and_shards(tmp_path: Path) -> None:
     assert two.num_requests
 
 
-class KilledError(Exception):
-    pass
-
-
-def interrupt(monkeypatch: pytest.MonkeyPatch, after: int, torn: bool) -> Callable[[], None]:
-    """Have the process die at its answer of that number, which is written by half where it is torn; gives back what ends this."""
-    add, left = AnswerFile.add, [after]
-
-    def dying(self: AnswerFile, answers: Any) -> None:
-        left[0] -= 1
-        if left[0] < 0:
-            if torn:
-                add(self, answers)
-                self._file.truncate(self._file.tell() - 9)
-            raise KilledError
-        add(self, answers)
-
-    monkeypatch.setattr(AnswerFile, "add", dying)
-    return lambda: monkeypatch.setattr(AnswerFile, "add", add)
-
-
 @pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("by_server", [False, True])
-def test_an_interrupted_block_goes_on_to_the_same_bytes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by_server: bool
-) -> None:
+def test_an_interrupted_block_goes_on_to_the_same_bytes(tmp_path: Path, by_server: bool) -> None:
     with running() as server:
         config = generating(tmp_path, server=[server.address] if by_server else [], batch_size=4, num_tokens=400)
         target = row_target() if by_server else generator()
         expected = made(tmp_path / "whole", config, target, 1)
-        needed, moments, known = server.num_requests, random.Random(0), 0
+        needed, moments, job = server.num_requests, random.Random(0), Job(tmp_path / "cut" / "set", config, target)
         for torn in (False, True, False):
-            job = Job(tmp_path / "cut" / "set", config, target)
-            end = interrupt(monkeypatch, moments.randint(1, 4), torn)
-            with pytest.raises(KilledError):
-                make_blocks(job)
-            end()
-            left = sum(path.read_bytes().count(b"\n") - 1 for path in job.blocks.glob("*.jsonl"))
-            assert left + len(list(job.blocks.glob("*.arrow"))) > 0 or known == 0
+            killed(partial(make_blocks, job), moments.randint(1, 4), torn=torn)
         make_blocks(job)
         merge.merge(job)
         assert contents(job.folder) == expected
@@ -300,9 +258,8 @@ def test_a_few_prompts_are_of_every_source_by_its_weight_and_of_one_half(tmp_pat
     assert 0.4 <= sum(from_first) / len(from_first) <= 0.8  # 30 to 20
 
 
-def test_blocks_that_lack_or_are_of_another_recipe_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blocks_module, "FEWEST_TOKENS", 50)
-    monkeypatch.setattr(blocks_module, "MANY", 8)
+@pytest.mark.usefixtures("small_blocks")
+def test_blocks_that_lack_or_are_of_another_recipe_are_named(tmp_path: Path) -> None:
     config, target = generating(tmp_path), generator()
     job, other = (Job(tmp_path / name / "set", replace(config, seed=seed), target) for name, seed in (("a", 0), ("b", 1)))
     make_blocks(job, 0, 2)
@@ -349,7 +306,6 @@ KUBERNETES = {"JOB_COMPLETION_INDEX": "2"}
         ("auto", {}, None),
         ("3/3", {}, None),
         ("1", {}, None),
-        ("some", {}, None),
     ],
 )
 def test_a_shard_is_stated_or_an_array_job_s(
@@ -380,14 +336,13 @@ def test_no_room_for_what_is_generated_ends_it_after_the_first_answers(
 
 @pytest.mark.long
 @pytest.mark.distributed
+@pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("local_ranks", [(0, 1), (0, 1, 0)])
 @pytest.mark.parametrize("is_common", [True, False])
 def test_processes_of_a_launch_share_the_blocks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, local_ranks: tuple[int, ...], is_common: bool
 ) -> None:
     """A machine of two, or beside it one of one; without a common folder each machine makes all blocks."""
-    monkeypatch.setattr(blocks_module, "FEWEST_TOKENS", 50)
-    monkeypatch.setattr(blocks_module, "MANY", 8)
     config, target, made = generating(tmp_path), generator(), make._make_block
 
     def work(rank: int) -> None:
@@ -422,19 +377,3 @@ def test_machines_whose_rows_differ_are_named(tmp_path: Path) -> None:
 
     ended = run_processes(tmp_path, work, 0, 0)
     assert [process.code for process in ended] == [0, 0], ended[0].err + ended[1].err
-
-
-@pytest.mark.long
-def test_a_trained_target_generates_stories(shared_data: Path, tmp_path: Path) -> None:
-    folder = shared_data / "models" / "stories260K-hf"
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
-    source = str(shared_data / "train" / "tinystories" / "tinystories_val_slice.jsonl")
-    regenerate = RegenerateConfig(num_tokens=1500, batch_size=16)
-    config = DataConfig(source=source, max_length=256, regenerate=regenerate, cache_dir=str(tmp_path))
-    train, _ = opened(config, RowTarget("stories", "0" * 64, tokenizer, (tokenizer.eos_token_id,), model))
-    batch = collate(list(train))
-    assert batch["loss_mask"][batch["document_ids"] >= 0].all()
-    with torch.inference_mode():
-        ids = batch["input_ids"][batch["document_ids"][:, -1] >= 0][:4]
-        loss = torch.nn.functional.cross_entropy(model(ids).logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
-    assert loss < 1.4  # nats a token on stories that people wrote

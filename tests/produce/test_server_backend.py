@@ -24,7 +24,6 @@ from tests.refusals import refused
 from tests.tiny import tiny_tokenizer
 
 NUM = 24
-PLAIN = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 
 
 def prompts(count: int = NUM) -> list[Prompt]:
@@ -88,13 +87,14 @@ def test_a_question_leaves_nothing_to_a_model_s_own_sampling(tmp_path: Path) -> 
     bodies: list[dict[str, Any]] = []
     with running(Behaviour(fault=lambda number, body: bodies.append(body))) as made:  # type: ignore[func-returns-value]
         (turns,) = answered(tmp_path, server(made), asked=tasks(1))
-    plain = {**PLAIN, "repetition_penalty": 1.0, "repeat_penalty": 1.0}
+    plain = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+    plain |= {"repetition_penalty": 1.0, "repeat_penalty": 1.0}
     for turn, body in zip(turns, bodies, strict=True):
         assert {name: body[name] for name in plain} == plain
         assert (body["temperature"], body["seed"], body["prompt"]) == (0.0, 3, turn.context)
 
 
-@pytest.mark.parametrize("fault", [429, 500, 503, CUT])
+@pytest.mark.parametrize("fault", [429, 500, CUT])
 def test_what_fails_for_a_while_is_asked_again(fault: Any, tmp_path: Path, undisturbed: list[Any]) -> None:
     behaviour = Behaviour(fault=lambda number, body: fault if number % 5 == 1 else None, headers={"Retry-After": "0"})
     with running(behaviour) as made:
@@ -111,8 +111,8 @@ def test_a_server_that_dies_leaves_its_work_to_the_other(
 ) -> None:
     monkeypatch.setattr(completions, "PATIENCE", 0.2)
     with running() as two, running(Behaviour(seconds=0.01)) as one:
-        connected = server(one), server(two)
-        threading.Timer(0.05, one.server.shutdown).start()
+        connected = server(one, timeout=0.5), server(two)
+        threading.Timer(0.05, one.shutdown).start()
         one.behaviour.fault = lambda number, body: CUT if number > 4 else None
         assert answered(tmp_path, *connected) == undisturbed
 
@@ -147,7 +147,7 @@ def test_a_refused_question_ends_its_conversation_and_is_asked_again(tmp_path: P
         assert answered(tmp_path, server(other)) == undisturbed
 
 
-@pytest.mark.parametrize("status", [400, 401, 404])
+@pytest.mark.parametrize("status", [400, 401])
 def test_a_server_that_never_will_is_named(status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(completions, "MOST_REFUSED", 8)
     with (
@@ -196,8 +196,7 @@ def test_the_model_is_found_by_name_or_because_it_is_alone() -> None:
 
 
 def block_of(
-    folder: Path, num_tokens: int, *servers: CompletionServer, rules: Sequence[str] = (), concurrency: int = 2, all_tokens: bool = False,
-    asked: Iterator[Task] | None = None,
+    folder: Path, num_tokens: int, *servers: CompletionServer, rules: Sequence[str] = (), concurrency: int = 2, all_tokens: bool = False
 ) -> Made:  # fmt: skip
     words = told()
 
@@ -206,7 +205,7 @@ def block_of(
 
     made = Made({name: RULES[name] for name in rules}, candidate, all_tokens)
     with AnswerFile(folder / "answers.jsonl", "plan") as known, ServerBackend(servers, words, concurrency) as backend:
-        generate_block(num_tokens, [Stream(asked or tasks(None), 1.0)], backend, known, made)
+        generate_block(num_tokens, [Stream(tasks(None), 1.0)], backend, known, made)
     return made
 
 

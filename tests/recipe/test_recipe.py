@@ -22,16 +22,12 @@ from tests.refusals import refused
 
 COMPLETE = ["target.model=pico", "train.output_dir=runs/x"]
 EVERY_RECIPE = sorted(path.relative_to(RECIPES).with_suffix("").as_posix() for path in RECIPES.rglob("*.yaml"))
-
-
 # What SmolLM2's recipes read, `make smollm2` pins by hashes.
 PUBLISHED = [
     name for name in EVERY_RECIPE if (RECIPES / name).with_name("config.json").exists() and not name.startswith("smollm2/")
 ]
 COMMIT = re.compile(r"[0-9a-f]{40}")
 LICENCES = {"apache-2.0", "mit"}
-
-every_published = pytest.mark.parametrize("name", PUBLISHED)
 
 
 def schema_of(name: str) -> type:
@@ -60,34 +56,22 @@ def load(*arguments: str) -> Recipe:
     return load_recipe(Recipe, [*COMPLETE, *arguments])
 
 
-def message(*arguments: str) -> str:
-    with pytest.raises(UserError) as caught:
-        load(*arguments)
-    text = str(caught.value)
-    assert "\n" not in text
-    return text
+def reloaded(recipe: Any, folder: Path, *more: str) -> Any:
+    """The recipe that was recorded of one."""
+    save_recipe(recipe, folder / "recipe.yaml")
+    schema: type[Any] = TargetRecipe if isinstance(recipe, TargetRecipe) else Recipe
+    return load_recipe(schema, [f"recipe={folder / 'recipe.yaml'}", *more])
 
 
 @pytest.mark.parametrize("name", EVERY_RECIPE)
-def test_every_recipe_loads_and_round_trips(name: str, tmp_path: Path):
-    schema = schema_of(name)
-    recipe = load_recipe(schema, launch_line(name))
-    save_recipe(recipe, tmp_path / "recipe.yaml")
-    assert load_recipe(schema, [f"recipe={tmp_path / 'recipe.yaml'}"]) == recipe
-
-
-@pytest.mark.parametrize("name", EVERY_RECIPE)
-def test_every_recipe_says_how_it_is_launched(name: str):
+def test_every_recipe_loads_as_it_says_and_round_trips_and_its_training_arguments_exist(name: str, tmp_path: Path):
+    recipe: Any = load_recipe(schema_of(name), launch_line(name))
     assert launch_line(name)[0] == f"recipe={name}"
-
-
-@pytest.mark.parametrize("name", EVERY_RECIPE)
-def test_every_recipe_s_training_arguments_exist(name: str, tmp_path: Path):
-    recipe = load_recipe(schema_of(name), launch_line(name))
+    assert reloaded(recipe, tmp_path) == recipe
     training_arguments({**recipe.train, "output_dir": str(tmp_path)}, use_cpu=True)
 
 
-@every_published
+@pytest.mark.parametrize("name", PUBLISHED)
 def test_target_draft_and_data_are_pinned_to_a_commit_and_the_data_s_licences_stated(name: str):
     recipe: Any = load_recipe(Recipe, launch_line(name))
     given = merged([f"recipe={name}"])["target"]["model"] == REQUIRED  # a folder that a command of the header pins
@@ -102,7 +86,7 @@ def test_target_draft_and_data_are_pinned_to_a_commit_and_the_data_s_licences_st
     assert {source.license for source in sources} <= LICENCES
 
 
-@every_published
+@pytest.mark.parametrize("name", PUBLISHED)
 def test_its_header_s_commands_are_of_this_recipe_and_its_gate_is_the_one_named(name: str):
     recipe: Any = load_recipe(Recipe, launch_line(name))
     assert f"Gate: eval/gates/{recipe.gate}.yaml" in header(name) and (GATES / f"{recipe.gate}.yaml").is_file()
@@ -123,16 +107,12 @@ def test_strings_that_look_like_other_types_round_trip(tmp_path: Path):
         "target.model=org/target", "target.revision='1e5'", "data.cache_dir='true'", "eval.suite='null'", "draft.init='0123'"
     )
     assert (recipe.target.revision, recipe.data.cache_dir, recipe.eval.suite) == ("1e5", "true", "null")
-    save_recipe(recipe, tmp_path / "recipe.yaml")
-    assert load_recipe(Recipe, [f"recipe={tmp_path / 'recipe.yaml'}"]) == recipe
+    assert reloaded(recipe, tmp_path) == recipe
 
 
 def test_recipe_by_path_and_by_name():
     assert find_recipe("pico/target") == RECIPES / "pico" / "target.yaml"
     assert find_recipe(str(RECIPES / "pico" / "target.yaml")) == RECIPES / "pico" / "target.yaml"
-
-
-def test_unknown_recipe_names_the_nearest():
     with pytest.raises(UserError, match=r"recipe: got 'pico/targt', expected .*; did you mean pico/target\?"):
         find_recipe("pico/targt")
 
@@ -161,20 +141,18 @@ def test_scientific_notation_is_a_number_in_files_and_on_the_command_line(tmp_pa
         ("draft.num_layer=2", "draft.num_layers"),
         ("data.regenerate.num_token=5", "data.regenerate.num_tokens"),
         ("num_layers=2", "draft.num_layers"),
-        ("eval.num_spec_tokens=4", "eval.num_speculative_tokens"),
         ("targett.model=pico", "target"),
     ],
 )
 def test_unknown_keys_name_the_nearest(argument: str, near: str):
     key = argument.split("=")[0].split(".model")[0]
-    text = message(argument)
-    assert text.startswith(f"{key}: got an unknown key, ")
-    assert text.endswith(f" {near}?")
+    with pytest.raises(UserError, match=rf"^{key}: got an unknown key, .* {near}\?$"):
+        load(argument)
 
 
 def test_unknown_keys_of_a_file_are_errors_too(tmp_path: Path):
     path = tmp_path / "r.yaml"
-    path.write_text("target: {model: pico}\ntrain: {output_dir: x}\ndraft: {layers: 1}\n", encoding="utf-8")
+    path.write_text("draft: {layers: 1}\n", encoding="utf-8")
     with refused("draft.layers", "an unknown key"):
         load_recipe(Recipe, [f"recipe={path}"])
 
@@ -184,7 +162,6 @@ def test_unknown_keys_of_a_file_are_errors_too(tmp_path: Path):
     [
         ([], "target.model"),
         (["target.model=pico"], "train.output_dir"),
-        (["train.output_dir=x"], "target.model"),
         (["recipe=small/eagle3", "data.source=x"], "target.model"),
     ],
 )
@@ -202,15 +179,10 @@ def test_what_a_recipe_leaves_to_be_given_is_not_filled_by_a_default():
     ("argument", "key", "got"),
     [
         ("draft.num_layers=two", "draft.num_layers", "'two' (str)"),
-        ("draft.num_layers=1.5", "draft.num_layers", "1.5 (float)"),
         ("draft.num_layers='2'", "draft.num_layers", "'2' (str)"),
-        ("draft.num_layers=true", "draft.num_layers", "True (bool)"),
         ("draft.ttt_steps=null", "draft.ttt_steps", "None (null)"),
         ("data.packing=3", "data.packing", "3 (int)"),
-        ("eval.temperature=hot", "eval.temperature", "'hot' (str)"),
         ("target.revision=12e4", "target.revision", "120000.0 (float)"),
-        ("target.model=", "target.model", "None (null)"),
-        ("draft.aux_layers=3", "draft.aux_layers", "3 (int)"),
         ("draft.aux_layers=[1,x]", "draft.aux_layers[1]", "'x' (str)"),
         ("draft.aux_layers.first=1", "draft.aux_layers", "keys below it (first)"),
         ("method.name=eagle3", "method", "keys below it (name)"),
@@ -223,16 +195,11 @@ def test_what_a_recipe_leaves_to_be_given_is_not_filled_by_a_default():
         ("eval.num_speculative_tokens=0", "eval.num_speculative_tokens", "0"),
         ("eval.temperature=-0.5", "eval.temperature", "-0.5"),
         ("eval.temperature=.nan", "eval.temperature", "nan"),
-        ("eval.target_precision=.nan", "eval.target_precision", "nan"),
-        ("eval.max_minutes=.inf", "eval.max_minutes", "inf"),
-        ("data.regenerate.temperatures=[.inf]", "data.regenerate.temperatures[0]", "inf"),
         ("eval.top_p=1.5", "eval.top_p", "1.5"),
         ("data.regenerate.temperatures=[0,-1]", "data.regenerate.temperatures[1]", "-1"),
         ("eval.tree=4", "eval.tree", "4"),
-        ("eval.tree.top_k=0", "eval.tree.top_k", "0"),
         ("eval.tree.branching=4", "eval.tree.branching", "4 (int)"),
         ("--recipe", "--recipe", "an argument without key="),
-        ("pico/eagle3", "pico/eagle3", "an argument without key="),
     ],
 )
 def test_mistakes_name_key_and_value(argument: str, key: str, got: str):
@@ -262,18 +229,12 @@ def test_a_number_may_lie_at_its_bound():
     assert (recipe.eval.num_speculative_tokens, recipe.eval.top_p, recipe.eval.target_precision) == (1, 1.0, 0.0001)
 
 
-def test_mixtures_of_sources_stay_as_written():
-    source = load("data.source=[{source: pico, weight: 2}, {source: a.jsonl, split: all}]").data.source
-    assert source == [{"source": "pico", "weight": 2}, {"source": "a.jsonl", "split": "all"}]
-
-
 def test_a_divergence_is_a_name_or_a_weighted_sum(tmp_path: Path):
     assert load("loss.divergence=tvd").loss.divergence == "tvd"
     recipe = load("loss.divergence={forward_kl: 0.5, tvd: 1}", "loss.divergence.tvd=2")
     assert recipe.loss.divergence == {"forward_kl": 0.5, "tvd": 2}
-    save_recipe(recipe, tmp_path / "recipe.yaml")
-    assert load_recipe(Recipe, [f"recipe={tmp_path / 'recipe.yaml'}"]) == recipe
-    assert load_recipe(Recipe, [f"recipe={tmp_path / 'recipe.yaml'}", "loss.divergence=jsd"]).loss.divergence == "jsd"
+    assert reloaded(recipe, tmp_path) == recipe
+    assert reloaded(recipe, tmp_path, "loss.divergence=jsd").loss.divergence == "jsd"
 
 
 def test_a_section_may_be_null_until_one_of_its_keys_is_given():
@@ -281,9 +242,6 @@ def test_a_section_may_be_null_until_one_of_its_keys_is_given():
     given = ["recipe=pico/eagle3", "eval.tree.budget=16", "eval.tree.depth=4", "eval.tree.top_k=4"]
     assert load_recipe(Recipe, given).eval.tree == TreeConfig(budget=16, depth=4, top_k=4)
     assert load_recipe(Recipe, [*given, "eval.tree=null"]).eval.tree is None
-    assert load_recipe(Recipe, ["recipe=pico/eagle3", "eval.tree={branching: [4, 2]}"]).eval.tree == TreeConfig(
-        branching=[4, 2]
-    )
 
 
 @pytest.mark.parametrize(
@@ -322,7 +280,7 @@ def test_help_lists_every_key_with_type_default_and_meaning(schema: type, capsys
 
 def test_a_list_of_sections_is_as_strict_as_a_section():
     def trees(text):
-        return load_recipe(Recipe, ["target.model=pico", "train.output_dir=runs/x", f"eval.sweep.tree={text}"]).eval.sweep.tree
+        return load(f"eval.sweep.tree={text}").eval.sweep.tree
 
     dynamic, static = trees("[{budget: 16, depth: 4, top_k: 4}, {branching: [4, 2, 1]}]")
     assert (dynamic.budget, dynamic.depth, dynamic.top_k, static.branching) == (16, 4, 4, [4, 2, 1])
@@ -330,7 +288,6 @@ def test_a_list_of_sections_is_as_strict_as_a_section():
     for text, key, got in (
         ("[{bugdet: 16}]", "[0].bugdet", "an unknown key"),
         ("[{budget: 0}]", "[0].budget", "0"),
-        ("[{budget: many}]", "[0].budget", "'many'"),
         ("[4]", "[0]", "4"),
         ("4", "", "4"),
     ):
@@ -350,14 +307,11 @@ def test_a_key_that_decoding_alone_reads_is_one_of_eval():
         ("eval.heterogeneous_vocab=true method=eagle3", "eval.heterogeneous_vocab", "draft_model"),
         ("on_policy.temperature=0.5 method=draft_model", "on_policy.temperature", "fraction"),
         ("on_policy.fraction=0.5 method=eagle", "on_policy", "draft_model"),
-        ("eval.confidence_threshold=0.5 method=eagle3", "eval.confidence_threshold", "draft_model"),
         ("eval.ngram.max=5 method=eagle3", "eval.ngram", "ngram"),
         ("draft.vocab_size=512 method=eagle", "draft.vocab_size", "eagle3"),
-        ("draft.num_layers=1 method=mtp", "draft.num_layers", "eagle3"),
         ("loss.noise=0.1 method=mtp", "loss.noise", "eagle"),
         ("loss.selected=0.2 method=draft_model", "loss.selected", "reference"),
         ("loss.divergence=tvd loss.labels=hard method=draft_model", "loss.divergence", "soft"),
-        ("loss.temperature=2 loss.labels=hard method=draft_model", "loss.temperature", "soft"),
         ("data.regenerate.batch_size=8", "data.regenerate.batch_size", "num_tokens"),
         ("eval.server=http://127.0.0.1:8000", "eval.server", "eval.engine"),
         ("eval.batch_size=8 eval.engine=vllm", "eval.batch_size", "eval.engine"),
@@ -370,7 +324,6 @@ def test_a_key_that_decoding_alone_reads_is_one_of_eval():
         ("eval.top_p=0.9", "eval.top_p", "temperature"),
         ("target.revision=v1", "target.revision", "Hub"),
         ("train.optim=sgd", "train.optim", "adamw"),
-        ("train.adam_beta1=0.5", "train.adam_beta1", "adamw"),
         ("train.label_smoothing_factor=0.1", "train.label_smoothing_factor", "labels"),
         ("on_policy.fraction=0.5 loss.labels=hard method=draft_model", "on_policy.fraction", "hard"),
         ("eval.tree={branching: [2]} eval.batch_size=2", "eval.batch_size", "tree"),
@@ -383,9 +336,8 @@ def test_a_key_that_decoding_alone_reads_is_one_of_eval():
     ],
 )
 def test_a_key_that_nothing_reads_is_refused_by_naming_who_reads_it(arguments: str, key: str, reader: str):
-    text = message(*re.findall(r"\S+=(?:\{.*?\}|\S+)", arguments))
-    assert text.startswith(f"{key}: got ")
-    assert reader in text
+    with pytest.raises(UserError, match=f"^{re.escape(key)}: got .*{reader}"):
+        load(*re.findall(r"\S+=(?:\{.*?\}|\S+)", arguments))
 
 
 @pytest.mark.parametrize(
@@ -404,8 +356,7 @@ def test_a_key_that_nothing_reads_is_refused_by_naming_who_reads_it(arguments: s
 )
 def test_a_key_that_something_reads_is_accepted_and_survives_the_record(arguments: list[str], tmp_path: Path):
     recipe = load(*arguments)
-    save_recipe(recipe, tmp_path / "recipe.yaml")
-    assert load_recipe(Recipe, [f"recipe={tmp_path / 'recipe.yaml'}"]) == recipe
+    assert reloaded(recipe, tmp_path) == recipe
 
 
 def test_a_recipe_that_0_1_recorded_loads_without_what_is_gone() -> None:

@@ -79,18 +79,13 @@ CALLS_ALONE = (
 WITHOUT_TURN_ENDS = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
 )
-# Every turn begins with its number, so that nothing fixed stands before it.
-NUMBERED = (
-    "{% for m in messages %}[{{ loop.index }} {{ m.role }}] {{ m.content }}\n{% endfor %}"
-    "{% if add_generation_prompt %}[{{ messages | length + 1 }} assistant] {% endif %}"
-)
 # A word moves to the last question, so that no turn follows what was rendered without it, and answers begin with an empty thought.
 MOVING = (
     "{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index %}{% endif %}"
     "{% endfor %}{% for m in messages %}{% if m.role == 'user' %}[INST]{% if loop.index == ns.last %}NOW {% endif %}"
     "{{ m.content }}[/INST]{% elif m.role == 'assistant' %}<think></think>{{ m.content }}</s>{% endif %}{% endfor %}"
 )
-UNFRAMED = ("numbered", "moving", "harmony")  # of no fixed beginning or end of an answer
+UNFRAMED = ("moving", "harmony")  # of no fixed beginning or end of an answer
 UNTAGGED_TEMPLATES = {
     "pico": UNTAGGED,
     "chatml": CHATML,
@@ -106,7 +101,6 @@ UNTAGGED_TEMPLATES = {
     "without turn ends": WITHOUT_TURN_ENDS,
     "without tools": WITHOUT_TOOLS,
     "calls alone": CALLS_ALONE,
-    "numbered": NUMBERED,
     "moving": MOVING,
 }
 
@@ -122,8 +116,14 @@ WORDS = [
     "def f():\n    return 1",
     "\n\n",
     "  ",
-    "7",
-    ".",
+    "7.",
+]
+TWO_TURNS = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Hi"},
+    {"role": "assistant", "content": "Hello — you?"},
+    {"role": "user", "content": "Bye"},
+    {"role": "assistant", "content": "Bye, assistant!\n"},
 ]
 THOUGHT = "<think>\nlet me see\n</think>\n\n"
 

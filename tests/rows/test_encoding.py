@@ -1,23 +1,27 @@
 """Rows to documents: loss masks however a template marks the assistant's turns, and conversations cut at their turns."""
 
+import itertools
 import json
 import re
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from datasets import Dataset, Features
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from specdistill.errors import UserError
-from specdistill.produce.sources import COLUMNS, normalise
+from specdistill.produce.sources import normalise
 from specdistill.rows.chat import assistant_spans, learn, render
-from specdistill.rows.encoding import ENCODED_COLUMNS, GENERATION_TAG, Encoder
+from specdistill.rows.encoding import GENERATION_TAG, Encoder
+from tests.produce.row_sets import chat
+from tests.refusals import refused
 from tests.rows.templates import (
     CHATML,
     GEMMA,
     TAGGED,
+    TWO_TURNS,
     UNFRAMED,
     UNTAGGED,
     UNTAGGED_TEMPLATES,
@@ -26,13 +30,6 @@ from tests.rows.templates import (
 )
 from tests.tiny import tiny_tokenizer
 
-TWO_TURNS = [
-    {"role": "system", "content": "Be brief."},
-    {"role": "user", "content": "Hi"},
-    {"role": "assistant", "content": "Hello — you?"},
-    {"role": "user", "content": "Bye"},
-    {"role": "assistant", "content": "Bye, assistant!\n"},
-]
 LONG = 10_000
 
 
@@ -108,7 +105,6 @@ def test_two_renderings_find_the_turns_that_many_find(name: str) -> None:
     "messages",
     [
         TWO_TURNS,
-        TWO_TURNS[1:3],
         [{"role": "user", "content": "say it again: Hi"}, {"role": "assistant", "content": "Hi"}],
         [{"role": "user", "content": "x"}, {"role": "assistant", "content": ""}],
         [
@@ -116,7 +112,6 @@ def test_two_renderings_find_the_turns_that_many_find(name: str) -> None:
             {"role": "assistant", "content": "  \n indented\n"},
             {"role": "tool", "content": "{}"},
         ],
-        [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "assistant", "content": "c"}],
         *conversations(20, seed=1),
     ],
 )
@@ -136,9 +131,6 @@ def test_a_conversation_that_is_framed_otherwise_is_searched() -> None:
 
 SILENT = "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% else %}…{% endif %}{% endfor %}"
 SHOUTING = CHATML.replace("{{ m.content }}", "{{ m.content | upper }}")
-TAGS_AROUND_THE_USER = TAGGED.replace(
-    "{{ message.content }}<|end|>\n", "{% generation %}{{ message.content }}{% endgeneration %}<|end|>"
-)
 LAST_TAGGED = CHATML.replace(
     "{{ m.content }}",
     "{% if loop.last %}{% generation %}{{ m.content }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}",
@@ -150,20 +142,13 @@ LAST_TAGGED = CHATML.replace(
     [
         (SILENT, r"changes the assistant's content in 'What user 0 says\.…What user 2 says\.…'"),
         (SHOUTING, "changes the assistant's content in .*WHAT ASSISTANT 3 SAYS"),
-        (TAGS_AROUND_THE_USER, "marks 'What user 0 says.* as the assistant's in"),
         (LAST_TAGGED, "marks 'What assistant 3 says.' as the assistant's in"),
     ],
 )
 def test_a_template_that_cannot_be_masked_is_refused_before_any_row(template: str, message: str) -> None:
-    fix = r", expected a template with \{% generation %\} tags( around the assistant's turns)?, or data.loss_mask=all"
-    with pytest.raises(UserError, match="data.source: got a chat template that " + message + ".*" + fix):
+    with pytest.raises(UserError, match=f"^data.source: got a chat template that {message}"):
         Encoder(tiny_tokenizer(template), "assistant", LONG).prove()
     Encoder(tiny_tokenizer(template), "all", LONG).prove()
-
-
-@pytest.mark.parametrize("template", [*UNTAGGED_TEMPLATES.values(), TAGGED])
-def test_templates_of_models_are_taken(template: str) -> None:
-    Encoder(tiny_tokenizer(template), "assistant", LONG).prove()
 
 
 def test_a_template_for_single_questions_is_left_to_the_rows() -> None:
@@ -174,9 +159,9 @@ def test_a_template_for_single_questions_is_left_to_the_rows() -> None:
 
 def test_masks_of_none_or_all_show_the_rendered_text() -> None:
     tokenizer = tiny_tokenizer("{% for m in messages %}{{ m.content }}{% endfor %}")
-    with pytest.raises(UserError, match=r"row 0: got a prompt without an answer, 'Hi', expected an answer, or data.regenerate"):
+    with refused("data.source row 0", "a prompt without an answer, 'Hi'"):
         encode(tokenizer, [[{"role": "user", "content": "Hi"}]])
-    with pytest.raises(UserError, match=r"row 1: got 2 of 2 tokens from the assistant in 'Hi'"):
+    with refused("data.source row 1", "2 of 2 tokens from the assistant in 'Hi'"):
         encode(tokenizer, ["text", [{"role": "assistant", "content": "Hi"}]])
     with pytest.raises(UserError, match=r"'x{120} … x{120}'"):
         encode(tokenizer, [[{"role": "assistant", "content": "x" * 1000}]])
@@ -184,9 +169,9 @@ def test_masks_of_none_or_all_show_the_rendered_text() -> None:
 
 
 def test_conversations_need_a_template_that_takes_them() -> None:
-    with pytest.raises(UserError, match=r"row 0: got conversations for .* no chat template, expected .* chat_template\.jinja"):
+    with refused("data.source row 0", holds="no chat template"):
         encode(tiny_tokenizer(None), [TWO_TURNS])
-    with pytest.raises(UserError, match="row 1: got turns system, user, assistant, user, assistant: System role not supp"):
+    with refused("data.source row 1", "turns system, user, assistant, user, assistant: System role not supported"):
         encode(tiny_tokenizer(GEMMA), [TWO_TURNS[1:], TWO_TURNS])
 
 
@@ -196,15 +181,11 @@ def test_texts_end_with_the_end_token_and_carry_loss_everywhere() -> None:
     assert first["is_text"] and (first["row"], second["row"]) == (0, 1)
 
 
-def exchange(question: str, answer: str) -> Conversation:
-    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-
-
 def test_a_conversation_longer_than_a_row_is_cut_between_exchanges() -> None:
     """Each document begins with the system's message; all answers are there, once."""
     tokenizer = tiny_tokenizer(CHATML)
     system = [{"role": "system", "content": "Be brief."}]
-    turns = [turn for number in range(10) for turn in exchange(f"question {number}", f"answer {number}")]
+    turns = chat(*(f"{kind} {number}" for number in range(10) for kind in ("question", "answer")))["messages"]
     documents = encode(tokenizer, ["short", [*system, *turns, {"role": "user", "content": "and?"}], "last"], max_length=400)
     assert [document["row"] for document in documents] == [0, 1, 1, 1, 2]
     parts, start = documents[1:4], "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nq"
@@ -218,29 +199,28 @@ def test_a_conversation_longer_than_a_row_is_cut_between_exchanges() -> None:
 def test_an_exchange_longer_than_a_row_is_cut_after_a_turn_of_the_assistant_or_left_out() -> None:
     """What is left out of it is counted by a document without tokens."""
     tokenizer = tiny_tokenizer(CHATML)
-    tools = [
-        {"role": "user", "content": "look"},
-        {"role": "assistant", "content": "call"},
-        {"role": "tool", "content": "x" * 400},
-        {"role": "assistant", "content": "done"},
-    ]
-    turns = [*exchange("one", "1"), *tools, *exchange("long", "y" * 400), *exchange("two", "2")]
+    said = ("one", "1"), ("look", "call"), ("long", "y" * 400), ("two", "2")
+    one, called, long, two = (chat(*pair)["messages"] for pair in said)
+    tools = [*called, {"role": "tool", "content": "x" * 400}, {"role": "assistant", "content": "done"}]
+    turns = [*one, *tools, *long, *two]
     documents = encode(tokenizer, [turns], max_length=200)
     kept = [document for document in documents if document["input_ids"]]
     assert [masked(tokenizer, document) for document in kept] == ["1<|im_end|>", "call<|im_end|>", "2<|im_end|>"]
     left_out = [document["length"] for document in documents if not document["input_ids"]]
-    assert left_out == [encode(tokenizer, [part])[0]["length"] for part in (tools, exchange("long", "y" * 400))]
+    assert left_out == [encode(tokenizer, [part])[0]["length"] for part in (tools, long)]
 
 
 @pytest.mark.parametrize("name", UNTAGGED_TEMPLATES)
 def test_no_document_of_a_conversation_is_longer_than_a_row(name: str) -> None:
     """And all answers that fit are there, in their order, whatever the template."""
     tokenizer = tiny_tokenizer(UNTAGGED_TEMPLATES[name])
-    turns = [turn for number in range(12) for turn in exchange(f"q {number} " + "?" * 3 * number, f"answer {number};")]
+    Encoder(tokenizer, "assistant", LONG).prove()
+    said = [(f"q {number} " + "?" * 3 * number, f"answer {number};") for number in range(12)]
+    turns = chat(*itertools.chain(*said))["messages"]
     documents = encode(tokenizer, [turns], max_length=200)
     assert len(documents) >= 3 and all(document["length"] <= 200 for document in documents)
-    said = "".join(masked(tokenizer, document) for document in documents)
-    assert re.findall(r"answer (\d+);", said) == [str(number) for number in range(12)]
+    answers = "".join(masked(tokenizer, document) for document in documents)
+    assert re.findall(r"answer (\d+);", answers) == [str(number) for number in range(12)]
 
 
 @pytest.mark.parametrize("name", ["fastchat_dummy_conversation.json", "glaive_toolcall_en_demo.json"])
@@ -258,14 +238,8 @@ def test_real_conversations_with_a_real_tokenizer(shared_data: Path, name: str) 
         assert "".join(masked(tokenizer, document).replace("<|end|>", "").split()) == "".join(answers.split())
 
 
-def test_one_function_maps_and_streams() -> None:
-    """The same documents in any batches, of a dataset and of a stream."""
-    texts = [f"text {number}" if number % 3 == 0 else None for number in range(30)]
-    chats = [None if text else messages for text, messages in zip(texts, conversations(30), strict=True)]
-    dataset = Dataset.from_dict({"text": texts, "messages": chats}, features=Features(COLUMNS))
-    encoder = Encoder(tiny_tokenizer(CHATML), "assistant", 200)
-    options = {"batched": True, "with_indices": True, "remove_columns": list(COLUMNS), "features": Features(ENCODED_COLUMNS)}
-    mapped = dataset.map(encoder, batch_size=7, new_fingerprint="test", **options).to_list()
-    stream = dataset.to_iterable_dataset().map(encoder, batch_size=11, **options)
-    assert mapped == [{**row, **{name: row[name].tolist() for name in ("input_ids", "loss_mask")}} for row in stream]
-    assert {document["row"] for document in mapped} == set(range(30)) and len(mapped) > 30
+def test_documents_are_the_same_in_any_batches() -> None:
+    encoder = partial(encode, tiny_tokenizer(CHATML), max_length=200)
+    rows = [f"text {number}" if number % 3 == 0 else turns for number, turns in enumerate(conversations(30))]
+    together, alone = encoder(rows), [{**made, "row": number} for number, row in enumerate(rows) for made in encoder([row])]
+    assert together == alone and {made["row"] for made in together} == set(range(30)) and len(together) > 30

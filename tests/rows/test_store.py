@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from specdistill.errors import UserError
-from specdistill.rows.store import FeatureStore
+from specdistill.rows.store import KEY, FeatureStore
 from specdistill.training.trainer import fill_up
+from tests.refusals import refused
 from tests.rows.stores import batch_of, filled, origin, packed
 
 TRAIN, VALIDATION = packed(10), packed(3, seed=1)
@@ -42,15 +42,15 @@ def test_a_batch_with_a_row_that_is_not_there_has_none(tmp_path: Path) -> None:
 
 
 def test_a_store_that_cannot_be_used_is_one_line(folder: Path) -> None:
-    sets, end = [TRAIN, VALIDATION], "expected a whole store: `specdistill data features` makes what is missing$"
-    with pytest.raises(UserError, match=rf"^hidden_states\.path: got .*/nowhere, which holds no features, {end}"):
+    sets = [TRAIN, VALIDATION]
+    with refused(KEY, folder / "nowhere"):
         FeatureStore.open(folder / "nowhere", sets, origin())
-    with pytest.raises(UserError, match=rf"got .*/000000-of-000004.safetensors, which is of other features: .*, {end}"):
+    with refused(KEY, folder / "000000-of-000004.safetensors", holds="which is of other features: "):
         FeatureStore.open(folder, sets, origin(weights="c"))
-    with pytest.raises(UserError, match=rf"which lacks 2 of the 15 rows of this recipe's data, {end}"):
+    with refused(KEY, folder, holds="which lacks 2 of the 15 rows"):
         FeatureStore.open(folder, [*sets, packed(2, seed=5)], origin())
     os.remove(folder / "000002-of-000004.safetensors")
-    with pytest.raises(UserError, match=rf"got .*/000002-of-000004.safetensors, which is missing, {end}"):
+    with refused(KEY, folder / "000002-of-000004.safetensors", holds="which is missing"):
         FeatureStore.open(folder, sets, origin())
 
 
@@ -61,5 +61,5 @@ def test_a_row_that_was_damaged_later_is_told_when_it_is_read(folder: Path) -> N
     path.write_bytes(whole)
     store = FeatureStore.open(folder, [TRAIN, VALIDATION], origin())
     store.collate([TRAIN[0], TRAIN[9]])  # of other shards
-    with pytest.raises(UserError, match=r"000001-of-000004.safetensors, which is damaged \(row \d\), expected a whole store"):
+    with refused(KEY, path, holds="which is damaged (row "):
         store.collate(list(TRAIN))

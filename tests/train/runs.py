@@ -4,19 +4,7 @@ import subprocess
 from pathlib import Path
 
 from tests.scripts import specdistill
-from tests.tiny import input_keys
-
-SMALL = (
-    "train.max_steps=2",
-    "train.per_device_train_batch_size=4",
-    "train.learning_rate=1e-3",
-    "train.eval_strategy=steps",
-    "train.eval_steps=2",
-    "train.save_steps=2",
-    "train.load_best_model_at_end=true",
-    "train.metric_for_best_model=acceptance_length",
-    "train.report_to=none",
-)
+from tests.tiny import SMALL, input_keys
 
 
 def train(folder: Path, output: Path, *keys: str) -> subprocess.CompletedProcess[str]:

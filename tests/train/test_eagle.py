@@ -86,13 +86,6 @@ def test_a_compiled_step_is_one_graph_and_learns_the_same(folder: Path, tmp_path
         assert torch.allclose(tensor, two[name], atol=1e-3), name
 
 
-def test_regeneration_and_a_pruned_vocabulary_go_the_same_way(folder: Path, tmp_path: Path) -> None:
-    extra = ["data.regenerate.num_tokens=1500", "data.regenerate.prompt_tokens=8", "draft.vocab_size=50"]
-    assert train(folder, tmp_path / "run", *extra).returncode == 0
-    config = json.loads((tmp_path / "run" / "draft" / "config.json").read_text())
-    assert config["draft_vocab_size"] == 50
-
-
 def test_a_head_that_is_not_trained_stays_the_targets(folder: Path, tmp_path: Path) -> None:
     extra = ["draft.train_head=false", "draft.vocab_size=50"]
     assert train(folder, tmp_path / "run", *extra).returncode == 0

@@ -5,9 +5,11 @@ from itertools import pairwise
 
 import pytest
 
-from specdistill.errors import ResourceError, UserError
+from specdistill.errors import ResourceError
 from specdistill.produce.cleaning.decontamination import NGRAM, SuiteIndex, load_suites
 from specdistill.suites.suite import Suite, SuiteRow
+from tests.produce.row_sets import chat
+from tests.refusals import refused
 
 
 def suite(*prompts: str, name: str = "mine") -> Suite:
@@ -19,9 +21,8 @@ def text(said: str) -> dict[str, object]:
     return {"text": said, "messages": None}
 
 
-def chat(*turns: str) -> dict[str, object]:
-    roles = ("user", "assistant")
-    return {"text": None, "messages": [{"role": roles[number % 2], "content": turn} for number, turn in enumerate(turns)]}
+def turns(*said: str) -> dict[str, object]:
+    return {"text": None, **chat(*said)}
 
 
 LONG = "Janet’s ducks lay 16 eggs per day, she eats three for breakfast every morning and bakes muffins with four."
@@ -32,8 +33,8 @@ LONG = "Janet’s ducks lay 16 eggs per day, she eats three for breakfast every 
     [
         (text("So: JANET’S DUCKS lay (16) eggs per day. She eats three for breakfast every lunch"), True),
         (text("So: Janet’s ducks lay 16 eggs per day, she eats three for lunch"), False),  # twelve words
-        (chat("hello", f"quoting: {LONG[8:]}"), True),
-        (chat(LONG[:40], LONG[40:]), False),  # thirteen words, but of two turns
+        (turns("hello", f"quoting: {LONG[8:]}"), True),
+        (turns(LONG[:40], LONG[40:]), False),  # thirteen words, but of two turns
     ],
 )
 def test_thirteen_words_in_a_row_overlap(row: dict[str, object], overlaps: bool) -> None:
@@ -47,8 +48,8 @@ def test_thirteen_words_in_a_row_overlap(row: dict[str, object], overlaps: bool)
     [
         ("Write a poem about ducks", text("Please write a poem: about ducks, and geese"), True),
         ("Write a poem about ducks", text("Please write a poem about geese"), False),
-        ("Hello there", chat("hello there!", "Hi"), True),
-        ("Hello there", chat("Hello there, how are you today?", "Fine"), False),  # two words are in much that is said
+        ("Hello there", turns("hello there!", "Hi"), True),
+        ("Hello there", turns("Hello there, how are you today?", "Fine"), False),  # two words are in much that is said
         ("你好请写一首关于鸭子的诗", text("问：你好，请写一首关于鸭子的诗。"), True),
         ("...", text("anything"), False),
         ("...", text("..."), False),
@@ -77,9 +78,9 @@ def test_random_texts_overlap_as_a_search_through_every_place_says() -> None:
 
 
 def test_of_a_conversation_only_what_the_user_says_is_a_prompt() -> None:
-    turns = [{"role": "system", "content": f"system {LONG}"}, {"role": "user", "content": LONG[::-1]}]
-    index = SuiteIndex([Suite("chats", "1", "", "", "", (SuiteRow("a", "", "messages", turns),))])
-    assert [index.overlap(text(turn["content"])) is not None for turn in turns] == [False, True]
+    said = [{"role": "system", "content": f"system {LONG}"}, {"role": "user", "content": LONG[::-1]}]
+    index = SuiteIndex([Suite("chats", "1", "", "", "", (SuiteRow("a", "", "messages", said),))])
+    assert [index.overlap(text(turn["content"])) is not None for turn in said] == [False, True]
 
 
 def test_all_are_the_suites_at_hand_and_those_that_are_measured() -> None:
@@ -89,7 +90,7 @@ def test_all_are_the_suites_at_hand_and_those_that_are_measured() -> None:
     assert {"gsm8k", "mt-bench"} < set(missing) and not set(missing) & set(names)
     assert all(a < b for a, b in pairwise(missing))
     assert load_suites([], ["pico"]) == ([], [])
-    with pytest.raises(UserError, match=r"data.decontaminate: got picco, expected .*; did you mean pico\?"):
+    with refused("data.decontaminate", "picco"):
         load_suites(["picco"], [])
     with pytest.raises(ResourceError, match="could not be fetched"):
         load_suites(["gsm8k"], [])

@@ -1,11 +1,11 @@
 """Near duplicates: those that a comparison of all pairs finds."""
 
 import random
-from typing import Any
 
 import pytest
 
 from specdistill.produce.cleaning.near_duplicates import NearDuplicates, Place, jaccard, shingles
+from tests.produce.row_sets import chat
 
 
 def texts(count: int, generator: random.Random) -> list[str]:
@@ -40,11 +40,11 @@ def test_nearly_all_pairs_that_are_alike_are_found_and_no_others(threshold: floa
 
 
 def test_short_rows_conversations_and_rows_without_words() -> None:
-    def chat(said: str) -> dict[str, Any]:
-        return {"text": None, "messages": [{"role": "user", "content": said}, {"role": "assistant", "content": "Yes."}]}
-
     said = ["Is it?", "is it", "Is this?", "Is this one?", "Is it?", "?", "!"]
-    rows = [*map(chat, said[:5]), *({"text": text, "messages": None} for text in said[5:])]
+    rows = [
+        *({"text": None, **chat(words, "Yes.")} for words in said[:5]),
+        *({"text": text, "messages": None} for text in said[5:]),
+    ]
     places: list[Place] = [(0, number) for number in range(len(rows))]
     duplicates = NearDuplicates(0.8, lambda place: rows[place[1]])
     made = [duplicates.original(row, place) for row, place in zip(rows, places, strict=True)]

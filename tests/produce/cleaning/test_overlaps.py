@@ -10,6 +10,7 @@ from specdistill.cli import main
 from specdistill.produce.cleaning.overlaps import cleaned
 from specdistill.produce.sources import load_sources
 from specdistill.recipe.sections import DataConfig
+from tests.refusals import refused_key
 from tests.tiny import input_keys, tiny_target_model, tiny_tokenizer
 
 PROMPTS = [f"What is the sum of {n} and {n + 1}, if every number is counted twice and {n} is odd?" for n in (3, 5, 7)]
@@ -30,14 +31,8 @@ def folder(tmp_path: Path) -> Path:
 
 
 def data(folder: Path, *keys: str) -> int:
-    given = [
-        *input_keys(folder),
-        "data.decontaminate=[all]",
-        "data.max_length=128",
-        "data.regenerate=null",
-        f"eval.suite={folder / 'suite.jsonl'}",
-    ]
-    return main(["data", "recipe=small/eagle3", *given, *keys])
+    own = ["data.decontaminate=[all]", "data.max_length=128", "data.regenerate=null", f"eval.suite={folder / 'suite.jsonl'}"]
+    return main(["data", "recipe=small/eagle3", *input_keys(folder), *own, *keys])
 
 
 def listed(folder: Path) -> list[dict[str, Any]]:
@@ -83,13 +78,4 @@ def test_near_duplicates_are_filtered_and_change_the_fingerprint(folder: Path) -
 
 def test_a_source_that_is_all_prompts_cannot_be_used(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "rows.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in PROMPTS), encoding="utf-8")
-    assert data(folder) == 2
-    error = capsys.readouterr().err.splitlines()[-1]
-    assert error.startswith("error: data.source: got 3 rows that are all filtered (see ")
-
-
-def test_a_suite_that_is_named_has_to_be_there(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert data(folder, "data.decontaminate=[gsm8k]") == 3
-    assert "could not be fetched" in capsys.readouterr().err.splitlines()[-1]
-    assert data(folder, "data.decontaminate=[gsm9k]") == 2
-    assert "error: data.decontaminate: got gsm9k, expected one of gsm8k" in capsys.readouterr().err
+    assert data(folder) == 2 and refused_key(capsys.readouterr().err) == "data.source"
