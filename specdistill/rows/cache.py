@@ -89,7 +89,7 @@ def mapped(
         sampled(made, BATCH, len(rows), (time.monotonic() - begin) * len(rows) / BATCH / processes)
     by_library = processes > 1 and sys.stderr.isatty()  # how far several processes are only the library knows
     with (
-        progress(what, len(rows), "rows") if is_new and not by_library else nullcontext(lambda count: None) as advance,
+        progress(what, len(rows), "rows") if is_new and not by_library else nullcontext(_nothing) as advance,
         nullcontext() if is_new and by_library else quiet(),
     ):
 
@@ -121,6 +121,10 @@ def mapped(
                 raise
             next_step = "free memory, or take fewer processes (data.num_proc)"
             raise ResourceError("a process that prepared rows was ended from outside", next_step=next_step) from error
+
+
+def _nothing(count: int) -> None:
+    pass
 
 
 def array(rows: Dataset, column: str) -> NDArray[Any]:
