@@ -6,6 +6,7 @@ that the server's Prometheus page counts: as many as ours. The page follows an a
 
 import re
 import time
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -41,6 +42,7 @@ class Server:
             timeout=httpx2.Timeout(timeout, connect=CONNECT_SECONDS, pool=None),
             limits=httpx2.Limits(max_connections=None, max_keepalive_connections=MOST_IN_FLIGHT),
         )
+        weakref.finalize(self, self.session.close)  # connections that are kept alive end with it
 
     def text(self, path: str, *, hint: str = "is it this engine's server?") -> str:
         """The page at a path. `hint`: what to do when there is none."""

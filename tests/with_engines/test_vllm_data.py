@@ -29,9 +29,9 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Of vLLM with pico, whose generation_config.json says top_k 1 and a penalty: vLLM applies them wherever a request leaves them out."""
     folder = tmp_path_factory.mktemp("vllm")
     model = shutil.copytree(MODEL, folder / "model")
-    (model / "generation_config.json").write_text(
-        '{"do_sample": true, "top_k": 1, "repetition_penalty": 1.5}', encoding="utf-8"
-    )
+    own = json.loads((model / "generation_config.json").read_text(encoding="utf-8"))  # what ends its answers stays
+    config = own | {"do_sample": True, "top_k": 1, "repetition_penalty": 1.5}
+    (model / "generation_config.json").write_text(json.dumps(config), encoding="utf-8")
     with serving(folder / "log", str(model), "--served-model-name", MODEL) as served:
         yield served
 
