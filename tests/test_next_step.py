@@ -71,7 +71,7 @@ def test_without_a_run(in_empty_folder: Path, capsys: pytest.CaptureFixture[str]
 TRAIN, EVAL = (f"specdistill {verb} recipe=runs/mine/run/recipe.yaml" for verb in ("train", "eval"))
 DOCTOR = "specdistill doctor draft=runs/mine/draft target=models/mine"
 EXPORT = "specdistill export draft=runs/mine/draft engine=vllm target=models/mine output_dir=runs/mine/vllm"
-PUBLISH = "specdistill publish run=runs/mine repo=org/name baseline=none suite=path/to/prompts.jsonl"
+PUBLISH = "specdistill publish run=runs/mine repo=org/name baseline=none"
 
 
 @pytest.mark.parametrize(

@@ -10,12 +10,12 @@ from safetensors.torch import load_file, save_file
 
 from specdistill.decoding.proposer import DecodingState
 from specdistill.decoding.sampling import Sampling
-from specdistill.engines import ENGINES
 from specdistill.losses.divergence import forward_kl
 from specdistill.methods.chains.proposer import HeadProposer
 from specdistill.methods.chains.unroll import TrainingTimeTest
 from specdistill.methods.eagle.checkpoint import export, load_eagle, save_eagle
 from specdistill.methods.eagle.module import EagleDraft, build_eagle
+from specdistill.methods.eagle.serving import SERVING
 from specdistill.rows.packing import indexed
 from specdistill.targets.frozen import FrozenTarget
 from tests.heads import causal, document_rows
@@ -165,7 +165,9 @@ def test_where_its_features_are_the_targets_nothing_is_left_to_learn(finished: F
 
 def test_a_scale_is_told_where_vllm_looks_for_it(finished: FrozenTarget, tmp_path: Path) -> None:
     save_eagle(build_eagle(finished), tmp_path / "draft")
-    export(tmp_path / "draft", ENGINES["vllm"], tmp_path / "out", None, 3)
+    layout = SERVING["vllm"].layout
+    assert layout is not None
+    export(tmp_path / "draft", "vllm", layout, tmp_path / "out", None, 3)
     written = json.loads((tmp_path / "out" / "config.json").read_text())["model"]
     assert written.get("logit_scale", 1.0) == finished.logits.scale
     assert ("logit_scale" in written) == (finished.name == "granite")
