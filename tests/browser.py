@@ -23,7 +23,7 @@ window.found = answer => {
     overflow: document.documentElement.scrollWidth > document.documentElement.clientWidth,
     clipped: [...document.querySelectorAll("svg text")].filter(text => {
       const box = text.getBBox(), view = text.ownerSVGElement.viewBox.baseVal;
-      return box.x < -2 || box.y < 0 || box.x + box.width > view.width + 2 || box.y + box.height > view.height + 2;
+      return box.x < -2 || box.y < 0 || box.x + box.width > view.width + 2 || box.y + box.height > view.height;
     }).map(text => text.textContent),
     paper: getComputedStyle(document.body).backgroundColor,
     ...answer,

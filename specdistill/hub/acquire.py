@@ -64,6 +64,10 @@ def acquire(
     """
     if not METHODS[method].is_trained:
         raise UserError("method", got=f"{method}, which has no weights", expected="a method with something to acquire")
+    if output and output.exists() and any(output.iterdir()) and not any(output.glob("models--*")):
+        raise UserError(
+            "output", got=f"{output}, which holds other files", expected="a new folder, or a cache of the Hub's files"
+        )
     with cache_in(output):
         cache = Path(constants.HF_HUB_CACHE)
         if constants.is_offline_mode() and (cache / HASHES).is_file():

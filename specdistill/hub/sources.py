@@ -4,7 +4,6 @@ What is fetched is compared with the checksums that the Hub lists. A cache for a
 which is compared there.
 """
 
-import hashlib
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,11 +21,12 @@ from specdistill.errors import ResourceError, UserError, one_line
 from specdistill.methods.load import TOKENIZER
 from specdistill.repositories import hub_errors, resolve
 from specdistill.targets.files import INDEX, SINGLE, Shards
+from specdistill.targets.identity import file_hashes
 
 SMALL = ("config.json", "generation_config.json", INDEX, "README.md")
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 MODEL = (*SMALL, *TOKENIZER, "*processor_config.json", "*.safetensors", "*.gguf")
-HASHES = "SHA256SUMS"  # of a cache's files, as `sha256sum -c` reads it
+HASHES = "SHA256SUMS"  # of a cache's files; `sha256sum -c` reads it
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -197,24 +197,23 @@ def cache_in(folder: Path | None) -> Iterator[None]:
 
 
 def write_hashes(cache: Path) -> None:
-    """List the SHA-256 of every file in a cache, beside it."""
+    """Write the SHA-256 of every file of a cache into the cache."""
     files = sorted(path for path in cache.glob("models--*/snapshots/**/*") if path.is_file())
-    lines = (f"{_sha256(path)}  {path.relative_to(cache).as_posix()}\n" for path in files)
+    hashes = file_hashes(path.resolve() for path in files)  # resolved: a link's name is not what it leads to
+    lines = (f"{sha256}  {path.relative_to(cache).as_posix()}\n" for sha256, path in zip(hashes, files, strict=True))
     (cache / HASHES).write_text("".join(lines), encoding="utf-8")
 
 
 def check_hashes(cache: Path) -> None:
     """Raises ResourceError for the files of a cache that are not what its list says, and where they are missing."""
-    lines = (line.partition("  ") for line in (cache / HASHES).read_text(encoding="utf-8").splitlines())
-    wrong = [name for sha256, _, name in lines if not (cache / name).is_file() or _sha256(cache / name) != sha256]
+    listed = [line.split("  ", 1) for line in (cache / HASHES).read_text(encoding="utf-8").splitlines()]
+    here = [(sha256, name) for sha256, name in listed if (cache / name).is_file()]
+    hashes = file_hashes((cache / name).resolve() for _, name in here)
+    whole = {name for (sha256, name), found in zip(here, hashes, strict=True) if found == sha256}
+    wrong = [name for _, name in listed if name not in whole]
     if wrong:
         what = f"{cache} does not hold what its {HASHES} lists: {', '.join(wrong[:3])}"
         raise ResourceError(what, next_step="copy the folder again, whole")
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _sizes(folder: Path) -> dict[str, int]:

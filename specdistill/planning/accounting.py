@@ -194,6 +194,7 @@ def _loss(objective: Any, target: FrozenTarget, batch: dict[str, Any]) -> Tensor
     """As the Trainer takes it."""
     batch = objective.prepare(batch, None)
     with torch.autocast("cpu", torch.bfloat16):
+        batch = objective.prepare(batch, None)
         with torch.no_grad():
             target_outputs = objective.read_target(target, batch)
         loss: Tensor = objective(**batch, **target_outputs)[0]

@@ -12,7 +12,7 @@ from specdistill.produce.cleaning.decontamination import SuiteIndex
 from specdistill.produce.cleaning.overlaps import cleaned, suites_at_hand
 from specdistill.produce.sources import Source, load_sources
 from specdistill.recipe.sections import DataConfig
-from specdistill.rows.row_set import RowTarget, cache_of, fingerprint, place_of
+from specdistill.rows.row_set import RowTarget, cache_of, fingerprint, is_part, place_of
 
 # Keys of `data:` that say what becomes of documents, not what is generated.
 OF_DOCUMENTS = ("packing", "validation_fraction", "validation_split")
@@ -54,6 +54,10 @@ class Job:
 
     def check(self) -> None:
         check_writable(cache_of(self.config), "data.cache_dir")
+        if foreign := next((path.name for path in self.folder.glob("*") if not is_part(path)), None):
+            raise UserError(
+                "data.rows", got=f"{self.folder}, which holds {foreign}", expected="a new folder, or one of a row set"
+            )
         prompt_tokens, max_length = self.config.regenerate.prompt_tokens, self.config.max_length
         if self.config.regenerate.num_tokens > 0 and prompt_tokens >= max_length:
             expected = f"1 to {max_length - 1} tokens, less than data.max_length"

@@ -108,11 +108,12 @@ def make_blocks(job: Job, index: int = 0, count: int = 1) -> None:
     missing = [block for block in own if not (job.blocks / f"{block.name}.arrow").exists()]
     if is_whole(job.folder) or not missing:
         return
-    num_tokens, counts, _ = sum(block.num_tokens for block in missing), Counts(), job.sources  # which threads will share
+    num_tokens, counts = sum(block.num_tokens for block in missing), Counts()
     with ExitStack() as stack:
         advance = stack.enter_context(progress("Generating training data", num_tokens, "tokens"))
         sample = Sample(job, num_tokens, advance)
         pool = stack.enter_context(ThreadPoolExecutor(AT_ONCE if job.config.regenerate.server else 1))
+        _ = job.sources  # read once, before threads share them
         backend = stack.enter_context(_backend(job))
         made = partial(_make_block, job, backend=backend, sample=sample)
         if job.config.regenerate.server:

@@ -9,6 +9,7 @@ A recipe names one (`data.rows`), or describes its sources, and finds its own by
 import hashlib
 import json
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +34,7 @@ from specdistill.targets.packed_rows import packing
 VERSION = 1  # of the code that makes rows: raise it when equal recipes give other ones
 MANIFEST = "manifest.json"
 SPLITS = ("train", "validation")
+SHARD = re.compile(rf"(?P<split>{'|'.join(SPLITS)})-\d{{5}}-of-(?P<count>\d{{5}})\.arrow")
 SHARD_TOKENS = 2**25  # of a shard, padding included
 PACKED_ROWS = 256  # rows that are packed at a time
 MAKE = "`specdistill data make` makes it"
@@ -254,11 +256,21 @@ def _content(name: str) -> str:
     return " ".join(map(hash_of, files)) or name
 
 
+def is_part(path: Path) -> bool:
+    """Whether a file is of a row set, also of one that is being written, by its name."""
+    name = path.name.removesuffix(".part")
+    return name == MANIFEST or SHARD.fullmatch(name) is not None
+
+
 def _lacking(folder: Path) -> list[str]:
     """Shards that a folder should have by the names of those that are there."""
-    found = sorted(path.name for path in folder.glob("*-of-*.arrow"))
-    named = {f"{name[:-21]}-{index:05d}{name[-15:]}" for name in found for index in range(int(name[-11:-6]))}
-    return sorted(named - set(found))
+    found = [match for path in folder.glob("*.arrow") if (match := SHARD.fullmatch(path.name))]
+    named = {shard_name(match["split"], index, int(match["count"])) for match in found for index in range(int(match["count"]))}
+    return sorted(named - {match[0] for match in found})
+
+
+def shard_name(split: str, index: int, count: int) -> str:
+    return f"{split}-{index:05d}-of-{count:05d}.arrow"
 
 
 def write_rows(folder: Path, halves: Mapping[str, tuple[Packed, SplitCounts]], facts: Mapping[str, Any]) -> None:
@@ -273,7 +285,7 @@ def write_rows(folder: Path, halves: Mapping[str, tuple[Packed, SplitCounts]], f
             per_shard = max(1, SHARD_TOKENS // packed.max_length)
             count = -(-len(packed) // per_shard)
             for index in range(count):
-                path = folder / f"{split}-{index:05d}-of-{count:05d}.arrow"
+                path = folder / shard_name(split, index, count)
                 part = range(index * per_shard, min((index + 1) * per_shard, len(packed)))
                 write_arrow(path, COLUMNS, (packed[part[at : at + PACKED_ROWS]] for at in range(0, len(part), PACKED_ROWS)))
                 shards.append(ShardRecord(name=path.name, rows=len(part), hash=hash_of(path)))

@@ -162,6 +162,13 @@ def test_a_cache_that_is_not_what_its_list_says_is_refused(carried: Path, acquir
         weights.unlink(missing_ok=True)
 
 
+def test_a_folder_of_other_files_is_not_filled(acquire: Acquire, hub: Hub, tmp_path: Path) -> None:
+    (tmp_path / "SHA256SUMS").write_text("mine")
+    said = acquire.head(f"output={tmp_path}")
+    assert (said.code, said.key) == (2, "output") and hub.requests == []
+    assert (tmp_path / "SHA256SUMS").read_text() == "mine"
+
+
 def test_a_folder_is_not_put_into_a_cache(saved: dict[str, Path], acquire: Acquire, tmp_path: Path) -> None:
     said = acquire("method=eagle3", f"target={saved['target']}", f"draft={DRAFT}", f"output={tmp_path / 'pair'}")
     assert said.code == 2 and said.error.endswith(f"expected no such key: {saved['target']} is a folder, which no Hub lists")

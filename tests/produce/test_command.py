@@ -156,3 +156,11 @@ def test_a_full_disk_ends_a_generation_in_one_line_and_it_goes_on_with_space(
 def test_a_verb_that_is_gone_names_what_takes_its_place(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["data", "generate", "recipe=small/eagle3"]) == 2
     assert "did you mean make?" in capsys.readouterr().err
+
+
+def test_rows_are_not_made_into_a_folder_of_other_files(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / "model.safetensors").write_text("mine")
+    said = specdistill(*line(folder, tmp_path, [], f"data.rows={tmp_path / 'set'}", num_tokens=0))
+    assert said.returncode == 2 and refused_key(said.stderr) == "data.rows" and "model.safetensors" in said.stderr
+    assert [path.name for path in (tmp_path / "set").iterdir()] == ["model.safetensors"]
