@@ -161,6 +161,7 @@ def test_a_verb_that_is_gone_names_what_takes_its_place(capsys: pytest.CaptureFi
 def test_rows_are_not_made_into_a_folder_of_other_files(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "set").mkdir()
     (tmp_path / "set" / "model.safetensors").write_text("mine")
-    said = specdistill(*line(folder, tmp_path, [], f"data.rows={tmp_path / 'set'}", num_tokens=0))
+    with server(by_server=False) as way:
+        said = specdistill(*line(folder, tmp_path, way, f"data.rows={tmp_path / 'set'}"))
     assert said.returncode == 2 and refused_key(said.stderr) == "data.rows" and "model.safetensors" in said.stderr
     assert [path.name for path in (tmp_path / "set").iterdir()] == ["model.safetensors"]
