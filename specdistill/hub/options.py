@@ -51,7 +51,7 @@ class ExportedTarget(Section):
 
 
 class ExportOptions(Section):
-    engine: Annotated[str, one_of(lambda: engines_with("serve_command"))] = option(..., "what shall load it")
+    engine: Annotated[str, one_of(lambda: engines_with("serve_command"))] = option(..., "target inference engine")
     draft: str | None = option(None, "folder or Hub id of a trained draft, in any layout that is read")
     output_dir: str = option(..., "new folder for the checkpoint and SERVE.md, the command that serves it")
     target: ExportedTarget = section(ExportedTarget)
@@ -80,10 +80,10 @@ class PublishOptions(PublishConfig):
         min_length=1,
         read_when=NEW_RELEASE,
     )
-    restore: str | None = option(None, "tag of an earlier release that the main branch shall hold again")
+    restore: str | None = option(None, "tag of an earlier release that the main branch should hold again")
     dry_run: bool = option(False, "write the folder, say how it differs from what is on the Hub, and publish nothing")
     output_dir: str | None = option(
-        None, "new folder for what is published; null: <run>/release, which is written anew", read_when=NEW_RELEASE
+        None, "new folder for what is published; null: <run>/release, which is replaced", read_when=NEW_RELEASE
     )
 
     @model_validator(mode="after")
@@ -93,6 +93,6 @@ class PublishOptions(PublishConfig):
         given = self.model_fields_set & PublishConfig.model_fields.keys() - {"repo"}
         if self.restore is not None and given:
             raise UserError(
-                min(given), got=f"a value with restore={self.restore}", expected="no such key: nothing is made anew"
+                min(given), got=f"a value with restore={self.restore}", expected="no such key: an earlier release is restored as it is"
             )
         return self

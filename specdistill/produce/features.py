@@ -99,7 +99,7 @@ def fill(
     rows = concatenate_datasets(list(sets))
     rank, count = share()
     shards = _plan(rows, origin, shard_tokens, max_bytes)
-    free = "free the disk, or set hidden_states.max_bytes; the same command goes on behind the last shard"
+    free = "free the disk, or set hidden_states.max_bytes; the same command resumes after the last shard"
     with ExitStack() as stack, on_disk(folder, free):
         if rank == 0:
             folder.mkdir(parents=True, exist_ok=True)

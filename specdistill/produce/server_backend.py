@@ -129,7 +129,7 @@ class ServerBackend:
                 usable = [server for server in self.servers if server not in self._given_up]
                 if not usable or self._is_stopped:
                     why = "; ".join(f"{server.address}: {error}" for server, error in self._given_up.items())[:400]
-                    next_step = "start them again: what was generated is kept, and the same command goes on"
+                    next_step = "start them again: what was generated is kept, and the same command resumes"
                     raise ResourceError(f"no server answers any more ({why})", next_step=next_step)
                 free = [server for server in usable if self._in_flight[server] < self.concurrency]
                 pauses = {server: max(0.0, server.until - time.monotonic()) for server in free}

@@ -139,7 +139,7 @@ class TrainingRun:
         of_all(None)
         if self.checkpoint is not None and trainer.model is not None:
             check_shapes(self.checkpoint, trainer.model.state_dict())
-        with trainer.stop_signals.caught(), collectives("the same command goes on from the last checkpoint"):
+        with trainer.stop_signals.caught(), collectives("the same command resumes from the last checkpoint"):
             trainer.train(resume_from_checkpoint=None if self.checkpoint is None else str(self.checkpoint))
         if not isinstance(trainer, DraftTrainer):
             return
