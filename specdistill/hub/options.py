@@ -93,6 +93,8 @@ class PublishOptions(PublishConfig):
         given = self.model_fields_set & PublishConfig.model_fields.keys() - {"repo"}
         if self.restore is not None and given:
             raise UserError(
-                min(given), got=f"a value with restore={self.restore}", expected="no such key: an earlier release is restored as it is"
+                min(given),
+                got=f"a value with restore={self.restore}",
+                expected="no such key: an earlier release is restored as it is",
             )
         return self
