@@ -13,7 +13,7 @@ from rich.text import Text
 from specdistill.comparison.compare import validate_comparison
 from specdistill.report import phrases, tables
 from specdistill.report.files import staged, template, write_report
-from specdistill.report.phrases import between, duration, interval, number, percent, size, times
+from specdistill.report.phrases import between, duration, interval, number, percent, signed, size, times
 from specdistill.report.tables import Cell, cell
 from specdistill.report.text import cells, plain
 from specdistill.statistics.records import PromptRecord
@@ -29,7 +29,7 @@ ON_STDOUT = [
 ]
 FOOTNOTE = (
     "Every prompt was decoded with each candidate and once without, interleaved; intervals are 95 %, from a bootstrap over prompts, and "
-    "differences are paired. A round: tokens a round where some rounds drafted nothing, which the acceptance length leaves out. First: "
+    "differences are paired. Per round: tokens per round where some rounds drafted nothing, which the acceptance length leaves out. First: "
     "share of drafts whose first token was accepted. c: a draft step, v: a verification, in plain decoding steps. "
     "Predicted = acceptance length / (v + c·K). Weights: the draft's parameters."
 )
@@ -164,7 +164,7 @@ def _cells(entry: Mapping[str, Any], candidate: Mapping[str, Any]) -> tuple[Cell
         (str(report["settings"]["num_speculative_tokens"]),),
         cell(times(row["speedup"]), interval(row, "speedup")),
         _to_best(entry),
-        cell(length, interval(row, "mean_acceptance_length"), phrases.a_round(row)),
+        cell(length, interval(row, "mean_acceptance_length"), phrases.per_round(row)),
         (percent(row.get("acceptance_rate")),),
         (percent(entry["parts"]["first_position_rate"]),),
         (number(theory.get("c"), 3),),
@@ -186,8 +186,8 @@ def _to_best(entry: Mapping[str, Any]) -> Cell:
     if entry["rank"] == 1:
         return ("best",)
     difference = entry["difference_to_best"]["speedup"]
-    note = " to ".join(f"{bound:+.1%}" for bound in difference["ci95"]) if difference["ci95"] else "too few prompts"
-    return (f"{difference['change']:+.1%}" if entry["separable_from_best"] else "not separable", note)
+    note = " to ".join(map(signed, difference["ci95"])) if difference["ci95"] else "too few prompts"
+    return (signed(difference["change"]) if entry["separable_from_best"] else "not separable", note)
 
 
 def _topics(comparison: Comparison) -> list[str]:

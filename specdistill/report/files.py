@@ -125,7 +125,7 @@ def validate(document: Any, name: str = "report.json", key: str = "report", kind
 @cache
 def row_metrics() -> tuple[str, ...]:
     """Numbers of a result row that a rule can test."""
-    fields = schema()["$defs"]["Row"]["properties"]
+    fields = schema()["$defs"]["ResultDocument"]["properties"]
     return tuple(name for name, field in fields.items() if field.get("type") in SCALARS and name not in ROW_IDENTITY)
 
 

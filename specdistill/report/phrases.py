@@ -6,7 +6,7 @@ from typing import Any
 from specdistill.statistics.records import ALL
 
 Report = Mapping[str, Any]
-Row = Mapping[str, Any]
+ResultRow = Mapping[str, Any]  # of a report's results
 
 
 def times(value: float | None) -> str:
@@ -26,12 +26,12 @@ def signed(change: float) -> str:
     return f"{change:+.1%}".replace("-", "−")
 
 
-def interval(row: Row, name: str) -> str:
+def interval(row: ResultRow, name: str) -> str:
     """A metric's interval, as 1.43 to 1.65; empty where there is none."""
     return " to ".join(f"{end:.2f}" for end in row.get(f"{name}_ci95") or ())
 
 
-def between(row: Row, name: str) -> str:
+def between(row: ResultRow, name: str) -> str:
     """`interval` in brackets, to follow the number."""
     shown = interval(row, name)
     return f" ({shown})" if shown else ""
@@ -87,7 +87,7 @@ def reference(report: Report) -> str:
     return "transformers' generate()" if _is_specdistill(report) else "the server without a draft"
 
 
-def gain(row: Row) -> str:
+def gain(row: ResultRow) -> str:
     return f"{times(row['speedup'])} the speed of plain decoding{between(row, 'speedup')}"
 
 
@@ -138,12 +138,12 @@ def failed_rules(report: Report) -> str:
     return f"{len(failed)} of {len(rules)} rules failed: {', '.join(dict.fromkeys(failed))}." if failed else undecided(report)
 
 
-def reason(row: Row, name: str) -> str:
+def reason(row: ResultRow, name: str) -> str:
     """Why a number is absent; empty when it is present."""
     return "" if name in row else row["not_measured"].get(name, "not measured")
 
 
-def absences(row: Row, names: Sequence[str]) -> str:
+def absences(row: ResultRow, names: Sequence[str]) -> str:
     """Which of `names` were not measured, grouped by reason; empty without any."""
     absent: dict[str, list[str]] = {}
     for name in names:
@@ -153,7 +153,7 @@ def absences(row: Row, names: Sequence[str]) -> str:
     return f"Not measured: {groups}." if groups else ""
 
 
-def other_speeds(row: Row) -> str:
+def other_speeds(row: ResultRow) -> str:
     """Tokens a second of plain decoding and of transformers' `generate()`."""
     names = {"baseline_tokens_per_second": "plain", "hf_generate_tokens_per_second": "transformers"}
     return ", ".join(f"{name} {number(row[metric], 0)}" for metric, name in names.items() if metric in row)
@@ -170,11 +170,11 @@ def averages(report: Report) -> list[str]:
     ]
 
 
-def row_name(row: Row) -> str:
+def row_name(row: ResultRow) -> str:
     return f"all of {row['suite']}" if row["category"] == ALL else row["category"].replace("_", " ")
 
 
-def configuration_name(row: Row) -> str:
+def configuration_name(row: ResultRow) -> str:
     """How a row was measured, as: simulated, K = 4, greedy, batch 1."""
     shape, cut = tree(row.get("tree")), "" if row["context_bucket"] == ALL else f"prompts cut to {row['context_bucket']} tokens"
     parts = row["suite"], f"K = {row['num_speculative_tokens']}", shape, _sampling(row), f"batch {row['batch_size']}", cut
@@ -190,10 +190,10 @@ def tree(settings: Mapping[str, Any] | None) -> str:
     return f"tree of {settings['budget']} tokens, {settings['depth']} deep, top {settings['top_k']}"
 
 
-def a_round(row: Row) -> str:
+def per_round(row: ResultRow) -> str:
     """Tokens per round, where rounds without a draft make it differ from the acceptance length; else empty."""
     differs = row["num_drafts"] != row.get("num_rounds", row["num_drafts"])
-    return f"{number(row['tokens_per_round'])} a round" if differs and "tokens_per_round" in row else ""
+    return f"{number(row['tokens_per_round'])} per round" if differs and "tokens_per_round" in row else ""
 
 
 def requirement(rule: Mapping[str, Any]) -> str:

@@ -21,7 +21,7 @@ from specdistill.comparison.compare import (
     validate_comparison,
 )
 from specdistill.comparison.pages import print_comparison, to_html, to_markdown, write_comparison
-from specdistill.comparison.schema import Comparison
+from specdistill.comparison.schema import ComparisonDocument
 from specdistill.errors import UserError
 from specdistill.project import ROOT
 from specdistill.report.charts import acceptance_while_training
@@ -210,35 +210,33 @@ def test_less_acceptance_is_named_as_the_cause(comparison: dict[str, Any]) -> No
 def test_a_costlier_step_is_named_as_the_cause(comparison: dict[str, Any]) -> None:
     gap, cause = sentences(comparison, "gap")[1], sentences(comparison, "cause")[1]
     assert gap.startswith("dear is ") and "from cost" in gap and "tokens" not in gap and "accepts" not in cause
-    for fact in ("0.360 plain steps against 0.120", "dear has 3 layers of 128", "1.23 million", "410 thousand"):
+    for fact in ("0.360 plain steps against 0.120", "dear has 3 layers of 128", "1,230,000", "410,000"):
         assert fact in cause
-    assert "runs its draft" not in cause  # as often as the other
 
 
 @pytest.mark.parametrize(
     ("rates", "step", "source"),
     [
-        (POOR, 1.2, "mostly from acceptance"),
-        ((0.7, 0.7, 0.66, 0.64), 3, "mostly from cost"),
-        (POOR, 2, "from both sides"),
-        ((0.8, 0.8, 0.75, 0.7), 4, "from cost"),  # it accepts more
+        (POOR, 1.2, "acceptance"),
+        ((0.7, 0.7, 0.66, 0.64), 3, "cost"),
+        (POOR, 2, "both acceptance and cost"),
+        ((0.8, 0.8, 0.75, 0.7), 4, "cost"),  # it accepts more
     ],
 )
 def test_both_causes_are_weighed(candidates: list[Measured], rates: tuple[float, ...], step: float, source: str) -> None:
     other = simulated_candidate("other", conditional=rates, draft_step=step * DRAFT_STEP)
     gap = told([other], "gap", candidates[1])
-    assert f" {source}: " in gap and "tokens" in gap and "costs" in gap
+    assert f" mainly from {source}: " in gap and "tokens" in gap and "costs" in gap
     assert ("accepts more" in told([other], "cause", candidates[1])) == (rates > GOOD)
 
 
 @pytest.mark.parametrize(
     ("size", "facts", "surprises"),
     [
-        ({"parameters": 0, "num_layers": None}, ("other has no weights", "410 thousand"), True),
-        ({"parameters": 99_000}, ("99 thousand", "410 thousand"), True),
-        ({"parameters": 2_340_000_000, "num_layers": None}, ("other has 2.34 billion",), False),
+        ({"parameters": 0, "num_layers": None}, ("other has no weights", "410,000"), True),
+        ({"parameters": 99_000}, ("99,000", "410,000"), True),
+        ({"parameters": 2_340_000_000, "num_layers": None}, ("other has 2,340,000,000",), False),
         ({"hidden_size": 256}, ("other has 1 layer of 256", "best has 1 layer of 128"), False),
-        ({"passes": 1}, ("runs its draft 1 time,", "4 times"), False),
         ({}, (), False),
     ],
 )
@@ -247,9 +245,6 @@ def test_a_step_that_size_does_not_explain(candidates: list[Measured], size, fac
     cause = told([other], "cause", candidates[1])
     assert all(fact in cause for fact in facts) and ("size is not the reason" in cause) == surprises
     assert ("parameters" in cause) == bool({"parameters", "hidden_size"} & size.keys())
-    assert ("runs its draft" in cause) == ("passes" in size)
-    other.report["settings"]["drafting"] = {"lookup_first": [2, 5]}  # it runs in some rounds only
-    assert "runs its draft" not in told([other], "cause", candidates[1])
 
 
 def test_an_even_trade_is_called_one() -> None:
@@ -273,7 +268,7 @@ def test_a_difference_that_does_not_reach_the_speed() -> None:
     def gap() -> str:
         return dict(reasons(document["candidates"], ranking))["gap"]
 
-    assert all(fact in gap() for fact in ("not separable", "2.0% slower", "5.0% slower", "1.0% faster"))
+    assert all(fact in gap() for fact in ("not separable", "2.0% slower", "(−5.0% to +1.0%)"))
     assert "tokens" not in gap()
     differences["tokens_per_round"] = {"change": -0.03, "ci95": [-0.04, -0.02]}
     assert "3.0% fewer tokens" in gap() and "does not show in the speed" in gap()
@@ -281,7 +276,7 @@ def test_a_difference_that_does_not_reach_the_speed() -> None:
     assert "tokens" not in gap()
     differences["speedup"] = {"change": -0.02, "ci95": [-0.03, -0.01]}
     ranking[1]["separable_from_best"] = True
-    assert "2.0% slower than best (1.0% to 3.0%)" in gap() and "Neither" in gap()
+    assert "2.0% slower than best (−3.0% to −1.0%)" in gap() and "Neither" in gap()
 
 
 def test_drafts_of_another_length_are_said_to_be(candidates: list[Measured]) -> None:
@@ -292,22 +287,19 @@ def test_a_vocabulary_that_leaves_tokens_out_is_said_so(candidates: list[Measure
     pruned = simulated_candidate("pruned", vocabulary=0.25)
     pruned.report["results"][0]["vocabulary_coverage"] = 0.913
     said = told([pruned], "coverage", candidates[1])
-    assert "pruned (25.0%" in said and "91.3%" in said and "tokenizers" not in said
-    pruned.report["settings"]["drafting"] = {"heterogeneous_vocab": True}
-    assert "both tokenizers" in told([pruned], "coverage", candidates[1])
+    assert "pruned (25.0%" in said and "91.3%" in said
     assert sentences(compare(candidates), "coverage") == []
 
 
-def test_contexts_are_told_apart_steady_and_unknown() -> None:
+def test_less_acceptance_in_long_contexts_is_said() -> None:
     steady, tired, unknown = drafts = [simulated_candidate(name, num_prompts=8) for name in ("steady", "tired", "unknown")]
     steady.report["results"][0] |= {"context_ratio": 0.99, "context_ratio_ci95": [0.9, 1.1]}
     tired.report["results"][0] |= {"context_ratio": 0.57, "context_ratio_ci95": [0.49, 0.66]}
     for name in ("context_ratio", "context_ratio_ci95"):
         unknown.report["results"][0].pop(name, None)
     comparison = compare(drafts)
-    changed, unchanged, untold = sentences(comparison, "context")
+    (changed,) = sentences(comparison, "context")
     assert "tired" in changed and "57%" in changed and "(49% to 66%)" in changed
-    assert "steady" in unchanged and "unknown" in untold
     assert "57% (49% to 66%)" in to_markdown(comparison)
 
 
@@ -317,10 +309,10 @@ def test_contexts_are_told_apart_steady_and_unknown() -> None:
 def test_the_document_fits_its_schema(comparison: dict[str, Any]) -> None:
     validate_comparison(json.loads(json.dumps(comparison)))
     shipped = json.loads((ROOT / "specdistill/comparison/comparison.schema.json").read_text())
-    assert shipped == json_schema(Comparison, "specdistill comparison"), "python -m specdistill.comparison.schema"
+    assert shipped == json_schema(ComparisonDocument, "specdistill comparison"), "python -m specdistill.comparison.schema"
     assert set(comparison) == set(shipped["properties"])
-    assert set(shipped["$defs"]["Parts"]["required"]) == set(PARTS)
-    assert set(shipped["$defs"]["Differences"]["required"]) == {"speedup", *PARTS}
+    assert set(shipped["$defs"]["PartsDocument"]["required"]) == set(PARTS)
+    assert set(shipped["$defs"]["DifferencesDocument"]["required"]) == {"speedup", *PARTS}
 
 
 @pytest.mark.parametrize(
@@ -374,9 +366,9 @@ def test_rounds_without_a_draft_are_told_beside_the_acceptance_length(candidates
     report = {**candidates[0].report, "results": [{**row, "num_rounds": 2 * row["num_drafts"], "tokens_per_round": 1.234}]}
     comparison = compare([replace(candidates[0], report=report), candidates[1]])
     lines = [line for line in to_markdown(comparison).splitlines() if line.startswith("|")]
-    assert [" poor " in line for line in lines] == ["1.23 a round" in line for line in lines] == [False, False, False, True]
-    assert "<small>1.23 a round</small>" in to_html(comparison)
-    assert " a round" not in "".join(line for line in to_markdown(compare(candidates)).splitlines() if line.startswith("|"))
+    assert [" poor " in line for line in lines] == ["1.23 per round" in line for line in lines] == [False, False, False, True]
+    assert "<small>1.23 per round</small>" in to_html(comparison)
+    assert " per round" not in "".join(line for line in to_markdown(compare(candidates)).splitlines() if line.startswith("|"))
 
 
 def test_curves_are_drawn_of_those_that_have_one(candidates, comparison) -> None:
@@ -430,11 +422,11 @@ def test_labels_that_meet_are_set_apart_and_stay_on_the_page() -> None:
 
 def test_long_names_keep_what_tells_them_apart() -> None:
     curve = {"seconds": 9.0, "steps": 100, "curve": [[100, 2.0]]}
-    names = ["runs-of-may-rate-1e-3-small-draft", "runs-of-may-rate-1e-4-small-draft", "short", f"{'a' * 30}-{'b' * 30}"]
-    first, second = ([{"name": name, "training": curve} for name in part] for part in (names[:3], names[2:]))
-    assert [name.text for name, _ in labels(curves(first))] == ["…3-small-draft", "…4-small-draft", "short"]
-    label = labels(curves(second))[1][0].text
-    assert label is not None and label.startswith("aaa") and label.endswith("bbb") and "…" in label and len(label) < 20
+    names = ["runs-of-may-rate-1e-3-small-draft", "runs-of-may-rate-1e-4-small-draft", "short"]
+    plot = curves([{"name": name, "training": curve} for name in names])
+    assert [name.text for name, _ in labels(plot)] == ["…3-small-draft", "…4-small-draft", "short"]
+    alone, _ = labels(curves([{"name": "a" * 60, "training": curve}]))[0]
+    assert alone.text is not None and re.fullmatch("a{8,20}…", alone.text)
 
 
 def test_names_cannot_become_markup(candidates: list[Measured]) -> None:

@@ -141,7 +141,7 @@ def test_a_target_that_reads_no_trees_says_so_before_anything_is_measured(argume
     tiny_tokenizer().save_pretrained(tmp_path / "recurrent")
     keys = [f"target={tmp_path / 'recurrent'}", "drafts=[ngram+small,ngram]"]
     assert command(*arguments, *keys, "lookup_first.draft_tree={branching: [2]}") == ExitCode.USER_ERROR
-    assert refused_key((said := capsys.readouterr()).err) == "eval.tree" and "Measuring" not in said.err
+    assert refused_key((said := capsys.readouterr()).err) == "tree" and "Measuring" not in said.err
     assert not (tmp_path / "out").exists()
 
 
@@ -215,8 +215,8 @@ def test_a_draft_that_changes_the_text_is_exit_code_one(arguments, tmp_path, mon
         (["drafts=[wide,ngram]"], "drafts", "wide"),
         (["drafts=[small,ngram]", "target=./nowhere"], "target.model", "./nowhere"),
         (["drafts=[small,ngram]", "target.fp8=true", "target.dtype=bfloat16"], "target.fp8", "true"),
-        (["drafts=[small,ngram]", "suite=pcio"], "eval.suite", "pcio"),
-        (["drafts=[small,ngram]", "max_new_tokens=400"], "eval.suite", "prompt a0"),
+        (["drafts=[small,ngram]", "suite=pcio"], "suite", "pcio"),
+        (["drafts=[small,ngram]", "max_new_tokens=400"], "suite", "prompt a0"),
         (
             ["drafts=[small,ngram]", "num_speculative_tokens=2", "num_speculative_tokens_each=[1,2]"],
             "num_speculative_tokens",
@@ -228,19 +228,18 @@ def test_a_draft_that_changes_the_text_is_exit_code_one(arguments, tmp_path, mon
             *("num_speculative_tokens_each", "7 for a tree of depth 2"),
         ),
         (["drafts=[small,ngram]", "trees_each=[null]"], "trees_each", "1 of them"),
-        (["drafts=[small,ngram]", "trees_each=[null,{branching: [2]}]"], "eval.tree", "a tree for NgramProposer"),
+        (["drafts=[small,ngram]", "trees_each=[null,{branching: [2]}]"], "tree", "a tree for NgramProposer"),
         (["drafts=[small,ngram]", "num_speculative_tokens=0"], "num_speculative_tokens", "0"),
         (["drafts=[run/draft,small]", "ngram.max=5"], "ngram", "min=1 max=5 lookup='sequence' with method eagle3 and"),
         (["drafts=[run/draft,ngram]", "confidence_threshold=0.5"], "confidence_threshold", "0.5 with method eagle3 and ngram"),
-        (["drafts=[small,ngram]", "lookup_first.min=3"], "lookup_first", "keys below it"),
+        (["drafts=[small,ngram]", "lookup_first.min=3"], "lookup_first.min", "3"),
         (["drafts=[ngram+small,ngram]", "lookup_first.min=9"], "lookup_first.min", "9"),
-        (["drafts=[ngram+small,ngram]", "batch_size=2"], "batch_size", "2 with a candidate ngram+"),
-        (["drafts=[ngram+small,ngram]", "trees_each=[{branching: [2]},null]"], "trees_each", "a tree with a candidate ngram+"),
-        (["drafts=[ngram+small,small]", "tree={branching: [2,2]}"], "tree", "a tree with a candidate ngram+"),
+        (["drafts=[ngram+small,ngram]", "batch_size=2"], "batch_size", "more than 1 with"),
+        (["drafts=[ngram+small,ngram]", "trees_each=[{branching: [2,2]},null]"], "tree", "a tree for LookupFirst"),
         (["drafts=[ngram+small,ngram]", f"{TREE}={{branching: [2,1,1,1,1]}}"], TREE, "a tree of depth 5 with K = 4"),
         (["drafts=[ngram+small,ngram]", f"{TREE}={{branching: [2]}}", f"{TOKENS}=1"], TOKENS, "1"),
         (["drafts=[ngram+small,ngram]", f"{TREE}={{branching: [2]}}", "compile=true"], "compile", f"true with {TREE}"),
-        (["drafts=[ngram+small,ngram]", f"{TREE}={{budget: 4}}"], "eval.tree.depth", "nothing"),
+        (["drafts=[ngram+small,ngram]", f"{TREE}={{budget: 4}}"], "tree.depth", "nothing"),
         (["drafts=[ngram+small,ngram]", f"{TOKENS}=5"], TOKENS, "5 with K = 4"),
         (["drafts=[small,ngram]", "draft=small"], "draft", "an unknown key"),
     ],
