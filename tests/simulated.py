@@ -225,6 +225,16 @@ def edited(document: Any, path: Sequence[str | int], value: Any) -> Any:
     return copied
 
 
+def with_text(record: PromptRecord, text: str) -> PromptRecord:
+    """The first rounds of a record of which everything that is text is this one."""
+    rounds = tuple(
+        replace(entry, emitted_text=(text,) * len(entry.emitted), drafted_text=(text,) * len(entry.drafted))
+        for entry in record.rounds[:3]
+    )
+    names = {"id": text + record.id, "prompt": text, "text": text, "first_token_text": text}
+    return replace(record, rounds=rounds, **names)
+
+
 def in_batches(records: Sequence[PromptRecord], size: int) -> list[PromptRecord]:
     """The same prompts decoded together: each has an equal share of its batch's times."""
     found = []

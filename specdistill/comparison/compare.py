@@ -208,7 +208,7 @@ def _gap(other: Entry, best: Entry) -> Iterator[str]:
     differences = other["difference_to_best"]
     name, first, speed = other["name"], best["name"], differences["speedup"]
     tokens, cost = shown(differences["tokens_per_round"]), shown(differences["round_cost"])
-    yields = f"a round yields {_more(tokens, 'fewer')} tokens ({_against(other, best, 'tokens_per_round')})"
+    yields = f"{name} yields {_more(tokens, 'fewer')} tokens per round ({_against(other, best, 'tokens_per_round')})"
     costs = f"a round costs {_more(cost, 'less')} ({_against(other, best, 'round_cost', ' plain steps')})"
     if not other["separable_from_best"]:
         yield f"{name} is not separable from {first}: {_direction(speed['change'])}{_range(speed)}."

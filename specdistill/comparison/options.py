@@ -66,13 +66,7 @@ def settings_of_each(options: CommonOptions, count: int) -> list[Settings]:
     for key in ("num_speculative_tokens_each", "trees_each"):
         if len(getattr(options, key)) not in (0, count):
             raise UserError(key, got=f"{len(getattr(options, key))} of them", expected=f"{count}, one for each draft")
-    chains = [replace(for_all, num_speculative_tokens=k) for k in options.num_speculative_tokens_each] or [for_all] * count
     trees = [tree_shape(**vars(tree)) if tree else None for tree in options.trees_each] or [for_all.tree] * count
-    for k, tree in zip(options.num_speculative_tokens_each, trees, strict=False):
-        if tree and tree.depth != k:
-            got = f"{k} for a tree of depth {tree.depth}"
-            raise UserError("num_speculative_tokens_each", got=got, expected="the depth of the tree")
-    return [
-        replace(chain, num_speculative_tokens=tree.depth, tree=tree) if tree else chain
-        for chain, tree in zip(chains, trees, strict=True)
-    ]
+    depths = [tree.depth if tree else for_all.num_speculative_tokens for tree in trees]
+    each = zip(options.num_speculative_tokens_each or depths, trees, strict=True)
+    return [replace(for_all, num_speculative_tokens=k, tree=tree) for k, tree in each]

@@ -27,7 +27,7 @@ class CandidateDocument(Document):
     num_layers: Annotated[int | None, about("decoder layers of the draft; null without weights")]
     hidden_size: Annotated[int | None, about("of the draft's decoder; null without weights")]
     vocabulary: Annotated[Share, about("share of the target's vocabulary that the draft can propose")]
-    training: Annotated[TrainingDocument | None, about("of the draft, from its run's history.json; null where there is none")]
+    training: Annotated[TrainingDocument | None, about("of the draft, from its run's history.json; null without one")]
     report: Annotated[dict[str, Any], about("to report.schema.json")]
 
 

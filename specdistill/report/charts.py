@@ -221,24 +221,6 @@ def time_per_token(bars: Sequence[tuple[str, Segments]]) -> Markup | None:
     return _stacked(bars, "Milliseconds that a token costs", KINDS, in_ms, in_ms) if bars else None
 
 
-def time_per_token_by_candidate(named: NamedRows) -> Markup | None:
-    """`time_per_token` of several candidates' rows, below the plain decoding that they share."""
-    if any("verify_ms" not in row or "baseline_step_ms" not in row for _, row in named):
-        return None
-
-    def with_rest(tokens_per_second: float, **known: float) -> Segments:
-        return [*known.items(), ("rest", 1000 / tokens_per_second - sum(known.values()))]
-
-    first, tokens = named[0][1], named[0][1]["num_new_tokens"]
-    step = first["baseline_step_ms"] * (tokens - first["num_prompts"]) / tokens
-    bars = [("plain", with_rest(first["baseline_tokens_per_second"], target=step))]
-    for name, row in named:
-        draft = row.get("draft_ms", 0.0) * row["num_draft_tokens"] / row["num_new_tokens"]
-        verify = row["verify_ms"] * row["num_rounds"] / row["num_new_tokens"]
-        bars.append((name, with_rest(row["tokens_per_second"], draft=draft, target=verify)))
-    return time_per_token(bars)
-
-
 def lengths(tokens: Sequence[int], axis: str, limit: int | None = None) -> Markup | None:
     """Bars: how many documents have a number of tokens, on a scale that doubles. limit: dashed."""
     places = [int(A_DOUBLING * math.log2(count)) for count in tokens if count > 0]

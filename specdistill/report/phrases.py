@@ -27,7 +27,7 @@ def signed(change: float) -> str:
 
 
 def interval(row: ResultRow, name: str) -> str:
-    """A metric's interval, as 1.43 to 1.65; empty where there is none."""
+    """A metric's interval, e.g. 1.43 to 1.65; empty where there is none."""
     return " to ".join(f"{end:.2f}" for end in row.get(f"{name}_ci95") or ())
 
 
@@ -42,7 +42,7 @@ def counted(count: int, noun: str) -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """In the two largest units that are not zero, as 2 min 21 s."""
+    """In the two largest units that are not zero, e.g. 2 min 21 s."""
     if seconds is None or seconds < 9.95:
         return "–" if seconds is None else f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
@@ -94,17 +94,15 @@ def gain(row: ResultRow) -> str:
 def losslessness(report: Report) -> tuple[str, str]:
     """What the greedy comparison and the sampling test found, or why there was none."""
     lossless, absent = report["lossless"], report["not_measured"]
-    greedy, first = f"not compared ({absent.get('lossless.greedy_identical')})", lossless.get("first_divergence")
-    if lossless["prompts_checked"]:
-        same = "all identical"
-        if not lossless["greedy_identical"]:
-            unknown = f"number unknown ({absent.get('lossless.near_ties')})"
-            ties = f"{lossless['near_ties']} of them" if "near_ties" in lossless else unknown
-            same = f"{lossless['divergences']} differ (at near-ties of the target's best logits: {ties})"
-        greedy = f"{lossless['prompts_checked']} completions compared token for token with {reference(report)}, {same}"
-        if first:
-            gap = f" (gap {first['top2_gap']:.4f})" if "top2_gap" in first else ""
-            greedy += f"; the first is {first['prompt_id']} at token {first.get('position', '–')}{gap}"
+    greedy, same = f"not compared ({absent.get('lossless.greedy_identical')})", "all identical"
+    if first := lossless.get("first_divergence"):
+        unknown = f"number unknown ({absent.get('lossless.near_ties')})"
+        ties = f"{lossless['near_ties']} of them" if "near_ties" in lossless else unknown
+        gap = f" (gap {first['top2_gap']:.4f})" if "top2_gap" in first else ""
+        where = f"the first is {first['prompt_id']} at token {first.get('position', '–')}{gap}"
+        same = f"{lossless['divergences']} differ (at near-ties of the target's best logits: {ties}); {where}"
+    if checked := lossless["prompts_checked"]:
+        greedy = f"{checked} completions compared token for token with {reference(report)}, {same}"
     sampled = f"not measured ({absent.get('lossless.sampling_test')})"
     if test := lossless.get("sampling_test"):
         sampled = (
@@ -120,15 +118,11 @@ def undecided(report: Report) -> str:
     if report["gate"]["verdict"] != "inconclusive":
         return ""
     names, needed = ", ".join(dict.fromkeys(rule["metric"] for rule in rules)), [rule["prompts_needed"] for rule in rules]
-    if None in needed or max(needed) <= report["results"][0]["num_prompts"]:
+    if None in needed or (enough := max(needed)) <= report["results"][0]["num_prompts"]:
         return f"The evidence cannot decide {names}."
-    has = report["suite"]["num_prompts"]
-    how = (
-        f"eval.num_prompts={max(needed)}"
-        if max(needed) <= has
-        else f"a suite with more than the {has} of {report['suite']['name']}"
-    )
-    return f"The evidence cannot decide {names}: about {max(needed):,} prompts could ({how})."
+    name, has = report["suite"]["name"], report["suite"]["num_prompts"]
+    how = f"eval.num_prompts={enough}" if enough <= has else f"a suite with more than the {has} of {name}"
+    return f"The evidence cannot decide {names}: about {enough:,} prompts could ({how})."
 
 
 def failed_rules(report: Report) -> str:
@@ -154,7 +148,7 @@ def absences(row: ResultRow, names: Sequence[str]) -> str:
 
 
 def other_speeds(row: ResultRow) -> str:
-    """Tokens a second of plain decoding and of transformers' `generate()`."""
+    """Tokens per second of plain decoding and of transformers' `generate()`."""
     names = {"baseline_tokens_per_second": "plain", "hf_generate_tokens_per_second": "transformers"}
     return ", ".join(f"{name} {number(row[metric], 0)}" for metric, name in names.items() if metric in row)
 
@@ -254,7 +248,7 @@ def since(report: Mapping[str, Any]) -> str:
 
 
 def looks_up_first(report: Report) -> bool:
-    """Whether a look-up stood in front of the draft, so that the numbers are not the draft's own."""
+    """Whether the draft drafted only where an n-gram lookup found nothing, so that the numbers are not the draft's own."""
     return "lookup_first" in report["settings"].get("drafting", {})
 
 
@@ -288,24 +282,20 @@ def decoding(settings: Mapping[str, Any]) -> str:
 def procedure(report: Report) -> str:
     """How the numbers were measured, in sentences."""
     settings, engine = report["settings"], report.get("engine", {})
-    size, repeats = settings["batch_size"], counted(settings["repeats"], "time")
-    if _is_specdistill(report):
-        warmup = counted(settings["warmup"], "warm-up prompt" if size == 1 else "warm-up batch")
+    size, repeats, own = settings["batch_size"], counted(settings["repeats"], "time"), _is_specdistill(report)
+    warmup = counted(settings["warmup"], "warm-up batch" if own and size > 1 else "warm-up prompt")
+    if own:
         batches = f" They were decoded {size} at a time; a prompt's times are its shares of its batch's." if size > 1 else ""
         return (
             f"Every prompt was decoded with and without the draft, interleaved, {repeats} after {warmup}; "
             f"of each round the lower median counts.{batches} The baseline is the same decoder without a draft."
         )
+    order = "There is no baseline."
     if "command" in engine:
-        order = "The engine was started without the draft, measured and ended, and then so with it, on this machine."
-    else:
-        order = (
-            "Running servers with and without the draft took turns."
-            if engine.get("baseline_server")
-            else "There is no baseline."
-        )
+        order = "The engine was started without the draft, measured and ended, then with it, on this machine."
+    elif engine.get("baseline_server"):
+        order = "Running servers with and without the draft were measured in alternation."
     load = f" With {size} requests in flight a prompt's time is its share of the server's." if size > 1 else ""
-    warmup = counted(settings["warmup"], "warm-up prompt")
     return f"{order} Every prompt was sent {repeats} after {warmup}; the median of each prompt counts.{load}"
 
 

@@ -123,7 +123,7 @@ class MeasurementDocument(Document):
     """What the measurement itself took."""
 
     seconds: Annotated[NonNegative, about("wall time of the run, loading apart; of all drafts that it measured together")]
-    peak_memory_bytes: NotRequired[Annotated[Count, about("of the accelerator, or of the process where there is none")]]
+    peak_memory_bytes: NotRequired[Annotated[Count, about("of the accelerator, or of the process without one")]]
 
 
 class TargetDocument(Document, total=False):
@@ -153,7 +153,7 @@ class DraftDocument(Document, total=False):
 
 
 class HardwareDocument(Document, total=False):
-    device: Required[Annotated[str, about("cuda, cpu, …; server: unknown, as a server does not say")]]
+    device: Required[Annotated[str, about("cuda, cpu, …; server: unknown, which a server does not say")]]
     name: Required[Annotated[str, about("trade name")]]
     count: Annotated[AtLeastOne, about("devices")]
     memory_bytes: Annotated[Count, about("of one device")]
@@ -265,7 +265,7 @@ class LosslessDocument(Document, total=False):
 
 
 class ContextBucketDocument(Document):
-    bucket: Annotated[str, about("tokens before the round, as from-to")]
+    bucket: Annotated[str, about("tokens before the round: from-to")]
     num_drafts: Annotated[Count, about("drafts")]
     mean_acceptance_length: Length
 
@@ -300,7 +300,7 @@ class BaselineDocument(Document):
 class TheoryPointDocument(Document):
     k: Annotated[Count, about("K'")]
     mean_acceptance_length: Length
-    draft_passes: Annotated[Count, about("forward passes of the draft in a round")]
+    draft_passes: Annotated[Count, about("forward passes of the draft per round")]
     draft_ms: Annotated[NonNegative, about("to draft all K' tokens of a round")]
     verify_ms: Annotated[NonNegative, about("to verify them")]
     predicted_speedup: float
@@ -308,7 +308,7 @@ class TheoryPointDocument(Document):
 
 class TheoryDocument(Document):
     alpha: Annotated[Share, about("acceptance rate that, the same at every position, gives the acceptance length")]
-    K: Annotated[AtLeastOne, about("draft tokens a round; of a tree its depth")]
+    K: Annotated[AtLeastOne, about("draft tokens per round; of a tree its depth")]
     v: Annotated[float, about("cost of one verification, in plain steps")]
     c: Annotated[float, about("cost of drafting K tokens over K, in plain steps")]
     predicted: Annotated[float, about("speedup, AL / (v + c·K)")]

@@ -25,20 +25,9 @@ from specdistill.statistics.records import ALL, CONFIGURATION_KEYS, PromptRecord
 Cell = tuple[str, ...]
 
 
-class Name(str):
-    """A head that is somebody's name, which stays as it is."""
-
-    __slots__ = ()
-
-
-def label(head: str) -> str:
-    """A head as pages show it: capitalised, but for a name and for a symbol of one letter."""
-    return head if isinstance(head, Name) or len(head) == 1 else head[:1].upper() + head[1:]
-
-
 class Table(NamedTuple):
     head: tuple[str, ...]
-    rows: list[tuple[Cell, ...]]
+    rows: Sequence[tuple[Cell, ...]]
 
 
 def main_rows(report: Report) -> list[ResultRow]:
@@ -73,24 +62,22 @@ def _like_the_first(report: Report, names: Sequence[str]) -> list[ResultRow]:
     return [first, *(row for row in others if all(row[name] == first[name] for name in names))]
 
 
-def by_category(report: Report, *, positions: bool = False) -> Table:
-    return _numbers("category", [_line(row_name(row), row) for row in main_rows(report)], positions)
+def by_category(report: Report) -> Table:
+    return _numbers("category", row_name, main_rows(report))
 
 
-def by_configuration(report: Report, *, positions: bool = False) -> Table:
-    return _numbers("configuration", [_line(configuration_name(row), row) for row in whole_rows(report)], positions)
+def by_configuration(report: Report) -> Table:
+    return _numbers("configuration", configuration_name, whole_rows(report))
 
 
-def _numbers(what: str, lines: Sequence[tuple[Cell, ...]], positions: bool) -> Table:
-    """positions: with the acceptance rate at each position in the draft."""
+def _numbers(what: str, name: Callable[[ResultRow], str], rows: Sequence[ResultRow]) -> Table:
+    """per position: the acceptance rate at each position in the draft."""
     head = (what, "prompts", "acceptance length", "rate", "tokens/s", "plain", "speedup", "predicted", "per position")
-    width = len(head) if positions else len(head) - 1
-    return Table(head[:width], [line[:width] for line in lines])
+    return Table(head, [((name(row),), *_line(row)) for row in rows])
 
 
-def _line(name: str, row: ResultRow) -> tuple[Cell, ...]:
+def _line(row: ResultRow) -> tuple[Cell, ...]:
     return (
-        (name,),
         (str(row["num_prompts"]),),
         cell(number(row.get("mean_acceptance_length")), interval(row, "mean_acceptance_length")),
         (percent(row.get("acceptance_rate")),),
@@ -104,19 +91,18 @@ def _line(name: str, row: ResultRow) -> tuple[Cell, ...]:
 
 def by_load(report: Report) -> Table:
     """The fastest K for each load; where no draft is faster, the K that loses least."""
-    head = ("requests at once", "fastest K", "speedup", "tokens/s", "plain")
-    return Table(head, [_at_load(row) for row in fastest_k(report)])
-
-
-def _at_load(row: ResultRow) -> tuple[Cell, ...]:
-    k = str(row["num_speculative_tokens"])
-    return (
-        (str(row["batch_size"]),),
-        (k,) if row["speedup"] > 1 else ("none", f"K = {k} loses least"),
-        cell(times(row["speedup"]), interval(row, "speedup")),
-        (number(row["tokens_per_second"], 0),),
-        (number(row["baseline_tokens_per_second"], 0),),
-    )
+    rows = [
+        (
+            (str(row["batch_size"]),),
+            (k,) if row["speedup"] > 1 else ("none", f"K = {k} loses least"),
+            cell(times(row["speedup"]), interval(row, "speedup")),
+            (number(row["tokens_per_second"], 0),),
+            (number(row["baseline_tokens_per_second"], 0),),
+        )
+        for row in fastest_k(report)
+        for k in [str(row["num_speculative_tokens"])]
+    ]
+    return Table(("requests at once", "fastest K", "speedup", "tokens/s", "plain"), rows)
 
 
 def cell(value: str, *notes: str) -> Cell:
@@ -128,7 +114,7 @@ METRICS_SHOWN: dict[str, tuple[str, Callable[[float | None], str]]] = {
     "mean_acceptance_length": ("acceptance length", number),
     "acceptance_rate": ("acceptance rate", percent),
     "speedup": ("speedup", times),
-    "tokens_per_second": ("tokens a second", lambda value: number(value, 0)),
+    "tokens_per_second": ("tokens per second", lambda value: number(value, 0)),
     "draft_ms": ("ms to draft a token", lambda value: number(value, 3)),
     "verify_ms": ("ms to verify a draft", lambda value: number(value, 3)),
 }
@@ -206,7 +192,7 @@ def latency(records: Sequence[PromptRecord]) -> Table:
 
 
 def _totals(records: Sequence[PromptRecord], side: str) -> dict[str, float]:
-    """Counts, and seconds of each kind. Records of a server are left out: it does not show what their time goes into."""
+    """Counts, and seconds of each kind. Without records of a server, which does not show what their time goes into."""
     timings = [vars(getattr(record, side)) for record in records if record.counts is None]
 
     def total(name: str) -> float:

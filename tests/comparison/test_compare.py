@@ -28,7 +28,7 @@ from specdistill.report.charts import acceptance_while_training
 from specdistill.report.documents import json_schema
 from specdistill.report.phrases import duration
 from specdistill.statistics.records import PromptRecord, RoundRecord, Timing
-from tests.simulated import DRAFT_STEP, PLAIN_STEP, VERIFY_STEP, edited, simulated_candidate
+from tests.simulated import DRAFT_STEP, VERIFY_STEP, edited, simulated_candidate
 
 HOSTILE = '<script>alert("1")</script>|`'
 TRAINING = {"seconds": 141.2, "steps": 400, "curve": [[200, 1.6], [400, 1.9]]}
@@ -99,11 +99,6 @@ def test_one_prompt_separates_nothing() -> None:
     assert second["separable_from_best"] is False
 
 
-def test_other_prompts_cannot_be_compared(candidates: list[Measured]) -> None:
-    with pytest.raises(AssertionError):
-        compare([candidates[0], replace(candidates[1], records=candidates[1].records[::-1])])
-
-
 def test_an_interval_is_separable_when_it_leaves_out_zero() -> None:
     intervals = [[-0.2, -0.1], [0.1, 0.2], [-0.1, 0.1], [0.0, 0.2], None]
     assert [is_separable({"change": 0.1, "ci95": ends}) for ends in intervals] == [True, True, False, False, False]
@@ -164,7 +159,7 @@ def test_the_parts_of_three_rounds_by_hand() -> None:
 
 
 def test_a_difference_is_the_ratio_of_the_true_rates_and_its_interval_covers_it() -> None:
-    """Independent positions of 0.8 and 0.6: 1 + 0.6 of 0.8's tokens a round, K = 1."""
+    """Independent positions of 0.8 and 0.6: 1 + 0.6 of 0.8's tokens per round, K = 1."""
     high = simulated_candidate("high", conditional=(0.8,), num_rounds=100)
     low = simulated_candidate("low", conditional=(0.6,), num_rounds=100)
     differences = compare([high, low])["ranking"][1]["difference_to_best"]
@@ -184,15 +179,6 @@ def test_a_difference_is_the_ratio_of_the_true_rates_and_its_interval_covers_it(
     assert set(differences) == {"speedup", *PARTS}
 
 
-def test_costs_are_in_plain_steps(comparison: dict[str, Any]) -> None:
-    parts = entry(comparison, "dear")["parts"]
-    assert parts["draft_step"] == pytest.approx(3 * DRAFT_STEP / PLAIN_STEP, rel=0.01)
-    assert parts["verification"] == pytest.approx(VERIFY_STEP / PLAIN_STEP, rel=0.01)
-    difference = entry(comparison, "dear")["difference_to_best"]["draft_step"]
-    assert difference["change"] == pytest.approx(2, rel=0.01)
-    assert difference["ci95"] == pytest.approx([2, 2], rel=0.01)  # paired: the clock's noise is the same
-
-
 # Why they differ
 
 
@@ -201,10 +187,11 @@ def told(others: Sequence[Measured], topic: str, best: Measured) -> str:
     return " ".join(sentences(compare([best, *others]), topic))
 
 
-def test_less_acceptance_is_named_as_the_cause(comparison: dict[str, Any]) -> None:
+def test_less_acceptance_is_named_as_the_cause(candidates: list[Measured], comparison: dict[str, Any]) -> None:
     gap, cause = sentences(comparison, "gap")[0], sentences(comparison, "cause")[0]
     assert gap.startswith("poor is ") and "from acceptance" in gap and "fewer tokens" in gap and "costs" not in gap
     assert "accepts less" in cause and "first position" in cause and "draft token" not in cause
+    assert "short drafts 2.0 tokens" in told([simulated_candidate("short", conditional=GOOD[:2])], "cause", candidates[1])
 
 
 def test_a_costlier_step_is_named_as_the_cause(comparison: dict[str, Any]) -> None:
@@ -279,15 +266,11 @@ def test_a_difference_that_does_not_reach_the_speed() -> None:
     assert "2.0% slower than best (−3.0% to −1.0%)" in gap() and "Neither" in gap()
 
 
-def test_drafts_of_another_length_are_said_to_be(candidates: list[Measured]) -> None:
-    assert "short drafts 2.0 tokens" in told([simulated_candidate("short", conditional=GOOD[:2])], "cause", candidates[1])
-
-
 def test_a_vocabulary_that_leaves_tokens_out_is_said_so(candidates: list[Measured]) -> None:
     pruned = simulated_candidate("pruned", vocabulary=0.25)
     pruned.report["results"][0]["vocabulary_coverage"] = 0.913
-    said = told([pruned], "coverage", candidates[1])
-    assert "pruned (25.0%" in said and "91.3%" in said
+    printed = told([pruned], "coverage", candidates[1])
+    assert "pruned (25.0%" in printed and "91.3%" in printed
     assert sentences(compare(candidates), "coverage") == []
 
 
@@ -320,11 +303,8 @@ def test_the_document_fits_its_schema(comparison: dict[str, Any]) -> None:
     [
         (("ranking", 1, "parts", "acceptance_rate"), "high", r"ranking\.1\.parts\.acceptance_rate"),
         (("ranking", 1, "difference_to_best", "speedup", "ci95"), [0.1], "ranking.1.difference_to_best"),
-        (("candidates", 1, "training", "seconds"), -1, "candidates.1.training"),
-        (("candidates", 1, "training", "curve"), [[200]], "candidates.1.training"),
         (("candidates", 1, "trained"), True, r"with candidates\.1\.trained: "),
         (("candidates", 0, "report", "results", 0, "speedup"), "fast", r"\(poor\) with results\.0\.speedup"),
-        (("why", 0, "name"), "because", "why.0.name"),
     ],
 )
 def test_what_does_not_fit_is_not_written(tmp_path, comparison, candidates, path, value, fact) -> None:
@@ -332,13 +312,6 @@ def test_what_does_not_fit_is_not_written(tmp_path, comparison, candidates, path
     with pytest.raises(UserError, match=fact):
         write_comparison(tmp_path / "out", document, {candidate.name: candidate.records for candidate in candidates})
     assert not (tmp_path / "out").exists()
-
-
-def test_what_a_comparison_leaves(tmp_path, comparison, candidates) -> None:
-    write_comparison(tmp_path, comparison, {candidate.name: candidate.records for candidate in candidates})
-    assert json.loads((tmp_path / "comparison.json").read_text()) == comparison
-    files = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
-    assert files >= {"comparison.html", "comparison.md", "best/report.html", "poor/samples.jsonl", "dear/junit.xml"}
 
 
 # The pages
@@ -392,8 +365,8 @@ def test_a_cheaper_training_ends_further_left() -> None:
     assert ends[2][0] == float(axis.get("x1"))
     assert [text.text for text, _ in labels(plot)] == ["cheap", "long", "single"]
     assert [text.text for _, text in labels(plot)] == ["1 min 0 s", None, "1.0 s"]
-    assert steps(plot) == ["0", "5,000", "10,000", "15,000", "20,000"]
-    assert steps(curves([single])) == ["0", "1"]
+    steps = [text.text for text in plot.iter("text") if text.get("text-anchor") == "middle"]
+    assert steps == ["0", "5,000", "10,000", "15,000", "20,000"]
 
 
 def curves(candidates: list[dict[str, Any]]) -> ElementTree.Element:
@@ -405,10 +378,6 @@ def curves(candidates: list[dict[str, Any]]) -> ElementTree.Element:
 def labels(plot: ElementTree.Element) -> list[list[ElementTree.Element]]:
     """A name and a time for each curve."""
     return [list(group) for group in plot.iter("g")]
-
-
-def steps(plot: ElementTree.Element) -> list[str | None]:
-    return [text.text for text in plot.iter("text") if text.get("text-anchor") == "middle"]
 
 
 def test_labels_that_meet_are_set_apart_and_stay_on_the_page() -> None:
@@ -448,12 +417,12 @@ def test_the_terminal_shows_whole_names(candidates, monkeypatch, capsys, tmp_pat
     name = "a-name-that-is-longer-than-a-column-is"
     others = [replace(candidates[0], name=f"layers-draft-{index}") for index in range(4)]
     print_comparison(compare([*others, replace(candidates[1], name=name)]), tmp_path)
-    said = capsys.readouterr().out
-    lines = said[: said.index(f"{name} is the fastest")].splitlines()
+    printed = capsys.readouterr().out
+    lines = printed[: printed.index(f"{name} is the fastest")].splitlines()
     rules = [index for index, line in enumerate(lines) if line.startswith("───")]
-    assert len(rules) == 2  # three candidates beside each other, the other two below
+    assert len(rules) == 2  # three candidates next to each other, the other two below
     assert "".join(line[20:38].strip() for line in lines[1 : rules[0]]) == name
     assert all(other.name in "\n".join(lines) for other in others)
     assert max(map(len, lines)) <= 80
     assert [line.split()[1:3] for line in lines if line.startswith("training")] == [["2", "min"], ["–", "–"]]
-    assert f"comparison: {tmp_path / 'comparison.html'}" in said
+    assert f"comparison: {tmp_path / 'comparison.html'}" in printed

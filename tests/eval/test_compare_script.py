@@ -208,7 +208,7 @@ def test_a_draft_that_changes_the_text_is_exit_code_one(arguments, tmp_path, mon
     ("more", "key", "got"),
     [
         ([], "drafts", "nothing"),
-        (["drafts=[small]"], "drafts", "1 candidate"),
+        (["drafts=[small]"], "drafts", "1 of them"),
         (["drafts=[small,./small]"], "drafts", "small and ./small"),
         (["drafts=[small,ngrm]"], "drafts", "ngrm"),
         (["drafts=[run,ngram]"], "drafts", "run, which holds draft, run"),
@@ -225,7 +225,7 @@ def test_a_draft_that_changes_the_text_is_exit_code_one(arguments, tmp_path, mon
         (["drafts=[small,ngram]", "num_speculative_tokens_each=[1]"], "num_speculative_tokens_each", "1 of them"),
         (
             ["drafts=[small,ngram]", "num_speculative_tokens_each=[7,2]", "trees_each=[{branching: [2,2]},null]"],
-            *("num_speculative_tokens_each", "7 for a tree of depth 2"),
+            *("num_speculative_tokens", "7"),
         ),
         (["drafts=[small,ngram]", "trees_each=[null]"], "trees_each", "1 of them"),
         (["drafts=[small,ngram]", "trees_each=[null,{branching: [2]}]"], "tree", "a tree for NgramProposer"),
