@@ -1,6 +1,5 @@
 """The drafts of a comparison: located, named and checked to be different before anything is loaded."""
 
-import filecmp
 import itertools
 from collections import Counter
 from collections.abc import Sequence
@@ -41,8 +40,8 @@ def find_candidates(entries: Sequence[str]) -> list[Candidate]:
     """Candidates with unique names, from folders, Hub ids (org/name or org/name@revision) and methods without a draft (`ngram`); the
     draft of `ngram+<folder or Hub id>` drafts where an n-gram lookup finds nothing.
 
-    Raises UserError for fewer than two, for a folder without a draft, and for two that are the same, copies of each other or of one
-    name; ResourceError when the Hub fails.
+    Raises UserError for fewer than two, for a folder without a draft, and for two that are the same or of one name; ResourceError
+    when the Hub fails.
     """
     if len(entries) < 2:
         raise UserError(KEY, got=f"{len(entries)} of them", expected="two or more: drafts=[a,b]")
@@ -51,7 +50,7 @@ def find_candidates(entries: Sequence[str]) -> list[Candidate]:
     folders = [None if entry in UNTRAINED else _locate(draft) for entry, draft in zip(entries, drafts, strict=True)]
     for one, two in itertools.combinations(range(len(entries)), 2):
         first, second = folders[one], folders[two]
-        same = _copies(first, second) if first and second else entries[one] == entries[two]
+        same = first.resolve() == second.resolve() if first and second else entries[one] == entries[two]
         if same and prefixes[one] == prefixes[two]:
             got = f"{entries[one]} and {entries[two]}, which are the same draft"
             raise UserError(KEY, got=got, expected="different candidates")
@@ -77,14 +76,6 @@ def _locate(entry: str) -> Path:
         got = f"{entry or 'an empty name'}, which is no folder"
         raise UserError(KEY, got=got, expected=expected, nearest=nearest(entry, UNTRAINED))
     return locate(entry, key=KEY, expected=expected)
-
-
-def _copies(first: Path, second: Path) -> bool:
-    """Whether two folders are one, or config and weights of both are equal byte for byte."""
-    patterns = ("config.json", "*.safetensors", "*.bin")
-    names, others = ({path.name for pattern in patterns for path in folder.glob(pattern)} for folder in (first, second))
-    same_files = names and names == others and not any(filecmp.cmpfiles(first, second, names, shallow=False)[1:])
-    return bool(first.resolve() == second.resolve() or same_files)
 
 
 def _names(prefixes: Sequence[str], drafts: Sequence[str]) -> list[str]:

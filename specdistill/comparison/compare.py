@@ -19,7 +19,7 @@ import numpy as np
 from specdistill import __version__
 from specdistill.comparison.schema import ComparisonDocument
 from specdistill.report.files import validate
-from specdistill.report.phrases import counted, gain, number, percent, signed
+from specdistill.report.phrases import gain, number, percent, signed
 from specdistill.statistics.intervals import relative_change
 from specdistill.statistics.metrics import METRICS, Metric, PromptSums, prompt_sums, value
 from specdistill.statistics.records import PromptRecord
@@ -247,7 +247,7 @@ def _acceptance(other: Entry, best: Entry) -> Iterator[str]:
 
 
 def _cost(other: Entry, best: Entry, by_name: Mapping[str, Entry]) -> Iterator[str]:
-    """Which step makes rounds costlier or cheaper, and how the drafts' sizes compare; nothing unless the costs per round differ."""
+    """Which step makes rounds costlier or cheaper, and whether size explains it; nothing unless the costs per round differ."""
     differences = other["difference_to_best"]
     if not shown(differences["round_cost"]):
         return
@@ -259,22 +259,11 @@ def _cost(other: Entry, best: Entry, by_name: Mapping[str, Entry]) -> Iterator[s
             f"{number(theirs['draft_step'], 3)}, and drafting takes {percent(mine['draft_share'])} of a round against "
             f"{percent(theirs['draft_share'])}."
         )
-        yield from _sizes(by_name[other["name"]], by_name[best["name"]], step)
+        sizes = [by_name[entry["name"]]["report"]["draft"]["parameters"] for entry in (other, best)]
+        if (sizes[0] - sizes[1]) * step < 0:
+            yield f"Size is not the reason: {sizes[0]:,} parameters against {sizes[1]:,}."
     if verification:
         yield f"Verifying costs {_more(verification, 'less')} ({_against(other, best, 'verification', ' plain steps')})."
-
-
-def _sizes(other: Entry, best: Entry, step: float) -> Iterator[str]:
-    mine, theirs = (entry["report"]["draft"]["parameters"] for entry in (other, best))
-    surprise = ", so size is not the reason" if (mine - theirs) * step < 0 else ""
-    if mine != theirs or any(other[size] != best[size] for size in ("num_layers", "hidden_size")):
-        yield f"{_size(other)}, {_size(best)}{surprise}."
-
-
-def _size(candidate: Entry) -> str:
-    parameters, layers, width = candidate["report"]["draft"]["parameters"], candidate["num_layers"], candidate["hidden_size"]
-    depth = f"{counted(layers, 'layer')}{f' of {width}' if width else ''} and " if layers else ""
-    return f"{candidate['name']} has {f'{depth}{parameters:,} parameters' if parameters else 'no weights'}"
 
 
 def _direction(change: float) -> str:

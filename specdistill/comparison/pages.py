@@ -20,7 +20,7 @@ from specdistill.statistics.records import PromptRecord
 
 Comparison = Mapping[str, Any]  # a ComparisonDocument
 
-ON_STDOUT = ("speedup", "to the best", "acceptance length", "c", "weights", "training", "lossless")
+ON_STDOUT = ("candidate", "speedup", "to the best", "acceptance length", "lossless")
 FOOTNOTE = (
     "Every prompt was decoded with each candidate and once without, interleaved; intervals are 95 %, from a bootstrap over prompts, and "
     "differences are paired. Per round: tokens per round where some rounds drafted nothing, which the acceptance length leaves out. First: "
@@ -82,20 +82,15 @@ def to_html(comparison: Comparison) -> str:
 
 
 def print_comparison(comparison: Comparison, folder: Path) -> None:
-    """The ranking, the paragraph and where the pages are, to stdout: a column for each candidate, three to 80 characters."""
-    console, ranked = Console(highlight=False), rows(comparison)
-    across = max(1, (console.width - 17) // 21)  # a column is as wide as its longest interval
-    console.print(Text(title(comparison), style="italic"))
-    for start in range(0, len(ranked), across):
-        shown = ranked[start : start + across]
-        grid = Table(box=box.SIMPLE, show_edge=False, pad_edge=False)
-        grid.add_column(no_wrap=True, style="dim")
-        for row in shown:
-            grid.add_column(Text(*row["candidate"]), overflow="fold")
-        for name in ON_STDOUT:
-            values = (row[name] for row in shown)
-            grid.add_row(name, *(Text("\n".join((value, *(f"({note})" for note in notes)))) for value, *notes in values))
-        console.print(grid, "")
+    """The ranking, the paragraph and where the pages are, to stdout."""
+    console = Console(highlight=False)
+    grid = Table(box=box.SIMPLE, pad_edge=False, title=Text(title(comparison)), title_justify="left")
+    for name in ON_STDOUT:
+        grid.add_column(name, overflow="fold")
+    for row in rows(comparison):
+        cells_shown = (row[name] for name in ON_STDOUT)
+        grid.add_row(*(Text("\n".join((value, *(f"({note})" for note in notes)))) for value, *notes in cells_shown))
+    console.print(grid)
     console.print(Text(paragraph(comparison)), soft_wrap=True)
     console.print(Text(f"comparison: {folder / 'comparison.html'}", style="bold"), soft_wrap=True)
 

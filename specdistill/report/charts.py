@@ -20,7 +20,6 @@ LETTER = 7.6  # the width that a character of a label takes, generously
 ABOVE, LONGEST = 14, int(WIDTH / LETTER)  # the height of a name above what it names, and the characters that fit there
 
 KINDS = {"prefill": "line", "draft": "bonus", "target": "bar", "rest": "faint"}  # what time goes into, and its colour
-TOKENS = {"loss tokens": "good", "other tokens": "line"}
 A_DOUBLING = 2  # bars of a histogram of lengths while they double
 STROKES = ("good", "bonus", "mine", "muted")  # of one curve after the other
 
@@ -213,12 +212,22 @@ def at_k(row: ResultRow) -> str:
 
 
 def time_per_token(bars: Sequence[tuple[str, Segments]]) -> Markup | None:
-    """A bar for each way of decoding: milliseconds per token, by what they go into (KINDS)."""
-
-    def in_ms(milliseconds: float) -> str:
-        return f"{number(milliseconds)} ms"
-
-    return _stacked(bars, "Milliseconds that a token costs", KINDS, in_ms, in_ms) if bars else None
+    """A bar below the name of each way of decoding: milliseconds per token, by what they go into (KINDS), one after the other."""
+    if not bars:
+        return None
+    step, top = 52 + ABOVE, 8
+    x = Scale(0, max(sum(ms for _, ms in segments) for _, segments in bars), 0, WIDTH - 72)
+    drawn = []
+    for index, (name, segments) in enumerate(bars):
+        y, start = top + step * index + ABOVE, 0.0
+        drawn.append(_text(0, y - 1, name))
+        for kind, ms in segments:
+            end = start + max(ms, 0.0)
+            title = f"{kind}: {number(end - start, 3)} ms"
+            drawn.append(_bar(x(start), y + 4, x(end) - x(start), 32, KINDS[kind], title))
+            start = end
+        drawn.append(_text(x(start) + 6, y + 24, f"{number(sum(ms for _, ms in segments))} ms", kind="strong"))
+    return _svg(top + len(bars) * step, "Milliseconds that a token costs", drawn)
 
 
 def lengths(tokens: Sequence[int], axis: str, limit: int | None = None) -> Markup | None:
@@ -242,33 +251,6 @@ def lengths(tokens: Sequence[int], axis: str, limit: int | None = None) -> Marku
         drawn.append(_line(x(dashed), TOP, x(dashed), y.start, "muted", stroke_dasharray="3 4"))
     drawn.append(_text((LEFT + WIDTH - RIGHT) / 2, height - 6, axis, anchor="middle"))
     return _svg(height, f"Documents by {axis}", drawn)
-
-
-def mixture(sources: Sequence[Any]) -> Markup:
-    """A bar for each source: its tokens, those with loss first."""
-    counts = [(entry.loss_tokens, entry.tokens - entry.loss_tokens) for entry in sources]
-    bars = [(entry.source, [*zip(TOKENS, count, strict=True)]) for entry, count in zip(sources, counts, strict=True)]
-    total = max(1, sum(entry.tokens for entry in sources))
-    return _stacked(bars, "Tokens of each source", TOKENS, lambda count: percent(count / total), lambda count: f"{count:,.0f}")
-
-
-def _stacked(
-    bars: Sequence[tuple[str, Segments]], label: str, colours: Mapping[str, str], of_bar: Format, of_segment: Format
-) -> Markup:
-    """A bar below each name, its segments one after the other. of_bar, of_segment: how amounts are written."""
-    step, top = 52 + ABOVE, 8
-    x = Scale(0, max(sum(amount for _, amount in segments) for _, segments in bars), 0, WIDTH - 72)
-    names, drawn = _short([name for name, _ in bars], LONGEST), []
-    for index, (name, (_, segments)) in enumerate(zip(names, bars, strict=True)):
-        y, total, start = top + step * index + ABOVE, sum(amount for _, amount in segments), 0.0
-        drawn.append(_text(0, y - 1, name))
-        for kind, amount in segments:
-            end = start + max(amount, 0.0)
-            title = f"{kind}: {of_segment(end - start)}"
-            drawn.append(_bar(x(start), y + 4, x(end) - x(start), 32, colours[kind], title))
-            start = end
-        drawn.append(_text(x(start) + 6, y + 24, of_bar(total), kind="strong"))
-    return _svg(top + len(bars) * step, label, drawn)
 
 
 def _tag(name: str, content: object = "", **attributes: object) -> Markup:

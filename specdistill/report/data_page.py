@@ -34,7 +34,6 @@ def to_html(
         data=data,
         train=halves["train"],
         table=_of_halves(halves),
-        mixture=mixture,
         of_sources=_of_sources(mixture),
         lengths=lengths,
         documents=documents,

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from huggingface_hub.constants import HF_HUB_CACHE
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from specdistill.comparison.candidates import find_candidates
 from specdistill.errors import ResourceError, UserError
@@ -128,14 +128,9 @@ def test_names_are_folders_so_case_does_not_tell_them_apart(runs: Path, tmp_path
 def test_the_same_draft_twice_is_refused(runs: Path, tmp_path: Path) -> None:
     draft = runs / "eagle3" / "draft"
     (tmp_path / "link").symlink_to(draft)
-    shutil.copytree(draft, tmp_path / "copy")
-    for entries in (["ngram", "ngram"], [draft, draft], [draft, tmp_path / "link"], [draft, "ngram", tmp_path / "copy"]):
+    for entries in (["ngram", "ngram"], [draft, draft], [draft, "ngram", tmp_path / "link"]):
         with refused("drafts", f"{entries[0]} and {entries[-1]}"):
             names(*entries)
-    weights = load_file(tmp_path / "copy" / "model.safetensors")
-    weights["fc.weight"][0, 0] += 1
-    save_file(weights, tmp_path / "copy" / "model.safetensors")
-    assert names(draft, tmp_path / "copy") == ["draft", "copy"]
 
 
 @pytest.mark.parametrize("entry", ["ngrm", "./nowhere", "a/b/c", "", "no spaces/allowed"])
