@@ -106,14 +106,14 @@ def adapter(kind: Any) -> TypeAdapter[Any]:
 
 
 def validate(document: Any, name: str = "report.json", key: str = "report", kind: Any = ReportDocument) -> None:
-    """Raises UserError that names the first field which this kind of document does not have or not so."""
+    """Raises UserError that names the first field that does not fit this kind of document."""
     try:
         adapter(kind).validate_python(document)
     except ValidationError as error:
         wrong = error.errors()[0]
         place = ".".join(map(str, wrong["loc"])) or "the whole document"
         what = kind.__name__.removesuffix("Document").lower()
-        expected = f"a {what} of schema version 2, which this specdistill measures"
+        expected = f"a {what} of schema version 2: measure again with this specdistill"
         raise UserError(key, got=f"{name} with {place}: {wrong['msg'][:200]}", expected=expected) from error
 
 
@@ -126,7 +126,7 @@ def row_metrics() -> tuple[str, ...]:
 
 @cache
 def document_metrics() -> tuple[str, ...]:
-    """Dotted paths of the numbers and booleans outside the result rows, as `lossless.greedy_identical`."""
+    """Dotted paths of the numbers and booleans outside the result rows, e.g. `lossless.greedy_identical`."""
     return tuple(_scalars(schema()))
 
 

@@ -169,19 +169,24 @@ def row_name(row: ResultRow) -> str:
 
 
 def configuration_name(row: ResultRow) -> str:
-    """How a row was measured, as: simulated, K = 4, greedy, batch 1."""
+    """How a row was measured, e.g. simulated, K = 4, greedy, batch 1."""
     shape, cut = tree(row.get("tree")), "" if row["context_bucket"] == ALL else f"prompts cut to {row['context_bucket']} tokens"
     parts = row["suite"], f"K = {row['num_speculative_tokens']}", shape, _sampling(row), f"batch {row['batch_size']}", cut
     return ", ".join(filter(None, parts))
 
 
 def tree(settings: Mapping[str, Any] | None) -> str:
-    """The shape of drafted trees, as: tree of 24 tokens, 6 deep, top 4; or: tree with branching 4, 2, 1. Empty for chains."""
+    """The shape of drafted trees, e.g. tree of 24 tokens, 6 deep, top 4, or tree with branching 4, 2, 1. Empty for chains."""
     if not settings:
         return ""
     if "branching" in settings:
         return f"tree with branching {', '.join(map(str, settings['branching']))}"
     return f"tree of {settings['budget']} tokens, {settings['depth']} deep, top {settings['top_k']}"
+
+
+def per_position(row: ResultRow) -> str:
+    """The acceptance rate at each position in the draft."""
+    return "  ".join(map(percent, row.get("acceptance_rate_per_position", []))) or "–"
 
 
 def per_round(row: ResultRow) -> str:
@@ -227,7 +232,7 @@ def direction(change: Mapping[str, Any]) -> str:
 
 
 def since(report: Mapping[str, Any]) -> str:
-    """What the report was compared with, how many numbers changed, and which regressions the gate does not allow."""
+    """What the report was compared with, and how many numbers changed."""
     baseline, draft = report["baseline"], report["baseline"]["draft"]
     name = "@".join(filter(None, (draft["model"] or draft["method"], draft["revision"])))
     intro = f"Compared with {name}, measured {baseline['created'][:10]}"
@@ -235,16 +240,8 @@ def since(report: Mapping[str, Any]) -> str:
         return f"{intro}: not comparable ({baseline['reason']})."
     directions = [direction(change) for change in baseline["changes"] if "ci95" in change]
     better, worse, still = (directions.count(name) for name in ("better", "worse", "open"))
-    refused = [
-        rule["metric"]
-        for rule in report["gate"]["rules"]
-        if "max_regression" in rule["requirement"] and rule["value"] is not None and outcome(rule) == "failed"
-    ]
-    gate = f" Regressions that the gate does not allow: {', '.join(refused)}." if refused else ""
-    return (
-        f"{intro}, {len(directions)} numbers prompt by prompt: {better} better, {worse} worse, {still} open "
-        f"(the 95 % interval includes 0).{gate}"
-    )
+    counts = f"{better} better, {worse} worse, {still} open (the 95 % interval includes 0)"
+    return f"{intro}, {len(directions)} numbers prompt by prompt: {counts}."
 
 
 def looks_up_first(report: Report) -> bool:

@@ -71,8 +71,7 @@ def by_configuration(report: Report) -> Table:
 
 
 def _numbers(what: str, name: Callable[[ResultRow], str], rows: Sequence[ResultRow]) -> Table:
-    """per position: the acceptance rate at each position in the draft."""
-    head = (what, "prompts", "acceptance length", "rate", "tokens/s", "plain", "speedup", "predicted", "per position")
+    head = (what, "prompts", "acceptance length", "rate", "tokens/s", "plain", "speedup", "predicted")
     return Table(head, [((name(row),), *_line(row)) for row in rows])
 
 
@@ -85,7 +84,6 @@ def _line(row: ResultRow) -> tuple[Cell, ...]:
         (number(row.get("baseline_tokens_per_second"), 0),),
         cell(times(row.get("speedup")), interval(row, "speedup")),
         (times(row.get("predicted_speedup")),),
-        (" ".join(map(percent, row.get("acceptance_rate_per_position", []))) or "–",),
     )
 
 

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.text import Text
 
 from specdistill.report import phrases, tables
-from specdistill.report.phrases import between, number, percent, times
+from specdistill.report.phrases import between, number, times
 
 COLOURS = {"passed": "green", "failed": "red", "inconclusive": "yellow", "not judged": "yellow", "warning": "yellow"}
 
@@ -43,7 +43,7 @@ def _sections(report: Mapping[str, Any]) -> Iterator[str]:
         yield table(("", "metric", "scope", "required", "measured", "why"), map(_rule, rules))
     yield "## Results"
     yield cells(tables.by_category(report))
-    yield _list(map(plain, phrases.averages(report)))
+    yield _list(map(plain, [*phrases.averages(report), f"Accepted per position: {phrases.per_position(report['results'][0])}"]))
     yield plain(phrases.absences(report["results"][0], ("mean_acceptance_length", "speedup", "predicted_speedup")))
     if len(tables.whole_rows(report)) > 1:
         yield "## Configurations"
@@ -123,7 +123,7 @@ def print_report(report: Mapping[str, Any], folder: Path) -> None:
     grid = rich.table.Table(box=box.SIMPLE, show_header=False, title=Text(phrases.title(report)), title_justify="left")
     lines = {
         "acceptance length": number(row.get("mean_acceptance_length")) + between(row, "mean_acceptance_length"),
-        "accepted per position": "  ".join(percent(rate) for rate in row.get("acceptance_rate_per_position", [])) or "–",
+        "accepted per position": phrases.per_position(row),
         "speedup": times(row.get("speedup")) + between(row, "speedup"),
         "predicted speedup": times(row.get("predicted_speedup")),
         "tokens per second": f"{number(row.get('tokens_per_second'), 0)}, plain {number(row.get('baseline_tokens_per_second'), 0)}",

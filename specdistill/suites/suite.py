@@ -257,33 +257,29 @@ def _tokenize(row: SuiteRow, tokenizer: Any, whole: bool = False) -> Prompt:
 
 
 def read(place: str, *, is_pinned: bool = False) -> bytes:
-    """The content of a file or URL. Raises UserError for a file, ResourceError for a URL that cannot be read.
+    """The content of a file, or of a URL, which is kept in the cache of the datasets library.
 
-    is_pinned: its content is known, so that a URL is asked for once and needs no network later.
+    is_pinned: its content is known, so that a URL is asked for once and needs no network later. Raises UserError for a file, ResourceError
+    for a URL that cannot be read.
     """
-    path = download(place, is_pinned=is_pinned) if place.startswith(REMOTE) else place
-    try:
-        return Path(path).read_bytes()
-    except OSError as error:
-        raise UserError("eval.suite", got=f"{path} ({error.strerror})", expected="a readable file") from error
-
-
-def download(url: str, *, is_pinned: bool = False) -> str:
-    """A URL's file in the cache of the datasets library."""
+    if not place.startswith(REMOTE):
+        try:
+            return Path(place).read_bytes()
+        except OSError as error:
+            raise UserError("eval.suite", got=f"{place} ({error.strerror})", expected="a readable file") from error
     from datasets import DownloadConfig, DownloadManager  # slow to import, and reports do not need it
 
     from specdistill.repositories import HTTP_ERROR
 
     try:
         config = DownloadConfig(disable_tqdm=True, use_etag=not is_pinned)
-        path: str = DownloadManager(download_config=config).download(url)
+        return Path(DownloadManager(download_config=config).download(place)).read_bytes()
     except (OSError, HTTP_ERROR) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ResourceError(
-            f"eval.suite: {url} could not be fetched ({reason})",
+            f"eval.suite: {place} could not be fetched ({reason})",
             next_step="check the network and HF_TOKEN, or name a copy of the file under `prompts`",
         ) from error
-    return path
 
 
 def parse(name: str, content: bytes, columns: Mapping[str, str], placeholder: str | None = None) -> tuple[SuiteRow, ...]:

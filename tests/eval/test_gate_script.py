@@ -86,7 +86,7 @@ def test_bad_input(folder, capsys, keys, key):
 @pytest.mark.parametrize(
     ("path", "value", "fact"),
     [
-        (("schema_version",), 1, "report.json of schema version 1"),
+        (("schema_version",), 1, "report.json with schema_version"),
         (("suite", "sha256"), "f" * 64, "suite.sha256 ffff"),
         (("results", 0, "suite_version"), "2", "suite_version 2"),
         (("results", 0, "speedup"), float("nan"), "NaN"),
