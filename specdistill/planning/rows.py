@@ -15,7 +15,7 @@ import yaml
 from specdistill.errors import UserError
 from specdistill.losses.chunked import BLOCK
 from specdistill.methods import METHODS, Cost
-from specdistill.methods.sizes import ASSUMED_DTYPE, Described, Parts, PlannedDraft, Shape, weights_read
+from specdistill.methods.sizes import ASSUMED_DTYPE, Described, ModelShape, ParameterCounts, PlannedDraft, weights_read
 from specdistill.planning.accounting import H100, MATRIX_SHARE, TRAFFIC_SHARE, Account, objective_for, training_step
 from specdistill.planning.budget import MOST_DEVICES, USABLE, Budget, Serving, budget
 from specdistill.project import RECIPES
@@ -331,7 +331,7 @@ def speedup_range(
 
 
 def training_memory(
-    parts: Parts, target_bytes: int, shape: Shape, vocabulary: int, num_steps: int, num_tokens: int
+    parts: ParameterCounts, target_bytes: int, shape: ModelShape, vocabulary: int, num_steps: int, num_tokens: int
 ) -> dict[str, int]:
     """Device memory of online training by part, roughly: the draft is counted with gradients and AdamW in float32.
 
