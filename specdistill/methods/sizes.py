@@ -3,8 +3,6 @@
 Acceptance and training data are as others published them: greedy decoding, targets of 2 to 70 billion parameters; this project measured
 none of it. A chain's acceptance length AL at K is turned into alpha, the rate that gives it when it is the same at every position
 (arXiv 2211.17192).
-
-Symbols: H hidden size, I MLP width, N query heads, G key/value heads, d head size.
 """
 
 from collections.abc import Callable, Mapping
@@ -95,13 +93,6 @@ def parameters_read(module: nn.Module, config: Any, num_tokens: int = 1, weigh: 
     share = 1 - (1 - chosen / num_experts) ** num_tokens
     sizes = (("experts" in name.split("."), weigh(name, parameter)) for name, parameter in module.named_parameters())
     return sum(size * share if of_expert else size for of_expert, size in sizes)
-
-
-def layer_parameters(shape: ModelShape, input_size: int) -> int:
-    """One Llama layer whose q, k and v read `input_size`: (N + 2G) d inputs, N d H and 3 H I weights, two norms of H."""
-    heads = (shape.num_attention_heads + 2 * shape.num_key_value_heads) * shape.head_dim * input_size
-    output = shape.num_attention_heads * shape.head_dim * shape.hidden_size
-    return heads + output + 3 * shape.hidden_size * shape.intermediate_size + 2 * shape.hidden_size
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from specdistill.errors import UserError
 from specdistill.methods.checkpoint import ROPE_TYPES
 from specdistill.methods.layers import KVCache, check_window
-from specdistill.methods.sizes import shape_of
+from specdistill.methods.sizes import ParameterCounts, shape_of
 from specdistill.recipe.fields import default_of
 from specdistill.targets.anatomy import LogitsHead
 from specdistill.targets.frozen import Features, FrozenTarget
@@ -96,6 +96,14 @@ def head_shape(target: FrozenTarget, **sizes: Any) -> dict[str, Any]:
         "bos_token_id": source.bos_token_id,
         "eos_token_id": source.eos_token_id,
     }
+
+
+def parameter_counts(head: Any, once_per_round: Set[str] = frozenset()) -> ParameterCounts:
+    """Of a head's tensors, which need have no content. once_per_round: those that a draft step does not read."""
+    sizes = {name: parameter.numel() for name, parameter in head.named_parameters()}
+    copied = sum(sizes[name] for name in head.shared)
+    read = sum(size for name, size in sizes.items() if name != "embed_tokens.weight" and name not in once_per_round)
+    return ParameterCounts(sum(sizes.values()) - copied, read, head.config.num_layers, copied)
 
 
 def initialized(head: Callable[[], T], seed: int) -> T:

@@ -3,14 +3,16 @@
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+
 from specdistill.methods import sizes
 from specdistill.methods.chains import repairs
-from specdistill.methods.chains.head import create_head, drafts_chains
+from specdistill.methods.chains.head import create_head, drafts_chains, parameter_counts
 from specdistill.methods.chains.proposer import proposer_loader
 from specdistill.methods.chains.unroll import objective
 from specdistill.methods.contract import Implementation
 from specdistill.methods.eagle.checkpoint import check_eagle, config_from_json, export, load_eagle, read_eagle, save_eagle
-from specdistill.methods.eagle.module import EagleDraft, build_eagle, eagle_config
+from specdistill.methods.eagle.module import EagleConfig, EagleDraft, build_eagle
 from specdistill.statistics.theory import alpha_from_acceptance_length
 from specdistill.targets.frozen import FrozenTarget
 
@@ -51,22 +53,19 @@ def planned(target: sizes.Described, given: sizes.Described | None, settings: di
     shape, vocabulary = sizes.planned_shape(target, given, settings), target.text.vocab_size
     keys = tuple(f"draft.{name}=null" for name in ("intermediate_size", "num_attention_heads", "num_key_value_heads"))
     note = "reads the last hidden state, borrows the target's head"
-
-    def build(full: FrozenTarget) -> EagleDraft:
-        draft = EagleDraft(eagle_config(full, **vars(shape)))
-        draft.borrow(full)
-        return draft
-
-    cache = sizes.cache_of_head(shape, given)
-    parts, counted = eagle_head(shape, vocabulary), {"ttt_steps": 1}
-    return sizes.PlannedDraft(parts, shape, vocabulary, note, PUBLISHED, cache, keys, counted, build=build)
-
-
-def eagle_head(shape: sizes.ModelShape, vocab_size: int) -> sizes.ParameterCounts:
-    """EAGLE-1 (arXiv 2401.15077): fc [H, 2H] and layers, the first without its input norm; embedding and head are the target's."""
-    hidden, table = shape.hidden_size, vocab_size * shape.hidden_size
-    parameters = 2 * hidden**2 + shape.num_layers * sizes.layer_parameters(shape, hidden) - hidden
-    return sizes.ParameterCounts(parameters, parameters + table, shape.num_layers, copied=2 * table)
+    with torch.device("meta"):
+        parts = parameter_counts(EagleDraft(EagleConfig(vocab_size=vocabulary, **vars(shape))))
+    return sizes.PlannedDraft(
+        parts,
+        shape,
+        vocabulary,
+        note,
+        PUBLISHED,
+        sizes.cache_of_head(shape, given),
+        keys,
+        counted_with={"ttt_steps": 1},
+        build=lambda full: build_eagle(full, **vars(shape)),
+    )
 
 
 METHOD = Implementation(
