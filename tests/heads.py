@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from specdistill.rows.packing import indexed
 from specdistill.targets.frozen import FrozenTarget
 
 HEADS = ("eagle", "eagle3", "mtp")
-BUILD = {"eagle": build_eagle, "eagle3": build_eagle3, "mtp": build_mtp}
+BUILD = {"eagle": build_eagle, "eagle3": build_eagle3, "mtp": partial(build_mtp, init="scratch")}
 LOAD = {"eagle": load_eagle, "eagle3": load_eagle3, "mtp": load_mtp}
 SAVE = {"eagle": save_eagle, "eagle3": save_eagle3, "mtp": save_mtp}
 # What fresh heads are not built with, or not in this order.
@@ -30,7 +31,8 @@ REPLACED = ("norm_before_fc", "own_embedding", "rope_scaling", "aux_layers")
 
 def build_head(method: str, target: FrozenTarget, **shape: Any) -> Any:
     """A fresh head of a method."""
-    return BUILD[method](target, **shape)
+    head: Any = BUILD[method](target, **shape)
+    return head
 
 
 def load_head(method: str, folder: Path, target: FrozenTarget, **options: Any) -> Any:

@@ -111,7 +111,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "eagle3, pruned": ("eagle3", {"draft_vocabulary": torch.arange(0, 260, 3)}),
     "eagle3, window": ("eagle3", {"sliding_window": 4}),
     "eagle": ("eagle", {}),
-    "mtp": ("mtp", {"init": "scratch"}),
+    "mtp": ("mtp", {}),
 }
 OTHERS: dict[str, Callable[[FrozenTarget], Proposer]] = {
     "draft_model": lambda target: DraftModelProposer(half_right(target)),

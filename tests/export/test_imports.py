@@ -208,6 +208,7 @@ CONFIGS = [
     (specforge(rope_scaling={"rope_type": "default", "partial_rotary_factor": 0.5}), "partial_rotary_factor 0.5"),
     (specforge(rope_scaling={"type": "yarn"}), "yarn"),
     (specforge(rope_scaling={"type": "spiral", "factor": 2.0}), "rope_type spiral"),
+    (specforge(rope_scaling={"rope_type": "dynamic", "factor": 2.0}), "rope_type dynamic"),  # angles go by the length
     (speculators(speculators_model_type="peagle"), "speculators_model_type peagle"),
     (speculators(transformer_layer_config="llama"), "transformer_layer_config"),
 ]

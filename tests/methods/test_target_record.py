@@ -34,7 +34,7 @@ eval_run = load_script("eval/run.py")
 def made(method: str, target: FrozenTarget) -> Any:
     if method == "draft_model":
         return create_draft_model(target, init="layers", num_layers=1)
-    return build_head(method, target, **({"init": "scratch"} if method == "mtp" else {}))
+    return build_head(method, target)
 
 
 @pytest.fixture(scope="module")

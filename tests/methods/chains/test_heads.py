@@ -19,13 +19,13 @@ from specdistill.methods.chains.proposer import HeadProposer
 from specdistill.methods.load import load_proposer, method_of
 from specdistill.targets.frozen import FrozenTarget
 from tests import mtp_targets
-from tests.heads import HEADS, build_head, causal, load_head, save_head
+from tests.heads import HEADS, build_head, causal, check_unroll, load_head, save_head
 from tests.refusals import refused
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "eagle": ("eagle", {}),
     "eagle, two layers and a bias": ("eagle", {"num_layers": 2, "fc_bias": True}),
-    "eagle, window": ("eagle", {"sliding_window": 3}),
+    "eagle, window": ("eagle", {"sliding_window": 5}),
     "eagle3": ("eagle3", {}),
     "eagle3, norms of 3.1": ("eagle3", {"fc_norm": True, "norm_output": True}),
     "eagle3, norm before residual": ("eagle3", {"norm_before_residual": True}),
@@ -36,8 +36,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "num_key_value_heads": 1},
     ),
     "eagle3, four layers read": ("eagle3", {"aux_layers": [0, 1, 3, 4]}),
-    "mtp": ("mtp", {"init": "scratch"}),
     "eagle3, window": ("eagle3", {"sliding_window": 4, "num_layers": 2}),
+    "mtp": ("mtp", {}),
 }
 
 
@@ -122,7 +122,7 @@ def corrupt(folder: Path, change: str) -> None:
 def test_a_folder_that_does_not_fit_is_refused(
     method: str, change: str, holds: str, target: FrozenTarget, tmp_path: Path
 ) -> None:
-    save_head(method, build_head(method, target, **({"init": "scratch"} if method == "mtp" else {})), tmp_path)
+    save_head(method, build_head(method, target), tmp_path)
     corrupt(tmp_path, change)
     with refused("eval.draft", tmp_path, holds=holds):
         load_head(method, tmp_path, target)
@@ -154,6 +154,11 @@ def test_batch_equals_single(variant: Variant) -> None:
             one_rotary = tuple(table[:1] for table in rotary)
             one, _ = head(ids[row : row + 1], hidden[row : row + 1], one_rotary, kv_cache(head, ids[:1]))
             assert torch.allclose(both[row], one[0], atol=1e-5)
+
+
+def test_the_unroll_computes_what_the_decoder_drafts(variant: Variant) -> None:
+    _, head, target = variant
+    check_unroll(head, target)
 
 
 @torch.no_grad()
