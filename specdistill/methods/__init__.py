@@ -17,7 +17,7 @@ class MethodCost:
     """What a method costs whatever the target.
 
     Args:
-        passes: of the draft in a round of K draft tokens: "K" for one a token, "1" for one in all, "0" for none.
+        passes: of the draft per round of K draft tokens: "K" for one per token, "1" for one in all, "0" for none.
         features: tensors as wide as the target's hidden state that training reads for each token.
         positions: drafted positions that training computes for each token.
     """

@@ -108,7 +108,7 @@ def draft_files(folder: Path) -> list[Path]:
 
 
 def draft_hash(folder: Path) -> str:
-    """sha256 of a draft: of the names and contents of its files, wherever they lie, and whatever else lies beside them."""
+    """sha256 of a draft: of the names and contents of its files, wherever they lie, and whatever else lies next to them."""
     return content_hash(draft_files(folder))
 
 
@@ -150,8 +150,8 @@ def recognized(config: Mapping[str, Any], names: Set[str], *, name: Path | str, 
 
 def other_method(config: Mapping[str, Any]) -> str | None:
     """The method of another project that a draft's config.json speaks of; None where it speaks of none that is known."""
-    said = " ".join(map(str, [*(config.get("architectures") or []), config.get("speculators_model_type")])).lower()
-    return next((method for method, pattern in OTHER_METHODS.items() if re.search(pattern, said)), None)
+    stated = " ".join(map(str, [*(config.get("architectures") or []), config.get("speculators_model_type")])).lower()
+    return next((method for method, pattern in OTHER_METHODS.items() if re.search(pattern, stated)), None)
 
 
 def _tensor_names(folder: Path, key: str) -> set[str]:

@@ -68,7 +68,7 @@ class Recipe(Section):
         return {name: method.recipe() for name, method in METHODS.items()}
 
     def proposer_options(self) -> dict[str, Any]:
-        """The method's own options of decoding: its keys of `eval:` beside the common ones."""
+        """The method's own options of decoding: its keys of `eval:` in addition to the common ones."""
         return {name: getattr(self.eval, name) for name in own_eval_keys(type(self))}
 
     @model_validator(mode="after")

@@ -56,8 +56,8 @@ def shape_of(config: Any) -> ModelShape:
 class ParameterCounts:
     """A draft in parameters.
 
-    parameters: in its checkpoint. read: by a step of one token, with what it borrows of the target, without look-up tables.
-    copied: tables of the target that training holds beside it, frozen.
+    parameters: in its checkpoint. read: by a step of one token, with what it borrows of the target, without embedding tables.
+    copied: tables of the target that training holds in addition, frozen.
     """
 
     parameters: int
@@ -78,8 +78,8 @@ def weights_read(model: PreTrainedModel, num_tokens: int = 1, weigh: Weigh = one
     embedding: Any = model.get_input_embeddings()
     head: Any = model.get_output_embeddings()
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    looked_up = 0.0 if head.weight is embedding.weight else weigh(names[id(embedding.weight)], embedding.weight)
-    return parameters_read(model, model.config.get_text_config(), num_tokens, weigh) - looked_up
+    unread = 0.0 if head.weight is embedding.weight else weigh(names[id(embedding.weight)], embedding.weight)
+    return parameters_read(model, model.config.get_text_config(), num_tokens, weigh) - unread
 
 
 def parameters_read(module: nn.Module, config: Any, num_tokens: int = 1, weigh: Weigh = one_each) -> float:
@@ -203,7 +203,7 @@ class Described:
     def converted_itemsize(self) -> float:
         """Bytes of a weight that quantization took, scales included, on average: what the stored bytes leave for them.
 
-        Layers that predict further tokens are stored beside those of the class, and as large as its last one.
+        Layers that predict further tokens are stored next to those of the class, and as large as its last one.
         """
         if not self.converted or self.stored_bytes is None:
             return self.itemsize()

@@ -76,9 +76,11 @@ def test_every_command_names_both_targets(
     assert main(["doctor", f"draft={draft}", f"target={folder / 'target'}", "decode=false"]) == ExitCode.DONE
     capsys.readouterr()
     assert main(["doctor", f"draft={draft}", f"target={other}"]) == ExitCode.CHECK_FAILED
-    said = capsys.readouterr().out
-    assert f"{draft}, a draft for {folder / 'target'} (" in said and f"a draft for {other} (" in said and "1 problem" in said
-    assert "acceptance length" not in said
+    output = capsys.readouterr().out
+    assert (
+        f"{draft}, a draft for {folder / 'target'} (" in output and f"a draft for {other} (" in output and "1 problem" in output
+    )
+    assert "acceptance length" not in output
     assert main(["export", f"draft={draft}", f"target={other}", "engine=vllm", f"output_dir={out}"]) == ExitCode.USER_ERROR
     keys = [f"target={other}", f"draft={draft}", f"method={method}", "suite=pico-short", f"output_dir={out}"]
     options = {"shorthands": eval_run.SHORTHANDS, "without_recipe": ["train.output_dir=runs/eval"]}
@@ -166,7 +168,7 @@ def test_another_projects_draft_model_with_another_tokenizer_is_found_without_de
 
 
 @pytest.mark.parametrize("section", ["pico", {}, {"target": {"weights": "1"}}, {"target": "pico"}])
-def test_a_record_that_is_none_is_refused(section: Any, folder: Path, tmp_path: Path) -> None:
+def test_an_invalid_record_is_refused(section: Any, folder: Path, tmp_path: Path) -> None:
     draft = shutil.copytree(folder / "eagle", tmp_path / "draft")
     config = json.loads((draft / "config.json").read_text())
     (draft / "config.json").write_text(json.dumps({**config, SECTION: section}))

@@ -1,7 +1,7 @@
 """EAGLE-1 checkpoints: a folder of config.json and weights, in the layout that SafeAILab ships and vLLM wraps.
 
 The config is that of a one-layer Llama with `bias`, which SafeAILab takes for true when it is absent; a `fc.bias` of zeros is read as
-none, whatever the config says. Embedding and head are the target's: left out here, checked against it in files that hold them
+none, whatever the config says. Embedding and head are the target's: omitted here, checked against it in files that hold them
 (SafeAILab's do).
 """
 

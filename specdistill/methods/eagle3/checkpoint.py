@@ -4,8 +4,8 @@ speculators; written in the one that SpecForge and SGLang share, and by `specdis
 What goes over the edge here and nowhere else:
 - the first layer is `layers.0` inside; files call it that or `midlayer`, and old ones call the norms of EAGLE-3.1 low, mid and high;
 - auxiliary layers count "after L layers" inside. So does a file's top-level `eagle_aux_hidden_state_layer_ids`; the list of that name
-  in `eagle_config` counts L - 1. It is left out when the layers are the default ones, which every engine then computes alike;
-- the embedding is left out when it is the target's; `d2t` and `t2d` are left out when the vocabulary is not pruned (vLLM refuses them);
+  in `eagle_config` counts L - 1. It is omitted when the layers are the default ones, which every engine then computes alike;
+- the embedding is omitted when it is the target's; `d2t` and `t2d` are omitted when the vocabulary is not pruned (vLLM refuses them);
 - speculators keeps a Llama's keys in `transformer_layer_config`; where it does not state `norm_before_residual`, vLLM takes true.
 """
 
@@ -47,9 +47,9 @@ FIXED = {
 
 def save_eagle3(draft: Eagle3Draft, folder: Path) -> None:
     """Write the head; `load_eagle3` reads it back bit for bit."""
-    left_out = draft.shared | (set() if draft.config.prunes_vocabulary else {"d2t", "t2d"})
+    omitted = draft.shared | (set() if draft.config.prunes_vocabulary else {"d2t", "t2d"})
     tensors = {
-        name.replace("layers.0.", "midlayer."): tensor for name, tensor in draft.state_dict().items() if name not in left_out
+        name.replace("layers.0.", "midlayer."): tensor for name, tensor in draft.state_dict().items() if name not in omitted
     }
     checkpoint.write_draft(folder, config_to_json(draft.config, draft.fc.weight.dtype), tensors)
 
@@ -75,9 +75,9 @@ def load_eagle3(folder: Path | str, target: FrozenTarget, *, key: str = "eval.dr
 
 def read_eagle3(folder: Path, target: checkpoint.AnyTarget | None, *, key: str) -> tuple[Eagle3Config, dict[str, Tensor]]:
     """A head's config and its tensors by the names they have here, without `t2d` (which follows from `d2t`), and without `d2t` when the
-    vocabulary is whole. A file may leave out what is the target's: the embedding, and the head of a whole vocabulary.
+    vocabulary is whole. A file may omit what is the target's: the embedding, and the head of a whole vocabulary.
 
-    An embedding that is a copy of the target's, perhaps in another dtype, is left out; the config says when it is the head's own. The
+    An embedding that is a copy of the target's, perhaps in another dtype, is dropped; the config says when it is the head's own. The
     target is needed where the config does not say how deep it is. Raises UserError as `load_eagle3` does.
     """
     raw = checkpoint.read_config(folder, key)
@@ -149,7 +149,7 @@ def export(
     layout.check(engine, config, draft)
     dtype = checkpoint.stored_dtype(tensors.values())
     if HEAD not in tensors:
-        tensors[HEAD] = needed(target, f"{draft} leaves out {HEAD}").tensor(HEAD).to(dtype)
+        tensors[HEAD] = needed(target, f"{draft} has no {HEAD}").tensor(HEAD).to(dtype)
     if config.prunes_vocabulary:
         ids = torch.arange(config.draft_vocab_size) + tensors["d2t"]
         tensors |= {"d2t": tensors["d2t"].long(), "t2d": torch.isin(torch.arange(config.vocab_size), ids)}

@@ -153,21 +153,15 @@ def eagle3_config(
     draft_vocab_size: int,
     *,
     aux_layers: list[int] | None = None,
-    fc_norm: bool = False,
-    norm_output: bool = False,
-    norm_before_residual: bool = False,
-    **sizes: int | None,
+    **options: Any,
 ) -> Eagle3Config:
-    """Of a head with these keys of a recipe. Raises UserError when a layer to read does not exist or heads cannot be shared out evenly."""
+    """Of a head with these keys of a recipe. Raises UserError for a layer to read that does not exist, and as `head_shape`."""
     return Eagle3Config(
-        **head_shape(target, **sizes),
+        **head_shape(target, **options),
         draft_vocab_size=draft_vocab_size,
         target_hidden_size=target.hidden_size,
         aux_layers=tuple(check_aux_layers(aux_layers, target.num_layers)),
         target_num_layers=target.num_layers,
-        fc_norm=fc_norm,
-        norm_output=norm_output,
-        norm_before_residual=norm_before_residual,
     )
 
 

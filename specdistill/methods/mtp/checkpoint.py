@@ -70,7 +70,7 @@ def _initialize(draft: MtpDraft, target: FrozenTarget, seed: int) -> None:
 
 
 def _fill_from_target(draft: MtpDraft, target: FrozenTarget) -> None:
-    """The layer of the target's checkpoint, which transformers leaves out at load. It shares embedding and head with the target."""
+    """The layer of the target's checkpoint, which transformers does not load. It shares embedding and head with the target."""
     got = f"null, and {target.name} has no multi-token-prediction weights"
     nothing = UserError("draft.init", got=got, expected="scratch, or the folder of a trained draft")
     if target.files is None:  # a model made in memory
@@ -236,7 +236,7 @@ def _tensors(draft: Path, draft_config: dict[str, Any], checkpoint: Shards, conf
     target, text = checkpoint.folder, config.get("text_config") or config
     if config.get("quantization_config") or text.get("quantization_config"):
         raise UserError("target.model", got=f"{target}, which is quantized", expected="a checkpoint in floating point")
-    # A config.json may leave out what is its model's default.
+    # A config.json may omit what is its model's default.
     check_fit(draft_config, (draft_config.get("text_config") or {}) | text, draft, "draft", str(target))
     naming, num_layers = naming_of(draft_config["text_config"]["model_type"]), draft_config["text_config"]["num_hidden_layers"]
     shards, draft_prefix = Shards.open(draft, "draft"), naming.prefix(num_layers)

@@ -149,7 +149,7 @@ def test_a_target_without_the_layer_needs_a_start(kind: str, tmp_path: Path) -> 
         ("qwen3_next", True, "mtp.layers.1.input_layernorm.weight"),  # a deeper layer
         ("deepseek_v3", True, "model.layers.3.enorm.weight"),
         ("qwen3_next", False, "model.mtp_layers.0.input_proj.weight"),  # no missing layer, but names that no engine reads
-        ("deepseek_v3", True, "model.layers.2.shared_head.head.weight"),  # a copy that is none
+        ("deepseek_v3", True, "model.layers.2.shared_head.head.weight"),  # no copy of the head
     ],
 )
 def test_a_checkpoint_with_what_cannot_be_read_is_refused(kind: str, with_mtp: bool, name: str, tmp_path: Path) -> None:
