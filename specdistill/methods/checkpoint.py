@@ -21,10 +21,11 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from specdistill.command import check_writable
+from specdistill.engines.engine import HeadExport, Layout
 from specdistill.errors import ResourceError, UserError, one_line
 from specdistill.methods.layers import HeadShape, Rotary
 from specdistill.targets import files
-from specdistill.targets.files import INDEX, SINGLE, Shards, TargetFiles
+from specdistill.targets.files import EMBEDDING, INDEX, SINGLE, Shards, TargetFiles, needed
 from specdistill.targets.frozen import FrozenTarget
 
 AnyTarget = FrozenTarget | TargetFiles
@@ -85,6 +86,16 @@ def write_draft(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, T
     plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     save_file(plain, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def write_head(output: Path, layout: Layout, head: HeadExport, tensors: dict[str, Tensor]) -> None:
+    """Write a head in an engine's layout, with the target's embedding where that repeats it. Raises as `new_folder` and `needed`."""
+    if layout.needs_target:
+        embedding = needed(head.target, layout.needs_target).tensor(EMBEDDING)
+        tensors = {EMBEDDING: embedding.to(stored_dtype(tensors.values())), **tensors}
+    described = layout.config(head)
+    with new_folder(output) as partial:
+        write_draft(partial, described, tensors)
 
 
 def read_tensors(folder: Path, key: str) -> dict[str, Tensor]:

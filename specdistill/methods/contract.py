@@ -63,7 +63,7 @@ class Implementation:
         config_of: config.json -> the config of a draft whose layout transformers does not know; None for any other.
         native_layers: (config.json, names of tensors as far as they are at hand, text config) of a target -> the key that says how many
             such layers it comes with, and how many; None for none.
-        num_layers: config.json -> decoder layers of a draft.
+        num_layers: config.json, or the part of it that describes the layers -> decoder layers of a draft.
     """
 
     load_proposer: Callable[..., Proposer]

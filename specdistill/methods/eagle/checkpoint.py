@@ -18,7 +18,7 @@ from specdistill.engines.engine import HeadExport, Layout
 from specdistill.errors import UserError
 from specdistill.methods import checkpoint
 from specdistill.methods.eagle.module import EagleConfig, EagleDraft
-from specdistill.targets.files import EMBEDDING, TargetFiles, needed
+from specdistill.targets.files import TargetFiles, needed
 from specdistill.targets.frozen import FrozenTarget
 
 WHAT = "an EAGLE-1 head"
@@ -69,8 +69,7 @@ def check_eagle(
 
     Without content, an `fc.bias` is taken for zeros where the config says that there is none. Raises UserError as `read_eagle` does.
     """
-    raw = checkpoint.read_config(folder, key)
-    config = config_from_json(raw.get("model", raw), key)
+    config = config_from_json(checkpoint.read_config(folder, key), key)
     if target is not None:
         checkpoint.check_fit({"hidden_size": config.hidden_size, "vocab_size": config.vocab_size}, target, name, key)
     bias = tensors.get("fc.bias")
@@ -97,12 +96,8 @@ def export(
     dtype = checkpoint.stored_dtype(tensors.values())
     if layout.fc_bias:
         tensors.setdefault("fc.bias", torch.zeros(config.hidden_size, dtype=dtype))
-    if layout.needs_target:
-        target = needed(target, layout.needs_target)
-        tensors[EMBEDDING] = target.tensor(EMBEDDING).to(dtype)
-    described = layout.config(HeadExport(_llama(config, dtype), config, target, num_speculative_tokens))
-    with checkpoint.new_folder(output) as partial:
-        checkpoint.write_draft(partial, described, tensors)
+    head = HeadExport(_llama(config, dtype), config, target, num_speculative_tokens)
+    checkpoint.write_head(output, layout, head, tensors)
 
 
 def config_to_json(config: EagleConfig, dtype: torch.dtype) -> dict[str, Any]:
@@ -111,7 +106,8 @@ def config_to_json(config: EagleConfig, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def config_from_json(raw: Mapping[str, Any], key: str) -> EagleConfig:
-    """The inverse of `config_to_json`."""
+    """The inverse of `config_to_json`, also for a config that vLLM wraps."""
+    raw = raw.get("model", raw)
     return EagleConfig(
         **checkpoint.shape_from_json({**raw, "logit_scale": None}, key, what=WHAT),
         fc_bias=raw.get("bias", True),

@@ -153,14 +153,9 @@ def export(
     if config.prunes_vocabulary:
         ids = torch.arange(config.draft_vocab_size) + tensors["d2t"]
         tensors |= {"d2t": tensors["d2t"].long(), "t2d": torch.isin(torch.arange(config.vocab_size), ids)}
-    if layout.needs_target:
-        target = needed(target, layout.needs_target)
-        if EMBEDDING not in tensors:
-            tensors[EMBEDDING] = target.tensor(EMBEDDING).to(dtype)
-    described = layout.config(HeadExport(checkpoint.shape_to_json(config, dtype), config, target, num_speculative_tokens))
-    with checkpoint.new_folder(output) as partial:
-        named = {name.replace("layers.0.", layout.first_layer): tensor for name, tensor in tensors.items()}
-        checkpoint.write_draft(partial, described, named)
+    head = HeadExport(checkpoint.shape_to_json(config, dtype), config, target, num_speculative_tokens)
+    named = {name.replace("layers.0.", layout.first_layer): tensor for name, tensor in tensors.items()}
+    checkpoint.write_head(output, layout, head, named)
 
 
 def config_to_json(config: Eagle3Config, dtype: torch.dtype) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from specdistill.methods.chains.unroll import objective
 from specdistill.methods.contract import Implementation
 from specdistill.methods.eagle3.checkpoint import check_eagle3, config_from_json, export, load_eagle3, read_eagle3, save_eagle3
 from specdistill.methods.eagle3.config import Eagle3Recipe
-from specdistill.methods.eagle3.module import Eagle3Config, Eagle3Draft, build_eagle3, check_aux_layers, eagle3_config
+from specdistill.methods.eagle3.module import Eagle3Config, Eagle3Draft, build_eagle3, eagle3_config
 from specdistill.rows.packing import draft_vocabulary
 from specdistill.statistics.theory import alpha_from_acceptance_length
 from specdistill.targets.frozen import FrozenTarget
@@ -40,8 +40,6 @@ def is_named(config: Any, names: Any) -> bool:
 
 
 def create(recipe: Eagle3Recipe, target: FrozenTarget, rows: Dataset) -> Any:
-    check_aux_layers(recipe.draft.aux_layers, target.num_layers)
-
     def build(target: FrozenTarget, **options: Any) -> Eagle3Draft:
         vocabulary = draft_vocabulary(rows, target.vocab_size, recipe.draft.vocab_size)
         return build_eagle3(target, draft_vocabulary=vocabulary, **options)
@@ -157,9 +155,6 @@ METHOD = Implementation(
     planned=planned,
     is_described=lambda draft, target: (
         "eagle3" in draft.calls_itself or bool({"draft_vocab_size", "eagle_config"} & draft.raw.keys())
-    ),
-    num_layers=lambda config: (config.get("transformer_layer_config") or config.get("model") or config).get(
-        "num_hidden_layers"
     ),
     export=export,
 )
