@@ -134,15 +134,17 @@ def test_a_layer_merged_into_its_target_keeps_the_record(tmp_path: Path, capsys:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_draft_continues_in_float32_whatever_its_file_holds(method: str, folder: Path, tmp_path: Path) -> None:
+def test_a_trained_draft_continues_in_float32_whatever_its_file_holds(method: str, folder: Path, tmp_path: Path) -> None:
     target = FrozenTarget.load(str(folder / "target"))
     draft = tmp_path / "bfloat16"
-    save_draft(implementation(method), target, made(method, target).bfloat16(), draft)
-    options = {"mtp": {"init": "scratch"}}.get(method, {"init": str(draft)})
+    trained = made(method, target).bfloat16()
+    save_draft(implementation(method), target, trained, draft)
     keys = [f"method={method}", f"target.model={folder / 'target'}", f"train.output_dir={tmp_path / 'run'}"]
     rows = Dataset.from_dict({"input_ids": [[5, 6, 7, 8]]})
-    recipe = load_recipe(Recipe, [*keys, *(f"draft.{name}={value}" for name, value in options.items())])
-    assert {tensor.dtype for tensor in create_draft(recipe, target, rows).parameters()} == {torch.float32}
+    continued = create_draft(load_recipe(Recipe, [*keys, f"draft.init={draft}"]), target, rows)
+    assert {tensor.dtype for tensor in continued.parameters()} == {torch.float32}
+    own = {name: tensor for name, tensor in trained.named_parameters() if name not in getattr(trained, "shared", ())}
+    assert all(torch.equal(continued.get_parameter(name), tensor.float()) for name, tensor in own.items())
 
 
 def test_a_draft_that_began_as_another_targets_is_for_the_one_it_was_trained_on(folder: Path, tmp_path: Path) -> None:
