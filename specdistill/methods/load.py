@@ -18,8 +18,8 @@ from datasets import Dataset
 from safetensors import SafetensorError
 
 from specdistill.decoding.proposer import Proposer
-from specdistill.errors import UserError, nearest, one_line
-from specdistill.methods import METHODS
+from specdistill.errors import UserError, one_line
+from specdistill.methods import METHODS, method_named
 from specdistill.methods.checkpoint import PICKLED, read_config
 from specdistill.methods.contract import Draft, Implementation
 from specdistill.methods.target_record import check_target
@@ -62,14 +62,13 @@ def load_proposer(
 ) -> Proposer:
     """The proposer of a method; `options` are the method's own, as `Recipe.proposer_options` gives them.
 
-    The draft is a folder or a Hub id, in any layout that is read; `key` is the key that it came from, which errors name.
+    The draft is a folder or a Hub id, in any layout that is read, None for a method that is not trained; `key` is the key that it
+    came from, which errors name.
     Raises UserError when the method is unknown, or the draft is another target's or does not fit; ResourceError when the Hub fails.
     """
     load = implementation(method).load_proposer
     if not METHODS[method].is_trained:
         return load(None, target, key=key, **options)
-    if draft is None:
-        raise UserError(key, got="nothing", expected="a draft folder")
     folder = locate(str(draft), key=key)
     if (found := method_of(folder, key=key)) != method:
         raise UserError(key, got=f"{draft}, which holds a draft of method {found}", expected=f"one of method {method}")
@@ -79,10 +78,8 @@ def load_proposer(
 
 
 def implementation(method: str) -> Implementation:
-    """A method's functions. Raises UserError for a name that is not in the table."""
-    if method not in METHODS:
-        raise UserError("method", got=method, expected=f"one of {', '.join(METHODS)}", nearest=nearest(method, METHODS))
-    return METHODS[method].implementation()
+    """A method's functions. Raises as `method_named`."""
+    return method_named(method).implementation()
 
 
 def locate(

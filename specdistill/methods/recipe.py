@@ -7,7 +7,7 @@ from pydantic import model_validator
 from pydantic.fields import FieldInfo
 
 from specdistill.errors import UserError, nearest
-from specdistill.methods import METHODS
+from specdistill.methods import METHODS, method_named
 from specdistill.recipe.fields import ReadWhen, Section, default_of, like, option, section
 from specdistill.recipe.sections import DataConfig, EvalConfig, PublishConfig, SelectionConfig, TargetConfig
 
@@ -51,11 +51,7 @@ class Recipe(Section):
     @classmethod
     def schema_for(cls, values: Mapping[str, Any]) -> type[Section]:
         method = values.get("method", DEFAULT_METHOD)
-        if not isinstance(method, str) or method not in METHODS:
-            got = f"keys below it ({', '.join(method)})" if isinstance(method, dict) else repr(method)
-            close = nearest(str(method), METHODS)
-            raise UserError("method", got=got, expected=f"one of {', '.join(METHODS)}", nearest=close)
-        return METHODS[method].recipe()
+        return method_named(method).recipe() if isinstance(method, str) else cls  # which refuses it
 
     @classmethod
     def variants(cls) -> dict[str, type[Section]]:

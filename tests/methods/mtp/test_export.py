@@ -9,8 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from specdistill.errors import ResourceError, UserError
-from specdistill.methods.mtp import checkpoint as merging
+from specdistill.errors import UserError
 from specdistill.methods.mtp.checkpoint import build_mtp, load_mtp, merge_mtp_weights, save_mtp
 from specdistill.methods.mtp.tensor_names import merge_experts
 from specdistill.targets.frozen import FrozenTarget
@@ -146,10 +145,6 @@ def spoil(change: str, source: Path, draft: Path, output: Path) -> None:
     config = json.loads((source / "config.json").read_text())
     if change == "output exists":
         output.mkdir()
-    elif change == "outside":
-        index["weight_map"][name] = "../elsewhere.safetensors"
-    elif change == "no shard":
-        (source / index["weight_map"][name]).unlink()
     elif change == "index lies":
         index["weight_map"]["extra.weight"] = index["weight_map"].pop(name)
     elif change == "quantized":
@@ -171,8 +166,6 @@ def spoil(change: str, source: Path, draft: Path, output: Path) -> None:
     ("change", "names"),
     [
         ("output exists", "which exists"),
-        ("outside", "../elsewhere.safetensors"),
-        ("no shard", "without model-00001"),
         ("index lies", "extra.weight"),
         ("quantized", "quantized"),
         ("another target", "hidden_size 32"),
@@ -188,19 +181,6 @@ def test_what_cannot_be_merged_is_refused_and_leaves_nothing(change: str, names:
     with pytest.raises(UserError, match=re.escape(names)):
         merge_mtp_weights(tmp_path / "draft", source, output)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["draft", *(["merged"] if output.exists() else []), "target"]
-
-
-def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = tmp_path / "target"
-    save_draft(write_checkpoint("qwen3_5", source), tmp_path / "draft")
-
-    def full(*_: object, **__: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(merging, "save_file", full)
-    with pytest.raises(ResourceError, match=str(tmp_path / "merged")):
-        merge_mtp_weights(tmp_path / "draft", source, tmp_path / "merged")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["draft", "target"]
 
 
 def test_a_tied_head_is_the_copy_of_the_embedding(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import Gemma2Config, Gemma2ForCausalLM, GptOssConfig, GptOssForCausalLM, MistralConfig, MistralForCausalLM
 from transformers.modeling_layers import MtpModel
@@ -15,7 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from specdistill.methods.mtp.checkpoint import build_mtp, load_mtp, save_mtp
 from specdistill.methods.mtp.module import MtpDraft
-from specdistill.methods.mtp.tensor_names import merge_experts, split_experts
+from specdistill.methods.mtp.tensor_names import split_experts
 from specdistill.targets.frozen import FrozenTarget
 from tests.heads import causal
 from tests.mtp_targets import (
@@ -123,17 +123,6 @@ def test_the_targets_own_weights_are_read(kind: str, tmp_path: Path) -> None:
     }.get(kind, ("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.norm"))
     for name, there in (("token_norm", first), ("hidden_norm", second), ("norm", last)):
         assert torch.equal(state[f"{name}.weight"], published[f"{there}.weight"])
-
-
-def test_experts_that_a_checkpoint_holds_in_one_tensor_are_read(tmp_path: Path) -> None:
-    target = write_checkpoint("qwen3_next", tmp_path)
-    single = build_mtp(target).state_dict()
-    tensors = load_file(tmp_path / "model.safetensors")
-    mtp = {name: tensor for name, tensor in tensors.items() if name.startswith("mtp.")}
-    rest = {name: tensor for name, tensor in tensors.items() if name not in mtp}
-    save_file(rest | merge_experts(mtp), tmp_path / "model.safetensors")
-    fused = build_mtp(target).state_dict()
-    assert all(torch.equal(fused[name], tensor) for name, tensor in single.items())
 
 
 def test_a_target_without_the_layer_needs_a_start(kind: str, tmp_path: Path) -> None:
