@@ -47,10 +47,13 @@ FIXED = {
 
 def save_eagle3(draft: Eagle3Draft, folder: Path) -> None:
     """Write the head; `load_eagle3` reads it back bit for bit."""
-    omitted = draft.shared | (set() if draft.config.prunes_vocabulary else {"d2t", "t2d"})
     tensors = {
-        name.replace("layers.0.", "midlayer."): tensor for name, tensor in draft.state_dict().items() if name not in omitted
+        name.replace("layers.0.", "midlayer."): tensor
+        for name, tensor in draft.state_dict().items()
+        if name not in {*draft.shared, "d2t"}
     }
+    if draft.config.prunes_vocabulary:
+        tensors |= vocabulary_maps(draft.config, draft.d2t.cpu())
     checkpoint.write_draft(folder, config_to_json(draft.config, draft.fc.weight.dtype), tensors)
 
 
@@ -68,8 +71,6 @@ def load_eagle3(folder: Path | str, target: FrozenTarget, *, key: str = "eval.dr
         tensors.setdefault(name, target.tensor(name))
     draft = Eagle3Draft(config)
     checkpoint.fill(draft, tensors, dtype)
-    if config.prunes_vocabulary:
-        draft.set_vocabulary(draft.target_ids_W)
     return draft
 
 
@@ -130,7 +131,7 @@ def renamed(config: Eagle3Config, tensors: Mapping[str, Tensor], *, key: str, na
             raise UserError(key, got=f"{name} with {in_file} and {here}", expected="one name for each tensor")
         result[here] = tensor
     with torch.device("meta"):
-        expected = Eagle3Draft(config).state_dict()
+        expected = Eagle3Draft(config).state_dict() | {"t2d": torch.empty(config.vocab_size, dtype=torch.bool)}
     own_width = config.hidden_size != config.target_hidden_size
     optional = {"t2d"} | (set() if own_width else {EMBEDDING})
     if not config.prunes_vocabulary:
@@ -151,11 +152,16 @@ def export(
     if HEAD not in tensors:
         tensors[HEAD] = needed(target, f"{draft} has no {HEAD}").tensor(HEAD).to(dtype)
     if config.prunes_vocabulary:
-        ids = torch.arange(config.draft_vocab_size) + tensors["d2t"]
-        tensors |= {"d2t": tensors["d2t"].long(), "t2d": torch.isin(torch.arange(config.vocab_size), ids)}
+        tensors |= vocabulary_maps(config, tensors["d2t"])
     head = HeadExport(checkpoint.shape_to_json(config, dtype), config, target, num_speculative_tokens)
     named = {name.replace("layers.0.", layout.first_layer): tensor for name, tensor in tensors.items()}
     checkpoint.write_head(output, layout, head, named)
+
+
+def vocabulary_maps(config: Eagle3Config, d2t_W: Tensor) -> dict[str, Tensor]:
+    """d2t [W] int64, offsets from draft ids to target ids, and t2d [V] bool, the target tokens that the head can propose."""
+    target_ids = torch.arange(config.draft_vocab_size) + d2t_W
+    return {"d2t": d2t_W.long(), "t2d": torch.isin(torch.arange(config.vocab_size), target_ids)}
 
 
 def config_to_json(config: Eagle3Config, dtype: torch.dtype) -> dict[str, Any]:

@@ -26,11 +26,14 @@ def test_tensors_are_those_that_engines_load(target: FrozenTarget, tmp_path: Pat
     assert shapes == layouts.eagle3("midlayer.") | {f"fc_norm.{index}.weight": (64,) for index in range(3)}
 
 
-def test_d2t_is_an_offset_and_t2d_a_mask(target: FrozenTarget) -> None:
+def test_d2t_is_an_offset_and_t2d_a_mask(target: FrozenTarget, tmp_path: Path) -> None:
     ids = torch.tensor([5, 7, 100])
     draft = build_eagle3(target, draft_vocabulary=ids)
-    assert draft.d2t.tolist() == [5, 6, 98] and draft.d2t.dtype == torch.int64
-    assert draft.t2d.nonzero().flatten().tolist() == ids.tolist() and draft.t2d.dtype == torch.bool
+    save_eagle3(draft, tmp_path)
+    maps = load_file(tmp_path / "model.safetensors")
+    assert maps["d2t"].tolist() == [5, 6, 98] and maps["d2t"].dtype == torch.int64
+    assert maps["t2d"].nonzero().flatten().tolist() == ids.tolist() and maps["t2d"].dtype == torch.bool
+    assert draft.target_ids_W.tolist() == ids.tolist()
     assert torch.equal(draft.lm_head.weight, target.lm_head.weight[ids])
 
 
