@@ -108,7 +108,7 @@ def read_tensors(folder: Path, key: str) -> dict[str, Tensor]:
         shards.check()
         tensors = shards.load(shards.file_of)
     elif (folder / PICKLED).is_file():
-        tensors = _unpickle(folder / PICKLED, key)
+        tensors = unpickled(folder / PICKLED, key)
     else:
         raise UserError(key, got=f"{folder}, which has no weights", expected=f"{SINGLE}, {INDEX} or {PICKLED}")
     check_finite(tensors, folder, key)
@@ -131,9 +131,10 @@ def extremes(tensor: Tensor) -> tuple[float, float]:
     return float(least), float(greatest)
 
 
-def _unpickle(path: Path, key: str) -> dict[str, Tensor]:
+def unpickled(path: Path, key: str, device: str = "cpu") -> dict[str, Tensor]:
+    """The tensors of a pickle that holds no other objects; on the meta device without content. Raises UserError for any other."""
     try:
-        tensors: Any = torch.load(path, map_location="cpu", weights_only=True)
+        tensors: Any = torch.load(path, map_location=device, weights_only=True)
     except (RuntimeError, ValueError, EOFError, OSError, pickle.UnpicklingError) as error:
         raise UserError(key, got=f"{path}: {one_line(str(error))[:120]}", expected="plain tensors (weights_only)") from error
     if not isinstance(tensors, dict) or not all(isinstance(tensor, Tensor) for tensor in tensors.values()):

@@ -6,21 +6,18 @@ do not: SafeAILab's EAGLE-3 heads call themselves `LlamaForCausalLM`, as a plain
 
 import itertools
 import json
-import pickle
 import re
 from collections.abc import Mapping, Sequence, Set
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-import torch
 from datasets import Dataset
-from safetensors import SafetensorError
 
 from specdistill.decoding.proposer import Proposer
 from specdistill.errors import UserError, one_line
 from specdistill.methods import METHODS, method_named
-from specdistill.methods.checkpoint import PICKLED, read_config
+from specdistill.methods.checkpoint import PICKLED, read_config, unpickled
 from specdistill.methods.contract import Draft, Implementation
 from specdistill.methods.target_record import check_target
 from specdistill.repositories import fetch, resolve, split_revision
@@ -155,12 +152,10 @@ def _tensor_names(folder: Path, key: str) -> set[str]:
     """Names of the tensors in a folder's weights, without reading the tensors; empty when it has no weights."""
     if (folder / INDEX).is_file() or (folder / SINGLE).is_file():
         return set(Shards.open(folder, key).file_of)
+    if (folder / PICKLED).is_file():
+        return set(unpickled(folder / PICKLED, key, device="meta"))
+    index = next(iter(sorted(folder.glob("*.index.json"))), None)  # of shards that are pickles
     try:
-        if (folder / PICKLED).is_file():
-            return set(torch.load(folder / PICKLED, map_location="meta", weights_only=True))
-        for index in sorted(folder.glob("*.index.json")):
-            return set(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
-    except (SafetensorError, ValueError, KeyError, RuntimeError, EOFError, OSError, pickle.UnpicklingError) as error:
-        got = f"{folder} with weights that cannot be read ({one_line(str(error))[:120]})"
-        raise UserError(key, got=got, expected="whole safetensors, or a pickle of plain tensors") from error
-    return set()
+        return set(json.loads(index.read_text(encoding="utf-8"))["weight_map"]) if index else set()
+    except (ValueError, KeyError, TypeError, OSError) as error:
+        raise UserError(key, got=f"{index} ({one_line(str(error))[:120]})", expected="an index with a weight_map") from error
