@@ -55,31 +55,27 @@ def read_eagle(folder: Path, target: checkpoint.AnyTarget | None, *, key: str) -
 
     Raises UserError as `load_eagle` does.
     """
-    tensors = checkpoint.read_tensors(folder, key)
-    config = check_eagle(folder, tensors, target, key=key, name=folder)
-    if not config.fc_bias:
-        tensors.pop("fc.bias", None)
-    return config, tensors
+    return check_eagle(folder, checkpoint.read_tensors(folder, key), target, key=key, name=folder)
 
 
 def check_eagle(
     folder: Path, tensors: Mapping[str, Tensor], target: checkpoint.AnyTarget | None, *, key: str, name: Path | str
-) -> EagleConfig:
-    """A head's config, checked against the target's sizes and the names and shapes of its tensors, which need have no content.
-
-    Without content, an `fc.bias` is taken for zeros where the config says that there is none. Raises UserError as `read_eagle` does.
+) -> tuple[EagleConfig, dict[str, Tensor]]:
+    """As `read_eagle`, of tensors that need have no content: an `fc.bias` is then taken for zeros where the config says that there is
+    none.
     """
     config = config_from_json(checkpoint.read_config(folder, key), key)
     if target is not None:
         checkpoint.check_fit({"hidden_size": config.hidden_size, "vocab_size": config.vocab_size}, target, name, key)
+    tensors = dict(tensors)
     bias = tensors.get("fc.bias")
     if bias is not None and not (config.fc_bias if bias.is_meta else bias.any()):
-        tensors = {each: tensor for each, tensor in tensors.items() if each != "fc.bias"}
+        del tensors["fc.bias"]
         config = dataclasses.replace(config, fc_bias=False)
     with torch.device("meta"):
         expected = EagleDraft(config).state_dict()
     checkpoint.check_tensors(expected, tensors, name, key, what=WHAT, optional=EagleDraft.shared)
-    return config
+    return config, tensors
 
 
 def export(

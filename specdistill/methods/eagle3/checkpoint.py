@@ -81,9 +81,7 @@ def read_eagle3(folder: Path, target: checkpoint.AnyTarget | None, *, key: str) 
     An embedding that is a copy of the target's, perhaps in another dtype, is dropped; the config says when it is the head's own. The
     target is needed where the config does not say how deep it is. Raises UserError as `load_eagle3` does.
     """
-    raw = checkpoint.read_config(folder, key)
-    config = checked_config(raw, target, key=key, name=folder)
-    tensors = renamed(config, checkpoint.read_tensors(folder, key), key=key, name=folder)
+    config, tensors = check_eagle3(folder, checkpoint.read_tensors(folder, key), target, key=key, name=folder)
     tensors.pop("t2d", None)
     if "d2t" in tensors:
         ids = torch.arange(config.draft_vocab_size) + tensors["d2t"]
@@ -102,26 +100,16 @@ def read_eagle3(folder: Path, target: checkpoint.AnyTarget | None, *, key: str) 
 
 
 def check_eagle3(
-    folder: Path, tensors: Mapping[str, Tensor], target: TargetFiles | None, *, key: str, name: Path | str
-) -> None:
-    """As `read_eagle3`, but for the values of the tensors, which need have no content."""
-    renamed(checked_config(checkpoint.read_config(folder, key), target, key=key, name=name), tensors, key=key, name=name)
-
-
-def checked_config(raw: Mapping[str, Any], target: checkpoint.AnyTarget | None, *, key: str, name: Path | str) -> Eagle3Config:
-    """What a config.json says of a head. Raises UserError for what heads do not have here, and for another target's sizes."""
-    config = config_from_json(raw, None if target is None else target.num_layers, key)
+    folder: Path, tensors: Mapping[str, Tensor], target: checkpoint.AnyTarget | None, *, key: str, name: Path | str
+) -> tuple[Eagle3Config, dict[str, Tensor]]:
+    """As `read_eagle3`, but for the values of the tensors, which need have no content. All tensors are returned."""
+    config = config_from_json(checkpoint.read_config(folder, key), None if target is None else target.num_layers, key)
     if target is not None:
         sizes = {"target_hidden_size": config.target_hidden_size, "vocab_size": config.vocab_size}
         checkpoint.check_fit(sizes | {"num_target_layers": config.target_num_layers}, target, name, key)
     if not all(0 <= layer <= config.target_num_layers for layer in config.aux_layers):
         got = f"{name} with auxiliary layers {list(config.aux_layers)}"
         raise UserError(key, got=got, expected=f"0..{config.target_num_layers}")
-    return config
-
-
-def renamed(config: Eagle3Config, tensors: Mapping[str, Tensor], *, key: str, name: Path | str) -> dict[str, Tensor]:
-    """A file's tensors by the names they have here. Raises UserError unless they are those of a head with this config."""
     result: dict[str, Tensor] = {}
     for in_file, tensor in tensors.items():
         here = in_file
@@ -137,7 +125,7 @@ def renamed(config: Eagle3Config, tensors: Mapping[str, Tensor], *, key: str, na
     if not config.prunes_vocabulary:
         optional |= {"d2t"} | (set() if own_width else {HEAD})
     checkpoint.check_tensors(expected, result, name, key, what=WHAT, optional=optional)
-    return result
+    return config, result
 
 
 def export(

@@ -16,13 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from specdistill.engines.engine import Layout
 from specdistill.errors import UserError
-from specdistill.methods.checkpoint import check_new, check_tensors, link, new_folder, read_config, read_tensors, write_draft
+from specdistill.methods.checkpoint import check_tensors, link, new_folder, read_config, read_tensors, write_draft
 from specdistill.methods.mtp import tensor_names
 from specdistill.methods.mtp.module import MtpDraft
 from specdistill.methods.mtp.tensor_names import NATIVE_KEYS, Naming, depth_key, has_fused_experts, naming_of
@@ -217,7 +216,6 @@ def merge_mtp_weights(draft: Path, target: Path, output: Path) -> None:
     already has, or the checkpoint is quantized or disagrees with its index; ResourceError when writing fails. Nothing is left
     behind then.
     """
-    check_new(output)
     checkpoint = Shards.open(target, "target.model")
     checkpoint.check()
     config, draft_config = checkpoint.config(), read_config(draft, "draft")
@@ -228,7 +226,6 @@ def merge_mtp_weights(draft: Path, target: Path, output: Path) -> None:
         if text.get(depth) != 1:
             text[depth] = 1
             (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        Shards.open(partial, "output_dir").check()
 
 
 def _tensors(draft: Path, draft_config: dict[str, Any], checkpoint: Shards, config: dict[str, Any]) -> dict[str, Tensor]:
@@ -287,12 +284,8 @@ def _write(checkpoint: Shards, merged: dict[str, Tensor], folder: Path) -> None:
         link(path, folder / inside) if path.suffix == ".safetensors" else shutil.copy2(path, folder / inside)
     for file in sorted(rewritten):
         kept = [name for name, place in checkpoint.file_of.items() if place == file and name not in merged]
-        metadata = {"format": "pt"}
-        if (checkpoint.folder / file).is_file():
-            with safe_open(checkpoint.folder / file, framework="pt") as weights:
-                metadata = weights.metadata() or metadata
         added = {name: tensor.contiguous() for name, tensor in merged.items() if file_of[name] == file}
-        save_file(checkpoint.load(kept) | added, folder / file, metadata=metadata)
+        save_file(checkpoint.load(kept) | added, folder / file, metadata={"format": "pt"})
     if sharded:
         index = json.loads((checkpoint.folder / INDEX).read_text(encoding="utf-8"))
         index["weight_map"] = file_of
