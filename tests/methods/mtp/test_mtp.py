@@ -109,20 +109,15 @@ def test_another_dtype_rounds_neither_the_target_nor_the_routing_bias(target: Fr
 
 def test_the_targets_own_weights_are_read(kind: str, tmp_path: Path) -> None:
     target = write_checkpoint(kind, tmp_path, sharded=True)
-    state = split_experts(build_mtp(target).state_dict())
-    published = mtp_tensors(kind, target.model)
-    where = "model.layers.2." if kind == "deepseek_v3" else "mtp.layers.0."
-    for name in ("input_layernorm.weight", "self_attn.o_proj.weight"):
-        assert torch.equal(state[f"layers.0.{name}"], published[where + name])
-    if kind != "qwen3_5":
-        for part in ("gate", "up", "down"):
-            name = f"mlp.experts.{EXPERTS - 1}.{part}_proj.weight"
-            assert torch.equal(state[f"layers.0.{name}"], published[where + name])
-    first, second, last = {
-        "deepseek_v3": ("model.layers.2.enorm", "model.layers.2.hnorm", "model.layers.2.shared_head.norm"),
-    }.get(kind, ("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.norm"))
-    for name, there in (("token_norm", first), ("hidden_norm", second), ("norm", last)):
-        assert torch.equal(state[f"{name}.weight"], published[f"{there}.weight"])
+    state, published = split_experts(build_mtp(target).state_dict()), mtp_tensors(kind, target.model)
+    prefix, layer, norms = {
+        "deepseek_v3": ("model.layers.2.", "", ("enorm", "hnorm", "shared_head.norm")),
+    }.get(kind, ("mtp.", "layers.0.", ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")))
+    same = dict(zip(("token_norm", "hidden_norm", "norm"), norms, strict=True))
+    experts = [] if kind == "qwen3_5" else [f"mlp.experts.{EXPERTS - 1}.{part}_proj" for part in ("gate", "up", "down")]
+    same |= {f"layers.0.{name}": layer + name for name in ("input_layernorm", "self_attn.o_proj", *experts)}
+    for name, there in same.items():
+        assert torch.equal(state[f"{name}.weight"], published[f"{prefix}{there}.weight"]), name
 
 
 def test_a_target_without_the_layer_needs_a_start(kind: str, tmp_path: Path) -> None:
