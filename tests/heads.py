@@ -80,11 +80,11 @@ def document_rows(token_ids: Sequence[int]) -> dict[str, torch.Tensor]:
 
 @torch.no_grad()
 def check_unroll(head: Any, target: FrozenTarget, num_steps: int = 4, temperature: float = 0.7) -> None:
-    """A chain that the decoder drafted, put back into the text as if it had been accepted, is predicted at its root as it was drafted."""
-    text = torch.randint(3, target.vocab_size, (12,), generator=torch.Generator().manual_seed(3)).tolist()
-    state = DecodingState(text, target.features(torch.tensor([text[:-1]]), head.aux_layers))
+    """A chain that the decoder drafted, appended as if it had been accepted, is predicted at its root as it was drafted."""
+    sequence = torch.randint(3, target.vocab_size, (12,), generator=torch.Generator().manual_seed(3)).tolist()
+    state = DecodingState(sequence, target.features(torch.tensor([sequence[:-1]]), head.aux_layers))
     proposer = HeadProposer(head)
-    proposer.begin(len(text) + num_steps)
+    proposer.begin(len(sequence) + num_steps)
     chain = proposer.propose(state, num_steps, Sampling(temperature), torch.Generator().manual_seed(1))
 
     predicted: list[torch.Tensor] = []
@@ -93,8 +93,8 @@ def check_unroll(head: Any, target: FrozenTarget, num_steps: int = 4, temperatur
         predicted.append(logits_rW)
         return logits_rW.sum(-1)
 
-    rows = document_rows([*text, *chain.tokens])
-    rows["loss_mask"][:, : len(text)] = 0
+    rows = document_rows([*sequence, *chain.tokens])
+    rows["loss_mask"][:, : len(sequence)] = 0
     unroll, batch = TrainingTimeTest(head, noted, num_steps), indexed(rows)
     unroll(**batch, **unroll.read_target(target, batch))
     assert chain.probabilities is not None

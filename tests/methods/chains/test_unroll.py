@@ -118,7 +118,7 @@ def test_loss_acceptance_and_chains_are_their_formulas() -> None:
 
 
 @pytest.mark.parametrize("plain_linear", [True, False])
-def test_a_pruned_teacher_is_renormalised_and_remembers_its_share(target: FrozenTarget, plain_linear: bool) -> None:
+def test_pruned_soft_targets_are_renormalised_and_keep_their_mass(target: FrozenTarget, plain_linear: bool) -> None:
     """Also where its head cannot be cut."""
     ids, kept = torch.arange(3, 15)[None], torch.arange(0, target.vocab_size, 2)
     made = SoftTargets.of(target.logits, target.features(ids, []).last_hidden, torch.arange(1, ids.shape[1]), kept, 0.7)

@@ -203,7 +203,7 @@ SMALL = {**COMMON, "num_hidden_layers": 2, "num_key_value_heads": 2, "head_dim":
         (lambda: with_layer(OtherArguments).model, "OtherArguments"),
     ],
 )
-def test_attention_that_a_memory_cannot_answer_is_refused(build: Any, names: str) -> None:
+def test_attention_that_a_kv_cache_cannot_answer_is_refused(build: Any, names: str) -> None:
     with refused("target.model", names):
         build_mtp(FrozenTarget(build(), tiny_tokenizer(), name="tiny"), init="scratch")
 
