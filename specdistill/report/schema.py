@@ -29,7 +29,7 @@ class StaticTreeDocument(Document):
     branching: Annotated[list[AtLeastOne], Field(min_length=1, description="children of the root, of each of these, and so on")]
 
 
-Tree = DynamicTreeDocument | StaticTreeDocument
+TreeDocument = DynamicTreeDocument | StaticTreeDocument
 
 
 class BeforeAndAfterDocument(Document):
@@ -57,7 +57,7 @@ class ResultDocument(Document, total=False):
     num_speculative_tokens: Required[Annotated[AtLeastOne, about("K")]]
     temperature: Required[Annotated[NonNegative, about("sampling temperature; 0 is greedy")]]
     batch_size: Required[Annotated[AtLeastOne, about("prompts decoded together; of a server, requests in flight")]]
-    tree: Required[Tree | None]
+    tree: Required[TreeDocument | None]
     context_bucket: Required[Annotated[str, about("tokens that prompts were cut to; `all`: prompts as the suite has them")]]
     num_prompts: Required[Annotated[Count, about("prompts")]]
     num_batches: Annotated[AtLeastOne, about("that prompts were decoded in: intervals of times are over batches")]
@@ -168,11 +168,11 @@ class SettingsDocument(Document):
     top_p: Annotated[float, Field(gt=0, le=1, description="nucleus")]
     top_k: Annotated[Count, about("0 keeps all")]
     max_new_tokens: Annotated[AtLeastOne, about("of a completion")]
-    tree: Tree | None
+    tree: TreeDocument | None
     draft_sampling: NotRequired[Literal["greedy", "probabilistic"]]
     drafting: NotRequired[
         Annotated[
-            dict[str, bool | float | str | list[Any] | Tree],
+            dict[str, bool | float | str | list[Any] | TreeDocument],
             about("the proposer's own settings, by name; {} for a head; absent: a server does not say"),
         ]
     ]
