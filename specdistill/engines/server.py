@@ -166,7 +166,7 @@ class Client:
         return self.describe(server, counters)
 
     def complete(self, server: Server, request: Request, k: int) -> Completion:
-        """A completion by a server that drafts `k` tokens a round, 0 without a draft. Several threads may ask at once."""
+        """A completion by a server that drafts `k` tokens per round, 0 without a draft. Several threads may ask at once."""
         body = self.body(request)
         start = time.perf_counter()
         answer = server.json(self.path, body)

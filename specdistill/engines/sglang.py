@@ -1,8 +1,8 @@
 """SGLang, read in the sources of 0.5.23: llama_eagle3.py, llama_eagle.py, llama.py, spec_aux_hidden_state.py, eagle_worker_v2.py.
 
 - Auxiliary layers count one less than here, in `eagle_config`.
-- `fc` of EAGLE-1 always has a bias. A true `bias` in config.json is taken for one of the attention, too, so it is left out.
-- Nothing is said about tensors that are unknown or missing.
+- `fc` of EAGLE-1 always has a bias. A true `bias` in config.json is taken for one of the attention, too, so no file has it.
+- Tensors that are unknown or missing are no error.
 - Drafts are counted in each answer's `meta_info`, under names that changed between versions.
 """
 
@@ -72,7 +72,7 @@ def answer_counts(answer: Any, k: int) -> ServerCounts:
     for names in (DRAFTED, ACCEPTED, HISTOGRAM):
         name = next((name for name in names if name in meta), None)
         if name is None:
-            lacks = f"SGLang counts the rounds of its answer and has no {' or '.join(names)} beside them"
+            lacks = f"SGLang counts the rounds of its answer and has no {' or '.join(names)} with them"
             raise ResourceError(lacks, next_step="use a version of SGLang that does")
         found.append(meta[name])
     drafted, accepted, histogram = found

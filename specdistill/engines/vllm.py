@@ -6,6 +6,8 @@
 - A layer has a window by `layer_types` alone.
 - Names of tensors that are not known are an error; a tensor that is missing is not.
 - Drafts are counted in each answer, where it is asked for, before the completion is cut at its limit or at a stop token.
+
+speculators, read in the sources of 0.9, writes folders for vLLM that hold embedding and head and name the target.
 """
 
 import json
@@ -135,4 +137,14 @@ VLLM = Engine(
         counts=answer_counts,
     ),
     counts_past_end=True,
+)
+
+SPECULATORS = Engine(
+    name="speculators",
+    title="speculators, served by vLLM",
+    versions=f"speculators 0.9; vLLM {VLLM.versions}",
+    serve_command=lambda served: (
+        f"vllm serve {served.quoted_output}   # names its target, and {served.num_tokens} draft tokens"
+    ),
+    counters=VLLM.counters,
 )

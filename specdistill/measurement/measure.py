@@ -21,7 +21,7 @@ import torch
 from specdistill.decoding.batch_decoder import BatchDecoder
 from specdistill.decoding.decoder import Decoder, Generation, Round
 from specdistill.decoding.proposer import Proposer
-from specdistill.measurement.configurations import Plan, Settings
+from specdistill.measurement.configurations import MeasurementPlan, Settings
 from specdistill.measurement.hardware import frozen_garbage_collector
 from specdistill.measurement.reference import timed_generate
 from specdistill.measurement.timing import disturbed_rounds, prompt_timing
@@ -55,11 +55,11 @@ class Runs:
     hf_generate: list[Generation] = field(default_factory=list)
 
 
-def measure(
+def measure_plan(
     target: FrozenTarget,
     proposer: Proposer,
     suite: str,
-    plan: Plan,
+    plan: MeasurementPlan,
     is_decided: Callable[[Sequence[PromptRecord]], bool] = lambda records: True,
 ) -> list[Runs]:
     """The runs of a plan's prompts: all of them, or as many as its target precision takes; its further ones until `is_decided`.
@@ -116,7 +116,7 @@ def measure_together(
     hf_batches = some(batches, math.ceil(NUM_HF_PROMPTS / settings.batch_size))
     warmup = some(batches, settings.warmup)
 
-    def decode_all_ways(batch: Batch, first: int) -> None:
+    def decode_all_ways(batch: PromptBatch, first: int) -> None:
         for way in [*range(first, len(ways)), *range(first)]:  # 0 is plain decoding
             decoder, chosen = ways[way]
             for index, generation in enumerate(decode(decoder, batch, chosen), start=batch.start):
@@ -127,7 +127,7 @@ def measure_together(
             for run, generation in zip(shared, timed, strict=True):
                 run.hf_generate.append(generation)
 
-    def is_disturbed(batch: Batch) -> bool:
+    def is_disturbed(batch: PromptBatch) -> bool:
         """Whether a prompt of the batch has fewer undisturbed repetitions than it should."""
         plain = [generations for run in baselines[batch.start : batch.end] for generations in (run.baseline, run.hf_generate)]
         drafted = [run.speculative for one in runs for run in one[batch.start : batch.end]]
@@ -177,7 +177,7 @@ def round_costs(target: FrozenTarget, proposer: Proposer, prompts: Sequence[Prom
 
 
 @dataclass(frozen=True)
-class Batch:
+class PromptBatch:
     """Prompts that are decoded together. start: the place of the first of them among all prompts."""
 
     start: int
@@ -188,12 +188,12 @@ class Batch:
         return self.start + len(self.prompts)
 
 
-def in_batches(prompts: Sequence[Prompt], size: int) -> list[Batch]:
+def in_batches(prompts: Sequence[Prompt], size: int) -> list[PromptBatch]:
     """In their order, the last batch with what is left."""
-    return [Batch(start, tuple(prompts[start : start + size])) for start in range(0, len(prompts), size)]
+    return [PromptBatch(start, tuple(prompts[start : start + size])) for start in range(0, len(prompts), size)]
 
 
-def some(batches: Sequence[Batch], count: int) -> list[Batch]:
+def some(batches: Sequence[PromptBatch], count: int) -> list[PromptBatch]:
     """`count` of the batches, spread over the categories of their first prompts."""
     return evenly(batches, [batch.prompts[0].category for batch in batches], count)
 
@@ -204,7 +204,7 @@ def decoder_for(target: FrozenTarget, settings: Settings, proposer: Proposer | N
     return Decoder(target, proposer, compiled=settings.compile)
 
 
-def decode(decoder: AnyDecoder, batch: Batch, settings: Settings) -> list[Generation]:
+def decode(decoder: AnyDecoder, batch: PromptBatch, settings: Settings) -> list[Generation]:
     """Each prompt's generation; its seed is its own, whatever batch it is in."""
     generators = [torch.Generator().manual_seed(settings.seed + index) for index in range(batch.start, batch.end)]
     options: dict[str, Any] = {
@@ -218,7 +218,9 @@ def decode(decoder: AnyDecoder, batch: Batch, settings: Settings) -> list[Genera
     return [decoder.generate(prompt.token_ids, generator=generator, tree=tree, **options)]
 
 
-def generate_as_long(target: FrozenTarget, batch: Batch, plain: Sequence[Generation], settings: Settings) -> list[Generation]:
+def generate_as_long(
+    target: FrozenTarget, batch: PromptBatch, plain: Sequence[Generation], settings: Settings
+) -> list[Generation]:
     """The batch in transformers' `generate()`: sampled, as many tokens as the `plain` generations have."""
     greedy = settings.sampling.is_greedy
     counts = [settings.max_new_tokens if greedy else len(generation.token_ids) for generation in plain]

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from specdistill.engines.server import Completion
 from specdistill.measurement.configurations import Settings
 from specdistill.measurement.losslessness import first_difference
-from specdistill.measurement.servers import Answers, Outcome, Task
+from specdistill.measurement.servers import Answers, ServerMeasurement, ServerTask
 from specdistill.project import git_revision
 from specdistill.report.build import build_report, headline, result_rows
 from specdistill.statistics.records import PromptRecord, Timing
@@ -23,9 +23,9 @@ SETTINGS = ("max_new_tokens", "tree", "batch_size", "seed", "warmup", "repeats")
 HIDDEN = "a server does not time its steps one by one"
 SUMS = "a server counts over whole outputs, not round by round"
 UNSAID = "a server does not say"
-NO_LOGITS = "a server returns no logits that would tell a near-tie from a mistake"
+NO_LOGITS = "a server returns no logits that would tell a near-tie from a bug"
 NO_BASELINE = "no eval.baseline_server was given"
-NO_HF = "transformers' generate() is not timed beside a server"
+NO_HF = "transformers' generate() is not timed next to a server"
 ROW_REASONS = {
     **dict.fromkeys(("draft_ms", "verify_ms", "baseline_step_ms", "predicted_speedup", "prediction_gap"), HIDDEN),
     **dict.fromkeys(("num_rounds", "tokens_per_round", "context_ratio"), SUMS),
@@ -47,15 +47,15 @@ OF_RUNNING = {"hardware": "a server does not say what it runs on", "target.dtype
 
 
 def engine_report(
-    task: Task, outcome: Outcome, *, has_baseline: bool, hardware: Mapping[str, Any], **named: Mapping[str, Any]
+    task: ServerTask, measurement: ServerMeasurement, **described: Mapping[str, Any]
 ) -> tuple[dict[str, Any], list[PromptRecord]]:
     """The report, before a gate has judged it, and its records.
 
-    named: the report's sections `target` and `draft`, as the user names them. Raises ResourceError when a server failed before it answered
+    described: the report's sections `target`, `draft` and `hardware`. Raises ResourceError when a server failed before it answered
     a prompt in the main configuration.
     """
-    settings, failure = task.settings, outcome.failure
-    answered = {at: _answered(task, outcome.answers, at, has_baseline) for at in task.configurations}
+    settings, failure, has_baseline = task.settings, measurement.failure, measurement.has_baseline
+    answered = {at: _answered(task, measurement.answers, at, has_baseline) for at in task.configurations}
     if failure and not answered[settings]:
         raise failure
     reasons = {**ROW_REASONS, **({} if has_baseline else NO_BASELINE_ROW)}
@@ -67,12 +67,11 @@ def engine_report(
     lossless, not_compared = _compare(answered[settings], has_baseline, settings)
     measured = f"{len(records[settings])} of {len(task.prompts)} prompts were measured"
     report = build_report(
-        **named,
-        hardware=hardware,
+        **described,
         software={
             "python": platform.python_version(),
             "transformers": version("transformers"),
-            outcome.engine["name"]: outcome.engine["version"],
+            measurement.engine["name"]: measurement.engine["version"],
         },
         settings={
             "num_speculative_tokens": settings.num_speculative_tokens,
@@ -85,12 +84,14 @@ def engine_report(
         headline=headline(rows[settings], records[settings]),
         theory=None,
         lossless=lossless,
-        not_measured={**DOCUMENT_REASONS, **({} if "command" in outcome.engine else OF_RUNNING), **not_compared},
+        not_measured={**DOCUMENT_REASONS, **({} if "command" in measurement.engine else OF_RUNNING), **not_compared},
         git_revision=git_revision(),
-        engine=outcome.engine,
+        engine=measurement.engine,
         incomplete=f"{failure} ({measured})" if failure else None,
     )
-    return {**report, "measurement": {"seconds": outcome.seconds}}, [record for found in records.values() for record in found]
+    return {**report, "measurement": {"seconds": measurement.seconds}}, [
+        record for found in records.values() for record in found
+    ]
 
 
 class Answered(NamedTuple):
@@ -101,7 +102,7 @@ class Answered(NamedTuple):
     baseline: list[Completion]
 
 
-def _answered(task: Task, answers: Answers, settings: Settings, has_baseline: bool) -> list[Answered]:
+def _answered(task: ServerTask, answers: Answers, settings: Settings, has_baseline: bool) -> list[Answered]:
     """The prompts that both sides answered."""
     none: list[list[Completion]] = [[] for _ in task.prompts]
     sides = (answers.get((k, settings.batch_size), none) for k in (settings.num_speculative_tokens, 0))
@@ -109,7 +110,7 @@ def _answered(task: Task, answers: Answers, settings: Settings, has_baseline: bo
     return [entry for entry in entries if entry.speculative and (entry.baseline or not has_baseline)]
 
 
-def _record(task: Task, settings: Settings, entry: Answered) -> PromptRecord:
+def _record(task: ServerTask, settings: Settings, entry: Answered) -> PromptRecord:
     """The repetition of median speed of each side; its tokens, counts and seconds belong together."""
     prompt, drafted, plain = entry.prompt, _median(entry.speculative), _median(entry.baseline) if entry.baseline else None
     return PromptRecord(

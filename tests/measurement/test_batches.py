@@ -8,7 +8,7 @@ from specdistill.decoding.batch_decoder import BatchDecoder
 from specdistill.decoding.sampling import Sampling
 from specdistill.measurement import measure as measuring
 from specdistill.measurement import reference
-from specdistill.measurement.configurations import Plan, Settings
+from specdistill.measurement.configurations import MeasurementPlan, Settings
 from specdistill.measurement.losslessness import compare_greedy, greedy_pairs
 from specdistill.measurement.measure import in_batches, measure_together, prompt_records, round_costs, some
 from specdistill.measurement.timing import prompt_timing
@@ -154,7 +154,7 @@ def test_rows_say_how_many_batches_their_times_come_from(target, proposer, runs)
 def test_a_run_that_stops_early_does_so_after_whole_batches(target, monkeypatch):
     monkeypatch.setattr(measuring, "interim_sizes", lambda number: [3, number])
     monkeypatch.setattr(measuring, "reached_precision", lambda records, target_precision, seed: False)
-    plan = Plan(replace(TOGETHER, repeats=1, warmup=0), PROMPTS, target_precision=0.01)
-    runs = measuring.measure(target, NgramProposer(), "suite", plan)
+    plan = MeasurementPlan(replace(TOGETHER, repeats=1, warmup=0), PROMPTS, target_precision=0.01)
+    runs = measuring.measure_plan(target, NgramProposer(), "suite", plan)
     assert sorted(run.prompt.id for run in runs) == ["p0", "p1", "p2", "p3", "p4"]
     assert [run.batch for run in runs] == [0, 0, 2, 2, 4]  # batches stay as they were decoded

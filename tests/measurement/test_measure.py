@@ -9,7 +9,7 @@ from specdistill.decoding.sampling import Sampling
 from specdistill.decoding.tree import DynamicTree, StaticTree
 from specdistill.measurement import losslessness, reference
 from specdistill.measurement import measure as measuring
-from specdistill.measurement.configurations import Plan, Settings
+from specdistill.measurement.configurations import MeasurementPlan, Settings
 from specdistill.measurement.losslessness import greedy_pairs
 from specdistill.measurement.measure import generate_as_long, in_batches, prompt_records, round_costs, spell
 from specdistill.methods.draft_model.proposer import DraftModelProposer
@@ -185,13 +185,13 @@ def test_a_run_stops_when_it_is_precise_and_keeps_the_suites_order(target, propo
     together = measuring.measure_together
     monkeypatch.setattr(measuring, "measure_together", lambda *arguments: parts.append(arguments[2:]) or together(*arguments))
     settings = replace(SETTINGS, sampling=Sampling(1.0), repeats=1, max_new_tokens=3)
-    ids = [run.prompt.id for run in measuring.measure(target, proposer, "suite", Plan(settings, prompts, 0.9))]
+    ids = [run.prompt.id for run in measuring.measure_plan(target, proposer, "suite", MeasurementPlan(settings, prompts, 0.9))]
     assert [len(part) for part, _ in parts] == [24] == [len(ids)]
     assert ids == sorted(ids, key=lambda id: int(id[1:]))
     assert sum(int(id[1:]) % 2 for id in ids) == 12
 
     parts.clear()
-    whole = measuring.measure(target, proposer, "suite", Plan(settings, prompts, 0.001))
+    whole = measuring.measure_plan(target, proposer, "suite", MeasurementPlan(settings, prompts, 0.001))
     assert [run.prompt for run in whole] == prompts
     assert [(len(part), options.seed, options.warmup) for part, options in parts] == [
         (24, 0, 1), (6, 24, 0), (8, 30, 0), (10, 38, 0), (12, 48, 0),
