@@ -124,15 +124,6 @@ def test_weights_keep_their_dtype(dtype: torch.dtype, target: FrozenTarget, tmp_
         assert str(dtype).removeprefix("torch.") in (config.get("torch_dtype"), config.get("dtype"))
 
 
-@pytest.mark.parametrize(("first", "second"), [("speculators", "sglang"), ("sglang", "vllm"), ("vllm", "speculators")])
-def test_one_layout_becomes_another(first: str, second: str, target: FrozenTarget, tmp_path: Path) -> None:
-    head = head_of("eagle3", target, {"aux_layers": [1, 3, 6], "fc_norm": True})
-    save_head("eagle3", head, tmp_path / "ours")
-    export(tmp_path / "ours", first, tmp_path / "first", TargetFiles(target.name))
-    export(tmp_path / "first", second, tmp_path / "second", TargetFiles(target.name))
-    assert load_head("eagle3", tmp_path / "second", target).config == head.config
-
-
 def llama(**keys: Any) -> dict[str, Any]:
     """The keys of a Llama that every layout has for a head of the tiny target."""
     return {
@@ -222,17 +213,6 @@ def test_eagle3_layouts_by_hand(target: FrozenTarget, tmp_path: Path) -> None:
     assert torch.equal(embedding, target.model.get_input_embeddings().weight.bfloat16())
 
 
-def test_chosen_layers_stand_where_each_engine_counts_them_rightly(target: FrozenTarget, tmp_path: Path) -> None:
-    save_head("eagle3", head_of("eagle3", target, {"aux_layers": [1, 6]}), tmp_path / "ours")
-    for engine in ("vllm", "sglang", "speculators"):
-        export(tmp_path / "ours", engine, tmp_path / engine, TargetFiles(target.name))
-    vllm, sglang, speculators = (written(tmp_path / engine)[0] for engine in ("vllm", "sglang", "speculators"))
-    assert vllm[IDS] == [1, 6] and "eagle_config" not in vllm and vllm["num_aux_hidden_states"] == 2
-    assert sglang["eagle_config"] == {"use_aux_hidden_state": True, IDS: [0, 5]} and IDS not in sglang
-    assert sglang["num_aux_hidden_states"] == 2
-    assert speculators[IDS] == [1, 6]
-
-
 def test_a_whole_vocabulary_has_no_maps_and_another_width_its_own_embedding(target: FrozenTarget, tmp_path: Path) -> None:
     shape = {"hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
     save_head("eagle3", head_of("eagle3", target, shape), tmp_path / "ours")
@@ -280,14 +260,6 @@ def test_eagle_layouts_by_hand(target: FrozenTarget, tmp_path: Path) -> None:
         assert config == keys, engine
         assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == wanted, engine
         assert "fc.bias" not in tensors or not tensors["fc.bias"].any()
-
-
-def test_a_trained_bias_is_written(target: FrozenTarget, tmp_path: Path) -> None:
-    head = head_of("eagle", target, {"fc_bias": True})
-    save_head("eagle", head, tmp_path / "ours")
-    export(tmp_path / "ours", "sglang", tmp_path / "out")
-    config, tensors = written(tmp_path / "out")
-    assert torch.equal(tensors["fc.bias"], head.fc.bias) and "bias" not in config
 
 
 @pytest.mark.parametrize(("method", "engine"), [("eagle3", "speculators"), ("eagle", "safeailab")])

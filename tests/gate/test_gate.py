@@ -149,16 +149,6 @@ def test_every_setting_that_tells_rows_apart_is_a_scope(evidence):
     assert judged(Evidence(report, []), Rule("num_rounds", "min", 0))["value"] == evidence.report["results"][0]["num_rounds"]
 
 
-@pytest.mark.parametrize("metric", ["draft.bytes", "measurement.peak_memory_bytes", "measurement.seconds"])
-def test_budgets_are_rules(evidence, tmp_path, metric):
-    taken = changed(evidence, ("measurement",), {"seconds": 100.0, "peak_memory_bytes": 1_640_000})
-    inside, over = ({"metric": metric, "max": limit} for limit in (2_000_000, 99))
-    assert decide(load_gate(write_gate(tmp_path, inside)), taken)["passed"]
-    assert not decide(load_gate(write_gate(tmp_path, over)), taken)["passed"]
-    if metric.startswith("measurement"):
-        assert "no evidence" in judged(evidence, Rule(metric, "max", 2_000_000))["reason"]
-
-
 @pytest.mark.parametrize(
     ("rule", "key", "got"),
     [

@@ -107,7 +107,7 @@ def cases(
     trained: Callable[[str], Path],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> dict[str, Case]:
-    """All in one process of vLLM; n-gram look-up comes last, for with it vLLM takes numba's threads."""
+    """All in one process of vLLM; n-gram lookup comes last, for with it vLLM takes numba's threads."""
     folder = tmp_path_factory.mktemp("vllm")
     files = TargetFiles.of("pico")
     generated_here = partial(generate_here, max_new_tokens=NUM_TOKENS)
