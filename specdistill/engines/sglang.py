@@ -9,7 +9,16 @@
 from typing import Any
 
 from specdistill.engines.engine import Engine, Program, Served
-from specdistill.engines.server import Client, Counters, Identity, Request, Server, ServerCounts, reached, samples
+from specdistill.engines.server import (
+    Client,
+    CompletionRequest,
+    Counters,
+    Server,
+    ServerCounts,
+    ServerIdentity,
+    reached,
+    samples,
+)
 from specdistill.engines.vllm import sampling_parameters
 from specdistill.errors import ResourceError
 
@@ -45,10 +54,10 @@ FLAGS = {
 }
 
 
-def describe_server(server: Server, counters: Counters) -> Identity:
+def describe_server(server: Server, counters: Counters) -> ServerIdentity:
     info, served = server.json("/get_server_info"), server.json("/v1/models")["data"][0]
     drafts = info.get("speculative_algorithm") is not None
-    return Identity(
+    return ServerIdentity(
         version=str(info["version"]),
         models=tuple(filter(None, (served["id"], info.get("model_path")))),
         max_length=served.get("max_model_len"),
@@ -56,7 +65,7 @@ def describe_server(server: Server, counters: Counters) -> Identity:
     )
 
 
-def request_body(request: Request) -> dict[str, Any]:
+def request_body(request: CompletionRequest) -> dict[str, Any]:
     """Model and seed play no part: a server has one model, and SGLang seeds its sampling when it starts."""
     parameters = {"max_new_tokens": request.max_new_tokens, **sampling_parameters(request)}
     return {"input_ids": list(request.prompt_ids), "sampling_params": parameters}

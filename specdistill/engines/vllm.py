@@ -14,7 +14,16 @@ import json
 from typing import Any
 
 from specdistill.engines.engine import Engine, Program, Served
-from specdistill.engines.server import PLAIN_SAMPLING, Client, Counters, Identity, Request, Server, ServerCounts, reached
+from specdistill.engines.server import (
+    PLAIN_SAMPLING,
+    Client,
+    CompletionRequest,
+    Counters,
+    Server,
+    ServerCounts,
+    ServerIdentity,
+    reached,
+)
 from specdistill.errors import ResourceError
 
 PER_POSITION = "spec_decode_num_accepted_tokens_per_pos_total"
@@ -67,9 +76,9 @@ if __name__ == "__main__":
     print("acceptance length", 1 + accepted / drafts)"""
 
 
-def describe_server(server: Server, counters: Counters) -> Identity:
+def describe_server(server: Server, counters: Counters) -> ServerIdentity:
     served = server.json("/v1/models")["data"][0]
-    return Identity(
+    return ServerIdentity(
         version=str(server.json("/version")["version"]),
         models=tuple(filter(None, (served["id"], served.get("root")))),
         max_length=served.get("max_model_len"),
@@ -77,7 +86,7 @@ def describe_server(server: Server, counters: Counters) -> Identity:
     )
 
 
-def request_body(request: Request) -> dict[str, Any]:
+def request_body(request: CompletionRequest) -> dict[str, Any]:
     return {
         "model": request.model,
         "prompt": list(request.prompt_ids),
@@ -107,7 +116,7 @@ def answer_counts(answer: Any, k: int) -> ServerCounts:
     )
 
 
-def sampling_parameters(request: Request) -> dict[str, Any]:
+def sampling_parameters(request: CompletionRequest) -> dict[str, Any]:
     """In the words of vLLM, which SGLang shares."""
     chosen = {"temperature": request.temperature, "top_p": request.top_p, "top_k": request.top_k or -1}
     return {**PLAIN_SAMPLING, **chosen, "skip_special_tokens": False}

@@ -23,7 +23,7 @@ from specdistill.decoding.sampling import GREEDY, Sampling
 from specdistill.decoding.tree import ROOT
 from specdistill.measurement import reference
 from specdistill.measurement.configurations import Settings
-from specdistill.measurement.measure import Runs, decode, decoder_for, in_batches
+from specdistill.measurement.measure import PromptRuns, decode, decoder_for, in_batches
 from specdistill.progress import progress
 from specdistill.statistics.intervals import MIN_EXPECTED, chi_square
 from specdistill.suites.suite import Prompt
@@ -36,13 +36,13 @@ NUM_PROBED_PROMPTS = 16
 NUM_PROBED_TOKENS = 48  # generated after each of them, in search of a place where a wrong rule would show
 
 
-def greedy_check(target: FrozenTarget, proposer: Proposer, runs: Sequence[Runs], settings: Settings) -> dict[str, Any]:
+def greedy_check(target: FrozenTarget, proposer: Proposer, runs: Sequence[PromptRuns], settings: Settings) -> dict[str, Any]:
     """The greedy part of the report's `lossless`, for one configuration."""
     return compare_greedy(target, greedy_pairs(target, proposer, runs, settings))
 
 
 def greedy_pairs(
-    target: FrozenTarget, proposer: Proposer, runs: Sequence[Runs], settings: Settings
+    target: FrozenTarget, proposer: Proposer, runs: Sequence[PromptRuns], settings: Settings
 ) -> Iterator[tuple[Prompt, Generation, tuple[int, ...]]]:
     """(prompt, greedy with the draft, the token ids of the reference) of every prompt.
 

@@ -42,7 +42,7 @@ AnyDecoder = Decoder | BatchDecoder
 
 
 @dataclass
-class Runs:
+class PromptRuns:
     """All repetitions of one prompt. Drafts that are measured together share the lists of the plain runs.
 
     batch: the seed of the first prompt of its batch, the same for all that were decoded together; None: alone.
@@ -61,7 +61,7 @@ def measure_plan(
     suite: str,
     plan: MeasurementPlan,
     is_decided: Callable[[Sequence[PromptRecord]], bool] = lambda records: True,
-) -> list[Runs]:
+) -> list[PromptRuns]:
     """The runs of a plan's prompts: all of them, or as many as its target precision takes; its further ones until `is_decided`.
 
     Prompts keep the suite's order, or in batches the order in which they were decoded.
@@ -76,7 +76,7 @@ def measure_plan(
         sizes = interim_sizes(len(everything), first)
     else:
         return measure_together(target, [proposer], plan.prompts, settings)[0]
-    runs: list[Runs] = []
+    runs: list[PromptRuns] = []
     for num_prompts in sizes:
         end = math.ceil(num_prompts / settings.batch_size) * settings.batch_size  # whole batches
         prompts = [everything[index] for index in order[len(runs) : end]]
@@ -93,7 +93,7 @@ def measure_plan(
 
 def measure_together(
     target: FrozenTarget, proposers: Sequence[Proposer], prompts: Sequence[Prompt], *each: Settings
-) -> list[list[Runs]]:
+) -> list[list[PromptRuns]]:
     """The runs of each proposer: every prompt is decoded `repeats` times without a draft and with each of them.
 
     each: settings of all proposers, or of each of them, which differ in K alone.
@@ -108,11 +108,11 @@ def measure_together(
     ]
     batches = in_batches(prompts, settings.batch_size)
     baselines = [
-        Runs(prompt, settings.seed + batch.start if settings.batch_size > 1 else None)
+        PromptRuns(prompt, settings.seed + batch.start if settings.batch_size > 1 else None)
         for batch in batches
         for prompt in batch.prompts
     ]
-    runs = [[Runs(run.prompt, run.batch, [], run.baseline, run.hf_generate) for run in baselines] for _ in proposers]
+    runs = [[PromptRuns(run.prompt, run.batch, [], run.baseline, run.hf_generate) for run in baselines] for _ in proposers]
     hf_batches = some(batches, math.ceil(NUM_HF_PROMPTS / settings.batch_size))
     warmup = some(batches, settings.warmup)
 
@@ -228,7 +228,7 @@ def generate_as_long(
 
 
 def prompt_records(
-    suite: str, configuration: Configuration, target: FrozenTarget, proposer: Proposer, runs: Sequence[Runs]
+    suite: str, configuration: Configuration, target: FrozenTarget, proposer: Proposer, runs: Sequence[PromptRuns]
 ) -> list[PromptRecord]:
     """The records of a suite's prompts. Tokens are those of the first repetition, times are robust over all (see `timing`)."""
     tokenizer, vocabulary, records = target.tokenizer, proposer.vocabulary, []

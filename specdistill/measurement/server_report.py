@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from specdistill.engines.server import Completion
 from specdistill.measurement.configurations import Settings
 from specdistill.measurement.losslessness import first_difference
-from specdistill.measurement.servers import Answers, ServerMeasurement, ServerTask
+from specdistill.measurement.servers import ServerAnswers, ServerMeasurement, ServerTask
 from specdistill.project import git_revision
 from specdistill.report.build import build_report, headline, result_rows
 from specdistill.statistics.records import PromptRecord, Timing
@@ -94,7 +94,7 @@ def engine_report(
     ]
 
 
-class Answered(NamedTuple):
+class AnsweredPrompt(NamedTuple):
     """All repetitions of one prompt; `baseline` is empty where there is none."""
 
     prompt: Prompt
@@ -102,15 +102,15 @@ class Answered(NamedTuple):
     baseline: list[Completion]
 
 
-def _answered(task: ServerTask, answers: Answers, settings: Settings, has_baseline: bool) -> list[Answered]:
+def _answered(task: ServerTask, answers: ServerAnswers, settings: Settings, has_baseline: bool) -> list[AnsweredPrompt]:
     """The prompts that both sides answered."""
     none: list[list[Completion]] = [[] for _ in task.prompts]
     sides = (answers.get((k, settings.batch_size), none) for k in (settings.num_speculative_tokens, 0))
-    entries = [Answered(*entry) for entry in zip(task.prompts, *sides, strict=True)]
+    entries = [AnsweredPrompt(*entry) for entry in zip(task.prompts, *sides, strict=True)]
     return [entry for entry in entries if entry.speculative and (entry.baseline or not has_baseline)]
 
 
-def _record(task: ServerTask, settings: Settings, entry: Answered) -> PromptRecord:
+def _record(task: ServerTask, settings: Settings, entry: AnsweredPrompt) -> PromptRecord:
     """The repetition of median speed of each side; its tokens, counts and seconds belong together."""
     prompt, drafted, plain = entry.prompt, _median(entry.speculative), _median(entry.baseline) if entry.baseline else None
     return PromptRecord(
@@ -149,7 +149,9 @@ def _text(tokenizer: Any, completion: Completion) -> str:
     return str(tokenizer.decode(ids, skip_special_tokens=False)) if ids else completion.text
 
 
-def _compare(answers: Sequence[Answered], has_baseline: bool, settings: Settings) -> tuple[dict[str, Any], dict[str, str]]:
+def _compare(
+    answers: Sequence[AnsweredPrompt], has_baseline: bool, settings: Settings
+) -> tuple[dict[str, Any], dict[str, str]]:
     """The report's `lossless`, and reasons for what it lacks. Greedy outputs of both servers are compared by tokens, or else by text."""
     if not has_baseline or not settings.sampling.is_greedy:
         reason = "sampled outputs differ by chance" if has_baseline else NO_BASELINE
@@ -166,7 +168,7 @@ def _compare(answers: Sequence[Answered], has_baseline: bool, settings: Settings
     return lossless, dict.fromkeys(("lossless.near_ties", "lossless.unexplained_divergences"), NO_LOGITS)
 
 
-def _divergence(entry: Answered) -> dict[str, Any] | None:
+def _divergence(entry: AnsweredPrompt) -> dict[str, Any] | None:
     """The prompt whose outputs differ, and where, if both servers return their tokens."""
     with_draft, plain = entry.speculative[0], entry.baseline[0]
     ours, theirs = with_draft.counts.token_ids, plain.counts.token_ids

@@ -15,7 +15,7 @@ from typing import Any
 
 from specdistill.engines import ENGINES
 from specdistill.engines.engine import Served
-from specdistill.engines.server import Client, Completion, Identity, Request, Server
+from specdistill.engines.server import Client, Completion, CompletionRequest, Server, ServerIdentity
 from specdistill.engines.start import started
 from specdistill.errors import ResourceError, UserError
 from specdistill.measurement.configurations import Settings
@@ -29,17 +29,17 @@ from specdistill.suites.suite import Prompt, Suite, evenly, tokenize
 from specdistill.targets.files import TargetFiles
 
 # (K, 0 without a draft; load) -> the repetitions of each prompt. One that a server no longer answered is missing.
-Answers = dict[tuple[int, int], list[list[Completion]]]
+ServerAnswers = dict[tuple[int, int], list[list[Completion]]]
 
 
 @dataclass(frozen=True)
-class Peer:
+class ConnectedServer:
     """A server that serves the right model."""
 
     engine: str
     client: Client
     server: Server
-    identity: Identity
+    identity: ServerIdentity
 
     @property
     def k(self) -> int:
@@ -48,7 +48,7 @@ class Peer:
 
     def complete(self, prompt: Prompt, settings: Settings, seed: int) -> Completion:
         model, sampling = self.identity.models[0], vars(settings.sampling)
-        request = Request(model, prompt.token_ids, settings.max_new_tokens, **sampling, seed=seed)
+        request = CompletionRequest(model, prompt.token_ids, settings.max_new_tokens, **sampling, seed=seed)
         return self.client.complete(self.server, request, self.k)
 
 
@@ -61,7 +61,7 @@ def check_draft(draft: str | None, method: str, target: TargetFiles) -> None:
         check_target(locate(draft, patterns=("config.json",)), target, "eval.draft")
 
 
-def connect(engine: str, address: str, key: str, target: Sequence[str], timeout: float) -> Peer:
+def connect(engine: str, address: str, key: str, target: Sequence[str], timeout: float) -> ConnectedServer:
     """A running server. target: the names that its model may have, a folder or Hub id last. key: of the recipe, that led to it.
 
     Raises UserError when it serves another model, ResourceError when it does not answer.
@@ -72,10 +72,10 @@ def connect(engine: str, address: str, key: str, target: Sequence[str], timeout:
     if not any(_same_model(name, wanted) for name in identity.models for wanted in target):
         got = f"{address}, which serves {identity.models[0]}"
         raise UserError(key, got=got, expected=f"a server of {target[-1]} (or --served-model-name {target[0]})")
-    return Peer(engine, client, server, identity)
+    return ConnectedServer(engine, client, server, identity)
 
 
-def connect_pair(config: EvalConfig, target: Sequence[str]) -> tuple[Peer, Peer | None]:
+def connect_pair(config: EvalConfig, target: Sequence[str]) -> tuple[ConnectedServer, ConnectedServer | None]:
     """A recipe's server with a draft and the one without, as `connect`.
 
     Raises UserError also when they draft another number of tokens, draft where they should not, or have different versions.
@@ -148,11 +148,11 @@ class ServerMeasurement:
 
     engine: dict[str, Any]
     has_baseline: bool
-    answers: Answers = field(default_factory=dict)
+    answers: ServerAnswers = field(default_factory=dict)
     seconds: float = 0.0
     failure: ResourceError | None = None
 
-    def ask(self, peers: Sequence[Peer], task: ServerTask) -> None:
+    def ask(self, peers: Sequence[ConnectedServer], task: ServerTask) -> None:
         """Add every prompt's completions by running servers at each load. Servers are interleaved, and which is first alternates.
 
         Raises ResourceError when a server fails; what it answered before is kept. The last server's own averages are kept.
@@ -181,7 +181,7 @@ class ServerMeasurement:
             self.seconds += time.perf_counter() - start
 
 
-def measure_running(task: ServerTask, speculative: Peer, baseline: Peer | None) -> ServerMeasurement:
+def measure_running(task: ServerTask, speculative: ConnectedServer, baseline: ConnectedServer | None) -> ServerMeasurement:
     addresses = {"server": speculative.server.address, "baseline_server": baseline.server.address if baseline else None}
     measurement = ServerMeasurement({"name": speculative.engine, **addresses}, has_baseline=baseline is not None)
     try:
@@ -230,7 +230,7 @@ def start_command(config: EvalConfig, target: TargetConfig, served: Served, k: i
     return [*words, *program.measured, *(program.measured_draft if k else ())]
 
 
-def complete_all(peer: Peer, prompts: Sequence[Prompt], settings: Settings, load: int) -> Iterator[Completion]:
+def complete_all(peer: ConnectedServer, prompts: Sequence[Prompt], settings: Settings, load: int) -> Iterator[Completion]:
     """The completions in the order of the prompts, `load` requests in flight until the last have begun.
 
     Raises ResourceError when the server served others meanwhile.
