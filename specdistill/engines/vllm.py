@@ -29,15 +29,11 @@ from specdistill.errors import ResourceError
 PER_POSITION = "spec_decode_num_accepted_tokens_per_pos_total"
 
 
-def speculative_config(name: str, folder: str | None, num_tokens: int) -> dict[str, Any]:
-    """folder: of the draft; None where it is in the target's."""
-    return {"method": name, **({"model": folder} if folder else {}), "num_speculative_tokens": num_tokens}
-
-
 def served_config(served: Served) -> dict[str, Any]:
+    """The speculative config; a draft that is in the target's checkpoint has no folder of its own."""
+    folder = {} if served.in_target else {"model": str(served.output)}
     sampled = {"draft_sample_method": "probabilistic"} if served.samples else {}
-    folder = None if served.in_target else str(served.output)
-    return speculative_config(served.serving.name, folder, served.num_tokens) | sampled
+    return {"method": served.serving.name, **folder, "num_speculative_tokens": served.num_tokens, **sampled}
 
 
 def arguments(served: Served) -> list[str]:

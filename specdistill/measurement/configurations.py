@@ -50,6 +50,14 @@ class Settings:
         tree = self.tree.settings if self.tree else None
         return Configuration(self.num_speculative_tokens, self.sampling.temperature, self.batch_size, tree, self.context_bucket)
 
+    @property
+    def described(self) -> dict[str, Any]:
+        """As a report's `settings` state them."""
+        named = ("max_new_tokens", "batch_size", "seed", "warmup", "repeats")
+        sampling, tree = vars(self.sampling), self.configuration.tree
+        values = {name: getattr(self, name) for name in named}
+        return {"num_speculative_tokens": self.num_speculative_tokens, **sampling, "tree": tree, **values}
+
     @classmethod
     def of(cls, section: Any) -> "Settings":
         """From a recipe's eval section, or from another command's options of the same names."""

@@ -113,19 +113,16 @@ def draft_report(
     tested = not isinstance(sampling_test, str)
     weights = {"weights": target.identity.weights} if target.files else {}
     described = {"model": target.name, "revision": target.revision, "dtype": target.dtype, **weights}
-    report = build_report(
+    return build_report(
         target={**described, "parameters": target.num_parameters},
         draft={**draft, "parameters": proposer.num_parameters, "bytes": proposer.num_bytes},
         hardware=hardware(target.device),
         software=software(),
         settings={
-            "num_speculative_tokens": settings.num_speculative_tokens,
-            **vars(settings.sampling),
-            "max_new_tokens": settings.max_new_tokens,
-            "tree": settings.tree.settings if settings.tree else None,
+            **settings.described,
+            "compile": settings.compile,
             "draft_sampling": "probabilistic" if proposer.draws(settings.sampling, settings.tree) else "greedy",
             "drafting": dict(proposer.settings),
-            **{name: getattr(settings, name) for name in ("batch_size", "compile", "seed", "warmup", "repeats")},
             "target_precision": plans[0].target_precision,
             "interim_analyses": plans[0].has_interim_analyses,
         },
@@ -139,6 +136,6 @@ def draft_report(
             **({"sampling_test": sampling_test} if tested else {}),
         },
         not_measured={} if tested else {"lossless.sampling_test": str(sampling_test)},
+        measurement=dict(took),
         git_revision=git_revision(),
     )
-    return {**report, "measurement": dict(took)}

@@ -17,8 +17,6 @@ from specdistill.report.build import build_report, headline, result_rows
 from specdistill.statistics.records import PromptRecord, Timing
 from specdistill.suites.suite import Prompt
 
-SETTINGS = ("max_new_tokens", "tree", "batch_size", "seed", "warmup", "repeats")  # shown in the report, in this order
-
 # Why numbers are missing from the report of a server
 HIDDEN = "a server does not time its steps one by one"
 SUMS = "a server counts over whole outputs, not round by round"
@@ -73,11 +71,7 @@ def engine_report(
             "transformers": version("transformers"),
             measurement.engine["name"]: measurement.engine["version"],
         },
-        settings={
-            "num_speculative_tokens": settings.num_speculative_tokens,
-            **vars(settings.sampling),
-            **{name: getattr(settings, name) for name in SETTINGS},
-        },
+        settings=settings.described,
         suite=task.suite,
         results=[row for made in rows.values() for row in made],
         context=[],
@@ -85,13 +79,12 @@ def engine_report(
         theory=None,
         lossless=lossless,
         not_measured={**DOCUMENT_REASONS, **({} if "command" in measurement.engine else OF_RUNNING), **not_compared},
+        measurement={"seconds": measurement.seconds},
         git_revision=git_revision(),
         engine=measurement.engine,
         incomplete=f"{failure} ({measured})" if failure else None,
     )
-    return {**report, "measurement": {"seconds": measurement.seconds}}, [
-        record for found in records.values() for record in found
-    ]
+    return report, [record for found in records.values() for record in found]
 
 
 class AnsweredPrompt(NamedTuple):

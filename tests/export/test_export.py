@@ -17,6 +17,7 @@ from specdistill.methods.mtp.checkpoint import build_mtp, save_mtp
 from specdistill.methods.target_record import SECTION
 from specdistill.targets.files import TargetFiles
 from specdistill.targets.frozen import FrozenTarget
+from tests.export.layouts import saved_target
 from tests.finished_runs import edit
 from tests.heads import build_head, save_head
 from tests.mtp_targets import write_checkpoint
@@ -28,9 +29,7 @@ from tests.tiny import tiny_target_model, tiny_tokenizer
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """`target`, and `run/draft`, an EAGLE-3 head for it."""
     path = tmp_path_factory.mktemp("export")
-    tiny_target_model(num_layers=8).save_pretrained(path / "target")
-    tiny_tokenizer().save_pretrained(path / "target")
-    save_head("eagle3", build_head("eagle3", FrozenTarget.load(str(path / "target"))), path / "run" / "draft")
+    save_head("eagle3", build_head("eagle3", saved_target(path / "target")), path / "run" / "draft")
     return path
 
 

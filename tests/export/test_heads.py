@@ -16,10 +16,9 @@ from specdistill.targets.frozen import FrozenTarget
 from tests.export import layouts
 from tests.heads import head_of, load_head, save_head
 from tests.refusals import refused
-from tests.tiny import tiny_target_model, tiny_tokenizer
+from tests.tiny import tiny_target_model
 
 ENGINES = ("vllm", "sglang", "speculators", "safeailab", "gguf")
-NUM_LAYERS = 8  # of the target: the default auxiliary layers are 2, 4 and 5
 IDS = "eagle_aux_hidden_state_layer_ids"
 LLAMA3 = {
     "rope_type": "llama3",
@@ -76,10 +75,7 @@ ABLE: list[tuple[str, str, dict[str, Any]]] = [
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> FrozenTarget:
-    folder = tmp_path_factory.mktemp("target")
-    tiny_target_model(num_layers=NUM_LAYERS).save_pretrained(folder)
-    tiny_tokenizer().save_pretrained(folder)
-    return FrozenTarget.load(str(folder))
+    return layouts.saved_target(tmp_path_factory.mktemp("target"))
 
 
 def written(folder: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
@@ -283,7 +279,7 @@ def test_a_target_that_does_not_fit_is_refused(target: FrozenTarget, tmp_path: P
 
 
 def test_the_embedding_is_found_in_a_sharded_target(target: FrozenTarget, tmp_path: Path) -> None:
-    tiny_target_model(num_layers=NUM_LAYERS).save_pretrained(tmp_path / "sharded", max_shard_size="80KB")
+    tiny_target_model(num_layers=layouts.NUM_LAYERS).save_pretrained(tmp_path / "sharded", max_shard_size="80KB")
     assert (tmp_path / "sharded" / "model.safetensors.index.json").is_file()
     save_head("eagle3", head_of("eagle3", target, {}), tmp_path / "ours")
     export(tmp_path / "ours", "speculators", tmp_path / "out", TargetFiles(str(tmp_path / "sharded")))

@@ -195,7 +195,6 @@ CONFIGS = [
     (specforge(hidden_size="64"), "hidden_size '64'"),
     (specforge(num_attention_heads=None), "num_attention_heads"),
     (specforge(num_target_layers=36), "num_target_layers 36"),
-    (specforge(target_hidden_size=128), "target_hidden_size 128"),
     (specforge(vocab_size=32000), "vocab_size 32000"),
     (specforge(rope_scaling={"rope_type": "default", "partial_rotary_factor": 0.5}), "partial_rotary_factor 0.5"),
     (specforge(rope_scaling={"type": "yarn"}), "yarn"),

@@ -153,7 +153,6 @@ def test_every_setting_that_tells_rows_apart_is_a_scope(evidence):
     ("rule", "key", "got"),
     [
         ({"metric": "speedupp", "min": 1}, ": metric", "speedupp"),
-        ({"metric": "lossless.greedy_identicl", "equals": True}, ": metric", "lossless.greedy_identicl"),
         ({"min": 1}, ": metric", "None"),
         ({"metric": "speedup"}, "", "no requirement"),
         ({"metric": "speedup", "min": 1, "max": 2}, "", "min and max"),
@@ -161,10 +160,8 @@ def test_every_setting_that_tells_rows_apart_is_a_scope(evidence):
         ({"metric": "speedup", "min": "fast"}, ": min", "'fast'"),
         ({"metric": "speedup", "min": True}, ": min", "True"),
         ({"metric": "speedup", "min": float("nan")}, ": min", "nan"),
-        ({"metric": "speedup", "min": 1, "confidence": float("nan")}, ": confidence", "nan"),
         ({"metric": "speedup", "min": 1, "confidence": 1}, ": confidence", "1"),
         ({"metric": "speedup", "max_regression": 1.0}, ": max_regression", "1.0"),
-        ({"metric": "speedup", "max_regression": -0.03}, ": max_regression", "-0.03"),
         ({"metric": "speedup", "min": 1, "severity": "alarm"}, ": severity", "alarm"),
         ({"metric": "speedup", "min": 1, "scope": {"categry": "chat"}}, ": scope: categry", "an unknown key"),
         ({"metric": "speedup", "min": 1, "scope": "chat"}, ": scope", "'chat'"),

@@ -12,9 +12,18 @@ import torch
 
 from specdistill.decoding.decoder import Decoder
 from specdistill.decoding.sampling import Sampling
+from tests import scripts
 from tests.engines.server_answers import AnswerHandler, completion, counters, pages
 
 LABELS = 'engine="0",model_name="test",'
+
+
+def evaluate_pico(folder, *arguments, gate):
+    """eval/run.py for pico, as short as it can be, judged by a gate's YAML; returns its exit code."""
+    path = folder.parent / "gate.yaml"
+    path.write_text(gate)
+    short = ("eval.repeats=1", "eval.warmup=1", f"output_dir={folder}", f"gate={path}")
+    return scripts.evaluate("target=pico", "suite=pico", *short, *arguments)
 
 
 @dataclass

@@ -19,6 +19,7 @@ from specdistill.targets.frozen import FrozenTarget
 from tests import scripts
 from tests.heads import build_head, save_head
 from tests.loopback_hub import fetched, loopback_hub
+from tests.measurement.peer import evaluate_pico
 from tests.refusals import refused, refused_key
 
 PROGRAM = ROOT / "tests" / "engines" / "engine_program.py"
@@ -39,21 +40,9 @@ def draft(tmp_path_factory):
 
 
 def evaluate(folder, draft, engine, *arguments):
-    (folder.parent / "gate.yaml").write_text(GATE)
-    return scripts.evaluate(
-        "target=pico",
-        "method=eagle3",
-        f"draft={draft}",
-        f"output_dir={folder}",
-        f"gate={folder.parent / 'gate.yaml'}",
-        f"eval.engine={engine}",
-        f"eval.engine_command={shlex.join([sys.executable, str(PROGRAM), engine])}",
-        f"eval.max_new_tokens={NEW_TOKENS}",
-        f"eval.num_prompts={NUM_PROMPTS}",
-        "eval.repeats=1",
-        "eval.warmup=1",
-        *arguments,
-    )
+    command = f"eval.engine_command={shlex.join([sys.executable, str(PROGRAM), engine])}"
+    settings = (f"eval.engine={engine}", f"eval.max_new_tokens={NEW_TOKENS}", f"eval.num_prompts={NUM_PROMPTS}")
+    return evaluate_pico(folder, "method=eagle3", f"draft={draft}", command, *settings, *arguments, gate=GATE)
 
 
 @pytest.mark.long  # an engine for each K
