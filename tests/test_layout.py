@@ -24,7 +24,6 @@ TESTED_ELSEWHERE = {
     "train": "train/test_eagle.py",
     "measurement/evaluate": "eval/test_run_script.py",
     "*/command": "test_cli.py",
-    "measurement/here": "eval/test_run_script.py",
     "comparison/measure": "eval/test_compare_script.py",
     "comparison/options": "eval/test_compare_script.py",
 }

@@ -1,35 +1,39 @@
-"""A recipe's draft measured here or in an inference engine: the report that no gate has judged yet, and its records."""
+"""A recipe's draft measured, by `measure`: in an inference engine, or in this process, where every configuration of its sweep is decoded,
+each prompt with the draft and without.
+"""
 
-import shutil
-from collections.abc import Callable, Sequence
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from specdistill.decoding.batch_decoder import BatchDecoder
+from specdistill.decoding.proposer import Proposer
+from specdistill.decoding.tree import tree_shape
 from specdistill.errors import UserError
-from specdistill.export import export
-from specdistill.measurement.hardware import hardware
-from specdistill.measurement.here import measure_here
-from specdistill.measurement.quality import add_quality
-from specdistill.measurement.server_report import engine_report
-from specdistill.measurement.servers import (
-    ServerTask,
-    check_draft,
-    check_startable,
-    connect_pair,
-    measure_running,
-    measure_started,
+from specdistill.measurement.configurations import MeasurementPlan, Settings, plan_configurations
+from specdistill.measurement.hardware import fit_threads, resources_used
+from specdistill.measurement.in_engine import measure_in_engine
+from specdistill.measurement.losslessness import greedy_check, sampling_test
+from specdistill.measurement.measure import measure_plan, prompt_records, round_costs
+from specdistill.measurement.measured import (
+    FinishedConfigurations,
+    MeasuredConfiguration,
+    draft_report,
+    measurement_identity,
 )
-from specdistill.methods.load import describe_draft, locate
+from specdistill.measurement.quality import add_quality
+from specdistill.methods import METHODS
+from specdistill.methods.load import describe_draft, load_proposer
 from specdistill.methods.recipe import Recipe
-from specdistill.methods.target_record import check_target
+from specdistill.recipe.sections import EvalConfig
 from specdistill.report.text import print_power_analysis
 from specdistill.statistics.records import PromptRecord
 from specdistill.statistics.sample_size import PriorRun, power_analysis
-from specdistill.suites.suite import Suite, load_suite
-from specdistill.targets.files import TargetFiles
-from specdistill.targets.loading import read_tokenizer
+from specdistill.suites.suite import Suite, cut_prompts, load_suite, tokenize
+from specdistill.targets.frozen import FrozenTarget
 
 FINISHED, ENGINE = "configurations", "engine"  # folders next to the report's files
 
@@ -53,45 +57,123 @@ def measure(
     return measure_in_engine(recipe, suite, prior, folder / ENGINE)
 
 
-def measure_in_engine(
-    recipe: Recipe, suite: Suite, prior: PriorRun | None, folder: Path
+def measure_here(
+    recipe: Recipe,
+    suite: Suite,
+    prior: PriorRun | None,
+    folder: Path,
+    *,
+    is_decided: Callable[[dict[str, Any], Sequence[PromptRecord]], bool],
 ) -> tuple[dict[str, Any], list[PromptRecord]]:
-    """The suite sent to an engine's servers: running ones, or those that are started here with the draft as it is exported for them."""
-    config, target, draft = recipe.eval, recipe.target, recipe.eval.draft
-    if target.adapter:
-        expected = f"null with eval.engine={config.engine}: name the merged model that it serves in target.model"
-        raise UserError("target.adapter", got=target.adapter, expected=expected)
-    files = TargetFiles.of(target.model, target.revision)
-    tokenizer, max_length = read_tokenizer(target.model, revision=target.revision, trust_remote_code=target.trust_remote_code)
+    """A report and its records. folder: where finished configurations are kept, so that an interrupted run resumes.
 
-    # What can be refused before anything is measured
-    if config.server:
-        check_draft(draft, recipe.method, files)
-        speculative, baseline = connect_pair(config, (target.model, files.name))
-        max_length = min(max_length, speculative.identity.max_length or max_length)
-    else:
-        check_startable(config.engine, recipe.method)
-        draft = draft or str(Path(recipe.train["output_dir"]) / "draft")
-        check_target(source := locate(draft), files, "eval.draft")
-    task = ServerTask.of(config, suite, tokenizer, max_length)
-    print_power_analysis(power_analysis(len(task.prompts), suite.name, prior))
+    is_decided: whether a report and its records leave no rule of the gate inconclusive; until then eval.max_minutes adds prompts.
+    """
+    config, start = recipe.eval, time.monotonic()
+    target, proposer, draft = load_pair(recipe)
+    plans = plan_all(config, suite, target)
+    print_power_analysis(power_analysis(len(plans[0].prompts), suite.name, prior))
+    if any(plan.settings.batch_size > 1 for plan in plans):
+        BatchDecoder(target, proposer)  # refuses what cannot be batched, before anything is measured
 
-    # Measure
-    of_target: dict[str, Any] = {"model": target.model, "revision": target.revision}
-    if config.server:
-        measurement = measure_running(task, speculative, baseline)
-        of_draft: dict[str, Any] = {"model": draft, "revision": None, "method": recipe.method}
-        machine: dict[str, Any] = {"device": "server", "name": config.server}
-    else:
-        shutil.rmtree(folder, ignore_errors=True)
-        k = config.num_speculative_tokens
-        served = export(source, config.engine, folder / "draft", files, num_speculative_tokens=k)
-        measurement = measure_started(task, config, target, served, folder)
-        of_target |= {"dtype": target.dtype, "weights": files.identity.weights}
-        of_draft = describe_draft(draft, served.method or recipe.method)
-        found = hardware(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-        machine = {name: found[name] for name in ("device", "name", "count", "memory_bytes")}  # threads are the engine's own
+    report_of = partial(draft_report, target, proposer, suite, draft=describe_draft(draft, recipe.method))
 
-    report, records = engine_report(task, measurement, target=of_target, draft=of_draft, hardware=machine)
-    add_quality(report, records, suite, special_tokens=tokenizer.all_special_tokens, run_code=config.run_code)
+    def is_enough(records: Sequence[PromptRecord]) -> bool:
+        """Of the main configuration: its gate is decided, or its time is over."""
+        used = {"seconds": time.monotonic() - start}
+        known = [MeasuredConfiguration(list(records), None, used)]
+        report = report_of(plans[:1], known, sampling_test="not tested yet", costs=(), took=used)
+        return used["seconds"] > 60 * (config.max_minutes or 0) or is_decided(report, records)
+
+    finished = FinishedConfigurations(folder, measurement_identity(target, proposer, suite, method=recipe.method, draft=draft))
+    measured = list(measure_each(target, proposer, suite, plans, finished, is_enough))
+
+    # Of the main configuration also: is sampling lossless, and what do rounds of fewer draft tokens cost?
+    prompts, settings = plans[0].prompts, plans[0].settings
+    with resources_used(target.device) as took:
+        tested = sampling_test(target, proposer, prompts, settings, num_draws=config.sampling_draws)
+        costs = round_costs(target, proposer, prompts, settings)
+
+    parts = [*(entry.took for entry in measured), took]
+    used = {
+        "seconds": sum(part["seconds"] for part in parts),
+        "peak_memory_bytes": max(part["peak_memory_bytes"] for part in parts),
+    }
+    report = report_of(plans, measured, sampling_test=tested, costs=costs, took=used)
+    records = [record for entry in measured for record in entry.records]
+    add_quality(report, records, suite, special_tokens=target.tokenizer.all_special_tokens, run_code=config.run_code)
     return report, records
+
+
+def measure_each(
+    target: FrozenTarget,
+    proposer: Proposer,
+    suite: Suite,
+    plans: Sequence[MeasurementPlan],
+    finished: FinishedConfigurations,
+    is_enough: Callable[[Sequence[PromptRecord]], bool],
+) -> Iterator[MeasuredConfiguration]:
+    """Each configuration: as an earlier run has finished it, or measured now and kept."""
+    for number, plan in enumerate(plans, start=1):
+        if (known := finished.read(plan)) is None:
+            if len(plans) > 1:
+                print(f"Configuration {number} of {len(plans)}", file=sys.stderr)
+            now_measured = measure_configuration(target, proposer, suite, plan, is_enough, check_sampled=number == 1)
+            known = finished.write(plan, now_measured)
+        yield known
+
+
+def measure_configuration(
+    target: FrozenTarget,
+    proposer: Proposer,
+    suite: Suite,
+    plan: MeasurementPlan,
+    is_enough: Callable[[Sequence[PromptRecord]], bool],
+    *,
+    check_sampled: bool,
+) -> MeasuredConfiguration:
+    """Decode every prompt with and without the draft, and check that greedy decoding is lossless.
+
+    is_enough: whether the records of a plan's prompts leave its further ones unmeasured.
+    check_sampled: prompts of a sampled configuration are decoded greedily as well, for that check.
+    """
+    settings = plan.settings
+    with resources_used(target.device) as took:
+        runs = measure_plan(target, proposer, suite.name, plan, is_enough)
+        checked = check_sampled or settings.sampling.is_greedy
+        lossless = greedy_check(target, proposer, runs, settings) if checked else None
+        records = prompt_records(suite.name, settings.configuration, target, proposer, runs)
+    return MeasuredConfiguration(records, lossless, took)
+
+
+def load_pair(recipe: Recipe) -> tuple[FrozenTarget, Proposer, str | None]:
+    """The target, what drafts for it, and the folder or Hub id of the draft; None for a method without weights."""
+    trained, own = METHODS[recipe.method].is_trained, Path(recipe.train["output_dir"]) / "draft"
+    if trained and recipe.eval.draft is None and not own.is_dir():
+        expected = "the run's draft, which training writes at its end, or another one"
+        raise UserError("eval.draft", got=f"null, and {own} is no folder", expected=expected)
+    draft = recipe.eval.draft or str(own) if trained else None
+    target = FrozenTarget.load(**vars(recipe.target))
+    fit_threads(target)
+    return target, load_proposer(recipe.method, draft, target, **recipe.proposer_options()), draft
+
+
+def plan_all(config: EvalConfig, suite: Suite, target: FrozenTarget) -> list[MeasurementPlan]:
+    """The configurations to measure, the one that the report is about first."""
+    axes = suite.sweep.model_copy(update={name: values for name, values in vars(config.sweep).items() if values})
+    room = {"max_new_tokens": config.max_new_tokens, "max_length": target.max_length}
+    prompts = tokenize(suite, target.tokenizer, num_prompts=config.num_prompts, **room)
+    further = []
+    if config.max_minutes:
+        further = [prompt for prompt in tokenize(suite, target.tokenizer, **room) if prompt not in prompts]
+        if not further:
+            expected = f"eval.num_prompts below the {len(prompts)} of {suite.name}, so that there are more to measure"
+            raise UserError("eval.max_minutes", got=config.max_minutes, expected=expected)
+    return plan_configurations(
+        MeasurementPlan(Settings.of(config), prompts, config.target_precision, further),
+        num_speculative_tokens=axes.num_speculative_tokens,
+        temperatures=axes.temperature,
+        batch_sizes=axes.batch_size,
+        trees=[tree_shape(**vars(tree)) for tree in axes.tree],
+        contexts=cut_prompts(suite, target.tokenizer, axes.context, num_prompts=config.num_prompts, **room),
+    )

@@ -1,21 +1,45 @@
-"""The report of an inference engine: a suite measured on its servers, with a draft and without.
+"""A recipe's draft measured in an inference engine: a suite sent to its servers, with the draft and without.
 
-It says what a server does not show. When a server fails after the first answers, these are kept.
+The report says what a server does not show. When a server fails after the first answers, these are kept.
 """
 
 import platform
+import shutil
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
 from specdistill.engines.server import Completion
+from specdistill.errors import UserError
+from specdistill.export import export
 from specdistill.measurement.configurations import Settings
+from specdistill.measurement.hardware import hardware
 from specdistill.measurement.losslessness import first_difference
-from specdistill.measurement.servers import ServerAnswers, ServerMeasurement, ServerTask
+from specdistill.measurement.quality import add_quality
+from specdistill.measurement.servers import (
+    ServerAnswers,
+    ServerMeasurement,
+    ServerTask,
+    check_draft,
+    check_startable,
+    connect_pair,
+    measure_running,
+    measure_started,
+)
+from specdistill.methods.load import describe_draft, locate
+from specdistill.methods.recipe import Recipe
+from specdistill.methods.target_record import check_target
 from specdistill.project import git_revision
 from specdistill.report.build import build_report, headline, result_rows
+from specdistill.report.text import print_power_analysis
 from specdistill.statistics.records import PromptRecord, Timing
-from specdistill.suites.suite import Prompt
+from specdistill.statistics.sample_size import PriorRun, power_analysis
+from specdistill.suites.suite import Prompt, Suite
+from specdistill.targets.files import TargetFiles
+from specdistill.targets.loading import read_tokenizer
 
 # Why numbers are missing from the report of a server
 HIDDEN = "a server does not time its steps one by one"
@@ -42,6 +66,50 @@ DOCUMENT_REASONS = {
     **dict.fromkeys(("measurement.peak_memory_bytes", "settings.draft_sampling"), UNSAID),
 }
 OF_RUNNING = {"hardware": "a server does not say what it runs on", "target.dtype": UNSAID}
+
+
+def measure_in_engine(
+    recipe: Recipe, suite: Suite, prior: PriorRun | None, folder: Path
+) -> tuple[dict[str, Any], list[PromptRecord]]:
+    """The suite sent to an engine's servers: running ones, or those that are started here with the draft as it is exported for them."""
+    config, target, draft = recipe.eval, recipe.target, recipe.eval.draft
+    if target.adapter:
+        expected = f"null with eval.engine={config.engine}: name the merged model that it serves in target.model"
+        raise UserError("target.adapter", got=target.adapter, expected=expected)
+    files = TargetFiles.of(target.model, target.revision)
+    tokenizer, max_length = read_tokenizer(target.model, revision=target.revision, trust_remote_code=target.trust_remote_code)
+
+    # What can be refused before anything is measured
+    if config.server:
+        check_draft(draft, recipe.method, files)
+        speculative, baseline = connect_pair(config, (target.model, files.name))
+        max_length = min(max_length, speculative.identity.max_length or max_length)
+    else:
+        check_startable(config.engine, recipe.method)
+        draft = draft or str(Path(recipe.train["output_dir"]) / "draft")
+        check_target(source := locate(draft), files, "eval.draft")
+    task = ServerTask.of(config, suite, tokenizer, max_length)
+    print_power_analysis(power_analysis(len(task.prompts), suite.name, prior))
+
+    # Measure
+    of_target: dict[str, Any] = {"model": target.model, "revision": target.revision}
+    if config.server:
+        measurement = measure_running(task, speculative, baseline)
+        of_draft: dict[str, Any] = {"model": draft, "revision": None, "method": recipe.method}
+        machine: dict[str, Any] = {"device": "server", "name": config.server}
+    else:
+        shutil.rmtree(folder, ignore_errors=True)
+        k = config.num_speculative_tokens
+        served = export(source, config.engine, folder / "draft", files, num_speculative_tokens=k)
+        measurement = measure_started(task, config, target, served, folder)
+        of_target |= {"dtype": target.dtype, "weights": files.identity.weights}
+        of_draft = describe_draft(draft, served.method or recipe.method)
+        found = hardware(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+        machine = {name: found[name] for name in ("device", "name", "count", "memory_bytes")}  # threads are the engine's own
+
+    report, records = engine_report(task, measurement, target=of_target, draft=of_draft, hardware=machine)
+    add_quality(report, records, suite, special_tokens=tokenizer.all_special_tokens, run_code=config.run_code)
+    return report, records
 
 
 def engine_report(
