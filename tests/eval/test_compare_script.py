@@ -95,9 +95,9 @@ def test_a_comparison_leaves_its_pages_and_every_report(arguments, tmp_path, cap
     samples = [[json.loads(line)["id"] for line in (out / name / "samples.jsonl").read_text().splitlines()] for name in names]
     assert samples == [["a0", "a1", "b0", "b1"]] * 3
     assert "Training: simulated acceptance length" in (out / "comparison.html").read_text()
-    said = capsys.readouterr().out
-    assert "7.5 s" in said and f"comparison: {out / 'comparison.html'}" in said
-    assert all(name in said for name in names)
+    printed = capsys.readouterr().out
+    assert "7.5 s" in printed and f"comparison: {out / 'comparison.html'}" in printed
+    assert all(name in printed for name in names)
 
 
 def test_options_of_one_method_go_to_its_candidates(arguments, tmp_path):
@@ -141,7 +141,7 @@ def test_a_target_that_reads_no_trees_says_so_before_anything_is_measured(argume
     tiny_tokenizer().save_pretrained(tmp_path / "recurrent")
     keys = [f"target={tmp_path / 'recurrent'}", "drafts=[ngram+small,ngram]"]
     assert command(*arguments, *keys, "lookup_first.draft_tree={branching: [2]}") == ExitCode.USER_ERROR
-    assert refused_key((said := capsys.readouterr()).err) == "eval.tree" and "Measuring" not in said.err
+    assert refused_key((printed := capsys.readouterr()).err) == "eval.tree" and "Measuring" not in printed.err
     assert not (tmp_path / "out").exists()
 
 
@@ -176,8 +176,8 @@ def test_categories_have_rows_of_all_drafts(arguments, tmp_path):
 def test_a_draft_of_another_family_is_compared(arguments, tmp_path, capsys):
     family = (*arguments, "drafts=[foreign,small]", "num_prompts=2")
     assert command(*family) == ExitCode.USER_ERROR
-    said = capsys.readouterr().err
-    assert "error: drafts: got a draft of 256 tokens for a target of 260" in said and "heterogeneous_vocab=true" in said
+    printed = capsys.readouterr().err
+    assert "error: drafts: got a draft of 256 tokens for a target of 260" in printed and "heterogeneous_vocab=true" in printed
     assert command(*family, "heterogeneous_vocab=true") == ExitCode.DONE
     comparison = json.loads((tmp_path / "out" / "comparison.json").read_text())
     candidates = {candidate["name"]: candidate for candidate in comparison["candidates"]}
@@ -256,10 +256,10 @@ def test_a_history_that_cannot_be_read_is_said_before_anything_is_measured(argum
         assert command(*arguments, "drafts=[run/draft,ngram]") == ExitCode.USER_ERROR
     finally:
         path.write_text(json.dumps(HISTORY))
-    assert refused_key(said := capsys.readouterr().err) == "drafts" and "history.json" in said
+    assert refused_key(printed := capsys.readouterr().err) == "drafts" and "history.json" in printed
 
 
 def test_help_shows_the_launch_line_and_every_key(capsys):
     assert command("--help") == ExitCode.DONE
-    said = capsys.readouterr().out
-    assert "python eval/compare.py target=pico" in said and "short for target.model" in said
+    printed = capsys.readouterr().out
+    assert "python eval/compare.py target=pico" in printed and "short for target.model" in printed

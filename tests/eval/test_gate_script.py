@@ -108,4 +108,4 @@ def test_no_number_in_the_samples_is_refused_too(folder, capsys):
     timing = json.loads(row)["speculative"]["seconds"]
     samples.write_text("\n".join([row.replace(str(timing), "NaN"), *rest]))
     assert command(f"report={folder}") == ExitCode.USER_ERROR
-    assert "samples.jsonl" in (said := capsys.readouterr().err) and "NaN" in said
+    assert "samples.jsonl" in (printed := capsys.readouterr().err) and "NaN" in printed

@@ -143,8 +143,8 @@ def test_what_speaks_against_serving_a_draft_stands_before_the_command(folder: P
     judged["results"][0].update(speedup=0.87, speedup_ci95=[0.83, 0.91])
     (tmp_path / "report.json").write_text(json.dumps(judged))
     export(folder / "run" / "draft", "vllm", tmp_path / "out", report=tmp_path / "report.json")
-    said = served(tmp_path / "out")[1].partition("```bash")[0]
-    assert "1 of 2 rules failed: speedup" in said and "0.87" in said and "0.83 to 0.91" in said
+    printed = served(tmp_path / "out")[1].partition("```bash")[0]
+    assert "1 of 2 rules failed: speedup" in printed and "0.87" in printed and "0.83 to 0.91" in printed
     judged["gate"]["verdict"], judged["results"][0]["speedup"] = "passed", 1.2
     (tmp_path / "report.json").write_text(json.dumps(judged))
     export(folder / "run" / "draft", "vllm", tmp_path / "good", report=tmp_path / "report.json")

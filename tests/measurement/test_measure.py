@@ -53,7 +53,7 @@ def runs(target, proposer, simulated_clock):
 
 
 def stalled(function: Callable[..., object], call: int, monkeypatch: pytest.MonkeyPatch) -> Callable[..., object]:
-    """The function, during whose `call`th call half a second passes on a clock that goes on by a millisecond whenever it is read."""
+    """The function, during whose `call`th call half a second passes on a clock that advances by a millisecond whenever it is read."""
     seconds, calls = 0.0, 0
 
     def read() -> float:

@@ -76,9 +76,9 @@ def test_every_k_is_measured_at_every_load(draft, tmp_path, engine):
 def test_a_failure_leaves_nothing_running_and_says_why(draft, tmp_path, capsys):
     command = shlex.join([sys.executable, str(PROGRAM), "vllm", "--broken"])
     assert evaluate(tmp_path / "report", draft, "vllm", f"eval.engine_command={command}") == ExitCode.RESOURCE_ERROR
-    said = capsys.readouterr().err.strip().splitlines()
-    assert "ended with status 1" in said
-    assert said[-1].startswith("error: ") and "ValueError: this model has no draft and never had" in said[-1]
+    printed = capsys.readouterr().err.strip().splitlines()
+    assert "ended with status 1" in printed
+    assert printed[-1].startswith("error: ") and "ValueError: this model has no draft and never had" in printed[-1]
     assert not (tmp_path / "report" / "report.json").exists()
     ours = [process for process in psutil.process_iter(["cmdline"]) if str(tmp_path) in " ".join(process.info["cmdline"] or [])]
     assert not ours
@@ -104,7 +104,7 @@ def config(target):
 
 @pytest.mark.parametrize("made_for", ["pico", "another target"])
 def test_a_draft_on_the_hub_is_checked_by_its_config_alone(made_for, tmp_path, capsys):
-    """With the right one the command goes on to the server, which nobody has started."""
+    """With the right one the command continues to the server, which nobody has started."""
     target = dataclasses.asdict(TargetFiles.of("pico").identity) if made_for == "pico" else OTHER
     keys = ["target=pico", "method=eagle3", "suite=pico", "eval.engine=vllm", "eval.server=http://127.0.0.1:9"]
     with loopback_hub(tmp_path / "hub") as hub, hub.client(tmp_path / "home", token=None):

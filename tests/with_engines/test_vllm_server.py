@@ -80,8 +80,8 @@ def measured(trained: Callable[[str], Path], tmp_path_factory: pytest.TempPathFa
     """The folder of the report. Its speed is not what is tested here, so the gate may say either."""
     folder, before = tmp_path_factory.mktemp("measured") / "report", set(SHARED_MEMORY.glob("*"))
     with evaluating(trained("EAGLE-3.1"), folder) as side:
-        said = side.communicate()[1]
-    assert side.returncode in (ExitCode.DONE, ExitCode.CHECK_FAILED), said[-4000:]
+        printed = side.communicate()[1]
+    assert side.returncode in (ExitCode.DONE, ExitCode.CHECK_FAILED), printed[-4000:]
     assert set(SHARED_MEMORY.glob("*")) <= before
     return folder
 
