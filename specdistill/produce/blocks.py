@@ -1,9 +1,9 @@
 """Blocks: what generation is cut into, and the files that keep a block's answers and, when it is complete, its documents.
 
 A block is a share of `data.regenerate.num_tokens` with prompts and seeds of its own. How many there are follows from that number alone;
-what a block holds, from the recipe and its own number: not from who makes it, beside which others, or after how many kills.
+what a block holds, from the recipe and its own number: not from who makes it, alongside which others, or after how many kills.
 
-    block-00007.jsonl     answers as they come: a line of JSON for each task, or batch of tasks, behind a first one of whose they are
+    block-00007.jsonl     answers as they come: a first line that says of which recipe, then a line of JSON for each task, or batch of tasks
     block-00007.arrow     the documents of a complete block, which takes the place of its answers
 """
 
@@ -19,12 +19,12 @@ from typing import Any, NamedTuple
 
 from datasets import Value
 
-from specdistill.rows.arrow import on_disk
 from specdistill.rows.encoding import DOCUMENT_COLUMNS
+from specdistill.rows.files import on_disk
 
 VERSION = 1  # of what is generated from equal recipes
 TOKENS, FEWEST_TOKENS, MANY, MOST = 2**17, 2**10, 4, 4096  # of a block, and how many blocks
-# row: a hash of the source's row that the prompt is of, by which documents are split. asked: a user's words that the target generated.
+# row: a hash of the source's row that the prompt is of, by which documents are split. asked: a user's prompt that the target generated.
 BLOCK_COLUMNS = {**DOCUMENT_COLUMNS, "row": Value("int64"), "asked": Value("string")}
 
 
@@ -107,10 +107,8 @@ class AnswerFile:
 
     def add(self, made: Mapping[str, list[Answer]]) -> None:
         """Kept when this returns, all or none of them. Raises ResourceError when the disk is full."""
-        line = (
-            json.dumps({name: [asdict(it) for it in turns] for name, turns in made.items()}, ensure_ascii=False).encode()
-            + b"\n"
-        )
+        content = {name: [asdict(it) for it in turns] for name, turns in made.items()}
+        line = json.dumps(content, ensure_ascii=False).encode() + b"\n"
         with self._lock, on_disk(self.path.parent):
             start = self._file.tell()
             if self._file.write(line) != len(line):  # a full disk takes a part, and says so at the next write

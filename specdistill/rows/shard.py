@@ -45,7 +45,7 @@ Bytes = NDArray[np.uint8]
 
 
 class UnfitShardError(Exception):
-    """Why a file is not the shard that is wanted, in words that follow its name."""
+    """Why a file is not the shard that is wanted, as a clause that follows its name."""
 
 
 @dataclass(frozen=True)
@@ -72,15 +72,20 @@ class Origin:
         return torch.bfloat16 if self.stored == FP8 else getattr(torch, self.stored)
 
     @property
+    def vector_bytes(self) -> dict[str, int]:
+        """Bytes of a vector in each of the tensors that rows are read from."""
+        width: int = self.hidden_size * getattr(torch, self.stored).itemsize
+        return {"features": width, "scales": 4} if self.stored == FP8 else {"features": width}
+
+    @property
     def token_bytes(self) -> int:
-        """Of a token's features."""
-        width = self.hidden_size * getattr(torch, self.stored).itemsize
-        return int(self.num_features * (width + (4 if self.stored == FP8 else 0)))
+        """Bytes of a token's features."""
+        return self.num_features * sum(self.vector_bytes.values())
 
     def shapes(self, num_tokens: int) -> dict[str, list[int]]:
-        """Of the tensors that rows are read from."""
+        """Shapes of the tensors that rows are read from."""
         count = self.num_features * num_tokens
-        return {"features": [count, self.hidden_size], **({"scales": [count]} if self.stored == FP8 else {})}
+        return {name: [count, self.hidden_size] if name == "features" else [count] for name in self.vector_bytes}
 
     def header(self) -> dict[str, str]:
         return {HEADER: json.dumps({"version": VERSION, **asdict(self)}, sort_keys=True)}
@@ -159,7 +164,7 @@ class Shard:
         return np.cumsum([0, *map(len, self.rows)])
 
     def expect(self, index: int) -> None:
-        """Have the system fetch a row that is about to be read, beside others."""
+        """Have the system fetch a row that is about to be read, along with others."""
         for offset, count in self._places(index):
             first = offset // mmap.PAGESIZE * mmap.PAGESIZE
             _mapped(self.path).madvise(mmap.MADV_WILLNEED, first, offset + count - first)
@@ -189,9 +194,7 @@ class Shard:
     def _places(self, index: int) -> list[tuple[int, int]]:
         """(offset, number) of the bytes of a row's features, and of its scales."""
         start, count = (self.origin.num_features * int(number) for number in (self.starts[index], len(self.rows[index])))
-        width = self.origin.hidden_size * getattr(torch, self.origin.stored).itemsize
-        sizes = {"features": width, **({"scales": 4} if self.origin.stored == FP8 else {})}
-        return [(self.offsets[name] + size * start, size * count) for name, size in sizes.items()]
+        return [(self.offsets[name] + size * start, size * count) for name, size in self.origin.vector_bytes.items()]
 
 
 def write_shard(path: Path, origin: Origin, rows: Sequence[Tokens], features: Sequence[Tensor]) -> None:

@@ -1,11 +1,11 @@
 """Making rows: of a source as it is, and in blocks that the target generates, whoever makes them and after however many interruptions."""
 
-import fcntl
 import json
+import os
 import random
 import re
 import shutil
-import threading
+import socket
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,6 +22,7 @@ from specdistill.produce.blocks import Block, blocks
 from specdistill.produce.job import Job
 from specdistill.produce.make import make_blocks, make_rows, shard_of
 from specdistill.recipe.sections import DataConfig, RegenerateConfig
+from specdistill.rows.files import alone
 from specdistill.rows.row_set import MANIFEST, RowTarget, read_rows
 from tests.processes import run_processes
 from tests.produce.openai_server import Behaviour, running
@@ -115,18 +116,6 @@ def test_settings_and_rows_that_cannot_be_used(tmp_path: Path, rows: Any, settin
         opened(config_for(tmp_path, rows, **settings), generator())
 
 
-def test_a_large_preparation_is_costed_from_its_first_rows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("specdistill.rows.cache.LARGE", 300)
-    monkeypatch.setattr("specdistill.cost.shutil.disk_usage", lambda path: SimpleNamespace(free=50_000))
-    config = config_for(tmp_path, numbered(300))
-    with pytest.raises(ResourceError, match=r"preparing data.source takes about 86.4 kB in .*, whose disk has 50.0 kB left"):
-        opened(config)
-    assert opened(replace(config, force=True))
-    assert "the first 100 rows" in capsys.readouterr().err
-
-
 # ---- Rows in blocks
 
 
@@ -204,7 +193,7 @@ def test_an_interrupted_block_goes_on_to_the_same_bytes(tmp_path: Path, by_serve
 
 def test_greedy_rows_are_what_transformers_generates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From the beginnings of texts and from conversations by `apply_chat_template`, up to an end token."""
-    monkeypatch.setattr("specdistill.produce.transformers_backend.fast_dtype", lambda device: torch.float32)
+    monkeypatch.setattr("specdistill.produce.generate.fast_dtype", lambda device: torch.float32)
     target = generator(num_layers=2)
     config = replace(generating(tmp_path, temperatures=[0.0], num_tokens=600), packing=False)
     job = Job.of(config, target)
@@ -276,18 +265,18 @@ def test_blocks_that_lack_or_are_of_another_recipe_are_named(tmp_path: Path) -> 
     assert not (job.folder / MANIFEST).exists()
 
 
-def test_two_writers_wait_for_one_another_by_the_folder_s_name(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    config = config_for(tmp_path, numbered(20))
-    job = Job.of(config, row_target())
-    job.folder.parent.mkdir(parents=True)
-    with job.folder.with_name(f"{job.folder.name}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        other = threading.Thread(target=merge.merge, args=(job,))
-        other.start()
-        other.join(0.3)
-        assert other.is_alive() and not (job.folder / MANIFEST).exists()
-    other.join()
-    assert f"{job.folder}: another process writes it; waiting" in capfd.readouterr().err and (job.folder / MANIFEST).exists()
+def test_a_second_writer_is_refused_and_told_the_process_of_the_first(tmp_path: Path) -> None:
+    job = Job.of(generating(tmp_path), generator())
+    first = f"which process {os.getpid()} on {socket.gethostname()} is writing"
+    with alone(job.blocks / "block-00000.lock", "data.shard", job.blocks), refused("data.shard", holds=first):
+        make_blocks(job)
+    make_blocks(job)
+    with alone(job.folder.with_name(f"{job.folder.name}.lock"), "data.rows", job.folder):
+        with refused("data.rows", job.folder, holds=first):
+            merge.merge(job)
+        assert not (job.folder / MANIFEST).exists()
+    merge.merge(job)
+    assert (job.folder / MANIFEST).exists()
 
 
 SLURM = {"SLURM_ARRAY_TASK_ID": "14", "SLURM_ARRAY_TASK_MIN": "11", "SLURM_ARRAY_TASK_COUNT": "7"}

@@ -85,7 +85,6 @@ MOVING = (
     "{% endfor %}{% for m in messages %}{% if m.role == 'user' %}[INST]{% if loop.index == ns.last %}NOW {% endif %}"
     "{{ m.content }}[/INST]{% elif m.role == 'assistant' %}<think></think>{{ m.content }}</s>{% endif %}{% endfor %}"
 )
-UNFRAMED = ("moving", "harmony")  # of no fixed beginning or end of an answer
 UNTAGGED_TEMPLATES = {
     "pico": UNTAGGED,
     "chatml": CHATML,

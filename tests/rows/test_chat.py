@@ -20,7 +20,7 @@ from tests.tiny import tiny_tokenizer
 def test_the_assistant_s_turns_are_found(template: str, messages: Conversation, expected: list[str]) -> None:
     tokenizer = tiny_tokenizer(template)
     whole = render(tokenizer, messages)
-    spans = assistant_spans(lambda turns, prompt: render(tokenizer, turns, prompt), messages)
+    spans = assistant_spans(tokenizer, messages)
     assert [whole[start:end] for start, end in spans] == expected
 
 

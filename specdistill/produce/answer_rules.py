@@ -19,7 +19,7 @@ FEW_LETTERS, MOST, NONE = 20, 0.5, 0.01
 
 
 @dataclass(frozen=True)
-class Candidate:
+class CheckedAnswer:
     """An answer with its text and that of its context. special: token ids that the chat template alone writes."""
 
     answer: Answer
@@ -58,7 +58,7 @@ def in_another_script(text: str, context: str) -> bool:
     return count > MOST * own.total() and before[script] < NONE * before.total()
 
 
-Rules = Mapping[str, Callable[[Candidate], bool]]
+Rules = Mapping[str, Callable[[CheckedAnswer], bool]]
 
 # The names that data.regenerate.filter may list.
 RULES: Rules = {
@@ -79,7 +79,7 @@ class Counts:
     filtered: Counter[str] = field(default_factory=Counter)
     examples: dict[str, str] = field(default_factory=dict)
 
-    def keeps(self, candidate: Candidate, rules: Rules) -> bool:
+    def keeps(self, candidate: CheckedAnswer, rules: Rules) -> bool:
         """Whether an answer breaks no rule; the first that it breaks is counted."""
         broken = next((name for name, breaks in rules.items() if breaks(candidate)), None)
         if broken is None:
