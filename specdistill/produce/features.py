@@ -32,8 +32,19 @@ from specdistill.progress import progress
 from specdistill.recipe.sections import HiddenStatesConfig
 from specdistill.rows.files import alone, on_disk
 from specdistill.rows.packing import PADDING_DOCUMENT, collate
-from specdistill.rows.shard import HEADER_BYTES, Origin, Shard, Tokens, UnfitShardError, write_shard
-from specdistill.rows.store import KEY, PATTERN, FeatureStore, numpy_rows, opened, shard_name
+from specdistill.rows.store import (
+    HEADER_BYTES,
+    KEY,
+    PATTERN,
+    FeatureStore,
+    Origin,
+    Shard,
+    Tokens,
+    UnfitShardError,
+    numpy_rows,
+    shard_name,
+    write_shard,
+)
 from specdistill.targets.frozen import FrozenTarget
 from specdistill.targets.packed_rows import Documents
 
@@ -92,17 +103,10 @@ def by_target(target: FrozenTarget, aux_layers: Sequence[int], autocast: torch.d
 def by_servers(target: FrozenTarget, aux_layers: Sequence[int], addresses: Sequence[str], timeout: float) -> MakeFeatures:
     """Passes of vLLM servers of the target, between which the documents alternate. timeout: seconds that an answer may take.
 
-    The servers write the hidden states of every prompt to a folder (vLLM 0.32):
-
-    vllm serve TARGET --no-enable-prefix-caching \\
-      --speculative-config '{"method": "extract_hidden_states", "num_speculative_tokens": 1, "draft_model_config":
-        {"hf_config": {"eagle_aux_hidden_state_layer_ids": [2, 8, 13, 16]}}}' \\
-      --kv-transfer-config '{"kv_connector": "ExampleHiddenStatesConnector", "kv_role": "kv_producer",
-        "kv_connector_extra_config": {"shared_storage_path": "/a/folder"}}'
-
-    The layers are those that the draft reads, and the last one, 16 of 16 here. vLLM counts them as we do, passes them on in ascending
-    order, and takes the last before the target's final norm, which is applied here. The answer to a request for one token names a
-    safetensors file of `hidden_states` [L, layers, D] and `token_ids` [L]; the server holds a lock on a file next to it until it is whole.
+    The servers write the hidden states of every prompt to a folder (vLLM 0.32 with ExampleHiddenStatesConnector, started as docs/data.md says).
+    The layers are those that the draft reads, and the last one. vLLM counts them as we do, passes them on in ascending order, and takes the
+    last before the target's final norm, which is applied here. The answer to a request for one token names a safetensors file of
+    `hidden_states` [L, layers, D] and `token_ids` [L]; the server holds a lock on a file next to it until it is whole.
 
     Raises UserError for servers of other layers or another dtype, ResourceError when one fails.
     """
@@ -197,7 +201,7 @@ def fill(
                 advance(len(part))
         of_all(None)
     try:
-        return FeatureStore([opened(folder / name, origin) for name in shards], sets, origin)
+        return FeatureStore([Shard.open(folder / name, origin) for name in shards], sets, origin)
     except UnfitShardError as error:
         raise UserError(KEY, got=error, expected="a folder that all machines share") from error
 
@@ -237,11 +241,15 @@ def _complete(path: Path, rows: Dataset, origin: Origin, make: MakeFeatures, bat
     """Have a shard of these rows: the one that is there, if it is, or a new one. Whether it is new."""
     tokens = [Tokens.of(row) for row in numpy_rows(rows)]
     try:
-        _check(Shard.open(path, origin), tokens)
+        shard = Shard.open(path, origin)
+        if [row.key for row in shard.rows] != [row.key for row in tokens]:
+            raise UnfitShardError(path, "is of other rows")
+        for index in range(len(tokens)):
+            shard.checked(index)
         return False
     except UnfitShardError as error:
         if path.exists():
-            print(f"{path} {error}: it is made again", file=sys.stderr, flush=True)
+            print(f"{error}: it is made again", file=sys.stderr, flush=True)
     features: list[Tensor] = []
     for batch in rows.iter(batch_size):
         features += make([dict(zip(batch, row, strict=True)) for row in zip(*batch.values(), strict=True)])
@@ -253,11 +261,3 @@ def _cost(path: Path, rows: Dataset, seconds: float) -> Cost:
     """Of a shard that was made in so many seconds."""
     tokens, loss_tokens = sum(len(Tokens.of(row)) for row in numpy_rows(rows)), sum(map(sum, rows["loss_mask"]))
     return Cost(len(rows), tokens, loss_tokens, path.stat().st_size, seconds)
-
-
-def _check(shard: Shard, rows: Sequence[Tokens]) -> None:
-    """Raises UnfitShardError unless it holds these rows, whole."""
-    if [row.key for row in shard.rows] != [row.key for row in rows]:
-        raise UnfitShardError("is of other rows")
-    for index in range(len(rows)):
-        shard.checked(index)

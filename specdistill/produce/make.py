@@ -118,7 +118,7 @@ def make_blocks(job: Job, index: int = 0, count: int = 1) -> None:
         pool = stack.enter_context(ThreadPoolExecutor(AT_ONCE))  # ends after the backend, which stops what its threads wait for
         _ = job.sources  # read once, before threads share them
         backend = stack.enter_context(_backend(job))
-        made = partial(_make_block, job, backend=backend, sample=Sample(job, num_tokens, advance))
+        made = partial(_make_block, job, backend=backend, estimate=GenerationEstimate(job, num_tokens, advance))
         if job.config.regenerate.server:
             found: Iterator[Counts] = (it.result() for it in as_completed([pool.submit(made, block) for block in missing]))
         else:
@@ -145,7 +145,7 @@ def _backend(job: Job) -> Iterator[Backend]:
         logger.info("%s gave %d answers", server.address, server.num_answers)
 
 
-def _make_block(job: Job, block: Block, *, backend: Backend, sample: "Sample") -> Counts:
+def _make_block(job: Job, block: Block, *, backend: Backend, estimate: "GenerationEstimate") -> Counts:
     """A block from its first answer, or from where a killed process left it, to its documents."""
     path, config, target = job.blocks / f"{block.name}.arrow", job.config, job.target
     rules: Rules = {name: RULES[name] for name in config.regenerate.filter if config.regenerate.server}
@@ -161,7 +161,7 @@ def _make_block(job: Job, block: Block, *, backend: Backend, sample: "Sample") -
         if path.exists():
             return Counts()
         of_self = {}
-        with AnswerFile(path.with_suffix(".jsonl"), job.plan, sample.added) as known:
+        with AnswerFile(path.with_suffix(".jsonl"), job.plan, estimate.add) as known:
             for number, source in enumerate(job.sources[0]):
                 if source.is_self:
                     to_others = {"contaminated": lambda it: job.suite_index.overlap(user_row(it.text)) is not None}
@@ -179,26 +179,26 @@ def _make_block(job: Job, block: Block, *, backend: Backend, sample: "Sample") -
     return made.counts
 
 
-class Sample:
-    """The first answers, which say what the others will cost; `announce` tells that once."""
+class GenerationEstimate:
+    """What generation will cost, by its first answers; `announce` prints it once."""
 
     def __init__(self, job: Job, num_tokens: int, advance: Callable[[int], object]) -> None:
         self.job, self.num_tokens, self.advance = job, num_tokens, advance
-        self.begin, self.cost, self.is_told = time.monotonic(), Cost(0, 0, 0, 0, 0), False
-        self.lock = Lock()
+        self.begin, self.answers, self.tokens, self.generated, self.num_bytes = time.monotonic(), 0, 0, 0, 0
+        self.is_announced, self.lock = False, Lock()
 
-    def added(self, answers: Sequence[Answer], size: int) -> None:
-        """Raises ResourceError where the disk has no room for what is to come."""
-        tokens, contexts = (sum(map(len, part)) for part in zip(*((it.token_ids, it.context) for it in answers), strict=True))
-        self.advance(tokens)
-        num_bytes = size + PREPARED_BYTES * (contexts + tokens)
-        more = len(answers), contexts + tokens, tokens, num_bytes, 0.0
+    def add(self, answers: Sequence[Answer], size: int) -> None:
+        """Count answers that take `size` bytes. Raises ResourceError where the disk has no room for what is to come."""
+        generated = sum(len(it.token_ids) for it in answers)
+        self.advance(generated)
         with self.lock:
-            self.cost = Cost(*(one + other for one, other in zip(self.cost, more, strict=True)))
-            is_enough = self.cost.rows >= FIRST_ANSWERS or not self.job.config.regenerate.server
-            is_told, self.is_told = self.is_told, self.is_told or is_enough
-        if is_enough and not is_told and self.cost.loss_tokens:
-            seconds = time.monotonic() - self.begin
-            made = f"{self.cost.rows:,.0f} answers in {seconds:.1f} s"
-            cost = self.cost._replace(seconds=seconds).times(self.num_tokens / self.cost.loss_tokens)
-            announce("generating", cost, made, cache_folder(self.job.config.cache_dir), force=self.job.config.force)
+            self.answers, self.generated = self.answers + len(answers), self.generated + generated
+            self.tokens += generated + sum(len(it.context) for it in answers)
+            self.num_bytes += size
+            is_enough = self.answers >= FIRST_ANSWERS or not self.job.config.regenerate.server
+            if self.is_announced or not is_enough or not self.generated:
+                return
+            self.is_announced, seconds = True, time.monotonic() - self.begin
+        sample = Cost(self.answers, self.tokens, self.generated, self.num_bytes + PREPARED_BYTES * self.tokens, seconds)
+        basis, folder = f"{self.answers:,} answers in {seconds:.1f} s", cache_folder(self.job.config.cache_dir)
+        announce("generating", sample.times(self.num_tokens / self.generated), basis, folder, force=self.job.config.force)

@@ -168,7 +168,7 @@ def _from_sources(job: Job) -> SplitDocuments:
     train: list[int] = []
     for place, source in enumerate(sources):
         own = indices[(number[indices] == place) & ~is_held_out].tolist()
-        train += own * int(source.weight) + generator.sample(own, round(source.weight % 1 * len(own)))
+        train += own * int(source.entry.weight) + generator.sample(own, round(source.entry.weight % 1 * len(own)))
     if not train:
         raise UserError("data.source", got="weights that leave no row to train on", expected="larger weights")
     return SplitDocuments(documents.select(train), documents.select(indices[is_held_out]), filtered)

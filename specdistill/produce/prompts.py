@@ -87,7 +87,6 @@ def text_prompts(
     num_tokens: int,
     per_text: int,
     generator: random.Random,
-    *,
     part: tuple[int, int] = (0, 1),
     seed: int = 0,
 ) -> Iterator[GenerationPrompt]:
@@ -126,10 +125,8 @@ def prompts_of(
 ) -> tuple[list[GenerationPrompt], list[GenerationPrompt]]:
     """(conversations, texts) of the block's own rows; each source gives its weighted share of them. of_self: by the source's number."""
     settings = config.regenerate
-    sizes = [
-        len(of_self[number]) * block.num_blocks if number in of_self else len(it.rows) for number, it in enumerate(sources)
-    ]
-    weights = [source.weight * size for source, size in zip(sources, sizes, strict=True)]
+    own_sizes = {number: len(prompts) * block.num_blocks for number, prompts in of_self.items()}
+    weights = [source.entry.weight * own_sizes.get(number, len(source.rows)) for number, source in enumerate(sources)]
     shortest = row_lengths(config.max_length, settings.prompt_tokens)[0] - settings.prompt_tokens
     placed: list[list[tuple[float, GenerationPrompt]]] = [[], []]
     for number, (source, weight) in enumerate(zip(sources, weights, strict=True)):
@@ -141,21 +138,20 @@ def prompts_of(
         )
         order = list(range(len(source.rows)))
         random.Random(config.seed).shuffle(order)
-        own, *part = block.own(order)
+        own, first, num_sharing = block.own(order)
         shared = Dataset.select(source.rows, own)
-        generator = random.Random(f"{config.seed} {number} {own[0] if part[1] > 1 else block.number}")
+        generator = random.Random(f"{config.seed} {number} {own[0] if num_sharing > 1 else block.number}")
         texts = sum(row is not None for row in shared.with_format(None)["text"])
         chats = chat_prompts(shared, tokenizer, config.max_length // 2, filtered, config.seed)
         per_text = -(-2 * num_texts // max(1, texts))  # twice the need: some texts are short
-        how: dict[str, Any] = {"part": (part[0], part[1]), "seed": config.seed}
-        several = list(
-            islice(text_prompts(shared, tokenizer, settings.prompt_tokens, per_text, generator, **how), 2 * num_texts)
-        )
+        part = first, num_sharing
+        snippets = text_prompts(shared, tokenizer, settings.prompt_tokens, per_text, generator, part, config.seed)
+        several = list(islice(snippets, 2 * num_texts))
         generator.shuffle(several)
         several.sort(key=lambda prompt: not prompt.is_beginning)
         for kind, prompts in enumerate((islice(chats, num_chats), several)):
             placed[kind] += [
-                ((place + 0.5) / weight, replace(prompt, source=number, is_first=part[0] == 0 or kind == 1))
+                ((place + 0.5) / weight, replace(prompt, source=number, is_first=first == 0 or kind == 1))
                 for place, prompt in enumerate(prompts)
             ]
     # More prompts than will be needed: as many of the first ones are of each source as its weight says.

@@ -39,6 +39,7 @@ EXCHANGES = (
     ("question", "answer"),
 )
 PROMPTS = tuple(dict.fromkeys(question for question, _ in EXCHANGES))
+ANSWERS = {prompt: {answer for question, answer in EXCHANGES if question == prompt} for prompt in PROMPTS}
 KNOWN_COLUMNS = ("text", *CONVERSATIONS, "instances", *dict.fromkeys(name for pair in EXCHANGES for name in pair))
 READ = (*KNOWN_COLUMNS, "system", "input", "context")
 INSTANCES = ("instruction", "instances")
@@ -60,11 +61,6 @@ class Source:
     rows: Dataset
     entry: SourceEntry
     key: str
-
-    @property
-    def weight(self) -> float:
-        """1 uses every row once, 0.5 half of them, 2 each twice."""
-        return self.entry.weight
 
     @property
     def is_self(self) -> bool:
@@ -202,6 +198,7 @@ def normalise(row: Mapping[str, Any], where: str) -> Iterator[dict[str, Any]]:
     present = {column: value for column, value in row.items() if value}
     conversation = next((present[column] for column in CONVERSATIONS if column in present), None)
     exchange = next((pair for pair in EXCHANGES if pair[0] in present and pair[1] in present), None)
+    context = present.get("input") or present.get("context")
     if conversation is not None:
         messages = _conversation(conversation, where)
         if messages and messages[0]["role"] != "system" and isinstance(present.get("system"), str):
@@ -213,15 +210,10 @@ def normalise(row: Mapping[str, Any], where: str) -> Iterator[dict[str, Any]]:
         for instance in present["instances"]:
             yield _exchange(present["instruction"], instance.get("input"), instance.get("output"), where)
     elif exchange is not None:
-        context = present.get("input") or present.get("context")
         yield _exchange(present[exchange[0]], context, present[exchange[1]], where)
-    elif question := next((name for name in PROMPTS if name in present and not _answers_to(name) & row.keys()), None):
-        turns = _exchange(present[question], present.get("input") or present.get("context"), None, where)["messages"]
+    elif question := next((name for name in PROMPTS if name in present and not ANSWERS[name] & row.keys()), None):
+        turns = _exchange(present[question], context, None, where)["messages"]
         yield {"text": None, "messages": turns[:1]}  # for the target to answer
-
-
-def _answers_to(question: str) -> set[str]:
-    return {answer for asked, answer in EXCHANGES if asked == question}
 
 
 def _load(source: str, split: str, name: str | None, revision: str | None, key: str, cache_dir: str | None) -> Any:
@@ -250,9 +242,8 @@ def _load_file(path: Path, split: str, key: str, cache_dir: str | None) -> Any:
         near = siblings.get(nearest(path.stem, siblings) or "")
         raise UserError(key, got=f"{path}, which does not exist", expected="a file", nearest=near)
     if path.stat().st_size == 0:
-        raise UserError(key, got=f"{path}, which is empty", expected="a file with rows")
-    base, _, _ = split.partition("[")  # `train[:100]` is a slice of the only split a file has
-    if base != "train":
+        raise UserError(key, got=f"{path}, which holds no rows", expected="a dataset with rows")
+    if split.partition("[")[0] != "train":  # `train[:100]` is a slice of the only split a file has
         raise UserError("data.split", got=split, expected=f"train, the only split of the file {path.name}")
     try:
         with quiet():

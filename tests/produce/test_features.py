@@ -73,8 +73,8 @@ def test_damaged_missing_and_other_shards_are_made_again_by_name(tmp_path: Path,
     assert make.num_made == 12
     assert contents(tmp_path / "store") == contents(tmp_path / "whole")
     said = capsys.readouterr().err
-    assert f"{NAMES[0]} is damaged (row 2): it is made again" in said
-    assert f"{NAMES[2]} is of other features: weights c for aaaaaaaaaaaa: it is made again" in said
+    assert f"{NAMES[0]}, which is damaged (row 2): it is made again" in said
+    assert f"{NAMES[2]}, which is of other features: weights c for aaaaaaaaaaaa: it is made again" in said
     assert NAMES[1] not in said and NAMES[3] not in said
     batch, expected = batch_of(store, SETS[0], [2, 9])  # and not what was mapped before
     assert batch["features"].equal(expected)
@@ -87,7 +87,7 @@ def test_other_rows_take_the_place_of_those_that_were_there(tmp_path: Path, caps
     assert make.num_made == 13 and sorted(contents(tmp_path)) == NAMES
     assert "5 shards of other rows are removed" in capsys.readouterr().err
     filled(tmp_path, [packed(10, seed=9), SETS[1]], origin(), make)
-    assert f"{NAMES[1]} is of other rows: it is made again" in capsys.readouterr().err
+    assert f"{NAMES[1]}, which is of other rows: it is made again" in capsys.readouterr().err
     assert FeatureStore.open(tmp_path, [packed(10, seed=9), SETS[1]], origin()).num_missing == 0
 
 

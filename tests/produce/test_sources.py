@@ -103,7 +103,7 @@ def test_pico_is_modules_and_chats_of_one_split(tmp_path: Path) -> None:
 def test_a_list_of_sources_with_weights(tmp_path: Path) -> None:
     first, second = (written(tmp_path / f"{name}.jsonl", [{"text": name}]) for name in "ab")
     found = loaded([{"source": first, "weight": 2}, {"source": second}], tmp_path)
-    assert [(source.rows["text"][0], source.weight, source.key) for source in found] == [
+    assert [(source.rows["text"][0], source.entry.weight, source.key) for source in found] == [
         ("a", 2.0, "data.source[0].source"),
         ("b", 1.0, "data.source[1].source"),
     ]
@@ -160,7 +160,7 @@ def test_sources_that_are_named_wrongly(source: Any, key: str, got: str) -> None
 @pytest.mark.parametrize(
     ("ending", "content", "message"),
     [
-        ("jsonl", b"", "which is empty"),
+        ("jsonl", b"", "which holds no rows"),
         ("json", b"[]", "which holds no rows"),
         ("jsonl", b'{"text": "a"}\n\n{"text": "b"\n{"text": "c"}\n', r"rows.jsonl, line 3, column 13: Expecting ',' delimiter"),
         ("jsonl", b'{"text": "a"}\n["b"]\n', "rows.jsonl, line 2: a list, which is no object"),

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from specdistill.produce.features import MakeFeatures, Rows, fill
 from specdistill.rows.packing import collate
-from specdistill.rows.shard import Origin, Tokens
-from specdistill.rows.store import FeatureStore
+from specdistill.rows.store import FeatureStore, Origin, Tokens
 
 LENGTH = 24
 
