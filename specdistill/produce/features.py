@@ -103,7 +103,7 @@ def by_target(target: FrozenTarget, aux_layers: Sequence[int], autocast: torch.d
 def by_servers(target: FrozenTarget, aux_layers: Sequence[int], addresses: Sequence[str], timeout: float) -> MakeFeatures:
     """Passes of vLLM servers of the target, between which the documents alternate. timeout: seconds that an answer may take.
 
-    The servers write the hidden states of every prompt to a folder (vLLM 0.32 with ExampleHiddenStatesConnector, started as docs/data.md says).
+    The servers write the hidden states of every prompt to a folder (vLLM 0.32, started as docs/data.md says).
     The layers are those that the draft reads, and the last one. vLLM counts them as we do, passes them on in ascending order, and takes the
     last before the target's final norm, which is applied here. The answer to a request for one token names a safetensors file of
     `hidden_states` [L, layers, D] and `token_ids` [L]; the server holds a lock on a file next to it until it is whole.

@@ -13,7 +13,7 @@ from specdistill.produce.blocks import AnswerFile
 from specdistill.produce.make import make_rows
 from specdistill.recipe.sections import DataConfig
 from specdistill.rows.packing import collate
-from specdistill.rows.row_set import RowTarget, open_rows
+from specdistill.rows.row_set import Manifest, RowTarget, open_rows, place_of, read_rows
 from tests.tiny import tiny_target_model, tiny_tokenizer
 
 
@@ -39,6 +39,10 @@ def replace(config: Any, **changes: Any) -> Any:
 
 def opened(config: DataConfig, target: RowTarget | None = None, make: Any = make_rows) -> tuple[Dataset, Dataset]:
     return open_rows(config, target or row_target(), make=make)
+
+
+def manifest_of(config: DataConfig, target: RowTarget | None = None) -> Manifest:
+    return read_rows(place_of(config, target or row_target(), ()))[2]
 
 
 def numbered(count: int) -> list[dict[str, str]]:

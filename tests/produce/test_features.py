@@ -30,16 +30,6 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "lock"}
 
 
-def test_a_store_is_made_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    make = Counting(origin())
-    store = filled(tmp_path, SETS, origin(), make)
-    assert (make.num_made, store.num_rows, store.num_missing) == (13, 13, 0)
-    assert sorted(contents(tmp_path)) == NAMES
-    filled(tmp_path, SETS, origin(), make)
-    assert make.num_made == 13
-    assert "made again" not in capsys.readouterr().err
-
-
 def test_what_a_store_costs_is_said_after_its_first_shard(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

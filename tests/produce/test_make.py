@@ -23,7 +23,7 @@ from specdistill.produce.job import Job
 from specdistill.produce.make import make_blocks, make_rows, shard_of
 from specdistill.recipe.sections import DataConfig, RegenerateConfig
 from specdistill.rows.files import alone
-from specdistill.rows.row_set import MANIFEST, RowTarget, read_rows
+from specdistill.rows.row_set import MANIFEST, RowTarget
 from tests.processes import run_processes
 from tests.produce.openai_server import Behaviour, running
 from tests.produce.row_sets import (
@@ -32,6 +32,7 @@ from tests.produce.row_sets import (
     contents,
     generator,
     killed,
+    manifest_of,
     numbered,
     opened,
     replace,
@@ -46,21 +47,14 @@ GENERATED = RegenerateConfig(num_tokens=300, prompt_tokens=4, batch_size=8)
 # ---- Rows of a source as it is
 
 
-def test_documents_are_split_before_they_are_packed(tmp_path: Path) -> None:
-    config = config_for(tmp_path, numbered(20))
-    kept, held_out = map(texts_in, opened(config))
-    assert sorted(kept + held_out) == [row["text"] for row in numbered(20)] and held_out
-    assert sorted(texts_in(opened(replace(config, seed=1))[0])) != sorted(kept)
-
-
 def test_more_rows_move_none_to_the_other_side_and_equal_ones_are_on_one(tmp_path: Path) -> None:
-    """By hash, the default. A sample of exactly the share draws anew."""
+    """By hash, the default. A sample of exactly the share is drawn again."""
 
     def halves(rows: list[dict[str, Any]], **settings: Any) -> list[set[str]]:
         return [set(texts_in(half)) for half in opened(config_for(tmp_path, rows, **settings))]
 
     train, validation = halves(numbered(100))
-    assert 10 <= len(validation) <= 30
+    assert 10 <= len(validation) <= 30 and len(train | validation) == 100 and train != halves(numbered(100), seed=1)[0]
     more = [{"text": f"another {number}"} for number in range(50)]
     later_train, later_validation = halves([*more, *reversed(numbered(100)), *numbered(100)])
     assert train < later_train and validation < later_validation and not later_train & later_validation
@@ -87,8 +81,7 @@ def test_weights_repeat_the_training_rows_of_a_source(tmp_path: Path) -> None:
     others = [kept.count(f"other {number:03d}") for number in range(10)]
     assert set(repeated) <= {0, 2, 3} and repeated.count(3) in (4, 5) and set(others) == {0, 1} and sum(others) in (4, 5)
     assert len(texts_in(validation)) == 2 and not set(texts_in(validation)) & set(kept)
-    *_, manifest = read_rows(Job.of(config, row_target()).folder)
-    assert [source.documents for source in manifest.sources] == [sum(repeated), sum(others)]
+    assert [source.documents for source in manifest_of(config).sources] == [sum(repeated), sum(others)]
 
 
 def test_long_conversations_are_cut_and_stay_on_one_side(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -99,7 +92,7 @@ def test_long_conversations_are_cut_and_stay_on_one_side(tmp_path: Path, caplog:
     assert all(numbers) and not set(numbers[0]) & set(numbers[1])
     assert sorted(numbers[0] + numbers[1]) == sorted([str(number) for number in range(12)] * 3)
     assert "12 of 12 rows are conversations longer than data.max_length=64 tokens and are cut at their turns" in caplog.text
-    assert read_rows(Job.of(config, row_target()).folder)[2].filtered == {"too_long": 1}
+    assert manifest_of(config).filtered == {"too_long": 1}
 
 
 @pytest.mark.parametrize(
@@ -230,8 +223,7 @@ def test_the_target_generates_once_for_equal_inputs(tmp_path: Path) -> None:
     assert not calls  # the same text, packed otherwise
     opened(replace(config, seed=1), target)
     assert calls
-    config_rows = read_rows(Job.of(config, target).folder)[2]
-    assert config_rows.generation is not None and config_rows.generation["num_tokens"] == 300
+    assert (manifest_of(config, target).generation or {})["num_tokens"] == 300
 
 
 def test_a_few_prompts_are_of_every_source_by_its_weight_and_of_one_half(tmp_path: Path) -> None:

@@ -245,8 +245,6 @@ def test_what_servers_generate_and_near_duplicates_of_other_blocks_are_filtered(
         ("self", {}, "data.source", "self, which gave no prompt that is kept"),
         ("self", {"columns": {"text": "body"}}, "data.columns", "{'text': 'body'} with the source self alone"),
         ([{"source": "self", "where": {"a": 1}}], {}, "data.source[0].where", "{a: 1}"),
-        ([{"source": "pico", "system": ["Sums."]}], {}, "data.source[0].system", ""),
-        ([{"source": "self", "temperature": 0}], {}, "data.source[0].temperature", "0"),
     ],
 )
 def test_settings_that_cannot_be_used(tmp_path: Path, source: Any, settings: dict[str, Any], key: str, got: str) -> None:

@@ -55,6 +55,11 @@ def turns_of(row: Mapping[str, Any]) -> Turns | str:
         ({"instruction": "do", "input": "this", "output": "done"}, [("user", "do\n\nthis"), ("assistant", "done")]),
         ({"instruction": "do", "context": "", "response": "done"}, [("user", "do"), ("assistant", "done")]),
         ({"prompt": "p", "completion": "c"}, [("user", "p"), ("assistant", "c")]),
+        ({"instruction": "do", "input": "this"}, [("user", "do\n\nthis")]),  # for the target to answer
+        (
+            {"messages": [{"role": role, "content": "c"} for role in ("system", "assistant", "user", "assistant", "assistant", "tool")]},
+            [(role, "c") for role in ("system", "user", "assistant", "assistant", "tool")],
+        ),
     ],
 )  # fmt: skip
 def test_forms_of_a_row(row: Mapping[str, Any], expected: Turns | str) -> None:
@@ -65,7 +70,7 @@ def test_one_instruction_with_several_instances_is_several_conversations() -> No
     row = {"instruction": "do", "instances": [{"input": "", "output": "a"}, {"input": "x", "output": "b"}]}
     contents = [[message["content"] for message in made["messages"]] for made in normalise(row, "row 0")]
     assert contents == [["do", "a"], ["do\n\nx", "b"]]
-    assert list(normalise({"text": "", "messages": []}, "row 0")) == []
+    assert [*normalise({"text": "", "messages": []}, "row 0"), *normalise({"prompt": "p", "response": ""}, "row 1")] == []
 
 
 @pytest.mark.parametrize("ending", ["jsonl", "json", "parquet"])
@@ -148,13 +153,18 @@ def test_an_entry_takes_the_rows_that_it_asks_for(tmp_path: Path, caplog: pytest
         ([{"source": "pico", "wieght": 2}], "[0].wieght", "an unknown key"),
         ([{"source": "pico", "weight": 0}], "[0].weight", "0"),
         ([{"source": "pico", "weight": math.inf}], "[0].weight", "inf"),
-        ([{"source": "missing.json"}], "[0].source", "missing.json, which does not exist"),
     ],
 )
 @pytest.mark.usefixtures("in_empty_folder")
 def test_sources_that_are_named_wrongly(source: Any, key: str, got: str) -> None:
     with refused(f"data.source{key}", got):
         loaded(source)
+
+
+def test_a_missing_file_names_its_neighbour(tmp_path: Path) -> None:
+    path = written(tmp_path / "chats.jsonl", [{"text": "a"}])
+    with pytest.raises(UserError, match=f"chat.jsonl, which does not exist, .*did you mean {path}"):
+        load_rows(str(tmp_path / "chat.jsonl"), "train")
 
 
 @pytest.mark.parametrize(
@@ -171,8 +181,6 @@ def test_sources_that_are_named_wrongly(source: Any, key: str, got: str) -> None
         ("jsonl", b'{"txt": "a", "id": 1}\n', "columns txt, id, expected text, messages, .*; did you mean text"),
         ("jsonl", b'{"text": ""}\n', "whose rows are all empty"),
         ("jsonl", b'{"text": "a"}\n{"text": 4}\n', "does not read as json|row 1: got text of type int"),
-        ("jsonl", b'{"messages": [{"role": "usr", "content": "q"}]}\n', "row 0: got the role 'usr', .*; did you mean user"),
-        ("jsonl", b'{"messages": "hello"}\n', "row 0: got a conversation of type str"),
     ],
 )
 def test_files_that_cannot_be_used(tmp_path: Path, ending: str, content: bytes, message: str) -> None:
@@ -183,28 +191,18 @@ def test_files_that_cannot_be_used(tmp_path: Path, ending: str, content: bytes, 
 
 
 @pytest.mark.parametrize(
-    ("roles", "message"),
+    ("messages", "message"),
     [
+        ("hello", "a conversation of type str"),
+        ([{"role": "usr", "content": "c"}], "the role 'usr'"),
         (["system", "user", "assistant", "user", "user"], "two turns of the user in a row, numbers 3 and 4"),
         (["system", "tool", "user"], "turns tool, … that no turn of the user comes before"),
     ],
 )
-def test_roles_out_of_order(roles: Sequence[str], message: str) -> None:
+def test_conversations_that_cannot_be_used(messages: Any, message: str) -> None:
+    turns = [{"role": it, "content": "c"} if isinstance(it, str) else it for it in messages]
     with refused("row 0", message):
-        turns_of({"messages": [{"role": role, "content": "c"} for role in roles]})
-
-
-def test_a_greeting_answers_nobody() -> None:
-    turns = [("system", "s"), ("assistant", "hi"), ("user", "q"), ("assistant", "a"), ("assistant", "and b"), ("tool", "t")]
-    row = {"messages": [{"role": role, "content": content} for role, content in turns]}
-    assert turns_of(row) == [turns[0], *turns[2:]]
-
-
-def test_prompts_without_answers_are_for_the_target_to_answer(tmp_path: Path) -> None:
-    path = written(tmp_path / "rows.jsonl", [{"instruction": "do", "input": "this"}, {"instruction": "do", "input": ""}])
-    rows = load_rows(path, "train", cache_dir=str(tmp_path))
-    assert [[turn["content"] for turn in turns] for turns in rows["messages"]] == [["do\n\nthis"], ["do"]]
-    assert list(normalise({"prompt": "p", "response": ""}, "row 0")) == []
+        turns_of({"messages": messages if isinstance(messages, str) else turns})
 
 
 def test_columns_say_what_a_source_calls_ours(tmp_path: Path) -> None:
@@ -251,12 +249,6 @@ def test_the_command_says_in_a_line_what_is_wrong_with_a_file(tmp_path: Path, te
     ended = specdistill("data", "recipe=small/eagle3", *input_keys(tmp_path), "data.regenerate=null", "data.num_proc=2")
     assert ended.returncode == ExitCode.USER_ERROR and "Traceback" not in ended.stderr
     assert refused_key(ended.stderr) == key
-
-
-def test_a_missing_file_names_its_neighbour(tmp_path: Path) -> None:
-    path = written(tmp_path / "chats.jsonl", [{"text": "a"}])
-    with pytest.raises(UserError, match=f"did you mean {path}"):
-        load_rows(str(tmp_path / "chat.jsonl"), "train")
 
 
 def test_what_the_hub_does_not_give_is_an_outside_failure(tmp_path: Path) -> None:

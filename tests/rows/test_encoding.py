@@ -1,4 +1,4 @@
-"""Rows to documents: loss masks however a template marks the assistant's turns, and conversations cut at their turns."""
+"""Rows to documents: loss masks however a template marks the assistant's turns, prompts, and conversations cut at their turns."""
 
 import itertools
 import json
@@ -13,17 +13,20 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from specdistill.errors import UserError
 from specdistill.produce.sources import normalise
-from specdistill.rows.chat import assistant_spans, render
+from specdistill.rows.chat import assistant_spans, prompt_ids, render
 from specdistill.rows.encoding import GENERATION_TAG, Encoder
 from tests.produce.row_sets import chat
 from tests.refusals import refused
 from tests.rows.templates import (
     CHATML,
     GEMMA,
+    MOVING,
     TAGGED,
+    THOUGHT_AT_THE_END,
     TWO_TURNS,
     UNTAGGED,
     UNTAGGED_TEMPLATES,
+    WITHOUT_TURN_ENDS,
     Conversation,
     conversations,
 )
@@ -85,16 +88,32 @@ def test_a_token_carries_loss_where_it_overlaps_a_turn_of_the_assistant(name: st
 
 
 @pytest.mark.parametrize(
+    ("template", "messages", "expected"),
+    [
+        # The prompt opens the thought, so that the assistant writes what follows; turns before the last have none.
+        (THOUGHT_AT_THE_END, TWO_TURNS[1:], ["Hello — you?<|im_end|>", "\n</think>\n\nBye, assistant!<|im_end|>"]),
+        (WITHOUT_TURN_ENDS, TWO_TURNS, ["Hello — you?", "Bye, assistant!"]),  # no loss at the next header
+        # No prefix of the conversation renders as such.
+        (MOVING, TWO_TURNS, ["Hello — you?</s>", "Bye, assistant!\n</s>"]),
+    ],
+)
+def test_the_assistant_s_turns_are_found(template: str, messages: Conversation, expected: list[str]) -> None:
+    tokenizer = tiny_tokenizer(template)
+    whole = render(tokenizer, messages)
+    spans = assistant_spans(tokenizer, messages)
+    assert [whole[start:end] for start, end in spans] == expected
+
+
+def test_a_prompt_stops_where_the_assistant_is_to_begin() -> None:
+    tokenizer, said = tiny_tokenizer(TAGGED), "<|user|>\nBe brief.<|end|><|user|>\nHi<|end|><|assistant|>\n"
+    assert prompt_ids(tokenizer, TWO_TURNS) == tokenizer(said)["input_ids"]
+
+
+@pytest.mark.parametrize(
     "messages",
     [
         TWO_TURNS,
         [{"role": "user", "content": "say it again: Hi"}, {"role": "assistant", "content": "Hi"}],
-        [{"role": "user", "content": "x"}, {"role": "assistant", "content": ""}],
-        [
-            {"role": "user", "content": " "},
-            {"role": "assistant", "content": "  \n indented\n"},
-            {"role": "tool", "content": "{}"},
-        ],
         *conversations(20, seed=1),
     ],
 )
