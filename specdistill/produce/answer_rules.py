@@ -1,8 +1,8 @@
 """Answers that no draft should learn from: found by rule, and counted by the first rule that they break.
 
-refused: the server refused the question, or its text is tokenised otherwise than it was generated. empty: nothing but space. truncated:
+refused: the server refused the question, or the tokens of its text give another text. empty: nothing but space. truncated:
 cut by the length limit (of texts all are, and stay). looping: the end repeats itself. off_template: tokens that only the chat template
-writes, before the end. wrong_language: letters of another script than all that was said before.
+writes, before the end. wrong_language: letters of another script than all that came before.
 """
 
 import unicodedata
@@ -29,7 +29,7 @@ class CheckedAnswer:
     special: frozenset[int]
 
     @property
-    def said(self) -> Sequence[int]:
+    def content(self) -> Sequence[int]:
         """Its tokens without one that ends it."""
         ids = self.answer.token_ids
         return ids[:-1] if ids and ids[-1] in self.special else ids
@@ -65,8 +65,8 @@ RULES: Rules = {
     "refused": lambda it: it.answer.error is not None,
     "empty": lambda it: not it.text.strip(),
     "truncated": lambda it: not it.is_text and it.answer.reason == "length",
-    "looping": lambda it: loops(it.said),
-    "off_template": lambda it: not it.special.isdisjoint(it.said),
+    "looping": lambda it: loops(it.content),
+    "off_template": lambda it: not it.special.isdisjoint(it.content),
     "wrong_language": lambda it: not it.is_text and in_another_script(it.text, it.context),
 }
 

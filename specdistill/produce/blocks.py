@@ -72,7 +72,7 @@ class Answer:
 class AnswerFile:
     """The answers of a block by the names of their tasks, each an assistant's turn after the other. `with` opens the file; threads may add.
 
-    plan: of the recipe; what another left in the file is dropped, as is a line that a kill cut short. added: is told of the new ones.
+    plan: of the recipe; what another left in the file is dropped, and so is a line that a kill cut short. added: is given new answers.
     """
 
     def __init__(self, path: Path, plan: str, added: Callable[[Sequence[Answer], int], object] = lambda answers, size: None):

@@ -258,6 +258,6 @@ def _complete(path: Path, rows: Dataset, origin: Origin, make: MakeFeatures, bat
 
 
 def _cost(path: Path, rows: Dataset, seconds: float) -> Cost:
-    """Of a shard that was made in so many seconds."""
+    """The cost of a shard that was made in these seconds."""
     tokens, loss_tokens = sum(len(Tokens.of(row)) for row in numpy_rows(rows)), sum(map(sum, rows["loss_mask"]))
     return Cost(len(rows), tokens, loss_tokens, path.stat().st_size, seconds)

@@ -49,9 +49,9 @@ def documents(answers: Sequence[Answer], *, all_tokens: bool) -> list[dict[str, 
         if answer.context[: len(ids)] != ids or not ids:
             ids, mask = [], []
             rows.append((ids, mask))
-        told = answer.context[len(ids) :]
-        ids += [*told, *answer.token_ids]
-        mask += [int(all_tokens)] * len(told) + [1] * len(answer.token_ids)
+        context = answer.context[len(ids) :]
+        ids += [*context, *answer.token_ids]
+        mask += [int(all_tokens)] * len(context) + [1] * len(answer.token_ids)
     return [{"input_ids": ids, "loss_mask": mask, "length": len(ids)} for ids, mask in rows]
 
 
@@ -60,7 +60,7 @@ class BlockOutput:
     """What a block's answers have given so far. rows: documents with BLOCK_COLUMNS. wanted: tokens that are to come; tokens: that came."""
 
     rules: Rules
-    candidate: Callable[[GenerationTask, Answer], CheckedAnswer]
+    checked: Callable[[GenerationTask, Answer], CheckedAnswer]
     all_tokens: bool
     rows: list[dict[str, Any]] = field(default_factory=list)
     counts: Counts = field(default_factory=Counts)
@@ -73,8 +73,8 @@ class BlockOutput:
         return max(0.0, ENOUGH * self.wanted - self.tokens)
 
     def add(self, task: GenerationTask, answers: Sequence[Answer]) -> None:
-        """An answer that breaks a rule is filtered, with what was said after it, and does not count. Raises UserError where all are."""
-        kept = list(takewhile(lambda answer: self.counts.keeps(self.candidate(task, answer), self.rules), answers))
+        """An answer that breaks a rule is filtered, with the turns after it, and does not count. Raises UserError where all are."""
+        kept = list(takewhile(lambda answer: self.counts.keeps(self.checked(task, answer), self.rules), answers))
         prompt = task.prompt
         for row in documents(kept, all_tokens=self.all_tokens or not prompt.messages):
             self.rows.append({**row, "source": prompt.source, "row": prompt.row, "asked": prompt.asked})
@@ -83,7 +83,7 @@ class BlockOutput:
         if self.barren == MOST_BARREN:
             ((rule, _),) = self.counts.filtered.most_common(1)
             example = self.counts.examples[rule][:80]
-            got = f"rules that {MOST_BARREN} answers in a row broke, most of all {rule}, as {example!r}"
+            got = f"rules that {MOST_BARREN} answers in a row broke, most of all {rule}, e.g. {example!r}"
             raise UserError("data.regenerate.filter", got=got, expected="some to keep")
 
 

@@ -150,13 +150,13 @@ def _make_block(job: Job, block: Block, *, backend: Backend, estimate: "Generati
     path, config, target = job.blocks / f"{block.name}.arrow", job.config, job.target
     rules: Rules = {name: RULES[name] for name in config.regenerate.filter if config.regenerate.server}
     tokenizer = copy.deepcopy(target.tokenizer)  # of this thread alone
-    words = ServerTokenizer(tokenizer, target.end_ids, {})
+    decoder = ServerTokenizer(tokenizer, target.end_ids, {})
 
-    def candidate(task: GenerationTask, answer: Answer) -> CheckedAnswer:
-        texts = (words.text(answer.token_ids), words.text(answer.context)) if rules else ("", "")
-        return CheckedAnswer(answer, *texts, not task.prompt.messages, words.special)
+    def checked(task: GenerationTask, answer: Answer) -> CheckedAnswer:
+        texts = (decoder.text(answer.token_ids), decoder.text(answer.context)) if rules else ("", "")
+        return CheckedAnswer(answer, *texts, not task.prompt.messages, decoder.special)
 
-    made = BlockOutput(rules, candidate, config.loss_mask == "all")
+    made = BlockOutput(rules, checked, config.loss_mask == "all")
     with alone(path.with_suffix(".lock"), "data.shard", path):
         if path.exists():
             return Counts()

@@ -135,17 +135,17 @@ def _alike(asked: Sequence[Sequence[str | None]]) -> NDArray[np.bool_]:
     found: list[bool] = []
     for block in asked:
         is_alike: dict[str | None, bool] = {None: False}
-        for words in block:
-            if words is not None and words not in is_alike:
-                is_alike[words] = near.original(user_row(words), (0, len(own))) is not None
-                own.append(words)
-        found += [is_alike[words] for words in block]
+        for prompt in block:
+            if prompt is not None and prompt not in is_alike:
+                is_alike[prompt] = near.original(user_row(prompt), (0, len(own))) is not None
+                own.append(prompt)
+        found += [is_alike[prompt] for prompt in block]
     return np.array(found, bool)
 
 
 def _no_documents(job: Job) -> UserError:
     if any(source.is_self for source in job.sources[0]):
-        expected = "a target that generates a user's turn, as instruct models do, or prompts of your own: a file or a Hub id"
+        expected = "a target that generates a user's turn (instruct models do), or prompts of your own: a file or a Hub id"
         return UserError("data.source", got="self, which gave no prompt that is kept", expected=expected)
     num_tokens, max_length = job.config.regenerate.prompt_tokens, job.config.max_length
     expected = f"texts of {num_tokens} tokens (data.regenerate.prompt_tokens) or questions of half of it at most"

@@ -74,7 +74,7 @@ class _PartialPrompt:
             if not self.has_ended:
                 self.ids.append(token)
 
-    def candidate(self, tokenizer: Any) -> CheckedAnswer:
+    def checked(self, tokenizer: Any) -> CheckedAnswer:
         """For the rules. Of a template whose turns end in plain text, that ends a prompt as well as a token does."""
         ids, is_whole = self.ids, self.has_ended
         text = str(tokenizer.decode(ids[:-1] if is_whole else ids, skip_special_tokens=False))
@@ -122,7 +122,7 @@ def self_prompts(
         _finish(generated, longest, entry.temperature, block, config, backend, known)
         num_generated += wanted
         for partial in generated:
-            candidate = partial.candidate(tokenizer)
+            candidate = partial.checked(tokenizer)
             if len(kept) < count and counts.keeps(candidate, rules):
                 kept.append(user_row(candidate.text))
     prompts = []

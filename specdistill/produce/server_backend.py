@@ -143,31 +143,31 @@ class ServerBackend:
 def converse(server: CompletionServer, task: GenerationTask, tokenizer: ServerTokenizer) -> list[Answer]:
     """The turns of a task, each after the ones before it. It ends early with an answer that is no complete turn."""
     turns: list[Answer] = []
-    told: list[Message] = []
+    messages: list[Message] = []
     for before in _contexts(task.prompt.messages):
-        told += before
-        context = tokenizer.context(told) if task.prompt.messages else task.prompt.ids
+        messages += before
+        context = tokenizer.context(messages) if task.prompt.messages else task.prompt.ids
         if len(context) >= task.max_length:
             break
         answer = ask(server, context, task, tokenizer)
         turns.append(answer)
         if answer.error or answer.reason != "stop":
             break
-        told.append({"role": "assistant", "content": tokenizer.text(answer.token_ids)})
+        messages.append({"role": "assistant", "content": tokenizer.text(answer.token_ids)})
     return turns
 
 
 def _contexts(messages: Sequence[Message]) -> Iterator[list[Message]]:
-    """What is told before each of the assistant's turns since the turn before it; once more at the end, unless the assistant ends it."""
-    told: list[Message] = []
+    """The messages before each of the assistant's turns, since the turn before it; once more at the end, unless the assistant ends it."""
+    before: list[Message] = []
     for message in messages:
         if message["role"] == "assistant":
-            yield told
-            told = []
+            yield before
+            before = []
         else:
-            told.append(message)
-    if told or not messages:
-        yield told
+            before.append(message)
+    if before or not messages:
+        yield before
 
 
 def ask(server: CompletionServer, context: list[int], task: GenerationTask, tokenizer: ServerTokenizer) -> Answer:
@@ -188,5 +188,5 @@ def ask(server: CompletionServer, context: list[int], task: GenerationTask, toke
         return Answer(context, [], "refused", found)
     choice = found["choices"][0]
     ids, reason = tokenizer.answer(choice), str(choice.get("finish_reason"))
-    error = None if ids is not None else f"text that is tokenised otherwise: {json.dumps(choice['text'][:80])}"
+    error = None if ids is not None else f"text whose tokens give another text: {json.dumps(choice['text'][:80])}"
     return Answer(context, ids or [], reason, error)

@@ -51,17 +51,17 @@ def render(
 
 
 def opened_turn(tokenizer: PreTrainedTokenizerBase, system: str | None, where: str = "data.source") -> tuple[str, str]:
-    """What the template writes before a user's first words, and after them up to the assistant's.
+    """What the template writes before a user's content, and after it up to the assistant's.
 
-    Raises UserError for a tokenizer without a template, and for a template that does not write the words as they are, once, after others.
+    Raises UserError for a tokenizer without a template, and for a template that does not write the content as it is, once, after others.
     """
     expected = "prompts of your own, a file or a Hub id, or a target.model with a chat template that opens a user's turn"
     if tokenizer.chat_template is None:
         raise UserError(where, got="self for a target whose tokenizer has no chat template", expected=expected)
-    told = [] if system is None else [{"role": "system", "content": system}]
-    rendered = render(tokenizer, [*told, {"role": "user", "content": MARKER}], True, where)
+    first = [] if system is None else [{"role": "system", "content": system}]
+    rendered = render(tokenizer, [*first, {"role": "user", "content": MARKER}], True, where)
     before, *after = rendered.split(MARKER)
-    # Words bring their own space: as a token of its own before them it would be out of place.
+    # Content brings its own space: as a token of its own before it that would be out of place.
     if len(after) != 1 or not before.strip():
         got = f"self with a chat template that does not open a user's turn in {shortened(rendered)!r}"
         raise UserError(where, got=got, expected=expected)

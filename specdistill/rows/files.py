@@ -28,11 +28,11 @@ from transformers import PreTrainedTokenizerBase
 from specdistill.errors import ResourceError, UserError
 
 SHOWN = 12  # digits of a hash that a person compares
-VERSION = 1  # of the code that prepares rows: raise it when equal inputs give other rows
+VERSION = 2  # of the code that prepares rows: raise it when equal inputs give other rows
 BATCH = 100  # rows that a function is given at a time
 MOST_PROCESSES, ROWS_EACH = 16, 2000  # rows that a process is worth starting for
 FREE_SPACE = "free disk space, or set data.cache_dir to a folder that can be written; what is there is kept"
-HEADER = b"specdistill"  # among an Arrow schema's own words
+HEADER = b"specdistill"  # a key of an Arrow schema's metadata
 EncodedRow = dict[str, Any]
 Columns = Mapping[str, Sequence[Any]]
 

@@ -52,7 +52,7 @@ class RowTarget:
 
     @classmethod
     def of(cls, target: Any) -> "RowTarget":
-        """Of a FrozenTarget."""
+        """The RowTarget of a FrozenTarget."""
         return cls(target.name, target.identity.weights, target.tokenizer, tuple(target.eos_token_ids), target.model)
 
 
