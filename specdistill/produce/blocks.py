@@ -10,7 +10,7 @@ what a block holds, from the recipe and its own number: not from who makes it, a
 import errno
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from threading import Lock
@@ -116,10 +116,3 @@ class AnswerFile:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             self._known |= made
             self._added([answer for turns in made.values() for answer in turns], len(line))
-
-
-def columns(rows: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, list[Any]]]:
-    """Documents with BLOCK_COLUMNS, a thousand at a time."""
-    for start in range(0, len(rows), 1000):
-        part = rows[start : start + 1000]
-        yield {name: [row[name] for row in part] for name in BLOCK_COLUMNS}

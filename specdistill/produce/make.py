@@ -27,7 +27,7 @@ from specdistill.engines.completions import CompletionServer
 from specdistill.errors import UserError
 from specdistill.processes import of_all, share
 from specdistill.produce.answer_rules import RULES, CheckedAnswer, Counts, Rules
-from specdistill.produce.blocks import BLOCK_COLUMNS, Answer, AnswerFile, Block, blocks, columns
+from specdistill.produce.blocks import BLOCK_COLUMNS, Answer, AnswerFile, Block, blocks
 from specdistill.produce.generate import Backend, BlockOutput, TransformersBackend, generate_block
 from specdistill.produce.job import Job
 from specdistill.produce.merge import merge
@@ -174,7 +174,8 @@ def _make_block(job: Job, block: Block, *, backend: Backend, estimate: "Generati
         filtered = dict(sorted(made.counts.filtered.items()))
         header = {"plan": job.plan, "block": block.number, "tokens": made.tokens, "filtered": filtered}
         with on_disk(job.blocks):
-            write_arrow(path, BLOCK_COLUMNS, columns(made.rows), json.dumps(header))
+            columns = {name: [row[name] for row in made.rows] for name in BLOCK_COLUMNS}
+            write_arrow(path, BLOCK_COLUMNS, [columns], json.dumps(header))
             path.with_suffix(".jsonl").unlink()
     return made.counts
 

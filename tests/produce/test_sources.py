@@ -10,16 +10,13 @@ from typing import Any
 import pytest
 from datasets import Dataset
 
-from specdistill.errors import ExitCode, ResourceError, UserError
+from specdistill.errors import ResourceError, UserError
 from specdistill.pico import chats, standard_library
 from specdistill.produce import sources
 from specdistill.produce.sources import Source, load_rows, normalise
 from specdistill.recipe.data_sources import source_names
 from specdistill.recipe.sections import DataConfig
-from tests.refusals import refused, refused_key
-from tests.rows.templates import CHATML
-from tests.scripts import specdistill
-from tests.tiny import input_keys, tiny_target_model, tiny_tokenizer
+from tests.refusals import refused
 
 Turns = list[tuple[str, str]]
 
@@ -225,30 +222,6 @@ def test_columns_say_what_a_source_calls_ours(tmp_path: Path) -> None:
             load_rows(path, "train", columns=columns, cache_dir=cache)
     with refused("data.source[0].columns", "b, which is no column"):
         loaded([{"source": path, "columns": {"text": "b"}}], cache)
-
-
-CHAT = '{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}\n'
-SHOUTING = CHATML.replace("{{ m.content }}", "{{ m.content | upper }}")
-
-
-@pytest.mark.long  # whole commands
-@pytest.mark.parametrize(
-    ("template", "content", "key"),
-    [
-        (CHATML, CHAT * 3 + '{"messages": [\n' + CHAT, "data.source"),
-        (CHATML, CHAT + CHAT.replace("assistant", "user"), "data.source row 1"),
-        (CHATML, CHAT + '{"messages": [{"role": "user", "content": "q"}]}\n', "data.source row 1"),
-        (SHOUTING, CHAT * 3, "data.source"),
-    ],
-)
-def test_the_command_says_in_a_line_what_is_wrong_with_a_file(tmp_path: Path, template: str, content: str, key: str) -> None:
-    """Of what a process of several finds, too."""
-    tiny_target_model().save_pretrained(tmp_path / "model")
-    tiny_tokenizer(template).save_pretrained(tmp_path / "model")
-    (tmp_path / "rows.jsonl").write_text(content)
-    ended = specdistill("data", "recipe=small/eagle3", *input_keys(tmp_path), "data.regenerate=null", "data.num_proc=2")
-    assert ended.returncode == ExitCode.USER_ERROR and "Traceback" not in ended.stderr
-    assert refused_key(ended.stderr) == key
 
 
 def test_what_the_hub_does_not_give_is_an_outside_failure(tmp_path: Path) -> None:
