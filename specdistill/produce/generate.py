@@ -6,10 +6,9 @@ acceptance length went from 1.78 to 2.63. All tokens of a text carry loss, its p
 
 import math
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import ExitStack, closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from itertools import chain, islice, takewhile
-from types import TracebackType
 from typing import Any, Protocol
 
 import torch
@@ -112,29 +111,28 @@ def _answer(
                 return
 
 
-class TransformersBackend:
-    """Generation in this process, by the target that it holds. A batch is the next tasks, as many as are wanted. What it gives depends on
-    the tasks in it, and it is kept whole or not at all.
+@contextmanager
+def transformers_backend(target: RowTarget, num_tokens: int, batch_size: int) -> Iterator["TransformersBackend"]:
+    """Generation in this process, by the target that it holds. Raises UserError for one that is not whole here."""
+    model = target.model
+    if is_shared(model) or any(weight.is_meta for weight in model.parameters()):
+        why = "target.shard" if is_shared(model) else "hidden_states.mode=offline"
+        expected = "data.regenerate.server, or `specdistill data make` first, with target.shard=none"
+        raise UserError("data.regenerate.num_tokens", got=f"{num_tokens} with {why}, and no rows yet", expected=expected)
+    with generation_mode(model, fast_dtype(model.device)) as prepared:
+        yield TransformersBackend(prepared, target.end_ids, batch_size)
 
-    Raises UserError for a target that is not whole here, ResourceError when the device's memory does not hold a batch.
+
+@dataclass(frozen=True)
+class TransformersBackend:
+    """A batch is the next tasks, as many as are wanted. What it gives depends on the tasks in it, and it is kept whole or not at all.
+
+    Raises ResourceError when the device's memory does not hold a batch.
     """
 
-    def __init__(self, target: RowTarget, num_tokens: int, batch_size: int) -> None:
-        model = target.model
-        if is_shared(model) or any(weight.is_meta for weight in model.parameters()):
-            why = "target.shard" if is_shared(model) else "hidden_states.mode=offline"
-            expected = "data.regenerate.server, or `specdistill data make` first, with target.shard=none"
-            raise UserError("data.regenerate.num_tokens", got=f"{num_tokens} with {why}, and no rows yet", expected=expected)
-        self.target, self.batch_size = target, batch_size
-        self._stack = ExitStack()
-
-    def __enter__(self) -> "TransformersBackend":
-        model = self.target.model
-        self._model = self._stack.enter_context(generation_mode(model, fast_dtype(model.device)))
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._stack.close()
+    model: Any
+    end_ids: tuple[int, ...]
+    batch_size: int
 
     def answers(
         self, tasks: Iterator[GenerationTask], known: AnswerFile, wanted: Callable[[], int]
@@ -146,11 +144,11 @@ class TransformersBackend:
                 yield task, known.get(task.name) or []
 
     def _generated(self, batch: list[GenerationTask]) -> list[list[Answer]]:
-        prompts, ends = [task.prompt.ids for task in batch], self.target.end_ids
+        prompts, ends = [task.prompt.ids for task in batch], self.end_ids
         room = min(task.max_length - len(task.prompt.ids) for task in batch)
         temperatures = [task.temperature for task in batch]
         try:
-            made = generate(self._model, prompts, temperatures, max_new_tokens=room, end_ids=ends, seed=batch[0].seed)
+            made = generate(self.model, prompts, temperatures, max_new_tokens=room, end_ids=ends, seed=batch[0].seed)
         except torch.OutOfMemoryError as error:
             what = f"the device ran out of memory while it generated {len(batch)} rows at a time"
             raise ResourceError(what, next_step="lower data.regenerate.batch_size or data.max_length") from error

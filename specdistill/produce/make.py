@@ -28,7 +28,7 @@ from specdistill.errors import UserError
 from specdistill.processes import of_all, share
 from specdistill.produce.answer_rules import RULES, CheckedAnswer, Counts, Rules
 from specdistill.produce.blocks import BLOCK_COLUMNS, Answer, AnswerFile, Block, blocks
-from specdistill.produce.generate import Backend, BlockOutput, TransformersBackend, generate_block
+from specdistill.produce.generate import Backend, BlockOutput, generate_block, transformers_backend
 from specdistill.produce.job import Job
 from specdistill.produce.merge import merge
 from specdistill.produce.prompts import GenerationTask, prompts_of, streams
@@ -132,7 +132,7 @@ def make_blocks(job: Job, index: int = 0, count: int = 1) -> None:
 def _backend(job: Job) -> Iterator[Backend]:
     settings, target = job.config.regenerate, job.target
     if not settings.server:
-        with TransformersBackend(target, settings.num_tokens, settings.batch_size) as in_process:
+        with transformers_backend(target, settings.num_tokens, settings.batch_size) as in_process:
             yield in_process
         return
     servers = [CompletionServer(address, settings.timeout) for address in settings.server]
