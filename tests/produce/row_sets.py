@@ -68,7 +68,7 @@ class KilledError(Exception):
 
 
 def killed(work: Callable[[], object], after: int, *, torn: bool = False) -> None:
-    """A process that dies after so many answers; the next one is written by half where it is torn."""
+    """A process that dies after this number of answers; half of the next one is written where it is torn."""
     add, left = AnswerFile.add, [after]
 
     def dying(self: AnswerFile, answers: Any) -> None:

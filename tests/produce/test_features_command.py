@@ -48,7 +48,7 @@ def run(words: Sequence[str]) -> subprocess.CompletedProcess[str]:
 
 
 def killed(place: Any, name: str, number: int, words: Sequence[str]) -> None:
-    """A process of this command that is killed when it calls a function for so many a time."""
+    """A process of this command that is killed at the call of a function that has this number."""
     calls, called = itertools.count(1), getattr(place, name)
 
     def call(*arguments: Any, **more: Any) -> Any:

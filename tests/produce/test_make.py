@@ -323,7 +323,7 @@ def test_no_room_for_what_is_generated_ends_it_after_the_first_answers(
 def test_processes_of_a_launch_share_the_blocks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, local_ranks: tuple[int, ...], is_common: bool
 ) -> None:
-    """A machine of two, or beside it one of one; without a common folder each machine makes all blocks."""
+    """A machine of two processes, or that and one of a single process; without a common folder each machine makes all blocks."""
     config, target, made = generating(tmp_path), generator(), make._make_block
 
     def work(rank: int) -> None:

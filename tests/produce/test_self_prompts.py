@@ -92,14 +92,14 @@ class ScriptedBackend:
 
 
 def prompts(
-    said: ScriptedBackend, count: int, template: str = UNTAGGED, number_of: int = 1, **entry: Any
+    backend: ScriptedBackend, count: int, template: str = UNTAGGED, number_of: int = 1, **entry: Any
 ) -> tuple[list[str], Counts]:
-    """Of the last of some blocks, with rows of twice 60 tokens beside the template."""
+    """The prompts of the last of some blocks, with rows of twice 60 tokens and the template."""
     source = Source(Dataset.from_dict({}), SourceEntry(source="self", num_prompts=count, **entry), "data.source")
     tokenizer = tiny_tokenizer(template)
     made = DataConfig(max_length=2 * (60 + opening(template).num_tokens))
     block = Block(number_of - 1, number_of, 100)
-    kept, counts = self_prompts(source, 0, block, made, tokenizer, [0], said, None, {})  # type: ignore[arg-type]
+    kept, counts = self_prompts(source, 0, block, made, tokenizer, [0], backend, None, {})  # type: ignore[arg-type]
     for prompt in kept:
         asked = [{"role": "user", "content": prompt.asked}]
         assert prompt.ids == tokenizer.apply_chat_template(asked, add_generation_prompt=True)["input_ids"]  # type: ignore[call-overload]
@@ -136,23 +136,23 @@ def test_unfinished_prompts_are_continued_and_equal_whole_ones() -> None:
 
 
 def test_a_turn_that_ends_in_plain_text_ends_the_prompt() -> None:
-    said = ScriptedBackend(
+    backend = ScriptedBackend(
         lambda number: f" What is {number}? ASSISTANT: {number}, of course. USER: And" + "?" * 80, opens="USER:"
     )
-    assert prompts(said, 2, VICUNA)[0] == ["What is 0?", "What is 1?"]
+    assert prompts(backend, 2, VICUNA)[0] == ["What is 0?", "What is 1?"]
 
 
 def test_a_target_with_nothing_more_to_say_gives_fewer() -> None:
-    said = ScriptedBackend(lambda number: "Always the same question to you?<|end|>")
-    kept, counts = prompts(said, 4)
+    backend = ScriptedBackend(lambda number: "Always the same question to you?<|end|>")
+    kept, counts = prompts(backend, 4)
     assert kept == ["Always the same question to you?"]
-    assert len(said.contexts) == MOST * 4 and counts.filtered == {"near_duplicate": MOST * 4 - 1}
+    assert len(backend.contexts) == MOST * 4 and counts.filtered == {"near_duplicate": MOST * 4 - 1}
 
 
 def test_system_messages_and_blocks_share_the_prompts() -> None:
-    said = ScriptedBackend(lambda number: f"question {number}<|end|>")
-    prompts(said, 12, number_of=2, system=["Sums.", "Code.", "Song."])
-    given = [next(it for it in ("Sums.", "Code.", "Song.") if it in context) for context in said.contexts]
+    backend = ScriptedBackend(lambda number: f"question {number}<|end|>")
+    prompts(backend, 12, number_of=2, system=["Sums.", "Code.", "Song."])
+    given = [next(it for it in ("Sums.", "Code.", "Song.") if it in context) for context in backend.contexts]
     assert given == ["Code.", "Song.", "Sums."] * 2
 
 
@@ -204,7 +204,7 @@ def test_the_target_asks_and_answers_once_for_equal_inputs(tmp_path: Path) -> No
     assert asked(documents(config(tmp_path / "c", hotter), model)) != asked(whole)
 
 
-def test_beside_rows_of_others_and_without_their_system_messages(tmp_path: Path) -> None:
+def test_prompts_of_self_and_rows_of_others_and_without_their_system_messages(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"prompt": "one"}\n{"prompt": "two"}\n{"prompt": "three"}\n')
     source = [
         {"source": "self", "num_prompts": 6, "system": ["Sums."], "weight": 0.5},

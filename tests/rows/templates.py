@@ -61,7 +61,7 @@ VICUNA = (
     "{% for m in messages %}{{ {'user': 'USER: ', 'assistant': 'ASSISTANT: '}.get(m.role, '') }}{{ m.content }}"
     "{{ '</s>' if m.role == 'assistant' else ' ' }}{% endfor %}{% if add_generation_prompt %}ASSISTANT: {% endif %}"
 )
-# What is said before a tool is called is left out, as if it were the call.
+# An answer before a call of a tool is dropped, as if it were the call.
 CALLS_ALONE = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content if loop.last or loop.nextitem.role != 'tool' else 'CALL' }}</s>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"

@@ -22,7 +22,7 @@ def never(*_: Any) -> None:
 
 
 def made(folder: Path, **settings: Any) -> tuple[DataConfig, Path]:
-    """A configuration that names a row set, beside the cache that it was made in."""
+    """A configuration that names a row set, next to the cache that it was made in."""
     config = config_for(folder, numbered(40), **settings)
     opened(config)
     shutil.move(place_of(config, row_target(), ()), folder / "set")
