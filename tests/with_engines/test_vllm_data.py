@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from specdistill.engines.completions import CompletionServer
 from specdistill.produce.blocks import Answer
-from specdistill.produce.prompts import Prompt, Task
+from specdistill.produce.prompts import GenerationPrompt, GenerationTask
 from specdistill.produce.server_backend import ServerTokenizer, ask
 from specdistill.project import PICO
 from tests.scripts import specdistill
@@ -68,7 +68,7 @@ def test_a_model_s_own_sampling_is_not_what_is_asked_for(address: str) -> None:
     server.find_model([MODEL])
 
     def answer(temperature: float, seed: int) -> Answer:
-        return ask(server, ids, Task("", Prompt(ids), temperature, seed, len(ids) + 24), told)
+        return ask(server, ids, GenerationTask("", GenerationPrompt(ids), temperature, seed, len(ids) + 24), told)
 
     sampled = {tuple(answer(1.0, seed).token_ids) for seed in range(6)}
     greedy = answer(0.0, 0).token_ids
