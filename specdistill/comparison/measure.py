@@ -11,7 +11,7 @@ from specdistill.comparison.compare import Measured
 from specdistill.comparison.options import CommonOptions, check_lookup_first, settings_of_each
 from specdistill.decoding.proposer import Proposer
 from specdistill.decoding.transformers_models import check_reads_trees
-from specdistill.measurement.configurations import Plan, Settings
+from specdistill.measurement.configurations import MeasurementPlan, Settings
 from specdistill.measurement.hardware import fit_threads, resources_used
 from specdistill.measurement.losslessness import greedy_check, sampling_test
 from specdistill.measurement.measure import measure_together, prompt_records, round_costs
@@ -79,7 +79,7 @@ def _measured(
             results.append((result, {"sampling_test": test, "costs": costs, "took": took}))
     measured = []
     for entry, (result, found) in zip(loaded, results, strict=True):
-        candidate, vocabulary, plan = entry.candidate, entry.proposer.vocabulary, Plan(entry.settings, prompts)
+        candidate, vocabulary, plan = entry.candidate, entry.proposer.vocabulary, MeasurementPlan(entry.settings, prompts)
         draft = describe_draft(candidate.draft, candidate.method)
         measured.append(
             Measured(
