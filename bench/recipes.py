@@ -21,8 +21,8 @@ from specdistill.methods import METHODS
 from specdistill.methods.recipe import Recipe
 from specdistill.methods.sizes import Described, PlannedDraft, weights_read
 from specdistill.planning.accounting import H100, Device, objective_for, training_step
+from specdistill.planning.estimates import BYTES_PER_COPIED, TRAINING_FLOPS, training_memory
 from specdistill.planning.reading import read
-from specdistill.planning.rows import BYTES_PER_COPIED, TRAINING_FLOPS, training_memory
 from specdistill.project import RECIPES, ROOT
 from specdistill.recipe.fields import Section, option
 from specdistill.recipe.load import REQUIRED, load_recipe, merged

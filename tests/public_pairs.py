@@ -515,30 +515,9 @@ def qwen35_tensors() -> Tensors:
         }  # fmt: skip
         tensors |= {f"{layer}linear_attn.{name}": tensor for name, tensor in linear.items()}
         tensors |= mlp(f"{layer}mlp.", H, I) | norms(layer, H, *LAYER_NORMS)
-    tensors |= norms(text, H, "norm") | table("lm_head.weight", V, H) | vision_tensors(H)
+    tensors |= norms(text, H, "norm") | table("lm_head.weight", V, H)  # without the vision tower
     fuse: Tensors = {"mtp.fc.weight": ("BF16", (H, 2 * H))}
     return tensors | fuse | block("mtp.layers.0.") | norms("mtp.", H, "norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")
-
-
-def vision_tensors(output: int) -> Tensors:
-    H, I = 1152, 4304  # noqa: E741
-
-    def linear(name: str, size: int, read: int) -> Tensors:
-        return {f"model.visual.{name}.weight": ("BF16", (size, read)), f"model.visual.{name}.bias": ("BF16", (size,))}
-
-    tensors: Tensors = {
-        "model.visual.patch_embed.proj.weight": ("BF16", (H, 3, 2, 16, 16)),
-        "model.visual.patch_embed.proj.bias": ("BF16", (H,)),
-        "model.visual.pos_embed.weight": ("BF16", (2304, H)),
-    }
-    for index in range(27):
-        block = f"blocks.{index}."
-        tensors |= linear(f"{block}attn.qkv", 3 * H, H) | linear(f"{block}attn.proj", H, H)
-        tensors |= linear(f"{block}mlp.linear_fc1", I, H) | linear(f"{block}mlp.linear_fc2", H, I)
-        for norm in ("norm1", "norm2"):
-            tensors |= {f"model.visual.{block}{norm}.{part}": ("BF16", (H,)) for part in ("weight", "bias")}
-    tensors |= {f"model.visual.merger.norm.{part}": ("BF16", (H,)) for part in ("weight", "bias")}
-    return tensors | linear("merger.linear_fc1", 4 * H, 4 * H) | linear("merger.linear_fc2", output, 4 * H)
 
 
 QWEN35_9B = Repository(

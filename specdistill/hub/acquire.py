@@ -106,9 +106,7 @@ def _find_draft(draft: str, revision: str | None, cache: Path | None) -> ModelFi
     return found
 
 
-def _checked(
-    draft: ModelFiles, method: str, target: TargetFiles, of_target: ModelFiles, options: dict[str, Any]
-) -> list[str]:
+def _checked(draft: ModelFiles, method: str, target: TargetFiles, of_target: ModelFiles, options: dict[str, Any]) -> list[str]:
     """The files of a draft that are needed, once the small ones and headers say that it is one of the method for the target."""
     tokenizer = TOKENIZER if METHODS[method].standalone else ()
     folder, tensors = draft.fetch(draft.matching(*SMALL, *tokenizer)), draft.tensors()

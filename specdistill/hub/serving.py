@@ -30,38 +30,23 @@ def loads_as_is(engine: Engine, method: str, folder: Path) -> bool:
     return not (result.refused or result.silent)
 
 
-def can_express(engine: Engine, method: str, folder: Path) -> bool:
-    """Whether an export for an engine would be more than refused, as far as is known without the target."""
-    layout = METHODS[method].serving().get(engine.name, Serving()).layout
-    head = implementation(method).head_shape(read_config(folder, "draft"), None)
-    return layout is not None and not any(limit.has(head) for limit in layout.limits)
-
-
 def serving_lines(
     served: Served, draft: Path, exports: Mapping[str, Served], *, repository: str, tag: str
 ) -> Iterator[tuple[str, str]]:
-    """(engine's title, commands) for each engine that can be given the draft: as it is, as exported beside it, or exported first.
+    """(engine's title, commands) for each engine that can be given the draft: as it is, or as exported for it.
 
     served: the draft in the repository's root. draft: its folder here. exports: engine -> what was exported for it, into a folder of that
     name.
     """
     assert served.method is not None
     row, local = METHODS[served.method], repository.rpartition("/")[2]
-    fetch = f"hf download {repository} --revision {tag} --local-dir {local}"
     for name, serving in row.serving().items():
         engine = ENGINES[name]
         if engine.serve_command is None:
             continue
         if name in exports:
             exported = replace(exports[name], output=Path(local) / name, target=served.target)
-            yield engine.title, f"{fetch} --include {shlex.quote(f'{name}/*')}\n{engine.serve_command(exported)}"
+            fetch = f"hf download {repository} --revision {tag} --local-dir {local} --include {shlex.quote(f'{name}/*')}"
+            yield engine.title, f"{fetch}\n{engine.serve_command(exported)}"
         elif loads_as_is(engine, served.method, draft):
             yield engine.title, engine.serve_command(replace(served, serving=serving, in_target=row.in_target))
-        elif can_express(engine, served.method, draft):
-            words = [
-                f"draft={repository}@{tag}",
-                f"engine={name}",
-                f"target={served.target_name}",
-                f"output_dir={local}-{name}",
-            ]
-            yield engine.title, f"specdistill export {shlex.join(words)}   # SERVE.md in that folder says how to go on"

@@ -51,17 +51,17 @@ class PlanOptions(Section):
 def plan(arguments: list[str]) -> int:
     """say which method a target should get before anything is trained: what each costs, the speedup to expect, and on what grounds"""
     options = load_recipe(PlanOptions, keys_of([argument for argument in arguments if argument != JSON], TARGET))
-    from specdistill.planning.budget import Serving  # here, and not above, because these import torch
+    from specdistill.planning.budget import ServingSettings  # here, and not above, because these import torch
+    from specdistill.planning.estimates import MicroBatch
     from specdistill.planning.plan import make_plan
     from specdistill.planning.printing import print_plan
     from specdistill.planning.reading import known_drafts, read
-    from specdistill.planning.rows import Training
 
     remote = options.target.trust_remote_code
     target = read(options.target.model, key="target.model", revision=options.target.revision, trust_remote_code=remote)
     draft = read(options.draft, key="draft", trust_remote_code=remote) if options.draft else None
-    serving = Serving.of(target, **options.serving.model_dump())
-    made = make_plan(target, draft, serving=serving, training=Training(**vars(options.training)), computed=True)
+    serving = ServingSettings.of(target, **options.serving.model_dump())
+    made = make_plan(target, draft, serving=serving, training=MicroBatch(**vars(options.training)), computed=True)
     drafts, not_asked = known_drafts(target.name, target.hub_id) if options.hub else ([], "not asked: hub=false")
     found = {"not_asked": not_asked, "drafts": [asdict(entry) for entry in drafts]}
     text = json.dumps({**asdict(made), "hub": found}, indent=2, ensure_ascii=False) + "\n"

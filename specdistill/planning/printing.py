@@ -13,9 +13,9 @@ from rich.text import Text
 
 from specdistill.methods import METHODS
 from specdistill.planning.budget import Budget
+from specdistill.planning.estimates import PlanRow
 from specdistill.planning.plan import Plan
 from specdistill.planning.reading import KnownDraft
-from specdistill.planning.rows import Row
 from specdistill.report.phrases import times
 
 SHOWN_DRAFTS = 3
@@ -54,7 +54,7 @@ def short(number: float, unit: str = "") -> str:
     return f"{digits} {prefixes[power]}{unit}" if unit else f"{digits}{prefixes[power]}"
 
 
-def _columns(row: Row) -> list[str]:
+def _columns(row: PlanRow) -> list[str]:
     """A method's line."""
     if not row.available:
         return [row.method, "–", "none: see below", "", "–"]
@@ -64,7 +64,8 @@ def _columns(row: Row) -> list[str]:
         train += f", {short(row.training_memory_bytes or 0, 'B')}"
     accepted, speedup = "not known", "–"
     if row.low and row.high:
-        accepted = _between(f"{row.low.acceptance_length:.2f}", f"{row.high.acceptance_length:.2f}")
+        ends = dict.fromkeys(f"{end.acceptance_length:.2f}" for end in (row.low, row.high))
+        accepted = " to ".join(ends)
         speedup = f"{row.low.speedup:.2f} to {times(row.high.speedup)}"
     return [row.method, short(row.parameters or 0), train, accepted, speedup]
 
@@ -87,11 +88,11 @@ def _lines(plan: Plan, drafts: Sequence[KnownDraft], not_asked: str | None) -> I
     yield _line("on the Hub", ", ".join([*shown, *more]) or not_asked or "no draft found")
 
 
-def _line(title: str, said: str) -> Text:
-    return Text.assemble((f"{title}: ", "bold"), said)
+def _line(title: str, what: str) -> Text:
+    return Text.assemble((f"{title}: ", "bold"), what)
 
 
-def _training(row: Row) -> str:
+def _training(row: PlanRow) -> str:
     """What training takes of a device."""
     parts = " + ".join(f"{name} {short(size, 'B')}" for name, size in (row.training_memory or {}).items() if size)
     disk = f"; {short(row.disk_bytes, 'B')} of disk if hidden states are stored" if row.disk_bytes else ""
@@ -115,15 +116,11 @@ def _asked(serving: dict[str, Any]) -> str:
 def _budget(budget: Budget) -> str:
     """What a device holds, whether it fits, and how much context is left."""
     parts = " + ".join(f"{part} {short(size, 'B')}" for part, size in budget.parts.items())
-    said = f"{parts} = {short(budget.total, 'B')}"
+    held = f"{parts} = {short(budget.total, 'B')}"
     if not budget.fits:
         number = budget.tensor_parallel
         way_out = f"on each of {number} devices (serving.tensor_parallel)" if number else "on no number of them"
-        return f"{said}: does not fit, needs {short(budget.needs, 'B')}; fits {way_out}"
+        return f"{held}: does not fit, needs {short(budget.needs, 'B')}; fits {way_out}"
     room = "" if budget.room is None else f"; room for {short(budget.room)} tokens of context"
     cost = "" if not budget.cost or not budget.room else f", {short(budget.cost)} fewer than alone"
-    return f"{said}: fits in {short(budget.needs, 'B')}{room}{cost}"
-
-
-def _between(low: Any, high: Any) -> str:
-    return f"{low}" if low == high else f"{low} to {high}"
+    return f"{held}: fits in {short(budget.needs, 'B')}{room}{cost}"

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from huggingface_hub import CommitOperationAdd, HfApi, ModelCard
+from huggingface_hub import ModelCard
 
 from specdistill.cli import main
 from specdistill.export import export
@@ -148,15 +148,6 @@ def test_a_target_in_a_folder_may_be_one_of_the_hub(lfs: Hub, run: Path, measure
     assert card.data.base_model == "org/target" and card.data.license == "mit"
     assert there["licenses/LICENSE"] == b"do what you like"
     assert "vllm serve org/target" in card.text and "TARGET" not in card.text
-
-
-@pytest.mark.parametrize("metadata", ["license: my own", "base_model: [no id]", "model-index: [{name: draft}]", "a: b: c"])
-def test_another_card_would_not_be_taken(lfs: Hub, metadata: str) -> None:
-    """By the Hub on loopback, as by the real one."""
-    lfs.create(NAME)
-    card = CommitOperationAdd("README.md", f"---\n{metadata}\n---\n".encode())
-    with pytest.raises(ValueError, match="Invalid metadata in README"):
-        HfApi().create_commit(NAME, [card], commit_message="card")
 
 
 # Again
@@ -338,9 +329,7 @@ def test_a_public_repository_is_no_place_for_what_is_private(lfs: Hub, run: Path
     assert publish(run, "private=false") == 0
 
 
-@pytest.mark.parametrize(
-    ("token", "told"), [(None, "hf auth login"), (Hub.other_token, f"may not write to {NAME}"), ("hf_unknown", "token")]
-)
+@pytest.mark.parametrize(("token", "told"), [(None, "hf auth login"), (Hub.other_token, "may write"), ("hf_unknown", "token")])
 def test_who_may_not_write(tmp_path: Path, run: Path, capsys: pytest.CaptureFixture[str], token: str | None, told: str) -> None:
     with loopback_hub(tmp_path / "hub") as hub, hub.client(tmp_path / "home", token=token):
         assert told in refused(capsys, 3, run)

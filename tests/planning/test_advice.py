@@ -13,8 +13,7 @@ from specdistill.cli import main
 from specdistill.command import spell_out
 from specdistill.launch import launch_options
 from specdistill.methods.recipe import Recipe
-from specdistill.planning.advice import DATA, PROMPTS, recommend
-from specdistill.planning.plan import Plan, make_plan
+from specdistill.planning.plan import DATA, PROMPTS, Plan, make_plan, recommend
 from specdistill.planning.reading import read
 from specdistill.recipe.load import load_recipe
 from tests.public_pairs import GPT_OSS_120B, LLAMA_8B, LLAMA_EAGLE3, PAIRS, QWEN35_9B

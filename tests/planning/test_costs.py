@@ -9,7 +9,7 @@ from specdistill.methods.eagle3.method import eagle3_head
 from specdistill.methods.eagle3.module import build_eagle3
 from specdistill.methods.mtp.method import mtp_head
 from specdistill.methods.sizes import Shape, shape_of
-from specdistill.planning import rows as costs
+from specdistill.planning import estimates as costs
 from specdistill.statistics.theory import alpha_from_acceptance_length
 from specdistill.targets.frozen import FrozenTarget
 from tests.tiny import tiny_target_model, tiny_tokenizer

@@ -18,11 +18,10 @@ from specdistill.methods.draft_model.create import propose_shape
 from specdistill.methods.eagle3.module import build_eagle3
 from specdistill.methods.recipe import Recipe
 from specdistill.methods.sizes import Described
-from specdistill.planning import rows
+from specdistill.planning import estimates
 from specdistill.planning.accounting import Account
-from specdistill.planning.advice import recommend
-from specdistill.planning.budget import Serving
-from specdistill.planning.plan import Plan, make_plan
+from specdistill.planning.budget import ServingSettings
+from specdistill.planning.plan import Plan, make_plan, recommend
 from specdistill.planning.printing import print_plan, short
 from specdistill.planning.reading import read
 from specdistill.project import ROOT
@@ -158,7 +157,7 @@ def test_the_page_on_scale_says_what_each_of_eight_gpus_holds(
 
 def test_what_is_computed_takes_the_place_of_what_is_roughly_so(plan_for: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch):
     step = Account(peak_bytes=20 * 10**9, traffic_bytes=4 * 10**11, flops=10**14, data_dependent_ops=0)
-    monkeypatch.setattr(rows, "_account", lambda method, planned, target, training: step if method == "eagle3" else None)
+    monkeypatch.setattr(estimates, "_account", lambda method, planned, target, training: step if method == "eagle3" else None)
     plan = plan_for(LLAMA_8B, computed=True)
     row = row_of(plan, "eagle3")
     assert row.training_memory["activations"] == step.peak_bytes
@@ -190,12 +189,12 @@ def test_native_layers_are_found_by_their_key_and_come_first(plan_for: Callable[
         text = {"model_type": "qwen3_5_text", "mtp_num_hidden_layers": 1, "vocab_size": 1000, "num_hidden_layers": 4}
         text |= {"hidden_size": 2048, "intermediate_size": 4096}
         config = {"architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5", "text_config": text}
-    plan = plan_for(config, serving=Serving(context=512))
+    plan = plan_for(config, serving=ServingSettings(context=512))
     key = "mtp_num_hidden_layers" if nested else "num_nextn_predict_layers"
     assert plan.target["native_mtp"] == {"key": key, "layers": 1}
     assert row_of(plan, "mtp").note == f"the target's own ({key}: 1)"
     assert plan.recommendation["method"] == "mtp"
-    longer = make_plan(read(plan.target["model"], key="target.model"), serving=Serving(context=4096))
+    longer = make_plan(read(plan.target["model"], key="target.model"), serving=ServingSettings(context=4096))
     assert longer.recommendation["method"] == "ngram"  # these small layers read less than their caches are
     assert ("names no dtype" in " ".join(plan.warnings)) == nested
 

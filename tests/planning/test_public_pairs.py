@@ -5,18 +5,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors import safe_open
 
 from specdistill.cli import main
-from specdistill.planning import rows
-from specdistill.planning.reading import read
+from specdistill.planning import estimates
 from tests.public_pairs import (
     DEEPSEEK_V3,
     GPT_OSS_20B,
     GPT_OSS_120B,
     LLAMA_1B,
     LLAMA_8B,
-    LLAMA_EAGLE3,
     PAIRS,
     QWEN3_8B,
     QWEN35_9B,
@@ -48,22 +45,9 @@ def test_deepseek_and_qwen35_have_their_layers():
     assert sum(name.startswith("model.layers.61.") for name in DEEPSEEK_V3.tensors) > 1536
 
 
-def test_a_fixture_is_read_by_the_real_reader(tmp_path: Path):
-    folder = LLAMA_EAGLE3.write(tmp_path / "head")
-    with safe_open(folder / "model.safetensors", framework="pt") as weights:
-        assert weights.get_slice("fc.weight").get_shape() == [4096, 12288]
-        d2t = weights.get_tensor("d2t")
-        assert int(d2t[-1]) == 128255 - 31999
-    assert (folder / "model.safetensors").stat().st_blocks * 512 < 2**20 < (folder / "model.safetensors").stat().st_size
-    target = LLAMA_8B.write(tmp_path / "target")
-    index = json.loads((target / "model.safetensors.index.json").read_text(encoding="utf-8"))
-    assert index["metadata"]["total_size"] == LLAMA_8B.num_bytes and len(set(index["weight_map"].values())) == 4
-    assert read(str(target), key="target.model").parameters == LLAMA_8B.num_parameters
-
-
 def planned(pair: Any, folder: Path, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> tuple[int, dict[str, Any]]:
     """The exit code of `specdistill plan` for a pair, without the seconds that a computed step takes, and its JSON."""
-    monkeypatch.setattr(rows, "_account", lambda *described: None)
+    monkeypatch.setattr(estimates, "_account", lambda *described: None)
     target, draft = pair.write(folder)
     given = [f"draft={draft}"] if pair.draft else []
     code = main(["plan", f"target={target}", *given, "hub=false", f"output={folder / 'plan.json'}", *arguments])
