@@ -489,7 +489,7 @@ GPT_OSS_120B_EAGLE3 = Repository(
     filled=True,
 )  # fmt: skip
 
-# Qwen3.5, for text and images, which has its draft beside the language model
+# Qwen3.5, for text and images, which has its draft next to the language model
 
 
 def qwen35_tensors() -> Tensors:
@@ -569,7 +569,7 @@ QUICK = {"llama-eagle", "llama-eagle3", "llama-1b", "qwen3-dflash", "qwen3.5-mtp
 
 
 def one_a_method(names: Iterable[str], *, but: Iterable[str] = ()) -> list[Any]:
-    """Parameters of a test: these pairs, long beside one of each method. but: quick ones that are long, too."""
+    """Parameters of a test: these pairs, long but for one of each method. but: quick ones that are long, too."""
     return [name if name in QUICK.difference(but) else pytest.param(name, marks=pytest.mark.long) for name in names]
 
 

@@ -165,4 +165,4 @@ def _not_chosen(method: str, target: str, repository: str | None) -> UserError |
     for draft in drafts[:SHOWN]:
         why = "" if draft.found_by == "card" else "; its card does not name the target, only its name is alike"
         say(f"  {command}{draft.repository}    {draft.downloads:,} downloads{why}")
-    return UserError("draft", got="nothing", expected=f"a choice, as in: {command}{drafts[0].repository}")
+    return UserError("draft", got="nothing", expected=f"a choice, e.g. {command}{drafts[0].repository}")

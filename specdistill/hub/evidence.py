@@ -1,4 +1,4 @@
-"""Whether the report of a finished run is evidence for the draft beside it.
+"""Whether the report of a finished run is evidence for the draft next to it.
 
 A run's folder holds files that can come from different trainings and measurements. So the report must be as it was written, by its digest;
 it must have measured this draft on this target, by the hashes of their files; and the gate is decided again, by the rules that the run's
@@ -110,11 +110,11 @@ def _other_files(
     if report.get("digest") != digest(report, records):
         yield "edited report: report.json and samples.jsonl are not as they were measured: measure again"
     if (measured := report["draft"].get("weights")) != (found := draft_hash(run / DRAFT)):
-        said = f"a draft with hash {measured[:SHOWN]}" if measured else "a draft whose hash it does not state"
-        yield f"other weights: the report measured {said}, and {run / DRAFT} has {found[:SHOWN]}: measure this one"
+        named = f"a draft with hash {measured[:SHOWN]}" if measured else "a draft whose hash it does not state"
+        yield f"other weights: the report measured {named}, and {run / DRAFT} has {found[:SHOWN]}: measure this one"
     if (measured := report["target"].get("weights")) != target.weights:
-        said = f"one with weights {measured[:SHOWN]}" if measured else "one whose weights it does not state"
-        yield f"another target: the report measured {said}, and the recipe's is {target}"
+        named = f"one with weights {measured[:SHOWN]}" if measured else "one whose weights it does not state"
+        yield f"another target: the report measured {named}, and the recipe's is {target}"
 
 
 def _judged(recipe: Recipe, measured: Evidence, last: Evidence | None) -> tuple[dict[str, Any], list[str], bool]:

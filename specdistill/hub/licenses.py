@@ -22,9 +22,9 @@ from specdistill.repositories import hub_errors
 UNKNOWN, OTHER = "unknown", "other"
 DATA = "training data"
 CARD = "README.md"
-# What a licence may ask to be passed on beside the weights.
+# What a licence may ask to be passed on with the weights.
 TEXTS = ("LICENSE*", "LICENCE*", "NOTICE*", "USE_POLICY*")
-# The identifiers that a card's `license` may have; others are stated as `license_name` beside `other`.
+# The identifiers that a card's `license` may have; others are stated as `license_name`, with `other`.
 LISTED = (
     "afl-3.0 agpl-3.0 apache-2.0 apple-amlr apple-ascl artistic-2.0 bigcode-openrail-m bigscience-bloom-rail-1.0 "
     "bigscience-openrail-m bsd bsd-2-clause bsd-3-clause bsd-3-clause-clear bsl-1.0 c-uda cc cc-by-2.0 cc-by-2.5 cc-by-3.0 "
@@ -42,7 +42,7 @@ IDENTIFIERS = frozenset(LISTED.split())
 class Terms:
     """What a licence asks of a model that learnt from what it covers.
 
-    prefix: how the model's name begins. display: words on its card. notice: for a text file beside the weights.
+    prefix: how the model's name begins. display: words on its card. notice: for a text file next to the weights.
     """
 
     prefix: str

@@ -26,7 +26,7 @@ from specdistill.targets.identity import file_hashes
 
 # Folders and a file of a release, next to the draft's own files and an engine's folder for each export.
 REPORT, LICENSES, NOTICE = "report", "licenses", "NOTICE"
-NAMES = "a repository on the Hub, as org/name: letters, digits, -, _ and ."
+NAMES = "a repository on the Hub, e.g. org/name: letters, digits, -, _ and ."
 AGAIN = "repeat the command: what the Hub has is not sent again"
 LOGIN = "`hf auth login`, or HF_TOKEN, with a token that may write, and a name of yours or of an organisation that you are in"
 

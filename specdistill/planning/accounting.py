@@ -59,7 +59,7 @@ class Device:
     bandwidth: float
 
     def tokens_per_second(self, step: Account, num_tokens: int, other_flops: float) -> float:
-        """Of a step over so many tokens. other_flops: of what the account leaves out, the target's layers."""
+        """Of a step over `num_tokens`. other_flops: of what the account does not count, the target's layers."""
         products = (step.flops + other_flops) / (MATRIX_SHARE * self.flops)
         return num_tokens / (products + step.traffic_bytes / (TRAFFIC_SHARE * self.bandwidth))
 
@@ -185,20 +185,14 @@ def training_step(
             if parameter.requires_grad:
                 parameter.grad = torch.empty_like(parameter)
         ledger = Ledger()
-        with ledger:
-            _loss(objective, weightless, batch).backward()
+        with ledger:  # as the Trainer takes the loss
+            batch = objective.prepare(batch, None)
+            with torch.autocast("cpu", torch.bfloat16):
+                with torch.no_grad():
+                    target_outputs = objective.read_target(weightless, batch)
+                loss: Tensor = objective(**batch, **target_outputs)[0]
+            loss.backward()
     return ledger.account
-
-
-def _loss(objective: Any, target: FrozenTarget, batch: dict[str, Any]) -> Tensor:
-    """As the Trainer takes it."""
-    batch = objective.prepare(batch, None)
-    with torch.autocast("cpu", torch.bfloat16):
-        batch = objective.prepare(batch, None)
-        with torch.no_grad():
-            target_outputs = objective.read_target(target, batch)
-        loss: Tensor = objective(**batch, **target_outputs)[0]
-    return loss
 
 
 def objective_for(

@@ -157,7 +157,7 @@ def weight_bytes(target: Described, dtype: torch.dtype | None = None) -> float:
 
 
 def _activations(text: Any, itemsize: int, verified: int, devices: int) -> int:
-    """Of a pass over a chunk of prompts: six vectors as wide as the hidden state and three as the MLP; and float32 logits of a round."""
+    """Of a pass over a chunk of prompts: six vectors as wide as the hidden state and three as the MLP; and float32 logits of one round."""
     width = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
     rows = PASS_TOKENS * itemsize * (6 * text.hidden_size + 3 * width // devices)
     return int(rows + 4 * verified * text.vocab_size)

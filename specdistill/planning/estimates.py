@@ -22,8 +22,8 @@ from specdistill.project import RECIPES
 from specdistill.statistics.theory import expected_acceptance_length, predicted_speedup
 from specdistill.targets.cache_size import CacheSize
 
-MAX_K = {"K": 8, "1": 15, "0": 8}  # by the draft's passes in a round; of a block of 16 the first token is given
-# What an engine adds to bytes and layers: Llama-3.1-8B with its EAGLE-3 head in vLLM issue 20780 takes 8.35 + 1.016 K ms a round where a
+MAX_K = {"K": 8, "1": 15, "0": 8}  # by the draft's passes per round; of a block of 16 the first token is given
+# What an engine adds to bytes and layers: Llama-3.1-8B with its EAGLE-3 head in vLLM issue 20780 takes 8.35 + 1.016 K ms per round where a
 # plain step takes 7.07, so v = 1.18 and c = 0.144, against v = 1 and c = 0.050 of the bytes alone; 0.094 of 32 layers are 3.
 VERIFY_OVERHEAD = 0.18
 LAYERS_OVERHEAD = 3.0
@@ -293,7 +293,7 @@ def step_shares(step: float, target_step: float, layers: int, target_layers: int
 def best_k(alpha: float, verify: Sequence[float], c: float, passes: str = "K") -> ExpectedSpeedup:
     """S = AL / (v + c·K) at the fewest tokens that come within 1 % of the best, AL = 1 + alpha + … + alpha^K (arXiv 2211.17192).
 
-    verify: v for K = 1, 2, … passes: of the draft in a round, "K", "1" or "0"; c·K stands for as many times c.
+    verify: v for K = 1, 2, … passes: of the draft per round, "K", "1" or "0"; c·K stands for that many times c.
     """
     lengths = [expected_acceptance_length(alpha, k) for k in range(1, len(verify) + 1)]
     speedups = [

@@ -32,7 +32,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """`target` and `prompts.jsonl`."""
     path = tmp_path_factory.mktemp("memorised")
     model = tiny_target_model()
-    model.config.eos_token_id = model.generation_config.eos_token_id = None  # its text goes on
+    model.config.eos_token_id = model.generation_config.eos_token_id = None  # its completions have no end
     model.save_pretrained(path / "target")
     tiny_tokenizer().save_pretrained(path / "target")
     (path / "prompts.jsonl").write_text(json.dumps({"prompt": PROMPT}))

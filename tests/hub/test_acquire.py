@@ -26,7 +26,7 @@ TARGET, DRAFT = "someone/Tiny-4L", "someone/Tiny-4L-EAGLE3"
 NEEDED = {"config.json", "model.safetensors", "README.md"}
 
 
-class Said(NamedTuple):
+class AcquireResult(NamedTuple):
     code: int
     out: str
     err: str
@@ -46,14 +46,16 @@ class Acquire:
     def __init__(self, hub: Hub, home: Path, capsys: pytest.CaptureFixture[str]) -> None:
         self.hub, self.home, self._capsys = hub, home, capsys
 
-    def __call__(self, *keys: str, token: str | None = Hub.token, home: Path | None = None, cache: Path | None = None) -> Said:
+    def __call__(
+        self, *keys: str, token: str | None = Hub.token, home: Path | None = None, cache: Path | None = None
+    ) -> AcquireResult:
         """cache: another one than the home's, read without the Hub."""
         here = {"HF_HUB_CACHE": str(cache), "HF_HUB_OFFLINE": True} if cache else {}
         with self.hub.client(home or self.home, token=token), mock.patch.dict(vars(constants), here):
             code = main(["acquire", *keys])
-        return Said(code, *self._capsys.readouterr())
+        return AcquireResult(code, *self._capsys.readouterr())
 
-    def head(self, *keys: str, **options: object) -> Said:
+    def head(self, *keys: str, **options: object) -> AcquireResult:
         """The EAGLE-3 head for its target."""
         return self("method=eagle3", f"target={TARGET}", f"draft={DRAFT}", *keys, **options)  # type: ignore[arg-type]
 
@@ -64,7 +66,7 @@ class Acquire:
 
 @pytest.fixture
 def hub(saved: dict[str, Path], tmp_path: Path) -> Iterator[Hub]:
-    """Both repositories, with what nobody needs beside the files."""
+    """Both repositories, with files that nobody needs."""
     ballast = {
         "pytorch_model.bin": b"pickled",
         "optimizer.pt": b"moments",
@@ -420,7 +422,7 @@ def large_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("specdistill.cost.shutil.disk_usage", lambda path: SimpleNamespace(free=10**13))
 
 
-def told(name: str, hub: Hub, acquire: Acquire, tmp_path: Path) -> Said:
+def told(name: str, hub: Hub, acquire: Acquire, tmp_path: Path) -> AcquireResult:
     pair = {**PAIRS, **WRONG_PAIRS}[name]
     publish(hub, pair.target, tmp_path / "target")
     if pair.draft:

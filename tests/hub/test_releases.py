@@ -1,4 +1,4 @@
-"""A second release beside the first, and the way back, on a Hub on loopback that the real client asks."""
+"""A second release after the first, and the way back, on a Hub on loopback that the real client asks."""
 
 import json
 import shlex
@@ -130,7 +130,7 @@ def restore(tag: str, *arguments: str) -> int:
 
 @pytest.fixture
 def two_releases(lfs: Hub, first: Path, second: Path) -> Hub:
-    """Of which the second has a file that the first has not; and somebody wrote another one beside them."""
+    """Of which the second has a file that the first has not; and somebody added another one."""
     assert publish(first, "baseline=none") == 0
     assert publish(second, "exports=[sglang]") == 0
     lfs.commit(NAME, {"notes.txt": b"by hand"})

@@ -30,7 +30,7 @@ __all__ = ["Fault", "Hub", "Sparse", "environment", "fetched", "loopback_hub"]
 
 
 class Hub:
-    """What a test says to the Hub, and asks of it, beside what clients do."""
+    """What a test says to the Hub, and asks of it, in addition to what clients do."""
 
     # Tokens of the owner of every repository, and of somebody who sees what is public.
     token = "hf_loopbackOwner" + "0" * 21
@@ -62,7 +62,7 @@ class Hub:
         private: bool = False,
         gated: bool = False,
     ) -> str:
-        """A repository with these files, `card` as its README.md and `tags` beside those that the card gives it; returns its commit."""
+        """A repository with these files, `card` as its README.md, and `tags` in addition to the card's; returns its commit."""
         self.repositories[name] = Repository(name, private, gated, tags, downloads)
         return self.commit(name, {**(files or {}), **({"README.md": card.encode()} if card else {})}, "initial commit")
 
