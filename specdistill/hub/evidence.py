@@ -5,11 +5,12 @@ it must have measured this draft on this target, by the hashes of their files; a
 recipe names. What speaks against a release is a refusal. All of them are collected, so that `force` can list what it overrides.
 """
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from specdistill import __version__
 from specdistill.errors import UserError
@@ -83,7 +84,7 @@ def read_release(run: Path, last: Evidence | None = None) -> Release:
     return Release(
         run=run,
         recipe=recipe,
-        provenance=_read_provenance(run / PROVENANCE),
+        provenance=read_keys(run / PROVENANCE, "run", FINISHED),
         draft=tuple(draft_files(run / DRAFT)),
         report=judged,
         records=records,
@@ -94,14 +95,15 @@ def read_release(run: Path, last: Evidence | None = None) -> Release:
     )
 
 
-def _read_provenance(path: Path) -> dict[str, Any]:
+def read_keys(path: Path, key: str, expected: str) -> dict[str, Any]:
+    """What a JSON or YAML file holds. Raises UserError, naming `key`, for one that does not read or holds no keys."""
     try:
-        provenance = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError("run", got=f"{path} ({error})", expected=FINISHED) from error
-    if not isinstance(provenance, dict):
-        raise UserError("run", got=f"{path}, which holds no keys", expected=FINISHED)
-    return provenance
+        keys = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError):
+        keys = None
+    if not isinstance(keys, dict):
+        raise UserError(key, got=f"{path}, which holds no keys", expected=expected)
+    return keys
 
 
 def _other_files(

@@ -1,17 +1,20 @@
 """A finished run released on the Hub: the draft as it was measured, the evidence for it, exports for engines, and the card."""
 
+import shlex
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from huggingface_hub import HfApi, constants
 from huggingface_hub.hf_api import RepoFile
 
 from specdistill.credentials import check_no_secret
-from specdistill.engines.engine import Served
+from specdistill.engines import ENGINES
+from specdistill.engines.engine import Engine, Served, Serving
+from specdistill.engines.loader import check_loader, loader_of
 from specdistill.errors import UserError
 from specdistill.export import export, samples_drafts
 from specdistill.hub.card import CardContents, model_card
@@ -33,10 +36,9 @@ from specdistill.hub.repository import (
     restored,
     upload,
 )
-from specdistill.hub.serving import serving_lines
 from specdistill.methods import METHODS
 from specdistill.methods.checkpoint import link, new_folder, read_config
-from specdistill.methods.load import draft_files
+from specdistill.methods.load import draft_files, implementation
 from specdistill.methods.recipe import Recipe
 from specdistill.recipe.load import load_recipe
 from specdistill.recipe.sections import PublishConfig
@@ -216,6 +218,44 @@ def serving_of(of: CardContents, exported: Mapping[str, Served]) -> list[tuple[s
         config=read_config(release.run / DRAFT, "run"),
     )
     return list(serving_lines(served, release.run / DRAFT, exported, repository=of.repository, tag=of.tag))
+
+
+def loads_as_is(engine: Engine, method: str, folder: Path) -> bool:
+    """Whether an engine loads a draft's folder as training wrote it. Of the weights the names and shapes alone are read."""
+    row = METHODS[method]
+    serving = row.serving().get(engine.name, Serving())
+    if serving.layout is None or row.in_target:  # an engine takes that from its target's checkpoint alone
+        return False
+    if row.standalone:
+        return not serving.layout.gguf_types
+    config, shards = read_config(folder, "draft"), Shards.open(folder, "draft")
+    head, loader = implementation(method).head_shape(config, None), loader_of(serving.loaders, config)
+    if head is None or loader is None:
+        return False
+    result = check_loader(loader, config, {name: tuple(shards.describe(name)[1]) for name in shards.file_of}, head)
+    return not (result.refused or result.silent)
+
+
+def serving_lines(
+    served: Served, draft: Path, exports: Mapping[str, Served], *, repository: str, tag: str
+) -> Iterator[tuple[str, str]]:
+    """(engine's title, commands) for each engine that can be given the draft: as it is, or as exported for it.
+
+    served: the draft in the repository's root. draft: its folder here. exports: engine -> what was exported for it, into a folder of that
+    name.
+    """
+    assert served.method is not None
+    row, local = METHODS[served.method], repository.rpartition("/")[2]
+    for name, serving in row.serving().items():
+        engine = ENGINES[name]
+        if engine.serve_command is None:
+            continue
+        if name in exports:
+            exported = replace(exports[name], output=Path(local) / name, target=served.target)
+            fetch = f"hf download {repository} --revision {tag} --local-dir {local} --include {shlex.quote(f'{name}/*')}"
+            yield engine.title, f"{fetch}\n{engine.serve_command(exported)}"
+        elif loads_as_is(engine, served.method, draft):
+            yield engine.title, engine.serve_command(replace(served, serving=serving, in_target=row.in_target))
 
 
 def restore_release(repository: str | None, tag: str, *, dry_run: bool = False) -> None:

@@ -12,7 +12,7 @@ import yaml
 from specdistill.errors import UserError
 from specdistill.gate.decide import FIRST_RELEASE, Evidence
 from specdistill.hub.evidence import RECIPE as RUN_RECIPE
-from specdistill.hub.evidence import Release
+from specdistill.hub.evidence import Release, read_keys
 from specdistill.hub.repository import REPORT, Repository
 from specdistill.methods.load import draft_hash, locate
 from specdistill.report import phrases, tables
@@ -69,20 +69,11 @@ def last_release(repository: Repository, baseline: str | None) -> LastRelease | 
     if baseline and report["draft"].get("weights") != draft_hash(locate(f"{name}@{repository.tags[tag]}", key="repo")):
         raise UserError(key, got=f"{baseline}, a report of other weights", expected=f"one of {name}@{tag}")
     report["draft"] |= {"model": name, "revision": tag}  # as a reader knows it, and not where it was measured
-    recipe, provenance = (_mapping(folder / file, f"{name}@{tag}") for file in (RECIPE, PROVENANCE))
+    expected = f"{name}@{tag} as publish writes it; restore=TAG takes an earlier release back"
+    recipe, provenance = (
+        read_keys(folder / file, "repo", expected) if (folder / file).is_file() else {} for file in (RECIPE, PROVENANCE)
+    )
     return LastRelease(name, tag, Evidence(report, records), recipe, provenance)
-
-
-def _mapping(path: Path, release: str) -> dict[str, Any]:
-    """What a file of a release holds; nothing where it has none. Raises UserError for what `publish` does not write."""
-    try:
-        found = yaml.safe_load(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    except (yaml.YAMLError, UnicodeDecodeError):
-        found = None
-    if not isinstance(found, dict):
-        expected = "a release as publish writes them; restore=TAG takes an earlier one back"
-        raise UserError("repo", got=f"{release} with a {path.name} that does not read", expected=expected)
-    return found
 
 
 def to_measure_again(release: Release, last: LastRelease) -> str | None:

@@ -174,8 +174,8 @@ def recommend(
 ) -> dict[str, str | None]:
     """The method to start with, why, and the command; `target` as in a plan, `alone` its budget without a draft.
 
-    It is what has the highest middle of its speedup, n-gram lookup included. Layers that come with the target cost no training either: they win
-    unless another draft promises more at its low end, or n-gram lookup at its high end.
+    It is what has the highest middle of its speedup, n-gram lookup included. Layers that come with the target cost no training either: they
+    win unless another draft promises more at its low end, or n-gram lookup at its high end.
     """
     ends = {row.method: (row.low.speedup, row.high.speedup) for row in rows if row.low and row.high}
     lookup = next(row for row in rows if not METHODS[row.method].is_trained)

@@ -10,7 +10,7 @@ from specdistill.doctor.diagnosis import diagnose
 from specdistill.engines import ENGINES, engines_with
 from specdistill.engines.engine import Served, Serving
 from specdistill.export import export
-from specdistill.hub.serving import loads_as_is, serving_lines
+from specdistill.hub.publish import loads_as_is, serving_lines
 from specdistill.methods import METHODS
 from specdistill.methods.checkpoint import read_config
 from specdistill.targets.frozen import FrozenTarget

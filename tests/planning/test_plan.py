@@ -21,8 +21,8 @@ from specdistill.methods.sizes import Described
 from specdistill.planning import estimates
 from specdistill.planning.accounting import Account
 from specdistill.planning.budget import ServingSettings
+from specdistill.planning.command import print_plan, short
 from specdistill.planning.plan import Plan, make_plan, recommend
-from specdistill.planning.printing import print_plan, short
 from specdistill.planning.reading import read
 from specdistill.project import ROOT
 from specdistill.recipe.load import load_recipe
