@@ -4,7 +4,6 @@ import contextlib
 import json
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -97,24 +96,16 @@ def weights_asked(hub: Hub) -> list[str]:
 # What is fetched
 
 
-@pytest.mark.long  # three processes
-def test_a_draft_is_acquired_and_used(hub: Hub, tmp_path: Path) -> None:
-    """As a shell uses it: the path alone on stdout, of a folder that the next commands take."""
-
-    def specdistill(*arguments: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "specdistill", *arguments]
-        env = hub.environment(tmp_path / "home", token=None)
-        return subprocess.run(command, capture_output=True, text=True, check=False, timeout=300, cwd=tmp_path, env=env)
-
-    result = specdistill("acquire", "method=eagle3", f"target={TARGET}", f"draft={DRAFT}@v1")
-    assert result.returncode == 0, result.stderr
-    folder = Path(result.stdout.removesuffix("\n"))
+def test_a_draft_is_acquired_and_used(hub: Hub, acquire: Acquire) -> None:
+    """The path alone on stdout, of a folder that the next commands take."""
     commit = hub.tags(DRAFT)["v1"]
-    assert folder == tmp_path / f"home/hub/models--someone--Tiny-4L-EAGLE3/snapshots/{commit}"
+    said = acquire("method=eagle3", f"target={TARGET}", f"draft={DRAFT}@v1")
+    folder = acquire.home / f"hub/models--someone--Tiny-4L-EAGLE3/snapshots/{commit}"
+    assert (said.code, said.out) == (0, f"{folder}\n"), said.err
     assert {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()} == NEEDED
-    assert f"{DRAFT}@v1 (commit {commit}), 3 files, 1 of them" in result.stderr
-    examined = specdistill("doctor", f"draft={folder}", f"target={TARGET}", "decode=false")
-    assert examined.returncode == 0, examined.stdout + examined.stderr
+    assert f"{DRAFT}@v1 (commit {commit}), 3 files, 1 of them" in said.err
+    with hub.client(acquire.home):
+        assert main(["doctor", f"draft={folder}", f"target={TARGET}", "decode=false"]) == 0
 
 
 def test_a_dry_run_fetches_no_weights(hub: Hub, acquire: Acquire) -> None:

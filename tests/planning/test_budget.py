@@ -11,7 +11,7 @@ from specdistill.methods.sizes import Described
 from specdistill.planning.budget import ServingSettings, budget, weight_bytes
 from specdistill.planning.reading import read
 from specdistill.targets.cache_size import of_attention
-from tests.public_pairs import DEEPSEEK_V3, GPT_OSS_120B, LLAMA_8B, Repository
+from tests.public_pairs import GPT_OSS_120B, LLAMA_8B, Repository
 from tests.refusals import refused
 
 GIB = 2**30
@@ -79,15 +79,6 @@ def test_quantised_weights_count_as_they_are_stored(tmp_path: Path):
     target = described(tmp_path, GPT_OSS_120B)
     assert weight_bytes(target) / 1e9 == pytest.approx(65.2, rel=0.01)
     assert weight_bytes(replace(target, stored_bytes=None)) == 2 * target.parameters
-
-
-@pytest.mark.long  # ninety thousand tensors
-def test_deepseek_v3_fits_on_sixteen_of_eighty_gigabytes(tmp_path: Path):
-    """All 688.6 GB but the layer that predicts on; and on eight of 141, as its authors serve it."""
-    target = described(tmp_path, DEEPSEEK_V3)
-    assert weight_bytes(target) / 1e9 == pytest.approx(674, rel=0.01)
-    assert budget(target, ServingSettings()).tensor_parallel == 16
-    assert budget(target, ServingSettings(memory=141e9)).tensor_parallel == 8
 
 
 @pytest.mark.parametrize(("key", "got"), [("context", 200_000), ("tensor_parallel", 3)])  # of 131,072 positions and 32 heads
