@@ -56,18 +56,14 @@ class CommonDoctorOptions(Section):
     eval: DoctorPrompts = section(DoctorPrompts)
 
     @model_validator(mode="after")
-    def _prompts_are_decoded(self) -> "CommonDoctorOptions":
-        if self.eval != DoctorPrompts() and not (self.decode and self.target.model):
-            raise UserError("eval", got="prompts to decode", expected="none without target=…, or with decode=false")
-        return self
-
-    @model_validator(mode="after")
-    def _weights_are_loaded_to_decode(self) -> "CommonDoctorOptions":
-        for name in ("dtype", "attn", "device_map"):
-            value = getattr(self.target, name)
-            if not self.decode and value != default_of(ExaminedTarget.model_fields[name]):
-                expected = "no such key with decode=false, which reads the target's files alone"
-                raise UserError(f"target.{name}", got=value, expected=expected)
+    def _only_decoding_reads_them(self) -> "CommonDoctorOptions":
+        """Prompts, and how the target's weights are loaded."""
+        fields, names = ExaminedTarget.model_fields, ("dtype", "attn", "device_map")
+        loading = [f"target.{name}" for name in names if getattr(self.target, name) != default_of(fields[name])]
+        given = [*(["eval"] if self.eval != DoctorPrompts() else []), *loading]
+        if given and not (self.decode and self.target.model):
+            expected = "no such key without target=…, or with decode=false: nothing is decoded"
+            raise UserError(given[0], got="a value", expected=expected)
         return self
 
 

@@ -112,11 +112,11 @@ def _other_files(
     if report.get("digest") != digest(report, records):
         yield "edited report: report.json and samples.jsonl are not as they were measured: measure again"
     if (measured := report["draft"].get("weights")) != (found := draft_hash(run / DRAFT)):
-        named = f"a draft with hash {measured[:SHOWN]}" if measured else "a draft whose hash it does not state"
-        yield f"other weights: the report measured {named}, and {run / DRAFT} has {found[:SHOWN]}: measure this one"
+        stated = measured[:SHOWN] if measured else "not stated"
+        yield f"other weights: the measured draft's hash is {stated}, that of {run / DRAFT} {found[:SHOWN]}: measure this one"
     if (measured := report["target"].get("weights")) != target.weights:
-        named = f"one with weights {measured[:SHOWN]}" if measured else "one whose weights it does not state"
-        yield f"another target: the report measured {named}, and the recipe's is {target}"
+        stated = measured[:SHOWN] if measured else "not stated"
+        yield f"another target: the hash of the measured one's weights is {stated}, and the recipe's is {target}"
 
 
 def _judged(recipe: Recipe, measured: Evidence, last: Evidence | None) -> tuple[dict[str, Any], list[str], bool]:
