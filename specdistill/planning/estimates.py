@@ -16,7 +16,7 @@ from specdistill.errors import UserError
 from specdistill.losses.chunked import BLOCK
 from specdistill.methods import METHODS, Cost
 from specdistill.methods.sizes import ASSUMED_DTYPE, Described, Parts, PlannedDraft, Shape, weights_read
-from specdistill.planning.accounting import H100, MATRIX_SHARE, TRAFFIC_SHARE, Account, objective_for, training_step
+from specdistill.planning.accounting import H100, MATRIX_SHARE, TRAFFIC_SHARE, Account, training_step
 from specdistill.planning.budget import MOST_DEVICES, USABLE, Budget, ServingSettings, budget
 from specdistill.project import RECIPES
 from specdistill.statistics.theory import expected_acceptance_length, predicted_speedup
@@ -281,8 +281,8 @@ def _account(method: str, planned: PlannedDraft, target: Described, training: Mi
     """Of a step that trains the draft; None where no draft can be built without weights."""
     if planned.build is None:
         return None
-    objective = objective_for(method, planned.build, planned.counted_with)
-    return training_step(objective, target, rows=training.batch_size, length=training.max_length)
+    rows, length = training.batch_size, training.max_length
+    return training_step(method, planned.build, planned.counted_with, target, rows=rows, length=length)
 
 
 def step_shares(step: float, target_step: float, layers: int, target_layers: int) -> dict[str, float]:
