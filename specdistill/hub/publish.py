@@ -26,7 +26,7 @@ from specdistill.hub.repository import (
     LICENSES,
     NOTICE,
     REPORT,
-    Change,
+    FileChange,
     Repository,
     check_names,
     difference,
@@ -68,7 +68,7 @@ class Publication:
     tag: str
     refusals: Sequence[str]
     folder: Path | None = None
-    changes: Sequence[Change] = ()
+    changes: Sequence[FileChange] = ()
     commit: str | None = None
     advice: str | None = None
 
@@ -290,7 +290,7 @@ def print_outcome(made: Publication) -> None:
         print(f"{name} is this release already: {url}")
 
 
-def print_changes(name: str, changes: Sequence[Change]) -> None:
+def print_changes(name: str, changes: Sequence[FileChange]) -> None:
     for change in changes:
         print(f"{change.what:8} {size(change.size):>12}  {change.path}")
     counts = Counter(change.what for change in changes)

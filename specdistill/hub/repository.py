@@ -86,7 +86,7 @@ class Repository:
 
 
 @dataclass(frozen=True)
-class Change:
+class FileChange:
     """A file of a release, compared with what the Hub has under its name. size: bytes, of what is removed there."""
 
     path: str
@@ -124,14 +124,14 @@ def is_of_a_release(path: str) -> bool:
     return of_draft or path.partition("/")[0] in {REPORT, LICENSES, *ENGINES}
 
 
-def difference(folder: Path, files: Mapping[str, RepoFile]) -> list[Change]:
+def difference(folder: Path, files: Mapping[str, RepoFile]) -> list[FileChange]:
     """Every file of a release in a folder, compared with those of the Hub, and what is there of another release and has no place in it."""
     here = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
     sizes = {name: path.stat().st_size for name, path in here.items()}
     return _changes(sizes, files, lambda name: is_same(here[name], files[name]))
 
 
-def restored(repository: Repository, tag: str) -> list[Change]:
+def restored(repository: Repository, tag: str) -> list[FileChange]:
     """What becomes of the main branch's files when it is to hold a release again.
 
     Raises UserError for a tag that is not there and for one that is no release, ResourceError when the Hub fails.
@@ -146,17 +146,17 @@ def restored(repository: Repository, tag: str) -> list[Change]:
     return _changes(sizes, files, lambda name: earlier[name].blob_id == files[name].blob_id)
 
 
-def _changes(sizes: Mapping[str, int], there: Mapping[str, RepoFile], is_same: Callable[[str], bool]) -> list[Change]:
+def _changes(sizes: Mapping[str, int], there: Mapping[str, RepoFile], is_same: Callable[[str], bool]) -> list[FileChange]:
     """sizes: of the files that a release is to have."""
     changes = []
     for name, size in sorted(sizes.items()):
-        changes.append(Change(name, "new" if name not in there else "same" if is_same(name) else "changed", size))
+        changes.append(FileChange(name, "new" if name not in there else "same" if is_same(name) else "changed", size))
     removed = sorted(name for name in there.keys() - sizes.keys() if is_of_a_release(name))
-    return changes + [Change(name, "removed", there[name].size) for name in removed]
+    return changes + [FileChange(name, "removed", there[name].size) for name in removed]
 
 
 def upload(
-    folder: Path, changes: Sequence[Change], repository: Repository, tag: str, *, message: str, private: bool | None
+    folder: Path, changes: Sequence[FileChange], repository: Repository, tag: str, *, message: str, private: bool | None
 ) -> str:
     """Commit a release on top of what the Hub was seen to have, and tag it with a message; returns the commit.
 
@@ -180,7 +180,7 @@ def upload(
     return head
 
 
-def restore(repository: Repository, tag: str, changes: Sequence[Change]) -> str:
+def restore(repository: Repository, tag: str, changes: Sequence[FileChange]) -> str:
     """Commit a release's files to the main branch again, copied on the Hub; returns the commit. Nothing is new, so nothing is tagged.
 
     Raises ResourceError when the Hub fails or was changed meanwhile.
