@@ -166,20 +166,15 @@ def test_the_next_tag_follows_the_largest_number() -> None:
     assert released.Repository(NAME, False, [], {}, tags).next_tag == "v11"
 
 
-def test_what_is_released_is_not_released_again(lfs: Hub, run: Path) -> None:
+def test_what_is_released_is_not_released_again_and_a_tag_is_never_moved(
+    lfs: Hub, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert publish(run) == 0
-    before = uploads(lfs)
+    before, tags = uploads(lfs), lfs.tags(NAME)
     assert publish(run) == publish(run, "tag=v1") == 0
-    assert uploads(lfs) == before and lfs.tags(NAME).keys() == {"v1"}
-
-
-def test_a_tag_is_never_moved(lfs: Hub, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert publish(run) == 0
-    tags = lfs.tags(NAME)
-    provenance = run / "run/provenance.json"
-    provenance.write_text(json.dumps({"created": "another day"}))
+    (run / "run/provenance.json").write_text(json.dumps({"created": "another day"}))
     assert refused_key(refused(capsys, 2, run, "tag=v1")) == "tag"
-    assert lfs.tags(NAME) == tags and len(lfs.commits(NAME)) == 2
+    assert uploads(lfs) == before and lfs.tags(NAME) == tags
     assert publish(run, first=False) == 0
     assert lfs.tags(NAME) == {**tags, "v2": lfs.commits(NAME)[0]}
 
@@ -263,11 +258,6 @@ def test_what_did_not_pass_is_published_only_with_a_reason(lfs: Hub, run: Path, 
     assert "\\<b\\>we\\</b\\> know" in top and "> - other weights: " in top and str(run) not in card.text
 
 
-def test_a_reason_for_what_is_not_refused(lfs: Hub, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert refused_key(refused(capsys, 2, run, "force=in a hurry")) == "force"
-    assert NAME not in lfs.repositories
-
-
 @pytest.mark.parametrize(
     ("license", "repo", "said"),
     [
@@ -300,6 +290,7 @@ def test_the_licence_of_the_target(
         *((f"tag={name}", "tag") for name in ("main", "v1..2", "-f")),
         ("exports=[vlm]", "exports[0]"),
         ("run=/nowhere", "run"),
+        ("force=in a hurry", "force"),  # nothing is refused
     ],
 )
 def test_what_the_user_got_wrong(lfs: Hub, run: Path, capsys: pytest.CaptureFixture[str], argument: str, key: str) -> None:
