@@ -50,9 +50,7 @@ class CommonDoctorOptions(Section):
     engine: Annotated[str, one_of(lambda: engines_with("loader_version"))] | None = option(
         None, "whose loader to check it against; null: none"
     )
-    decode: bool = option(
-        True, "with a target: decode a few prompts, and look for what repaired would bring the draft closer to it"
-    )
+    decode: bool = option(True, "with a target: decode a few prompts, and look for a repair that brings the draft closer to it")
     eval: DoctorPrompts = section(DoctorPrompts)
 
     @model_validator(mode="after")
