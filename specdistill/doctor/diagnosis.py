@@ -31,11 +31,11 @@ from specdistill.methods.checkpoint import FLOATS, extremes, read_config, read_t
 from specdistill.methods.contract import Simulation
 from specdistill.methods.layers import HeadShape
 from specdistill.methods.load import implementation, load_proposer, method_of
-from specdistill.methods.mtp.checkpoint import check_native_layer
+from specdistill.methods.mtp.checkpoint import check_native
 from specdistill.methods.target_record import check_target
 from specdistill.rows.packing import indexed
 from specdistill.suites.suite import load_suite, tokenize
-from specdistill.targets.files import TargetFiles
+from specdistill.targets.files import INDEX, SINGLE, Shards, TargetFiles
 from specdistill.targets.frozen import FrozenTarget
 from specdistill.training.history import read_history
 
@@ -188,7 +188,8 @@ def examine_native(target: TargetFiles) -> Diagnosis:
     """Examine the layer that predicts further tokens in a target's own checkpoint, by names and shapes."""
     seen = Diagnosis(Path(target.name))
     with refusals(seen, "target.model"):
-        seen.num_tensors = check_native_layer(target)
+        shards = Shards.open(target.fetch("config.json", INDEX, SINGLE), "target.model")
+        seen.num_tensors = check_native(shards.shapes(shards.file_of), target)
         seen.method = "mtp"
         seen.findings.append(note("the layer is in its target's own checkpoint, from which engines serve it; not decoded"))
     return seen

@@ -73,7 +73,7 @@ def acquire(
             of_draft.verify()
         needed = [(of_draft, _checked(of_draft, method, files, of_target, options))]
     elif (check_native := implementation(method).check_native) is not None:
-        check_native(of_target.tensors(), files)
+        check_native({name: tensor.shape for name, tensor in of_target.tensors().items()}, files)
         say(f"{of_target.name}: its own checkpoint holds the layer that drafts, so the whole of it is needed")
     else:
         raise _not_chosen(method, target, of_target.repository)
