@@ -20,9 +20,8 @@ import torch
 from torch import Tensor
 
 from specdistill.decoding import verify
-from specdistill.decoding.cached_target import CachedTarget, SequenceReader
-from specdistill.decoding.compiled_target import CompiledTarget, cache_size
 from specdistill.decoding.proposer import DecodingState, Proposal, Proposer, TreeProposer
+from specdistill.decoding.readers import CachedTarget, CompiledTarget, SequenceReader, cache_size
 from specdistill.decoding.sampling import GREEDY, Random, Sampling, uniforms
 from specdistill.decoding.transformers_models import check_reads_trees
 from specdistill.decoding.tree import Tree, TreeShape
@@ -33,7 +32,7 @@ NEAR_TIE = 2.0**-14  # of the best logit: 512 roundings of float32, where a 16-l
 
 # (proposal of N draft tokens, the target's distributions [N + 1, V] after the sequence and each of them, generator) -> indices of the
 # accepted draft tokens, and the token after them
-Rule = Callable[[Proposal, Tensor, Random], tuple[Sequence[int], int]]
+VerifyRule = Callable[[Proposal, Tensor, Random], tuple[Sequence[int], int]]
 
 
 def exact(proposal: Proposal, probs_NV: Tensor, generator: Random) -> tuple[Sequence[int], int]:
@@ -133,7 +132,7 @@ class Decoder:
     """
 
     def __init__(
-        self, target: FrozenTarget, proposer: Proposer | None = None, *, rule: Rule = exact, compiled: bool = False
+        self, target: FrozenTarget, proposer: Proposer | None = None, *, rule: VerifyRule = exact, compiled: bool = False
     ) -> None:
         self.target = target
         self.proposer = proposer
@@ -238,8 +237,6 @@ class Decoder:
             broken.update(rows)
 
     def _check_tree(self) -> None:
-        if self.compiled:
-            raise UserError("eval.compile", got="true with a tree", expected="false, or eval.tree=null")
         if not isinstance(self.proposer, TreeProposer):
             got = f"a tree for {type(self.proposer).__name__}, which drafts chains only"
             raise UserError("eval.tree", got=got, expected="null, or a method that drafts trees")

@@ -124,8 +124,8 @@ class StaticTree:
 
     def __post_init__(self) -> None:
         key, given = "eval.tree.branching", list(self.branching)
-        if not given or min(given) < 1:
-            raise UserError(key, got=given, expected="numbers of children, at least 1, one for each level")
+        if not given:
+            raise UserError(key, got=given, expected="numbers of children, one for each level")
         if self.num_nodes > MOST_NODES:
             raise UserError(key, got=f"{given}, {self.num_nodes} nodes", expected=f"at most {MOST_NODES} nodes")
 
@@ -179,9 +179,6 @@ class DynamicTree:
     top_k: int
 
     def __post_init__(self) -> None:
-        for name in ("top_k", "depth"):
-            if getattr(self, name) < 1:
-                raise UserError(f"eval.tree.{name}", got=getattr(self, name), expected="1 or more")
         most = min(MOST_NODES, self.num_candidates(self.depth))
         if not self.depth <= self.budget <= most:
             expected = f"from {self.depth}, the depth, to {most}, the nodes that top_k and depth give"
