@@ -27,7 +27,7 @@ from specdistill.targets import files
 from specdistill.targets.files import INDEX, SINGLE, Shards, TargetFiles
 from specdistill.targets.frozen import FrozenTarget
 
-Target = FrozenTarget | TargetFiles
+AnyTarget = FrozenTarget | TargetFiles
 # Whose angles do not depend on the sequence's length, so that cached keys stay right as it grows.
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 read_config = functools.partial(files.read_config, expected="the folder of a trained draft: config.json and weights")
@@ -183,7 +183,7 @@ def is_copy(given: Tensor, own: Tensor) -> bool:
     return given.shape == own.shape and torch.equal(given.to(own), own.to(given.dtype).to(own))
 
 
-def check_fit(sizes: Mapping[str, int], target: Target, folder: Path | str, key: str) -> None:
+def check_fit(sizes: Mapping[str, int], target: AnyTarget, folder: Path | str, key: str) -> None:
     """Raises UserError for the first of a head's sizes that is not the target's; their names in config.json may say `target_`."""
     for name, got in sizes.items():
         expected = getattr(target, name.replace("target_", ""))

@@ -14,11 +14,11 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from specdistill.errors import UserError
-from specdistill.methods.sizes import Shape
+from specdistill.methods.sizes import ModelShape
 
 
 @dataclass(frozen=True, kw_only=True)
-class HeadShape(Shape):
+class HeadShape(ModelShape):
     """What heads have in common: layers of Llama's shape over the target's vocabulary.
 
     sliding_window: a position sees itself and the window - 1 before it; None sees all of them.

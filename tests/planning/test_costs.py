@@ -8,13 +8,13 @@ from specdistill.methods.eagle3 import method as eagle3
 from specdistill.methods.eagle3.method import eagle3_head
 from specdistill.methods.eagle3.module import build_eagle3
 from specdistill.methods.mtp.method import mtp_head
-from specdistill.methods.sizes import Shape, shape_of
+from specdistill.methods.sizes import ModelShape, shape_of
 from specdistill.planning import rows as costs
 from specdistill.statistics.theory import alpha_from_acceptance_length
 from specdistill.targets.frozen import FrozenTarget
 from tests.tiny import tiny_target_model, tiny_tokenizer
 
-LLAMA_8B = Shape(1, 4096, 14336, 32, 8, 128)
+LLAMA_8B = ModelShape(1, 4096, 14336, 32, 8, 128)
 VOCABULARY, TARGET_READ = 128_256, 7_504_924_672  # 8,030,261,248 parameters less an embedding of 525,336,576
 
 
@@ -49,7 +49,7 @@ def test_an_eagle3_head_is_counted_as_it_is_built(hidden_size: int):
         for name, parameter in draft.named_parameters()
         if draft.config.owns_embedding or name != "embed_tokens.weight"
     )
-    shape = Shape(2, hidden_size, *list(vars(shape_of(target.config)).values())[2:])
+    shape = ModelShape(2, hidden_size, *list(vars(shape_of(target.config)).values())[2:])
     assert eagle3_head(shape, 260, 260, 64).parameters == own
 
 
@@ -92,8 +92,8 @@ def test_a_mixture_pays_for_verification_and_lookup_for_nothing_else():
 
 
 def test_training_memory_adds_up():
-    parts = costs.Parts(parameters=1000, read=900, num_layers=2, copied=500)
-    shape = Shape(2, 8, 16, 2, 1, 4)
+    parts = costs.ParameterCounts(parameters=1000, read=900, num_layers=2, copied=500)
+    shape = ModelShape(2, 8, 16, 2, 1, 4)
     # two layers of 2·(28·8 + 4·16) bytes for each of 10 tokens and 3 steps, and 4,096 rows of 100 logits in bfloat16
     assert costs.training_memory(parts, 5000, shape, 100, 3, 10) == {
         "target": 5000, "draft": 16_000, "frozen tables": 2000, "activations": 30 * 1152 + 2 * 4096 * 100

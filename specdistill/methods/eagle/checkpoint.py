@@ -50,7 +50,7 @@ def load_eagle(folder: Path | str, target: FrozenTarget, *, key: str = "eval.dra
     return draft
 
 
-def read_eagle(folder: Path, target: checkpoint.Target | None, *, key: str) -> tuple[EagleConfig, dict[str, Tensor]]:
+def read_eagle(folder: Path, target: checkpoint.AnyTarget | None, *, key: str) -> tuple[EagleConfig, dict[str, Tensor]]:
     """A head's config and tensors, checked against each other; it may bring copies of the target's embedding and head, or not.
 
     Raises UserError as `load_eagle` does.
@@ -63,7 +63,7 @@ def read_eagle(folder: Path, target: checkpoint.Target | None, *, key: str) -> t
 
 
 def check_eagle(
-    folder: Path, tensors: Mapping[str, Tensor], target: checkpoint.Target | None, *, key: str, name: Path | str
+    folder: Path, tensors: Mapping[str, Tensor], target: checkpoint.AnyTarget | None, *, key: str, name: Path | str
 ) -> EagleConfig:
     """A head's config, checked against the target's sizes and the names and shapes of its tensors, which need have no content.
 

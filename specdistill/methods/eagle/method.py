@@ -16,7 +16,7 @@ from specdistill.targets.frozen import FrozenTarget
 
 TENSORS = {"fc.weight", "layers.0.self_attn.q_proj.weight"}
 ARCHITECTURES = {"LlamaForCausalLMEagle", "EagleLlamaForCausalLM"}
-PUBLISHED = sizes.Published(
+PUBLISHED = sizes.PublishedFigures(
     (alpha_from_acceptance_length(2.47, 7), alpha_from_acceptance_length(2.10, 2)),
     "AL 2.10 at K = 2 to 2.47 at K = 7 (Llama-3.1-8B, MT-bench, vLLM issue 20780)",
     68_000 * sizes.TOKENS_PER_SAMPLE,
@@ -62,11 +62,11 @@ def planned(target: sizes.Described, given: sizes.Described | None, settings: di
     return sizes.PlannedDraft(parts, shape, vocabulary, note, PUBLISHED, cache, keys, counted, build=build)
 
 
-def eagle_head(shape: sizes.Shape, vocab_size: int) -> sizes.Parts:
+def eagle_head(shape: sizes.ModelShape, vocab_size: int) -> sizes.ParameterCounts:
     """EAGLE-1 (arXiv 2401.15077): fc [H, 2H] and layers, the first without its input norm; embedding and head are the target's."""
     hidden, table = shape.hidden_size, vocab_size * shape.hidden_size
     parameters = 2 * hidden**2 + shape.num_layers * sizes.layer_parameters(shape, hidden) - hidden
-    return sizes.Parts(parameters, parameters + table, shape.num_layers, copied=2 * table)
+    return sizes.ParameterCounts(parameters, parameters + table, shape.num_layers, copied=2 * table)
 
 
 METHOD = Implementation(

@@ -73,7 +73,7 @@ def load_eagle3(folder: Path | str, target: FrozenTarget, *, key: str = "eval.dr
     return draft
 
 
-def read_eagle3(folder: Path, target: checkpoint.Target | None, *, key: str) -> tuple[Eagle3Config, dict[str, Tensor]]:
+def read_eagle3(folder: Path, target: checkpoint.AnyTarget | None, *, key: str) -> tuple[Eagle3Config, dict[str, Tensor]]:
     """A head's config and its tensors by the names they have here, without `t2d` (which follows from `d2t`), and without `d2t` when the
     vocabulary is whole. A file may leave out what is the target's: the embedding, and the head of a whole vocabulary.
 
@@ -107,7 +107,7 @@ def check_eagle3(
     renamed(checked_config(checkpoint.read_config(folder, key), target, key=key, name=name), tensors, key=key, name=name)
 
 
-def checked_config(raw: Mapping[str, Any], target: checkpoint.Target | None, *, key: str, name: Path | str) -> Eagle3Config:
+def checked_config(raw: Mapping[str, Any], target: checkpoint.AnyTarget | None, *, key: str, name: Path | str) -> Eagle3Config:
     """What a config.json says of a head. Raises UserError for what heads do not have here, and for another target's sizes."""
     config = config_from_json(raw, None if target is None else target.num_layers, key)
     if target is not None:

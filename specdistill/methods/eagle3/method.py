@@ -17,7 +17,7 @@ from specdistill.methods.chains.proposer import proposer_loader
 from specdistill.methods.chains.unroll import objective
 from specdistill.methods.contract import Implementation
 from specdistill.methods.eagle3.checkpoint import check_eagle3, config_from_json, export, load_eagle3, read_eagle3, save_eagle3
-from specdistill.methods.eagle3.config import Recipe
+from specdistill.methods.eagle3.config import Eagle3Recipe
 from specdistill.methods.eagle3.module import Eagle3Draft, build_eagle3, check_aux_layers, eagle3_config
 from specdistill.rows.packing import draft_vocabulary
 from specdistill.statistics.theory import alpha_from_acceptance_length
@@ -25,7 +25,7 @@ from specdistill.targets.frozen import FrozenTarget
 
 TENSORS = ({"fc.weight", "midlayer.hidden_norm.weight"}, {"fc.weight", "layers.0.hidden_norm.weight"})
 ARCHITECTURES = {"LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator"}
-PUBLISHED = sizes.Published(
+PUBLISHED = sizes.PublishedFigures(
     (alpha_from_acceptance_length(2.26, 3), alpha_from_acceptance_length(3.08, 4)),
     "AL 2.26 at K = 3 (Qwen3-8B, vLLM's acceptance test) to 3.08 at K = 4 (Llama-3.1-8B, vLLM issue 20780), MT-bench; "
     "up to 5.3 on mathematics and code, K = 7 (arXiv 2607.05147)",
@@ -39,7 +39,7 @@ def is_named(config: Any, names: Any) -> bool:
     return drafts_chains(names) and (bool(named) or any(name.startswith("midlayer.") for name in names))
 
 
-def create(recipe: Recipe, target: FrozenTarget, rows: Dataset) -> Any:
+def create(recipe: Eagle3Recipe, target: FrozenTarget, rows: Dataset) -> Any:
     check_aux_layers(recipe.draft.aux_layers, target.num_layers)
 
     def build(target: FrozenTarget, **options: Any) -> Eagle3Draft:
@@ -127,8 +127,8 @@ def planned(target: sizes.Described, given: sizes.Described | None, settings: di
 
 
 def eagle3_head(
-    shape: sizes.Shape, vocab_size: int, draft_vocab_size: int, target_hidden_size: int, num_aux: int = 3
-) -> sizes.Parts:
+    shape: sizes.ModelShape, vocab_size: int, draft_vocab_size: int, target_hidden_size: int, num_aux: int = 3
+) -> sizes.ParameterCounts:
     """EAGLE-3 (arXiv 2503.01840): fc [H, A·D], a first layer that reads 2H, two more norms, its own head [W, H].
 
     A step reads all but fc, which runs once a round. The embedding is the target's unless the widths differ.
@@ -139,7 +139,7 @@ def eagle3_head(
     table = vocab_size * hidden
     shared = hidden == target_hidden_size
     parameters = num_aux * target_hidden_size * hidden + read + (0 if shared else table)
-    return sizes.Parts(parameters, read, shape.num_layers, copied=table if shared else 0)
+    return sizes.ParameterCounts(parameters, read, shape.num_layers, copied=table if shared else 0)
 
 
 METHOD = Implementation(

@@ -18,7 +18,7 @@ from specdistill.losses.chunked import head_loss
 from specdistill.losses.divergence import acceptance, forward_kl
 from specdistill.methods.checkpoint import read_tensors, write_draft
 from specdistill.methods.contract import Implementation, Simulation
-from specdistill.methods.sizes import Described, Parts, PlannedDraft, Published
+from specdistill.methods.sizes import Described, ParameterCounts, PlannedDraft, PublishedFigures
 from specdistill.targets.anatomy import LogitsHead
 from specdistill.targets.packed_rows import Documents
 from specdistill.training.objective import Soft, SoftTargets, StepSums
@@ -152,8 +152,8 @@ def load_proposer(folder: Path, target, *, key: str) -> BlockProposer:
 
 
 def planned(target: Described, given: Described | None, settings: dict[str, Any]) -> PlannedDraft:
-    published = Published(None, "none is published", None, "none is published")
-    return PlannedDraft(Parts(1, 0, 0), None, target.text.vocab_size, "drafts a block in one pass", published)
+    published = PublishedFigures(None, "none is published", None, "none is published")
+    return PlannedDraft(ParameterCounts(1, 0, 0), None, target.text.vocab_size, "drafts a block in one pass", published)
 
 
 def swapped(draft: Block, target):
