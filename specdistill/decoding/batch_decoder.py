@@ -20,14 +20,11 @@ from specdistill.decoding.decoder import Generation, Running, break_ties, now
 from specdistill.decoding.proposer import BatchState, Proposal, Proposer
 from specdistill.decoding.sampling import GREEDY, Generators, Sampling, uniforms
 from specdistill.decoding.transformers_models import MaskedKVCache, check_batchable, last_of, padded
-from specdistill.errors import UserError
 from specdistill.targets.frozen import Features, FrozenTarget
-
-MAX_BATCH_SIZE = 64
 
 
 class BatchDecoder:
-    """Decodes up to MAX_BATCH_SIZE sequences at once with a target and, optionally, a proposer.
+    """Decodes several sequences at once with a target and, optionally, a proposer.
 
     Raises UserError for targets and drafts that cannot be batched (see `check_batchable`).
     """
@@ -53,10 +50,8 @@ class BatchDecoder:
         generators: one for each prompt; None: torch's default generator for all.
 
         Times are shares: a round's seconds are divided equally among the rows that took part in it, the prefill's among all, so that they
-        add up to those of the batch. Raises UserError for too many prompts, and as `Decoder.generate` does.
+        add up to those of the batch. Raises UserError as `Decoder.generate` does.
         """
-        if not 1 <= len(prompts) <= MAX_BATCH_SIZE:
-            raise UserError("eval.batch_size", got=len(prompts), expected=f"1 to {MAX_BATCH_SIZE}")
         all_rows = [
             Running.begin(self, prompt_ids, max_new_tokens, num_speculative_tokens, generator)
             for prompt_ids, generator in zip(prompts, generators or [None] * len(prompts), strict=True)

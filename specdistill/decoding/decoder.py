@@ -93,13 +93,12 @@ class Running:
 
     @classmethod
     def begin(cls, decoder: Any, prompt_ids: Sequence[int], max_new_tokens: int, k: int, generator: Random) -> "Running":
-        """Raises UserError when prompt or continuation is empty, together they exceed the target's context, or nothing can be drafted."""
+        """Raises UserError when the prompt is empty, or exceeds the target's context together with the continuation."""
         target, limit = decoder.target, len(prompt_ids) + max_new_tokens
-        if decoder.proposer and k < 1:
-            raise UserError("eval.num_speculative_tokens", got=k, expected="1 or more")
-        if not prompt_ids or max_new_tokens < 1 or limit > target.max_length:
+        assert max_new_tokens >= 1 and (k >= 1 or not decoder.proposer), (max_new_tokens, k)
+        if not prompt_ids or limit > target.max_length:
             got = f"a prompt of {len(prompt_ids)} tokens and {max_new_tokens} new ones"
-            raise UserError("eval.max_new_tokens", got=got, expected=f"at least 1 of each and {target.max_length} together")
+            raise UserError("eval.max_new_tokens", got=got, expected=f"at least 1 and {target.max_length} together")
         return cls(tuple(prompt_ids), limit, generator, target.eos_token_ids, list(prompt_ids))
 
     @property
@@ -190,7 +189,7 @@ class Decoder:
     def _round(
         self, row: Running, state: DecodingState, reader: SequenceReader, ahead: int | TreeShape, sampling: Sampling
     ) -> None:
-        """Propose `ahead` (a chain of so many tokens, or a tree), verify, commit."""
+        """Propose `ahead` (a chain of that many tokens, or a tree), verify, commit."""
         start = self._now()
         proposal = self._propose(state, ahead, sampling, row.generator)
         drafted = self._now()

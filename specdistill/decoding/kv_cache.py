@@ -15,7 +15,7 @@ from specdistill.decoding.tree import Step
 
 FIRST_SIZE = 512  # positions allocated at first
 
-Rotary = Callable[[Tensor], tuple[Tensor, Tensor]]  # position ids [1, S] -> (cos, sin) [1, S, d]
+RotaryTables = Callable[[Tensor], tuple[Tensor, Tensor]]  # position ids [1, S] -> (cos, sin) [1, S, d]
 
 
 class Buffers:
@@ -24,7 +24,7 @@ class Buffers:
     The tables are computed for many positions at once: doing it in each step would cost a fifth of the step.
     """
 
-    def __init__(self, num_layers: int, rotary: Rotary, device: torch.device) -> None:
+    def __init__(self, num_layers: int, rotary: RotaryTables, device: torch.device) -> None:
         self.device = device
         self.tables: tuple[Tensor, Tensor]
         self.layers: list[tuple[Tensor, Tensor] | None] = [None] * num_layers
@@ -62,7 +62,7 @@ class DraftKVCache:
     `length`, so that all layers of the step see one position.
     """
 
-    def __init__(self, num_layers: int, rotary: Rotary, device: torch.device, window: int | None = None) -> None:
+    def __init__(self, num_layers: int, rotary: RotaryTables, device: torch.device, window: int | None = None) -> None:
         self.window = window
         self.length = 0
         self._buffers = Buffers(num_layers, rotary, device)
@@ -116,7 +116,9 @@ class RaggedKVCache:
     lengths: tokens held of each row. Rows shorter than the longest of a step are padded on the right.
     """
 
-    def __init__(self, num_rows: int, num_layers: int, rotary: Rotary, device: torch.device, window: int | None = None) -> None:
+    def __init__(
+        self, num_rows: int, num_layers: int, rotary: RotaryTables, device: torch.device, window: int | None = None
+    ) -> None:
         self.lengths = [0] * num_rows
         self._window = window
         self._buffers = Buffers(num_layers, rotary, device)

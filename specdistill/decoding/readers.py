@@ -1,8 +1,8 @@
 """How a target reads one sequence piece by piece, over a KV cache that forgets what was rejected: pass by pass, or by one compiled graph.
 
-Of a `CompiledTarget` all passes over proposals have one shape (`eval.compile`). Its KV cache is allocated whole: slot s holds position s, and
-the mask hides what lies behind a query. The graph is told how many tokens are held, so forgetting the rejected ones is counting: the next
-pass writes over them. A proposal of fewer than K tokens is padded. Prompts differ in length; they are read uncompiled.
+Of a `CompiledTarget` all passes over proposals have one shape (`eval.compile`). Its KV cache is allocated whole: slot s holds position s,
+and the mask hides what lies behind a query. The graph is told how many tokens are held, so forgetting the rejected ones is counting: the
+next pass writes over them. A proposal of fewer than K tokens is padded. Prompts differ in length; they are read uncompiled.
 
 Shapes: T positions of a pass, D target hidden size, V vocabulary.
 """

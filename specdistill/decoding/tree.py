@@ -36,7 +36,7 @@ MOST_NODES = 1024
 # (draft tokens [T] of a level's nodes, indices [T] of their parents in the level before) -> logits [T, W] after each node
 Expand = Callable[[Tensor, Tensor], Tensor]
 # Draft tokens [N], their tree and, where they were drawn, their distributions [N, W], the same for siblings
-Grown = tuple[Tensor, "Tree", Tensor | None]
+TreeDraft = tuple[Tensor, "Tree", Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ class StaticTree:
         """Its first levels, at most `depth`."""
         return StaticTree(self.branching[:depth])
 
-    def grow(self, logits_1W: Tensor, expand: Expand, sampling: Sampling, generator: Random) -> Grown:
+    def grow(self, logits_1W: Tensor, expand: Expand, sampling: Sampling, generator: Random) -> TreeDraft:
         """From the logits after the root. Under sampling a node has fewer children where q has too few tokens."""
         logits_TW, nodes = logits_1W, [ROOT]
         index: list[Tensor] = []
@@ -196,7 +196,7 @@ class DynamicTree:
         shallower = min(depth, self.depth)
         return replace(self, depth=shallower, budget=min(self.budget, self.num_candidates(shallower)))
 
-    def grow(self, logits_1W: Tensor, expand: Expand, sampling: Sampling, generator: Random) -> Grown:
+    def grow(self, logits_1W: Tensor, expand: Expand, sampling: Sampling, generator: Random) -> TreeDraft:
         """From the logits after the root. Probabilities are those at the sampling temperature, at 1 when greedy, before top-k and top-p."""
         temperature, width = sampling.temperature or 1.0, min(self.top_k, logits_1W.shape[-1])
         logits_TW, score_T = logits_1W, logits_1W.new_zeros(1, dtype=torch.float32)
