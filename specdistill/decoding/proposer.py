@@ -41,9 +41,9 @@ class Proposal:
 
 
 class Proposer(Protocol):
-    """aux_layers: the target's layers it reads in addition to the last. num_parameters, num_bytes: of its weights, without those shared with the
-    target. depends_on_width: whether what it drafts at a position depends on how many follow in the same proposal, as in a block whose
-    positions see each other: its acceptance is then known for the K alone that was measured.
+    """aux_layers: the target's layers it reads in addition to the last. num_parameters, num_bytes: of its weights, without those shared
+    with the target. depends_on_width: whether what it drafts at a position depends on how many follow in the same proposal, as in a block
+    whose positions see each other: its acceptance is then known for the K alone that was measured.
     """
 
     aux_layers: tuple[int, ...]

@@ -231,8 +231,7 @@ def test_a_short_context_is_refused_by_a_key_of_the_doctor(
     keys = ["doctor", f"draft={tmp_path / 'draft'}", f"target={folder / 'target'}", "eval.num_prompts=1"]
     assert main(keys) == ExitCode.USER_ERROR
     error = capsys.readouterr().err
-    assert refused_key(error) == "draft_context" and " 64 " in error
-    assert main([*keys, "draft_context=window"]) != ExitCode.USER_ERROR
+    assert refused_key(error) == "draft" and " 64 " in error
 
 
 def test_the_target_goes_where_it_is_told(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

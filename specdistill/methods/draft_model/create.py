@@ -85,7 +85,7 @@ def create_draft_model(
     init = init or "layers"
     given = {name: size for name, size in sizes.items() if size is not None}
     if init not in INITIALIZATIONS:
-        draft = load_alike(init, target, key="draft.init")
+        draft = load_alike(init, target)
         if given:
             name, size = next(iter(given.items()))
             raise UserError(f"draft.{name}", got=size, expected=f"null: {init} has its sizes")
@@ -122,10 +122,20 @@ def with_lora(
 def propose_shape(target: PreTrainedModel, max_parameters: int) -> ModelShape:
     """The widest shape of which SHALLOWEST layers fit the budget, then as many layers as fit, up to the target's.
 
-    Widths are sixteenths of the target's, with its proportions. Raises UserError when not even the narrowest fits.
+    Widths are sixteenths of the target's, in multiples of 8, with as many query heads to a key/value head. Raises UserError when not even
+    the narrowest fits.
     """
+    shallowest = _shallowest(target)
+    heads_per_group = shallowest.num_attention_heads // shallowest.num_key_value_heads
     for sixteenths in range(16, 0, -1):
-        shape = _narrowed(_shallowest(target), sixteenths)
+        groups = max(1, round(shallowest.num_key_value_heads * sixteenths / 16))
+        shape = replace(
+            shallowest,
+            hidden_size=max(8, shallowest.hidden_size * sixteenths // 16 // 8 * 8),
+            intermediate_size=max(8, shallowest.intermediate_size * sixteenths // 16 // 8 * 8),
+            num_key_value_heads=groups,
+            num_attention_heads=groups * heads_per_group,
+        )
         smallest = _count_parameters(target, shape)
         if smallest <= max_parameters:
             return _deepened(target, shape, max_parameters)
@@ -208,19 +218,6 @@ def _check_size(draft: PreTrainedModel, target: FrozenTarget, max_parameters: in
 
 def _count_parameters(target: PreTrainedModel, shape: ModelShape) -> int:
     return int(on_meta(target.config, shape).num_parameters())
-
-
-def _narrowed(whole: ModelShape, sixteenths: int) -> ModelShape:
-    """A shape cut to n sixteenths: widths a multiple of 8, as many query heads to a key/value head as before."""
-    share = whole.num_attention_heads // whole.num_key_value_heads
-    groups = max(1, round(whole.num_key_value_heads * sixteenths / 16))
-    return replace(
-        whole,
-        hidden_size=max(8, whole.hidden_size * sixteenths // 16 // 8 * 8),
-        intermediate_size=max(8, whole.intermediate_size * sixteenths // 16 // 8 * 8),
-        num_key_value_heads=groups,
-        num_attention_heads=groups * share,
-    )
 
 
 def evenly_spaced(num_layers: int, keep: int) -> list[int]:

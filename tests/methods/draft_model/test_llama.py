@@ -6,16 +6,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from specdistill.decoding.kv_cache import FIRST_SIZE, DraftKVCache
 from specdistill.methods.draft_model.layers import LlamaStack, is_plain_llama
+from tests.draft_models import LLAMA3
 from tests.tiny import qwen, tiny_target_model
-
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 500000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
 
 
 def small(**changes: object) -> LlamaForCausalLM:

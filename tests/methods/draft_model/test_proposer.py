@@ -7,48 +7,36 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models
 from torch import Tensor
-from transformers import PreTrainedTokenizerFast
 
 from specdistill.decoding.decoder import Decoder
 from specdistill.decoding.proposer import DecodingState, Proposal
 from specdistill.decoding.sampling import Sampling
+from specdistill.decoding.tree import DynamicTree
 from specdistill.methods.draft_model.layers import LlamaLayers
 from specdistill.methods.draft_model.proposer import DraftModelProposer
 from specdistill.methods.draft_model.vocabulary import match_vocabularies
 from specdistill.methods.load import load_proposer
-from specdistill.methods.recipe import Recipe
-from specdistill.recipe.load import load_recipe
 from specdistill.targets.frozen import FrozenTarget
-from tests.draft_models import half_right, other_tokenizer, tiny_draft_model, translated
+from tests.draft_models import half_right, other_tokenizer, tiny_draft_model, translated, words
 from tests.enumeration import SAMPLING, Propose, distribution_of, output_distribution, plain_distribution
 from tests.refusals import refused
-from tests.tiny import qwen, tiny_target_model, tiny_tokenizer
+from tests.tiny import qwen, tiny_tokenizer
 
 PROMPT = [5, 9, 5, 9, 20, 31]
 GREEDY = Sampling()
 
 
-def word_tokenizer(words: str) -> PreTrainedTokenizerFast:
-    """One token a word, in the order given; the first is the unknown word."""
-    vocabulary = {word: index for index, word in enumerate(words.split())}
-    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(vocabulary, unk_token=words.split()[0])))
-
-
 class Watched:
-    """Notes how many tokens each step feeds, and how many are cached after it."""
+    """Notes how many tokens each step feeds."""
 
     def __init__(self, layers: LlamaLayers) -> None:
         self.layers = layers
         self.fed: list[int] = []
-        self.held: list[int] = []
 
     def __call__(self, ids_1T: Tensor) -> Tensor:
-        hidden = self.layers(ids_1T)
         self.fed.append(ids_1T.shape[1])
-        self.held.append(self.layers.cache.length)
-        return hidden
+        return self.layers(ids_1T)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.layers, name)
@@ -140,7 +128,7 @@ TARGET_WORDS, DRAFT_WORDS = "? a b c", "b ? d a"  # the draft knows no c, the ta
 
 
 def unlike(threshold: float | None = None) -> DraftModelProposer:
-    vocabulary = match_vocabularies(word_tokenizer(TARGET_WORDS), 4, word_tokenizer(DRAFT_WORDS), 4, heterogeneous=True)
+    vocabulary = match_vocabularies(words(TARGET_WORDS), 4, words(DRAFT_WORDS), 4, heterogeneous=True)
     return DraftModelProposer(tiny_draft_model(4, seed=2), vocabulary=vocabulary, confidence_threshold=threshold)
 
 
@@ -218,42 +206,12 @@ def test_a_text_of_which_the_draft_can_say_nothing_gets_no_proposal(target: Froz
         assert proposer.propose(DecodingState([beyond]), 3, GREEDY, None) == Proposal([])
 
 
-def test_laws_over_a_shared_vocabulary_are_zero_elsewhere():
-    proposer = unlike()
-    proposer.begin(20)
-    with torch.inference_mode():
-        proposal = proposer.propose(DecodingState([1, 3, 2]), 3, SAMPLING, torch.Generator().manual_seed(0))
-    assert proposal.probabilities is not None
-    assert proposal.probabilities.shape == (3, 4)
-    assert proposal.probabilities[:, 3].tolist() == [0, 0, 0]
-    assert proposal.probabilities.sum(-1).tolist() == pytest.approx([1, 1, 1])
-
-
 # --- A shorter context
 
 
-@pytest.mark.parametrize("k", [1, 4, 40])
-def test_a_window_changes_no_greedy_text_and_still_sees_its_end(k: int):
-    """Target and draft look at nothing but the last token, so a draft that sees a window's end is always right."""
-    models = [tiny_target_model(), tiny_target_model()]
-    for model in models:
-        model.generation_config.eos_token_id = []
-        for layer in model.model.layers:
-            layer.self_attn.o_proj.weight.data.zero_()
-    target, draft = FrozenTarget(models[0], tiny_tokenizer(), name="tiny"), models[1]
-    draft.config.max_position_embeddings = 32
-    plain = Decoder(target).generate(PROMPT * 4, max_new_tokens=90)
-    proposer = DraftModelProposer(draft, context="window")
-    watched = proposer.layers = Watched(proposer.layers)
-    run = Decoder(target, proposer).generate(PROMPT * 4, max_new_tokens=90, num_speculative_tokens=k)
-    assert run.token_ids == plain.token_ids
-    assert all(r.num_accepted == min(k, 32) for r in run.rounds[:-1])
-    assert max(watched.held) == 32
-
-
-def test_a_text_longer_than_the_drafts_context_is_refused(target: FrozenTarget):
+def test_a_sequence_longer_than_the_drafts_context_is_refused(target: FrozenTarget):
     decoder = Decoder(target, DraftModelProposer(half_right(target, context=32)))
-    with refused("eval.draft_context", "a draft whose context is 32 tokens for a sequence of 38"):
+    with refused("eval.draft", "a draft whose context is 32 tokens for a sequence of 38"):
         decoder.generate(PROMPT, max_new_tokens=28, num_speculative_tokens=4)
 
 
@@ -266,10 +224,11 @@ def test_as_many_tokens_are_drafted_as_the_context_has_room_for(target: FrozenTa
     assert len(proposer.propose(DecodingState([5] * length), 9, GREEDY, None).tokens) == num_drafted
 
 
-def test_a_draft_with_the_targets_context_reaches_its_end(target: FrozenTarget):
+@pytest.mark.parametrize("shape", [{"num_speculative_tokens": 4}, {"tree": DynamicTree(budget=6, depth=4, top_k=2)}])
+def test_a_draft_with_the_targets_context_reaches_its_end(target: FrozenTarget, shape: dict[str, Any]):
     plain = Decoder(target).generate(PROMPT, max_new_tokens=250)
     proposer = DraftModelProposer(half_right(target), target_max_length=target.max_length)
-    run = Decoder(target, proposer).generate(PROMPT, max_new_tokens=250, num_speculative_tokens=4)
+    run = Decoder(target, proposer).generate(PROMPT, max_new_tokens=250, **shape)
     assert run.token_ids == plain.token_ids
 
 
@@ -284,9 +243,9 @@ def draft_folder(target: FrozenTarget, tmp_path: Path) -> Path:
 
 
 def test_a_folder_loads_with_its_options_and_counts_its_parameters(target: FrozenTarget, draft_folder: Path):
-    proposer = load_proposer("draft_model", draft_folder, target, confidence_threshold=0.2, draft_context="window")
+    proposer = load_proposer("draft_model", draft_folder, target, confidence_threshold=0.2)
     assert isinstance(proposer, DraftModelProposer)
-    assert (proposer.confidence_threshold, proposer.context, proposer.shared_vocabulary) == (0.2, "window", None)
+    assert (proposer.confidence_threshold, proposer.shared_vocabulary) == (0.2, None)
     assert proposer.num_parameters == target.num_parameters
     assert proposer.num_bytes == 4 * target.num_parameters
 
@@ -298,18 +257,3 @@ def test_a_folder_with_another_tokenizer_is_refused_unless_told(target: FrozenTa
         load_proposer("draft_model", draft_folder, target)
     proposer = load_proposer("draft_model", draft_folder, target, heterogeneous_vocab=True)
     assert isinstance(proposer, DraftModelProposer) and proposer.shared_vocabulary is not None
-
-
-@pytest.mark.parametrize(
-    ("method", "setting"),
-    [
-        ("eagle3", "confidence_threshold=0.5"),
-        ("eagle3", "draft_context=window"),
-        ("eagle3", "heterogeneous_vocab=true"),
-        ("draft_model", "confidence_threshold=1.5"),
-        ("draft_model", "draft_context=crop"),
-    ],
-)
-def test_settings_of_another_method_or_out_of_range_name_their_key(method: str, setting: str):
-    with refused(f"eval.{setting.partition('=')[0]}"):
-        load_recipe(Recipe, [f"method={method}", "target.model=pico", "train.output_dir=runs", f"eval.{setting}"])

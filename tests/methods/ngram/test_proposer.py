@@ -1,4 +1,4 @@
-"""N-gram look-up: what it drafts, that the output is unchanged, and that its work does not grow with the sequence."""
+"""N-gram lookup: what it drafts, that the output is unchanged, and that its work does not grow with the sequence."""
 
 import random
 from typing import Any
@@ -10,7 +10,7 @@ from specdistill.decoding.decoder import Decoder
 from specdistill.decoding.proposer import DecodingState, Proposal
 from specdistill.decoding.sampling import Sampling
 from specdistill.methods.load import load_proposer
-from specdistill.methods.ngram.config import Ngram
+from specdistill.methods.ngram.config import NgramConfig
 from specdistill.methods.ngram.method import NgramProposer
 from specdistill.methods.recipe import Recipe
 from specdistill.recipe.load import load_recipe
@@ -155,7 +155,7 @@ def test_sampled_text_has_the_targets_distribution_exactly(prompt: tuple[int, ..
 def test_its_settings_come_through_the_loader(target: FrozenTarget) -> None:
     default = load_proposer("ngram", None, target)
     assert default.settings == NgramProposer().settings == {"min": 1, "max": 3, "lookup": "sequence"}
-    proposer = load_proposer("ngram", None, target, ngram=Ngram(min=2, max=5, lookup="prompt"))
+    proposer = load_proposer("ngram", None, target, ngram=NgramConfig(min=2, max=5, lookup="prompt"))
     assert isinstance(proposer, NgramProposer)
     assert (proposer.min_ngram, proposer.max_ngram, proposer.lookup) == (2, 5, "prompt")
 
