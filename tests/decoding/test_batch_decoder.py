@@ -17,8 +17,7 @@ from specdistill.methods.eagle.module import build_eagle
 from specdistill.methods.ngram.method import NgramProposer
 from specdistill.targets.frozen import FrozenTarget
 from tests import mtp_targets
-from tests.draft_models import half_right
-from tests.proposers import OTHERS, SHAPES, ModelProposer, proposer_of
+from tests.proposers import OTHERS, SHAPES, proposer_of
 from tests.refusals import refused
 from tests.tiny import qwen, tiny_target_model, tiny_tokenizer, twins
 
@@ -77,14 +76,6 @@ def test_greedy_text_of_each_row_is_its_text_alone(target: FrozenTarget, plain: 
     generations = decode(target, drafting(name, target), PROMPTS[:7])
     assert texts(generations) == texts(plain[:7])
     assert [generation.stopped for generation in generations] == [generation.stopped for generation in plain[:7]]
-
-
-@pytest.mark.parametrize("name", ["plain", "eagle3", "draft_model", "ngram"])
-def test_sixty_four_rows(target: FrozenTarget, plain: list[Generation], name: str) -> None:
-    generations = decode(target, drafting(name, target), PROMPTS)
-    assert texts(generations) == texts(plain)
-    lengths = {len(generation.token_ids) for generation in generations}
-    assert NEW_TOKENS in lengths and len(lengths) > 5  # some rows left early, others stayed to the end
 
 
 @pytest.mark.parametrize("name", ["draft_model, threshold", "eagle3, window", "ngram"])
@@ -185,10 +176,3 @@ def test_what_cannot_be_batched_is_refused(target: FrozenTarget) -> None:
         BatchDecoder(recurrent)
     with refused("eval.batch_size", "more than 1 for the draft, a model with recurrent layers"):
         BatchDecoder(target, DraftModelProposer(recurrent.model))
-
-
-def test_any_other_proposer_drafts_row_by_row(target: FrozenTarget, plain: list[Generation]) -> None:
-    proposer = ModelProposer(half_right(target))
-    generations = decode(target, proposer, PROMPTS[:3])
-    assert texts(generations) == texts(plain[:3])
-    assert any(r.num_accepted for generation in generations for r in generation.rounds)

@@ -16,7 +16,6 @@ from specdistill.decoding.proposer import Proposal
 from specdistill.decoding.sampling import Sampling
 from specdistill.decoding.tree import DynamicTree, StaticTree
 from specdistill.methods.draft_model.proposer import DraftModelProposer
-from specdistill.methods.load import load_proposer
 from specdistill.methods.ngram.method import NgramProposer
 from specdistill.targets.frozen import FrozenTarget
 from tests import mtp_targets
@@ -133,11 +132,6 @@ def test_sampled_text_follows_the_targets_distribution(
 def test_prompts_that_do_not_fit_are_refused(target: FrozenTarget, prompt: list[int], max_new_tokens: int) -> None:
     with refused("eval.max_new_tokens"):
         Decoder(target, NgramProposer()).generate(prompt, max_new_tokens=max_new_tokens, num_speculative_tokens=2)
-
-
-def test_unknown_methods_are_named(target: FrozenTarget) -> None:
-    with refused("method", "eagle33"):
-        load_proposer("eagle33", None, target)
 
 
 # --- What a round costs
