@@ -22,7 +22,7 @@ def test_it_computes_what_transformers_computes(changes: dict[str, object]) -> N
     model = small(**changes)
     stack = LlamaStack(model)
     ids = torch.randint(3, 200, (1, 90), generator=torch.Generator().manual_seed(0))
-    cache = DraftKVCache(2, stack.rotary, ids.device)
+    cache = DraftKVCache(stack.rotary, ids.device)
     with torch.no_grad():
         expected = model.get_decoder()(ids).last_hidden_state
         parts = [
@@ -56,7 +56,7 @@ def test_the_cache_grows_without_losing_anything() -> None:
     model = small(max_position_embeddings=4 * FIRST_SIZE)
     stack = LlamaStack(model)
     ids = torch.randint(3, 200, (1, FIRST_SIZE + 90), generator=torch.Generator().manual_seed(0))
-    cache = DraftKVCache(2, stack.rotary, ids.device)
+    cache = DraftKVCache(stack.rotary, ids.device)
     with torch.no_grad():
         stack(ids[:, : FIRST_SIZE - 2], cache.next_rotary(FIRST_SIZE - 2), cache)
         hidden = stack(ids[:, FIRST_SIZE - 2 :], cache.next_rotary(92), cache)
