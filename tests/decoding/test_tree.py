@@ -1,6 +1,5 @@
 """Trees in real decoding of tiny targets: branches that do not see each other, text that is the target's own, forms that add up."""
 
-from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -116,24 +115,6 @@ def test_a_static_tree_has_the_distribution_that_each_node_was_drawn_from() -> N
         assert probs_NW is not None and probs_NW[node].tolist() == pytest.approx(TABLE[paths[parent]], abs=1e-6)
         paths[node] = (*paths[parent], int(index_N[node]))
     assert sorted(tree.depths) == [1, 1, 2, 2]
-
-
-@pytest.mark.parametrize("shape", [DYNAMIC, STATIC, StaticTree((2, 2, 2, 2)), DynamicTree(budget=4, depth=4, top_k=8)])
-def test_trees_have_the_form_asked_for(target: FrozenTarget, shape: StaticTree | DynamicTree) -> None:
-    watched = Watched(HeadProposer(build_eagle3(target)))
-    Decoder(target, watched).generate(PROMPT, max_new_tokens=12, tree=shape)
-    for proposal in watched.proposals:
-        tree = proposal.tree
-        assert tree is not None and len(proposal.tokens) == len(tree.parents)
-        assert all(parent < node for node, parent in enumerate(tree.parents))
-        for children in tree.children.values():
-            assert len({proposal.tokens[child] for child in children}) == len(children)
-        if isinstance(shape, DynamicTree):
-            assert len(proposal.tokens) == shape.budget and max(tree.depths) <= shape.depth
-        else:
-            counts = Counter(tree.depths)
-            assert len(proposal.tokens) == shape.num_nodes
-            assert [counts[level + 1] // counts.get(level, 1) for level in range(shape.depth)] == list(shape.branching)
 
 
 # --- The target
@@ -275,8 +256,7 @@ def test_greedy_output_is_the_plain_output(target: FrozenTarget, name: str, shap
         assert r.emitted[: r.num_accepted] == r.drafted[: r.num_accepted]
         assert len(r.emitted) in (r.num_accepted, r.num_accepted + 1)
         assert len(r.drafted) <= shape.depth
-        if isinstance(shape, DynamicTree):
-            assert len(r.drafted) + r.num_off_path == shape.budget
+        assert len(r.drafted) + r.num_off_path == (shape.budget if isinstance(shape, DynamicTree) else shape.num_nodes)
 
 
 @pytest.mark.parametrize("name", ["draft_model", "draft_model, other vocabulary", "eagle3, pruned"])
