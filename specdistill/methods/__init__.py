@@ -6,6 +6,8 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Literal
 
+from specdistill.errors import UserError, nearest
+
 if TYPE_CHECKING:
     from specdistill.engines.engine import Serving
     from specdistill.methods.contract import Implementation
@@ -17,7 +19,7 @@ class MethodCost:
     """What a method costs whatever the target.
 
     Args:
-        passes: of the draft in a round of K draft tokens: "K" for one a token, "1" for one in all, "0" for none.
+        passes: of the draft per round of K draft tokens: "K" for one per token, "1" for one in all, "0" for none.
         features: tensors as wide as the target's hidden state that training reads for each token.
         positions: drafted positions that training computes for each token.
     """
@@ -105,3 +107,10 @@ METHODS = {
         "specdistill.methods.ngram",
     ),
 }
+
+
+def method_named(name: str) -> Method:
+    """A row of the table. Raises UserError for a name that is not in it."""
+    if name not in METHODS:
+        raise UserError("method", got=name, expected=f"one of {', '.join(METHODS)}", nearest=nearest(name, METHODS))
+    return METHODS[name]

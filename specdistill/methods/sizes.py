@@ -3,8 +3,6 @@
 Acceptance and training data are as others published them: greedy decoding, targets of 2 to 70 billion parameters; this project measured
 none of it. A chain's acceptance length AL at K is turned into alpha, the rate that gives it when it is the same at every position
 (arXiv 2211.17192).
-
-Symbols: H hidden size, I MLP width, N query heads, G key/value heads, d head size.
 """
 
 from collections.abc import Callable, Mapping
@@ -58,8 +56,8 @@ def shape_of(config: Any) -> ModelShape:
 class ParameterCounts:
     """A draft in parameters.
 
-    parameters: in its checkpoint. read: by a step of one token, with what it borrows of the target, without look-up tables.
-    copied: tables of the target that training holds beside it, frozen.
+    parameters: in its checkpoint. read: by a step of one token, with what it borrows of the target, without embedding tables.
+    copied: tables of the target that training holds in addition, frozen.
     """
 
     parameters: int
@@ -80,8 +78,8 @@ def weights_read(model: PreTrainedModel, num_tokens: int = 1, weigh: Weigh = one
     embedding: Any = model.get_input_embeddings()
     head: Any = model.get_output_embeddings()
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    looked_up = 0.0 if head.weight is embedding.weight else weigh(names[id(embedding.weight)], embedding.weight)
-    return parameters_read(model, model.config.get_text_config(), num_tokens, weigh) - looked_up
+    unread = 0.0 if head.weight is embedding.weight else weigh(names[id(embedding.weight)], embedding.weight)
+    return parameters_read(model, model.config.get_text_config(), num_tokens, weigh) - unread
 
 
 def parameters_read(module: nn.Module, config: Any, num_tokens: int = 1, weigh: Weigh = one_each) -> float:
@@ -95,13 +93,6 @@ def parameters_read(module: nn.Module, config: Any, num_tokens: int = 1, weigh: 
     share = 1 - (1 - chosen / num_experts) ** num_tokens
     sizes = (("experts" in name.split("."), weigh(name, parameter)) for name, parameter in module.named_parameters())
     return sum(size * share if of_expert else size for of_expert, size in sizes)
-
-
-def layer_parameters(shape: ModelShape, input_size: int) -> int:
-    """One Llama layer whose q, k and v read `input_size`: (N + 2G) d inputs, N d H and 3 H I weights, two norms of H."""
-    heads = (shape.num_attention_heads + 2 * shape.num_key_value_heads) * shape.head_dim * input_size
-    output = shape.num_attention_heads * shape.head_dim * shape.hidden_size
-    return heads + output + 3 * shape.hidden_size * shape.intermediate_size + 2 * shape.hidden_size
 
 
 @dataclass(frozen=True)
@@ -212,7 +203,7 @@ class Described:
     def converted_itemsize(self) -> float:
         """Bytes of a weight that quantization took, scales included, on average: what the stored bytes leave for them.
 
-        Layers that predict further tokens are stored beside those of the class, and as large as its last one.
+        Layers that predict further tokens are stored next to those of the class, and as large as its last one.
         """
         if not self.converted or self.stored_bytes is None:
             return self.itemsize()

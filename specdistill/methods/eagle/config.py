@@ -9,7 +9,9 @@ class EagleDraftConfig(HeadSizes):
 
 
 class EagleLossConfig(HeadLossConfig):
-    feature_weight: float = option(0.0, "SmoothL1 to the target's next feature counts this much, beside the divergence", ge=0)
+    feature_weight: float = option(
+        0.0, "SmoothL1 to the target's next feature counts this much, in addition to the divergence", ge=0
+    )
     noise: float = option(0.0, "uniform noise of at most this size on the features read", ge=0)
 
 

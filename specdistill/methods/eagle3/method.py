@@ -12,13 +12,13 @@ from specdistill.engines.loader import engine_aux_layers
 from specdistill.errors import UserError
 from specdistill.methods import sizes
 from specdistill.methods.chains import repairs
-from specdistill.methods.chains.head import create_head, drafts_chains
+from specdistill.methods.chains.head import create_head, drafts_chains, parameter_counts
 from specdistill.methods.chains.proposer import proposer_loader
 from specdistill.methods.chains.unroll import objective
 from specdistill.methods.contract import Implementation
 from specdistill.methods.eagle3.checkpoint import check_eagle3, config_from_json, export, load_eagle3, read_eagle3, save_eagle3
 from specdistill.methods.eagle3.config import Eagle3Recipe
-from specdistill.methods.eagle3.module import Eagle3Draft, build_eagle3, check_aux_layers, eagle3_config
+from specdistill.methods.eagle3.module import Eagle3Config, Eagle3Draft, build_eagle3, eagle3_config
 from specdistill.rows.packing import draft_vocabulary
 from specdistill.statistics.theory import alpha_from_acceptance_length
 from specdistill.targets.frozen import FrozenTarget
@@ -40,8 +40,6 @@ def is_named(config: Any, names: Any) -> bool:
 
 
 def create(recipe: Eagle3Recipe, target: FrozenTarget, rows: Dataset) -> Any:
-    check_aux_layers(recipe.draft.aux_layers, target.num_layers)
-
     def build(target: FrozenTarget, **options: Any) -> Eagle3Draft:
         vocabulary = draft_vocabulary(rows, target.vocab_size, recipe.draft.vocab_size)
         return build_eagle3(target, draft_vocabulary=vocabulary, **options)
@@ -112,7 +110,7 @@ def planned(target: sizes.Described, given: sizes.Described | None, settings: di
     width = settings.get("vocab_size") or (vocabulary if settings else min(vocabulary, sizes.DRAFT_VOCABULARY))
     if given:
         width, num_aux = given.raw.get("draft_vocab_size") or vocabulary, given.raw.get("num_aux_hidden_states") or 3
-    parts = eagle3_head(shape, vocabulary, width, hidden_size, num_aux)
+    parts = counted(shape, vocabulary, width, hidden_size, num_aux)
     borrows_head = given is not None and not given.raw.get("draft_vocab_size") and shape.hidden_size == hidden_size
     if borrows_head:  # as ModelOpt writes heads for the whole vocabulary
         parts = replace(parts, parameters=parts.parameters - width * hidden_size)
@@ -126,20 +124,20 @@ def planned(target: sizes.Described, given: sizes.Described | None, settings: di
     return sizes.PlannedDraft(parts, shape, width, note, PUBLISHED, sizes.cache_of_head(shape, given), keys, build=build)
 
 
-def eagle3_head(
+def counted(
     shape: sizes.ModelShape, vocab_size: int, draft_vocab_size: int, target_hidden_size: int, num_aux: int = 3
 ) -> sizes.ParameterCounts:
-    """EAGLE-3 (arXiv 2503.01840): fc [H, A·D], a first layer that reads 2H, two more norms, its own head [W, H].
-
-    A step reads all but fc, which runs once a round. The embedding is the target's unless the widths differ.
-    """
-    hidden = shape.hidden_size
-    layers = sizes.layer_parameters(shape, 2 * hidden) + (shape.num_layers - 1) * sizes.layer_parameters(shape, hidden)
-    read = layers + 2 * hidden + draft_vocab_size * hidden
-    table = vocab_size * hidden
-    shared = hidden == target_hidden_size
-    parameters = num_aux * target_hidden_size * hidden + read + (0 if shared else table)
-    return sizes.ParameterCounts(parameters, read, shape.num_layers, copied=table if shared else 0)
+    """The parameters of a head without norms before fc, which runs once per round."""
+    config = Eagle3Config(
+        **vars(shape),
+        vocab_size=vocab_size,
+        draft_vocab_size=draft_vocab_size,
+        target_hidden_size=target_hidden_size,
+        aux_layers=tuple(range(num_aux)),
+        target_num_layers=num_aux,
+    )
+    with torch.device("meta"):
+        return parameter_counts(Eagle3Draft(config), once_per_round={"fc.weight"})
 
 
 METHOD = Implementation(
@@ -157,9 +155,6 @@ METHOD = Implementation(
     planned=planned,
     is_described=lambda draft, target: (
         "eagle3" in draft.calls_itself or bool({"draft_vocab_size", "eagle_config"} & draft.raw.keys())
-    ),
-    num_layers=lambda config: (config.get("transformer_layer_config") or config.get("model") or config).get(
-        "num_hidden_layers"
     ),
     export=export,
 )

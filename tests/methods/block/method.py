@@ -25,7 +25,7 @@ from specdistill.training.objective import Soft, SoftTargets, StepSums
 
 
 class Block(nn.Module):
-    """Slot k of a block after x_a predicts x_{a+1+k} from x_a, its own embedding, and the mean of those of the slots beside it."""
+    """Slot k of a block after x_a predicts x_{a+1+k} from x_a, its own embedding, and the mean of those of the slots of its block."""
 
     def __init__(self, vocab_size: int, hidden_size: int, block_size: int) -> None:
         super().__init__()
