@@ -85,15 +85,14 @@ def check_attention(model: PreTrainedModel, key: str, name: str) -> None:
         raise UserError(key, got=got, expected="a draft whose layers are all attention")
 
 
-def load_alike(path: str, target: FrozenTarget) -> PreTrainedModel:
-    """A trained model, the value of `draft.init`, with the target's own vocabulary, on its device. Tables that are padded differently get
-    as many rows as the target's.
+def load_alike(path: str, target: FrozenTarget, *, key: str) -> PreTrainedModel:
+    """A trained model with the target's own vocabulary, on its device; tables that are padded otherwise get as many rows as the target's.
 
     Raises UserError when the two differ, as `load_draft_model` does.
     """
-    draft, tokenizer = load_draft_model(path, key="draft.init", device=target.device)
+    draft, tokenizer = load_draft_model(path, key=key, device=target.device)
     if difference := describe_difference(target.tokenizer, tokenizer):
-        raise UserError("draft.init", got=difference, expected="the target's tokenizer")
+        raise UserError(key, got=difference, expected="the target's tokenizer")
     if draft.config.get_text_config().vocab_size != target.vocab_size:
         draft.resize_token_embeddings(target.vocab_size, mean_resizing=False)
     return draft

@@ -11,6 +11,7 @@ from specdistill.recipe.sections import IN_PROCESS, EvalConfig
 
 ADAPTED = ReadWhen("when draft.lora.rank is above 0", lambda lora: lora.rank > 0)
 SOFT = ReadWhen("with loss.labels=soft", lambda loss: loss.labels == "soft")
+SELECTS = ReadWhen("with loss.reference", lambda loss: loss.reference is not None)
 GENERATES = ReadWhen("when on_policy.fraction is above 0", lambda on_policy: on_policy.fraction > 0)
 
 
@@ -47,6 +48,8 @@ class DraftModelLossConfig(Section):
     divergence: Any = option("forward_kl", DIVERGENCE, read_when=SOFT)
     temperature: float = option(1.0, "divides both sets of logits", ge=0.01, read_when=SOFT)
     labels: Literal["soft", "hard"] = option("soft", "learn the target's distributions, or the sequence's own tokens")
+    reference: str | None = option(None, "folder of a draft that says which tokens can be learnt (AdaSPEC)")
+    selected: float = option(0.4, "share of the loss tokens kept when there is a reference", ge=0.01, le=1, read_when=SELECTS)
 
 
 class OnPolicyConfig(Section):

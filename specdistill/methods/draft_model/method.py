@@ -14,7 +14,7 @@ from specdistill.decoding.proposer import Proposer
 from specdistill.losses.divergence import build_divergence
 from specdistill.methods import sizes
 from specdistill.methods.contract import Implementation
-from specdistill.methods.draft_model.checkpoint import check_outline, export, load_draft_model, save_draft_model
+from specdistill.methods.draft_model.checkpoint import check_outline, export, load_alike, load_draft_model, save_draft_model
 from specdistill.methods.draft_model.config import DraftModelRecipe
 from specdistill.methods.draft_model.create import check_decoder, create_draft_model, on_meta, propose_shape, with_lora
 from specdistill.methods.draft_model.objective import Distillation, OnPolicyGeneration
@@ -44,13 +44,14 @@ def create(recipe: DraftModelRecipe, target: FrozenTarget, rows: Dataset) -> Any
 
 
 def objective(draft: Any, recipe: DraftModelRecipe, target: FrozenTarget) -> Distillation:
+    options, reference = recipe.loss.model_dump(exclude={"divergence", "reference"}), recipe.loss.reference
     return Distillation(
         draft,
         build_divergence(recipe.loss.divergence),
         num_positions=recipe.eval.num_speculative_tokens,
+        reference=load_alike(reference, target, key="loss.reference") if reference else None,
         on_policy=OnPolicyGeneration(draft, **vars(recipe.on_policy), end_ids=tuple(target.eos_token_ids), seed=recipe.seed),
-        temperature=recipe.loss.temperature,
-        labels=recipe.loss.labels,
+        **options,
     )
 
 
