@@ -71,8 +71,8 @@ def one_line(text: str) -> str:
 def beside(key: str, name: str) -> str:
     """The key `name` of the section that another key stands in, for messages of what several commands call: they have their own sections.
 
-    >>> beside("eval.draft", "heterogeneous_vocab"), beside("draft", "heterogeneous_vocab")
-    ('eval.heterogeneous_vocab', 'heterogeneous_vocab')
+    >>> beside("eval.draft", "draft_context"), beside("draft", "draft_context")
+    ('eval.draft_context', 'draft_context')
     """
     return f"{key[: key.rfind('.') + 1]}{name}"
 

@@ -31,7 +31,6 @@ REMOVED: dict[str, tuple[Any, str]] = {
         ["refused", "empty", "truncated", "looping", "off_template", "wrong_language"],
         "data.regenerate.filter",
     ),
-    "eval.draft_context": ("refuse", "a sequence longer than the draft's context is refused"),
     "target.fp8": (False, "target.model names a checkpoint that is in FP8"),
     "bundle": (None, "output=FOLDER fills a cache with draft and target"),
     "from_bundle": (None, "HF_HUB_CACHE=FOLDER reads what output=FOLDER wrote"),

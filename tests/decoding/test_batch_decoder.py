@@ -78,7 +78,7 @@ def test_greedy_text_of_each_row_is_its_text_alone(target: FrozenTarget, plain: 
     assert [generation.stopped for generation in generations] == [generation.stopped for generation in plain[:7]]
 
 
-@pytest.mark.parametrize("name", ["draft_model, threshold", "eagle3, window", "ngram"])
+@pytest.mark.parametrize("name", ["draft_model, threshold", "draft_model, window", "eagle3, window", "ngram"])
 def test_rounds_are_those_of_the_row_alone(target: FrozenTarget, name: str) -> None:
     """Not only the text: what is drafted and accepted in each round, though neighbours accept more or less, or stop."""
     proposer = proposer_of(name, target)

@@ -101,11 +101,11 @@ def test_a_comparison_leaves_its_pages_and_every_report(arguments, tmp_path, cap
 
 
 def test_options_of_one_method_go_to_its_candidates(arguments, tmp_path):
-    told = ("confidence_threshold=0.5", "ngram.min=2", "ngram.max=5", "ngram.lookup=prompt")
+    told = ("confidence_threshold=0.5", "draft_context=window", "ngram.min=2", "ngram.max=5", "ngram.lookup=prompt")
     assert command(*arguments, "drafts=[run/draft,small,ngram]", "num_prompts=2", *told) == ExitCode.DONE
     assert [read(tmp_path / "out" / name)[0]["settings"]["drafting"] for name in ("draft", "small", "ngram")] == [
         {},
-        {"confidence_threshold": 0.5},
+        {"confidence_threshold": 0.5, "draft_context": "window"},
         {"min": 2, "max": 5, "lookup": "prompt"},
     ]
 

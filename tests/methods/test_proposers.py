@@ -30,9 +30,9 @@ def target():
             5,
         ),
         (
-            lambda target: DraftModelProposer(target.model, confidence_threshold=0.5),
+            lambda target: DraftModelProposer(target.model, confidence_threshold=0.5, context="window"),
             None,
-            {"confidence_threshold": 0.5},
+            {"confidence_threshold": 0.5, "draft_context": "window"},
             5,
         ),
         (lambda target: NgramProposer(2, 5, "prompt"), None, {"min": 2, "max": 5, "lookup": "prompt"}, 0),

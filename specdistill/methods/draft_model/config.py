@@ -64,6 +64,9 @@ class DraftModelEvalConfig(EvalConfig):
     confidence_threshold: float | None = option(
         None, "stop drafting where the best next token is less probable; null: never", ge=0, le=1, read_when=IN_PROCESS
     )
+    draft_context: Literal["refuse", "window"] = option(
+        "refuse", "a sequence longer than the draft's context: refused, or seen in part", read_when=IN_PROCESS
+    )
     heterogeneous_vocab: bool = option(
         False, "a draft with another tokenizer: draft over the tokens both have", read_when=IN_PROCESS
     )

@@ -60,6 +60,7 @@ def load_proposer(
     target: FrozenTarget,
     *,
     key: str,
+    draft_context: str = "refuse",
     heterogeneous_vocab: bool = False,
     **options: Any,
 ) -> Proposer:
@@ -67,7 +68,8 @@ def load_proposer(
     vocabulary = match_vocabularies(
         target.tokenizer, len(target.lm_head.weight), tokenizer, _width(model), heterogeneous=heterogeneous_vocab, key=key
     )
-    return DraftModelProposer(model, vocabulary=vocabulary, target_max_length=target.max_length, key=key, **options)
+    limits: dict[str, Any] = {"context": draft_context, "target_max_length": target.max_length, "key": key}
+    return DraftModelProposer(model, vocabulary=vocabulary, **limits, **options)
 
 
 def inspect(folder: Path, target: TargetFiles | None, *, heterogeneous_vocab: bool = False, **others: Any) -> None:

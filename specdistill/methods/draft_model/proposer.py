@@ -10,7 +10,7 @@ Shapes: B rows, T positions of one step, H hidden size, V the target's vocabular
 import copy
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -19,10 +19,12 @@ from specdistill.decoding.proposer import BatchProposer, BatchState, DecodingSta
 from specdistill.decoding.sampling import Generators, Sampling, draw, uniforms
 from specdistill.decoding.transformers_models import TransformersBatch, check_batchable, last_of, padded
 from specdistill.decoding.tree import DynamicTree, StaticTree, Step, Tree, candidates_are_drawn
-from specdistill.errors import UserError
+from specdistill.errors import UserError, beside
 from specdistill.methods.draft_model.layers import LlamaBatch, LlamaLayers, TransformersLayers, is_plain_llama
 from specdistill.methods.draft_model.vocabulary import SharedVocabulary
 from specdistill.targets.anatomy import examine
+
+WINDOW_SHARE = 0.75  # of the context a window restarts with: rebuilding then costs one step in N/4 tokens
 
 
 class DraftModelProposer:
@@ -35,6 +37,9 @@ class DraftModelProposer:
     The output stays exact, because the draft's distribution alone decides whether there is a next draft token, before one is drawn. A
     draft token therefore follows the distribution q that it is verified with, and where drafting stops the next token is drawn from p.
     Deciding by the probability of the token drawn would not be exact: the tokens that are kept would no longer follow q.
+
+    context: what happens to a sequence longer than the draft's own context of N positions. `refuse` raises UserError; `window` shows the
+    draft between 3N/4 and N of the last tokens, at positions that start again at 0 each time the window moves.
 
     key: that the draft came from, which errors name.
     """
@@ -50,6 +55,7 @@ class DraftModelProposer:
         *,
         vocabulary: SharedVocabulary | None = None,
         confidence_threshold: float | None = None,
+        context: str = "refuse",
         target_max_length: int | None = None,
         key: str = "eval.draft",
     ) -> None:
@@ -59,6 +65,7 @@ class DraftModelProposer:
         self.layers: Any = LlamaLayers(draft) if is_plain_llama(draft) else TransformersLayers(draft)
         self.shared_vocabulary = vocabulary
         self.confidence_threshold = confidence_threshold
+        self.context = context
         text_config = draft.config.get_text_config()
         self.max_positions: int | None = getattr(text_config, "max_position_embeddings", None)
         self.target_max_length = target_max_length
@@ -74,22 +81,22 @@ class DraftModelProposer:
     def settings(self) -> dict[str, Any]:
         threshold = {} if self.confidence_threshold is None else {"confidence_threshold": self.confidence_threshold}
         shared = {"heterogeneous_vocab": True} if self.shared_vocabulary else {}
-        return {**threshold, **shared}
+        return {**threshold, "draft_context": self.context, **shared}
 
     def passes(self, k: int) -> int:
         return k
 
     def begin(self, max_length: int) -> None:
-        """Forget the last sequence. Raises UserError when the draft's context is too short for the next one."""
+        """Forget the last sequence. Raises UserError when the draft's context is too short for the next one and is not to be a window."""
         self._context: list[int] = []  # the sequence so far, in the draft's ids
         self._num_final = 0  # how many of them nothing that follows can change
         self._num_read = 0  # tokens of the target's sequence that are in it
         self._lacking: list[int] = []  # target tokens at its end that the draft's vocabulary lacks
-        self._cached: list[int] = []  # those whose keys and values the cache holds
-        self.layers.restart()
+        self._restart(0)
         if self.target_max_length is not None:
             max_length = min(max_length, self.target_max_length)  # tokens drafted past the target's own end are never accepted
-        self._check_context(max_length)
+        if self.context == "refuse" and self.max_positions is not None and max_length > self.max_positions:
+            self._refuse(max_length)
 
     def propose(self, state: DecodingState, k: int, sampling: Sampling, generator: torch.Generator | None) -> Proposal:
         uniforms_K = torch.zeros(k) if sampling.is_greedy else torch.rand(k, generator=generator, dtype=torch.float64)
@@ -136,10 +143,8 @@ class DraftModelProposer:
         unchanged = self._read(token_ids)
         if not self._context:
             return [], 0
-        self._check_context(len(self._context))  # the same sequence may take more of the draft's tokens than of the target's
-        if self.max_positions is not None:
-            k = min(k, self.max_positions - len(self._context) + 1)  # the last draft token is never fed
-        return self._uncached(unchanged), k
+        steps = self._make_room(k)
+        return self._uncached(unchanged), steps
 
     def _logits(self, hidden_BH: Tensor) -> Tensor:
         """[B, W]"""
@@ -192,24 +197,43 @@ class DraftModelProposer:
         assert self.shared_vocabulary is not None
         self._context[self._num_final :] = self.shared_vocabulary.reencode(self._lacking) if self._lacking else []
 
+    def _make_room(self, k: int) -> int:
+        """How many tokens can be drafted within the draft's context, after moving the window if there is one."""
+        limit, length = self.max_positions, len(self._context) - self._start
+        if limit is None or length + k - 1 <= limit:  # the last draft token is never fed
+            return k
+        if self.context == "refuse":
+            if length > limit:  # the target's sequence fits, but takes more of the draft's tokens
+                self._refuse(length)
+            return limit - length + 1
+        steps = min(k, limit)
+        self._restart(max(0, len(self._context) - max(1, min(int(WINDOW_SHARE * limit), limit - steps + 1))))
+        return steps
+
+    def _restart(self, start: int) -> None:
+        """Show the draft the sequence from token `start` on, with nothing cached."""
+        self._start = start
+        self._cached: list[int] = []  # tokens whose keys and values the cache holds, from `start` on
+        self.layers.restart()
+
     def _uncached(self, unchanged: int) -> list[int]:
         """Cut off what the cache holds of rejected tokens; returns what must be fed, at least the last token. Notes it as fed."""
-        most = min(len(self._cached), len(self._context) - 1)
-        agrees = min(unchanged, most)
-        while agrees < most and self._cached[agrees] == self._context[agrees]:
+        start, most = self._start, min(len(self._cached), len(self._context) - self._start - 1)
+        agrees = max(0, min(unchanged - start, most))
+        while agrees < most and self._cached[agrees] == self._context[start + agrees]:
             agrees += 1
         surplus = len(self._cached) - agrees
         if surplus:
             self.layers.crop(surplus)
             del self._cached[agrees:]
-        fresh = self._context[agrees:]
+        fresh = self._context[start + agrees :]
         self._cached += fresh
         return fresh
 
-    def _check_context(self, length: int) -> None:
-        if self.max_positions is not None and length > self.max_positions:
-            got = f"a draft whose context is {self.max_positions} tokens for a sequence of {length}"
-            raise UserError(self.key, got=got, expected="a draft with a longer context, or shorter sequences")
+    def _refuse(self, length: int) -> NoReturn:
+        got = f"a draft whose context is {self.max_positions} tokens for a sequence of {length}"
+        expected = "window, a draft with a longer context, or shorter sequences"
+        raise UserError(beside(self.key, "draft_context"), got=got, expected=expected)
 
 
 def draft_chains(

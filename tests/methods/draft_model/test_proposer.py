@@ -21,22 +21,25 @@ from specdistill.targets.frozen import FrozenTarget
 from tests.draft_models import half_right, other_tokenizer, tiny_draft_model, translated, words
 from tests.enumeration import SAMPLING, Propose, distribution_of, output_distribution, plain_distribution
 from tests.refusals import refused
-from tests.tiny import qwen, tiny_tokenizer
+from tests.tiny import qwen, tiny_target_model, tiny_tokenizer
 
 PROMPT = [5, 9, 5, 9, 20, 31]
 GREEDY = Sampling()
 
 
 class Watched:
-    """Notes how many tokens each step feeds."""
+    """Notes how many tokens each step feeds, and how many are cached after it."""
 
     def __init__(self, layers: LlamaLayers) -> None:
         self.layers = layers
         self.fed: list[int] = []
+        self.held: list[int] = []
 
     def __call__(self, ids_1T: Tensor) -> Tensor:
+        hidden = self.layers(ids_1T)
         self.fed.append(ids_1T.shape[1])
-        return self.layers(ids_1T)
+        self.held.append(self.layers.cache.length)
+        return hidden
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.layers, name)
@@ -209,9 +212,28 @@ def test_a_text_of_which_the_draft_can_say_nothing_gets_no_proposal(target: Froz
 # --- A shorter context
 
 
+@pytest.mark.parametrize("k", [1, 4, 40])
+def test_a_window_changes_no_greedy_text_and_still_sees_its_end(k: int):
+    """Target and draft look at nothing but the last token, so a draft that sees a window's end is always right."""
+    models = [tiny_target_model(), tiny_target_model()]
+    for model in models:
+        model.generation_config.eos_token_id = []
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.data.zero_()
+    target, draft = FrozenTarget(models[0], tiny_tokenizer(), name="tiny"), models[1]
+    draft.config.max_position_embeddings = 32
+    plain = Decoder(target).generate(PROMPT * 4, max_new_tokens=90)
+    proposer = DraftModelProposer(draft, context="window")
+    watched = proposer.layers = Watched(proposer.layers)
+    run = Decoder(target, proposer).generate(PROMPT * 4, max_new_tokens=90, num_speculative_tokens=k)
+    assert run.token_ids == plain.token_ids
+    assert all(r.num_accepted == min(k, 32) for r in run.rounds[:-1])
+    assert max(watched.held) == 32
+
+
 def test_a_sequence_longer_than_the_drafts_context_is_refused(target: FrozenTarget):
     decoder = Decoder(target, DraftModelProposer(half_right(target, context=32)))
-    with refused("eval.draft", "a draft whose context is 32 tokens for a sequence of 38"):
+    with refused("eval.draft_context", "a draft whose context is 32 tokens for a sequence of 38"):
         decoder.generate(PROMPT, max_new_tokens=28, num_speculative_tokens=4)
 
 
@@ -243,9 +265,9 @@ def draft_folder(target: FrozenTarget, tmp_path: Path) -> Path:
 
 
 def test_a_folder_loads_with_its_options_and_counts_its_parameters(target: FrozenTarget, draft_folder: Path):
-    proposer = load_proposer("draft_model", draft_folder, target, confidence_threshold=0.2)
+    proposer = load_proposer("draft_model", draft_folder, target, confidence_threshold=0.2, draft_context="window")
     assert isinstance(proposer, DraftModelProposer)
-    assert (proposer.confidence_threshold, proposer.shared_vocabulary) == (0.2, None)
+    assert (proposer.confidence_threshold, proposer.context, proposer.shared_vocabulary) == (0.2, "window", None)
     assert proposer.num_parameters == target.num_parameters
     assert proposer.num_bytes == 4 * target.num_parameters
 
