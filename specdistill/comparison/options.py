@@ -10,7 +10,7 @@ from specdistill.comparison.candidates import LOOKUP_FIRST, Candidate
 from specdistill.decoding.tree import tree_shape
 from specdistill.errors import UserError
 from specdistill.measurement.configurations import Settings
-from specdistill.methods.ngram.config import LookupFirst
+from specdistill.methods.ngram.config import LookupFirstConfig
 from specdistill.methods.recipe import eval_keys_of_methods
 from specdistill.recipe.fields import AtLeastOne, ReadWhen, option, section
 from specdistill.recipe.sections import A_CHAIN, MeasurementConfig, TargetConfig, TreeConfig
@@ -33,7 +33,7 @@ class CommonOptions(MeasurementConfig):
         "drafts where an n-gram lookup finds nothing",
     )
     num_speculative_tokens: int = option(4, "K, draft tokens per round", ge=1, read_when=SAME_K)
-    lookup_first: LookupFirst = option(LookupFirst(), "how ngram+<draft> drafts", read_when=LOOKED_UP_FIRST)
+    lookup_first: LookupFirstConfig = option(LookupFirstConfig(), "how ngram+<draft> drafts", read_when=LOOKED_UP_FIRST)
     num_speculative_tokens_each: list[AtLeastOne] = option(
         [], "K of each draft, in their order; []: num_speculative_tokens is that of all", read_when=CHAINS
     )
