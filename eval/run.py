@@ -88,7 +88,7 @@ def measure_engine(
         expected = f"null with eval.engine={config.engine}: name the merged model that it serves in target.model"
         raise UserError("target.adapter", got=target.adapter, expected=expected)
     files, draft = TargetFiles.of(target.model, target.revision), config.draft
-    tokenizer, longest = read_tokenizer(target.model, revision=target.revision, trust_remote_code=target.trust_remote_code)
+    tokenizer, _, longest = read_tokenizer(target.model, revision=target.revision, trust_remote_code=target.trust_remote_code)
 
     # Running servers, which do not say which draft they loaded; those started here have it as it is exported for them
     if config.server:

@@ -20,8 +20,7 @@ from transformers.cache_utils import DummyLayer, StaticLayer, StaticSlidingWindo
 from specdistill.decoding.cached_target import CachedTarget
 from specdistill.decoding.tree import Tree
 from specdistill.errors import UserError, one_line
-from specdistill.targets.anatomy import reads_alike
-from specdistill.targets.classes import CLASS_ERRORS
+from specdistill.targets.anatomy import CLASS_ERRORS, reads_alike
 from specdistill.targets.frozen import Features, FrozenTarget, capture
 
 KEY = "eval.compile"

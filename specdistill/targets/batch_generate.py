@@ -166,7 +166,7 @@ def generate(
 
 
 @dataclass
-class _Rows:
+class _UnfinishedRows:
     """The unfinished rows of a batch."""
 
     number: Tensor  # [B], the row's index among the prompts
@@ -175,8 +175,8 @@ class _Rows:
     temperature: Tensor  # [B]
     ended: Tensor  # [B] bool
 
-    def __getitem__(self, rows: Tensor) -> "_Rows":
-        return _Rows(*(value[rows] for value in vars(self).values()))
+    def __getitem__(self, rows: Tensor) -> "_UnfinishedRows":
+        return _UnfinishedRows(*(value[rows] for value in vars(self).values()))
 
 
 @torch.inference_mode()
@@ -243,7 +243,7 @@ def sample(logits_BV: Tensor, temperatures_B: Tensor, generator: torch.Generator
 
 def _left_padded(
     prompts: Sequence[Sequence[int]], temperatures: Sequence[float], max_new_tokens: int, device: torch.device
-) -> tuple[Tensor, _Rows]:
+) -> tuple[Tensor, _UnfinishedRows]:
     """Token ids [B, P], padded on the left, and their rows."""
     width = max(len(prompt) for prompt in prompts)
     ids = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt in prompts], device=device)
@@ -252,4 +252,4 @@ def _left_padded(
     seen[:, :width] = torch.arange(width, device=device) >= width - num_seen
     number = torch.arange(len(prompts), device=device)
     ended = torch.zeros(len(prompts), dtype=torch.bool, device=device)
-    return ids, _Rows(number, seen, num_seen, torch.tensor(temperatures, device=device), ended)
+    return ids, _UnfinishedRows(number, seen, num_seen, torch.tensor(temperatures, device=device), ended)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from specdistill.targets.classes import CLASS_ERRORS
+from specdistill.targets.anatomy import CLASS_ERRORS
 
 
 @dataclass(frozen=True)

@@ -16,17 +16,14 @@ from specdistill.targets import files
 from specdistill.targets.files import INDEX, SINGLE, TargetFiles
 from specdistill.targets.identity import TargetIdentity
 from tests.refusals import refused
-from tests.tiny import tiny_target_model, tiny_tokenizer
+from tests.tiny import tiny_target_model, write_target
 
 COMMIT = "c" * 40
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("target")
-    tiny_target_model(num_layers=2).save_pretrained(folder)
-    tiny_tokenizer().save_pretrained(folder)
-    return folder
+    return write_target(tmp_path_factory.mktemp("target"), num_layers=2)
 
 
 def identity(folder: Path) -> TargetIdentity:

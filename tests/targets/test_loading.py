@@ -8,13 +8,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import (
-    AutoModelForCausalLM,
-    BartForConditionalGeneration,
-    BertForMaskedLM,
-    BertModel,
-    T5ForConditionalGeneration,
-)
+from transformers import AutoModelForCausalLM
 
 from specdistill.methods.draft_model.gguf import write_gguf
 from specdistill.planning.plan import make_plan
@@ -26,16 +20,14 @@ from specdistill.targets.loading import read_tokenizer
 from tests.families import OTHERS, write_model
 from tests.heads import HEADS, build_head
 from tests.refusals import refused
-from tests.tiny import tiny_target_model, tiny_tokenizer
+from tests.tiny import tiny_target_model, write_target
 
 IDS = torch.arange(5, 40)[None]
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    tiny_target_model().save_pretrained(tmp_path)
-    tiny_tokenizer().save_pretrained(tmp_path)
-    return tmp_path
+    return write_target(tmp_path)
 
 
 def quantized(folder: Path, **config: Any) -> str:
@@ -56,8 +48,9 @@ def test_a_gguf_file_is_a_target(gguf: Path) -> None:
     target, pico = FrozenTarget.load(str(gguf)), FrozenTarget.load("pico")
     with torch.no_grad():
         assert torch.equal(target.model(IDS).logits, pico.model(IDS).logits)
-    ids, longest = read_tokenizer(str(gguf))[0]("def f(x):").input_ids, read_tokenizer(str(gguf))[1]
-    assert ids == pico.tokenizer("def f(x):").input_ids and longest == pico.max_length
+    tokenizer, end_ids, longest = read_tokenizer(str(gguf))
+    assert tokenizer("def f(x):").input_ids == pico.tokenizer("def f(x):").input_ids
+    assert end_ids and longest == pico.max_length
     files = TargetFiles.of(str(gguf))
     assert (files.hidden_size, files.num_layers) == (pico.hidden_size, pico.num_layers)
     assert files.identity == target.identity and files.identity.revision is None
@@ -103,23 +96,6 @@ def test_a_gguf_file_of_a_type_that_is_not_read_is_refused(gguf: Path, tmp_path:
     for read in (FrozenTarget.load, read_tokenizer):
         with refused("target.model", other):
             read(str(other))
-
-
-@pytest.mark.parametrize(
-    ("model", "kind"),
-    [
-        (BertForMaskedLM, "an encoder (BertForMaskedLM)"),
-        (BertModel, "an encoder (BertModel)"),
-        (BartForConditionalGeneration, "an encoder-decoder (BartForConditionalGeneration)"),
-        (T5ForConditionalGeneration, "an encoder-decoder (T5ForConditionalGeneration)"),
-    ],
-)
-def test_what_does_not_generate_by_itself_is_refused(folder: Path, model: Any, kind: str) -> None:
-    model.config_class().save_pretrained(folder)
-    path = folder / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "architectures": [model.__name__]}))
-    with refused("target.model", f"{folder}, {kind}"):
-        FrozenTarget.load(str(folder))
 
 
 REMOTE = """
@@ -199,9 +175,8 @@ def test_devices(folder: Path) -> None:
     """That a spread over several devices is right needs several; here `auto` finds the one."""
     for device_map in ("cpu", "auto"):
         assert FrozenTarget.load(str(folder), device_map=device_map).device.type == "cpu"
-    for device_map in ("nonsense", "cuda:99"):
-        with refused("target.device_map", f"{device_map}"):
-            FrozenTarget.load(str(folder), device_map=device_map)
+    with refused("target.model", holds="device_map"):
+        FrozenTarget.load(str(folder), device_map="nonsense")
 
 
 def test_layers_whose_weights_are_converted_are_loaded(tmp_path: Path) -> None:

@@ -19,7 +19,16 @@ from specdistill.planning.accounting import Ledger, WeightlessTarget
 from specdistill.rows.packing import indexed
 from specdistill.targets import packed_rows
 from specdistill.targets.frozen import FrozenTarget
-from specdistill.targets.packed_rows import Causal, Documents, as_they_are, attend, by_lengths, in_one_row, packing, with_masks
+from specdistill.targets.packed_rows import (
+    CausalMask,
+    Documents,
+    as_they_are,
+    attend,
+    by_lengths,
+    in_one_row,
+    packing,
+    with_masks,
+)
 from tests.families import OTHERS, tiny_config
 from tests.targets.architectures import tiny_model
 from tests.tiny import qwen, tiny_target_model, tiny_tokenizer
@@ -188,28 +197,28 @@ LENGTHS_OF = {"cu_seq_lens_q": torch.tensor([0, 6, 12], dtype=torch.int32), "max
 @pytest.mark.parametrize(
     ("mask", "keywords"),
     [
-        (Causal(None), {"softcap": 30.0}),
-        (Causal(None), {"s_aux": torch.zeros(4)}),
-        (Causal(None), {"position_bias": torch.zeros(1, 4, 6, 6)}),
-        (Causal(None), {"is_causal": False}),
-        (Causal(None), {"dropout": 0.1}),
-        (Causal(8), {}),  # chunks have no such keyword
-        (Causal(None), {"sliding_window": 8}),
+        (CausalMask(None), {"softcap": 30.0}),
+        (CausalMask(None), {"s_aux": torch.zeros(4)}),
+        (CausalMask(None), {"position_bias": torch.zeros(1, 4, 6, 6)}),
+        (CausalMask(None), {"is_causal": False}),
+        (CausalMask(None), {"dropout": 0.1}),
+        (CausalMask(8), {}),  # chunks have no such keyword
+        (CausalMask(None), {"sliding_window": 8}),
         (None, {}),
         (torch.zeros(1, 1, 6, 6), {}),
     ],
 )
 def test_what_is_not_computed_is_refused(mask: Any, keywords: dict[str, Any]) -> None:
     given = (None, QUERY, KEY, KEY)
-    assert attend(*given, Causal(None), **LENGTHS_OF, output_attentions=False, use_cache=False)[0].shape == (2, 6, 4, 16)
+    assert attend(*given, CausalMask(None), **LENGTHS_OF, output_attentions=False, use_cache=False)[0].shape == (2, 6, 4, 16)
     with pytest.raises(NotImplementedError):
         attend(*given, mask, **LENGTHS_OF, **keywords)
 
 
 def test_masks_of_a_classs_own_are_refused() -> None:
-    assert packed_rows.causal(allow_is_causal_skip=True, local_size=4, batch_size=1) == Causal(4)
+    assert packed_rows.causal_mask(allow_is_causal_skip=True, local_size=4, batch_size=1) == CausalMask(4)
     with pytest.raises(NotImplementedError):
-        packed_rows.causal(allow_is_causal_skip=False)
+        packed_rows.causal_mask(allow_is_causal_skip=False)
 
 
 def test_documents_are_found_by_their_position_ids() -> None:

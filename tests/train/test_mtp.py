@@ -1,4 +1,4 @@
-"""train/mtp.py, by which train/eagle.py trains a layer: a fresh one, a native one and its way back into the checkpoint."""
+"""train/eagle.py with method=mtp: a fresh layer, a native one and its way back into the checkpoint."""
 
 from pathlib import Path
 

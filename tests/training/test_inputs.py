@@ -1,4 +1,4 @@
-"""What a recipe's inputs leave open is said once, before a run."""
+"""What a recipe's inputs leave open is logged once, before a run."""
 
 import logging
 from pathlib import Path
@@ -19,7 +19,7 @@ def recipe(folder: Path, source: Any, *keys: str) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("source", "keys", "said"),
+    ("source", "keys", "messages"),
     [
         ("pico", ["target.model=pico"], []),
         ("self", ["target.model=org/name", "target.revision=abc"], []),
@@ -33,9 +33,9 @@ def recipe(folder: Path, source: Any, *keys: str) -> Any:
         ),
     ],
 )
-def test_what_is_said(tmp_path: Path, source: Any, keys: list[str], said: list[str]) -> None:
+def test_what_is_logged(tmp_path: Path, source: Any, keys: list[str], messages: list[str]) -> None:
     found = list(left_open(recipe(tmp_path, source, *keys)))
-    assert len(found) == len(said) and all(line.startswith(start) for line, start in zip(found, said, strict=True))
+    assert len(found) == len(messages) and all(line.startswith(start) for line, start in zip(found, messages, strict=True))
 
 
 def test_a_run_says_it_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

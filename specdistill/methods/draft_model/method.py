@@ -75,7 +75,7 @@ def load_proposer(
 def inspect(folder: Path, target: TargetFiles | None, *, heterogeneous_vocab: bool = False, **others: Any) -> None:
     model, tokenizer = load_draft_model(folder, key="draft")
     if target is not None:
-        of_target, _ = read_tokenizer(target.name, revision=target.revision, trust_remote_code=target.trust_remote_code)
+        of_target, *_ = read_tokenizer(target.name, revision=target.revision, trust_remote_code=target.trust_remote_code)
         match_vocabularies(
             of_target, target.vocab_size, tokenizer, _width(model), heterogeneous=heterogeneous_vocab, key="draft"
         )
@@ -94,7 +94,7 @@ def check(
     model, tokenizer = read_without_weights(folder, key=key, name=name)
     check_outline(model, tensors, key=key, name=name)
     if target is not None:
-        of_target, _ = read_tokenizer(target.name, revision=target.revision, trust_remote_code=target.trust_remote_code)
+        of_target, *_ = read_tokenizer(target.name, revision=target.revision, trust_remote_code=target.trust_remote_code)
         match_vocabularies(of_target, target.vocab_size, tokenizer, _width(model), heterogeneous=heterogeneous_vocab, key=key)
 
 
