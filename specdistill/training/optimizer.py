@@ -6,7 +6,7 @@ that one learning rate, schedule and weight decay serve both parts. Embeddings, 
 Under data parallelism every process has the same gradients. What costs is to orthogonalise: no two processes do that to one matrix.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -25,9 +25,6 @@ class SharedMuon(torch.optim.Muon):
     first writes checkpoints alone, and a run resumes with any number of processes.
     """
 
-    def __init__(self, matrices: Sequence[nn.Parameter], lr: float, weight_decay: float) -> None:
-        super().__init__(matrices, lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw")
-
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         rank, num_processes = share()
@@ -35,10 +32,11 @@ class SharedMuon(torch.optim.Muon):
         matrices = group["params"]
         shares = divide([matrix for matrix in matrices if matrix.grad is not None], num_processes)
         for matrix in (matrix for owner, others in enumerate(shares) if owner != rank for matrix in others):
-            momentum = self.state[matrix].setdefault("momentum_buffer", torch.zeros_like(matrix.grad))
-            momentum.lerp_(matrix.grad, 1 - group["momentum"])
-        group["params"] = shares[rank] if rank < len(shares) else []
-        super().step()
+            if not self.state[matrix]:
+                self.state[matrix]["momentum_buffer"] = torch.zeros_like(matrix)
+            self.state[matrix]["momentum_buffer"].lerp_(matrix.grad, 1 - group["momentum"])
+        group["params"] = shares[rank]
+        super().step()  # type: ignore[no-untyped-call]
         group["params"] = matrices
         if num_processes > 1:
             sent = [distributed.broadcast(matrix, owner, async_op=True) for owner, own in enumerate(shares) for matrix in own]
@@ -47,14 +45,14 @@ class SharedMuon(torch.optim.Muon):
 
 
 def divide(matrices: Sequence[Tensor], num_processes: int) -> list[list[Tensor]]:
-    """The matrices of each process, without processes that have none: the costliest first, each to the process with least to do."""
+    """The matrices of each process: the costliest first, each to the process with least to do."""
     loads = [0] * num_processes
     shares: list[list[Tensor]] = [[] for _ in loads]
     for matrix in sorted(matrices, key=cost, reverse=True):
         rank = loads.index(min(loads))
         shares[rank].append(matrix)
         loads[rank] += cost(matrix)
-    return [share for share in shares if share]  # those without are the last: ties go to the first
+    return shares
 
 
 def cost(matrix: Tensor) -> int:
@@ -79,18 +77,16 @@ class MuonAdamW(torch.optim.Optimizer):
         trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.parts: dict[str, torch.optim.Optimizer] = {}
         if matrices := [parameter for parameter in trainable if id(parameter) in linear]:
-            self.parts["muon"] = SharedMuon(matrices, lr, weight_decay)
+            self.parts["muon"] = SharedMuon(matrices, lr, weight_decay, adjust_lr_fn="match_rms_adamw")
         if others := [parameter for parameter in trainable if id(parameter) not in linear]:
             self.parts["adamw"] = torch.optim.AdamW(others, lr=lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
         super().__init__(self._groups(), defaults={"lr": lr})
         self.param_groups = self._groups()
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        loss = None if closure is None else torch.enable_grad()(closure)()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
         for part in self.parts.values():
             part.step()
-        return loss
 
     def state_dict(self) -> dict[str, Any]:
         return {name: part.state_dict() for name, part in self.parts.items()}

@@ -10,8 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, BloomConfig, BloomForCausalLM, LlamaConfig
 
 from specdistill.methods.sizes import Described
@@ -103,33 +101,6 @@ def test_under_autocast_it_computes_as_sdpa_does() -> None:
     errors = [float((features.aux[0] - exact.aux[0])[1].norm() / exact.aux[0][1].norm()) for features in (ours, theirs)]
     assert ours.aux[0].dtype == theirs.aux[0].dtype
     assert 0 < errors[0] < 1.2 * errors[1] < 0.1
-
-
-class Largest(TorchDispatchMode):
-    """Elements of the largest tensor that any operation made."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        made = [leaf.numel() for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-        self.elements = max([self.elements, *made])
-        return result
-
-
-def test_no_mask_of_a_row_by_itself_is_made() -> None:
-    length = 600
-    ids, positions = torch.arange(length)[None] % 160, torch.arange(length)[None] % 300
-    target = target_of(model_of("mistral"))
-    target._packing  # noqa: B018  (tried before it is watched)
-    largest = {}
-    for way in (by_lengths, as_they_are):
-        target._packing = way
-        with torch.no_grad(), Largest() as mode:
-            target.features(ids, [1], position_ids_BT=positions, documents=Documents.of(positions))
-        largest[way] = mode.elements
-    assert largest[by_lengths] < length**2 / 4
-    assert largest[as_they_are] >= length**2
 
 
 def test_memory_grows_with_tokens_alone_and_nothing_waits_for_data() -> None:
