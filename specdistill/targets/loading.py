@@ -199,16 +199,11 @@ def with_adapter(model: PreTrainedModel, adapter: str, *, base: str) -> PreTrain
     if named and Path(named).name.lower() != Path(resolve(base)).name.lower():
         raise UserError(key, got=f"{adapter}, an adapter of {named}", expected=f"an adapter of {base}")
     config.inference_mode, config.base_model_name_or_path = True, None  # peft would warn about the name of the base
-    try:
+    with _reading(key, adapter, f"an adapter of {base}"):
         adapted = peft.get_peft_model(model, config)
-    except ValueError as error:
-        raise UserError(key, got=f"{adapter} ({one_line(str(error))[:160]})", expected=f"an adapter of {base}") from error
-    taken = {name: tensor.shape for name, tensor in peft.get_peft_model_state_dict(adapted).items()}
-    given = {name: tensor.shape for name, tensor in weights.items()}
-    if taken != given:
-        name = sorted({name for name, _ in taken.items() ^ given.items()})[0]
-        shapes = (tuple(shape[name]) if name in shape else "nothing" for shape in (given, taken))
-        raise UserError(key, got=f"{adapter} with {next(shapes)} for {name}", expected=f"{next(shapes)}, as {base} takes")
-    peft.set_peft_model_state_dict(adapted, weights)
+        loaded = peft.set_peft_model_state_dict(adapted, weights)  # raises for another shape
+    if wrong := [*loaded.unexpected_keys, *(name for name in loaded.missing_keys if "lora_" in name)]:
+        got = f"{adapter}, whose tensors are not those that {base} takes ({wrong[0]})"
+        raise UserError(key, got=got, expected=f"an adapter of {base}")
     merged: PreTrainedModel = adapted.merge_and_unload()
     return merged

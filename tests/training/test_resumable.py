@@ -185,18 +185,6 @@ def test_another_target_or_other_rows_under_the_same_recipe_are_refused(tmp_path
     assert refused.returncode == 2 and refused_key(refused.stderr) == "train.output_dir" and f" {fact} " in refused.stderr
 
 
-def test_a_checkpoint_that_was_cut_is_skipped(
-    keys: list[str], whole: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    copy_without_draft(whole, tmp_path / "run")
-    optimizer = tmp_path / "run" / "checkpoint-12" / "optimizer.pt"
-    optimizer.write_bytes(optimizer.read_bytes()[:-1])
-    assert train(*keys, f"train.output_dir={tmp_path / 'run'}") == 0
-    (message,) = (record.getMessage() for record in caplog.records if "is skipped" in record.getMessage())
-    assert "checkpoint-12 is skipped: optimizer.pt has" in message
-    assert weights(tmp_path / "run") == weights(whole) and record(tmp_path / "run") == record(whole)
-
-
 @pytest.mark.distributed
 def test_two_processes_stop_together_and_one_goes_on(keys: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A signal reaches the second alone. One process that accumulates twice then takes the same steps, but for rounding."""
