@@ -1,7 +1,6 @@
 """What transformers reads, and what is refused in one line where it cannot."""
 
 import json
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +27,6 @@ IDS = torch.arange(5, 40)[None]
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     return write_target(tmp_path)
-
-
-def quantized(folder: Path, **config: Any) -> str:
-    """The folder, with a config.json that says so."""
-    path = folder / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": config}))
-    return str(folder)
 
 
 @pytest.fixture(scope="module")
@@ -87,17 +79,6 @@ def test_a_gguf_file_is_planned_for_like_the_checkpoint_it_was_made_from(gguf: P
     assert f"target.model={gguf}" in str(make_plan(file).recommendation["start"])
 
 
-def test_a_gguf_file_of_a_type_that_is_not_read_is_refused(gguf: Path, tmp_path: Path) -> None:
-    """36 is one that llama.cpp had, and has no more."""
-    whole, name = gguf.read_bytes(), b"blk.0.ffn_gate.weight"
-    begin = whole.index(name) + len(name) + 4 + 2 * 8  # behind the number of its dimensions, and these
-    other = tmp_path / "other.gguf"
-    other.write_bytes(whole[:begin] + (36).to_bytes(4, "little") + whole[begin + 4 :])
-    for read in (FrozenTarget.load, read_tokenizer):
-        with refused("target.model", other):
-            read(str(other))
-
-
 REMOTE = """
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -132,26 +113,14 @@ def test_an_fp8_checkpoint_is_a_target(folder: Path) -> None:
             stored[name], stored[f"{name}_scale_inv"] = eighth.view_as(weight), scale.squeeze((1, 3))
             plain.get_parameter(name).data = (eighth.float() * scale).view_as(weight)
     save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
-    name = quantized(folder, quant_method="fp8", weight_block_size=[32, 32], activation_scheme="dynamic")
+    path = folder / "config.json"
+    scheme = {"quant_method": "fp8", "weight_block_size": [32, 32], "activation_scheme": "dynamic"}
+    path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": scheme}))
     with torch.no_grad():
-        target, expected = FrozenTarget.load(name), plain(IDS).logits
+        target, expected = FrozenTarget.load(str(folder)), plain(IDS).logits
         assert (target.model(IDS).logits - expected).norm() < 0.02 * expected.norm()
     if not torch.cuda.is_available():  # transformers dequantizes
         assert target.is_plain and {parameter.dtype for parameter in target.model.parameters()} == {torch.float32}
-
-
-@pytest.mark.parametrize(
-    ("config", "missing"),
-    [
-        ({"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, "bitsandbytes"),
-        ({"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {}}, "compressed-tensors"),
-    ],
-)
-def test_a_quantization_without_its_package_is_refused(folder: Path, config: dict[str, Any], missing: str) -> None:
-    if find_spec(missing.replace("-", "_")):
-        pytest.skip(f"{missing} is installed")
-    with refused("target.model", holds=missing):
-        FrozenTarget.load(quantized(folder, **config))
 
 
 @pytest.mark.parametrize("attn", ["flash_attention_2", "kernels-community/flash-attn2"])

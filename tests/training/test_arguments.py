@@ -96,9 +96,9 @@ def test_a_mistake_has_a_nearest_name(tmp_path: Path, name: str, value: Any, nea
         build(tmp_path, **{name: value})
 
 
-def launch(script: str, folder: Path) -> tuple[int, str]:
+def launch(*arguments: str) -> tuple[int, str]:
     options = (*TWO_PROCESSES, "--mixed_precision=no")
-    process = start(Path(__file__).with_name(script), str(folder), options=options)
+    process = start(Path(__file__).with_name("open_collectives.py"), *arguments, options=options)
     output = finish(process)
     return process.returncode, output
 
@@ -107,7 +107,7 @@ def launch(script: str, folder: Path) -> tuple[int, str]:
 @pytest.mark.distributed
 def test_processes_end_although_collectives_are_open(tmp_path: Path):
     """Left to the interpreter's end, gloo's threads abort five such launches of six."""
-    code, output = launch("open_collectives.py", tmp_path)
+    code, output = launch(str(tmp_path))
     assert code == 0, output
 
 
@@ -167,7 +167,7 @@ def test_an_fsdp_that_could_not_put_a_draft_together_is_refused(tmp_path: Path, 
 @pytest.mark.distributed
 def test_processes_that_would_train_alone_are_refused(tmp_path: Path):
     """Without a GPU, and told not to use the CPU, accelerate starts processes that never meet."""
-    code, output = launch("without_cpu.py", tmp_path)
+    code, output = launch(str(tmp_path), "cpu=false")
     assert code != 0
     assert "accelerate launch: got 2 processes that would each train alone" in output
     assert not (tmp_path / "accepted").exists()
