@@ -201,7 +201,7 @@ def with_adapter(model: PreTrainedModel, adapter: str, *, base: str) -> PreTrain
     config.inference_mode, config.base_model_name_or_path = True, None  # peft would warn about the name of the base
     with _reading(key, adapter, f"an adapter of {base}"):
         adapted = peft.get_peft_model(model, config)
-        loaded = peft.set_peft_model_state_dict(adapted, weights)  # raises for another shape
+        loaded: Any = peft.set_peft_model_state_dict(adapted, weights)  # raises for another shape
     if wrong := [*loaded.unexpected_keys, *(name for name in loaded.missing_keys if "lora_" in name)]:
         got = f"{adapter}, whose tensors are not those that {base} takes ({wrong[0]})"
         raise UserError(key, got=got, expected=f"an adapter of {base}")

@@ -61,7 +61,7 @@ def training_arguments(train: Mapping[str, Any], **defaults: Any) -> TrainingArg
             close = f"train.{near}" if (near := nearest(name, known)) else None
             expected = "a field of transformers.TrainingArguments"
             raise UserError(f"train.{name}", got="an unknown key", expected=expected, nearest=close)
-        choices = TRACKERS if name == "report_to" else known[name].get("choices")
+        choices = TRACKERS if name == "report_to" else known[name].get("choices") or ()
         fields[name] = _checked(name, value, hints[name], choices)
     if fields.get("output_dir") is None:
         raise UserError("train.output_dir", got="nothing", expected="a folder")
@@ -227,9 +227,10 @@ def launched_with(sharding: str) -> bool:
     return os.environ.get(f"ACCELERATE_USE_{sharding}", "false").lower() == "true"
 
 
-def _checked(name: str, value: Any, hint: Any, choices: Iterable[str] | None) -> Any:
+def _checked(name: str, value: Any, hint: Any, choices: Iterable[str]) -> Any:
     """The value, if it is of a type that the field has, one of its names, and a number within its limits."""
-    kinds, names = _kinds(hint), _names(hint, choices)
+    kinds, names = _accepted(hint)
+    names = [*choices, *names]
     if value is None and NoneType in kinds and name != "report_to":  # there null would be a tracker of that name
         return value
     if names:
@@ -243,19 +244,16 @@ def _checked(name: str, value: Any, hint: Any, choices: Iterable[str] | None) ->
     return value
 
 
-def _kinds(hint: Any) -> set[type]:
-    """The types of a field's values. What may be a mapping must be one: a file of its own would be no part of the recipe."""
+def _accepted(hint: Any) -> tuple[set[type], list[str]]:
+    """(the types of a field's values, the names of its enumerations).
+
+    What may be a mapping must be one: a file of its own would be no part of the recipe.
+    """
     accepted = set(get_args(hint)) or {hint}
     kinds = {kind for entry in accepted if isinstance(kind := get_origin(entry) or entry, type)}
-    return kinds - ({str} if dict in kinds else set())
-
-
-def _names(hint: Any, choices: Iterable[str] | None) -> list[str]:
-    """What a field may be called, where it has names."""
-    accepted = set(get_args(hint)) or {hint}
     members = accepted.union(*map(get_args, accepted))
-    enums = [kind for kind in members if isinstance(kind, type) and issubclass(kind, Enum)]
-    return [*(choices or ()), *(member.value for kind in enums for member in kind)]
+    names = [member.value for kind in members if isinstance(kind, type) and issubclass(kind, Enum) for member in kind]
+    return kinds - ({str} if dict in kinds else set()), names
 
 
 def _named(name: str, value: Any, names: list[str]) -> Any:
