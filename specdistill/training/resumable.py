@@ -21,12 +21,12 @@ from types import FrameType
 from typing import Any
 
 import torch
-from accelerate.utils import gather_object
 from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import has_length
 
 from specdistill.errors import ResourceError
+from specdistill.processes import of_all
 from specdistill.training.checkpoints import ASIDE, STATE, checkpoint, launch, prune, publish, saving
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -181,8 +181,7 @@ class Stopping(TrainerCallback):
     def _not_finite(self, step: EndedStep, args: TrainingArguments) -> None:
         """Save which rows of the training data the loss was of, and end, on every process."""
         own = [rows for rows, loss in zip(self._rows(step, args), step.losses, strict=True) if not loss.isfinite()]
-        found = gather_object(own) if args.world_size > 1 else own
-        rows = [row for rows in found for row in rows]
+        rows = [row for found in of_all(own) for batch in found for row in batch]
         path = Path(str(args.output_dir)) / NOT_FINITE
         if args.should_save:
             with saving(str(path)):

@@ -48,7 +48,7 @@ def test_parts_share_the_threads_and_give_them_back() -> None:
         torch.set_num_threads(threads)
 
 
-def test_rows_stop_at_their_end_tokens_and_the_others_go_on() -> None:
+def test_rows_stop_at_their_end_tokens_and_the_others_continue() -> None:
     model, count = tiny_target_model(num_layers=2), 48
     free = greedy(model, PROMPTS, count)
     ends = [free[0][3], free[1][17], free[3][30]]

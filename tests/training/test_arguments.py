@@ -70,7 +70,7 @@ def test_trackers_by_name(tmp_path: Path, given: str | list[str]):
         ("adam_beta2", 1, "1"),
     ],
 )
-def test_mistakes_name_the_field(tmp_path: Path, name: str, value: Any, got: str):
+def test_wrong_values_name_the_field(tmp_path: Path, name: str, value: Any, got: str):
     with refused(f"train.{name}", got):
         build(tmp_path, **{name: value})
 
@@ -91,7 +91,7 @@ def test_fields_that_do_not_go_together_are_named(tmp_path: Path):
 @pytest.mark.parametrize(
     ("name", "value", "nearest"), [("learning_rte", 1.0, "train.learning_rate"), ("log_level", "warn", "warning")]
 )
-def test_a_mistake_has_a_nearest_name(tmp_path: Path, name: str, value: Any, nearest: str):
+def test_a_wrong_name_has_a_nearest_one(tmp_path: Path, name: str, value: Any, nearest: str):
     with pytest.raises(UserError, match=f"{nearest}.$"):
         build(tmp_path, **{name: value})
 

@@ -150,7 +150,7 @@ def test_each_machine_says_what_it_skips(
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), RuntimeError("PytorchStreamWriter failed")])
-def test_a_full_disk_is_one_line_that_says_how_to_go_on(error: Exception) -> None:
+def test_a_full_disk_is_one_line_that_says_how_to_resume(error: Exception) -> None:
     with pytest.raises(ResourceError, match="checkpoint-2"), saving("checkpoint-2"):
         raise error
 

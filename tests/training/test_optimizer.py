@@ -132,7 +132,7 @@ def take_steps(model: nn.Module, optimizer: torch.optim.Optimizer, *numbers: int
 
 
 @pytest.mark.distributed
-def test_two_processes_share_the_work_of_one_and_one_goes_on_from_what_they_saved(tmp_path: Path) -> None:
+def test_two_processes_share_the_work_of_one_and_one_resumes_what_they_saved(tmp_path: Path) -> None:
     alone = matrices()
     theirs = torch.optim.Muon(alone.parameters(), lr=0.1, weight_decay=0.01, adjust_lr_fn="match_rms_adamw")
     work = take_steps(alone, theirs, 0, 1, 2)
