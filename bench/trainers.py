@@ -187,7 +187,7 @@ def head_and_loss(rows: int, num_steps: int, hidden_size: int, vocab_size: int, 
     from specdistill.losses.chunked import head_loss, head_loss_plainly
     from specdistill.losses.divergence import forward_kl
     from specdistill.targets.anatomy import LogitsHead
-    from specdistill.training.objective import Soft, SoftTargets
+    from specdistill.training.objective import SoftTargets, TargetDistributions
 
     own, of_target = (torch.nn.Linear(hidden_size, vocab_size, bias=False) for _ in range(2))
     for seed, linear in enumerate((own, of_target)):
@@ -199,7 +199,7 @@ def head_and_loss(rows: int, num_steps: int, hidden_size: int, vocab_size: int, 
     weights_KR = torch.full((num_steps, rows), 1 / rows)
     form = head_loss_plainly if plainly else head_loss
 
-    def loss_of(logits_rW: Tensor, targets: Soft, k: int) -> tuple[Tensor, Tensor]:
+    def loss_of(logits_rW: Tensor, targets: TargetDistributions, k: int) -> tuple[Tensor, Tensor]:
         losses_r = forward_kl(logits_rW, targets.probs_rW)
         return losses_r, losses_r.detach().unsqueeze(0)
 

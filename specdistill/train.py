@@ -22,7 +22,7 @@ from specdistill.training.trainer import DraftTrainer
 
 def train(recipe: TrainedRecipe) -> TrainingRun:
     """The run whose folder then holds the draft. Every process of a launch calls it. Raises UserError for what cannot be trained so."""
-    check_suite(recipe.eval.suite)  # with the gate it judges the draft later: a mistake in them shows now
+    check_suite(recipe.eval.suite)  # with the gate it judges the draft later: an error in them shows now
     if recipe.selection is not None:
         check_suite(recipe.selection.suite, key="selection.suite")
     load_gate(recipe.gate)

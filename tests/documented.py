@@ -13,7 +13,7 @@ from typing import NamedTuple
 from specdistill.cli import VERBS, main
 from specdistill.project import ROOT
 
-SCRIPTS = {"train/eagle.py": "train", "train/mtp.py": "train", "train/draft.py": "train", "eval/run.py": "eval"}
+SCRIPTS = {"train/eagle.py": "train", "train/draft.py": "train", "eval/run.py": "eval"}
 
 
 def read(page: Path) -> str:

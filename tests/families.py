@@ -14,7 +14,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerFast
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from specdistill.methods.mtp.checkpoint import build_mtp, merge_mtp_weights, save_mtp
-from specdistill.targets.classes import auto_class
+from specdistill.targets.anatomy import auto_class
 from specdistill.targets.frozen import FrozenTarget
 from tests.rows.templates import CHATML, DEEPSEEK, GEMMA, HARMONY, LLAMA3, MISTRAL, PHI, TAGGED, THOUGHTS_STRIPPED
 from tests.targets.architectures import SIZES

@@ -1,10 +1,11 @@
-"""train/eagle.py in the processes of `accelerate launch`, as a user starts it on a machine without a GPU."""
+"""Scripts in the processes of `accelerate launch`, as a user starts them on a machine without a GPU."""
 
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from specdistill.project import ROOT
 from tests.tiny import SMALL, write_inputs
 
 CONFIGS = ROOT / "accelerate_configs"
+TWO_PROCESSES = ("--num_processes=2", "--main_process_port=0")
 
 
 def tiny_files(folder: Path) -> list[str]:
@@ -20,13 +22,17 @@ def tiny_files(folder: Path) -> list[str]:
     return [*write_inputs(folder), "method=eagle", noise, "draft.ttt_steps=2", *SMALL, "train.max_steps=12"]
 
 
-def start(*arguments: str, num_processes: int = 2, config: str = "ddp") -> subprocess.Popen[str]:
-    """In a process group of its own, which a test may kill."""
-    launch = [sys.executable, "-m", "accelerate.commands.launch", f"--config_file={CONFIGS / config}.yaml"]
-    if num_processes > 1:
-        launch += [f"--num_processes={num_processes}", "--main_process_port=0"]
+def start(
+    script: Path, *arguments: str, config: str = "ddp", options: Sequence[str] = TWO_PROCESSES, folder: Path = ROOT
+) -> subprocess.Popen[str]:
+    """`accelerate launch` with a configuration that ships, or a path without its ending, in a process group that a test may kill.
+
+    options: of accelerate. folder: where it runs.
+    """
+    command = [sys.executable, "-m", "accelerate.commands.launch", f"--config_file={CONFIGS / config}.yaml", *options]
     return subprocess.Popen(
-        [*launch, str(ROOT / "train" / "eagle.py"), *arguments],
+        [*command, str(script), *arguments],
+        cwd=folder,
         env=environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

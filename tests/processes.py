@@ -15,7 +15,7 @@ from accelerate.utils.other import get_free_port
 from torch import distributed
 
 
-class Ended(NamedTuple):
+class EndedProcess(NamedTuple):
     code: int | None
     out: str
     err: str
@@ -25,14 +25,14 @@ def fork(work: Callable[..., object], *arguments: object) -> BaseProcess:
     """Start a child of this process, which has the libraries loaded: imports take longer than what is tested."""
     process = multiprocessing.get_context("fork").Process(target=work, args=arguments)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside threads; pytest-xdist has one, which waits
+        warnings.simplefilter("ignore", DeprecationWarning)  # of a fork next to threads; pytest-xdist has one, which waits
         process.start()
     return process
 
 
 def run_processes(
     folder: Path, work: Callable[[int], None], *local_ranks: int, timeout: timedelta = timedelta(minutes=5)
-) -> list[Ended]:
+) -> list[EndedProcess]:
     """Run `work(rank)` for each local rank, at once. timeout: of a collective operation."""
     own = {"WORLD_SIZE": str(len(local_ranks)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(get_free_port())}
     started = [
@@ -42,7 +42,7 @@ def run_processes(
     for process in started:
         process.join()
     return [
-        Ended(process.exitcode, *((folder / f"{rank}.{name}").read_text(encoding="utf-8") for name in ("out", "err")))
+        EndedProcess(process.exitcode, *((folder / f"{rank}.{name}").read_text(encoding="utf-8") for name in ("out", "err")))
         for rank, process in enumerate(started)
     ]
 

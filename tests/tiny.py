@@ -88,10 +88,16 @@ def tiny_tokenizer(chat_template: str | None = None) -> PreTrainedTokenizerFast:
     return fast
 
 
-def write_inputs(folder: Path, num_rows: int = 60) -> list[str]:
+def write_target(folder: Path, **sizes: int) -> Path:
+    """A tiny target in a folder, which is returned."""
+    tiny_target_model(**sizes).save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def write_inputs(folder: Path, num_rows: int = 60, **sizes: int) -> list[str]:
     """A tiny target and texts to train on, as files of a folder; the keys of a recipe that name them."""
-    tiny_target_model().save_pretrained(folder / "model")
-    tiny_tokenizer().save_pretrained(folder / "model")
+    write_target(folder / "model", **sizes)
     rows = [json.dumps({"text": f"Row {index} says {index * 7} and then again {index * 7}."}) for index in range(num_rows)]
     (folder / "rows.jsonl").write_text("\n".join(rows), encoding="utf-8")
     return input_keys(folder)

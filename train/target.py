@@ -19,7 +19,7 @@ from specdistill.training.optimizer import MuonAdamW
 from specdistill.training.resumable import ResumableTrainer
 from specdistill.training.run import TrainingRun
 
-sys.path.append(str(ROOT))  # what makes pico stands beside its recipes, and is no part of the library
+sys.path.append(str(ROOT))  # what makes pico is next to its recipes, and no part of the library
 from recipes.pico.card import write_card
 from recipes.pico.corpus import curriculum, documents, llama_config, token_stream, train_tokenizer
 

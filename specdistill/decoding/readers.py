@@ -20,9 +20,8 @@ from transformers.cache_utils import DummyLayer, StaticLayer, StaticSlidingWindo
 from specdistill.decoding.transformers_models import keep_path, read
 from specdistill.decoding.tree import Step, Tree
 from specdistill.errors import UserError, one_line
-from specdistill.targets.anatomy import reads_alike
+from specdistill.targets.anatomy import CLASS_ERRORS, reads_alike
 from specdistill.targets.cache import new_cache, roll_back, snapshot
-from specdistill.targets.classes import CLASS_ERRORS
 from specdistill.targets.frozen import Features, FrozenTarget, capture
 
 KEY = "eval.compile"

@@ -77,7 +77,9 @@ def measure_in_engine(
         expected = f"null with eval.engine={config.engine}: name the merged model that it serves in target.model"
         raise UserError("target.adapter", got=target.adapter, expected=expected)
     files = TargetFiles.of(target.model, target.revision)
-    tokenizer, max_length = read_tokenizer(target.model, revision=target.revision, trust_remote_code=target.trust_remote_code)
+    tokenizer, _, max_length = read_tokenizer(
+        target.model, revision=target.revision, trust_remote_code=target.trust_remote_code
+    )
 
     # What can be refused before anything is measured
     if config.server:

@@ -17,8 +17,8 @@ from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from specdistill.errors import UserError, one_line
+from specdistill.targets.anatomy import auto_class, reads_images
 from specdistill.targets.cache_size import CacheSize, cache_size, of_attention
-from specdistill.targets.classes import auto_class, reads_images
 from specdistill.targets.frozen import FrozenTarget
 from specdistill.targets.tiny_random import tiny_random_target
 

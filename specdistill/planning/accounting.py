@@ -25,7 +25,7 @@ from specdistill.methods import METHODS
 from specdistill.methods.sizes import ASSUMED_DTYPE, Described
 from specdistill.recipe.load import validate
 from specdistill.rows.packing import collate
-from specdistill.targets.classes import auto_class
+from specdistill.targets.anatomy import auto_class
 from specdistill.targets.frozen import Features, FrozenTarget
 
 aten = torch.ops.aten

@@ -35,12 +35,12 @@ def row_target(recipe: TrainedRecipe, *, generates: bool) -> Any:
     from specdistill.rows.row_set import RowTarget  # here, and not above, because these import torch
     from specdistill.targets.files import TargetFiles
     from specdistill.targets.frozen import FrozenTarget
-    from specdistill.targets.loading import read_words
+    from specdistill.targets.loading import read_tokenizer
 
     target, regenerate = recipe.target, recipe.data.regenerate
     if generates and regenerate.num_tokens > 0 and not regenerate.server:
         return RowTarget.of(FrozenTarget.load(**vars(target)))
-    tokenizer, end_ids = read_words(target.model, revision=target.revision, trust_remote_code=target.trust_remote_code)
+    tokenizer, end_ids, _ = read_tokenizer(target.model, revision=target.revision, trust_remote_code=target.trust_remote_code)
     identity = TargetFiles.of(target.model, target.revision, target.adapter).identity
     return RowTarget(target.model, identity.weights, tokenizer, end_ids)
 

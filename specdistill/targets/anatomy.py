@@ -12,14 +12,44 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+)
 
 from specdistill.errors import UserError, one_line
 from specdistill.targets.cache import is_recurrent, new_cache
-from specdistill.targets.classes import CLASS_ERRORS
 
+# What model classes raise for sizes, inputs or devices that they do not take: each has its own way, and their code is not ours.
+CLASS_ERRORS = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    RuntimeError,
+    StrictDataclassError,
+    TypeError,
+    ValueError,
+)
 NUM_TOKENS, NUM_CACHED, NUM_REJECTED = 12, 6, 3
 ROUNDING = 1e-5  # of float32 arithmetic
+
+
+def auto_class(config: Any) -> Any:
+    """AutoModelForCausalLM; of a class for text and images that it does not know, the one that does. Text alone never reaches the encoder
+    of the images.
+    """
+    return AutoModelForImageTextToText if reads_images(config) else AutoModelForCausalLM
+
+
+def reads_images(config: Any) -> bool:
+    """Whether a config is of a class for text and images that is no causal language model's as well."""
+    return type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
 
 
 @dataclass(frozen=True)
@@ -102,7 +132,7 @@ def layer_lists(model: Any, part: nn.Module) -> list[nn.ModuleList]:
 def _parts(model: Any, backbone: nn.Module, linear: nn.Module, ids_1T: Tensor) -> tuple[Anatomy, Tensor]:
     """(the model's parts, hidden states [1, T, D] of its own forward, in which its head is given another output).
 
-    Raises LookupError for logits of another formula than a `Head`'s.
+    Raises LookupError for logits of another formula than a `LogitsHead`'s.
     """
     lists = layer_lists(model, backbone)
     outputs: dict[nn.Module, Any] = {}  # of the backbone's parts, and of the first module of each list

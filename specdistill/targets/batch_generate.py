@@ -13,7 +13,7 @@ Shapes: B rows, P prompt tokens (with padding), D head width, V vocabulary.
 """
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -135,13 +135,12 @@ def generate(
     max_new_tokens: int,
     end_ids: Sequence[int],
     seed: int,
-    on_tokens: Callable[[int], object] = lambda count: None,
     num_parts: int | None = None,
 ) -> list[list[int]]:
     """Continue every prompt; returns the new tokens of each row. Temperature 0 is greedy.
 
     A row ends with a token of `end_ids`, included, or is cut before: after `max_new_tokens`, or once nearly all others have ended.
-    `on_tokens` is called with the number of tokens generated since its last call. The batch is split into `num_parts`, by default as
+    The batch is split into `num_parts`, by default as
     many as suit the device and the prompts, that are generated in parallel; the same seed, prompts and parts give the same tokens, whatever
     number of threads this process may use.
     """
@@ -152,7 +151,7 @@ def generate(
 
     def one_part(part: int) -> list[list[int]]:
         rows = (prompts[part::num_parts], temperatures[part::num_parts])
-        return _generate_part(model, *rows, max_new_tokens, end_ids, seed * 1_009 + part, on_tokens)
+        return _generate_part(model, *rows, max_new_tokens, end_ids, seed * 1_009 + part)
 
     if num_parts == 1:
         return one_part(0)
@@ -166,7 +165,7 @@ def generate(
 
 
 @dataclass
-class _Rows:
+class _UnfinishedRows:
     """The unfinished rows of a batch."""
 
     number: Tensor  # [B], the row's index among the prompts
@@ -175,8 +174,8 @@ class _Rows:
     temperature: Tensor  # [B]
     ended: Tensor  # [B] bool
 
-    def __getitem__(self, rows: Tensor) -> "_Rows":
-        return _Rows(*(value[rows] for value in vars(self).values()))
+    def __getitem__(self, rows: Tensor) -> "_UnfinishedRows":
+        return _UnfinishedRows(*(value[rows] for value in vars(self).values()))
 
 
 @torch.inference_mode()
@@ -187,7 +186,6 @@ def _generate_part(
     max_new_tokens: int,
     end_ids: Sequence[int],
     seed: int,
-    on_tokens: Callable[[int], object],
 ) -> list[list[int]]:
     generator = torch.Generator(model.device).manual_seed(seed)
     ends = torch.tensor(list(end_ids), dtype=torch.long, device=model.device)
@@ -211,7 +209,6 @@ def _generate_part(
         rows.ended |= torch.isin(tokens_B, ends)
         if step % CHECK_EVERY == CHECK_EVERY - 1:
             unfinished = (~rows.ended).nonzero().flatten()
-            on_tokens(CHECK_EVERY * len(unfinished))
             if len(unfinished) <= STOP_SHARE * len(prompts):
                 break
             if len(unfinished) <= KEEP_SHARE * len(tokens_B) and not is_recurrent(model.config.get_text_config()):
@@ -243,7 +240,7 @@ def sample(logits_BV: Tensor, temperatures_B: Tensor, generator: torch.Generator
 
 def _left_padded(
     prompts: Sequence[Sequence[int]], temperatures: Sequence[float], max_new_tokens: int, device: torch.device
-) -> tuple[Tensor, _Rows]:
+) -> tuple[Tensor, _UnfinishedRows]:
     """Token ids [B, P], padded on the left, and their rows."""
     width = max(len(prompt) for prompt in prompts)
     ids = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt in prompts], device=device)
@@ -252,4 +249,4 @@ def _left_padded(
     seen[:, :width] = torch.arange(width, device=device) >= width - num_seen
     number = torch.arange(len(prompts), device=device)
     ended = torch.zeros(len(prompts), dtype=torch.bool, device=device)
-    return ids, _Rows(number, seen, num_seen, torch.tensor(temperatures, device=device), ended)
+    return ids, _UnfinishedRows(number, seen, num_seen, torch.tensor(temperatures, device=device), ended)

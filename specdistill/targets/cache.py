@@ -17,7 +17,6 @@ from transformers.cache_utils import (
     DynamicLayer,
     DynamicSlidingWindowLayer,
     LinearAttentionAndFullAttentionLayer,
-    LinearAttentionLayer,
 )
 
 LEAST_SPARE = 256  # positions that a full buffer grows by at least; a quarter where that is more
@@ -56,7 +55,6 @@ def _appended(buffer: Tensor | None, shown: Tensor | None, held: int, new: Tenso
 
 
 CROPPED = (DynamicLayer, BufferedLayer, DynamicIndexedLayer, DummyLayer)  # layers that can forget their last tokens
-STATES = ("conv_states", "recurrent_states")  # of a recurrent layer, by index
 
 
 def new_cache(text_config: Any) -> DynamicCache:
@@ -76,7 +74,7 @@ Snapshot = list[dict[str, Any]]  # of each layer the attributes that `crop` does
 
 
 def snapshot(cache: Cache) -> Snapshot:
-    """What `roll_back` needs: copies of the recurrent layers' states. Layers of a class's own kind are copied whole."""
+    """What `roll_back` needs: copies of the recurrent layers, but for keys and values that can be cropped."""
     return [_state(layer) for layer in cache.layers]
 
 
@@ -94,8 +92,5 @@ def roll_back(cache: Cache, count: int, before: Snapshot) -> None:
 def _state(layer: Any) -> dict[str, Any]:
     if type(layer) in CROPPED:
         return {}
-    if type(layer) in (LinearAttentionLayer, LinearAttentionAndFullAttentionLayer):
-        return {
-            name: {i: state if state is None else state.clone() for i, state in getattr(layer, name).items()} for name in STATES
-        }
-    return copy.deepcopy(vars(layer))
+    cropped = {"keys", "values"} if type(layer) is LinearAttentionAndFullAttentionLayer else set()
+    return copy.deepcopy({name: value for name, value in vars(layer).items() if name not in cropped})

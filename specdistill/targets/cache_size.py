@@ -6,14 +6,14 @@ attention, sliding windows and recurrent layers need no formula each. `tests/tar
 caches that are full.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from specdistill.targets.classes import CLASS_ERRORS
+from specdistill.targets.anatomy import CLASS_ERRORS
 
 
 @dataclass(frozen=True)
@@ -90,9 +90,9 @@ def _sizes(layer: Any) -> list[tuple[int, int]]:
 def _layer(layer: Any, two: list[tuple[int, int]], three: list[tuple[int, int]]) -> LayerCache:
     grown = [(more - less, size) for (less, size), (more, _) in zip(two, three, strict=True)]
     keys = getattr(layer, "keys", None)
-    found = LayerCache(
+    return LayerCache(
         heads=int(keys.shape[1]) if isinstance(keys, Tensor) and keys.ndim == 4 else 1,
         size=sum(numbers for numbers, _ in grown),
+        window=int(layer.sliding_window) - 1 if getattr(layer, "is_sliding", False) else None,
         state=sum(size for numbers, size in grown if not numbers),
     )
-    return replace(found, window=int(layer.sliding_window) - 1) if getattr(layer, "is_sliding", False) else found

@@ -3,7 +3,7 @@
 import json
 import os
 from collections import defaultdict
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from functools import cached_property
@@ -72,10 +72,6 @@ class Shards:
                 total += (self.folder / file).stat().st_size - 8 - int.from_bytes(stream.read(8), "little")
         return total
 
-    def config(self) -> dict[str, Any]:
-        """The checkpoint's config.json. Raises UserError when there is none."""
-        return read_config(self.folder, self.key)
-
     def describe(self, name: str) -> tuple[torch.dtype, torch.Size]:
         """Dtype and shape of a tensor, which is not read."""
         with safe_open(self.folder / self.file_of[name], framework="pt") as weights:
@@ -111,13 +107,10 @@ class Shards:
     def check(self) -> None:
         """Raises UserError unless every tensor is in the file that the index names, and in no other."""
         for file in self.files:
-            self.check_file(file, _names(self.folder / file, self.key))
-
-    def check_file(self, file: str, names: Collection[str]) -> None:
-        """Raises UserError unless the tensors in a file are those that the index names for it."""
-        if wrong := sorted({name for name, place in self.file_of.items() if place == file} ^ set(names)):
-            got = f"{self.folder}, whose files and index differ about {', '.join(wrong[:3])}"
-            raise UserError(self.key, got=got, expected="every tensor in the one file that the index names")
+            listed = {name for name, place in self.file_of.items() if place == file}
+            if wrong := sorted(listed.symmetric_difference(_names(self.folder / file, self.key))):
+                got = f"{self.folder}, whose files and index differ about {', '.join(wrong[:3])}"
+                raise UserError(self.key, got=got, expected="every tensor in the one file that the index names")
 
 
 def read_config(folder: Path, key: str, expected: str = "a checkpoint with its config.json") -> dict[str, Any]:

@@ -24,7 +24,7 @@ from specdistill.targets.cache import is_recurrent
 from specdistill.targets.files import TargetFiles
 from specdistill.targets.identity import TargetIdentity
 from specdistill.targets.loading import is_plain, max_length, read_causal_lm, with_adapter
-from specdistill.targets.packed_rows import Documents, Inputs, Way, as_they_are, packing
+from specdistill.targets.packed_rows import BackboneInputs, Documents, PackingMethod, as_they_are, packing
 from specdistill.targets.sharding import in_turn, num_processes
 
 SPREAD = ("auto", "balanced", "balanced_low_0", "sequential")
@@ -43,7 +43,7 @@ class Features:
 
     @classmethod
     def unstacked(cls, stacked_BATD: Tensor) -> "Features":
-        """Of auxiliary layers and last hidden state in one tensor [B, A + 1, T, D], as a store keeps them."""
+        """From auxiliary layers and last hidden state in one tensor [B, A + 1, T, D], the form of a feature store."""
         *aux, last_hidden = stacked_BATD.unbind(1)
         return cls(tuple(aux), last_hidden)
 
@@ -117,11 +117,15 @@ class FrozenTarget:
 
         Every process of a launch has to call it. shard: `layers` or `tensor`, for a part of the layers in each process
         (`specdistill.targets.sharding`). device_map: `auto` for all devices of one process, or one device.
-        layers_on_disk: load what lies around the decoder layers alone, and read those whenever they are run. They are loaded all the same
+        layers_on_disk: load what lies around the decoder layers alone, and read those whenever they are run. They are loaded anyway
         where weights have to be converted, merged or spread.
         Raises UserError if it is no target or no adapter of it, or if it cannot be held so; ResourceError when the Hub fails.
         """
-        _check_device_map(device_map)
+        if device_map in SPREAD and num_processes() > 1:
+            got = f"{device_map} with {num_processes()} processes, which would take each other's devices"
+            raise UserError(
+                "target.device_map", got=got, expected="null, and target.shard=layers where one device is too small"
+            )
         loaded, tokenizer = read_causal_lm(
             resolve(model),
             revision=revision,
@@ -211,7 +215,7 @@ class FrozenTarget:
         return self._rows(aux_layers, input_ids_BT, position_ids_BT, documents)
 
     @cached_property
-    def _packing(self) -> Way:
+    def _packing(self) -> PackingMethod:
         return packing(self.model) or as_they_are
 
     def _rows(
@@ -229,7 +233,7 @@ class FrozenTarget:
         shape = (*input_ids_BT.shape, -1)
         return Features(tuple(feature.view(shape) for feature in features.aux), features.last_hidden.view(shape))
 
-    def _pass(self, aux_layers: Sequence[int], inputs: Inputs) -> Features:
+    def _pass(self, aux_layers: Sequence[int], inputs: BackboneInputs) -> Features:
         device = inputs["input_ids"].device  # where the features are wanted; a target may be elsewhere, or on several devices
         moved = {name: value.to(self.device) if isinstance(value, Tensor) else value for name, value in inputs.items()}
         with capture(self.layers, aux_layers) as captured:
@@ -241,19 +245,6 @@ class FrozenTarget:
                 "draft.aux_layers", got=got, expected="layers of one residual stream, or a head that reads none of them"
             )
         return Features(aux, last_hidden)
-
-
-def _check_device_map(device_map: str | None) -> None:
-    key = "target.device_map"
-    if device_map in SPREAD and num_processes() > 1:
-        got = f"{device_map} with {num_processes()} processes, which would take each other's devices"
-        raise UserError(key, got=got, expected="null, and target.shard=layers where one device is too small")
-    if device_map is not None and device_map not in SPREAD:
-        try:
-            torch.empty(0, device=device_map)
-        except (RuntimeError, AssertionError) as error:  # the latter of a torch without CUDA
-            got = f"{device_map} ({str(error).splitlines()[0]})"
-            raise UserError(key, got=got, expected=f"{', '.join(SPREAD)}, or a device of this machine") from error
 
 
 @contextmanager

@@ -9,42 +9,22 @@ from typing import Any
 
 import peft
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
-from transformers import (
-    MODEL_FOR_MASKED_LM_MAPPING,
-    AutoConfig,
-    AutoTokenizer,
-    GenerationConfig,
-    GgufConfig,
-    PreTrainedModel,
-)
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, GgufConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter
 
 from specdistill.errors import UserError, one_line
 from specdistill.progress import hide_bars_of_transformers
 from specdistill.repositories import hub_errors, resolve, split_gguf
-from specdistill.targets.anatomy import backbone_of, layer_lists
-from specdistill.targets.classes import auto_class
+from specdistill.targets.anatomy import CLASS_ERRORS, auto_class, backbone_of, layer_lists
 from specdistill.targets.sharding import is_shared, num_processes, sharded
 
-READING_ERRORS = (
-    OSError,
-    ValueError,
-    RuntimeError,
-    StrictDataclassError,
-    struct.error,
-    TypeError,
-    LookupError,
-    AttributeError,
-    AssertionError,
-)
-
-
+# A broken config.json or GGUF file (one that was cut short: struct's) fails in transformers' own code, and in any of these ways.
+READING_ERRORS = (*CLASS_ERRORS, OSError, struct.error)
 TARGETS = "pico, a folder with config, weights and tokenizer, a GGUF file, or a Hub id"
 GGUF = (
-    "a whole GGUF file of a type and architecture that transformers reads, as Q8_0 or Q4_K_M of a Llama (llama-quantize makes them), or "
+    "a whole GGUF file of a type and architecture that transformers reads, e.g. Q8_0 or Q4_K_M of a Llama (llama-quantize makes them), or "
     "the checkpoint that it was made from"
 )
 
@@ -74,7 +54,6 @@ def _reading(key: str, name: str, expected: str) -> Iterator[None]:
             expected = "target.trust_remote_code=true, if you have read that code, or a checkpoint of a class of transformers"
             got = f"{name}, which brings Python code of its own; it would run with your rights"
             raise UserError(key, got=got, expected=expected) from error
-        # The last four are transformers' own, of a config.json that lacks what its class reads; struct's are of a GGUF file cut short.
         got = f"{name} ({str(error).splitlines()[0][:200] if str(error) else type(error).__name__})"
         raise UserError(key, got=got, expected=expected) from error
 
@@ -108,7 +87,9 @@ def read_causal_lm(
     with _reading(key, path, expected):
         tokenizer = AutoTokenizer.from_pretrained(folder, **options)
         config = AutoConfig.from_pretrained(folder, **options)
-        _check_generates(config, key, path)
+        if config.is_encoder_decoder:  # an encoder alone is refused once it is loaded, by its logits
+            got = f"{path}, an encoder-decoder ({', '.join(config.architectures or [config.model_type])})"
+            raise UserError(key, got=got, expected="a causal language model, which generates by itself what follows a prompt")
         is_quantized = "gguf_file" in options or getattr(config, "quantization_config", None) is not None
         places = _layers_on_disk(config, device_map, trust_remote_code) if layers_on_disk and not is_quantized else None
         if places is not None:
@@ -128,17 +109,6 @@ def read_causal_lm(
     if dtype == "float32" and is_plain(model):
         model.float()  # what transformers had to dequantize is in bfloat16
     return model, tokenizer
-
-
-def _check_generates(config: Any, key: str, name: str) -> None:
-    """Raises UserError for a checkpoint that transformers has a class of decoders for, and that is none."""
-    classes = config.architectures or []
-    is_decoder = getattr(config, "is_decoder", None) or any("CausalLM" in each or "LMHead" in each for each in classes)
-    is_encoder = type(config) in MODEL_FOR_MASKED_LM_MAPPING and not is_decoder
-    if is_encoder or config.is_encoder_decoder:
-        kind = "encoder-decoder" if config.is_encoder_decoder else "encoder"
-        expected = "a causal language model, which generates by itself what follows a prompt"
-        raise UserError(key, got=f"{name}, an {kind} ({', '.join(classes) or config.model_type})", expected=expected)
 
 
 def read_without_weights(folder: Path, *, key: str, name: str) -> tuple[Any, Any]:
@@ -161,7 +131,7 @@ def read_gguf_config(folder: Path, file: str, *, key: str, name: str) -> Any:
 
 def _layers_on_disk(config: Any, device: str, trust_remote_code: bool) -> dict[str, str] | None:
     """A device map: every part of a model on the device, but for its decoder layers. None for a class whose files hold its weights in
-    another form, as those of most experts: transformers would write them to the disk once more.
+    another form, e.g. those of most experts: transformers would write them to the disk once more.
     """
     with torch.device("meta"):
         model = auto_class(config).from_config(config, trust_remote_code=trust_remote_code)
@@ -187,20 +157,13 @@ def is_plain(model: Any) -> bool:
     return getattr(model, "hf_quantizer", None) is None and not is_shared(model)
 
 
-def read_tokenizer(model: str, *, revision: str | None = None, trust_remote_code: bool = False) -> tuple[Any, int]:
-    """A target's tokenizer and the length of its context in tokens, without its weights, which a server holds.
+def read_tokenizer(
+    model: str, *, revision: str | None = None, trust_remote_code: bool = False
+) -> tuple[Any, tuple[int, ...], int]:
+    """(a target's tokenizer, every token that ends its generations, its context in tokens), without its weights, which a server holds.
 
     Raises UserError when there is no such target, ResourceError when the Hub fails.
     """
-    path, options = _place(resolve(model), revision=revision, trust_remote_code=trust_remote_code)
-    with _reading("target.model", model, GGUF if "gguf_file" in options else TARGETS):
-        tokenizer = AutoTokenizer.from_pretrained(path, **options)
-        config = AutoConfig.from_pretrained(path, **options).get_text_config()
-    return tokenizer, max_length(config, tokenizer)
-
-
-def read_words(model: str, *, revision: str | None = None, trust_remote_code: bool = False) -> tuple[Any, tuple[int, ...]]:
-    """A target's tokenizer and the tokens that end its generations, without its weights. Raises as `read_tokenizer` does."""
     path, options = _place(resolve(model), revision=revision, trust_remote_code=trust_remote_code)
     with _reading("target.model", model, GGUF if "gguf_file" in options else TARGETS):
         tokenizer = AutoTokenizer.from_pretrained(path, **options)
@@ -209,16 +172,10 @@ def read_words(model: str, *, revision: str | None = None, trust_remote_code: bo
             generation = GenerationConfig.from_pretrained(path, **options)
         except OSError:  # a checkpoint may have none
             generation = GenerationConfig.from_model_config(config)
-    return tokenizer, tuple(end_ids(generation, config, tokenizer))
-
-
-def end_ids(generation: Any, config: Any, tokenizer: Any) -> list[int]:
-    """Every token that ends a generation, by what says so."""
     ends: set[int] = set()
-    for said in (generation, config, tokenizer):
-        declared = getattr(said, "eos_token_id", None)
+    for declared in (getattr(each, "eos_token_id", None) for each in (generation, config, tokenizer)):
         ends.update(declared if isinstance(declared, list) else [] if declared is None else [declared])
-    return sorted(ends)
+    return tokenizer, tuple(sorted(ends)), max_length(config.get_text_config(), tokenizer)
 
 
 def max_length(text_config: Any, tokenizer: Any) -> int:
@@ -242,16 +199,11 @@ def with_adapter(model: PreTrainedModel, adapter: str, *, base: str) -> PreTrain
     if named and Path(named).name.lower() != Path(resolve(base)).name.lower():
         raise UserError(key, got=f"{adapter}, an adapter of {named}", expected=f"an adapter of {base}")
     config.inference_mode, config.base_model_name_or_path = True, None  # peft would warn about the name of the base
-    try:
+    with _reading(key, adapter, f"an adapter of {base}"):
         adapted = peft.get_peft_model(model, config)
-    except ValueError as error:
-        raise UserError(key, got=f"{adapter} ({one_line(str(error))[:160]})", expected=f"an adapter of {base}") from error
-    taken = {name: tensor.shape for name, tensor in peft.get_peft_model_state_dict(adapted).items()}
-    given = {name: tensor.shape for name, tensor in weights.items()}
-    if taken != given:
-        name = sorted({name for name, _ in taken.items() ^ given.items()})[0]
-        shapes = (tuple(shape[name]) if name in shape else "nothing" for shape in (given, taken))
-        raise UserError(key, got=f"{adapter} with {next(shapes)} for {name}", expected=f"{next(shapes)}, as {base} takes")
-    peft.set_peft_model_state_dict(adapted, weights)
+        loaded: Any = peft.set_peft_model_state_dict(adapted, weights)  # raises for another shape
+    if wrong := [*loaded.unexpected_keys, *(name for name in loaded.missing_keys if "lora_" in name)]:
+        got = f"{adapter}, whose tensors are not those that {base} takes ({wrong[0]})"
+        raise UserError(key, got=got, expected=f"an adapter of {base}")
     merged: PreTrainedModel = adapted.merge_and_unload()
     return merged

@@ -19,15 +19,14 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedC
 from transformers.masking_utils import create_masks_for_generate
 from transformers.utils.generic import TransformersKwargs
 
-from specdistill.targets.anatomy import NUM_CACHED, NUM_TOKENS, backbone_of, reads_alike
-from specdistill.targets.classes import CLASS_ERRORS
+from specdistill.targets.anatomy import CLASS_ERRORS, NUM_CACHED, NUM_TOKENS, backbone_of, reads_alike
 from specdistill.targets.packed_attention import packed_attention
 
 NAME = "specdistill_packed"  # under which transformers finds the attention
 # What a class may hand on to its attention that changes nothing in it.
 IDLE = {*TransformersKwargs.__annotations__, "use_cache"}
 
-Inputs = dict[str, Any]  # of a backbone: input_ids [B, T] and position_ids [B, T], and what a way adds
+BackboneInputs = dict[str, Any]  # of a backbone: input_ids [B, T] and position_ids [B, T], and what a way adds
 
 
 class Documents(NamedTuple):
@@ -48,12 +47,12 @@ class Documents(NamedTuple):
         return cls(bounds.int(), int(bounds.diff().max()))
 
 
-Way = Callable[
-    [Any, Inputs, Documents, Callable[[Inputs], Any]], Any
+PackingMethod = Callable[
+    [Any, BackboneInputs, Documents, Callable[[BackboneInputs], Any]], Any
 ]  # (model, inputs, documents, pass) -> what the pass returns
 
 
-def by_lengths(model: Any, inputs: Inputs, documents: Documents, run: Callable[[Inputs], Any]) -> Any:
+def by_lengths(model: Any, inputs: BackboneInputs, documents: Documents, run: Callable[[BackboneInputs], Any]) -> Any:
     """Classes with `sdpa` take `attend` in its place. Raises LookupError for a model with none."""
     lengths = {"cu_seq_lens_q": documents.cumulative_lengths, "max_length_q": documents.longest}
     # Without a mask transformers would look for documents in the position ids, for which the host has to wait.
@@ -61,17 +60,17 @@ def by_lengths(model: Any, inputs: Inputs, documents: Documents, run: Callable[[
         return run({**inputs, "attention_mask": torch.ones_like(inputs["input_ids"]), **lengths})
 
 
-def as_they_are(_model: Any, inputs: Inputs, _documents: Documents, run: Callable[[Inputs], Any]) -> Any:
+def as_they_are(_model: Any, inputs: BackboneInputs, _documents: Documents, run: Callable[[BackboneInputs], Any]) -> Any:
     """Most classes tell documents by position ids that start again at 0."""
     return run(inputs)
 
 
-def in_one_row(_model: Any, inputs: Inputs, _documents: Documents, run: Callable[[Inputs], Any]) -> Any:
+def in_one_row(_model: Any, inputs: BackboneInputs, _documents: Documents, run: Callable[[BackboneInputs], Any]) -> Any:
     """Flash attention tells them apart in a batch of one row alone, where transformers takes its kernel for variable lengths."""
     return run({name: tensor.flatten().unsqueeze(0) for name, tensor in inputs.items()})
 
 
-def with_masks(model: Any, inputs: Inputs, _documents: Documents, run: Callable[[Inputs], Any]) -> Any:
+def with_masks(model: Any, inputs: BackboneInputs, _documents: Documents, run: Callable[[BackboneInputs], Any]) -> Any:
     """Some classes (gpt-oss) do not tell transformers their position ids when it makes their masks, and take masks that are given."""
     rows_BT0 = torch.empty(*inputs["input_ids"].shape, 0, dtype=model.dtype, device=inputs["input_ids"].device)
     config, position_ids = model.config.get_text_config(decoder=True), inputs["position_ids"]
@@ -80,7 +79,7 @@ def with_masks(model: Any, inputs: Inputs, _documents: Documents, run: Callable[
 
 
 @torch.no_grad()
-def packing(model: Any) -> Way | None:
+def packing(model: Any) -> PackingMethod | None:
     """How packed rows are given to a model so that their documents never see each other: the first way that is seen to work.
 
     None where there is none: recurrent layers read on, ALiBi counts on.
@@ -90,7 +89,7 @@ def packing(model: Any) -> Way | None:
     inputs = {"input_ids": ids_BT, "position_ids": torch.arange(NUM_TOKENS, device=model.device).expand(2, -1) % NUM_CACHED}
     documents = Documents.of(inputs["position_ids"])
 
-    def run(given: Inputs) -> Tensor:
+    def run(given: BackboneInputs) -> Tensor:
         hidden: Tensor = backbone(**given, use_cache=False).last_hidden_state
         return hidden
 
@@ -107,17 +106,17 @@ def packing(model: Any) -> Way | None:
 
 
 @dataclass(frozen=True)
-class Causal:
+class CausalMask:
     """What stands in a mask's place: each token sees its document up to itself, `window` tokens at most."""
 
     window: int | None
 
 
-def causal(*, allow_is_causal_skip: bool, local_size: int | None = None, **_: Any) -> Causal:
-    """Called by transformers where a class asks for a mask; raises NotImplementedError where it asks for more than a `Causal`."""
+def causal_mask(*, allow_is_causal_skip: bool, local_size: int | None = None, **_: Any) -> CausalMask:
+    """Called by transformers where a class asks for a mask; raises NotImplementedError where it asks for more than a `CausalMask`."""
     if not allow_is_causal_skip:
         raise NotImplementedError("a mask of its own")
-    return Causal(local_size)
+    return CausalMask(local_size)
 
 
 def attend(
@@ -146,7 +145,7 @@ def attend(
         unknown
         or dropout
         or not is_causal
-        or attention_mask != Causal(sliding_window)
+        or attention_mask != CausalMask(sliding_window)
         or key_BGTd.shape[2] != query_BNTd.shape[2]
     ):
         raise NotImplementedError(f"more than causal attention: {attention_mask}, {sliding_window}, {sorted(unknown)}")
@@ -157,7 +156,7 @@ def attend(
 
 
 AttentionInterface.register(NAME, attend)
-AttentionMaskInterface.register(NAME, causal)
+AttentionMaskInterface.register(NAME, causal_mask)
 
 
 @contextmanager

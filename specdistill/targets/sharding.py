@@ -21,8 +21,7 @@ from transformers import PreTrainedModel
 from transformers.distributed.configuration_utils import DistributedConfig
 
 from specdistill.errors import UserError
-from specdistill.targets.anatomy import backbone_of, layer_lists
-from specdistill.targets.classes import auto_class
+from specdistill.targets.anatomy import auto_class, backbone_of, layer_lists
 
 KEY = "target.shard"
 R = TypeVar("R")

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from specdistill.errors import UserError
-from specdistill.targets.classes import CLASS_ERRORS, auto_class
+from specdistill.targets.anatomy import CLASS_ERRORS, auto_class
 from specdistill.targets.frozen import FrozenTarget
 
 DIVISORS = (64, 32, 16, 8, 4, 2, 1)

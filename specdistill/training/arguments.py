@@ -22,17 +22,18 @@ from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 from specdistill.errors import UserError, nearest, one_line
 from specdistill.launch import check_devices
+from specdistill.targets.sharding import num_processes
 
 FSDP = ("2", "FULL_STATE_DICT")  # the one that is put together to be saved
 GLOO_SECONDS = 0.5  # for gloo's threads to free the last tensors
 
 # Numbers that TrainingArguments accepts and with which training would fail later, or train nothing: what a field may be, in words too.
-Limit = tuple[Callable[[float], bool], str]
-AT_LEAST_ONE: Limit = (lambda number: number >= 1, "at least 1")
-NOT_NEGATIVE: Limit = (lambda number: number >= 0, "at least 0")
-ABOVE_ZERO: Limit = (lambda number: number > 0, "above 0")
-DECAY: Limit = (lambda number: 0 <= number < 1, "at least 0 and below 1")
-LIMITS: dict[str, Limit] = {
+NumberRange = tuple[Callable[[float], bool], str]
+AT_LEAST_ONE: NumberRange = (lambda number: number >= 1, "at least 1")
+NOT_NEGATIVE: NumberRange = (lambda number: number >= 0, "at least 0")
+ABOVE_ZERO: NumberRange = (lambda number: number > 0, "above 0")
+DECAY: NumberRange = (lambda number: 0 <= number < 1, "at least 0 and below 1")
+NUMBER_RANGES: dict[str, NumberRange] = {
     "max_steps": (lambda number: number >= 1 or number == -1, "at least 1, or -1 for train.num_train_epochs"),
     **dict.fromkeys(("per_device_train_batch_size", "per_device_eval_batch_size"), AT_LEAST_ONE),
     **dict.fromkeys(("gradient_accumulation_steps", "eval_accumulation_steps", "save_total_limit"), AT_LEAST_ONE),
@@ -71,7 +72,7 @@ def training_arguments(train: Mapping[str, Any], **defaults: Any) -> TrainingArg
             close = f"train.{near}" if (near := nearest(name, known)) else None
             expected = "a field of transformers.TrainingArguments"
             raise UserError(f"train.{name}", got="an unknown key", expected=expected, nearest=close)
-        fields[name] = _checked(name, value, hints[name], NAMES.get(name) or known[name].get("choices"))
+        fields[name] = _checked(name, value, hints[name], NAMES.get(name) or known[name].get("choices") or ())
     for name, other in READ_WITH.items():
         if fields.get(name) and not fields.get(other):
             raise UserError(f"train.{name}", got=fields[name], expected=f"no such key without train.{other}")
@@ -198,7 +199,7 @@ def _launch_defaults() -> dict[str, Any]:
     defaults["dataloader_pin_memory"] = False
     if not is_sharded():
         return {**defaults, "use_cpu": True}  # under sharding that would switch it off
-    return {**defaults, "ddp_backend": "gloo"} if _num_processes() > 1 else defaults
+    return {**defaults, "ddp_backend": "gloo"} if num_processes() > 1 else defaults
 
 
 def _join_processes(arguments: TrainingArguments) -> None:
@@ -207,7 +208,7 @@ def _join_processes(arguments: TrainingArguments) -> None:
         got = f"one process on a machine of {arguments.n_gpu} GPUs"
         expected = "a process for each GPU (accelerate_configs/ddp.yaml), or CUDA_VISIBLE_DEVICES=0"
         raise UserError("accelerate launch", got=got, expected=expected)
-    if _num_processes() == 1:
+    if num_processes() == 1:
         return
     _ = arguments.device  # building the device starts the group
     atexit.register(_leave_processes)
@@ -215,10 +216,10 @@ def _join_processes(arguments: TrainingArguments) -> None:
     if state.distributed_type == DistributedType.NO and launched_with("FSDP") and not torch.cuda.is_available():
         # On a CPU accelerate leaves NO, and then neither shards nor synchronises.
         state.distributed_type = DistributedType.MULTI_GPU
-    if state.num_processes != _num_processes() or state.distributed_type == DistributedType.NO:
+    if state.num_processes != num_processes() or state.distributed_type == DistributedType.NO:
         raise UserError(
             "accelerate launch",
-            got=f"{_num_processes()} processes that would each train alone",
+            got=f"{num_processes()} processes that would each train alone",
             expected="processes of one group, as accelerate_configs/ddp.yaml starts them, and no train.use_cpu",
         )
 
@@ -235,17 +236,14 @@ def _leave_processes() -> None:
         time.sleep(GLOO_SECONDS)
 
 
-def _num_processes() -> int:
-    return int(os.environ.get("WORLD_SIZE", "1"))
-
-
 def launched_with(sharding: str) -> bool:
     return os.environ.get(f"ACCELERATE_USE_{sharding}", "false").lower() == "true"
 
 
-def _checked(name: str, value: Any, hint: Any, choices: Iterable[str] | None) -> Any:
+def _checked(name: str, value: Any, hint: Any, choices: Iterable[str]) -> Any:
     """The value, if it is of a type that the field has, one of its names, and a number within its limits."""
-    kinds, names = _kinds(hint), _names(hint, choices)
+    kinds, names = _accepted(hint)
+    names = [*choices, *names]
     if value is None and NoneType in kinds and name != "report_to":  # there null would be a tracker of that name
         return value
     if names:
@@ -253,25 +251,22 @@ def _checked(name: str, value: Any, hint: Any, choices: Iterable[str] | None) ->
     if type(value) not in kinds | ({int} if float in kinds else set()):
         known = sorted({NoneType: "null", dict: "mapping"}.get(kind, kind.__name__) for kind in kinds)
         raise UserError(f"train.{name}", got=f"{value!r} ({type(value).__name__})", expected=" or ".join(known))
-    holds, expected = LIMITS.get(name, (math.isfinite, "a finite number"))
+    holds, expected = NUMBER_RANGES.get(name, (math.isfinite, "a finite number"))
     if isinstance(value, int | float) and not (math.isfinite(value) and holds(value)):
         raise UserError(f"train.{name}", got=value, expected=expected)
     return value
 
 
-def _kinds(hint: Any) -> set[type]:
-    """The types of a field's values. What may be a mapping must be one: a file of its own would be no part of the recipe."""
+def _accepted(hint: Any) -> tuple[set[type], list[str]]:
+    """(the types of a field's values, the names of its enumerations).
+
+    What may be a mapping must be one: a file of its own would be no part of the recipe.
+    """
     accepted = set(get_args(hint)) or {hint}
     kinds = {kind for entry in accepted if isinstance(kind := get_origin(entry) or entry, type)}
-    return kinds - ({str} if dict in kinds else set())
-
-
-def _names(hint: Any, choices: Iterable[str] | None) -> list[str]:
-    """What a field may be called, where it has names."""
-    accepted = set(get_args(hint)) or {hint}
     members = accepted.union(*map(get_args, accepted))
-    enums = [kind for kind in members if isinstance(kind, type) and issubclass(kind, Enum)]
-    return [*(choices or ()), *(member.value for kind in enums for member in kind)]
+    names = [member.value for kind in members if isinstance(kind, type) and issubclass(kind, Enum) for member in kind]
+    return kinds - ({str} if dict in kinds else set()), names
 
 
 def _named(name: str, value: Any, names: list[str]) -> Any:

@@ -1,7 +1,7 @@
 """Checkpoints of a run on disk: whole or not there, so that a run that was killed at any moment resumes.
 
 `checkpoint-N` is written under another name by all processes and renamed when the last of them is done. Its manifest, written just before,
-lists every file with its size, and the launch that it can be resumed by; one that later lost a file, or a part of one, is passed over.
+lists every file with its size, and the launch that it can be resumed by; one that later lost a file, or a part of one, is skipped.
 """
 
 import json
@@ -10,13 +10,12 @@ import os
 import re
 import shutil
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from safetensors import SafetensorError
 from transformers import TrainingArguments
 
 from specdistill.errors import ResourceError, UserError
@@ -48,7 +47,7 @@ def publish(folder: Path, run: Path, launch: dict[str, Any]) -> None:
         (folder / LATEST).write_text(parts.name, encoding="utf-8")
     files = {path.relative_to(folder).as_posix(): path.stat().st_size for path in sorted(folder.rglob("*")) if path.is_file()}
     (folder / MANIFEST).write_text(json.dumps({"files": files, "launch": launch}, indent=2) + "\n", encoding="utf-8")
-    shutil.rmtree(run / folder.name, ignore_errors=True)  # one of this step that was passed over
+    shutil.rmtree(run / folder.name, ignore_errors=True)  # a damaged one of this step
     os.replace(folder, run / folder.name)
 
 
@@ -75,37 +74,18 @@ def check_launch(folder: Path, arguments: TrainingArguments) -> None:
     a machine keeps for itself only its own processes.
     """
     saved, now = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["launch"], launch(arguments)
-    if saved["sharding"] != now["sharding"]:
-        expected = f"{saved['sharding']}, by which {folder} was saved"
-        raise UserError("accelerate launch", got=f"sharding {now['sharding']}", expected=expected)
-    if saved["sharding"] != "none" and saved["processes"] != now["processes"]:
-        expected = f"{saved['processes']}, which saved the shards of {folder}"
-        raise UserError("accelerate launch --num_processes", got=now["processes"], expected=expected)
-    if saved["rows"] != now["rows"]:
-        got = f"{now['rows']} rows a step over {now['processes']} processes"
-        expected = f"the {saved['rows']} of {folder}: with train.gradient_accumulation_steps or the batch size"
-        raise UserError("train.per_device_train_batch_size", got=got, expected=expected)
+    fixed = ("sharding", "rows") if saved["sharding"] == "none" else ("sharding", "rows", "processes")
+    if any(saved[name] != now[name] for name in fixed):
+        got, expected = ("sharding {sharding}, {processes} processes, {rows} rows per step".format(**it) for it in (now, saved))
+        raise UserError("accelerate launch", got=got, expected=f"{expected}, by which {folder} was saved")
     if saved["processes"] != now["processes"]:
         change = f"{saved['processes']} processes, now {now['processes']}"
-        warn(f"{folder} was saved by {change}: sums round differently, and noise and dropout are drawn anew")
+        warn(f"{folder} was saved by {change}: sums round differently, and noise and dropout are drawn again")
         return
     state = f"rng_state_{arguments.process_index}.pth" if arguments.world_size > 1 else "rng_state.pth"
     lacking = None if (folder / state).exists() else f"{folder} on {socket.gethostname()}, which has no {state}"
     if lacking := next(filter(None, of_all(lacking)), None):  # the Trainer would go on with other random numbers
         raise UserError("accelerate launch --machine_rank", got=lacking, expected="each machine's number when it was saved")
-
-
-def check_shapes(folder: Path, state: Mapping[str, Tensor]) -> None:
-    """Raises UserError when a whole checkpoint holds another draft than the one that is to go on from it."""
-    if not (folder / "model.safetensors").exists():
-        return  # of a sharded draft, on a machine that keeps shards alone
-    with safe_open(folder / "model.safetensors", framework="pt") as file:
-        names = file.keys()
-        saved = {name: list(file.get_slice(name).get_shape()) for name in names}
-    own = {name: list(tensor.shape) for name, tensor in state.items() if name in saved}
-    if other := next((name for name in saved if saved[name] != own.get(name)), None):
-        got = f"{folder}, whose {other} is {saved[other]}"
-        raise UserError("train.output_dir", got=got, expected=f"{own.get(other)}, or a new folder")
 
 
 def whole_steps(run: Path) -> list[int]:
@@ -115,12 +95,12 @@ def whole_steps(run: Path) -> list[int]:
         if (flaw := damage(checkpoint(run, step))) is None:
             whole.append(step)
         elif not whole:
-            warn(f"{checkpoint(run, step)} is passed over: {flaw}")
+            warn(f"{checkpoint(run, step)} is skipped: {flaw}")
     return whole
 
 
 def warn(text: str) -> None:
-    """What all processes of a machine see is said by its first."""
+    """Logged by the first process of a machine alone."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
         logger.warning(text)
 
@@ -153,5 +133,5 @@ def saving(what: str) -> Iterator[None]:
     except (OSError, SafetensorError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and not any(name in str(error) for name in WRITER):
             raise
-        next_step = "free the disk, then repeat the command: it goes on from the last checkpoint"
+        next_step = "free the disk, then repeat the command: it resumes from the last checkpoint"
         raise ResourceError(f"{what} could not be saved ({error})", next_step=next_step) from error

@@ -76,7 +76,7 @@ def read_history(draft_folder: Path, *, key: str) -> History | None:
 
 
 def save_history(state: TrainerState, folder: Path, *, resumed: bool, has_best: bool = False) -> None:
-    """Of a training that has ended: the drawing in the run's folder, and the history beside the run's record.
+    """Of a training that has ended: the drawing in the run's folder, and the history next to the run's record.
 
     has_best: the draft is that of the best evaluation, not of the last step.
     """

@@ -18,7 +18,7 @@ from specdistill.targets.anatomy import LogitsHead
 
 
 @dataclass(frozen=True)
-class Soft:
+class TargetDistributions:
     """The target's distributions at rows. probs_rW: renormalised over the draft vocabulary. When they are measured, mass_r: the target's
     probability of the draft vocabulary as a whole, and top1_r: its top-1 among all its tokens.
     """
@@ -52,22 +52,22 @@ class SoftTargets:
             return cls(hidden_RD, head, None, head, temperature)
         return cls(hidden_RD, head, ids_W, pruned(head, ids_W), temperature)
 
-    def at(self, rows: slice, *, measure: bool) -> Soft:
+    def at(self, rows: slice, *, measure: bool) -> TargetDistributions:
         """float32. Only what is measured takes the whole head, where the draft has fewer tokens than the target."""
         hidden_rD = self.hidden_RD[rows]
         if not measure and self.pruned is not None:
-            return Soft((self.pruned(hidden_rD).float() / self.temperature).softmax(-1))
+            return TargetDistributions((self.pruned(hidden_rD).float() / self.temperature).softmax(-1))
         logits_rV = self.head(hidden_rD).float()
         top1_r = logits_rV.argmax(-1)
         logits_rV = logits_rV / self.temperature
         if self.ids_W is None:
-            return Soft(logits_rV.softmax(-1), torch.ones_like(top1_r, dtype=torch.float32), top1_r)
+            return TargetDistributions(logits_rV.softmax(-1), torch.ones_like(top1_r, dtype=torch.float32), top1_r)
         logits_rW = logits_rV.index_select(-1, self.ids_W)
-        return Soft(logits_rW.softmax(-1), (logits_rW.logsumexp(-1) - logits_rV.logsumexp(-1)).exp(), top1_r)
+        return TargetDistributions(logits_rW.softmax(-1), (logits_rW.logsumexp(-1) - logits_rV.logsumexp(-1)).exp(), top1_r)
 
 
 def pruned(head: LogitsHead, ids_W: Tensor) -> LogitsHead | None:
-    """The head of some tokens alone; None for one that is no plain linear layer, as a quantized one."""
+    """The head of some tokens alone; None for one that is no plain linear layer, e.g. a quantized one."""
     linear = head.linear
     if type(linear) is not nn.Linear:
         return None
@@ -78,7 +78,7 @@ def pruned(head: LogitsHead, ids_W: Tensor) -> LogitsHead | None:
 
 
 def before(x_BTD: Tensor, positions: Tensor, by: int) -> Tensor:
-    """x [*positions, D] so many positions before those of the flattened batch that are given; its first where that is before all of it."""
+    """x [*positions, D] of the flattened batch, `by` positions before those given; the first position where that is before all of it."""
     found: Tensor = x_BTD.flatten(0, 1).index_select(0, (positions - by).clamp_min(0).flatten())
     return found.view(*positions.shape, -1)
 

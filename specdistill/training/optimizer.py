@@ -6,9 +6,7 @@ that one learning rate, schedule and weight decay serve both parts. Embeddings, 
 Under data parallelism every process has the same gradients. What costs is to orthogonalise: no two processes do that to one matrix.
 """
 
-import heapq
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,60 +14,45 @@ from torch import Tensor, distributed, nn
 from transformers import Trainer, TrainingArguments
 
 from specdistill.errors import UserError
+from specdistill.processes import share
 from specdistill.training.arguments import is_sharded
 
 
 class SharedMuon(torch.optim.Muon):
-    """torch's Muon; each process orthogonalises its share of the matrices and broadcasts their updates, which all apply.
+    """torch's Muon; each process takes the step of its share of the matrices, and the others receive their weights.
 
     The weights are those of one process with the same gradients, bit for bit. Every process keeps the momentum of all matrices: then the
     first writes checkpoints alone, and a run resumes with any number of processes.
     """
 
-    def __init__(self, matrices: Sequence[nn.Parameter], lr: float, weight_decay: float) -> None:
-        super().__init__(matrices, lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw")
-
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        launched = distributed.is_initialized()
-        rank, num_processes = (distributed.get_rank(), distributed.get_world_size()) if launched else (0, 1)
+        rank, num_processes = share()
         (group,) = self.param_groups
-        matrices = [matrix for matrix in group["params"] if matrix.grad is not None]
-        for matrix in matrices:
+        matrices = group["params"]
+        shares = divide([matrix for matrix in matrices if matrix.grad is not None], num_processes)
+        for matrix in (matrix for owner, others in enumerate(shares) if owner != rank for matrix in others):
             if not self.state[matrix]:
-                self.state[matrix]["momentum_buffer"] = torch.zeros_like(matrix.grad)
+                self.state[matrix]["momentum_buffer"] = torch.zeros_like(matrix)
             self.state[matrix]["momentum_buffer"].lerp_(matrix.grad, 1 - group["momentum"])
-        updates: list[tuple[Tensor, Tensor]] = []
-        arriving = []
-        for owner, share in enumerate(divide(matrices, num_processes)):
-            # Flat: one broadcast an owner. An all_gather would pad every share to the largest.
-            sizes = [matrix.numel() for matrix in share]
-            flat = torch.empty(sum(sizes), dtype=torch.bfloat16, device=share[0].device)
-            views = [view.view_as(matrix) for matrix, view in zip(share, flat.split(sizes), strict=True)]
-            updates += zip(share, views, strict=True)
-            if owner == rank:
-                for matrix, view in zip(share, views, strict=True):
-                    assert matrix.grad is not None
-                    nesterov = matrix.grad.lerp(self.state[matrix]["momentum_buffer"], group["momentum"])
-                    view.copy_(orthogonalise(nesterov, group["ns_coefficients"], group["ns_steps"], group["eps"]))
-            if num_processes > 1:  # without waiting: a process does its own share meanwhile
-                arriving.append(distributed.broadcast(flat, owner, async_op=True))
-        for broadcast in arriving:
-            broadcast.wait()
-        for matrix, update in updates:
-            matrix.mul_(1 - group["lr"] * group["weight_decay"])
-            matrix.add_(update, alpha=-group["lr"] * 0.2 * math.sqrt(max(matrix.shape)))
+        group["params"] = shares[rank]
+        super().step()  # type: ignore[no-untyped-call]
+        group["params"] = matrices
+        if num_processes > 1:
+            sent = [distributed.broadcast(matrix, owner, async_op=True) for owner, own in enumerate(shares) for matrix in own]
+            for broadcast in sent:
+                broadcast.wait()
 
 
 def divide(matrices: Sequence[Tensor], num_processes: int) -> list[list[Tensor]]:
-    """The matrices of each process, without processes that have none: the costliest first, each to the process with least to do."""
-    loads = [(0, rank) for rank in range(num_processes)]
+    """The matrices of each process: the costliest first, each to the process with least to do."""
+    loads = [0] * num_processes
     shares: list[list[Tensor]] = [[] for _ in loads]
     for matrix in sorted(matrices, key=cost, reverse=True):
-        load, rank = loads[0]
+        rank = loads.index(min(loads))
         shares[rank].append(matrix)
-        heapq.heapreplace(loads, (load + cost(matrix), rank))
-    return [share for share in shares if share]  # those without are the last: ties go to the first
+        loads[rank] += cost(matrix)
+    return shares
 
 
 def cost(matrix: Tensor) -> int:
@@ -78,19 +61,8 @@ def cost(matrix: Tensor) -> int:
     return 2 * short**2 * (2 * long + short)
 
 
-def orthogonalise(matrix: Tensor, coefficients: tuple[float, float, float], num_steps: int, eps: float) -> Tensor:
-    """Roughly the nearest semi-orthogonal matrix [rows, columns], in bfloat16: Newton-Schulz, with the operations of torch.optim.Muon."""
-    a, b, c = coefficients
-    wide = (matrix if matrix.shape[0] <= matrix.shape[1] else matrix.T).bfloat16()
-    wide = wide / wide.norm().clamp(min=eps)
-    for _ in range(num_steps):
-        gram = wide @ wide.T
-        wide = torch.addmm(wide, torch.addmm(gram, gram, gram, beta=b, alpha=c), wide, beta=a)
-    return wide if matrix.shape[0] <= matrix.shape[1] else wide.T
-
-
 class MuonAdamW(torch.optim.Optimizer):
-    """Two torch optimizers behind the interface of one: shared schedule, one state dict. A part without parameters is left out.
+    """Two torch optimizers behind the interface of one: shared schedule, one state dict. There is no part without parameters.
 
     Of a model's trainable parameters, matrices of linear layers go to Muon, the language-model head and the rest to AdamW. Muon needs
     whole matrices: refuse it under ZeRO or FSDP, where parameters are shards.
@@ -105,18 +77,16 @@ class MuonAdamW(torch.optim.Optimizer):
         trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.parts: dict[str, torch.optim.Optimizer] = {}
         if matrices := [parameter for parameter in trainable if id(parameter) in linear]:
-            self.parts["muon"] = SharedMuon(matrices, lr, weight_decay)
+            self.parts["muon"] = SharedMuon(matrices, lr, weight_decay, adjust_lr_fn="match_rms_adamw")
         if others := [parameter for parameter in trainable if id(parameter) not in linear]:
             self.parts["adamw"] = torch.optim.AdamW(others, lr=lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
         super().__init__(self._groups(), defaults={"lr": lr})
         self.param_groups = self._groups()
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        loss = None if closure is None else torch.enable_grad()(closure)()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
         for part in self.parts.values():
             part.step()
-        return loss
 
     def state_dict(self) -> dict[str, Any]:
         return {name: part.state_dict() for name, part in self.parts.items()}

@@ -29,7 +29,7 @@ from specdistill.recipe import data_sources
 from specdistill.recipe.load import recipe_yaml, save_recipe
 from specdistill.recipe.sections import FROM_HUB
 from specdistill.training.arguments import check_precision, training_arguments
-from specdistill.training.checkpoints import ASIDE, check_launch, check_shapes, checkpoint, launch, saving, whole_steps
+from specdistill.training.checkpoints import ASIDE, check_launch, checkpoint, launch, saving, whole_steps
 from specdistill.training.history import ProgressLines, save_history
 from specdistill.training.resumable import ResumableTrainer
 from specdistill.training.trainer import DraftTrainer
@@ -39,13 +39,13 @@ logger = logging.getLogger(__name__)
 PACKAGES = ("specdistill", "torch", "transformers", "accelerate", "datasets", "tokenizers", "safetensors")
 RECIPE, PROVENANCE = "recipe.yaml", "provenance.json"
 SEEN_WITHIN = 60.0  # seconds in which a network file system shows all machines what one of them wrote
-# Keys of `train:` that say how processes share a step's rows. A run goes on with others of them, as long as a step has as many rows.
 PLACES = (
     "train.output_dir",
     "train.logging_dir",
     "data.cache_dir",
     "hidden_states.path",
 )  # of each machine, whatever they are called
+# Keys of `train:` that say how processes share a step's rows. A run resumes with other values, as long as a step has as many rows.
 SHARE_OUT = ("per_device_train_batch_size", "gradient_accumulation_steps", "per_device_eval_batch_size", "ddp_timeout")
 
 
@@ -137,8 +137,6 @@ class TrainingRun:
         if self.arguments.should_save:
             shutil.rmtree(self.path / ASIDE, ignore_errors=True)
         of_all(None)
-        if self.checkpoint is not None and trainer.model is not None:
-            check_shapes(self.checkpoint, trainer.model.state_dict())
         with trainer.stop_signals.caught(), collectives("the same command resumes from the last checkpoint"):
             trainer.train(resume_from_checkpoint=None if self.checkpoint is None else str(self.checkpoint))
         if not isinstance(trainer, DraftTrainer):

@@ -29,7 +29,7 @@ from specdistill.training.checkpoints import ASIDE, saving
 from specdistill.training.objective import StepSums, step_metrics
 from specdistill.training.resumable import ResumableTrainer
 
-Batch = dict[str, Tensor]
+TrainingBatch = dict[str, Tensor]
 
 
 class Objective(Protocol):
@@ -39,18 +39,18 @@ class Objective(Protocol):
     [P], one for each drafted position, which then has a denominator of its own.
     """
 
-    def prepare(self, batch: Batch, number: int | None) -> Batch:
+    def prepare(self, batch: TrainingBatch, number: int | None) -> TrainingBatch:
         """The batch as it is trained on: with its anchors, or with rows that the draft generated in its place. Its shapes do not depend on
         what it holds. What is random follows from `number`, the batch's in the run, so that a resumed run repeats it; None: in evaluation,
         where every batch is prepared the same way each time.
         """
         ...
 
-    def num_loss_tokens(self, batch: Batch) -> Tensor:
+    def num_loss_tokens(self, batch: TrainingBatch) -> Tensor:
         """What the loss of a prepared batch is divided by: a scalar, or [P]."""
         ...
 
-    def read_target(self, target: FrozenTarget, inputs: Batch) -> dict[str, Any]:
+    def read_target(self, target: FrozenTarget, inputs: TrainingBatch) -> dict[str, Any]:
         """What forward needs from the frozen target; called without gradients. `inputs` has `features` [B, A + 1, T, D], in place of which
         forward is given those returned, where a store has them.
         """
@@ -62,7 +62,7 @@ class DraftTrainer(ResumableTrainer):
 
     Args:
         objective: the draft with its loss.
-        save: (draft, folder): write it in its public layout; checkpoints hold it beside the Trainer's own file.
+        save: (draft, folder): write it in its public layout; checkpoints hold it next to the Trainer's own file.
         decode: (draft folder) -> its acceptance length in decoding, which evaluations then measure too.
         store: features that batches come with, so that the target makes none.
     """
@@ -117,10 +117,10 @@ class DraftTrainer(ResumableTrainer):
         return RandomOrder(self.num_rows, self.num_empty, seed)
 
     def get_batch_samples(
-        self, epoch_iterator: Iterator[Batch], num_batches: int, device: torch.device
-    ) -> tuple[list[Batch], Tensor]:
+        self, epoch_iterator: Iterator[TrainingBatch], num_batches: int, device: torch.device
+    ) -> tuple[list[TrainingBatch], Tensor]:
         """The micro-batches of one optimizer step, and their loss tokens over all processes."""
-        first = self.state.global_step * num_batches  # numbers follow the rows, which processes take by turns
+        first = self.state.global_step * num_batches  # numbers follow the rows, which processes take in turn
         batches = [
             self.objective.prepare(batch, (first + index) * self.args.world_size + self.args.process_index)
             for index, batch in enumerate(islice(epoch_iterator, num_batches))
@@ -130,7 +130,11 @@ class DraftTrainer(ResumableTrainer):
         return batches, count.clamp_min(1)
 
     def compute_loss(
-        self, model: nn.Module, inputs: Batch, return_outputs: bool = False, num_items_in_batch: Tensor | int | None = None
+        self,
+        model: nn.Module,
+        inputs: TrainingBatch,
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
         """The one division: a sum over this micro-batch, over the count of the whole global batch.
 
@@ -143,7 +147,7 @@ class DraftTrainer(ResumableTrainer):
         return (loss, sums) if return_outputs else loss
 
     def prediction_step(
-        self, model: nn.Module, inputs: Batch, prediction_loss_only: bool, ignore_keys: list[str] | None = None
+        self, model: nn.Module, inputs: TrainingBatch, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[None, Tensor, Tensor]:
         """Evaluation: the per-step sums [1, 7, K] take the place of logits, the loss's sums and counts [1, 2, P] that of labels, so that
         compute_metrics can add them up.
@@ -175,7 +179,7 @@ class DraftTrainer(ResumableTrainer):
             metrics |= measured
         return metrics
 
-    def _loss_sum(self, model: nn.Module, inputs: Batch, measure: bool) -> tuple[Tensor, StepSums]:
+    def _loss_sum(self, model: nn.Module, inputs: TrainingBatch, measure: bool) -> tuple[Tensor, StepSums]:
         dtype = autocast_dtype(self.args)
         with torch.autocast(self.args.device.type, dtype, enabled=dtype is not None):
             with torch.no_grad():  # under inference_mode nothing could be kept for backward without a copy

@@ -173,7 +173,7 @@ NOT_COMPARED = {"transformers_version", "speculators_version", "name_or_path", "
 
 # -------------------------------------------------------------------------------------------------------------------------------------
 
-# What the commands import beside specdistill, which a child imports itself. DeepSpeed is there where it is installed.
+# What the commands import in addition to specdistill, which a child imports itself. DeepSpeed is there where it is installed.
 LIBRARIES = (
     "accelerate",
     "datasets",

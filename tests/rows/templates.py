@@ -28,6 +28,11 @@ THOUGHTS_STRIPPED = (
     "{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+LLAMA3 = (
+    "{{ '<|begin_of_text|>' }}{% for m in messages %}<|start_header_id|>{{ 'ipython' if m.role == 'tool' else m.role }}<|end_header_id|>"
+    "\n\n{{ m.content | trim }}<|eot_id|>{% endfor %}"
+    "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
+)
 # The system text stands before the last question, roles have to alternate, and there is no generation prompt.
 MISTRAL = (
     "{% set system = messages[0].content ~ '\n\n' if messages[0].role == 'system' else '' %}"
@@ -56,6 +61,10 @@ HARMONY = (
     "<|start|>assistant<|channel|>final<|message|>{{ m.content }}{{ '<|return|>' if loop.last else '<|end|>' }}{% else %}"
     "<|start|>{{ 'developer' if m.role == 'system' else m.role }}<|message|>{{ m.content }}<|end|>{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+)
+PHI = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}<|im_sep|>{{ m.content }}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant<|im_sep|>{% endif %}"
 )
 VICUNA = (
     "{% for m in messages %}{{ {'user': 'USER: ', 'assistant': 'ASSISTANT: '}.get(m.role, '') }}{{ m.content }}"

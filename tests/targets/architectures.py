@@ -136,7 +136,7 @@ PACKED = {None: "–", by_lengths: "no mask"}  # other ways: yes
 
 
 @dataclass(frozen=True)
-class Row:
+class KindRow:
     """A line of the page. part: SERVED, REFUSED or UNTRIED. cells: kind, class, and what its part says of it."""
 
     part: str
@@ -146,19 +146,19 @@ class Row:
         return f"| {' | '.join(self.cells)} |"
 
 
-def row_of(kind: str) -> tuple[Row, FrozenTarget | None]:
+def row_of(kind: str) -> tuple[KindRow, FrozenTarget | None]:
     """A kind's row, and its target unless it is refused."""
     named = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]
     name = (kind, f"`{named if isinstance(named, str) else named[0]}`")
     try:
         model = tiny_model(kind)
     except Exception as error:  # of transformers' own, for sizes that do not go together: nothing can be said of the kind
-        return Row(UNTRIED, (*name, type(error).__name__)), None
+        return KindRow(UNTRIED, (*name, type(error).__name__)), None
     try:
         target = FrozenTarget(model, tiny_tokenizer(), name=kind)
         in_float64(target, [3, 4, 5])
     except UserError as error:
-        return Row(REFUSED, (*name, _reason(error))), None
+        return KindRow(REFUSED, (*name, _reason(error))), None
     head = target.logits
     cells = (
         "recurrent" if target.is_recurrent else "attention",
@@ -168,13 +168,13 @@ def row_of(kind: str) -> tuple[Row, FrozenTarget | None]:
         "yes" if _works(lambda: check_batchable(target.model, kind)) else "–",
         PACKED.get(packing(target.model), "yes"),
     )
-    return Row(SERVED, (*name, *cells)), target
+    return KindRow(SERVED, (*name, *cells)), target
 
 
-def read_page() -> list[Row]:
+def read_page() -> list[KindRow]:
     parts = PAGE.read_text(encoding="utf-8").split("\n## ")[1:]
     lines = ((part.partition(":")[0], line) for part in parts for line in part.splitlines() if line.startswith("| "))
-    rows = [Row(part, tuple(line.removeprefix("| ").removesuffix(" |").split(" | "))) for part, line in lines]
+    rows = [KindRow(part, tuple(line.removeprefix("| ").removesuffix(" |").split(" | "))) for part, line in lines]
     return [row for row in rows if row.cells[0] not in ("kind", "---")]
 
 
@@ -194,7 +194,7 @@ def _reason(error: UserError) -> str:
     return got.partition(": ")[2] or got
 
 
-def tables(rows: list[Row]) -> str:
+def tables(rows: list[KindRow]) -> str:
     """What docs/targets.md says of each kind."""
     served, refused, untried = ([row for row in rows if row.part == part] for part in (SERVED, REFUSED, UNTRIED))
     return f"""From tiny random models, one of each kind that `AutoModelForCausalLM` knows (transformers {transformers.__version__}), by
@@ -204,7 +204,7 @@ loaded.
 
 ## {SERVED}: {len(served)}
 
-N-gram look-up and draft models work for all of them. *Layers*: recurrent ones keep a state, of which decoding takes copies. *Logits*:
+N-gram lookup and draft models work for all of them. *Layers*: recurrent ones keep a state, of which decoding takes copies. *Logits*:
 what the class does to its head's output, and so decoding, soft targets and near-ties. *Heads*: which can be made; a class may lack RMS
 norms, one rotary embedding, one residual stream, or attention that takes plain queries, keys and values. *Trees*, *batches*, *packing*:
 `eval.tree`, `eval.batch_size` above 1, and `data.packing` (*no mask*: by kernels); a class that does not read masks or position ids is
@@ -229,7 +229,7 @@ No tiny model of these was made: the config that the test gives them raises the 
 {_lines(untried)}"""
 
 
-def _lines(rows: list[Row]) -> str:
+def _lines(rows: list[KindRow]) -> str:
     return "\n".join(map(str, rows))
 
 

@@ -1,6 +1,6 @@
 """What every process of a launch sees of one target, shared and whole; run by test_sharding.py.
 
-accelerate launch --config_file … in_two_processes.py FOLDER    # with targets in FOLDER/tiny, and in FOLDER/large to measure memory
+accelerate launch --config_file … in_two_processes.py FOLDER    # with targets in FOLDER/model, and in FOLDER/large to measure memory
 """
 
 import gc
@@ -51,7 +51,7 @@ def most_megabytes() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
-def said(attempt: Any) -> str:
+def refusal(attempt: Any) -> str:
     try:
         attempt()
     except (UserError, ResourceError) as error:
@@ -61,7 +61,7 @@ def said(attempt: Any) -> str:
 
 if __name__ == "__main__":
     folder = Path(sys.argv[1])
-    tiny, large = str(folder / "tiny"), folder / "large"
+    tiny, large = str(folder / "model"), folder / "large"
     arguments = training_arguments({"output_dir": str(folder / "run"), "report_to": "none"})
     rank = arguments.process_index
     whole = FrozenTarget.load(tiny)
@@ -85,7 +85,7 @@ if __name__ == "__main__":
         regenerate=RegenerateConfig(num_tokens=64),
     )
     data = partial(open_rows, config, RowTarget.of(target), make=make_rows)
-    seen["device_map"] = said(lambda: FrozenTarget.load(tiny, device_map="auto"))
+    seen["device_map"] = refusal(lambda: FrozenTarget.load(tiny, device_map="auto"))
     if large.exists():
         target = FrozenTarget.load(tiny, shard="layers")  # what is imported on the way is no part of the target
         for shard in ("layers", "none"):
@@ -94,5 +94,5 @@ if __name__ == "__main__":
             target = FrozenTarget.load(str(large), shard=shard)
             seen[f"megabytes {shard}"], seen[f"held {shard}"] = most_megabytes() - before, held(target)
             del target  # and with it its cycles, before the next is loaded
-    seen["regenerate"] = said(data)  # last: the first process ends by it, for which the other waits
+    seen["regenerate"] = refusal(data)  # last: the first process ends by it, for which the other waits
     (folder / f"process-{rank}.json").write_text(json.dumps(seen), encoding="utf-8")

@@ -5,9 +5,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import (
-    LlamaForCausalLM,
-)
+from transformers import LlamaForCausalLM
 
 from specdistill.decoding.decoder import in_float64
 from specdistill.losses.divergence import DIVERGENCES

@@ -16,17 +16,14 @@ from specdistill.targets import files
 from specdistill.targets.files import INDEX, SINGLE, TargetFiles
 from specdistill.targets.identity import TargetIdentity
 from tests.refusals import refused
-from tests.tiny import tiny_target_model, tiny_tokenizer
+from tests.tiny import tiny_target_model, write_target
 
 COMMIT = "c" * 40
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("target")
-    tiny_target_model(num_layers=2).save_pretrained(folder)
-    tiny_tokenizer().save_pretrained(folder)
-    return folder
+    return write_target(tmp_path_factory.mktemp("target"), num_layers=2)
 
 
 def identity(folder: Path) -> TargetIdentity:
@@ -79,25 +76,20 @@ def test_a_folder_without_weights_is_none(tmp_path: Path) -> None:
         _ = identity(tmp_path)
 
 
-def test_files_in_the_hubs_cache_are_not_read_again(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("xet", [False, True])
+def test_files_in_the_hubs_cache_are_not_read_again(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, xet: bool
+) -> None:
+    """xet: with one more link, from the file that is named by its sha256 to one that is named by Xet's own hash."""
     expected, snapshot = identity(saved), in_cache(tmp_path, saved, [SINGLE, "tokenizer.json"])
     monkeypatch.setattr(files, "fetch", lambda name, **_: snapshot)
-    for blob in (tmp_path / "blobs").iterdir():
+    for number, blob in enumerate(sorted((tmp_path / "blobs").iterdir())):
+        if xet:
+            blob.replace(stored := tmp_path / ("e" * 63 + str(number)))
+            blob.symlink_to(stored)
         blob.write_bytes(b"never read")
     found = TargetFiles("org/name").identity
     assert found.is_same(expected) and (found.name_or_path, found.revision) == ("org/name", COMMIT)
-
-
-def test_a_link_to_what_xet_stored_is_named_by_the_first_link(
-    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The cache then has one more link: from the file that is named by its sha256 to one that is named by Xet's own hash."""
-    expected, snapshot = identity(saved), in_cache(tmp_path, saved, [SINGLE, "tokenizer.json"])
-    for blob in sorted((tmp_path / "blobs").iterdir()):
-        blob.replace(stored := tmp_path / ("e" * 63 + str(len(list(tmp_path.iterdir())))))
-        blob.symlink_to(stored)
-    monkeypatch.setattr(files, "fetch", lambda name, **_: snapshot)
-    assert TargetFiles("org/name").identity.is_same(expected)
 
 
 def test_weights_that_were_not_fetched_are_known_by_what_the_hub_says(

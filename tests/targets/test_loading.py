@@ -1,20 +1,13 @@
 """What transformers reads, and what is refused in one line where it cannot."""
 
 import json
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import (
-    AutoModelForCausalLM,
-    BartForConditionalGeneration,
-    BertForMaskedLM,
-    BertModel,
-    T5ForConditionalGeneration,
-)
+from transformers import AutoModelForCausalLM
 
 from specdistill.methods.draft_model.gguf import write_gguf
 from specdistill.planning.plan import make_plan
@@ -26,23 +19,14 @@ from specdistill.targets.loading import read_tokenizer
 from tests.families import OTHERS, write_model
 from tests.heads import HEADS, build_head
 from tests.refusals import refused
-from tests.tiny import tiny_target_model, tiny_tokenizer
+from tests.tiny import tiny_target_model, write_target
 
 IDS = torch.arange(5, 40)[None]
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    tiny_target_model().save_pretrained(tmp_path)
-    tiny_tokenizer().save_pretrained(tmp_path)
-    return tmp_path
-
-
-def quantized(folder: Path, **config: Any) -> str:
-    """The folder, with a config.json that says so."""
-    path = folder / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": config}))
-    return str(folder)
+    return write_target(tmp_path)
 
 
 @pytest.fixture(scope="module")
@@ -56,8 +40,9 @@ def test_a_gguf_file_is_a_target(gguf: Path) -> None:
     target, pico = FrozenTarget.load(str(gguf)), FrozenTarget.load("pico")
     with torch.no_grad():
         assert torch.equal(target.model(IDS).logits, pico.model(IDS).logits)
-    ids, longest = read_tokenizer(str(gguf))[0]("def f(x):").input_ids, read_tokenizer(str(gguf))[1]
-    assert ids == pico.tokenizer("def f(x):").input_ids and longest == pico.max_length
+    tokenizer, end_ids, longest = read_tokenizer(str(gguf))
+    assert tokenizer("def f(x):").input_ids == pico.tokenizer("def f(x):").input_ids
+    assert end_ids and longest == pico.max_length
     files = TargetFiles.of(str(gguf))
     assert (files.hidden_size, files.num_layers) == (pico.hidden_size, pico.num_layers)
     assert files.identity == target.identity and files.identity.revision is None
@@ -94,34 +79,6 @@ def test_a_gguf_file_is_planned_for_like_the_checkpoint_it_was_made_from(gguf: P
     assert f"target.model={gguf}" in str(make_plan(file).recommendation["start"])
 
 
-def test_a_gguf_file_of_a_type_that_is_not_read_is_refused(gguf: Path, tmp_path: Path) -> None:
-    """36 is one that llama.cpp had, and has no more."""
-    whole, name = gguf.read_bytes(), b"blk.0.ffn_gate.weight"
-    begin = whole.index(name) + len(name) + 4 + 2 * 8  # behind the number of its dimensions, and these
-    other = tmp_path / "other.gguf"
-    other.write_bytes(whole[:begin] + (36).to_bytes(4, "little") + whole[begin + 4 :])
-    for read in (FrozenTarget.load, read_tokenizer):
-        with refused("target.model", other):
-            read(str(other))
-
-
-@pytest.mark.parametrize(
-    ("model", "kind"),
-    [
-        (BertForMaskedLM, "an encoder (BertForMaskedLM)"),
-        (BertModel, "an encoder (BertModel)"),
-        (BartForConditionalGeneration, "an encoder-decoder (BartForConditionalGeneration)"),
-        (T5ForConditionalGeneration, "an encoder-decoder (T5ForConditionalGeneration)"),
-    ],
-)
-def test_what_does_not_generate_by_itself_is_refused(folder: Path, model: Any, kind: str) -> None:
-    model.config_class().save_pretrained(folder)
-    path = folder / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "architectures": [model.__name__]}))
-    with refused("target.model", f"{folder}, {kind}"):
-        FrozenTarget.load(str(folder))
-
-
 REMOTE = """
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -156,26 +113,14 @@ def test_an_fp8_checkpoint_is_a_target(folder: Path) -> None:
             stored[name], stored[f"{name}_scale_inv"] = eighth.view_as(weight), scale.squeeze((1, 3))
             plain.get_parameter(name).data = (eighth.float() * scale).view_as(weight)
     save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
-    name = quantized(folder, quant_method="fp8", weight_block_size=[32, 32], activation_scheme="dynamic")
+    path = folder / "config.json"
+    scheme = {"quant_method": "fp8", "weight_block_size": [32, 32], "activation_scheme": "dynamic"}
+    path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": scheme}))
     with torch.no_grad():
-        target, expected = FrozenTarget.load(name), plain(IDS).logits
+        target, expected = FrozenTarget.load(str(folder)), plain(IDS).logits
         assert (target.model(IDS).logits - expected).norm() < 0.02 * expected.norm()
     if not torch.cuda.is_available():  # transformers dequantizes
         assert target.is_plain and {parameter.dtype for parameter in target.model.parameters()} == {torch.float32}
-
-
-@pytest.mark.parametrize(
-    ("config", "missing"),
-    [
-        ({"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, "bitsandbytes"),
-        ({"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {}}, "compressed-tensors"),
-    ],
-)
-def test_a_quantization_without_its_package_is_refused(folder: Path, config: dict[str, Any], missing: str) -> None:
-    if find_spec(missing.replace("-", "_")):
-        pytest.skip(f"{missing} is installed")
-    with refused("target.model", holds=missing):
-        FrozenTarget.load(quantized(folder, **config))
 
 
 @pytest.mark.parametrize("attn", ["flash_attention_2", "kernels-community/flash-attn2"])
@@ -199,9 +144,8 @@ def test_devices(folder: Path) -> None:
     """That a spread over several devices is right needs several; here `auto` finds the one."""
     for device_map in ("cpu", "auto"):
         assert FrozenTarget.load(str(folder), device_map=device_map).device.type == "cpu"
-    for device_map in ("nonsense", "cuda:99"):
-        with refused("target.device_map", f"{device_map}"):
-            FrozenTarget.load(str(folder), device_map=device_map)
+    with refused("target.model", holds="device_map"):
+        FrozenTarget.load(str(folder), device_map="nonsense")
 
 
 def test_layers_whose_weights_are_converted_are_loaded(tmp_path: Path) -> None:

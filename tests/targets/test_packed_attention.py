@@ -34,9 +34,6 @@ def test_scores_may_be_scaled_otherwise(window: int | None) -> None:
     plain, plain_lse = packed_attention(query * (0.1 * 4), key, value, CUMULATIVE, 26, window)
     assert torch.allclose(scaled, plain, atol=1e-6) and torch.allclose(lse, plain_lse, atol=1e-5)
     torch.library.opcheck(packed_attention, (query, key, value, CUMULATIVE, 26, window, 0.1))
-    with FlopCounterMode(display=False) as counter:
-        packed_attention(query, key, value, CUMULATIVE, 26, window, 0.1)
-    assert counter.get_total_flops() > 0
 
 
 def test_tensors_may_lie_any_way() -> None:

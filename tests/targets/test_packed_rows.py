@@ -10,8 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, BloomConfig, BloomForCausalLM, LlamaConfig
 
 from specdistill.methods.sizes import Described
@@ -19,7 +17,16 @@ from specdistill.planning.accounting import Ledger, WeightlessTarget
 from specdistill.rows.packing import indexed
 from specdistill.targets import packed_rows
 from specdistill.targets.frozen import FrozenTarget
-from specdistill.targets.packed_rows import Causal, Documents, as_they_are, attend, by_lengths, in_one_row, packing, with_masks
+from specdistill.targets.packed_rows import (
+    CausalMask,
+    Documents,
+    as_they_are,
+    attend,
+    by_lengths,
+    in_one_row,
+    packing,
+    with_masks,
+)
 from tests.families import OTHERS, tiny_config
 from tests.targets.architectures import tiny_model
 from tests.tiny import qwen, tiny_target_model, tiny_tokenizer
@@ -96,33 +103,6 @@ def test_under_autocast_it_computes_as_sdpa_does() -> None:
     assert 0 < errors[0] < 1.2 * errors[1] < 0.1
 
 
-class Largest(TorchDispatchMode):
-    """Elements of the largest tensor that any operation made."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        made = [leaf.numel() for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-        self.elements = max([self.elements, *made])
-        return result
-
-
-def test_no_mask_of_a_row_by_itself_is_made() -> None:
-    length = 600
-    ids, positions = torch.arange(length)[None] % 160, torch.arange(length)[None] % 300
-    target = target_of(model_of("mistral"))
-    target._packing  # noqa: B018  (tried before it is watched)
-    largest = {}
-    for way in (by_lengths, as_they_are):
-        target._packing = way
-        with torch.no_grad(), Largest() as mode:
-            target.features(ids, [1], position_ids_BT=positions, documents=Documents.of(positions))
-        largest[way] = mode.elements
-    assert largest[by_lengths] < length**2 / 4
-    assert largest[as_they_are] >= length**2
-
-
 def test_memory_grows_with_tokens_alone_and_nothing_waits_for_data() -> None:
     """Two layers as wide as Llama-3.1-8B's, over tensors without content: FakeTensorMode has no data to ask for."""
     config = LlamaConfig(
@@ -188,28 +168,28 @@ LENGTHS_OF = {"cu_seq_lens_q": torch.tensor([0, 6, 12], dtype=torch.int32), "max
 @pytest.mark.parametrize(
     ("mask", "keywords"),
     [
-        (Causal(None), {"softcap": 30.0}),
-        (Causal(None), {"s_aux": torch.zeros(4)}),
-        (Causal(None), {"position_bias": torch.zeros(1, 4, 6, 6)}),
-        (Causal(None), {"is_causal": False}),
-        (Causal(None), {"dropout": 0.1}),
-        (Causal(8), {}),  # chunks have no such keyword
-        (Causal(None), {"sliding_window": 8}),
+        (CausalMask(None), {"softcap": 30.0}),
+        (CausalMask(None), {"s_aux": torch.zeros(4)}),
+        (CausalMask(None), {"position_bias": torch.zeros(1, 4, 6, 6)}),
+        (CausalMask(None), {"is_causal": False}),
+        (CausalMask(None), {"dropout": 0.1}),
+        (CausalMask(8), {}),  # chunks have no such keyword
+        (CausalMask(None), {"sliding_window": 8}),
         (None, {}),
         (torch.zeros(1, 1, 6, 6), {}),
     ],
 )
 def test_what_is_not_computed_is_refused(mask: Any, keywords: dict[str, Any]) -> None:
     given = (None, QUERY, KEY, KEY)
-    assert attend(*given, Causal(None), **LENGTHS_OF, output_attentions=False, use_cache=False)[0].shape == (2, 6, 4, 16)
+    assert attend(*given, CausalMask(None), **LENGTHS_OF, output_attentions=False, use_cache=False)[0].shape == (2, 6, 4, 16)
     with pytest.raises(NotImplementedError):
         attend(*given, mask, **LENGTHS_OF, **keywords)
 
 
 def test_masks_of_a_classs_own_are_refused() -> None:
-    assert packed_rows.causal(allow_is_causal_skip=True, local_size=4, batch_size=1) == Causal(4)
+    assert packed_rows.causal_mask(allow_is_causal_skip=True, local_size=4, batch_size=1) == CausalMask(4)
     with pytest.raises(NotImplementedError):
-        packed_rows.causal(allow_is_causal_skip=False)
+        packed_rows.causal_mask(allow_is_causal_skip=False)
 
 
 def test_documents_are_found_by_their_position_ids() -> None:

@@ -1,8 +1,6 @@
 """One target in two processes, judged by the whole target in each of them."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,40 +11,22 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from specdistill.project import ROOT
 from specdistill.targets import sharding
-from tests.launches import environment
+from tests.launches import TWO_PROCESSES, finish, start
 from tests.refusals import refused
-from tests.tiny import tiny_target_model, tiny_tokenizer
+from tests.tiny import SMALL, input_keys, tiny_target_model, tiny_tokenizer, write_inputs
 
 WHOLE, SHARED = 0.65, 0.55  # of the whole target's RAM while it is loaded, and of its bytes
 
 
 def launch(configuration: str, script: Path, *arguments: str) -> None:
-    """The script in the processes of a launch configuration that ships, without a GPU and in float32."""
-    command = [
-        sys.executable,
-        "-m",
-        "accelerate.commands.launch",
-        f"--config_file={ROOT}/accelerate_configs/{configuration}.yaml",
-    ]
-    options = ["--num_processes=2", "--mixed_precision=no", "--main_process_port=0", str(script)]
-    seen = {"MALLOC_MMAP_THRESHOLD_": "1000000"}  # or glibc keeps what a gathered layer gave back, and memory is not seen
-    line = [*command, *options, *arguments]
-    result = subprocess.run(line, capture_output=True, text=True, check=False, env={**environment(), **seen}, cwd=ROOT)
-    assert result.returncode == 0, result.stderr[:8000]
-
-
-def write_inputs(folder: Path) -> LlamaForCausalLM:
-    """A target with two key/value heads, and texts."""
-    model = tiny_target_model(hidden_size=128)
-    model.save_pretrained(folder / "tiny")
-    tiny_tokenizer().save_pretrained(folder / "tiny")
-    rows = (json.dumps({"text": f"Row {index} says {index * 7}, and again {index * 7}. " * 2}) for index in range(40))
-    (folder / "rows.jsonl").write_text("\n".join(rows), encoding="utf-8")
-    return model
+    """The script in two processes of a launch configuration that ships, in float32."""
+    process = start(script, *arguments, config=configuration, options=(*TWO_PROCESSES, "--mixed_precision=no"))
+    output = finish(process)
+    assert process.returncode == 0, output[-8000:]
 
 
 def run(configuration: str, folder: Path) -> list[dict[str, Any]]:
-    model = write_inputs(folder)
+    write_inputs(folder, hidden_size=128)  # two key/value heads
     launch(configuration, Path(__file__).with_name("in_two_processes.py"), str(folder))
     seen = [json.loads((folder / f"process-{rank}.json").read_text(encoding="utf-8")) for rank in (0, 1)]
     for process in seen:
@@ -55,7 +35,7 @@ def run(configuration: str, folder: Path) -> list[dict[str, Any]]:
             shared = process[shard]
             assert shared["difference"] <= limit and shared["head"] == shared["draft"] == 0.0, (shard, shared)
             assert shared["is_same"] and shared["class"] == "LlamaForCausalLM"
-            assert shared["num_parameters"] == model.num_parameters()
+            assert shared["num_parameters"] == tiny_target_model(hidden_size=128).num_parameters()
         assert process["device_map"].startswith("target.device_map: got auto with 2 processes")
     assert seen[0]["regenerate"].startswith("data.regenerate.num_tokens: got 64 with target.shard")
     assert seen[1]["regenerate"].startswith("another process of this launch has ended")
@@ -67,23 +47,10 @@ def run(configuration: str, folder: Path) -> list[dict[str, Any]]:
 def test_a_draft_learns_the_same_from_a_target_that_is_shared(tmp_path: Path) -> None:
     drafts = []
     write_inputs(tmp_path)
+    keys = [*input_keys(tmp_path), *SMALL, "data.regenerate=null", "train.per_device_train_batch_size=2", "train.bf16=false"]
     for shard in ("none", "layers"):
-        keys = {
-            "target.model": tmp_path / "tiny",
-            "target.shard": shard,
-            "data.source": tmp_path / "rows.jsonl",
-            "data.cache_dir": tmp_path / "cache",
-            "data.regenerate": "null",
-            "data.max_length": 64,
-            "train.output_dir": tmp_path / shard,
-            "train.max_steps": 2,
-            "train.eval_steps": 2,
-            "train.save_steps": 2,
-            "train.per_device_train_batch_size": 2,
-            "train.bf16": "false",
-        }
-        arguments = ["recipe=small/eagle3", *(f"{name}={value}" for name, value in keys.items())]
-        launch("ddp", ROOT / "train" / "eagle.py", *arguments)
+        own = [f"target.shard={shard}", f"train.output_dir={tmp_path / shard}"]
+        launch("ddp", ROOT / "train" / "eagle.py", "recipe=small/eagle3", *keys, *own)
         drafts.append(load_file(tmp_path / shard / "draft" / "model.safetensors"))
     assert drafts[0].keys() == drafts[1].keys()
     assert all(torch.equal(tensor, drafts[1][name]) for name, tensor in drafts[0].items())
@@ -91,7 +58,8 @@ def test_a_draft_learns_the_same_from_a_target_that_is_shared(tmp_path: Path) ->
 
 @pytest.mark.long  # a launch, over 180 MB of weights
 @pytest.mark.distributed
-def test_each_process_loads_its_part_of_the_layers(tmp_path: Path) -> None:
+def test_each_process_loads_its_part_of_the_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "1000000")  # or glibc keeps what a gathered layer gave back
     sizes = {"hidden_size": 384, "intermediate_size": 1536, "num_hidden_layers": 42, "num_attention_heads": 8}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=512, num_key_value_heads=4, **sizes)).to(torch.bfloat16)
     model.save_pretrained(tmp_path / "large", max_shard_size="60MB")  # 360 MB in float32
@@ -108,26 +76,26 @@ def test_zero_3_leaves_the_target_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("joined", "quantized", "said"),
+    ("joined", "quantized", "message"),
     [(False, False, "layers in processes that form no group"), (True, True, "layers with a quantized checkpoint")],
 )
 def test_what_cannot_be_told_apart_is_refused(
-    joined: bool, quantized: bool, said: str, monkeypatch: pytest.MonkeyPatch
+    joined: bool, quantized: bool, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sharding.distributed, "is_initialized", lambda: joined)
-    with refused("target.shard", f"{said}"):
+    with refused("target.shard", f"{message}"):
         sharding.sharded("layers", LlamaConfig(), "cpu", is_quantized=quantized, trust_remote_code=False)
 
 
 @pytest.mark.parametrize(
-    ("plan", "said"), [({}, "tensor for a LlamaForCausalLM, which has no plan"), (None, "tensor in 3 processes for 1 ")]
+    ("plan", "message"), [({}, "tensor for a LlamaForCausalLM, which has no plan"), (None, "tensor in 3 processes for 1 ")]
 )
 def test_a_class_without_a_plan_and_heads_that_cannot_be_shared_out_are_refused(
-    plan: dict[str, str] | None, said: str, monkeypatch: pytest.MonkeyPatch
+    plan: dict[str, str] | None, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tiny_target_model()
     if plan is not None:
         model.tp_plan = plan
     monkeypatch.setattr(sharding, "num_processes", lambda: 3)
-    with refused("target.shard", f"{said}"):
+    with refused("target.shard", f"{message}"):
         sharding._plan_layers(model)

@@ -20,7 +20,7 @@ if __name__ == "__main__":
     save_draft = DraftTrainer.save_draft
 
     def num_bytes(tensors: Iterable[Any]) -> int:
-        """Of the parts that are this process's own: ZeRO-3 keeps them beside the parameter, which is whole or empty."""
+        """Of the parts that are this process's own: ZeRO-3 keeps them next to the parameter, which is whole or empty."""
         own = [getattr(tensor, "ds_tensor", tensor) for tensor in tensors if isinstance(tensor, Tensor)]
         return sum((part.to_local() if isinstance(part, DTensor) else part).nbytes for part in own)
 

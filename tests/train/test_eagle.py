@@ -95,7 +95,7 @@ def test_a_head_that_is_not_trained_stays_the_targets(folder: Path, tmp_path: Pa
     assert not torch.equal(draft.norm.weight, target.norm.weight)  # the rest was trained
 
 
-def test_training_goes_on_from_an_earlier_draft(folder: Path, tmp_path: Path) -> None:
+def test_training_continues_an_earlier_draft(folder: Path, tmp_path: Path) -> None:
     assert train(folder, tmp_path / "first").returncode == 0
     start = f"draft.init={tmp_path / 'first' / 'draft'}"
     assert train(folder, tmp_path / "second", start, "train.learning_rate=0.0").returncode == 0

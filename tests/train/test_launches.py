@@ -9,7 +9,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from specdistill.methods.load import load_proposer
 from specdistill.project import ROOT
 from specdistill.targets.frozen import FrozenTarget
 from specdistill.training.history import read_history
-from tests.launches import environment, finish, start, tiny_files, wait_for
+from tests.launches import CONFIGS, TWO_PROCESSES, finish, start, tiny_files, wait_for
 from tests.tiny import SMALL, input_keys, write_inputs
 
 # Launches of several processes, seconds each.
@@ -78,15 +77,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def launch(
     folder: Path, name: str, method: str, output: Path, accumulation: int, more: Sequence[str] = (), options: Sequence[str] = ()
 ) -> subprocess.Popen[str]:
-    """`accelerate launch` with a configuration that ships. A node has its own working folder, data cache and run.
-
-    more: keys of the recipe. options: of accelerate.
-    """
+    """A node has its own working folder, data cache and run. more: keys of the recipe. options: of accelerate."""
     script, keys = METHODS[method]
     output.mkdir(exist_ok=True, parents=True)
-    command = [sys.executable, "-m", "accelerate.commands.launch", f"--config_file={ROOT}/accelerate_configs/{name}.yaml"]
     arguments = [
-        str(Path(__file__).with_name("observed.py")),
         str(output),
         str(ROOT / script),
         f"method={method.split()[0]}",
@@ -105,22 +99,13 @@ def launch(
         f"train.save_on_each_node={name.endswith('multinode')}",
         *more,
     ]
-    return subprocess.Popen(
-        [*command, *options, *arguments],
-        cwd=output,
-        env=environment(),
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-    )
+    return start(Path(__file__).with_name("observed.py"), *arguments, config=name, options=options, folder=output)
 
 
 def launches(folder: Path, name: str, method: str, output: Path, *keys: str) -> list[subprocess.Popen[str]]:
     """One launch of two processes, or one on each of two machines."""
     if not name.endswith("multinode"):
-        single = ["--num_processes=2", "--main_process_port=0"]
-        return [launch(folder, name, method, output / "node-0", 2, keys, single)]
+        return [launch(folder, name, method, output / "node-0", 2, keys, TWO_PROCESSES)]
     address = ["--main_process_ip=127.0.0.1", f"--main_process_port={get_free_port()}"]
     nodes = ["--num_machines=2", "--num_processes=2", *address]
     return [
@@ -211,12 +196,10 @@ def test_a_sharded_run_that_was_killed_resumes_to_the_same_draft(folder: Path, t
 
 
 def test_zero_3_saves_a_whole_draft_whatever_its_configuration_says(tmp_path: Path) -> None:
-    own = (ROOT / "accelerate_configs" / "zero3.yaml").read_text(encoding="utf-8").replace("zero3_save_16bit_model: true", "")
+    own = (CONFIGS / "zero3.yaml").read_text(encoding="utf-8").replace("zero3_save_16bit_model: true", "")
     (tmp_path / "own.yaml").write_text(own, encoding="utf-8")
     keys = [*tiny_files(tmp_path), "optimizer=adamw", "train.max_steps=2", f"train.output_dir={tmp_path / 'run'}"]
-    process = start(*keys, config=str(tmp_path / "own"))
-    output = finish(process)
-    assert process.returncode == 0, output
+    finish_all([start(ROOT / "train" / "eagle.py", *keys, config=str(tmp_path / "own"))])
     target = FrozenTarget.load(str(tmp_path / "model"))
     for draft in ("draft", "checkpoint-2/draft"):
         load_proposer("eagle", tmp_path / "run" / draft, target)

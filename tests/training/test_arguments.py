@@ -1,5 +1,3 @@
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -8,10 +6,9 @@ import torch
 from transformers import TrainingArguments
 
 from specdistill.errors import UserError
-from specdistill.project import ROOT
 from specdistill.training import arguments
 from specdistill.training.arguments import training_arguments
-from tests.launches import environment
+from tests.launches import TWO_PROCESSES, finish, start
 from tests.refusals import refused
 
 
@@ -77,7 +74,7 @@ def test_trackers_by_name(tmp_path: Path, given: str | list[str]):
         ("adam_beta2", 1, "1"),
     ],
 )
-def test_mistakes_name_the_field(tmp_path: Path, name: str, value: Any, got: str):
+def test_wrong_values_name_the_field(tmp_path: Path, name: str, value: Any, got: str):
     with refused(f"train.{name}", got):
         build(tmp_path, **{name: value})
 
@@ -98,23 +95,24 @@ def test_fields_that_do_not_go_together_are_named(tmp_path: Path):
 @pytest.mark.parametrize(
     ("name", "value", "nearest"), [("learning_rte", 1.0, "train.learning_rate"), ("log_level", "warn", "warning")]
 )
-def test_a_mistake_has_a_nearest_name(tmp_path: Path, name: str, value: Any, nearest: str):
+def test_a_wrong_name_has_a_nearest_one(tmp_path: Path, name: str, value: Any, nearest: str):
     with pytest.raises(UserError, match=f"{nearest}.$"):
         build(tmp_path, **{name: value})
 
 
-def launch(script: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file=accelerate_configs/ddp.yaml"]
-    options = ["--mixed_precision=no", "--main_process_port=0", str(Path(__file__).with_name(script)), str(folder)]
-    return subprocess.run([*command, *options], capture_output=True, text=True, check=False, env=environment(), cwd=ROOT)
+def launch(*arguments: str) -> tuple[int, str]:
+    options = (*TWO_PROCESSES, "--mixed_precision=no")
+    process = start(Path(__file__).with_name("open_collectives.py"), *arguments, options=options)
+    output = finish(process)
+    return process.returncode, output
 
 
 @pytest.mark.long  # a launch
 @pytest.mark.distributed
 def test_processes_end_although_collectives_are_open(tmp_path: Path):
     """Left to the interpreter's end, gloo's threads abort five such launches of six."""
-    result = launch("open_collectives.py", tmp_path)
-    assert result.returncode == 0, result.stderr
+    code, output = launch(str(tmp_path))
+    assert code == 0, output
 
 
 def test_more_processes_than_gpus_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -173,7 +171,7 @@ def test_an_fsdp_that_could_not_put_a_draft_together_is_refused(tmp_path: Path, 
 @pytest.mark.distributed
 def test_processes_that_would_train_alone_are_refused(tmp_path: Path):
     """Without a GPU, and told not to use the CPU, accelerate starts processes that never meet."""
-    result = launch("without_cpu.py", tmp_path)
-    assert result.returncode != 0
-    assert "accelerate launch: got 2 processes that would each train alone" in result.stderr
+    code, output = launch(str(tmp_path), "cpu=false")
+    assert code != 0
+    assert "accelerate launch: got 2 processes that would each train alone" in output
     assert not (tmp_path / "accepted").exists()

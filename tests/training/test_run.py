@@ -1,6 +1,7 @@
 """A training run: what every training script shares, and a new divergence through a script from its recipe."""
 
 import json
+import logging
 import re
 import runpy
 from pathlib import Path
@@ -9,14 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from transformers.utils import logging
+from transformers.utils.logging import disable_progress_bar
 
 from specdistill.losses.divergence import DIVERGENCES, forward_kl
 from specdistill.methods.recipe import Recipe
 from specdistill.project import ROOT
 from specdistill.recipe.load import load_recipe
 from specdistill.training import run as training_run
-from specdistill.training.run import TrainingRun
+from specdistill.training.run import TrainingRun, left_open, recipe_keys
 from tests.refusals import refused
 from tests.tiny import write_inputs
 from tests.training.small_runs import rows, trainer
@@ -33,7 +34,7 @@ def test_a_new_divergence_is_a_function_and_its_row(
         return forward_kl(draft_logits_RW, target_probs_RW) ** power
 
     monkeypatch.setitem(DIVERGENCES, "powered_kl", powered_kl)
-    logging.disable_progress_bar()
+    disable_progress_bar()
     settings = [
         *write_inputs(tmp_path, num_rows=20),
         "draft.ttt_steps=2",
@@ -91,6 +92,14 @@ def test_a_corrected_recipe_takes_the_place_of_one_that_died_before_its_first_ch
     assert load_recipe(Recipe, [f"recipe={folder / 'run' / 'recipe.yaml'}"]) == corrected
 
 
+def test_machines_may_keep_things_in_places_of_their_own(tmp_path: Path) -> None:
+    one, other = (
+        recipe_keys(recipe(tmp_path / name, f"data.cache_dir={name}", f"draft.ttt_steps={steps}").model_dump())
+        for name, steps in (("one", 3), ("other", 4))
+    )
+    assert {key for key in one if one[key] != other[key]} == {"draft.ttt_steps"}
+
+
 def test_a_place_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with refused("train.output_dir"):
@@ -126,3 +135,37 @@ def test_a_folder_that_another_machine_does_not_see_is_refused(tmp_path: Path, m
     second: Any = SimpleNamespace(should_save=False, process_index=1)
     with refused("train.save_on_each_node", "false, and process 1"):
         TrainingRun(recipe(tmp_path / "run"), second, tmp_path / "run").record()
+
+
+PINNED = {"source": "org/chats", "revision": "v1", "license": "mit"}
+
+
+def recipe_of(source: Any, folder: Path, *keys: str) -> Any:
+    made = load_recipe(Recipe, ["recipe=small/eagle3", "data.source=pico", f"train.output_dir={folder / 'run'}", *keys])
+    return made.model_copy(update={"data": made.data.model_copy(update={"source": source})})
+
+
+@pytest.mark.parametrize(
+    ("source", "keys", "messages"),
+    [
+        ("pico", ["target.model=pico"], []),
+        ("self", ["target.model=org/name", "target.revision=abc"], []),
+        ([PINNED], ["target.model=org/name"], ["target.revision: org/name is not pinned"]),
+        ([{**PINNED, "revision": None, "license": None}], ["target.model=pico"], ["data.source: org/chats has no revision"]),
+        ("rows.jsonl", ["target.model=pico"], ["data.source: rows.jsonl has no license"]),
+        (
+            [{"source": "rows.jsonl", "license": "mit"}, PINNED],
+            ["target.model=org/name/file.gguf"],
+            ["target.revision: org/name/file"],
+        ),
+    ],
+)
+def test_what_is_logged(tmp_path: Path, source: Any, keys: list[str], messages: list[str]) -> None:
+    found = list(left_open(recipe_of(source, tmp_path, *keys)))
+    assert len(found) == len(messages) and all(line.startswith(start) for line, start in zip(found, messages, strict=True))
+
+
+def test_a_run_says_it_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, logger="specdistill"):
+        TrainingRun.open(recipe_of("rows.jsonl", tmp_path, "target.model=pico", "train.bf16=false"))
+    assert [record.getMessage()[:36] for record in caplog.records] == ["data.source: rows.jsonl has no licen"]

@@ -1,13 +1,8 @@
 """How a run ends early: a second signal ends it at once, and a loss that is not finite names the rows of its batch."""
 
-import ctypes
 import json
-import multiprocessing
-import os
 import re
 import signal
-import sys
-from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,44 +16,25 @@ from specdistill.methods.recipe import Recipe, TrainedRecipe
 from specdistill.recipe.load import load_recipe
 from specdistill.rows.row_set import RowTarget, open_rows
 from specdistill.targets.frozen import FrozenTarget
-from specdistill.training import stopping
-from specdistill.training.stopping import EndedStep, Stopping, StopSignals
+from specdistill.training import resumable
+from specdistill.training.resumable import EndedStep, Stopping, StopSignals
 from tests.launches import tiny_files
-from tests.processes import fork
 from tests.scripts import specdistill
 from tests.tiny import tiny_tokenizer
 from tests.training.small_runs import rows, trainer
 
 
-def wait_as_in_a_collective(told: Connection, errors: Path) -> None:
-    """The main thread waits where no Python handler runs. Three signals are heard, at 0.0, 0.5 and 2.0 seconds."""
-    os.dup2(os.open(errors, os.O_CREAT | os.O_WRONLY), 2)
-    sys.stderr = os.fdopen(2, "w", closefd=False, buffering=1)
-    seconds = iter((0.0, 0.5, 2.0))
-
-    def monotonic() -> float:
-        told.send("heard")
-        return next(seconds)
-
-    stopping.time = SimpleNamespace(monotonic=monotonic)  # type: ignore[assignment]
-    with StopSignals().caught():
-        reader, _ = os.pipe()
-        told.send("ready")
-        while True:
-            ctypes.CDLL(None).read(reader, ctypes.create_string_buffer(1), 1)
-
-
-def test_a_second_signal_ends_at_once_even_while_the_process_waits_for_others(tmp_path: Path) -> None:
+def test_a_second_signal_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that comes just after the first is its launcher's: the same Ctrl-C."""
-    told, teller = multiprocessing.Pipe(duplex=False)
-    process = fork(wait_as_in_a_collective, teller, tmp_path / "err")
-    for _ in range(3):
-        told.recv()
-        assert process.is_alive() and process.pid is not None
-        os.kill(process.pid, signal.SIGINT)
-    process.join()
-    assert process.exitcode == 130
-    assert len((tmp_path / "err").read_text(encoding="utf-8").splitlines()) == 1
+    seconds, ended = iter((0.0, 0.5, 2.0)), []
+    monkeypatch.setattr(resumable.time, "monotonic", lambda: next(seconds))
+    monkeypatch.setattr(resumable.os, "_exit", ended.append)
+    signals, handler = StopSignals(), signal.getsignal(signal.SIGINT)
+    with signals.caught():
+        for codes in ([], [], [130]):
+            signal.raise_signal(signal.SIGINT)
+            assert signals.asked and ended == codes
+    assert signal.getsignal(signal.SIGINT) is handler
 
 
 def test_a_loss_that_is_not_finite_names_its_rows(tmp_path: Path) -> None:

@@ -75,7 +75,7 @@ def test_a_recipe_knows_the_metrics_that_an_evaluation_has(tmp_path: Path, metho
     }
 
 
-def test_what_the_trainer_refuses_is_the_recipe_s_mistake(tmp_path: Path) -> None:
+def test_what_the_trainer_refuses_is_the_recipes(tmp_path: Path) -> None:
     with refused("train"):
         trainer(tmp_path, rows(2, 24), batch_eval_metrics=True)
 

@@ -32,7 +32,7 @@ from specdistill.methods.chains.head import Head
 from specdistill.methods.chains.recipe import HeadRecipe
 from specdistill.targets.frozen import Features, FrozenTarget
 from specdistill.targets.packed_rows import Documents
-from specdistill.training.objective import Soft, SoftTargets, StepSums, before, loss_rows, shift_left
+from specdistill.training.objective import SoftTargets, StepSums, TargetDistributions, before, loss_rows, shift_left
 
 
 class TrainingTimeTest(nn.Module):
@@ -160,7 +160,7 @@ class TrainingTimeTest(nn.Module):
             )
         return total + self.feature_weight * errors, sums
 
-    def _row_losses(self, target_ids_W: Tensor, logits_rW: Tensor, soft: Soft, k: int) -> tuple[Tensor, Tensor]:
+    def _row_losses(self, target_ids_W: Tensor, logits_rW: Tensor, soft: TargetDistributions, k: int) -> tuple[Tensor, Tensor]:
         logits_rW = logits_rW / self.temperature
         losses_r = self.divergence(logits_rW, soft.probs_rW)
         if soft.mass_r is None or soft.top1_r is None:

@@ -95,7 +95,7 @@ def check(
 
 
 def _check_tokenizer(target: TargetFiles, model: Any, tokenizer: Any, heterogeneous: bool, *, key: str) -> None:
-    of_target, _ = read_tokenizer(target.name, revision=target.revision, trust_remote_code=target.trust_remote_code)
+    of_target, *_ = read_tokenizer(target.name, revision=target.revision, trust_remote_code=target.trust_remote_code)
     match_vocabularies(of_target, target.vocab_size, tokenizer, _width(model), heterogeneous=heterogeneous, key=key)
 
 

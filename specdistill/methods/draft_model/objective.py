@@ -34,7 +34,7 @@ from specdistill.targets.batch_generate import generate, generation_mode
 from specdistill.targets.frozen import FrozenTarget
 from specdistill.targets.packed_rows import Documents
 from specdistill.training.arguments import shards_weights
-from specdistill.training.objective import Soft, SoftTargets, StepSums, before, loss_rows, shift_left
+from specdistill.training.objective import SoftTargets, StepSums, TargetDistributions, before, loss_rows, shift_left
 
 
 class Distillation(nn.Module):
@@ -129,7 +129,7 @@ class Distillation(nn.Module):
             kept_R = self._select(rows_RH, reference_RH, soft_targets, kept_R)
         next_R = input_ids.flatten()[loss_positions]
 
-        def targets_of(rows: slice) -> tuple[Tensor, Soft | None]:
+        def targets_of(rows: slice) -> tuple[Tensor, TargetDistributions | None]:
             return next_R[rows], None if soft_targets is None else soft_targets.at(rows, measure=measure)
 
         weights_R = kept_R.float()
@@ -143,7 +143,7 @@ class Distillation(nn.Module):
         return total, sums
 
     def _row_losses(
-        self, measure: bool, logits_rV: Tensor, targets: tuple[Tensor, Soft | None], k: int
+        self, measure: bool, logits_rV: Tensor, targets: tuple[Tensor, TargetDistributions | None], k: int
     ) -> tuple[Tensor, Tensor]:
         next_r, soft = targets
         if self.labels == "hard":

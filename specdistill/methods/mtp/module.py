@@ -31,7 +31,7 @@ from transformers import AttentionInterface
 
 from specdistill.errors import UserError
 from specdistill.methods.layers import KVCache
-from specdistill.targets.classes import CLASS_ERRORS
+from specdistill.targets.anatomy import CLASS_ERRORS
 from specdistill.targets.frozen import Features, FrozenTarget
 
 EXPECTED = "a target whose attention takes plain queries, keys and values (transformers' AttentionInterface)"

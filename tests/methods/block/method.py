@@ -21,7 +21,7 @@ from specdistill.methods.contract import Implementation, Simulation
 from specdistill.methods.sizes import Described, ParameterCounts, PlannedDraft, PublishedFigures
 from specdistill.targets.anatomy import LogitsHead
 from specdistill.targets.packed_rows import Documents
-from specdistill.training.objective import Soft, SoftTargets, StepSums
+from specdistill.training.objective import SoftTargets, StepSums, TargetDistributions
 
 
 class Block(nn.Module):
@@ -85,7 +85,7 @@ class BlockLoss(nn.Module):
         return torch.stack(totals), sums
 
 
-def row_losses(logits_rV: Tensor, soft: Soft, k: int) -> tuple[Tensor, Tensor]:
+def row_losses(logits_rV: Tensor, soft: TargetDistributions, k: int) -> tuple[Tensor, Tensor]:
     losses_r = forward_kl(logits_rV, soft.probs_rW)
     with torch.no_grad():
         correct_r = (logits_rV.argmax(-1) == soft.top1_r).float()
