@@ -1,13 +1,18 @@
-"""Options of the verbs `acquire`, `export` and `publish`. Nothing heavy is imported: the command line asks for them first."""
+"""`specdistill acquire`, `export` and `publish`: their keys, and what they print."""
 
+import tempfile
+from pathlib import Path
 from typing import Annotated
 
 from pydantic import model_validator
 
+from specdistill.command import TARGET, keys_of
 from specdistill.engines import engines_with
-from specdistill.errors import UserError
+from specdistill.errors import ExitCode, UserError
 from specdistill.methods import METHODS
-from specdistill.recipe.fields import ReadWhen, Section, like, one_of, option, section
+from specdistill.methods.recipe import Recipe
+from specdistill.recipe.fields import ReadWhen, Section, leaves, like, one_of, option, section
+from specdistill.recipe.load import load_recipe
 from specdistill.recipe.sections import PublishConfig, TargetConfig
 
 
@@ -98,3 +103,81 @@ class PublishOptions(PublishConfig):
                 expected="no such key: an earlier release is restored as it is",
             )
         return self
+
+
+def acquire(arguments: list[str]) -> int:
+    """fetch the draft of a method for a target, checked before its weights are fetched; prints the local path"""
+    options = load_recipe(AcquireOptions, keys_of(arguments, TARGET))
+    from specdistill.hub.acquire import acquire as fetch  # here, and not above, because it imports torch
+
+    of_method = {"heterogeneous_vocab": True} if options.heterogeneous_vocab else {}
+    folder = fetch(
+        options.method,
+        options.target.model,
+        options.draft,
+        target_revision=options.target.revision,
+        adapter=options.target.adapter,
+        revision=options.revision,
+        output=Path(options.output) if options.output else None,
+        verify=options.verify,
+        dry_run=options.dry_run,
+        **of_method,
+    )
+    print(folder)
+    return ExitCode.DONE
+
+
+def export(arguments: list[str]) -> int:
+    """write a draft in the layout of an inference engine, with the command that serves it"""
+    options, recipe = _what_to_export(keys_of(arguments, TARGET))
+    from specdistill.export import export as write  # here, and not above, because these import torch
+    from specdistill.export import write_untrained
+    from specdistill.methods.load import locate
+    from specdistill.targets.files import TargetFiles
+
+    source = recipe.target if recipe else options.target
+    with tempfile.TemporaryDirectory() as temporary:
+        if recipe:
+            draft = Path(temporary) / "draft"
+            write_untrained(recipe, draft)
+        else:
+            draft = locate(str(options.draft), key="draft")
+        served = write(
+            draft,
+            options.engine,
+            Path(options.output_dir),
+            TargetFiles.of(source.model, source.revision, source.adapter) if source.model else None,
+            report=Path(options.report) if options.report else None,
+            dtype=options.dtype,
+            num_speculative_tokens=options.num_speculative_tokens,
+        )
+    print(f"{'an untrained draft' if recipe else 'draft'} of method {served.method} for {options.engine}: {options.output_dir}")
+    print(f"how to serve it: {Path(options.output_dir) / 'SERVE.md'}")
+    return ExitCode.DONE
+
+
+def _what_to_export(given: list[str]) -> tuple[ExportOptions, Recipe | None]:
+    """The options, and with dry_run=true the recipe that the other keys give, whose target it then is."""
+    is_untrained = "dry_run=true" in given
+    recipes = [argument for argument in given if argument.startswith("recipe=")]
+    if bool(recipes) != is_untrained:
+        raise UserError("recipe", got=(recipes or ["nothing"])[-1], expected="a recipe with dry_run=true, and only then")
+    own = {key for key, *_ in leaves(ExportOptions) if not (is_untrained and key.startswith("target."))}
+    of_recipe = [argument for argument in given if is_untrained and argument.partition("=")[0] not in own]
+    options = load_recipe(ExportOptions, [argument for argument in given if argument not in of_recipe])
+    if (options.draft is None) != is_untrained:
+        raise UserError("draft", got=options.draft or "nothing", expected="a folder or Hub id, or null with dry_run=true")
+    return options, load_recipe(Recipe, [*of_recipe, "train.output_dir=runs"]) if is_untrained else None
+
+
+def publish(arguments: list[str]) -> int:
+    """publish a draft that passed its gate on the Hub: weights, report and card in one tagged commit"""
+    options = load_recipe(PublishOptions, keys_of(arguments))
+    from specdistill.hub.publish import print_outcome, publish_run, restore_release  # not above: these import torch
+
+    if options.restore is not None:
+        restore_release(options.repo, options.restore, dry_run=options.dry_run)
+        return ExitCode.DONE
+    outcome = publish_run(options)
+    print_outcome(outcome)
+    return ExitCode.CHECK_FAILED if outcome.refusals and outcome.folder is None else ExitCode.DONE
