@@ -19,7 +19,7 @@ from specdistill.credentials import check_arguments
 from specdistill.doctor.command import DOCTOR, DoctorOptions, doctor
 from specdistill.errors import ExitCode, ResourceError, UserError, explain, nearest
 from specdistill.hub.command import AcquireOptions, ExportOptions, PublishOptions, acquire, export, publish
-from specdistill.launch import LaunchOptions, launch_options, run_script
+from specdistill.launch import LaunchOptions, run_script
 from specdistill.methods import METHODS
 from specdistill.methods.recipe import DEFAULT_METHOD, Recipe
 from specdistill.next_step import next_step
@@ -27,8 +27,7 @@ from specdistill.planning.command import PlanOptions, plan
 from specdistill.produce.command import ShowOptions, data
 from specdistill.project import PICO, ROOT
 from specdistill.recipe.fields import Section
-from specdistill.recipe.load import load_recipe, merged
-from specdistill.recipe.sections import TargetRecipe
+from specdistill.recipe.load import load_own_keys, load_recipe, merged
 
 DEMO_RECIPE, DEMO_FOLDER = "pico/eagle3", "runs/demo"
 
@@ -64,22 +63,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def train(arguments: list[str]) -> int:
     """train a recipe's draft, or pico itself (several GPUs: launch=ddp)"""
-    options, arguments = launch_options(arguments)
+    options, arguments = load_own_keys(LaunchOptions, arguments)
     keys = keys_of(arguments)
     values = merged(keys)
+    if "curriculum" in values:  # pico's own recipe, whose keys its script knows
+        return run_script("train/target.py", arguments, options)
     method = METHODS.get(str(values.get("method", DEFAULT_METHOD)))
-    is_of_target = bool((TargetRecipe.model_fields.keys() - Recipe.model_fields.keys()) & values.keys())
-    schema, script = (
-        (TargetRecipe, "train/target.py") if is_of_target else (Recipe, (method and method.script) or "train/eagle.py")
-    )
+    script = (method and method.script) or "train/eagle.py"
     if HELP & set(arguments):
         introduction = ast.get_docstring(ast.parse((ROOT / script).read_text(encoding="utf-8")))  # not imported: it needs torch
-        print_help(introduction or "", schema, LaunchOptions)
+        print_help(introduction or "", Recipe, LaunchOptions)
         return ExitCode.DONE
-    if schema is Recipe and method and method.script is None:
+    if method and method.script is None:
         trained = [name for name, row in METHODS.items() if row.script]
         raise UserError("method", got="one that needs no training", expected=" or ".join(trained))
-    load_recipe(schema, keys)
+    load_recipe(Recipe, keys)
     return run_script(script, arguments, options)
 
 

@@ -11,7 +11,7 @@ from specdistill.errors import ExitCode, UserError
 from specdistill.methods.recipe import eval_keys_of_methods, options_by_method
 from specdistill.recipe.fields import ReadWhen, Section, default_of, like, one_of, option, section
 from specdistill.recipe.load import load_recipe
-from specdistill.recipe.sections import Attention, TargetConfig
+from specdistill.recipe.sections import AttentionImplementation, TargetConfig
 
 DOCTOR = {**TARGET, "suite": "eval.suite"}  # short keys
 WITH_TARGET = ReadWhen("with target=…", lambda it: it.model is not None)
@@ -24,7 +24,7 @@ class ExaminedTarget(Section):
     revision: str | None = like(TargetConfig, "revision")
     adapter: str | None = like(TargetConfig, "adapter", read_when=WITH_TARGET)
     dtype: Literal["float32", "bfloat16", "float16"] = like(TargetConfig, "dtype", read_when=WITH_TARGET)
-    attn: Attention | None = like(TargetConfig, "attn", read_when=WITH_TARGET)
+    attn: AttentionImplementation | None = like(TargetConfig, "attn", read_when=WITH_TARGET)
     device_map: str | None = like(TargetConfig, "device_map", read_when=WITH_TARGET)
     trust_remote_code: bool = like(TargetConfig, "trust_remote_code", read_when=WITH_TARGET)
 

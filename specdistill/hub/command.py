@@ -26,7 +26,7 @@ class AcquireOptions(Section):
     method: Annotated[str, one_of(lambda: list(METHODS))] = option(..., "what drafts; a row of docs/methods.md")
     target: AcquiredTarget = section(AcquiredTarget)
     draft: str | None = option(
-        None, "org/name or org/name@revision on the Hub, or a folder; null: show what there is, or a layer of the target's own"
+        None, "org/name or org/name@revision on the Hub, or a folder; null: list drafts, or take a layer of the target's own"
     )
     revision: str | None = option(
         None, "branch, tag or commit of the draft", read_when=ReadWhen("with draft=…", lambda it: it.draft is not None)
@@ -39,8 +39,8 @@ class AcquireOptions(Section):
     output: str | None = option(
         None, "folder for a cache of draft and target, for a machine without the Hub, which reads it as HF_HUB_CACHE"
     )
-    verify: bool = option(False, "compare the files in the cache with the Hub's checksums, and fetch again what is damaged")
-    dry_run: bool = option(False, "say what would be fetched, and fetch configs and headers alone")
+    verify: bool = option(False, "compare the files in the cache with the Hub's checksums, and fetch damaged ones again")
+    dry_run: bool = option(False, "list what would be fetched; fetch only configs and headers")
 
     @model_validator(mode="after")
     def _an_adapter_has_a_draft(self) -> "AcquireOptions":
@@ -62,7 +62,7 @@ class ExportOptions(Section):
     target: ExportedTarget = section(ExportedTarget)
     report: str | None = option(None, "report.json of the draft, or its folder; null: <run>/report of <run>/draft")
     dtype: str | None = option(None, "weights of a draft model in a GGUF file: f32, f16 or q8_0; null: f16")
-    num_speculative_tokens: int | None = option(None, "tokens drafted a round, for SERVE.md; null: the report's, or 3", ge=1)
+    num_speculative_tokens: int | None = option(None, "draft tokens per round, for SERVE.md; null: the report's, or 3", ge=1)
     dry_run: bool = option(False, "write the untrained draft of recipe=…, with its key=value, to try its layout in an engine")
 
 
@@ -70,10 +70,10 @@ NEW_RELEASE = ReadWhen("without restore=…", lambda it: it.restore is None)
 
 
 class PublishOptions(PublishConfig):
-    """The keys of a recipe's section `publish`, which say what is not said here, and what is asked of one release."""
+    """The keys of a recipe's section `publish`, whose values are the defaults here, and those of one release."""
 
     run: str | None = option(None, "folder of a finished run: draft/, run/ and report/", read_when=NEW_RELEASE)
-    tag: str | None = option(None, "of the release; null: v1, v2, … whichever comes next", read_when=NEW_RELEASE)
+    tag: str | None = option(None, "of the release; null: the next of v1, v2, …", read_when=NEW_RELEASE)
     baseline: str | None = option(
         None,
         "none: a first release; or a report of the last one that was measured again; null: the last release as published",
@@ -81,12 +81,12 @@ class PublishOptions(PublishConfig):
     )
     force: str | None = option(
         None,
-        "reason why a draft is published although it is refused; it stands on the card",
+        "reason to publish a draft that is refused; printed on the card",
         min_length=1,
         read_when=NEW_RELEASE,
     )
     restore: str | None = option(None, "tag of an earlier release that the main branch should hold again")
-    dry_run: bool = option(False, "write the folder, say how it differs from what is on the Hub, and publish nothing")
+    dry_run: bool = option(False, "write the folder and list how it differs from the Hub; publish nothing")
     output_dir: str | None = option(
         None, "new folder for what is published; null: <run>/release, which is replaced", read_when=NEW_RELEASE
     )

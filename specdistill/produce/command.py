@@ -1,15 +1,14 @@
 """`specdistill data`: make a recipe's row set, or a shard of what it is generated from; merge shards; show it."""
 
-from itertools import compress
 from pathlib import Path
 from typing import Any
 
 from specdistill.command import check_writable, keys_of
 from specdistill.errors import ExitCode, UserError, nearest
-from specdistill.launch import launch_options, run_script
+from specdistill.launch import LaunchOptions, run_script
 from specdistill.methods.recipe import Recipe, TrainedRecipe
 from specdistill.recipe.fields import Section, option
-from specdistill.recipe.load import load_recipe
+from specdistill.recipe.load import load_own_keys, load_recipe
 
 VERBS = ("make", "merge", "show", "features")
 REMOVED_VERBS = {"generate": "make"}
@@ -23,19 +22,17 @@ class ShowOptions(Section):
 
 def data(arguments: list[str]) -> int:
     """make a recipe's training rows (`data make`), merge shards of them (`merge`), show them (`show`), store features (`features`)"""
-    verb = arguments[0] if arguments and "=" not in arguments[0] else "show"
-    others = arguments[1:] if arguments[:1] == [verb] else arguments
+    verb, *others = arguments if arguments and "=" not in arguments[0] else ["show", *arguments]
     if verb == "features":
-        options, others = launch_options(others)
+        options, others = load_own_keys(LaunchOptions, others)
         return run_script("train/features.py", [*others, "train.output_dir=runs"], options)  # features have no run
     if verb not in VERBS:
         near = REMOVED_VERBS.get(verb) or nearest(verb, VERBS)
         raise UserError("specdistill data", got=verb, expected=f"one of {', '.join(VERBS)}", nearest=near)
-    keys = keys_of(others)
-    is_shown = [verb == "show" and key.partition("=")[0] in ShowOptions.model_fields for key in keys]
-    show_options = load_recipe(ShowOptions, list(compress(keys, is_shown)))
-    own = [key for key, shown in zip(keys, is_shown, strict=True) if not shown]
-    recipe = load_recipe(Recipe, [*own, "train.output_dir=runs"])  # a recipe needs it, the rows do not
+    keys, show_options = keys_of(others), ShowOptions()
+    if verb == "show":
+        show_options, keys = load_own_keys(ShowOptions, keys)
+    recipe = load_recipe(Recipe, [*keys, "train.output_dir=runs"])  # a recipe needs it, the rows do not
     if not isinstance(recipe, TrainedRecipe):
         raise UserError("method", got=f"{recipe.method}, which needs no training", expected="a method that is trained")
     return _show(recipe, show_options) if verb == "show" else _make(recipe, merges_only=verb == "merge")

@@ -16,7 +16,7 @@ from pydantic_core import ErrorDetails, PydanticUndefined
 
 from specdistill.credentials import check_no_secret
 from specdistill.errors import UserError, nearest, one_line
-from specdistill.project import RECIPES
+from specdistill.project import RECIPES, find_yaml
 from specdistill.recipe.fields import Section, default_of, kind_of, leaves, read_when_of, section_of, shown
 
 S = TypeVar("S", bound=Section)
@@ -62,7 +62,7 @@ def merged(arguments: Sequence[str]) -> dict[str, Any]:
             overrides.append(OmegaConf.from_dotlist([argument]))
         except (yaml.YAMLError, OmegaConfBaseException) as error:
             raise UserError(key, got=repr(value), expected="a YAML value") from error
-    layers = overrides if file is None else [_read_yaml(find_recipe(file)), *overrides]
+    layers = overrides if file is None else [_read_yaml(find_yaml(file, RECIPES, "recipe")), *overrides]
     config = OmegaConf.create({})
     try:
         for layer in layers:
@@ -73,6 +73,12 @@ def merged(arguments: Sequence[str]) -> dict[str, Any]:
         raise UserError(error.full_key or "recipe", got=got, expected="a value, or ${another.key}") from error
     _check_no_secret(values)
     return values
+
+
+def load_own_keys(schema: type[S], arguments: Sequence[str]) -> tuple[S, list[str]]:
+    """A section from those of the arguments that are keys of it, and the other arguments."""
+    own = [argument for argument in arguments if argument.partition("=")[0] in schema.model_fields]
+    return load_recipe(schema, own), [argument for argument in arguments if argument not in own]
 
 
 def validate(schema: type[S], values: Mapping[str, Any], prefix: str = "") -> S:
@@ -93,15 +99,6 @@ def validate(schema: type[S], values: Mapping[str, Any], prefix: str = "") -> S:
     _check_read(made, prefix)
     assert isinstance(made, schema)
     return made
-
-
-def find_recipe(name: str) -> Path:
-    """A recipe's path: the path itself, or a name under `recipes/` without the ending."""
-    for candidate in (Path(name), RECIPES / f"{name}.yaml"):
-        if candidate.is_file():
-            return candidate
-    known = sorted(path.relative_to(RECIPES).with_suffix("").as_posix() for path in RECIPES.rglob("*.yaml"))
-    raise UserError("recipe", got=repr(name), expected="a YAML file or a name under recipes/", nearest=nearest(name, known))
 
 
 def recipe_yaml(recipe: Section) -> str:
@@ -167,8 +164,6 @@ def _user_error(schema: type[Section], chosen: type[Section], detail: ErrorDetai
         return UserError(key, got=repr(value), expected=f"{null}a section with keys of its own")
     if isinstance(value, dict) and value:
         return UserError(key, got=f"keys below it ({', '.join(map(str, value))})", expected=kind_of(field))
-    if kind == "finite_number":
-        return UserError(key, got=value, expected=f"{kind_of(field)}, finite")
     is_number = {"ge", "gt", "le", "lt", "multiple_of"} & detail.get("ctx", {}).keys()
     got = str(value) if is_number else f"{value!r} ({'null' if value is None else type(value).__name__})"
     return UserError(key, got=got, expected=kind_of(field))

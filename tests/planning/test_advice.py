@@ -11,12 +11,12 @@ import pytest
 
 from specdistill.cli import main
 from specdistill.command import spell_out
-from specdistill.launch import launch_options
+from specdistill.launch import LaunchOptions
 from specdistill.methods.recipe import Recipe
 from specdistill.planning.advice import DATA, PROMPTS, recommend
 from specdistill.planning.plan import Plan, make_plan
 from specdistill.planning.reading import read
-from specdistill.recipe.load import load_recipe
+from specdistill.recipe.load import load_own_keys, load_recipe
 from tests.public_pairs import GPT_OSS_120B, LLAMA_8B, LLAMA_EAGLE3, PAIRS, QWEN35_9B
 from tests.tiny import qwen, write_inputs
 
@@ -57,7 +57,7 @@ def command(plan: Plan, method: str) -> list[str]:
 def test_the_command_for_a_head_is_one_that_its_target_can_be_given(name: str, tmp_path: Path):
     plan = plan_of(tmp_path, TARGETS[name])
     verb, *arguments = command(plan, "eagle3")
-    launching, keys = launch_options(arguments)
+    launching, keys = load_own_keys(LaunchOptions, arguments)
     recipe: Any = load_recipe(Recipe, keys)
     (row,) = (row for row in plan.methods if row.method == "eagle3")
     longest = plan.target["max_length"]

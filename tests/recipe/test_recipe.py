@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
+from recipes.pico.recipe import TargetRecipe
 from specdistill.command import print_help
 from specdistill.errors import UserError
 from specdistill.methods.recipe import Recipe
@@ -16,7 +17,7 @@ from specdistill.project import GATES, RECIPES
 from specdistill.recipe.data_sources import licensed_sources
 from specdistill.recipe.fields import describe, leaves
 from specdistill.recipe.load import REQUIRED, find_recipe, load_recipe, merged, save_recipe
-from specdistill.recipe.sections import TargetRecipe, TreeConfig
+from specdistill.recipe.sections import TreeConfig
 from specdistill.training.arguments import training_arguments
 from tests.refusals import refused
 
