@@ -77,9 +77,9 @@ PUBLISH = "specdistill publish run=runs/mine repo=org/name baseline=none"
 @pytest.mark.parametrize(
     ("reach", "steps", "fact"),
     [
-        (lambda run: None, [TRAIN], "not trained"),
+        (lambda run: None, [TRAIN], "incomplete"),
         (trained, [f"{EVAL} eval.suite=path/to/prompts.jsonl"], "not measured"),
-        (measured, ["specdistill gate report=runs/mine/report gates=default"], "not judged"),
+        (measured, ["specdistill gate report=runs/mine/report gates=default"], "no gate verdict"),
         (lambda run: measured(run, PASSES, incomplete="a server died"), [f"{EVAL} eval.suite=path/to/prompts.jsonl"], ""),
         (lambda run: measured(run, FAILS), [DOCTOR], "mean_acceptance_length"),
         (lambda run: measured(run, CANNOT_TELL), [f"{EVAL} eval.suite=path/to/more/prompts.jsonl"], "mean_acceptance_length"),

@@ -16,7 +16,7 @@ from specdistill.methods.recipe import Recipe
 from specdistill.project import GATES, RECIPES
 from specdistill.recipe.data_sources import licensed_sources
 from specdistill.recipe.fields import describe, leaves
-from specdistill.recipe.load import REQUIRED, find_recipe, load_recipe, merged, save_recipe
+from specdistill.recipe.load import REQUIRED, load_recipe, merged, save_recipe
 from specdistill.recipe.sections import TreeConfig
 from specdistill.training.arguments import training_arguments
 from tests.refusals import refused
@@ -109,13 +109,6 @@ def test_strings_that_look_like_other_types_round_trip(tmp_path: Path):
     )
     assert (recipe.target.revision, recipe.data.cache_dir, recipe.eval.suite) == ("1e5", "true", "null")
     assert reloaded(recipe, tmp_path) == recipe
-
-
-def test_recipe_by_path_and_by_name():
-    assert find_recipe("pico/target") == RECIPES / "pico" / "target.yaml"
-    assert find_recipe(str(RECIPES / "pico" / "target.yaml")) == RECIPES / "pico" / "target.yaml"
-    with pytest.raises(UserError, match=r"recipe: got 'pico/targt', expected .*; did you mean pico/target\?"):
-        find_recipe("pico/targt")
 
 
 def test_overrides_win_over_the_file_and_the_last_one_over_the_others(tmp_path: Path):
