@@ -15,10 +15,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from specdistill import __version__
-from specdistill.methods.recipe import Recipe
 from specdistill.project import ROOT
-from specdistill.recipe.load import load_recipe
-from specdistill.training.arguments import training_arguments
 from tests.refusals import refused_key
 
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
@@ -168,11 +165,3 @@ def test_readme_starts_with_the_two_commands():
     commands = [line.split("#")[0].strip() for line in first[1].splitlines()]
     assert commands[-2:] == ["make demo", "make test"]
     assert readme.index("make demo") < 600
-
-
-def test_recipe_to_begin_with_loads(tmp_path: Path):
-    page = (ROOT / "docs" / "your-target.md").read_text(encoding="utf-8")
-    (example,) = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
-    (tmp_path / "mine.yaml").write_text(example, encoding="utf-8")
-    recipe = load_recipe(Recipe, [f"recipe={tmp_path / 'mine.yaml'}"])
-    training_arguments({**recipe.train, "output_dir": str(tmp_path)}, use_cpu=True)

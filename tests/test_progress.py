@@ -28,20 +28,13 @@ def clock(monkeypatch):
 
 def test_a_log_has_a_line_every_thirty_seconds_and_a_last_one(clock, capsys):
     with progress("measuring", 600, "prompts") as advance:
-        for _ in range(600):
-            clock[0] += 0.5
-            advance()
+        for _ in range(300):
+            clock[0] += 1
+            advance(2)
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 300 / 30  # at 300 s the last line stands for the tenth
     assert lines[0] == "measuring: 60 of 600 prompts, 0:04:30 left"
     assert lines[-1] == "measuring: 600 of 600 prompts, took 0:05:00"
-
-
-def test_a_short_task_leaves_one_line(capsys):
-    with progress("tokenizing", 1000, "rows") as advance:
-        for _ in range(10):
-            advance(100)
-    assert capsys.readouterr().err.splitlines() == ["tokenizing: 1000 of 1000 rows, took 0:00:00"]
 
 
 def test_a_task_that_fails_leaves_the_word_to_its_error(capsys):
