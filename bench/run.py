@@ -1,4 +1,4 @@
-"""Time what users wait for: decoding beside transformers' own, a training step, regeneration.
+"""Time what users wait for: decoding and transformers' own, a training step, regeneration.
 
     make bench
 
@@ -68,7 +68,7 @@ def without_end_tokens(target: FrozenTarget) -> Iterator[None]:
 
 
 def decoding(target: FrozenTarget, new_tokens: int = 96) -> dict[str, float]:
-    """Plain decoding beside transformers' greedy generate, and the cost of a round of an (untrained) EAGLE-3 chain."""
+    """Plain decoding and transformers' greedy generate, and the cost of a round of an (untrained) EAGLE-3 chain."""
     prompt = target.tokenizer("def main(arguments):\n    ").input_ids
     ids = torch.tensor([prompt], device=target.device)
     model: Any = target.model
@@ -89,7 +89,7 @@ def decoding(target: FrozenTarget, new_tokens: int = 96) -> dict[str, float]:
 
 
 def training_step(target: FrozenTarget, rows: int = 16, length: int = 256) -> dict[str, float]:
-    """Optimizer steps of the pico recipe's shape: tokens that pass through target and draft each second."""
+    """Optimizer steps of the pico recipe's shape: tokens that pass through target and draft per second."""
     generator = torch.Generator().manual_seed(0)
     columns = {
         "input_ids": torch.randint(4, target.vocab_size, (rows, length), generator=generator).tolist(),
@@ -116,12 +116,12 @@ def training_step(target: FrozenTarget, rows: int = 16, length: int = 256) -> di
         optimizer = MuonAdamW(draft, 1e-4)
         trainer = DraftTrainer(objective, target, arguments, data, data, save=save_eagle3, optimizer=optimizer)
         trainer.train()
-        seconds = median_seconds(lambda: trainer.train(), repeats=1) / 6
+        seconds = median_seconds(trainer.train, repeats=1) / 6
     return {"step_seconds": seconds, "tokens_per_second": rows * length / seconds}
 
 
 def regeneration(target: FrozenTarget, rows: int = 256, new_tokens: int = 96) -> dict[str, float]:
-    """Tokens the target generates each second, in the batches that regeneration uses."""
+    """Tokens the target generates per second, in the batches that regeneration uses."""
     prompts = [list(range(10, 42))] * rows
     with generation_mode(target.model, fast_dtype(target.device)) as model:  # type: ignore[arg-type]
         seconds = median_seconds(
