@@ -45,7 +45,7 @@ def total(completions: Sequence[Completion]) -> Counts:
 
 def ignore_stop_tokens(target: FrozenTarget) -> None:
     """From now on this target's completions end at their limit alone."""
-    target.model.generation_config.eos_token_id = []
+    target.model.generation_config.eos_token_id = []  # not None, for which the model's config is asked
 
 
 def generate_here(
