@@ -95,18 +95,20 @@ def test_the_next_step(
     assert found == steps and "runs/mine" in sentence and fact in sentence
 
 
-def test_prompts_that_the_recipe_names_are_not_asked_for(in_empty_folder: Path, capsys: pytest.CaptureFixture[str]):
+@pytest.mark.parametrize(
+    ("keys", "reach", "step"),
+    [
+        ("eval.suite=mt-bench", trained, EVAL),
+        ("publish.repo=me/mine", lambda run: measured(run, PASSES), "specdistill publish run=runs/mine baseline=none"),
+        ("target.trust_remote_code=true", lambda run: measured(run, FAILS), f"{DOCTOR} target.trust_remote_code=true"),
+    ],
+)
+def test_what_the_recipe_names_is_kept(
+    keys: str, reach: Callable[[Path], None], step: str, in_empty_folder: Path, capsys: pytest.CaptureFixture[str]
+):
     del in_empty_folder
-    trained(interrupted("runs/suite", "eval.suite=mt-bench"))
-    assert said(capsys)[1] == ["specdistill eval recipe=runs/suite/run/recipe.yaml"]
-
-
-def test_what_the_recipe_says_of_repository_and_code_is_kept(in_empty_folder: Path, capsys: pytest.CaptureFixture[str]):
-    run = interrupted("runs/mine", "publish.repo=me/mine", "target.trust_remote_code=true", "eval.suite=mine.jsonl")
-    measured(run, PASSES)
-    assert said(capsys)[1][1] == "specdistill publish run=runs/mine baseline=none"
-    measured(run, FAILS)
-    assert said(capsys)[1] == [f"{DOCTOR} target.trust_remote_code=true"]
+    reach(interrupted("runs/mine", keys))
+    assert said(capsys)[1][-1] == step
 
 
 def test_the_last_verdict_counts(run: Path, capsys: pytest.CaptureFixture[str]):
