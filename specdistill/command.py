@@ -65,16 +65,13 @@ def print_help(introduction: str, *schemas: type[Section], shorthands: Mapping[s
 
 
 def keys_of(arguments: Sequence[str], shorthands: Mapping[str, str] = NO_SHORTHANDS) -> list[str]:
-    """The key=value arguments that belong to the recipe, their keys written out."""
-    return [
-        spell_out(argument, shorthands) for argument in arguments if argument not in HELP and not argument.startswith("debug=")
-    ]
-
-
-def spell_out(argument: str, shorthands: Mapping[str, str]) -> str:
-    """An argument with its short key written out."""
-    key, separator, value = argument.partition("=")
-    return f"{shorthands.get(key, key)}{separator}{value}"
+    """The key=value arguments that belong to the recipe, short keys written out."""
+    keys = []
+    for argument in arguments:
+        key, separator, value = argument.partition("=")
+        if argument not in HELP and key != "debug":
+            keys.append(f"{shorthands.get(key, key)}{separator}{value}")
+    return keys
 
 
 def check_writable(folder: Path, key: str) -> None:

@@ -33,14 +33,14 @@ class LaunchOptions(Section):
         None, "start it with accelerate: a name under accelerate_configs/, or a YAML file; null: in this process"
     )
     num_processes: int | None = option(
-        None, "of all machines together, one for each GPU; null: the configuration's", ge=1, read_when=LAUNCHED
+        None, "processes on all machines together, one for each GPU; null: the configuration's", ge=1, read_when=LAUNCHED
     )
     num_machines: int | None = option(None, "null: the configuration's", ge=1, read_when=LAUNCHED)
-    machine_rank: int | None = option(None, "of several machines this one, from 0", ge=0, read_when=LAUNCHED)
-    main_process_ip: str | None = option(None, "of several machines the address of machine 0", read_when=LAUNCHED)
+    machine_rank: int | None = option(None, "rank of this machine, from 0", ge=0, read_when=LAUNCHED)
+    main_process_ip: str | None = option(None, "address of machine 0", read_when=LAUNCHED)
     main_process_port: int | None = option(
         None,
-        "through which processes meet; null: the configuration's, else any on one machine, 29500 on several",
+        "port where the processes meet; null: the configuration's, else any on one machine, 29500 on several",
         ge=1,
         le=65535,
         read_when=LAUNCHED,
@@ -71,7 +71,7 @@ def launch(script: Path, arguments: Sequence[str], options: LaunchOptions) -> in
     flags = [f"--config_file={configuration}", *(f"--{name}={value}" for name, value in launching.items())]
     command = [*flags, str(script), *arguments]
     print(f"$ accelerate launch {shlex.join(command)}", flush=True)
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # what it would say is said below
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # its messages are replaced by those below
     for number in (signal.SIGTERM, signal.SIGINT):  # for several processes torch sets handlers of its own; for one nobody does
         signal.signal(number, _forward)
     try:

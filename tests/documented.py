@@ -20,7 +20,7 @@ def read(page: Path) -> str:
     return page.read_text(encoding="utf-8")
 
 
-def examples_left_out(page: Path) -> str:
+def without_examples(page: Path) -> str:
     """A page without its blocks of plain text, where mistakes are shown."""
     return re.sub(r"```text\n.*?```", "", read(page), flags=re.DOTALL)
 

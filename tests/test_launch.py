@@ -113,7 +113,7 @@ def test_a_signal_reaches_every_process(keys: list[str], number: int, tmp_path: 
 @pytest.mark.distributed
 def test_a_terminal_interrupts_a_single_process_once(tmp_path: Path) -> None:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside threads
+        warnings.simplefilter("ignore", DeprecationWarning)  # of a fork while threads run
         process, terminal = pty.fork()
     if process == 0:
         os._exit(launched(tmp_path, "terminal", "launch=cpu"))
@@ -194,7 +194,7 @@ TWO_MACHINES = ONE_MACHINE | {"num_machines": 2, "machine_rank": 1, "main_proces
 def test_what_a_configuration_names_is_used(
     settings: dict[str, Any], keys: list[str], understood: tuple[Any, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What accelerate itself makes of the file and of what it is told beside it; a port of 0 is any that is free."""
+    """What accelerate itself makes of the file and of what it is told in addition; a port of 0 is any that is free."""
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump(settings), encoding="utf-8")
     started = []
     monkeypatch.setattr("accelerate.commands.launch.launch_command", lambda it: started.append(_validate_launch_command(it)[0]))

@@ -112,7 +112,7 @@ def test_what_the_recipe_names_is_kept(
 
 
 def test_the_last_verdict_counts(run: Path, capsys: pytest.CaptureFixture[str]):
-    """`specdistill gate` leaves its verdict beside the report that it judged; a newer measurement makes that one old."""
+    """`specdistill gate` writes its verdict next to the report that it judged; a newer measurement replaces it."""
     measured(run, age=20)
     measured(run, FAILS, place="report/release", age=10)
     assert said(capsys)[1] == [DOCTOR]

@@ -47,15 +47,15 @@ def test_wheel_holds_the_package_and_nothing_else(wheel: Path):
 
 def test_wheel_carries_recipes_scripts_suites_and_assets(wheel: Path):
     names = set(zipfile.ZipFile(wheel).namelist())
-    beside = in_repository("recipes", ".yaml") | in_repository("accelerate_configs", ".yaml") | in_repository("train", ".py")
-    beside |= in_repository("eval", ".py", ".yaml", ".jsonl")
-    assert {f"specdistill/_project/{name}" for name in beside} <= names
+    shipped = in_repository("recipes", ".yaml") | in_repository("accelerate_configs", ".yaml") | in_repository("train", ".py")
+    shipped |= in_repository("eval", ".py", ".yaml", ".jsonl")
+    assert {f"specdistill/_project/{name}" for name in shipped} <= names
     assert in_repository("specdistill", ".py", ".json", ".html", ".css", ".js", ".jinja", ".j2", ".md", ".safetensors") <= names
 
 
 @pytest.fixture(scope="module")
 def site(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The package as pip puts it beside others."""
+    """The package as pip installs it."""
     folder = tmp_path_factory.mktemp("site")
     zipfile.ZipFile(wheel).extractall(folder)
     return folder
@@ -134,7 +134,7 @@ def test_newest_entry_of_the_changelog_is_this_version():
 
 
 def make(*arguments: str) -> list[str]:
-    """The lines that make prints when a person starts it: what a surrounding `make test` hands down is left out."""
+    """The lines that make prints when a person starts it: what a surrounding `make test` hands down is removed."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
     line = ["make", *arguments]
     return subprocess.run(line, cwd=ROOT, capture_output=True, text=True, check=True, env=environment).stdout.splitlines()

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from specdistill.command import spell_out
+from specdistill.command import keys_of
 from specdistill.gate.rules import load_gate
 from specdistill.methods.recipe import Recipe
 from specdistill.project import ROOT, SUITES
@@ -102,7 +102,7 @@ def commands(event: Event, folder: Path) -> list[list[str]]:
 def recipe_of(command: list[str]) -> Recipe:
     """The recipe that a command's keys stand for; raises UserError for one that is not accepted."""
     script = load_script("eval/run.py")
-    return load_recipe(Recipe, [spell_out(key, script.SHORTHANDS) for key in command])
+    return load_recipe(Recipe, keys_of(command, script.SHORTHANDS))
 
 
 @pytest.mark.parametrize("caller", CALLERS.values(), ids=CALLERS)

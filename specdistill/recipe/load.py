@@ -1,6 +1,6 @@
 """Recipes from files and command lines: OmegaConf merges a YAML file and `key=value` overrides, pydantic validates the result.
 
-Its first error becomes one line that names the key and what is near it.
+Its first error becomes one line that names the key and the nearest valid one.
 """
 
 import re
@@ -54,7 +54,7 @@ def merged(arguments: Sequence[str]) -> dict[str, Any]:
     for argument in arguments:
         key, separator, value = argument.partition("=")
         if not separator or not re.fullmatch(r"[A-Za-z_][\w.]*", key):
-            raise UserError(argument, got="an argument without key=", expected="key=value")
+            raise UserError(argument, got="an argument without key=", expected="key=value, e.g. recipe=pico/eagle3")
         if key == "recipe":
             file = value
             continue

@@ -34,7 +34,7 @@ MEASURED = {
 
 @pytest.fixture
 def head(in_empty_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A head with the norms of EAGLE-3.1, where `make smollm2` leaves one, beside its target."""
+    """A head with the norms of EAGLE-3.1, where `make smollm2` leaves one, and its target."""
     folder = in_empty_folder / "runs" / "smollm2"
     tiny_target_model(num_layers=8).save_pretrained(folder / "target")
     tiny_tokenizer().save_pretrained(folder / "target")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from specdistill.cli import main
-from specdistill.command import spell_out
+from specdistill.command import keys_of
 from specdistill.launch import LaunchOptions
 from specdistill.methods.recipe import Recipe
 from specdistill.planning.advice import DATA, PROMPTS, recommend
@@ -77,7 +77,7 @@ def test_the_command_for_a_head_is_one_that_its_target_can_be_given(name: str, t
 
 def test_the_command_that_measures_a_draft_is_one_that_eval_takes(tmp_path: Path):
     verb, *arguments = command(plan_of(tmp_path, LLAMA_8B.config, draft=LLAMA_EAGLE3.config), "eagle3")
-    given = [spell_out(argument, OF_EVAL) for argument in arguments if not argument.startswith("suite=")]
+    given = keys_of([argument for argument in arguments if not argument.startswith("suite=")], OF_EVAL)
     recipe: Any = load_recipe(Recipe, [*given, "eval.suite=pico-short", "train.output_dir=runs"])
     assert verb == "eval" and f"suite={PROMPTS}" in arguments
     assert (recipe.method, recipe.target.dtype, recipe.eval.draft) == ("eagle3", "bfloat16", str(tmp_path / "draft"))

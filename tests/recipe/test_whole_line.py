@@ -55,7 +55,7 @@ AT_MOST: dict[str, tuple[float, str]] = {
     "on_policy.num_tokens": (16, "rows are short"),
     "selection.num_prompts": (2, "time"),
     "selection.max_new_tokens": (8, "time"),
-    "train.max_steps": (2, "the second step goes on from the first one's state"),
+    "train.max_steps": (2, "the second step continues from the first one's state"),
     "train.warmup_steps": (1, "two steps"),
     "train.logging_steps": (1, "two steps"),
     "train.eval_steps": (2, "two steps"),
@@ -72,7 +72,7 @@ AT_MOST: dict[str, tuple[float, str]] = {
 }
 UNLIMITED = {"train.max_steps", *(key for key in AT_MOST if key.startswith("eval."))}
 
-# What is on the Hub or on somebody's disk, and what stands for it. None: the key is left out.
+# What is on the Hub or on somebody's disk, and what stands for it. None: the key is not passed.
 REPLACED: dict[str, tuple[Callable[["Line", Any], Any], str]] = {
     "target.model": (lambda line, name: line.target, "a tiny model of the same class"),
     "target.revision": (lambda line, revision: revision and "null", "a folder has none"),
@@ -86,8 +86,8 @@ REPLACED: dict[str, tuple[Callable[["Line", Any], Any], str]] = {
     "hidden_states.path": (lambda line, path: path and line.folder / "features", "of this test"),
     "train.output_dir": (lambda line, folder: line.run, "of this test"),
     "eval.suite": (lambda line, suite: line.suite, "short prompts in a file"),
-    "eval.engine": (lambda line, engine: engine and "specdistill", "no engine is installed beside the tests"),
-    "eval.engine_command": (lambda line, command: command and "null", "no engine is installed beside the tests"),
+    "eval.engine": (lambda line, engine: engine and "specdistill", "no engine is installed with the tests"),
+    "eval.engine_command": (lambda line, command: command and "null", "no engine is installed with the tests"),
     "selection.suite": (lambda line, suite: suite and line.suite, "short prompts in a file"),
 }
 
