@@ -8,14 +8,13 @@ import sys
 from pathlib import Path
 
 import pytest
-import yaml
 
-from specdistill import __version__, errors
+from specdistill import errors
 from specdistill.cli import VERBS, main
 from specdistill.command import run
 from specdistill.methods import METHODS
 from specdistill.methods.recipe import Recipe
-from specdistill.project import PICO, ROOT
+from specdistill.project import ROOT
 from specdistill.targets.frozen import FrozenTarget
 from tests.refusals import refused_key
 from tests.scripts import specdistill
@@ -39,11 +38,6 @@ def test_an_interrupted_command_is_one_line(monkeypatch: pytest.MonkeyPatch, cap
     with pytest.raises(SystemExit, match="130"):
         main(["eval", "method=ngram", "target.model=pico", "eval.suite=pico"])
     assert capfd.readouterr().err.splitlines()[-2:] == ["interrupted", "interrupted"]
-
-
-def test_version(capsys: pytest.CaptureFixture[str]):
-    assert main(["--version"]) == 0
-    assert capsys.readouterr().out == f"specdistill {__version__}\n"
 
 
 @pytest.mark.parametrize(
@@ -109,18 +103,6 @@ def test_debug_shows_the_traceback_and_keeps_the_exit_code(capsys: pytest.Captur
     assert said.startswith("Traceback") and refused_key(said) == "recipe"
 
 
-def in_a_process(*line: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
-    """Python with these arguments, as a shell would start it."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.run([sys.executable, *line], capture_output=True, text=True, cwd=cwd, check=False, env=environment)
-
-
-def test_a_mistake_exits_with_2_from_a_shell(tmp_path: Path):
-    result = in_a_process("-m", "specdistill", "train", "recipe=nope", cwd=tmp_path)
-    assert (result.returncode, result.stdout, refused_key(result.stderr)) == (2, "", "recipe")
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_mistake_in_the_training_arguments_writes_nothing(in_empty_folder: Path):
     result = specdistill("train", "recipe=pico/eagle3", "train.output_dir=run", "train.max_stepz=1")
     assert (result.returncode, refused_key(result.stderr)) == (2, "train.max_stepz")
@@ -131,7 +113,9 @@ def test_light_verbs_do_not_import_torch():
     helped = [f"{verb} --help" for verb in ("", "train", "demo", "data", "plan", "acquire", "export", "publish", "doctor")]
     light = [*helped, "path pico", "train recipe=nope"]
     tried = f"import sys, specdistill.cli as c; heavy = [a for a in {light} if [c.main(a.split()), 'torch' in sys.modules][1]]"
-    result = in_a_process("-c", f"{tried}; sys.exit(str(heavy) if heavy else 0)")
+    line = [sys.executable, "-c", f"{tried}; sys.exit(str(heavy) if heavy else 0)"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    result = subprocess.run(line, capture_output=True, text=True, check=False, env=environment)
     assert result.returncode == 0, result.stderr
 
 
@@ -171,12 +155,6 @@ def test_plan_asks_the_hub_for_nothing_where_it_shall_not(tmp_path: Path, monkey
     monkeypatch.setattr("specdistill.planning.reading.known_drafts", None)
     assert main(["plan", "target=pico", "hub=false", f"output={tmp_path / 'plan.json'}"]) == 0
     assert "hub=false" in json.loads((tmp_path / "plan.json").read_text(encoding="utf-8"))["hub"]["not_asked"]
-
-
-def test_path_names_the_folder_of_pico(capsys: pytest.CaptureFixture[str]):
-    assert main(["path", "pico"]) == 0
-    assert capsys.readouterr().out == f"{PICO}\n"
-    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {file.name for file in PICO.iterdir()}
 
 
 class Shell:
@@ -226,10 +204,3 @@ def test_demo_clears_its_own_earlier_run_and_nothing_else(shell: Shell, in_empty
     (in_empty_folder / "runs/demo/thesis.txt").touch()
     assert main(["demo"]) == 0
     assert (in_empty_folder / "runs/demo/thesis.txt").exists()
-
-
-def test_every_method_s_script_exists_and_is_named_by_a_recipe():
-    trained = {name: method.script for name, method in METHODS.items() if method.script}
-    recipes = [yaml.safe_load(path.read_text(encoding="utf-8")) for path in (ROOT / "recipes").rglob("*.yaml")]
-    assert all((ROOT / script).is_file() for script in trained.values())
-    assert set(trained) <= {recipe.get("method") for recipe in recipes}

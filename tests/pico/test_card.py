@@ -27,7 +27,7 @@ STREAM = np.random.default_rng(0).integers(0, 5, 400)
 
 
 @pytest.mark.parametrize("order", [1, 2, 3])
-def test_each_law_sums_to_one(order: int) -> None:
+def test_each_distribution_sums_to_one(order: int) -> None:
     model = KneserNey(STREAM, vocab_size=6, order=order)
     for context in ([0, 1], [3, 3], [5, 5]):  # 5 was never seen
         distributions = [model.probabilities(np.array([*context, token])[-order:])[0] for token in range(6)]
