@@ -63,11 +63,8 @@ def merged(arguments: Sequence[str]) -> dict[str, Any]:
         except (yaml.YAMLError, OmegaConfBaseException) as error:
             raise UserError(key, got=repr(value), expected="a YAML value") from error
     layers = overrides if file is None else [_read_yaml(find_yaml(file, RECIPES, "recipe")), *overrides]
-    config = OmegaConf.create({})
     try:
-        for layer in layers:
-            config = cast(DictConfig, OmegaConf.merge(config, layer))
-        values = cast(dict[str, Any], OmegaConf.to_container(config, resolve=True))
+        values = cast(dict[str, Any], OmegaConf.to_container(OmegaConf.merge({}, *layers), resolve=True))
     except OmegaConfBaseException as error:
         got = one_line(str(error).split("\n")[0])
         raise UserError(error.full_key or "recipe", got=got, expected="a value, or ${another.key}") from error
