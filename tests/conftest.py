@@ -8,8 +8,7 @@ import shutil
 import tempfile
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,38 +29,8 @@ def pytest_collection_finish() -> None:
     gc.unfreeze = lambda: None
 
 
-# What `make test` does not run, and what runs it. The first three are long, too.
-TIERS = {
-    "engines": "make test-engines",
-    "every_pair": "make test-launches ARGS=all",
-    "launches": "make test-launches",
-    "long": "make test-long",
-}
-DESELECTED = pytest.StashKey[Counter[str]]()
-
-
-def pytest_deselected(items: Sequence[pytest.Item]) -> None:
-    deselected = items[0].config.stash.setdefault(DESELECTED, Counter())
-    deselected.update(tier for item in items if (tier := next(filter(item.get_closest_marker, TIERS), None)))
-
-
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    if hasattr(session.config, "workeroutput"):
-        session.config.workeroutput["deselected"] = dict(session.config.stash.get(DESELECTED, Counter()))
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_testnodedown(node: Any) -> None:
-    """Keep what a worker deselected; each collects all tests."""
-    node.config.stash[DESELECTED] = Counter(getattr(node, "workeroutput", {}).get("deselected", {}))
-
-
-def pytest_unconfigure(config: pytest.Config) -> None:
+def pytest_unconfigure() -> None:
     shutil.rmtree(CACHE, ignore_errors=True)
-    deselected, terminal = config.stash.get(DESELECTED, Counter()), config.pluginmanager.get_plugin("terminalreporter")
-    if deselected and terminal:
-        tiers = ", ".join(f"{deselected[tier]} {tier} ({command})" for tier, command in TIERS.items() if deselected[tier])
-        terminal.write_line(f"Not run: {tiers}. `make test-all` runs what CI runs.")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
