@@ -16,10 +16,14 @@ from specdistill.recipe.load import load_recipe
 from specdistill.recipe.sections import PublishConfig, TargetConfig
 
 
-class AcquiredTarget(Section):
-    model: str = option(..., "the draft's target: pico, a folder, a GGUF file or a Hub id")
+class ExportedTarget(Section):
+    model: str | None = option(None, "the draft's target, pico, a folder or a Hub id; for method mtp and some layouts of heads")
     revision: str | None = like(TargetConfig, "revision")
     adapter: str | None = like(TargetConfig, "adapter")
+
+
+class AcquiredTarget(ExportedTarget):
+    model: str = option(..., "the draft's target: pico, a folder, a GGUF file or a Hub id")
 
 
 class AcquireOptions(Section):
@@ -47,12 +51,6 @@ class AcquireOptions(Section):
         if self.target.adapter is not None and self.draft is None:
             raise UserError("target.adapter", got=self.target.adapter, expected="no such key without draft=…")
         return self
-
-
-class ExportedTarget(Section):
-    model: str | None = option(None, "the draft's target, pico, a folder or a Hub id; for method mtp and some layouts of heads")
-    revision: str | None = like(TargetConfig, "revision")
-    adapter: str | None = like(TargetConfig, "adapter")
 
 
 class ExportOptions(Section):
