@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from specdistill.rows.packing import indexed
 from specdistill.targets.frozen import FrozenTarget
 
 HEADS = ("eagle", "eagle3", "mtp")
-BUILD = {"eagle": build_eagle, "eagle3": build_eagle3, "mtp": build_mtp}
+BUILD = {"eagle": build_eagle, "eagle3": build_eagle3, "mtp": partial(build_mtp, init="scratch")}
 LOAD = {"eagle": load_eagle, "eagle3": load_eagle3, "mtp": load_mtp}
 SAVE = {"eagle": save_eagle, "eagle3": save_eagle3, "mtp": save_mtp}
 # What fresh heads are not built with, or not in this order.
@@ -30,7 +31,8 @@ REPLACED = ("norm_before_fc", "own_embedding", "rope_scaling", "aux_layers")
 
 def build_head(method: str, target: FrozenTarget, **shape: Any) -> Any:
     """A fresh head of a method."""
-    return BUILD[method](target, **shape)
+    head: Any = BUILD[method](target, **shape)
+    return head
 
 
 def load_head(method: str, folder: Path, target: FrozenTarget, **options: Any) -> Any:
@@ -78,11 +80,11 @@ def document_rows(token_ids: Sequence[int]) -> dict[str, torch.Tensor]:
 
 @torch.no_grad()
 def check_unroll(head: Any, target: FrozenTarget, num_steps: int = 4, temperature: float = 0.7) -> None:
-    """A chain that the decoder drafted, put back into the text as if it had been accepted, is predicted at its root as it was drafted."""
-    text = torch.randint(3, target.vocab_size, (12,), generator=torch.Generator().manual_seed(3)).tolist()
-    state = DecodingState(text, target.features(torch.tensor([text[:-1]]), head.aux_layers))
+    """A chain that the decoder drafted, appended as if it had been accepted, is predicted at its root as it was drafted."""
+    sequence = torch.randint(3, target.vocab_size, (12,), generator=torch.Generator().manual_seed(3)).tolist()
+    state = DecodingState(sequence, target.features(torch.tensor([sequence[:-1]]), head.aux_layers))
     proposer = HeadProposer(head)
-    proposer.begin(len(text) + num_steps)
+    proposer.begin(len(sequence) + num_steps)
     chain = proposer.propose(state, num_steps, Sampling(temperature), torch.Generator().manual_seed(1))
 
     predicted: list[torch.Tensor] = []
@@ -91,8 +93,8 @@ def check_unroll(head: Any, target: FrozenTarget, num_steps: int = 4, temperatur
         predicted.append(logits_rW)
         return logits_rW.sum(-1)
 
-    rows = document_rows([*text, *chain.tokens])
-    rows["loss_mask"][:, : len(text)] = 0
+    rows = document_rows([*sequence, *chain.tokens])
+    rows["loss_mask"][:, : len(sequence)] = 0
     unroll, batch = TrainingTimeTest(head, noted, num_steps), indexed(rows)
     unroll(**batch, **unroll.read_target(target, batch))
     assert chain.probabilities is not None

@@ -75,20 +75,20 @@ class FirstTokens(ModelProposer):
 
 
 class Oracle:
-    """Drafts what a text says, and in a tree among wrong tokens: at each node the right child is the last of two."""
+    """Drafts what a sequence says, and in a tree among wrong tokens: at each node the right child is the last of two."""
 
     aux_layers: tuple[int, ...] = ()
     num_parameters = num_bytes = 0
 
-    def __init__(self, text: list[int]) -> None:
-        self.text = text
+    def __init__(self, sequence: list[int]) -> None:
+        self.sequence = sequence
 
     def begin(self, max_length: int) -> None:
         pass
 
     def propose(self, state: DecodingState, k: int, sampling: Sampling, generator: torch.Generator | None) -> Proposal:
         done = len(state.token_ids)
-        return Proposal(self.text[done : done + k])
+        return Proposal(self.sequence[done : done + k])
 
     def propose_tree(
         self, state: DecodingState, shape: StaticTree | DynamicTree, sampling: Sampling, generator: torch.Generator | None
@@ -111,7 +111,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "eagle3, pruned": ("eagle3", {"draft_vocabulary": torch.arange(0, 260, 3)}),
     "eagle3, window": ("eagle3", {"sliding_window": 4}),
     "eagle": ("eagle", {}),
-    "mtp": ("mtp", {"init": "scratch"}),
+    "mtp": ("mtp", {}),
 }
 OTHERS: dict[str, Callable[[FrozenTarget], Proposer]] = {
     "draft_model": lambda target: DraftModelProposer(half_right(target)),

@@ -42,18 +42,8 @@ def simulate(
 
     The same `seed` gives the same prompts with the same texts; a prompt's own difficulty shifts all its rates.
     """
-    return [
-        _record(
-            number,
-            conditional,
-            num_rounds,
-            (draft_step, verify_step),
-            noise,
-            np.random.default_rng([seed, number]),
-            np.random.default_rng([timing_seed, number]),
-        )
-        for number in range(num_prompts)
-    ]
+    steps, seeds = (draft_step, verify_step), (seed, timing_seed)
+    return [_record(number, conditional, num_rounds, steps, noise, seeds) for number in range(num_prompts)]
 
 
 def _record(
@@ -62,9 +52,9 @@ def _record(
     num_rounds: int,
     steps: tuple[float, float],
     noise: float,
-    text: np.random.Generator,
-    clock: np.random.Generator,
+    seeds: tuple[int, int],
 ) -> PromptRecord:
+    text, clock = (np.random.default_rng([seed, number]) for seed in seeds)
     draft_step, verify_step = steps
     category = CATEGORIES[number % len(CATEGORIES)]
     difficulty = text.normal(0, 0.05)

@@ -71,7 +71,7 @@ def _candidate(name: str, entry: str, folder: Path | None, looks_up_first: bool)
     method = method_of(folder, key=KEY)
     config, revision = read_config(folder, KEY), None if Path(entry).is_dir() else folder.name
     nested = next((config[part] for part in NESTED if isinstance(config.get(part), dict)), config)
-    num_layers = implementation(method).num_layers(config)
+    num_layers = implementation(method).num_layers(nested)
     return Candidate(name, method, entry, folder, revision, num_layers, nested.get("hidden_size"), looks_up_first)
 
 

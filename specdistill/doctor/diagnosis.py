@@ -35,11 +35,11 @@ from specdistill.methods.checkpoint import FLOATS, extremes, read_config, read_t
 from specdistill.methods.contract import Simulation
 from specdistill.methods.layers import HeadShape
 from specdistill.methods.load import implementation, load_proposer, method_of
-from specdistill.methods.mtp.checkpoint import check_native_layer
+from specdistill.methods.mtp.checkpoint import check_native
 from specdistill.methods.target_record import check_target
 from specdistill.rows.packing import indexed
 from specdistill.suites.suite import load_suite, tokenize
-from specdistill.targets.files import TargetFiles
+from specdistill.targets.files import INDEX, SINGLE, Shards, TargetFiles
 from specdistill.targets.frozen import FrozenTarget
 from specdistill.training.history import read_history
 
@@ -187,7 +187,8 @@ def examine_native(target: TargetFiles) -> Diagnosis:
     """
     seen = Diagnosis(Path(target.name))
     try:
-        seen.num_tensors = check_native_layer(target)
+        shards = Shards.open(target.fetch("config.json", INDEX, SINGLE), "target.model")
+        seen.num_tensors = check_native(shards.shapes(shards.file_of), target)
     except UserError as error:
         seen.refused = True
         seen.findings.append(problem(str(error).removeprefix(f"{error.key}: got ")))

@@ -85,7 +85,7 @@ def acquire(
                 source.verify()
             wanted = [Wanted("draft", source, _checked(source, method, files, of_target, options))]
         elif (check_native := implementation(method).check_native) is not None:
-            check_native(of_target.tensors(), files)
+            check_native({name: tensor.shape for name, tensor in of_target.tensors().items()}, files)
             say(f"{of_target.name}: its own checkpoint holds the layer that drafts, so the whole of it is needed")
         else:
             raise _not_chosen(method, target, of_target.repository)

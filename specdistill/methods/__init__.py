@@ -6,6 +6,8 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Literal
 
+from specdistill.errors import UserError, nearest
+
 if TYPE_CHECKING:
     from specdistill.engines.engine import Serving
     from specdistill.methods.contract import Implementation
@@ -13,11 +15,11 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Cost:
+class MethodCost:
     """What a method costs whatever the target.
 
     Args:
-        passes: of the draft in a round of K draft tokens: "K" for one a token, "1" for one in all, "0" for none.
+        passes: of the draft per round of K draft tokens: "K" for one per token, "1" for one in all, "0" for none.
         features: tensors as wide as the target's hidden state that training reads for each token.
         positions: drafted positions that training computes for each token.
     """
@@ -35,7 +37,7 @@ class Method:
         summary: what drafts, in a line.
         script: the script that trains it, from the project's root; None where there is nothing to train.
         cost: of drafting and of training.
-        package: where its code is: `config` (its recipe, no torch), `method` (see specdistill.methods.contract), and `serving` (engines
+        package: where its code is: `config` (`RECIPE`, no torch), `method` (see specdistill.methods.contract), and `serving` (engines
             that take its drafts, no torch) where there are any.
         standalone: a draft is a whole language model, with its own tokenizer.
         in_target: engines load the draft from the target's checkpoint.
@@ -43,7 +45,7 @@ class Method:
 
     summary: str
     script: str | None
-    cost: Cost
+    cost: MethodCost
     package: str
     standalone: bool = False
     in_target: bool = False
@@ -54,7 +56,7 @@ class Method:
 
     def recipe(self) -> "type[Recipe]":
         """The schema of its recipes."""
-        schema: type[Recipe] = import_module(f"{self.package}.config").Recipe
+        schema: type[Recipe] = import_module(f"{self.package}.config").RECIPE
         return schema
 
     def serving(self) -> "Mapping[str, Serving]":
@@ -75,33 +77,40 @@ METHODS = {
     "eagle3": Method(
         "a head that reads three of the target's layers (arXiv 2503.01840)",
         "train/eagle.py",
-        Cost("K", features=4, positions=5),
+        MethodCost("K", features=4, positions=5),
         "specdistill.methods.eagle3",
     ),
     "eagle": Method(
         "a head that continues the target's last hidden states (arXiv 2401.15077)",
         "train/eagle.py",
-        Cost("K", features=1, positions=1),
+        MethodCost("K", features=1, positions=1),
         "specdistill.methods.eagle",
     ),
     "mtp": Method(
         "a layer of the target's own kind that predicts on from its last hidden state (arXiv 2412.19437)",
         "train/eagle.py",
-        Cost("K", features=1, positions=3),
+        MethodCost("K", features=1, positions=3),
         "specdistill.methods.mtp",
         in_target=True,
     ),
     "draft_model": Method(
         "a smaller language model that drafts for the target (arXiv 2211.17192)",
         "train/draft.py",
-        Cost("K", positions=1),
+        MethodCost("K", positions=1),
         "specdistill.methods.draft_model",
         standalone=True,
     ),
     "ngram": Method(
         "proposes what followed the last tokens when they occurred before (arXiv 2304.04487)",
         None,
-        Cost("0"),
+        MethodCost("0"),
         "specdistill.methods.ngram",
     ),
 }
+
+
+def method_named(name: str) -> Method:
+    """A row of the table. Raises UserError for a name that is not in it."""
+    if name not in METHODS:
+        raise UserError("method", got=name, expected=f"one of {', '.join(METHODS)}", nearest=nearest(name, METHODS))
+    return METHODS[name]

@@ -21,13 +21,14 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from specdistill.command import check_writable
+from specdistill.engines.engine import HeadExport, Layout
 from specdistill.errors import ResourceError, UserError, one_line
 from specdistill.methods.layers import HeadShape, Rotary
 from specdistill.targets import files
-from specdistill.targets.files import INDEX, SINGLE, Shards, TargetFiles
+from specdistill.targets.files import EMBEDDING, INDEX, SINGLE, Shards, TargetFiles, needed
 from specdistill.targets.frozen import FrozenTarget
 
-Target = FrozenTarget | TargetFiles
+AnyTarget = FrozenTarget | TargetFiles
 # Whose angles do not depend on the sequence's length, so that cached keys stay right as it grows.
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 read_config = functools.partial(files.read_config, expected="the folder of a trained draft: config.json and weights")
@@ -87,6 +88,16 @@ def write_draft(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, T
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
+def write_head(output: Path, layout: Layout, head: HeadExport, tensors: dict[str, Tensor]) -> None:
+    """Write a head in an engine's layout, with the target's embedding where that repeats it. Raises as `new_folder` and `needed`."""
+    if layout.needs_target:
+        embedding = needed(head.target, layout.needs_target).tensor(EMBEDDING)
+        tensors = {EMBEDDING: embedding.to(stored_dtype(tensors.values())), **tensors}
+    described = layout.config(head)
+    with new_folder(output) as partial:
+        write_draft(partial, described, tensors)
+
+
 def read_tensors(folder: Path, key: str) -> dict[str, Tensor]:
     """The weights of a folder, in one file or in shards; pickles only as plain tensors (`weights_only`).
 
@@ -97,7 +108,7 @@ def read_tensors(folder: Path, key: str) -> dict[str, Tensor]:
         shards.check()
         tensors = shards.load(shards.file_of)
     elif (folder / PICKLED).is_file():
-        tensors = _unpickle(folder / PICKLED, key)
+        tensors = unpickled(folder / PICKLED, key)
     else:
         raise UserError(key, got=f"{folder}, which has no weights", expected=f"{SINGLE}, {INDEX} or {PICKLED}")
     check_finite(tensors, folder, key)
@@ -120,9 +131,10 @@ def extremes(tensor: Tensor) -> tuple[float, float]:
     return float(least), float(greatest)
 
 
-def _unpickle(path: Path, key: str) -> dict[str, Tensor]:
+def unpickled(path: Path, key: str, device: str = "cpu") -> dict[str, Tensor]:
+    """The tensors of a pickle that holds no other objects; on the meta device without content. Raises UserError for any other."""
     try:
-        tensors: Any = torch.load(path, map_location="cpu", weights_only=True)
+        tensors: Any = torch.load(path, map_location=device, weights_only=True)
     except (RuntimeError, ValueError, EOFError, OSError, pickle.UnpicklingError) as error:
         raise UserError(key, got=f"{path}: {one_line(str(error))[:120]}", expected="plain tensors (weights_only)") from error
     if not isinstance(tensors, dict) or not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
@@ -183,7 +195,7 @@ def is_copy(given: Tensor, own: Tensor) -> bool:
     return given.shape == own.shape and torch.equal(given.to(own), own.to(given.dtype).to(own))
 
 
-def check_fit(sizes: Mapping[str, int], target: Target, folder: Path | str, key: str) -> None:
+def check_fit(sizes: Mapping[str, int], target: AnyTarget, folder: Path | str, key: str) -> None:
     """Raises UserError for the first of a head's sizes that is not the target's; their names in config.json may say `target_`."""
     for name, got in sizes.items():
         expected = getattr(target, name.replace("target_", ""))

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
-from torch import Tensor, nn
+from torch import Size, nn
 
 from specdistill.decoding.proposer import Proposer
 from specdistill.targets.files import TargetFiles
@@ -52,7 +52,8 @@ class Implementation:
             under the key `draft`, for a draft that is broken or does not fit the target.
         check: (folder, tensors by name, target, key=, name=, **options, as of load_proposer): as much of `inspect` as config.json,
             tokenizer and the shapes of tensors tell, for a draft whose weights are not fetched yet. `name` is what errors call it.
-        check_native: (tensors by name, target): that the target's own checkpoint holds such a layer. None where targets have none.
+        check_native: (shapes of the checkpoint's tensors by name, target) -> how many tensors such a layer has in the target's own
+            checkpoint. Raises UserError where it holds none. None where targets have none.
         simulation: None where drafting cannot be simulated on completions of the target.
         likely_causes: why a draft of this method may accept little, where no repair explains it.
         export: (folder, engine, its layout, output, target or None, K): write the draft for an engine (see `Serving`); `dtype=` where its
@@ -62,7 +63,7 @@ class Implementation:
         config_of: config.json -> the config of a draft whose layout transformers does not know; None for any other.
         native_layers: (config.json, names of tensors as far as they are at hand, text config) of a target -> the key that says how many
             such layers it comes with, and how many; None for none.
-        num_layers: config.json -> decoder layers of a draft.
+        num_layers: config.json, or the part of it that describes the layers -> decoder layers of a draft.
     """
 
     load_proposer: Callable[..., Proposer]
@@ -74,7 +75,7 @@ class Implementation:
     head_shape: Callable[[Mapping[str, Any], int | None], Any] = lambda config, num_layers: None
     inspect: Callable[..., Any] = lambda folder, target, **options: None
     check: Callable[..., Any] = lambda folder, tensors, target, **options: None
-    check_native: Callable[[Mapping[str, Tensor], TargetFiles], None] | None = None
+    check_native: Callable[[Mapping[str, Size], TargetFiles], int] | None = None
     simulation: Simulation | None = None
     likely_causes: Sequence[str] = ()
     export: Callable[..., None] | None = None

@@ -14,11 +14,11 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from specdistill.errors import UserError
-from specdistill.methods.sizes import Shape
+from specdistill.methods.sizes import ModelShape
 
 
 @dataclass(frozen=True, kw_only=True)
-class HeadShape(Shape):
+class HeadShape(ModelShape):
     """What heads have in common: layers of Llama's shape over the target's vocabulary.
 
     sliding_window: a position sees itself and the window - 1 before it; None sees all of them.
@@ -38,14 +38,14 @@ class HeadShape(Shape):
 
 
 def check_window(shape: HeadShape, num_steps: int, *, key: str) -> None:
-    """Raises UserError, naming `key`, when a chain of so many steps is longer than the window that must hold it."""
+    """Raises UserError, naming `key`, when a chain of `num_steps` is longer than the window that must hold it."""
     if shape.sliding_window is not None and num_steps > shape.sliding_window:
         got = f"{num_steps} steps with a draft that sees {shape.sliding_window} positions"
         raise UserError(key, got=got, expected=f"at most {shape.sliding_window}")
 
 
 class RMSNorm(nn.RMSNorm):
-    """torch's, which on a CPU would compute 16-bit inputs beside float32 weights in float32 too, but in many steps, and warn of it.
+    """torch's, which on a CPU would compute 16-bit inputs with float32 weights in float32 too, but in many steps, and warn of it.
 
     Same values and dtypes. On a GPU autocast brings both to float32 itself.
     """

@@ -6,21 +6,18 @@ do not: SafeAILab's EAGLE-3 heads call themselves `LlamaForCausalLM`, as a plain
 
 import itertools
 import json
-import pickle
 import re
 from collections.abc import Mapping, Sequence, Set
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-import torch
 from datasets import Dataset
-from safetensors import SafetensorError
 
 from specdistill.decoding.proposer import Proposer
-from specdistill.errors import UserError, nearest, one_line
-from specdistill.methods import METHODS
-from specdistill.methods.checkpoint import PICKLED, read_config
+from specdistill.errors import UserError, one_line
+from specdistill.methods import METHODS, method_named
+from specdistill.methods.checkpoint import PICKLED, read_config, unpickled
 from specdistill.methods.contract import Draft, Implementation
 from specdistill.methods.target_record import check_target
 from specdistill.repositories import fetch, resolve, split_revision
@@ -62,14 +59,13 @@ def load_proposer(
 ) -> Proposer:
     """The proposer of a method; `options` are the method's own, as `Recipe.proposer_options` gives them.
 
-    The draft is a folder or a Hub id, in any layout that is read; `key` is the key that it came from, which errors name.
+    The draft is a folder or a Hub id, in any layout that is read, None for a method that is not trained; `key` is the key that it
+    came from, which errors name.
     Raises UserError when the method is unknown, or the draft is another target's or does not fit; ResourceError when the Hub fails.
     """
     load = implementation(method).load_proposer
     if not METHODS[method].is_trained:
         return load(None, target, key=key, **options)
-    if draft is None:
-        raise UserError(key, got="nothing", expected="a draft folder")
     folder = locate(str(draft), key=key)
     if (found := method_of(folder, key=key)) != method:
         raise UserError(key, got=f"{draft}, which holds a draft of method {found}", expected=f"one of method {method}")
@@ -79,10 +75,8 @@ def load_proposer(
 
 
 def implementation(method: str) -> Implementation:
-    """A method's functions. Raises UserError for a name that is not in the table."""
-    if method not in METHODS:
-        raise UserError("method", got=method, expected=f"one of {', '.join(METHODS)}", nearest=nearest(method, METHODS))
-    return METHODS[method].implementation()
+    """A method's functions. Raises as `method_named`."""
+    return method_named(method).implementation()
 
 
 def locate(
@@ -108,7 +102,7 @@ def draft_files(folder: Path) -> list[Path]:
 
 
 def draft_hash(folder: Path) -> str:
-    """sha256 of a draft: of the names and contents of its files, wherever they lie, and whatever else lies beside them."""
+    """sha256 of a draft: of the names and contents of its files, wherever they lie, and whatever else lies next to them."""
     return content_hash(draft_files(folder))
 
 
@@ -150,20 +144,18 @@ def recognized(config: Mapping[str, Any], names: Set[str], *, name: Path | str, 
 
 def other_method(config: Mapping[str, Any]) -> str | None:
     """The method of another project that a draft's config.json speaks of; None where it speaks of none that is known."""
-    said = " ".join(map(str, [*(config.get("architectures") or []), config.get("speculators_model_type")])).lower()
-    return next((method for method, pattern in OTHER_METHODS.items() if re.search(pattern, said)), None)
+    stated = " ".join(map(str, [*(config.get("architectures") or []), config.get("speculators_model_type")])).lower()
+    return next((method for method, pattern in OTHER_METHODS.items() if re.search(pattern, stated)), None)
 
 
 def _tensor_names(folder: Path, key: str) -> set[str]:
     """Names of the tensors in a folder's weights, without reading the tensors; empty when it has no weights."""
     if (folder / INDEX).is_file() or (folder / SINGLE).is_file():
         return set(Shards.open(folder, key).file_of)
+    if (folder / PICKLED).is_file():
+        return set(unpickled(folder / PICKLED, key, device="meta"))
+    index = next(iter(sorted(folder.glob("*.index.json"))), None)  # of shards that are pickles
     try:
-        if (folder / PICKLED).is_file():
-            return set(torch.load(folder / PICKLED, map_location="meta", weights_only=True))
-        for index in sorted(folder.glob("*.index.json")):
-            return set(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
-    except (SafetensorError, ValueError, KeyError, RuntimeError, EOFError, OSError, pickle.UnpicklingError) as error:
-        got = f"{folder} with weights that cannot be read ({one_line(str(error))[:120]})"
-        raise UserError(key, got=got, expected="whole safetensors, or a pickle of plain tensors") from error
-    return set()
+        return set(json.loads(index.read_text(encoding="utf-8"))["weight_map"]) if index else set()
+    except (ValueError, KeyError, TypeError, OSError) as error:
+        raise UserError(key, got=f"{index} ({one_line(str(error))[:120]})", expected="an index with a weight_map") from error

@@ -7,15 +7,9 @@ from pydantic import model_validator
 from pydantic.fields import FieldInfo
 
 from specdistill.errors import UserError, nearest
-from specdistill.methods import METHODS
+from specdistill.methods import METHODS, method_named
 from specdistill.recipe.fields import ReadWhen, Section, default_of, like, option, section
-from specdistill.recipe.sections import (
-    DataConfig,
-    EvalConfig,
-    PublishConfig,
-    SelectionConfig,
-    TargetConfig,
-)
+from specdistill.recipe.sections import DataConfig, EvalConfig, PublishConfig, SelectionConfig, TargetConfig
 
 DEFAULT_METHOD = "eagle3"
 DEFAULT_SEED = 42  # of transformers.TrainingArguments
@@ -57,18 +51,14 @@ class Recipe(Section):
     @classmethod
     def schema_for(cls, values: Mapping[str, Any]) -> type[Section]:
         method = values.get("method", DEFAULT_METHOD)
-        if not isinstance(method, str) or method not in METHODS:
-            got = f"keys below it ({', '.join(method)})" if isinstance(method, dict) else repr(method)
-            close = nearest(str(method), METHODS)
-            raise UserError("method", got=got, expected=f"one of {', '.join(METHODS)}", nearest=close)
-        return METHODS[method].recipe()
+        return method_named(method).recipe() if isinstance(method, str) else cls  # which refuses it
 
     @classmethod
     def variants(cls) -> dict[str, type[Section]]:
         return {name: method.recipe() for name, method in METHODS.items()}
 
     def proposer_options(self) -> dict[str, Any]:
-        """The method's own options of decoding: its keys of `eval:` beside the common ones."""
+        """The method's own options of decoding: its keys of `eval:` in addition to the common ones."""
         return {name: getattr(self.eval, name) for name in own_eval_keys(type(self))}
 
     @model_validator(mode="after")
@@ -104,10 +94,8 @@ class TrainedRecipe(Recipe):
     @property
     def evaluates_first(self) -> bool:
         """Whether the draft is evaluated before its first step, too: it starts from existing weights, and is evaluated later."""
-        return getattr(self.draft, "init", None) not in self.FRESH and self.train.get("eval_strategy", "no") not in (
-            "no",
-            False,
-        )
+        is_evaluated = self.train.get("eval_strategy", "no") not in ("no", False)
+        return is_evaluated and getattr(self.draft, "init", None) not in self.FRESH
 
     @property
     def measured_on(self) -> list[str]:
@@ -128,7 +116,7 @@ class TrainedRecipe(Recipe):
             raise UserError("train.metric_for_best_model", got=metric, expected=f"one of {', '.join(metrics)}", nearest=close)
         decodes = metric is not None and str(metric).removeprefix("eval_") == DECODED
         if decodes != (self.selection is not None):
-            got = "null" if decodes else f"suite {self.selection.suite}" if self.selection else ""
+            got = f"suite {self.selection.suite}" if self.selection else "null"
             expected = f"{'a section with a suite' if decodes else 'null'}: train.metric_for_best_model={metric}"
             raise UserError("selection", got=got, expected=expected)
         if decodes and self.target.shard != "none":  # one process decodes

@@ -3,8 +3,6 @@
 Acceptance and training data are as others published them: greedy decoding, targets of 2 to 70 billion parameters; this project measured
 none of it. A chain's acceptance length AL at K is turned into alpha, the rate that gives it when it is the same at every position
 (arXiv 2211.17192).
-
-Symbols: H hidden size, I MLP width, N query heads, G key/value heads, d head size.
 """
 
 from collections.abc import Callable, Mapping
@@ -31,7 +29,7 @@ CAUSAL_LM = "the config.json of a causal language model"
 
 
 @dataclass(frozen=True)
-class Shape:
+class ModelShape:
     """The sizes of a decoder. head_dim times num_attention_heads need not be hidden_size."""
 
     num_layers: int
@@ -42,9 +40,9 @@ class Shape:
     head_dim: int
 
 
-def shape_of(config: Any) -> Shape:
+def shape_of(config: Any) -> ModelShape:
     """The sizes in a Hugging Face config of a Llama-like decoder."""
-    return Shape(
+    return ModelShape(
         num_layers=config.num_hidden_layers,
         hidden_size=config.hidden_size,
         intermediate_size=config.intermediate_size,
@@ -55,11 +53,11 @@ def shape_of(config: Any) -> Shape:
 
 
 @dataclass(frozen=True)
-class Parts:
+class ParameterCounts:
     """A draft in parameters.
 
-    parameters: in its checkpoint. read: by a step of one token, with what it borrows of the target, without look-up tables.
-    copied: tables of the target that training holds beside it, frozen.
+    parameters: in its checkpoint. read: by a step of one token, with what it borrows of the target, without embedding tables.
+    copied: tables of the target that training holds in addition, frozen.
     """
 
     parameters: int
@@ -80,8 +78,8 @@ def weights_read(model: PreTrainedModel, num_tokens: int = 1, weigh: Weigh = one
     embedding: Any = model.get_input_embeddings()
     head: Any = model.get_output_embeddings()
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    looked_up = 0.0 if head.weight is embedding.weight else weigh(names[id(embedding.weight)], embedding.weight)
-    return parameters_read(model, model.config.get_text_config(), num_tokens, weigh) - looked_up
+    unread = 0.0 if head.weight is embedding.weight else weigh(names[id(embedding.weight)], embedding.weight)
+    return parameters_read(model, model.config.get_text_config(), num_tokens, weigh) - unread
 
 
 def parameters_read(module: nn.Module, config: Any, num_tokens: int = 1, weigh: Weigh = one_each) -> float:
@@ -97,15 +95,8 @@ def parameters_read(module: nn.Module, config: Any, num_tokens: int = 1, weigh: 
     return sum(size * share if of_expert else size for of_expert, size in sizes)
 
 
-def layer_parameters(shape: Shape, input_size: int) -> int:
-    """One Llama layer whose q, k and v read `input_size`: (N + 2G) d inputs, N d H and 3 H I weights, two norms of H."""
-    heads = (shape.num_attention_heads + 2 * shape.num_key_value_heads) * shape.head_dim * input_size
-    output = shape.num_attention_heads * shape.head_dim * shape.hidden_size
-    return heads + output + 3 * shape.hidden_size * shape.intermediate_size + 2 * shape.hidden_size
-
-
 @dataclass(frozen=True)
-class Published:
+class PublishedFigures:
     """alphas: the lower and the higher acceptance rate. training_tokens: distinct tokens that such drafts are trained on."""
 
     alphas: tuple[float, float] | None
@@ -212,7 +203,7 @@ class Described:
     def converted_itemsize(self) -> float:
         """Bytes of a weight that quantization took, scales included, on average: what the stored bytes leave for them.
 
-        Layers that predict further tokens are stored beside those of the class, and as large as its last one.
+        Layers that predict further tokens are stored next to those of the class, and as large as its last one.
         """
         if not self.converted or self.stored_bytes is None:
             return self.itemsize()
@@ -264,11 +255,11 @@ class PlannedDraft:
         build: the draft for the target at its full size, whose tensors may have no content (see specdistill.planning.accounting).
     """
 
-    parts: Parts
-    shape: Shape | None
+    parts: ParameterCounts
+    shape: ModelShape | None
     vocabulary: int
     note: str
-    published: Published
+    published: PublishedFigures
     cache: CacheSize | None = None
     recipe_keys: tuple[str, ...] = ()
     counted_with: Mapping[str, Any] = field(default_factory=dict)
@@ -276,13 +267,13 @@ class PlannedDraft:
     build: Callable[[FrozenTarget], Any] | None = None
 
 
-def planned_shape(target: Described, given: Described | None, settings: Mapping[str, Any]) -> Shape:
+def planned_shape(target: Described, given: Described | None, settings: Mapping[str, Any]) -> ModelShape:
     """Of the head that is given, or of the one that a recipe with these keys of `draft:` would train."""
-    sizes = {name: settings[name] for name in Shape.__annotations__ if name in settings}
+    sizes = {name: settings[name] for name in ModelShape.__annotations__ if name in settings}
     return shape_of(given.text) if given else replace(shape_of(target.text), **{"num_layers": 1, **sizes})
 
 
-def cache_of_head(shape: Shape, given: Described | None) -> CacheSize:
+def cache_of_head(shape: ModelShape, given: Described | None) -> CacheSize:
     """Of a head's layers, which are as Llama's; those of a head that is given may have a window."""
     kinds = set(given.raw.get("layer_types") or []) if given else set()
     window = given.raw.get("sliding_window") if given and kinds == {"sliding_attention"} else None

@@ -40,7 +40,7 @@ def as_keys(identity: TargetIdentity | None) -> dict[str, str]:
 
 
 def recorded_target(draft: Path, key: str) -> TargetIdentity | None:
-    """What the draft in a folder was made for; None where that is not recorded. Raises UserError for a record that is none."""
+    """What the draft in a folder was made for; None where that is not recorded. Raises UserError for an invalid record."""
     files = [] if (draft / "config.json").is_file() else sorted(draft.glob("*.gguf"))
     section = _of_gguf(files[0], key) if files else read_config(draft, key).get(SECTION)
     if section is None:
@@ -61,7 +61,7 @@ def check_target(draft: Path, target: TargetFiles, key: str, *, heterogeneous_vo
     if made_for is None or (heterogeneous_vocab and made_for.tokenizer != target.identity.tokenizer):
         return
     if not made_for.is_same(target.identity):
-        way_out = f'to try it nonetheless, delete its "{SECTION}" record'
+        way_out = f'to try it anyway, delete its "{SECTION}" record'
         raise UserError(key, got=f"{draft}, a draft for {made_for}", expected=f"a draft for {target.identity}; {way_out}")
 
 

@@ -14,8 +14,8 @@ import yaml
 
 from specdistill.errors import UserError
 from specdistill.losses.chunked import BLOCK
-from specdistill.methods import METHODS, Cost
-from specdistill.methods.sizes import ASSUMED_DTYPE, Described, Parts, PlannedDraft, Shape, weights_read
+from specdistill.methods import METHODS, MethodCost
+from specdistill.methods.sizes import ASSUMED_DTYPE, Described, ModelShape, ParameterCounts, PlannedDraft, weights_read
 from specdistill.planning.accounting import H100, MATRIX_SHARE, TRAFFIC_SHARE, Account, objective_for, training_step
 from specdistill.planning.budget import MOST_DEVICES, USABLE, Budget, Serving, budget
 from specdistill.project import RECIPES
@@ -197,7 +197,7 @@ def _bytes(
     return parts.parameters * target.converted_itemsize, read
 
 
-def _speed(planned: PlannedDraft, cost: Cost, passes: Passes, read: float) -> dict[str, Any]:
+def _speed(planned: PlannedDraft, cost: MethodCost, passes: Passes, read: float) -> dict[str, Any]:
     """What a step costs and a round promises, as fields of a row. read: bytes of weights that a step reads."""
     parts, num_layers, alphas = planned.parts, passes.target.text.num_hidden_layers, planned.published.alphas
     shares = step_shares(passes.draft(planned, read) if parts.read else 0.0, passes.plain, parts.num_layers, num_layers)
@@ -331,7 +331,7 @@ def speedup_range(
 
 
 def training_memory(
-    parts: Parts, target_bytes: int, shape: Shape, vocabulary: int, num_steps: int, num_tokens: int
+    parts: ParameterCounts, target_bytes: int, shape: ModelShape, vocabulary: int, num_steps: int, num_tokens: int
 ) -> dict[str, int]:
     """Device memory of online training by part, roughly: the draft is counted with gradients and AdamW in float32.
 

@@ -38,7 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_head("eagle3", head_of("eagle3", target, {"draft_vocabulary": ids}), path / "eagle3")
     save_head("eagle3", head_of("eagle3", target, NARROW), path / "narrow")
     save_head("eagle", head_of("eagle", target, {}), path / "eagle")
-    save_head("mtp", build_head("mtp", target, init="scratch"), path / "mtp")
+    save_head("mtp", build_head("mtp", target), path / "mtp")
     return path
 
 

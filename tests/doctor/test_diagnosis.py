@@ -22,7 +22,7 @@ from specdistill.targets.frozen import FrozenTarget
 from tests.memorised import LENGTH, NUM_TOKENS, PROMPT, memorise
 from tests.tiny import tiny_target_model, tiny_tokenizer
 
-OF_MTP: dict[str, Any] = {"num_steps": 300, "init": "scratch"}
+OF_MTP: dict[str, Any] = {"num_steps": 300}
 IDS = "eagle_aux_hidden_state_layer_ids"
 Change = Callable[[dict[str, Any], dict[str, Tensor]], None]
 

@@ -34,7 +34,7 @@ eval_run = load_script("eval/run.py")
 def made(method: str, target: FrozenTarget) -> Any:
     if method == "draft_model":
         return create_draft_model(target, init="layers", num_layers=1)
-    return build_head(method, target, **({"init": "scratch"} if method == "mtp" else {}))
+    return build_head(method, target)
 
 
 @pytest.fixture(scope="module")
@@ -76,9 +76,11 @@ def test_every_command_names_both_targets(
     assert main(["doctor", f"draft={draft}", f"target={folder / 'target'}", "decode=false"]) == ExitCode.DONE
     capsys.readouterr()
     assert main(["doctor", f"draft={draft}", f"target={other}"]) == ExitCode.CHECK_FAILED
-    said = capsys.readouterr().out
-    assert f"{draft}, a draft for {folder / 'target'} (" in said and f"a draft for {other} (" in said and "1 problem" in said
-    assert "acceptance length" not in said
+    output = capsys.readouterr().out
+    assert (
+        f"{draft}, a draft for {folder / 'target'} (" in output and f"a draft for {other} (" in output and "1 problem" in output
+    )
+    assert "acceptance length" not in output
     assert main(["export", f"draft={draft}", f"target={other}", "engine=vllm", f"output_dir={out}"]) == ExitCode.USER_ERROR
     keys = [f"target={other}", f"draft={draft}", f"method={method}", "suite=pico-short", f"output_dir={out}"]
     options = {"shorthands": eval_run.SHORTHANDS, "without_recipe": ["train.output_dir=runs/eval"]}
@@ -132,15 +134,17 @@ def test_a_layer_merged_into_its_target_keeps_the_record(tmp_path: Path, capsys:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_draft_continues_in_float32_whatever_its_file_holds(method: str, folder: Path, tmp_path: Path) -> None:
+def test_a_trained_draft_continues_in_float32_whatever_its_file_holds(method: str, folder: Path, tmp_path: Path) -> None:
     target = FrozenTarget.load(str(folder / "target"))
     draft = tmp_path / "bfloat16"
-    save_draft(implementation(method), target, made(method, target).bfloat16(), draft)
-    options = {"mtp": {"init": "scratch"}}.get(method, {"init": str(draft)})
+    trained = made(method, target).bfloat16()
+    save_draft(implementation(method), target, trained, draft)
     keys = [f"method={method}", f"target.model={folder / 'target'}", f"train.output_dir={tmp_path / 'run'}"]
     rows = Dataset.from_dict({"input_ids": [[5, 6, 7, 8]]})
-    recipe = load_recipe(Recipe, [*keys, *(f"draft.{name}={value}" for name, value in options.items())])
-    assert {tensor.dtype for tensor in create_draft(recipe, target, rows).parameters()} == {torch.float32}
+    continued = create_draft(load_recipe(Recipe, [*keys, f"draft.init={draft}"]), target, rows)
+    assert {tensor.dtype for tensor in continued.parameters()} == {torch.float32}
+    own = {name: tensor for name, tensor in trained.named_parameters() if name not in getattr(trained, "shared", ())}
+    assert all(torch.equal(continued.get_parameter(name), tensor.float()) for name, tensor in own.items())
 
 
 def test_a_draft_that_began_as_another_targets_is_for_the_one_it_was_trained_on(folder: Path, tmp_path: Path) -> None:
@@ -166,7 +170,7 @@ def test_another_projects_draft_model_with_another_tokenizer_is_found_without_de
 
 
 @pytest.mark.parametrize("section", ["pico", {}, {"target": {"weights": "1"}}, {"target": "pico"}])
-def test_a_record_that_is_none_is_refused(section: Any, folder: Path, tmp_path: Path) -> None:
+def test_an_invalid_record_is_refused(section: Any, folder: Path, tmp_path: Path) -> None:
     draft = shutil.copytree(folder / "eagle", tmp_path / "draft")
     config = json.loads((draft / "config.json").read_text())
     (draft / "config.json").write_text(json.dumps({**config, SECTION: section}))

@@ -178,7 +178,7 @@ def test_what_a_recipe_leaves_to_be_given_is_not_filled_by_a_default():
         ("target.model=[1", "target.model", "'[1'"),
         ("target.model=${nowhere}", "target.model", "Interpolation key 'nowhere' not found"),
         ("target.dtype=flaot32", "target.dtype", "'flaot32'"),
-        ("method=eagle4", "method", "'eagle4'"),
+        ("method=eagle4", "method", "eagle4"),
         ("eval.num_speculative_tokens=0", "eval.num_speculative_tokens", "0"),
         ("eval.temperature=-0.5", "eval.temperature", "-0.5"),
         ("eval.temperature=.nan", "eval.temperature", "nan"),

@@ -60,7 +60,7 @@ def trainer(
             save_draft_model(draft, target.tokenizer, folder)
 
     else:
-        draft = build_head(method, target, **({"init": "scratch"} if method == "mtp" else {}))
+        draft = build_head(method, target)
         objective = TrainingTimeTest(draft, forward_kl, 4, step_decay=0.8)
         save = partial(save_head, method)  # type: ignore[assignment]
     optimizer = MuonAdamW(draft, arguments.learning_rate)

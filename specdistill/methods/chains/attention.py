@@ -55,7 +55,7 @@ class UnrollKVCache:
 class ChainAttention(torch.autograd.Function):
     """(query [S, N, d], cumulative_lengths, longest, window, key_0 [S, G, d], value_0 [S, G, e], key_1, value_1, ...) -> [S, N, e].
 
-    `window` is step 0's. Kept for backward beside keys and values: query, output, log-sum-exp and the weights of the chain.
+    `window` is step 0's. Kept for backward in addition to keys and values: query, output, log-sum-exp and the weights of the chain.
     """
 
     @staticmethod

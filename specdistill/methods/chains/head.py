@@ -16,17 +16,17 @@ from torch import Tensor, nn
 from specdistill.errors import UserError
 from specdistill.methods.checkpoint import ROPE_TYPES
 from specdistill.methods.layers import KVCache, check_window
-from specdistill.methods.sizes import shape_of
+from specdistill.methods.sizes import ParameterCounts, shape_of
 from specdistill.recipe.fields import default_of
 from specdistill.targets.anatomy import LogitsHead
 from specdistill.targets.frozen import Features, FrozenTarget
 
 T = TypeVar("T", bound=nn.Module)
-OF_PARALLEL_DRAFTS = {"mask_hidden", "hidden_norm.weight"}  # tensors that P-EAGLE's and DFlash's drafts have beside a head's
+OF_PARALLEL_DRAFTS = {"mask_hidden", "hidden_norm.weight"}  # tensors of P-EAGLE's and DFlash's drafts that heads do not have
 
 
 def drafts_chains(names: Set[str]) -> bool:
-    """Whether a draft with tensors of these names drafts one token a pass, as far as they say."""
+    """Whether a draft with tensors of these names drafts one token per pass, as far as they say."""
     return not names & OF_PARALLEL_DRAFTS
 
 
@@ -34,7 +34,7 @@ class Head(Protocol):
     """An nn.Module with these.
 
     config: `vocab_size` V, `num_layers` and `sliding_window` (positions; None for all of them) are read.
-    aux_layers: the target's layers it reads beside the last.
+    aux_layers: the target's layers it reads in addition to the last.
     shared: names of tensors that are the target's own: neither trained nor saved.
     logits: [..., H] -> [..., W], over the draft vocabulary; the target's own head scales and caps them as the target does.
     target_ids_W: the target's id of each draft token, ascending.
@@ -63,8 +63,9 @@ class Head(Protocol):
         ...
 
 
-def head_shape(target: FrozenTarget, **sizes: Any) -> dict[str, Any]:
-    """The fields of `HeadShape` from the sizes of a recipe (see `HeadSizes`): what was asked for, and for the rest what the target has.
+def head_shape(target: FrozenTarget, **options: Any) -> dict[str, Any]:
+    """The fields of a head's config from the keys of a recipe (see `HeadSizes.shape`): those that are not None, and for the rest of
+    `HeadShape` what the target has.
 
     Raises UserError for a target without RMS norms and one rotary embedding, and for heads that cannot be shared out evenly.
     """
@@ -81,7 +82,7 @@ def head_shape(target: FrozenTarget, **sizes: Any) -> dict[str, Any]:
         what = " and ".join(lacking) or f"rope_parameters {rope}"
         got = f"{target.name}, a {source.model_type} with{'out' * bool(lacking)} {what}"
         raise UserError("target.model", got=got, expected=f"RMS norms and one rotary embedding ({', '.join(ROPE_TYPES)})")
-    asked = {name: size for name, size in sizes.items() if size is not None}
+    asked = {name: size for name, size in options.items() if size is not None}
     shape = {**vars(shape_of(source)), "num_layers": 1, **asked}
     heads, key_value_heads = shape["num_attention_heads"], shape["num_key_value_heads"]
     if heads % key_value_heads:
@@ -96,6 +97,14 @@ def head_shape(target: FrozenTarget, **sizes: Any) -> dict[str, Any]:
         "bos_token_id": source.bos_token_id,
         "eos_token_id": source.eos_token_id,
     }
+
+
+def parameter_counts(head: Any, once_per_round: Set[str] = frozenset()) -> ParameterCounts:
+    """Of a head's tensors, which need have no content. once_per_round: those that a draft step does not read."""
+    sizes = {name: parameter.numel() for name, parameter in head.named_parameters()}
+    copied = sum(sizes[name] for name in head.shared)
+    read = sum(size for name, size in sizes.items() if name != "embed_tokens.weight" and name not in once_per_round)
+    return ParameterCounts(sum(sizes.values()) - copied, read, head.config.num_layers, copied)
 
 
 def initialized(head: Callable[[], T], seed: int) -> T:

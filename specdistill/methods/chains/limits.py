@@ -40,7 +40,7 @@ LAYERS_OUT_OF_ORDER = Limit(
 WIDTH_OF_FC_INPUT = Limit(
     "a state as wide as what fc reads",
     lambda head: len(head.aux_layers) * head.target_hidden_size == head.hidden_size,
-    "different widths: of equal ones fc is left out",
+    "different widths: with equal ones fc is omitted",
 )
 SCALED_ROPE = Limit("scaled rotary frequencies", lambda head: head.rope_scaling is not None, "plain ones")
 FC_BIAS = Limit("a bias in fc", lambda head: head.fc_bias, "a head without one")

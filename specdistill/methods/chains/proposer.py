@@ -150,9 +150,9 @@ class BatchHead:
 
     def propose(self, state: BatchState, k: int, sampling: Sampling, generators: Generators) -> list[Proposal]:
         head, counts = self.proposer.head, state.num_fresh
-        committed = [len(text) - 1 for text in state.token_ids]
+        committed = [len(ids) - 1 for ids in state.token_ids]
         assert self.cache.lengths == [length - count for length, count in zip(committed, counts, strict=True)]
-        fresh_ids = padded([text[-count:] for text, count in zip(state.token_ids, counts, strict=True)], self.proposer.device)
+        fresh_ids = padded([ids[-count:] for ids, count in zip(state.token_ids, counts, strict=True)], self.proposer.device)
 
         def forward(next_ids_BT: Tensor, hidden_BTH: Tensor) -> tuple[Tensor, Tensor]:
             new = counts if next_ids_BT is fresh_ids else [1] * len(counts)

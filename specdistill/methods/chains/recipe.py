@@ -10,14 +10,14 @@ from specdistill.recipe.fields import Section, option, section
 from specdistill.recipe.sections import HiddenStatesConfig
 
 
-class HeadDraft(Section):
+class HeadDraftConfig(Section):
     """The unroll and the initialization of a head."""
 
     ttt_steps: int = option(5, "steps the training-time test unrolls; 1 is plain EAGLE, more is HASS", ge=1)
     init: str | None = option(None, "initialization: the folder of a trained head; null: fresh weights")
 
 
-class HeadSizes(HeadDraft):
+class HeadSizes(HeadDraftConfig):
     """Sizes of a fresh EAGLE head; null takes the target's."""
 
     num_layers: int = option(1, "decoder layers of the head", ge=1)
@@ -32,15 +32,15 @@ class HeadSizes(HeadDraft):
         return self.model_dump(exclude={"vocab_size", "ttt_steps", "init", "train_head"})
 
 
-class HeadLoss(Section):
+class HeadLossConfig(Section):
     divergence: Any = option("forward_kl", DIVERGENCE)
     step_decay: float = option(0.8, "weight of unroll step k is step_decay ** k", ge=0, le=1)
     temperature: float = option(1.0, "divides both sets of logits", ge=0.01)
 
 
 class HeadRecipe(TrainedRecipe):
-    draft: HeadDraft = section(HeadDraft)
-    loss: HeadLoss = section(HeadLoss)
+    draft: HeadDraftConfig = section(HeadDraftConfig)
+    loss: HeadLossConfig = section(HeadLossConfig)
     hidden_states: HiddenStatesConfig = section(HiddenStatesConfig)
 
     @property

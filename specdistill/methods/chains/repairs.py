@@ -18,7 +18,7 @@ from specdistill.methods.contract import Simulation
 from specdistill.methods.layers import Rotary
 from specdistill.targets.frozen import FrozenTarget
 
-Repair = tuple[Any, ...]  # a cause, and what undoes it: a function of a head, and its other arguments
+Repair = tuple[Any, ...]  # a cause, and what reverts it: a function of a head, and its other arguments
 LIKELY_CAUSES = ("the features it was trained on came from elsewhere (other layers, quantised, before the final norm)",)
 
 

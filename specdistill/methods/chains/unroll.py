@@ -41,7 +41,7 @@ class TrainingTimeTest(nn.Module):
     Args:
         num_steps: K.
         step_decay: step k counts step_decay ** k.
-        feature_weight: how much SmoothL1 to the target's next feature counts, a mean over its elements, beside the divergence.
+        feature_weight: how much SmoothL1 to the target's next feature counts, a mean over its elements, in addition to the divergence.
         noise: at most this much is added to each element of the first hidden state, uniformly, in training.
     """
 
@@ -138,7 +138,7 @@ class TrainingTimeTest(nn.Module):
             rows.append(before(normed, loss_positions, 2 + k))
             has_loss.append(loss_rows(position_ids, loss_positions, ahead=2 + k))
             if self.feature_weight:
-                # What the head gave back, beside the target's feature 1 + k positions on: a mean over H, summed over the loss tokens
+                # What the head gave back, against the target's feature 1 + k positions on: a mean over H, summed over the loss tokens
                 pair_RH = before(hidden, loss_positions, 2 + k).float(), soft_targets.hidden_RD.float()
                 error_R = F.smooth_l1_loss(*pair_RH, reduction="none").mean(-1)
                 errors = errors + self.step_weights[k] * (error_R * has_loss[k]).sum()

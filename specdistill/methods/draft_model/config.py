@@ -86,3 +86,6 @@ class Recipe(TrainedRecipe):
             expected = "0: with loss.labels=hard the target does not score what the draft generates"
             raise UserError("on_policy.fraction", got=self.on_policy.fraction, expected=expected)
         return self
+
+
+RECIPE = Recipe

@@ -33,7 +33,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from specdistill.errors import UserError
 from specdistill.methods.draft_model.checkpoint import INITIALIZATIONS, check_attention, load_alike
-from specdistill.methods.sizes import Shape, shape_of, weights_read
+from specdistill.methods.sizes import ModelShape, shape_of, weights_read
 from specdistill.targets.frozen import FrozenTarget
 from specdistill.targets.sharding import whole
 
@@ -78,7 +78,7 @@ def create_draft_model(
         max_parameters: with no size given, the shape is proposed to fit; the draft is refused when it has more.
         calibration: token ids [R, T] that `width` measures activations on.
         allow_larger: warn of a draft with more parameters than the target instead of refusing it.
-        sizes: the fields of `Shape`. None takes the target's (a quarter of its layers), unless `max_parameters` decides.
+        sizes: the fields of `ModelShape`. None takes the target's (a quarter of its layers), unless `max_parameters` decides.
 
     Raises UserError for settings that do not fit each other or the target.
     """
@@ -119,7 +119,7 @@ def with_lora(
         raise UserError("draft.lora.target_modules", got=target_modules, expected=expected) from error
 
 
-def from_scratch(target: PreTrainedModel, shape: Shape, seed: int = 0) -> PreTrainedModel:
+def from_scratch(target: PreTrainedModel, shape: ModelShape, seed: int = 0) -> PreTrainedModel:
     """Fresh weights in the target's architecture and vocabulary, as transformers initializes them. float32."""
     if shape.num_attention_heads % shape.num_key_value_heads:
         got = f"{shape.num_key_value_heads} for {shape.num_attention_heads} attention heads"
@@ -127,7 +127,7 @@ def from_scratch(target: PreTrainedModel, shape: Shape, seed: int = 0) -> PreTra
     return resized(target, shape, seed=seed)
 
 
-def propose_shape(target: PreTrainedModel, max_parameters: int) -> Shape:
+def propose_shape(target: PreTrainedModel, max_parameters: int) -> ModelShape:
     """The widest shape of which SHALLOWEST layers fit the budget, then as many layers as fit, up to the target's.
 
     Widths are sixteenths of the target's, with its proportions. Raises UserError when not even the narrowest fits.
@@ -147,7 +147,7 @@ def step_ratio(target: PreTrainedModel, draft: PreTrainedModel) -> float:
     return max(weights, layers)
 
 
-def on_meta(config: Any, shape: Shape) -> PreTrainedModel:
+def on_meta(config: Any, shape: ModelShape) -> PreTrainedModel:
     """A model of a config in another shape, without weights, to be counted."""
     with torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(reshaped(config, shape))
@@ -182,13 +182,13 @@ def _from_target(
     return from_width(target.model, calibration, shape)
 
 
-def _shallowest(target: PreTrainedModel) -> Shape:
+def _shallowest(target: PreTrainedModel) -> ModelShape:
     """The target's shape with the fewest layers that a draft is given unasked."""
     whole = shape_of(target.config)
     return replace(whole, num_layers=min(SHALLOWEST, whole.num_layers))
 
 
-def _deepened(target: PreTrainedModel, shape: Shape, max_parameters: int) -> Shape:
+def _deepened(target: PreTrainedModel, shape: ModelShape, max_parameters: int) -> ModelShape:
     """A shape with as many layers as fit the budget, none fewer than it has and none more than the target has."""
     smallest = _count_parameters(target, shape)
     per_layer = _count_parameters(target, replace(shape, num_layers=shape.num_layers + 1)) - smallest
@@ -214,11 +214,11 @@ def _check_size(draft: PreTrainedModel, target: FrozenTarget, max_parameters: in
         logger.warning(f"{got}: it cannot pay unless its steps are cheaper than its size says")
 
 
-def _count_parameters(target: PreTrainedModel, shape: Shape) -> int:
+def _count_parameters(target: PreTrainedModel, shape: ModelShape) -> int:
     return int(on_meta(target.config, shape).num_parameters())
 
 
-def _narrowed(whole: Shape, sixteenths: int) -> Shape:
+def _narrowed(whole: ModelShape, sixteenths: int) -> ModelShape:
     """A shape cut to n sixteenths: widths a multiple of 8, as many query heads to a key/value head as before."""
     share = whole.num_attention_heads // whole.num_key_value_heads
     groups = max(1, round(whole.num_key_value_heads * sixteenths / 16))
@@ -236,7 +236,7 @@ def evenly_spaced(num_layers: int, keep: int) -> list[int]:
     return [round(index * (num_layers - 1) / max(keep - 1, 1)) for index in range(keep)]
 
 
-def reshaped(config: Any, shape: Shape) -> Any:
+def reshaped(config: Any, shape: ModelShape) -> Any:
     """A copy of a config with other sizes. Where layers differ in kind, each keeps the kind found at its relative depth.
 
     Its attention is the class's own: the target's may have no backward pass, or none in float32.
@@ -252,7 +252,7 @@ def reshaped(config: Any, shape: Shape) -> Any:
 
 
 def resized(
-    target: PreTrainedModel, shape: Shape, weights: dict[str, Tensor] | None = None, *, seed: int = 0
+    target: PreTrainedModel, shape: ModelShape, weights: dict[str, Tensor] | None = None, *, seed: int = 0
 ) -> PreTrainedModel:
     """A model of the target's class in another shape, with these weights (all of them, and no other) or fresh ones. float32."""
     config = reshaped(target.config, shape)
@@ -281,7 +281,7 @@ def from_layers(target: PreTrainedModel, num_layers: int) -> PreTrainedModel:
     return resized(target, replace(shape, num_layers=num_layers), _layers_of(target, kept))
 
 
-def from_width(target: PreTrainedModel, calibration_ids_RT: Tensor, shape: Shape) -> PreTrainedModel:
+def from_width(target: PreTrainedModel, calibration_ids_RT: Tensor, shape: ModelShape) -> PreTrainedModel:
     """The target cut to `shape` by activation norms over the calibration rows (see the module). float32; with nothing cut, the target.
 
     Raises UserError for a size above the target's, another head_dim, or heads that cannot be shared out evenly.
@@ -311,7 +311,7 @@ class ActivationNorms:
     inner_LI: Tensor
     heads_LN: Tensor
 
-    def kept_entries(self, axis: str, layer: int, shape: Shape, whole: Shape) -> Tensor:
+    def kept_entries(self, axis: str, layer: int, shape: ModelShape, whole: ModelShape) -> Tensor:
         """Which entries of a layer's `inner`, `query` or `key` axis stay, in order."""
         if axis == "inner":
             return _largest(self.inner_LI[layer], shape.intermediate_size)
@@ -366,7 +366,7 @@ def _suffix(name: str) -> str:
     return ".".join(name.split(".")[-2:])
 
 
-def _kept_layers(whole: Shape, num_layers: int) -> list[int]:
+def _kept_layers(whole: ModelShape, num_layers: int) -> list[int]:
     if not 1 <= num_layers <= whole.num_layers:
         raise UserError("draft.num_layers", got=num_layers, expected=f"1 to {whole.num_layers}, as many as the target has")
     return evenly_spaced(whole.num_layers, num_layers)
@@ -386,7 +386,7 @@ def _layers_of(target: PreTrainedModel, kept: list[int]) -> dict[str, Tensor]:
     return weights
 
 
-def _check_narrower(shape: Shape, whole: Shape) -> None:
+def _check_narrower(shape: ModelShape, whole: ModelShape) -> None:
     """Every size at most the target's, heads shared out evenly, head_dim the target's."""
     for name, size in vars(shape).items():
         if not 1 <= size <= getattr(whole, name):

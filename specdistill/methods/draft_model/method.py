@@ -28,7 +28,7 @@ from specdistill.targets.loading import read_tokenizer, read_without_weights
 CALIBRATION_ROWS = 16  # rows of training data whose activations say what a pruned width keeps
 # Of the target's parameters; published draft models have 2 % (arXiv 2403.00858) to 10 % (arXiv 2402.01528).
 SHARE = 1 / 16
-PUBLISHED = sizes.Published(
+PUBLISHED = sizes.PublishedFigures(
     (1 - 1 / 2.01, 0.76),
     "AL 2.01 (68M for Vicuna-33B, not distilled, Spec-Bench; K not stated, so alpha is at least 1 - 1/AL) to alpha 0.76 (160M for "
     "Vicuna-7B, distilled on the domain it serves, OSD, ICML 2024)",
@@ -105,7 +105,7 @@ def _width(model: Any) -> int:
 
 def planned(target: sizes.Described, given: sizes.Described | None, settings: dict[str, Any]) -> sizes.PlannedDraft:
     """The model that is given, in the sizes of the target's own recipe, or in the shape proposed for SHARE."""
-    given_sizes = {name: settings[name] for name in sizes.Shape.__annotations__ if name in settings}
+    given_sizes = {name: settings[name] for name in sizes.ModelShape.__annotations__ if name in settings}
     if given:
         model = given.model
     else:
@@ -113,7 +113,7 @@ def planned(target: sizes.Described, given: sizes.Described | None, settings: di
         proposed = None if given_sizes else propose_shape(target.model, int(target.parameters * SHARE))
         model = on_meta(target.model.config, proposed or replace(sizes.shape_of(target.text), **given_sizes))
     shape = sizes.shape_of(model.config.get_text_config())
-    parts = sizes.Parts(int(model.num_parameters()), sizes.weights_read(model), shape.num_layers)
+    parts = sizes.ParameterCounts(int(model.num_parameters()), sizes.weights_read(model), shape.num_layers)
     keys = ("draft.init=width", "draft.num_layers=null", f"draft.max_parameters={parts.parameters}")
     note = "a smaller language model with a head of its own"
     return sizes.PlannedDraft(parts, shape, target.text.vocab_size, note, PUBLISHED, cache_size(model), keys)

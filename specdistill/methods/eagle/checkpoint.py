@@ -1,7 +1,7 @@
 """EAGLE-1 checkpoints: a folder of config.json and weights, in the layout that SafeAILab ships and vLLM wraps.
 
 The config is that of a one-layer Llama with `bias`, which SafeAILab takes for true when it is absent; a `fc.bias` of zeros is read as
-none, whatever the config says. Embedding and head are the target's: left out here, checked against it in files that hold them
+none, whatever the config says. Embedding and head are the target's: omitted here, checked against it in files that hold them
 (SafeAILab's do).
 """
 
@@ -18,7 +18,7 @@ from specdistill.engines.engine import HeadExport, Layout
 from specdistill.errors import UserError
 from specdistill.methods import checkpoint
 from specdistill.methods.eagle.module import EagleConfig, EagleDraft
-from specdistill.targets.files import EMBEDDING, TargetFiles, needed
+from specdistill.targets.files import TargetFiles, needed
 from specdistill.targets.frozen import FrozenTarget
 
 WHAT = "an EAGLE-1 head"
@@ -50,37 +50,32 @@ def load_eagle(folder: Path | str, target: FrozenTarget, *, key: str = "eval.dra
     return draft
 
 
-def read_eagle(folder: Path, target: checkpoint.Target | None, *, key: str) -> tuple[EagleConfig, dict[str, Tensor]]:
+def read_eagle(folder: Path, target: checkpoint.AnyTarget | None, *, key: str) -> tuple[EagleConfig, dict[str, Tensor]]:
     """A head's config and tensors, checked against each other; it may bring copies of the target's embedding and head, or not.
 
     Raises UserError as `load_eagle` does.
     """
-    tensors = checkpoint.read_tensors(folder, key)
-    config = check_eagle(folder, tensors, target, key=key, name=folder)
-    if not config.fc_bias:
-        tensors.pop("fc.bias", None)
-    return config, tensors
+    return check_eagle(folder, checkpoint.read_tensors(folder, key), target, key=key, name=folder)
 
 
 def check_eagle(
-    folder: Path, tensors: Mapping[str, Tensor], target: checkpoint.Target | None, *, key: str, name: Path | str
-) -> EagleConfig:
-    """A head's config, checked against the target's sizes and the names and shapes of its tensors, which need have no content.
-
-    Without content, an `fc.bias` is taken for zeros where the config says that there is none. Raises UserError as `read_eagle` does.
+    folder: Path, tensors: Mapping[str, Tensor], target: checkpoint.AnyTarget | None, *, key: str, name: Path | str
+) -> tuple[EagleConfig, dict[str, Tensor]]:
+    """As `read_eagle`, of tensors that need have no content: an `fc.bias` is then taken for zeros where the config says that there is
+    none.
     """
-    raw = checkpoint.read_config(folder, key)
-    config = config_from_json(raw.get("model", raw), key)
+    config = config_from_json(checkpoint.read_config(folder, key), key)
     if target is not None:
         checkpoint.check_fit({"hidden_size": config.hidden_size, "vocab_size": config.vocab_size}, target, name, key)
+    tensors = dict(tensors)
     bias = tensors.get("fc.bias")
     if bias is not None and not (config.fc_bias if bias.is_meta else bias.any()):
-        tensors = {each: tensor for each, tensor in tensors.items() if each != "fc.bias"}
+        del tensors["fc.bias"]
         config = dataclasses.replace(config, fc_bias=False)
     with torch.device("meta"):
         expected = EagleDraft(config).state_dict()
     checkpoint.check_tensors(expected, tensors, name, key, what=WHAT, optional=EagleDraft.shared)
-    return config
+    return config, tensors
 
 
 def export(
@@ -97,12 +92,8 @@ def export(
     dtype = checkpoint.stored_dtype(tensors.values())
     if layout.fc_bias:
         tensors.setdefault("fc.bias", torch.zeros(config.hidden_size, dtype=dtype))
-    if layout.needs_target:
-        target = needed(target, layout.needs_target)
-        tensors[EMBEDDING] = target.tensor(EMBEDDING).to(dtype)
-    described = layout.config(HeadExport(_llama(config, dtype), config, target, num_speculative_tokens))
-    with checkpoint.new_folder(output) as partial:
-        checkpoint.write_draft(partial, described, tensors)
+    head = HeadExport(_llama(config, dtype), config, target, num_speculative_tokens)
+    checkpoint.write_head(output, layout, head, tensors)
 
 
 def config_to_json(config: EagleConfig, dtype: torch.dtype) -> dict[str, Any]:
@@ -111,7 +102,8 @@ def config_to_json(config: EagleConfig, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def config_from_json(raw: Mapping[str, Any], key: str) -> EagleConfig:
-    """The inverse of `config_to_json`."""
+    """The inverse of `config_to_json`, also for a config that vLLM wraps."""
+    raw = raw.get("model", raw)
     return EagleConfig(
         **checkpoint.shape_from_json({**raw, "logit_scale": None}, key, what=WHAT),
         fc_bias=raw.get("bias", True),

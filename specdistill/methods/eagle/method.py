@@ -3,20 +3,22 @@
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+
 from specdistill.methods import sizes
 from specdistill.methods.chains import repairs
-from specdistill.methods.chains.head import create_head, drafts_chains
+from specdistill.methods.chains.head import create_head, drafts_chains, head_shape, parameter_counts
 from specdistill.methods.chains.proposer import proposer_loader
 from specdistill.methods.chains.unroll import objective
 from specdistill.methods.contract import Implementation
 from specdistill.methods.eagle.checkpoint import check_eagle, config_from_json, export, load_eagle, read_eagle, save_eagle
-from specdistill.methods.eagle.module import EagleDraft, build_eagle, eagle_config
+from specdistill.methods.eagle.module import EagleConfig, EagleDraft, build_eagle
 from specdistill.statistics.theory import alpha_from_acceptance_length
 from specdistill.targets.frozen import FrozenTarget
 
 TENSORS = {"fc.weight", "layers.0.self_attn.q_proj.weight"}
 ARCHITECTURES = {"LlamaForCausalLMEagle", "EagleLlamaForCausalLM"}
-PUBLISHED = sizes.Published(
+PUBLISHED = sizes.PublishedFigures(
     (alpha_from_acceptance_length(2.47, 7), alpha_from_acceptance_length(2.10, 2)),
     "AL 2.10 at K = 2 to 2.47 at K = 7 (Llama-3.1-8B, MT-bench, vLLM issue 20780)",
     68_000 * sizes.TOKENS_PER_SAMPLE,
@@ -53,20 +55,14 @@ def planned(target: sizes.Described, given: sizes.Described | None, settings: di
     note = "reads the last hidden state, borrows the target's head"
 
     def build(full: FrozenTarget) -> EagleDraft:
-        draft = EagleDraft(eagle_config(full, **vars(shape)))
+        draft = EagleDraft(EagleConfig(**head_shape(full, **vars(shape)), logit_scale=full.logits.scale))
         draft.borrow(full)
         return draft
 
-    cache = sizes.cache_of_head(shape, given)
-    parts, counted = eagle_head(shape, vocabulary), {"ttt_steps": 1}
-    return sizes.PlannedDraft(parts, shape, vocabulary, note, PUBLISHED, cache, keys, counted, build=build)
-
-
-def eagle_head(shape: sizes.Shape, vocab_size: int) -> sizes.Parts:
-    """EAGLE-1 (arXiv 2401.15077): fc [H, 2H] and layers, the first without its input norm; embedding and head are the target's."""
-    hidden, table = shape.hidden_size, vocab_size * shape.hidden_size
-    parameters = 2 * hidden**2 + shape.num_layers * sizes.layer_parameters(shape, hidden) - hidden
-    return sizes.Parts(parameters, parameters + table, shape.num_layers, copied=2 * table)
+    with torch.device("meta"):
+        parts = parameter_counts(EagleDraft(EagleConfig(vocab_size=vocabulary, **vars(shape))))
+    cache, counted_with = sizes.cache_of_head(shape, given), {"ttt_steps": 1}
+    return sizes.PlannedDraft(parts, shape, vocabulary, note, PUBLISHED, cache, keys, counted_with, build=build)
 
 
 METHOD = Implementation(
@@ -76,13 +72,12 @@ METHOD = Implementation(
     create=lambda recipe, target, rows: create_head(recipe, target, build_eagle, load_eagle),
     save=lambda draft, target, folder: save_eagle(draft, folder),
     objective=objective,
-    head_shape=lambda config, num_layers: config_from_json(config.get("model", config), "draft"),
+    head_shape=lambda config, num_layers: config_from_json(config, "draft"),
     inspect=lambda folder, target: read_eagle(folder, target, key="draft")[0],
     check=check_eagle,
     simulation=repairs.simulation(likely_causes),
     likely_causes=repairs.LIKELY_CAUSES,
     planned=planned,
     is_described=is_described,
-    num_layers=lambda config: config.get("model", config).get("num_hidden_layers"),
     export=export,
 )

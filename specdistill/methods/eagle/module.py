@@ -13,6 +13,7 @@ head is the target's: lm_head, and the scale or the cap that its class gives to 
 """
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -69,14 +70,9 @@ class EagleDraft(nn.Module):
         return hidden, hidden
 
 
-def eagle_config(target: FrozenTarget, *, fc_bias: bool = False, **sizes: int | None) -> EagleConfig:
-    """Of a head as wide as its target. Raises UserError when the attention heads cannot be shared out evenly."""
-    return EagleConfig(**head_shape(target, **sizes), fc_bias=fc_bias, logit_scale=target.logits.scale)
-
-
-def build_eagle(target: FrozenTarget, *, fc_bias: bool = False, seed: int = 0, **sizes: int | None) -> EagleDraft:
-    """A head before training, with the `sizes` of a recipe (see specdistill.methods.recipe)."""
-    config = eagle_config(target, fc_bias=fc_bias, **sizes)
+def build_eagle(target: FrozenTarget, *, seed: int = 0, **options: Any) -> EagleDraft:
+    """A head before training, as wide as its target. options: of `EagleDraftConfig.shape`; raises as `head_shape`."""
+    config = EagleConfig(**head_shape(target, **options), logit_scale=target.logits.scale)
     draft = initialized(lambda: EagleDraft(config), seed)
     draft.borrow(target)
     return draft.to(target.device)

@@ -4,8 +4,8 @@ speculators; written in the one that SpecForge and SGLang share, and by `specdis
 What goes over the edge here and nowhere else:
 - the first layer is `layers.0` inside; files call it that or `midlayer`, and old ones call the norms of EAGLE-3.1 low, mid and high;
 - auxiliary layers count "after L layers" inside. So does a file's top-level `eagle_aux_hidden_state_layer_ids`; the list of that name
-  in `eagle_config` counts L - 1. It is left out when the layers are the default ones, which every engine then computes alike;
-- the embedding is left out when it is the target's; `d2t` and `t2d` are left out when the vocabulary is not pruned (vLLM refuses them);
+  in `eagle_config` counts L - 1. It is omitted when the layers are the default ones, which every engine then computes alike;
+- the embedding is omitted when it is the target's; `d2t` and `t2d` are omitted when the vocabulary is not pruned (vLLM refuses them);
 - speculators keeps a Llama's keys in `transformer_layer_config`; where it does not state `norm_before_residual`, vLLM takes true.
 """
 
@@ -47,10 +47,13 @@ FIXED = {
 
 def save_eagle3(draft: Eagle3Draft, folder: Path) -> None:
     """Write the head; `load_eagle3` reads it back bit for bit."""
-    left_out = draft.shared | (set() if draft.config.prunes_vocabulary else {"d2t", "t2d"})
     tensors = {
-        name.replace("layers.0.", "midlayer."): tensor for name, tensor in draft.state_dict().items() if name not in left_out
+        name.replace("layers.0.", "midlayer."): tensor
+        for name, tensor in draft.state_dict().items()
+        if name not in {*draft.shared, "d2t"}
     }
+    if draft.config.prunes_vocabulary:
+        tensors |= vocabulary_maps(draft.config, draft.d2t.cpu())
     checkpoint.write_draft(folder, config_to_json(draft.config, draft.fc.weight.dtype), tensors)
 
 
@@ -68,21 +71,17 @@ def load_eagle3(folder: Path | str, target: FrozenTarget, *, key: str = "eval.dr
         tensors.setdefault(name, target.tensor(name))
     draft = Eagle3Draft(config)
     checkpoint.fill(draft, tensors, dtype)
-    if config.prunes_vocabulary:
-        draft.set_vocabulary(draft.target_ids_W)
     return draft
 
 
-def read_eagle3(folder: Path, target: checkpoint.Target | None, *, key: str) -> tuple[Eagle3Config, dict[str, Tensor]]:
+def read_eagle3(folder: Path, target: checkpoint.AnyTarget | None, *, key: str) -> tuple[Eagle3Config, dict[str, Tensor]]:
     """A head's config and its tensors by the names they have here, without `t2d` (which follows from `d2t`), and without `d2t` when the
-    vocabulary is whole. A file may leave out what is the target's: the embedding, and the head of a whole vocabulary.
+    vocabulary is whole. A file may omit what is the target's: the embedding, and the head of a whole vocabulary.
 
-    An embedding that is a copy of the target's, perhaps in another dtype, is left out; the config says when it is the head's own. The
+    An embedding that is a copy of the target's, perhaps in another dtype, is dropped; the config says when it is the head's own. The
     target is needed where the config does not say how deep it is. Raises UserError as `load_eagle3` does.
     """
-    raw = checkpoint.read_config(folder, key)
-    config = checked_config(raw, target, key=key, name=folder)
-    tensors = renamed(config, checkpoint.read_tensors(folder, key), key=key, name=folder)
+    config, tensors = check_eagle3(folder, checkpoint.read_tensors(folder, key), target, key=key, name=folder)
     tensors.pop("t2d", None)
     if "d2t" in tensors:
         ids = torch.arange(config.draft_vocab_size) + tensors["d2t"]
@@ -101,26 +100,16 @@ def read_eagle3(folder: Path, target: checkpoint.Target | None, *, key: str) -> 
 
 
 def check_eagle3(
-    folder: Path, tensors: Mapping[str, Tensor], target: TargetFiles | None, *, key: str, name: Path | str
-) -> None:
-    """As `read_eagle3`, but for the values of the tensors, which need have no content."""
-    renamed(checked_config(checkpoint.read_config(folder, key), target, key=key, name=name), tensors, key=key, name=name)
-
-
-def checked_config(raw: Mapping[str, Any], target: checkpoint.Target | None, *, key: str, name: Path | str) -> Eagle3Config:
-    """What a config.json says of a head. Raises UserError for what heads do not have here, and for another target's sizes."""
-    config = config_from_json(raw, None if target is None else target.num_layers, key)
+    folder: Path, tensors: Mapping[str, Tensor], target: checkpoint.AnyTarget | None, *, key: str, name: Path | str
+) -> tuple[Eagle3Config, dict[str, Tensor]]:
+    """As `read_eagle3`, but for the values of the tensors, which need have no content. All tensors are returned."""
+    config = config_from_json(checkpoint.read_config(folder, key), None if target is None else target.num_layers, key)
     if target is not None:
         sizes = {"target_hidden_size": config.target_hidden_size, "vocab_size": config.vocab_size}
         checkpoint.check_fit(sizes | {"num_target_layers": config.target_num_layers}, target, name, key)
     if not all(0 <= layer <= config.target_num_layers for layer in config.aux_layers):
         got = f"{name} with auxiliary layers {list(config.aux_layers)}"
         raise UserError(key, got=got, expected=f"0..{config.target_num_layers}")
-    return config
-
-
-def renamed(config: Eagle3Config, tensors: Mapping[str, Tensor], *, key: str, name: Path | str) -> dict[str, Tensor]:
-    """A file's tensors by the names they have here. Raises UserError unless they are those of a head with this config."""
     result: dict[str, Tensor] = {}
     for in_file, tensor in tensors.items():
         here = in_file
@@ -130,13 +119,13 @@ def renamed(config: Eagle3Config, tensors: Mapping[str, Tensor], *, key: str, na
             raise UserError(key, got=f"{name} with {in_file} and {here}", expected="one name for each tensor")
         result[here] = tensor
     with torch.device("meta"):
-        expected = Eagle3Draft(config).state_dict()
+        expected = Eagle3Draft(config).state_dict() | {"t2d": torch.empty(config.vocab_size, dtype=torch.bool)}
     own_width = config.hidden_size != config.target_hidden_size
     optional = {"t2d"} | (set() if own_width else {EMBEDDING})
     if not config.prunes_vocabulary:
         optional |= {"d2t"} | (set() if own_width else {HEAD})
     checkpoint.check_tensors(expected, result, name, key, what=WHAT, optional=optional)
-    return result
+    return config, result
 
 
 def export(
@@ -149,18 +138,18 @@ def export(
     layout.check(engine, config, draft)
     dtype = checkpoint.stored_dtype(tensors.values())
     if HEAD not in tensors:
-        tensors[HEAD] = needed(target, f"{draft} leaves out {HEAD}").tensor(HEAD).to(dtype)
+        tensors[HEAD] = needed(target, f"{draft} has no {HEAD}").tensor(HEAD).to(dtype)
     if config.prunes_vocabulary:
-        ids = torch.arange(config.draft_vocab_size) + tensors["d2t"]
-        tensors |= {"d2t": tensors["d2t"].long(), "t2d": torch.isin(torch.arange(config.vocab_size), ids)}
-    if layout.needs_target:
-        target = needed(target, layout.needs_target)
-        if EMBEDDING not in tensors:
-            tensors[EMBEDDING] = target.tensor(EMBEDDING).to(dtype)
-    described = layout.config(HeadExport(checkpoint.shape_to_json(config, dtype), config, target, num_speculative_tokens))
-    with checkpoint.new_folder(output) as partial:
-        named = {name.replace("layers.0.", layout.first_layer): tensor for name, tensor in tensors.items()}
-        checkpoint.write_draft(partial, described, named)
+        tensors |= vocabulary_maps(config, tensors["d2t"])
+    head = HeadExport(checkpoint.shape_to_json(config, dtype), config, target, num_speculative_tokens)
+    named = {name.replace("layers.0.", layout.first_layer): tensor for name, tensor in tensors.items()}
+    checkpoint.write_head(output, layout, head, named)
+
+
+def vocabulary_maps(config: Eagle3Config, d2t_W: Tensor) -> dict[str, Tensor]:
+    """d2t [W] int64, offsets from draft ids to target ids, and t2d [V] bool, the target tokens that the head can propose."""
+    target_ids = torch.arange(config.draft_vocab_size) + d2t_W
+    return {"d2t": d2t_W.long(), "t2d": torch.isin(torch.arange(config.vocab_size), target_ids)}
 
 
 def config_to_json(config: Eagle3Config, dtype: torch.dtype) -> dict[str, Any]:

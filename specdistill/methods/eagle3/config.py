@@ -4,7 +4,7 @@ from specdistill.methods.chains.recipe import HeadRecipe, HeadSizes
 from specdistill.recipe.fields import option, section
 
 
-class Draft(HeadSizes):
+class Eagle3DraftConfig(HeadSizes):
     aux_layers: list[int] | None = option(None, "target layers read, counted as 'after L layers'; null: [2, n//2, n-3]")
     vocab_size: int | None = option(None, "draft vocabulary, the target's most frequent tokens; null: all of them", ge=1)
     hidden_size: int | None = option(None, "null: the target's", ge=1)
@@ -16,5 +16,8 @@ class Draft(HeadSizes):
     norm_before_residual: bool = option(False, "take the residual after the hidden norm; SGLang cannot express true")
 
 
-class Recipe(HeadRecipe):
-    draft: Draft = section(Draft)
+class Eagle3Recipe(HeadRecipe):
+    draft: Eagle3DraftConfig = section(Eagle3DraftConfig)
+
+
+RECIPE = Eagle3Recipe

@@ -12,20 +12,20 @@ from specdistill.engines.loader import engine_aux_layers
 from specdistill.errors import UserError
 from specdistill.methods import sizes
 from specdistill.methods.chains import repairs
-from specdistill.methods.chains.head import create_head, drafts_chains
+from specdistill.methods.chains.head import create_head, drafts_chains, parameter_counts
 from specdistill.methods.chains.proposer import proposer_loader
 from specdistill.methods.chains.unroll import objective
 from specdistill.methods.contract import Implementation
 from specdistill.methods.eagle3.checkpoint import check_eagle3, config_from_json, export, load_eagle3, read_eagle3, save_eagle3
-from specdistill.methods.eagle3.config import Recipe
-from specdistill.methods.eagle3.module import Eagle3Draft, build_eagle3, check_aux_layers, eagle3_config
+from specdistill.methods.eagle3.config import Eagle3Recipe
+from specdistill.methods.eagle3.module import Eagle3Config, Eagle3Draft, build_eagle3, eagle3_config
 from specdistill.rows.packing import draft_vocabulary
 from specdistill.statistics.theory import alpha_from_acceptance_length
 from specdistill.targets.frozen import FrozenTarget
 
 TENSORS = ({"fc.weight", "midlayer.hidden_norm.weight"}, {"fc.weight", "layers.0.hidden_norm.weight"})
 ARCHITECTURES = {"LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator"}
-PUBLISHED = sizes.Published(
+PUBLISHED = sizes.PublishedFigures(
     (alpha_from_acceptance_length(2.26, 3), alpha_from_acceptance_length(3.08, 4)),
     "AL 2.26 at K = 3 (Qwen3-8B, vLLM's acceptance test) to 3.08 at K = 4 (Llama-3.1-8B, vLLM issue 20780), MT-bench; "
     "up to 5.3 on mathematics and code, K = 7 (arXiv 2607.05147)",
@@ -39,9 +39,7 @@ def is_named(config: Any, names: Any) -> bool:
     return drafts_chains(names) and (bool(named) or any(name.startswith("midlayer.") for name in names))
 
 
-def create(recipe: Recipe, target: FrozenTarget, rows: Dataset) -> Any:
-    check_aux_layers(recipe.draft.aux_layers, target.num_layers)
-
+def create(recipe: Eagle3Recipe, target: FrozenTarget, rows: Dataset) -> Any:
     def build(target: FrozenTarget, **options: Any) -> Eagle3Draft:
         vocabulary = draft_vocabulary(rows, target.vocab_size, recipe.draft.vocab_size)
         return build_eagle3(target, draft_vocabulary=vocabulary, **options)
@@ -112,7 +110,7 @@ def planned(target: sizes.Described, given: sizes.Described | None, settings: di
     width = settings.get("vocab_size") or (vocabulary if settings else min(vocabulary, sizes.DRAFT_VOCABULARY))
     if given:
         width, num_aux = given.raw.get("draft_vocab_size") or vocabulary, given.raw.get("num_aux_hidden_states") or 3
-    parts = eagle3_head(shape, vocabulary, width, hidden_size, num_aux)
+    parts = counted(shape, vocabulary, width, hidden_size, num_aux)
     borrows_head = given is not None and not given.raw.get("draft_vocab_size") and shape.hidden_size == hidden_size
     if borrows_head:  # as ModelOpt writes heads for the whole vocabulary
         parts = replace(parts, parameters=parts.parameters - width * hidden_size)
@@ -126,20 +124,20 @@ def planned(target: sizes.Described, given: sizes.Described | None, settings: di
     return sizes.PlannedDraft(parts, shape, width, note, PUBLISHED, sizes.cache_of_head(shape, given), keys, build=build)
 
 
-def eagle3_head(
-    shape: sizes.Shape, vocab_size: int, draft_vocab_size: int, target_hidden_size: int, num_aux: int = 3
-) -> sizes.Parts:
-    """EAGLE-3 (arXiv 2503.01840): fc [H, A·D], a first layer that reads 2H, two more norms, its own head [W, H].
-
-    A step reads all but fc, which runs once a round. The embedding is the target's unless the widths differ.
-    """
-    hidden = shape.hidden_size
-    layers = sizes.layer_parameters(shape, 2 * hidden) + (shape.num_layers - 1) * sizes.layer_parameters(shape, hidden)
-    read = layers + 2 * hidden + draft_vocab_size * hidden
-    table = vocab_size * hidden
-    shared = hidden == target_hidden_size
-    parameters = num_aux * target_hidden_size * hidden + read + (0 if shared else table)
-    return sizes.Parts(parameters, read, shape.num_layers, copied=table if shared else 0)
+def counted(
+    shape: sizes.ModelShape, vocab_size: int, draft_vocab_size: int, target_hidden_size: int, num_aux: int = 3
+) -> sizes.ParameterCounts:
+    """The parameters of a head without norms before fc, which runs once per round."""
+    config = Eagle3Config(
+        **vars(shape),
+        vocab_size=vocab_size,
+        draft_vocab_size=draft_vocab_size,
+        target_hidden_size=target_hidden_size,
+        aux_layers=tuple(range(num_aux)),
+        target_num_layers=num_aux,
+    )
+    with torch.device("meta"):
+        return parameter_counts(Eagle3Draft(config), once_per_round={"fc.weight"})
 
 
 METHOD = Implementation(
@@ -157,9 +155,6 @@ METHOD = Implementation(
     planned=planned,
     is_described=lambda draft, target: (
         "eagle3" in draft.calls_itself or bool({"draft_vocab_size", "eagle_config"} & draft.raw.keys())
-    ),
-    num_layers=lambda config: (config.get("transformer_layer_config") or config.get("model") or config).get(
-        "num_hidden_layers"
     ),
     export=export,
 )

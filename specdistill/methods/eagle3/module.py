@@ -80,7 +80,6 @@ class Eagle3Draft(nn.Module):
     """The head. The embedding is a frozen copy of the target's, unless the widths differ (then it is the draft's own and trains)."""
 
     d2t: Tensor
-    t2d: Tensor
 
     def __init__(self, config: Eagle3Config) -> None:
         super().__init__()
@@ -97,9 +96,8 @@ class Eagle3Draft(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
         self.rotary = Rotary(config)
-        # d2t [W] int64: offset from draft id to target id. t2d [V] bool: target tokens the draft can propose.
+        # d2t [W] int64: offset from draft id to target id.
         self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
-        self.register_buffer("t2d", torch.arange(config.vocab_size) < config.draft_vocab_size)
 
     @property
     def logits(self) -> LogitsHead:
@@ -117,12 +115,6 @@ class Eagle3Draft(nn.Module):
     def target_ids_W(self) -> Tensor:
         """The target's id of each draft token."""
         return torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
-
-    def set_vocabulary(self, target_ids: Tensor) -> None:
-        """Choose the draft vocabulary: sorted target ids [W] int64."""
-        assert target_ids.shape == self.d2t.shape and bool((target_ids.diff() > 0).all()), target_ids
-        self.d2t.copy_(target_ids - torch.arange(len(target_ids), device=target_ids.device))
-        self.t2d.zero_()[target_ids] = True
 
     def fuse(self, features: Features) -> Tensor:
         """A auxiliary features [B, T, D] -> the first hidden state [B, T, H]."""
@@ -149,25 +141,15 @@ class Eagle3Draft(nn.Module):
 
 
 def eagle3_config(
-    target: FrozenTarget,
-    draft_vocab_size: int,
-    *,
-    aux_layers: list[int] | None = None,
-    fc_norm: bool = False,
-    norm_output: bool = False,
-    norm_before_residual: bool = False,
-    **sizes: int | None,
+    target: FrozenTarget, draft_vocab_size: int, *, aux_layers: list[int] | None = None, **options: Any
 ) -> Eagle3Config:
-    """Of a head with these keys of a recipe. Raises UserError when a layer to read does not exist or heads cannot be shared out evenly."""
+    """Of a head with these keys of a recipe. Raises UserError for a layer to read that does not exist, and as `head_shape`."""
     return Eagle3Config(
-        **head_shape(target, **sizes),
+        **head_shape(target, **options),
         draft_vocab_size=draft_vocab_size,
         target_hidden_size=target.hidden_size,
         aux_layers=tuple(check_aux_layers(aux_layers, target.num_layers)),
         target_num_layers=target.num_layers,
-        fc_norm=fc_norm,
-        norm_output=norm_output,
-        norm_before_residual=norm_before_residual,
     )
 
 
@@ -177,7 +159,7 @@ def build_eagle3(target: FrozenTarget, *, draft_vocabulary: Tensor | None = None
     target.features(torch.zeros(1, 1, dtype=torch.long, device=target.device), config.aux_layers)  # which may refuse
     draft = initialized(lambda: Eagle3Draft(config), seed)
     if draft_vocabulary is not None:
-        draft.set_vocabulary(draft_vocabulary)
+        draft.d2t.copy_(draft_vocabulary - torch.arange(len(draft_vocabulary), device=draft_vocabulary.device))
     if config.hidden_size == target.hidden_size:  # the draft then starts in the target's own space
         with torch.no_grad():
             draft.embed_tokens.weight.copy_(target.model.get_input_embeddings().weight)

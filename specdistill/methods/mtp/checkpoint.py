@@ -16,14 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers.utils.hub import cached_file
 
 from specdistill.engines.engine import Layout
 from specdistill.errors import UserError
-from specdistill.methods.checkpoint import check_new, check_tensors, link, new_folder, read_config, read_tensors, write_draft
+from specdistill.methods.checkpoint import check_tensors, link, new_folder, read_config, read_tensors, write_draft
 from specdistill.methods.mtp import tensor_names
 from specdistill.methods.mtp.module import MtpDraft
 from specdistill.methods.mtp.tensor_names import NATIVE_KEYS, Naming, depth_key, has_fused_experts, naming_of
@@ -71,16 +69,13 @@ def _initialize(draft: MtpDraft, target: FrozenTarget, seed: int) -> None:
 
 
 def _fill_from_target(draft: MtpDraft, target: FrozenTarget) -> None:
-    """The layer of the target's checkpoint, which transformers leaves out at load. It shares embedding and head with the target."""
+    """The layer of the target's checkpoint, which transformers does not load. It shares embedding and head with the target."""
     got = f"null, and {target.name} has no multi-token-prediction weights"
     nothing = UserError("draft.init", got=got, expected="scratch, or the folder of a trained draft")
-    where = target.model.config.name_or_path
-    if not where:  # a model that came from no checkpoint
+    if target.files is None:  # a model made in memory
         raise nothing
-    if not Path(where).is_dir():  # it came from the Hub, whose files are in the cache by now
-        where = str(Path(cached_file(where, "config.json", revision=target.revision) or where).parent)
-    shards = Shards.open(Path(where), "target.model")
-    naming, prefix = native_layer(shards.file_of, target.config.model_type, target.num_layers, where)
+    shards = Shards.open(target.files.fetch("config.json", INDEX, SINGLE), "target.model", complete=False)
+    naming, prefix = native_layer(shards.file_of, target.config.model_type, target.num_layers, target.name)
     if prefix is None:
         raise nothing
     tensors = shards.load(name for name in shards.file_of if naming.owns(name, prefix))
@@ -101,17 +96,24 @@ def native_layer(names: Collection[str], model_type: str, num_layers: int, targe
     return naming, prefix
 
 
-def check_native(tensors: Mapping[str, Tensor], target: TargetFiles) -> None:
-    """Raises UserError unless a target's checkpoint holds a layer that fits it. The tensors need have no content."""
-    text = target.text_config
-    naming, prefix = native_layer(tensors.keys(), str(text.get("model_type")), target.num_layers, target.name)
+def check_native(shapes: Mapping[str, torch.Size], target: TargetFiles) -> int:
+    """How many tensors the layer in a target's own checkpoint has. shapes: of all tensors of the checkpoint, by name.
+
+    Raises UserError when there is no such layer, or when it is not what engines load: the norms and the projection, and a
+    decoder layer with the names and shapes of the target's own last one.
+    """
+    text, last = target.text_config, f".layers.{target.num_layers - 1}."
+    naming, prefix = native_layer(shapes.keys(), str(text.get("model_type")), target.num_layers, target.name)
     if prefix is None:
         stated = next((f", though its config.json says {key} {text[key]}" for key in NATIVE_KEYS if text.get(key)), "")
-        got = f"{target.name}, which has no multi-token-prediction weights{stated}"
+        got = f"{target.name}, whose files have no layer that predicts further tokens{stated}"
         raise UserError(
             "target.model", got=got, expected="a target that comes with such a layer, or draft=…, one that was trained"
         )
-    _check_parts(tensors, naming, prefix, target, target.name, "target.model")
+    decoder = {f".{name}".partition(last)[2]: shape for name, shape in shapes.items() if last in f".{name}"}
+    expected = {prefix + naming.layer + end: shape for end, shape in decoder.items()}
+    _check_shapes(shapes, _surroundings(naming, prefix, target.hidden_size) | expected, target.name, "target.model")
+    return sum(naming.owns(name, prefix) for name in shapes)
 
 
 def check_mtp(folder: Path, tensors: Mapping[str, Tensor], target: TargetFiles | None, *, key: str, name: Path | str) -> None:
@@ -123,22 +125,24 @@ def check_mtp(folder: Path, tensors: Mapping[str, Tensor], target: TargetFiles |
     prefix = naming.prefix(target.num_layers)
     if strange := next((each for each in tensors if not naming.owns(each, prefix)), None):
         raise UserError(key, got=f"{name} with {strange}", expected=f"the tensors of one layer, {prefix}… ({naming.name})")
-    _check_parts(tensors, naming, prefix, target, name, key)
+    shapes = {each: tensor.shape for each, tensor in tensors.items()}
+    _check_shapes(shapes, _surroundings(naming, prefix, target.hidden_size), name, key)
 
 
-def _check_parts(
-    tensors: Mapping[str, Tensor], naming: Naming, prefix: str, target: TargetFiles, name: Path | str, key: str
-) -> None:
-    """Raises UserError unless what surrounds the decoder layer is as wide as the target: fc [H, 2H] and norms of H."""
-    size = target.hidden_size
-    for part, there in naming.names.items():
-        shape, expected = (
-            getattr(tensors.get(prefix + there), "shape", None),
-            (size, 2 * size) if part == "fc.weight" else (size,),
-        )
-        if shape is None or tuple(shape) != expected:
-            got = f"{name} {'without' if shape is None else 'with'} {prefix}{there}{'' if shape is None else f' of shape {tuple(shape)}'}"
-            raise UserError(key, got=got, expected=f"one of shape {expected}")
+def _surroundings(naming: Naming, prefix: str, size: int) -> dict[str, torch.Size]:
+    """Shapes of what surrounds the decoder layer, by names in files: fc [H, 2H] and norms of H."""
+    return {
+        prefix + there: torch.Size((size, 2 * size) if part == "fc.weight" else (size,)) for part, there in naming.names.items()
+    }
+
+
+def _check_shapes(shapes: Mapping[str, torch.Size], expected: Mapping[str, torch.Size], name: Path | str, key: str) -> None:
+    """Raises UserError for the first expected tensor that is missing or has another shape."""
+    for tensor, shape in expected.items():
+        found = shapes.get(tensor)
+        if found != shape:
+            got = f"{name} without {tensor}" if found is None else f"{name} with {tensor} of shape {tuple(found)}"
+            raise UserError(key, got=got, expected=f"one of shape {tuple(shape)}")
 
 
 def _fill(
@@ -148,34 +152,6 @@ def _fill(
     expected = naming.to_file(draft.state_dict(), prefix, fused=has_fused_experts(tensors))
     check_tensors(expected, tensors, source, key, what="one multi-token-prediction layer")
     draft.load_state_dict(naming.from_file(tensors, prefix), assign=assign)
-
-
-def check_native_layer(target: TargetFiles) -> int:
-    """How many tensors the layer in a target's own checkpoint has.
-
-    Raises UserError when there is no such layer, or when it is not what engines load: the norms and the projection, and a
-    decoder layer with the names and shapes of the target's own last one.
-    """
-    text, naming = target.text_config, naming_of(str(target.text_config.get("model_type")))
-    shards = Shards.open(target.fetch("config.json", INDEX, SINGLE), "target.model", complete=False)
-    prefix = naming.find_prefix(shards.file_of, target.num_layers)
-    if prefix is None:
-        got = f"{target.name}, whose files have no layer that predicts further tokens"
-        raise UserError("target.model", got=got, expected=f"the names of {naming.name}")
-    last = f"layers.{target.num_layers - 1}."
-    own = {name.partition(last)[2]: name for name in shards.file_of if f".{last}" in f".{name}"}
-    expected = {prefix + naming.layer + end: name for end, name in own.items()}
-    missing = sorted((expected.keys() | {prefix + name for name in naming.names.values()}) - shards.file_of.keys())
-    if missing:
-        raise UserError("target.model", got=f"{target.name} without {', '.join(missing[:3])}", expected="a whole layer")
-    layers = shards.shapes([*expected, *expected.values()])
-    fuse, width = prefix + naming.names["fc.weight"], int(text["hidden_size"])
-    wanted = {fuse: torch.Size((width, 2 * width))} | {name: layers[own] for name, own in expected.items() if own in layers}
-    for name, shape in shards.shapes(wanted).items():
-        if shape != wanted[name]:
-            got = f"{target.name} with {name} of shape {tuple(shape)}"
-            raise UserError("target.model", got=got, expected=f"{tuple(wanted[name])}")
-    return sum(naming.owns(name, prefix) for name in shards.file_of)
 
 
 def save_mtp(draft: MtpDraft, folder: Path) -> None:
@@ -240,7 +216,6 @@ def merge_mtp_weights(draft: Path, target: Path, output: Path) -> None:
     already has, or the checkpoint is quantized or disagrees with its index; ResourceError when writing fails. Nothing is left
     behind then.
     """
-    check_new(output)
     checkpoint = Shards.open(target, "target.model")
     checkpoint.check()
     config, draft_config = checkpoint.config(), read_config(draft, "draft")
@@ -251,7 +226,6 @@ def merge_mtp_weights(draft: Path, target: Path, output: Path) -> None:
         if text.get(depth) != 1:
             text[depth] = 1
             (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        Shards.open(partial, "output_dir").check()
 
 
 def _tensors(draft: Path, draft_config: dict[str, Any], checkpoint: Shards, config: dict[str, Any]) -> dict[str, Tensor]:
@@ -259,7 +233,7 @@ def _tensors(draft: Path, draft_config: dict[str, Any], checkpoint: Shards, conf
     target, text = checkpoint.folder, config.get("text_config") or config
     if config.get("quantization_config") or text.get("quantization_config"):
         raise UserError("target.model", got=f"{target}, which is quantized", expected="a checkpoint in floating point")
-    # A config.json may leave out what is its model's default.
+    # A config.json may omit what is its model's default.
     check_fit(draft_config, (draft_config.get("text_config") or {}) | text, draft, "draft", str(target))
     naming, num_layers = naming_of(draft_config["text_config"]["model_type"]), draft_config["text_config"]["num_hidden_layers"]
     shards, draft_prefix = Shards.open(draft, "draft"), naming.prefix(num_layers)
@@ -310,12 +284,8 @@ def _write(checkpoint: Shards, merged: dict[str, Tensor], folder: Path) -> None:
         link(path, folder / inside) if path.suffix == ".safetensors" else shutil.copy2(path, folder / inside)
     for file in sorted(rewritten):
         kept = [name for name, place in checkpoint.file_of.items() if place == file and name not in merged]
-        metadata = {"format": "pt"}
-        if (checkpoint.folder / file).is_file():
-            with safe_open(checkpoint.folder / file, framework="pt") as weights:
-                metadata = weights.metadata() or metadata
         added = {name: tensor.contiguous() for name, tensor in merged.items() if file_of[name] == file}
-        save_file(checkpoint.load(kept) | added, folder / file, metadata=metadata)
+        save_file(checkpoint.load(kept) | added, folder / file, metadata={"format": "pt"})
     if sharded:
         index = json.loads((checkpoint.folder / INDEX).read_text(encoding="utf-8"))
         index["weight_map"] = file_of

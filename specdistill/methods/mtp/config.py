@@ -1,16 +1,19 @@
 """The recipe of multi-token-prediction layers, whose shape is the target's own."""
 
-from specdistill.methods.chains.recipe import HeadDraft, HeadRecipe
+from specdistill.methods.chains.recipe import HeadDraftConfig, HeadRecipe
 from specdistill.recipe.fields import option, section
 
 
-class Draft(HeadDraft):
+class MtpDraftConfig(HeadDraftConfig):
     init: str | None = option(
         None, "initialization: scratch, or the folder of a trained draft; null: the layer that the target's checkpoint has"
     )
 
 
-class Recipe(HeadRecipe):
+class MtpRecipe(HeadRecipe):
     FRESH = ("scratch",)
 
-    draft: Draft = section(Draft)
+    draft: MtpDraftConfig = section(MtpDraftConfig)
+
+
+RECIPE = MtpRecipe

@@ -30,14 +30,14 @@ from specdistill.targets.cache_size import CacheSize
 from specdistill.targets.files import TargetFiles
 from specdistill.targets.frozen import FrozenTarget
 
-PUBLISHED = sizes.Published(
+PUBLISHED = sizes.PublishedFigures(
     (alpha_from_acceptance_length(2.95, 3), alpha_from_acceptance_length(3.23, 3)),
     "AL 2.95 (Qwen3.5-4B, the floor that vllm-project/speculators tests) to 3.23 (Qwen3.5-9B tuned on GSM8K, same source) at "
     "K = 3; DeepSeek-V3's first draft token is accepted at 0.85 to 0.90 (arXiv 2412.19437)",
     5_000 * sizes.TOKENS_PER_SAMPLE,
     "5k conversations tune it to a domain (vllm-project/speculators); it comes trained with the target",
 )
-FRESH = sizes.Published(None, "none is published for a fresh layer on a frozen target", None, "none is published")
+FRESH = sizes.PublishedFigures(None, "none is published for a fresh layer on a frozen target", None, "none is published")
 
 
 def inspect(folder: Path, target: TargetFiles | None) -> None:
@@ -94,14 +94,14 @@ def _cache(target: sizes.Described) -> CacheSize | None:
     return CacheSize((full[-1],)) if full else None
 
 
-def mtp_head(hidden_size: int, vocab_size: int, layer: int, layer_read: float, num_layers: int = 1) -> sizes.Parts:
+def mtp_head(hidden_size: int, vocab_size: int, layer: int, layer_read: float, num_layers: int = 1) -> sizes.ParameterCounts:
     """Multi-token prediction (arXiv 2412.19437): each layer is fc [H, 2H], three norms and a decoder layer of the target's own kind.
 
     layer, layer_read: the decoder layer's parameters, and those that one token reads. A step runs one of `num_layers`; embedding and head
     are the target's.
     """
     fuse, table = 2 * hidden_size**2 + 3 * hidden_size, vocab_size * hidden_size
-    return sizes.Parts(num_layers * (fuse + layer), fuse + layer_read + table, 1, copied=2 * table)
+    return sizes.ParameterCounts(num_layers * (fuse + layer), fuse + layer_read + table, 1, copied=2 * table)
 
 
 METHOD = Implementation(

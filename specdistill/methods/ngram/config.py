@@ -72,3 +72,6 @@ class Recipe(recipe.Recipe):
         if self.eval.draft is not None:
             raise UserError("eval.draft", got=f"{self.eval.draft} with method ngram", expected="no such key: it has no draft")
         return self
+
+
+RECIPE = Recipe

@@ -26,7 +26,7 @@ from specdistill.statistics.theory import alpha_from_acceptance_length
 from specdistill.targets.frozen import FrozenTarget
 
 DEFAULTS = Ngram()
-PUBLISHED = sizes.Published(
+PUBLISHED = sizes.PublishedFigures(
     (alpha_from_acceptance_length(1.54, 10), alpha_from_acceptance_length(1.75, 10)),
     "AL 1.54 (Vicuna-33B) to 1.75 (Vicuna-7B), prompt look-up on Spec-Bench, K taken as 10",
     0,
@@ -97,7 +97,7 @@ def load_proposer(folder: Path | None, target: FrozenTarget, *, key: str, ngram:
 def planned(target: sizes.Described, given: sizes.Described | None, settings: dict[str, Any]) -> sizes.PlannedDraft:
     """No weights, and nothing to train."""
     note = "looks the last tokens up in the sequence so far"
-    return sizes.PlannedDraft(sizes.Parts(0, 0, 0), None, target.text.vocab_size, note, PUBLISHED)
+    return sizes.PlannedDraft(sizes.ParameterCounts(0, 0, 0), None, target.text.vocab_size, note, PUBLISHED)
 
 
 METHOD = Implementation(load_proposer=load_proposer, planned=planned, num_layers=lambda config: None)

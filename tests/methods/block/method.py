@@ -18,14 +18,14 @@ from specdistill.losses.chunked import head_loss
 from specdistill.losses.divergence import acceptance, forward_kl
 from specdistill.methods.checkpoint import read_tensors, write_draft
 from specdistill.methods.contract import Implementation, Simulation
-from specdistill.methods.sizes import Described, Parts, PlannedDraft, Published
+from specdistill.methods.sizes import Described, ParameterCounts, PlannedDraft, PublishedFigures
 from specdistill.targets.anatomy import LogitsHead
 from specdistill.targets.packed_rows import Documents
 from specdistill.training.objective import Soft, SoftTargets, StepSums
 
 
 class Block(nn.Module):
-    """Slot k of a block after x_a predicts x_{a+1+k} from x_a, its own embedding, and the mean of those of the slots beside it."""
+    """Slot k of a block after x_a predicts x_{a+1+k} from x_a, its own embedding, and the mean of those of the slots of its block."""
 
     def __init__(self, vocab_size: int, hidden_size: int, block_size: int) -> None:
         super().__init__()
@@ -152,8 +152,8 @@ def load_proposer(folder: Path, target, *, key: str) -> BlockProposer:
 
 
 def planned(target: Described, given: Described | None, settings: dict[str, Any]) -> PlannedDraft:
-    published = Published(None, "none is published", None, "none is published")
-    return PlannedDraft(Parts(1, 0, 0), None, target.text.vocab_size, "drafts a block in one pass", published)
+    published = PublishedFigures(None, "none is published", None, "none is published")
+    return PlannedDraft(ParameterCounts(1, 0, 0), None, target.text.vocab_size, "drafts a block in one pass", published)
 
 
 def swapped(draft: Block, target):

@@ -84,14 +84,14 @@ def check(like: Tensor, shape: str, window: int | None, of_outputs: float, of_gr
 
 
 @pytest.fixture(params=["kernel", "products"])
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the CPU's kernel, and as on a device without one; in blocks that are shorter than documents."""
     monkeypatch.setattr(packed_attention, "ROWS", 3)
     if request.param == "products":
         monkeypatch.setattr(packed_attention, "_fused", lambda query: False)
 
 
-@pytest.mark.usefixtures("way")
+@pytest.mark.usefixtures("implementation")
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("window", WINDOWS)
 def test_outputs_and_gradients_are_torchs_over_all_keys(shape: str, window: int | None) -> None:
@@ -99,7 +99,7 @@ def test_outputs_and_gradients_are_torchs_over_all_keys(shape: str, window: int 
     check(torch.empty(0, dtype=torch.float64), shape, window, of_outputs=1e-12, of_gradients=1e-12)
 
 
-@pytest.mark.usefixtures("way")
+@pytest.mark.usefixtures("implementation")
 @pytest.mark.parametrize("window", [None, 9])
 def test_sixteen_bits_are_near(window: int | None) -> None:
     check(torch.empty(0, dtype=torch.bfloat16), "grouped", window, of_outputs=1e-2, of_gradients=2e-2)

@@ -19,7 +19,7 @@ from specdistill.methods.draft_model.create import (
     propose_shape,
     step_ratio,
 )
-from specdistill.methods.sizes import Shape, parameters_read, shape_of, weights_read
+from specdistill.methods.sizes import ModelShape, parameters_read, shape_of, weights_read
 from specdistill.targets.frozen import FrozenTarget
 from tests.families import OTHERS, write_model
 from tests.refusals import refused
@@ -92,7 +92,7 @@ def test_width_drops_what_is_silent_and_nothing_else() -> None:
     whole = shape_of(model.config)
     channels, inner = torch.arange(0, 64, 2), torch.arange(0, 96, 3)
     silence(model, channels, inner)
-    draft = from_width(model, IDS, Shape(whole.num_layers, 32, 64, 2, 1, 16))
+    draft = from_width(model, IDS, ModelShape(whole.num_layers, 32, 64, 2, 1, 16))
     with torch.no_grad():
         for name, parameter in draft.named_parameters():
             if name.endswith(("layernorm.weight", "model.norm.weight")):
@@ -102,7 +102,7 @@ def test_width_drops_what_is_silent_and_nothing_else() -> None:
 
 
 def test_heads_of_a_group_are_cut_alike() -> None:
-    draft = from_width(qwen(), IDS, Shape(5, 64, 96, 2, 2, 16))
+    draft = from_width(qwen(), IDS, ModelShape(5, 64, 96, 2, 2, 16))
     attention = draft.model.layers[0].self_attn
     assert attention.q_proj.weight.shape == attention.k_proj.weight.shape == (32, 64)
     assert torch.isfinite(logits(draft)).all()
@@ -111,21 +111,21 @@ def test_heads_of_a_group_are_cut_alike() -> None:
 @pytest.mark.parametrize(
     ("shape", "key"),
     [
-        (Shape(6, 64, 96, 4, 2, 16), "num_layers"),
-        (Shape(2, 128, 96, 4, 2, 16), "hidden_size"),
-        (Shape(2, 64, 97, 4, 2, 16), "intermediate_size"),
-        (Shape(2, 64, 96, 3, 2, 16), "num_attention_heads"),
-        (Shape(2, 64, 96, 4, 1, 16), "num_attention_heads"),
-        (Shape(2, 64, 96, 4, 2, 8), "head_dim"),
+        (ModelShape(6, 64, 96, 4, 2, 16), "num_layers"),
+        (ModelShape(2, 128, 96, 4, 2, 16), "hidden_size"),
+        (ModelShape(2, 64, 97, 4, 2, 16), "intermediate_size"),
+        (ModelShape(2, 64, 96, 3, 2, 16), "num_attention_heads"),
+        (ModelShape(2, 64, 96, 4, 1, 16), "num_attention_heads"),
+        (ModelShape(2, 64, 96, 4, 2, 8), "head_dim"),
     ],
 )
-def test_a_shape_that_cannot_be_cut_out_is_refused(shape: Shape, key: str) -> None:
+def test_a_shape_that_cannot_be_cut_out_is_refused(shape: ModelShape, key: str) -> None:
     with refused(f"draft.{key}"):
         from_width(qwen(), IDS, shape)
 
 
 def test_scratch_follows_shape_and_seed(model: PreTrainedModel) -> None:
-    shape = Shape(2, 32, 48, 2, 1, 16)
+    shape = ModelShape(2, 32, 48, 2, 1, 16)
     one, same, other = (from_scratch(model, shape, seed) for seed in (1, 1, 2))
     assert shape_of(one.config) == shape and logits(one).shape == (2, 24, 260)
     assert torch.equal(logits(one), logits(same)) and not torch.equal(logits(one), logits(other))
@@ -151,7 +151,7 @@ def test_a_step_costs_the_larger_share() -> None:
     table = target.get_input_embeddings().weight.numel()
     share = (layers.num_parameters() - table) / (target.num_parameters() - table)
     assert step_ratio(target, layers) == pytest.approx(share) and share > 0.5
-    thin = from_scratch(target, Shape(4, 8, 8, 2, 1, 32))
+    thin = from_scratch(target, ModelShape(4, 8, 8, 2, 1, 32))
     assert step_ratio(target, thin) == 1  # as deep as the target
     tied = qwen()
     assert step_ratio(tied, from_layers(tied, 1)) == pytest.approx(
@@ -226,7 +226,7 @@ def test_a_target_for_text_and_images_takes_a_trained_draft_alone(tmp_path: Path
 
 
 def test_save_and_load_are_bit_equal(target: FrozenTarget, model: PreTrainedModel, tmp_path: Path) -> None:
-    draft = from_width(model, IDS, Shape(2, 32, 48, 2, 1, shape_of(model.config).head_dim))
+    draft = from_width(model, IDS, ModelShape(2, 32, 48, 2, 1, shape_of(model.config).head_dim))
     save_draft_model(draft, target.tokenizer, tmp_path)
     loaded, tokenizer = load_draft_model(tmp_path, key="draft.init")
     assert torch.equal(logits(loaded), logits(draft)) and tokenizer.get_vocab() == target.tokenizer.get_vocab()

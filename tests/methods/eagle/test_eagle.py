@@ -18,6 +18,7 @@ from specdistill.methods.eagle.module import EagleDraft, build_eagle
 from specdistill.methods.eagle.serving import SERVING
 from specdistill.rows.packing import indexed
 from specdistill.targets.frozen import FrozenTarget
+from tests.export import layouts
 from tests.heads import causal, document_rows
 from tests.refusals import refused
 from tests.targets.architectures import tiny_model
@@ -35,19 +36,7 @@ def rewrite(folder: Path, tensors: dict[str, torch.Tensor] | None = None, **conf
 def test_tensors_are_those_that_engines_load(target: FrozenTarget, tmp_path: Path) -> None:
     save_eagle(build_eagle(target), tmp_path)
     shapes = {name: tuple(tensor.shape) for name, tensor in load_file(tmp_path / "model.safetensors").items()}
-    size, source = target.hidden_size, target.config
-    heads, groups, inner = source.num_attention_heads * 32, source.num_key_value_heads * 32, source.intermediate_size
-    assert shapes == {
-        "fc.weight": (size, 2 * size),
-        "layers.0.self_attn.q_proj.weight": (heads, size),
-        "layers.0.self_attn.k_proj.weight": (groups, size),
-        "layers.0.self_attn.v_proj.weight": (groups, size),
-        "layers.0.self_attn.o_proj.weight": (size, heads),
-        "layers.0.post_attention_layernorm.weight": (size,),
-        "layers.0.mlp.gate_proj.weight": (inner, size),
-        "layers.0.mlp.up_proj.weight": (inner, size),
-        "layers.0.mlp.down_proj.weight": (size, inner),
-    }
+    assert shapes == layouts.EAGLE
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["architectures"] == ["LlamaForCausalLM"] and config["bias"] is False
 
@@ -97,13 +86,6 @@ def test_copies_of_the_targets_embedding_and_head_are_read_and_others_refused(ta
     rewrite(tmp_path, {"lm_head.weight": own["lm_head.weight"] + 1})
     with refused("eval.draft", f"{tmp_path} with another lm_head.weight"):
         load_eagle(tmp_path, target)
-
-
-def test_vllms_wrapper_is_read(target: FrozenTarget, tmp_path: Path) -> None:
-    save_eagle(build_eagle(target), tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "eagle", "model": config, "method": "eagle"}))
-    assert load_eagle(tmp_path, target).config.hidden_size == target.hidden_size
 
 
 @pytest.fixture(params=["gemma2", "granite"], scope="module")
